@@ -9,9 +9,8 @@ from typing import Any
 from spec_data.capture.tensor_parallel import leading
 from spec_data.generation.fitting import Fitting, announce_drafts
 from spec_data.generation.plan import Plan
-from spec_data.generation.planning import make_plan
 from spec_data.generation.probe import Probe, run_probe
-from spec_data.generation.setup import Setup, set_up
+from spec_data.generation.setup import Setup, make_plan, set_up
 from spec_data.generation.target_files import other_files
 from spec_data.models.devices import check_devices
 from spec_data.options.generate_options import EstimateConfig
@@ -53,7 +52,9 @@ class Estimate:
     def drafts(self) -> dict[str, dict[str, Any]]:
         """Layers and payload bytes of each draft of --for, see `draft_facts`."""
         setup, plan = self.setup, self.plan
-        return draft_facts(setup.draft_layers, setup.columns, plan.tokens, plan.predicting)
+        return draft_facts(
+            setup.draft_layers, setup.columns, plan.tokens, plan.documents.predicting
+        )
 
     @property
     def needed(self) -> int:
@@ -78,7 +79,7 @@ class Estimate:
             "drafts": self.drafts,
             "documents": len(plan.lengths),
             "tokens": plan.tokens,
-            "supervised_tokens": plan.supervised,
+            "supervised_tokens": plan.documents.supervised,
             "longest_document": int(plan.lengths.max()),
             "pack_length": plan.pack_length,
             "packing_utilisation": plan.utilisation(),
@@ -132,7 +133,7 @@ def estimate_text(found: Estimate) -> str:
         ("layers (output of block k, from 0)", ", ".join(map(str, setup.layers)) or "none"),
         ("documents", f"{len(plan.lengths):,}"),
         ("tokens", f"{plan.tokens:,}"),
-        ("supervised tokens", f"{plan.supervised:,}"),
+        ("supervised tokens", f"{plan.documents.supervised:,}"),
         ("longest document", f"{int(plan.lengths.max()):,}"),
         ("pack length", f"{plan.pack_length:,}"),
         ("packing utilisation", f"{plan.utilisation():.1%}"),
@@ -151,7 +152,7 @@ def estimate_text(found: Estimate) -> str:
             "drafts that can be fitted\n  " + "\n  ".join(found.fitting.lines),
             "corpus\n" + sources,
             counts_text(vars(plan.counts), plan.tokens),
-            column_rows(setup.columns, plan.tokens, plan.predicting),
+            column_rows(setup.columns, plan.tokens, plan.documents.predicting),
             *([draft_rows(found.drafts)] if found.drafts else []),
             text_table(lines, "<"),
         ]

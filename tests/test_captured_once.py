@@ -11,8 +11,7 @@ from fsspec.core import url_to_fs
 
 import spec_data
 import spec_train
-from spec_data.generation.planning import make_plan
-from spec_data.generation.setup import set_up
+from spec_data.generation.setup import make_plan, set_up
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.options.view_options import AppendConfig, MergeConfig, RecodeConfig
 from spec_data.shards.reader import HiddenStatesDataset

@@ -38,9 +38,8 @@ from spec_data.capture.long_rows import attention_per_document
 from spec_data.capture.mask_forms import PER_DOCUMENT, ROWS, SINGLE, packed_mask
 from spec_data.generation.capture import CaptureSettings, capture_unit
 from spec_data.generation.plan import Plan
-from spec_data.generation.planning import make_plan
 from spec_data.generation.replica import Replica, backend_options
-from spec_data.generation.setup import Setup, set_up
+from spec_data.generation.setup import Setup, make_plan, set_up
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.files import unit_name
 from spec_data.shards.follow import WORK

@@ -52,10 +52,9 @@ def measure(target: Path, length: int, attn: str, codec: str) -> dict[str, float
 
     from spec_data.capture.hf_backend import HFBackend
     from spec_data.generation.capture import CaptureSettings, capture_unit
-    from spec_data.generation.plan_file import BATCH_TOKENS
-    from spec_data.generation.planning import make_plan
+    from spec_data.generation.plan import BATCH_TOKENS
     from spec_data.generation.replica import backend_options, prove_target
-    from spec_data.generation.setup import set_up
+    from spec_data.generation.setup import make_plan, set_up
     from spec_data.options.generate_options import GenerateConfig
     from spec_data.shards.writer import write_shard
 

@@ -57,8 +57,8 @@ def one_case(target: str, corpus: str, processes: int) -> dict:
     from plan_reference import one_by_one, slow_renderer
 
     from spec_data.corpus.record_reader import CorpusReader
-    from spec_data.generation.planning import end_token_ids, make_plan
-    from spec_data.generation.setup import set_up
+    from spec_data.generation.plan import end_token_ids
+    from spec_data.generation.setup import make_plan, set_up
     from spec_data.options.generate_options import GenerateConfig
 
     out = Path(corpus).parent / "out"
@@ -69,7 +69,7 @@ def one_case(target: str, corpus: str, processes: int) -> dict:
     before, cpu, wall = peak_bytes(), cpu_seconds(), time.monotonic()
     if processes:
         plan = make_plan(setup)
-        documents, tokens, ids = len(plan.documents), plan.tokens, iter(plan.documents.doc_ids)
+        documents, tokens, ids = len(plan.documents), plan.tokens, plan.documents.doc_ids()
     else:
         renderer = slow_renderer(
             setup.tokenizer,

@@ -41,7 +41,6 @@ def one_by_one(
     reader: CorpusReader,
     renderer: Renderer,
     max_length: int,
-    keep_tails: bool = False,
     records: Iterable | None = None,
 ) -> Reference:
     """Return the documents of a corpus and their counts; `records` are those of the reader."""
@@ -54,7 +53,7 @@ def one_by_one(
             continue
         reader.count_left_out(renderer.left_out)
         for document in documents:
-            _add(found, document, max_length, keep_tails)
+            _add(found, document, max_length)
     counts = found.counts
     counts.rows = sum(r.rows for r in reader.reports)
     counts.bad_rows = sum(r.bad for r in reader.reports)
@@ -68,13 +67,13 @@ def one_by_one(
     return found
 
 
-def _add(found: Reference, document: Document, max_length: int, keep_tails: bool) -> None:
+def _add(found: Reference, document: Document, max_length: int) -> None:
     counts = found.counts
     counts.rendered += 1
     if not any(document.loss_mask[1:]):
         found.dropped["nothing-supervised"] += 1
         return
-    document = _trimmed(counts, document, keep_tails)
+    document = _trimmed(counts, document)
     if len(document.input_ids) > max_length:
         counts.cut += 1
         counts.tokens_cut += len(document.input_ids) - max_length
@@ -82,7 +81,7 @@ def _add(found: Reference, document: Document, max_length: int, keep_tails: bool
         if not any(document.loss_mask[1:]):
             found.dropped["nothing-supervised-within-max-length"] += 1
             return
-        document = _trimmed(counts, document, keep_tails)
+        document = _trimmed(counts, document)
     data = b"".join(i.to_bytes(4, "little") for i in document.input_ids)
     doc_id = hashlib.sha256(data + bytes(document.loss_mask)).hexdigest()[:32]
     if doc_id in found.seen:
@@ -96,9 +95,9 @@ def _add(found: Reference, document: Document, max_length: int, keep_tails: bool
     found.sources.append(document.source)
 
 
-def _trimmed(counts: DocumentCounts, document: Document, keep_tails: bool) -> Document:
+def _trimmed(counts: DocumentCounts, document: Document) -> Document:
     tail = document.loss_mask[::-1].index(1)
-    if keep_tails or not tail:
+    if not tail:
         return document
     counts.tail_tokens_trimmed += tail
     return cut_document(document, len(document.input_ids) - tail)

@@ -94,7 +94,7 @@ def to_generate(config: ConvertConfig, layout: Layout) -> GenerateConfig:
     path, _ = resolve_model(config.target, config.revision)
     context = context_length(text_config(load_config(path, config.trust_remote_code)))
     names = (
-        *("target", "out", "codec", "final", "teacher", "states_only", "keep_tails", "dtype"),
+        *("target", "out", "codec", "final", "teacher", "dtype"),
         *("device", "revision", "limit", "on_bad_row", "max_bad_rows", "max_shard_size"),
         *("on_policy", "allow_high_nll", "trust_remote_code"),
     )

@@ -26,7 +26,13 @@ from spec_data.conversion.stored_samples import Layout
 from spec_data.corpus.record_reader import SourceReport
 from spec_data.generation.explained_failures import explained_failures
 from spec_data.generation.fitting import announce_drafts
-from spec_data.generation.plan import Plan, load_plan, read_settings, save_plan
+from spec_data.generation.plan import (
+    Plan,
+    load_plan,
+    read_plan_record,
+    refuse_other_files,
+    save_plan,
+)
 from spec_data.generation.run import check_free_space, clear_leftovers, run_units
 from spec_data.generation.sealing import finished_unit, seal_directory
 from spec_data.generation.setup import (
@@ -41,7 +47,6 @@ from spec_data.generation.worker_locks import worker_lock
 from spec_data.models.devices import check_devices, usable_device
 from spec_data.options.conversion_options import ConvertConfig
 from spec_data.options.dataset_options import VerifyConfig
-from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST, check_whole
@@ -136,11 +141,11 @@ def convert(config: ConvertConfig) -> Conversion:
 
 def _convert(config: ConvertConfig, layout: Layout, setup: Setup, blocks: int) -> Manifest:
     out, work = Path(config.out), Path(config.out) / WORK
-    saved = read_settings(work)
+    saved = read_plan_record(work)
     if saved is None:
         evidence = _begin(config, layout, setup, blocks)
     else:
-        refuse_changes(_changes(config, layout, setup, saved), out)
+        refuse_changes(_changes(config, layout, setup, saved.settings), out)
         evidence = json.loads((work / _EVIDENCE).read_text(encoding="utf-8"))
     plan = load_plan(work)
     samples = read_samples(work, len(plan.documents))
@@ -173,11 +178,7 @@ def open_head(config: ConvertConfig, setup: Setup) -> Head:
 def _begin(config: ConvertConfig, layout: Layout, setup: Setup, blocks: int) -> dict[str, Any]:
     """Prove the states, then write plan, samples and evidence; return the evidence."""
     out, work = Path(config.out), Path(config.out) / WORK
-    if out.exists() and any(p.name != WORK for p in out.iterdir()):
-        raise DatasetError(
-            f"{out} is not empty and not a directory of spec-data; choose another --out (nothing "
-            "was changed)"
-        )
+    refuse_other_files(out)
     evidence = prove_samples(config, layout, setup, blocks)
     make_directory("--out", work)
     plan, samples = make_sample_plan(layout, setup, config.data, config.mask_frame, work)

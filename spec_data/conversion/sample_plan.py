@@ -7,6 +7,7 @@ document is from is written beside the plan.
 
 import json
 from collections.abc import Generator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,8 @@ from spec_data.corpus.documents import Document
 from spec_data.corpus.file_rows import Digest, Row
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sources import Source
-from spec_data.generation.plan import Plan, PlanBuilder, planned
-from spec_data.generation.plan_file import BATCH_TOKENS, Preparing, unit_tokens
-from spec_data.generation.planning import corpus_entry, render_into, row_settings
-from spec_data.generation.setup import Setup, settings
+from spec_data.generation.plan import Plan, cut_into_units, render_corpus, truncate
+from spec_data.generation.setup import Setup, row_settings, settings, unit_limit
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.files import sha256_json, write_atomically
 
@@ -154,7 +153,7 @@ class _Samples:
         self.numbers: dict[str, int] = {}  # by the id of the document that a sample becomes
         self._layout, self._name, self._path, self._frame = layout, name, path, frame
         self._all = setup.config.mask == "all"
-        self._prepare = Preparing(setup.config.max_length, setup.config.keep_tails)
+        self._max_length = setup.config.max_length
 
     def sources(self, *_given: object) -> list[Source]:
         """Return the one source; see `corpus.sources.resolve`."""
@@ -189,8 +188,9 @@ class _Samples:
         ids, mask = row["input_ids"], row["loss_mask"]
         if set(mask) - {0, 1} or min(ids) < 0 or max(ids) > np.iinfo(np.int32).max:
             return  # rendering refuses it
-        made = self._prepare(Document(input_ids=ids, loss_mask=mask, turns=(), source="", where=""))
-        self.numbers.setdefault(made.digest.hex(), number)
+        document = Document(input_ids=ids, loss_mask=mask, turns=(), source="", where="")
+        digest = truncate(document, self._max_length).digest
+        self.numbers.setdefault(digest.hex(), number)
 
 
 def make_sample_plan(
@@ -217,24 +217,9 @@ def make_sample_plan(
         max_bad_rows=config.bad_row_limit,
         find=samples.sources,
     )
-    builder = PlanBuilder(config.max_length, config.keep_tails, scratch)
-    try:
-        render_into(builder, reader, row_settings(setup), processes=1)
-        documents = builder.finish()
-    except BaseException:
-        builder.discard()
-        raise
-    tokens = int(documents.offsets[-1])
-    size = config.max_shard_size, setup.bytes_per_token, tokens, BATCH_TOKENS
-    numbers = [samples.numbers[doc_id] for doc_id in documents.doc_ids]
-    plan = planned(
-        documents,
-        builder.counts,
-        [corpus_entry(report) for report in reader.reports],
-        settings(setup, reader.reports),
-        config.pack_length,
-        unit_tokens(*size),
-    )
+    rendered = render_corpus(reader, row_settings(setup), processes=1, scratch=scratch)
+    plan = cut_into_units(rendered, settings(setup, reader.reports), partial(unit_limit, setup))
+    numbers = [samples.numbers[doc_id] for doc_id in plan.documents.doc_ids()]
     return plan, numbers
 
 

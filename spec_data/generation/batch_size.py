@@ -13,8 +13,7 @@ import torch
 from spec_data.capture.backend import ForwardBatch, TargetBackend
 from spec_data.capture.mask_forms import ROWS, SINGLE
 from spec_data.generation.capture import forward_batches, forward_columns
-from spec_data.generation.plan import Plan
-from spec_data.generation.plan_file import BATCH_TOKENS
+from spec_data.generation.plan import BATCH_TOKENS, Plan
 from spec_data.shards.errors import RunError
 from spec_data.shards.schema import Column
 
@@ -125,10 +124,8 @@ def _batches(
     plan: Plan, documents: np.ndarray, form: str, size: int, longest: int | None = None
 ) -> list[ForwardBatch]:
     """Return the forwards of some documents of the plan, cut to `longest` tokens."""
-    bounds, ids = plan.documents.offsets, plan.documents.tokens["input_ids"]
-    parts = [ids[bounds[d] : bounds[d + 1]][:longest] for d in documents]
-    offsets = np.concatenate([[0], np.cumsum([len(p) for p in parts])]).astype(np.int64)
-    return list(forward_batches(offsets, np.concatenate(parts), form, plan.pack_length, size))
+    offsets, tokens = plan.documents.beginnings(documents.tolist(), longest)
+    return list(forward_batches(offsets, tokens["input_ids"], form, plan.pack_length, size))
 
 
 def _does_not_fit(target: TargetBackend, plan: Plan, columns: tuple[Column, ...]) -> str:

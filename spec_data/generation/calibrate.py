@@ -212,10 +212,7 @@ def capture_sample(
         the number of its document in the sample, int64 [N]. States that a sparse column does not
         store are NaN; no later step uses them.
     """
-    bounds = plan.documents.offsets
-    spans = [np.arange(bounds[d], bounds[d + 1]) for d in documents]  # token indices in the plan
-    offsets = np.concatenate([[0], np.cumsum([len(s) for s in spans])]).astype(np.int64)
-    tokens = {n: a[np.concatenate(spans)] for n, a in plan.documents.tokens.items()}  # [N] each
+    offsets, tokens = plan.documents.beginnings(documents)
     total = int(offsets[-1])
     states = {c.name: torch.empty(total, c.width or 1, dtype=target.dtype) for c in columns}
     for batch in forward_batches(

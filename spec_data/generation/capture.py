@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from spec_data.capture.backend import ForwardBatch, TargetBackend
-from spec_data.generation.plan import Plan, unit_batches
+from spec_data.capture.mask_forms import REQUESTS, ROWS, SINGLE
+from spec_data.generation.plan import Plan
 from spec_data.generation.transfers import Arrival, PlainTransfers, Transfers, encode_columns, store
 from spec_data.models.devices import sent
 from spec_data.shards.errors import RunError
 from spec_data.shards.likelihood import DocumentFigures
 from spec_data.shards.lossy import Tables
-from spec_data.shards.packing import row_layout
+from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.shards.schema import FINAL, TEACHERS, Column, layer_column, predicts_supervised
 from spec_data.shards.writer import UnitData
 
@@ -289,6 +290,53 @@ def unit_forwards(
     following = supervised_next(ids, predicts_supervised(source["loss_mask"], offsets))
     for batch in forward_batches(offsets, ids, form, plan.pack_length, batch_tokens):
         yield batch, following[batch.token_index(offsets)]
+
+
+def unit_batches(
+    lengths: list[int], form: str, pack_length: int, batch_tokens: int
+) -> list[list[list[int]]]:
+    """Return the forwards of one unit: a list of batches, each a list of rows.
+
+    A row is a list of document indices in the unit. In packed forms it is a pack, filled by best
+    fit. In the form "rows" it is one document; documents are sorted by length, so that there is
+    little padding. In the form "single" a batch is one document, and in the other forms, too, if
+    the document is longer than a pack: its row then needs neither padding nor a mask. In the form
+    "requests" a row is one document, and the rows of a batch have `batch_tokens` tokens together.
+    """
+    if form == SINGLE:
+        return [[[d]] for d in range(len(lengths))]
+    if form == REQUESTS:
+        return [[[d] for d in group] for group in _in_turn(lengths, batch_tokens)]
+    short = [d for d, length in enumerate(lengths) if length <= pack_length]
+    alone = [[[d]] for d, length in enumerate(lengths) if length > pack_length]
+    if form == ROWS:
+        batches: list[list[list[int]]] = []
+        for d in sorted(short, key=lambda d: (-lengths[d], d)):
+            widest = lengths[batches[-1][0][0]] if batches else 0
+            if batches and widest * (len(batches[-1]) + 1) <= batch_tokens:
+                batches[-1].append([d])
+            else:
+                batches.append([[d]])
+        return batches + alone
+    packs = [
+        [short[i] for i in pack]
+        for pack in pack_documents([lengths[d] for d in short], pack_length)
+    ]
+    step = max(1, batch_tokens // pack_length)
+    return [packs[i : i + step] for i in range(0, len(packs), step)] + alone
+
+
+def _in_turn(lengths: list[int], most: int) -> list[list[int]]:
+    """Divide documents, in their order, into groups of at most `most` tokens, or one document."""
+    groups: list[list[int]] = []
+    left = 0
+    for d, length in enumerate(lengths):
+        if length > left or not groups:
+            groups.append([])
+            left = most
+        groups[-1].append(d)
+        left -= length
+    return groups
 
 
 def forward_batches(

@@ -27,7 +27,7 @@ from spec_data.shards.schema import data_problem
 
 log = logging.getLogger(__name__)
 
-_ANYWAY = "Pass --states-only to capture the states for another use"
+_ANYWAY = "Give --layers IDS to capture the states for another use"
 
 
 @dataclass(frozen=True)
@@ -90,23 +90,28 @@ def announce_drafts(setup: Setup, *, captures: bool = True) -> Fitting:
     With `captures`, say also which layers are chosen, and what those of all drafts would cost.
 
     Raises:
-        TargetError: there is none, and --states-only is not given.
+        TargetError: there is none, and --layers names no layers.
     """
     found = fitting(setup)
     for line in found.lines:
         log.info("drafts: %s", line)
-    if not found.possible and not setup.config.states_only:
+    if not found.possible:
         reasons = "\n  ".join(found.lines[1:])
-        raise TargetError(
-            f"no draft of spec-train can be fitted on this dataset ({found.family}):\n  {reasons}\n"
-            f"{_ANYWAY}"
-        )
+        problem = "no draft of spec-train can be fitted on this dataset"
+        _refuse_unless_asked(setup, f"{problem} ({found.family}):\n  {reasons}\n")
     if captures:
         log.info("layers: %s", layers_text(setup))
     chosen = setup.config.drafts or AUTO_DRAFTS
     for line in engine_warnings(chosen, setup.target["architectures"]):
         log.warning("warning: %s", line)
     return found
+
+
+def _refuse_unless_asked(setup: Setup, problem: str) -> None:
+    """Raise TargetError, or warn if the layers were named: the states have another use then."""
+    if setup.config.layers.startswith(("auto", "spread")):
+        raise TargetError(f"{problem}{_ANYWAY}")
+    log.warning("warning: %s", problem.strip())
 
 
 def layers_text(setup: Setup) -> str:
@@ -145,7 +150,7 @@ def find_positions(setup: Setup, plan: Plan, target: TargetBackend) -> Positions
 
     Raises:
         TargetError: no draft can be fitted, because the family is not registered and nothing was
-            proven; --states-only is not given.
+            proven; --layers names no layers.
     """
     found = target.positions(int(plan.lengths.max()))
     names = setup.target["architectures"] or [target.architecture]
@@ -163,11 +168,12 @@ def find_positions(setup: Setup, plan: Plan, target: TargetBackend) -> Positions
             "warning: positions: not found in the target (%s); a draft uses its config's rope",
             found.reason,
         )
-    if spec is None and not found.proven and not setup.config.states_only:
-        raise TargetError(
+    if spec is None and not found.proven:
+        _refuse_unless_asked(
+            setup,
             f"no draft of spec-train can be fitted on this dataset: {', '.join(names)} is not "
             f"registered, and the positions of the target are not proven ({found.reason}). Add the "
-            f"family to TARGETS in spec_data/models/families.py. {_ANYWAY}"
+            "family to TARGETS in spec_data/models/families.py. ",
         )
     try:
         fitted_shape(_config(setup, target), spec or derived_spec(names), found)

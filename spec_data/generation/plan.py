@@ -4,76 +4,152 @@ A unit is a fixed list of documents that becomes one shard. The plan is a pure f
 corpus, the tokenizer and the settings. The bytes of a unit depend on nothing else, so units can be
 captured on any machine, in any order, and after any crash.
 
+    render_corpus     rows -> documents, truncated and without duplicates, in a temporary file
+    cut_into_units    documents -> Plan
+    save_plan, load_plan, find_plan   OUT/.generate/plan.{json,arrow}, made once
+
+Several processes render; none of them decides anything: rows are counted, and documents compared
+and written, by one process in the order of the rows. So the plan is the same for any number.
+
 Shapes: D documents of the plan, N tokens of all documents.
 """
 
-import json
+import hashlib
+import logging
 import os
 import shutil
+import tempfile
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from filelock import FileLock, Timeout
+from transformers import PreTrainedTokenizerBase
 
-from spec_data.capture.mask_forms import REQUESTS, ROWS, SINGLE
-from spec_data.corpus.documents import CUT_ANSWERS, UNENDED, Document
-from spec_data.generation.plan_file import (
-    PLAN_COLUMNS,
-    PlannedDocuments,
-    PlanWriter,
-    Prepared,
-    Preparing,
-    Scratch,
+from spec_data.corpus.chat import Renderer, RenderError
+from spec_data.corpus.documents import (
+    CUT_ANSWERS,
+    UNENDED,
+    Document,
+    RenderCounts,
+    Rendering,
 )
-from spec_data.shards.errors import CorpusError, DatasetError
-from spec_data.shards.files import (
-    dump_json,
-    replace_durably,
-    sha256_file,
-    sha256_json,
-    temporary_name,
-    write_atomically,
-    writing,
-)
+from spec_data.corpus.file_rows import RawRow, RowResult, parsed_row
+from spec_data.corpus.in_order import default_processes, in_order
+from spec_data.corpus.record_reader import CorpusReader, SourceReport
+from spec_data.corpus.records import parse_row
+from spec_data.corpus.sources import expected_rows
+from spec_data.generation.worker_locks import running_workers
+from spec_data.options.option_values import parse_size
+from spec_data.shards.checksums import list_views, numbers, read_batches
+from spec_data.shards.codec_tables import TABLES
+from spec_data.shards.errors import CorpusError, DatasetError, RunError, TargetError
+from spec_data.shards.files import dump_json, read_object, sha256_file, write_atomically
+from spec_data.shards.follow import WORK
 from spec_data.shards.identity import count_kwargs
 from spec_data.shards.packing import pack_documents
-from spec_data.shards.schema import Column
-from spec_data.shards.writer import UnitData, shard_bytes
+from spec_data.shards.resumable import link_or_copy, remove
+from spec_data.shards.schema import Column, predicts_supervised
+from spec_data.shards.writer import ShardStream, UnitData, shard_bytes
+from spec_data.terminal.paths import make_directory
+from spec_data.terminal.progress import progress
 
-# -- seen ------------------------------------------------------------------------------------------
-# Which documents were added already, by digests of 16 bytes, in 16 bytes each.
-#
-# A Python set needs 90 to 150 bytes per digest. Here digests stand in sorted runs of numpy, and
-# runs of similar length are merged, so there are few of them. A merge takes twice its bytes for a
-# moment.
+logger = logging.getLogger(__name__)
+
+PLAN_COLUMNS = (Column(name="input_ids", codec="int32"), Column(name="loss_mask", codec="bool8"))
+BATCH_TOKENS = 8192
+"""Tokens per forward of the target where its memory is not measured."""
+
+# -- truncated documents ---------------------------------------------------------------------------
+# It is done where the document was rendered, in any process, because it costs as much as writing.
 
 
-_DIGEST = np.dtype("S16")  # compared with all 16 bytes; zeros at the end do not matter
+class TruncatedDocument(NamedTuple):
+    """A document as a plan stores it, or the reason why it stores none.
+
+    Attributes:
+        source: the name of its source.
+        dropped: the reason; None for a document that is stored.
+        cut: tokens lost by the maximum length; tail: tokens removed after the last supervised one.
+        digest: 16 bytes, the beginning of a SHA-256 over ids and mask; its doc_id in hex.
+        ids, mask: int32 and uint8 per token, as bytes.
+        turns: (role, start, end) of each.
+    """
+
+    source: str
+    dropped: str | None = None
+    cut: int = 0
+    tail: int = 0
+    digest: bytes = b""
+    ids: bytes = b""
+    mask: bytes = b""
+    turns: tuple[tuple[str, int, int], ...] = ()
 
 
-class Seen:
-    """A growing set of digests of 16 bytes."""
+def truncate(document: Document, max_length: int) -> TruncatedDocument:
+    """Return a document cut at `max_length` tokens and after its last supervised token.
+
+    Serving sees beginnings of documents, too. No draft learns from what follows the last supervised
+    token: the target is causal, nothing is drafted there, and the teacher of that token is the
+    state before it.
+    """
+    mask = np.asarray(document.loss_mask, np.uint8)
+    if not mask[1:].any():
+        return TruncatedDocument(document.source, "nothing-supervised")
+    length = _supervised_length(mask)
+    tail, cut = len(mask) - length, max(0, length - max_length)
+    if cut:
+        mask = mask[:max_length]
+        if not mask[1:].any():
+            reason = "nothing-supervised-within-max-length"
+            return TruncatedDocument(document.source, reason, cut, tail)
+        length = _supervised_length(mask)
+        tail += len(mask) - length
+    ids = np.asarray(document.input_ids[:length], np.int32).tobytes()
+    mask_bytes = mask[:length].tobytes()
+    turns = ((t.role, t.start, min(t.end, length)) for t in document.turns if t.start < length)
+    digest = hashlib.sha256(ids + mask_bytes).digest()[:16]
+    return TruncatedDocument(
+        document.source, None, cut, tail, digest, ids, mask_bytes, tuple(turns)
+    )
+
+
+def _supervised_length(mask: np.ndarray) -> int:
+    """Return the number of tokens up to the last supervised one."""
+    return int(np.flatnonzero(mask)[-1]) + 1
+
+
+class DigestSet:
+    """A growing set of digests of 16 bytes, in 16 bytes each (a Python set takes 90 to 150).
+
+    Digests stand in sorted runs of numpy, and runs of similar length are merged, so there are few
+    of them. A merge takes twice its bytes for a moment.
+    """
 
     def __init__(self) -> None:
         self._runs: list[np.ndarray] = []  # each sorted, without repetitions, longest first
 
     def add(self, digests: Sequence[bytes]) -> list[bool]:
         """Add digests; return for each whether it is new, in order."""
-        found = np.frombuffer(b"".join(digests), _DIGEST)
-        known = np.zeros(len(found), bool)
+        added = np.frombuffer(b"".join(digests), np.dtype("S16"))  # compared with all 16 bytes
+        seen = np.zeros(len(added), bool)
         for run in self._runs:
-            at = np.minimum(np.searchsorted(run, found), len(run) - 1)
-            known |= run[at] == found
-        first = np.zeros(len(found), bool)
-        run, places = np.unique(found, return_index=True)
-        first[places] = True
-        new = first & ~known
-        self._insert(run[new[places]])
+            at = np.minimum(np.searchsorted(run, added), len(run) - 1)
+            seen |= run[at] == added
+        run, index = np.unique(added, return_index=True)
+        first = np.zeros(len(added), bool)
+        first[index] = True
+        new = first & ~seen
+        self._insert(run[new[index]])
         return new.tolist()
 
     def _insert(self, run: np.ndarray) -> None:
@@ -84,12 +160,14 @@ class Seen:
         self._runs.append(run)
 
 
-# -- plan builder ----------------------------------------------------------------------------------
-# Collect the documents of a plan: de-duplicate, write and count them.
+# -- plan.arrow ------------------------------------------------------------------------------------
+# Documents are written while they are rendered, and read from a memory map. Memory holds those of
+# one record batch while writing, and 8 bytes per document while reading. What is read is a copy: a
+# view of a memory map must not be written to.
 
-
+_ROWS, _BATCH_BYTES = 4096, 32 << 20  # of documents that are compared and written together
+_SCRATCH = ".rendering-"
 _LITTLE = 0.01  # of the tokens: fewer that are cut off need no warning
-_COMPARED = 1024  # documents that are compared with the earlier ones at once
 
 
 @dataclass
@@ -116,7 +194,7 @@ class DocumentCounts:
     tokens_cut: int = 0
     tail_tokens_trimmed: int = 0
     rendering: dict[str, int] = field(default_factory=dict)
-    kwargs_used: dict[str, int] | None = None  # of a plan of an older release
+    kwargs_used: dict[str, int] = field(default_factory=dict)
 
 
 def count_warnings(counts: Mapping[str, Any], tokens: int) -> list[str]:
@@ -126,49 +204,187 @@ def count_warnings(counts: Mapping[str, Any], tokens: int) -> list[str]:
         counts: the fields of `DocumentCounts`, as a plan or a manifest has them.
         tokens: those that are kept.
     """
-    found = []
+    warnings = []
     cut, rendering = counts.get("tokens_cut", 0), counts.get("rendering", {})
     if cut > _LITTLE * (cut + tokens):
-        found.append(
+        warnings.append(
             f"{cut / (cut + tokens):.0%} of all tokens ({cut:,}) were cut off at the maximal "
             f"length, of {counts['cut']:,} documents: raise --max-length, or split long documents"
         )
     if unended := rendering.get(UNENDED, 0) - rendering.get(CUT_ANSWERS, 0):
-        found.append(
+        warnings.append(
             f"{unended:,} turns have no end-of-turn token: the chat template writes none after "
             "them, and the target's generation_config.json names none that can be appended "
             "(eos_token_id). A draft never learns to stop there"
         )
-    return found
+    return warnings
 
 
-class PlanBuilder:
-    """Collect prepared documents into a plan file: de-duplicate, write and count them.
+class Scratch:
+    """A new directory, removed with this object or at the end of the program."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Make it in `folder`, or where the system puts temporary files."""
+        self.path = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=folder))
+        self.remove = weakref.finalize(self, _remove_own, self.path, os.getpid())
+
+
+def _remove_own(path: Path, process: int) -> None:
+    if os.getpid() == process:  # not in a forked one
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class PlannedDocuments:
+    """The documents of a plan file.
+
+    Attributes:
+        file: the file, with the hash `sha256`. It may be removed while this object exists.
+        offsets: document d has tokens offsets[d] to offsets[d + 1], int64 [D + 1].
+        tokens: `input_ids` (int32) and `loss_mask` (uint8) of all documents, [N] each: index them
+            with a slice.
+    """
+
+    def __init__(self, file: Path, sha256: str, scratch: Scratch | None = None) -> None:
+        """Map `file`, whose hash is `sha256`; `scratch` holds it, if it is temporary.
+
+        Raises:
+            pa.ArrowInvalid, OSError: it is no plan file.
+        """
+        self.file, self.sha256, self._scratch = file, sha256, scratch
+        batches = read_batches(file)[1]
+        self._table = pa.Table.from_batches(batches)
+        views = [{c.name: list_views(b.column(c.name)) for c in PLAN_COLUMNS} for b in batches]
+        lengths = [np.zeros(1, np.int64), *(np.diff(v["loss_mask"][0]) for v in views)]
+        self.offsets = np.cumsum(np.concatenate(lengths), dtype=np.int64)
+        self.tokens: Mapping[str, FlatColumn] = {
+            c.name: FlatColumn([v[c.name][1] for v in views]) for c in PLAN_COLUMNS
+        }
+        self._views = views
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @cached_property
+    def supervised(self) -> int:
+        """Supervised tokens of all documents."""
+        return sum(int(view["loss_mask"][1].sum(dtype=np.int64)) for view in self._views)
+
+    @cached_property
+    def predicting(self) -> int:
+        """Number of tokens whose next token is supervised, which sparse columns store."""
+        masks = (view["loss_mask"] for view in self._views)
+        return sum(int(predicts_supervised(mask, offsets).sum()) for offsets, mask in masks)
+
+    @cached_property
+    def text_bytes(self) -> int:
+        """UTF-8 bytes of the ids and sources of all documents."""
+        columns = (self._table[name] for name in ("doc_id", "source"))
+        return sum(pc.sum(pc.binary_length(column)).as_py() for column in columns)
+
+    @cached_property
+    def sources(self) -> list[str]:
+        """The source of every document, [D]; equal texts are one object."""
+        sources: list[str] = []
+        for chunk in self._table["source"].chunks:
+            codes = chunk.dictionary_encode()
+            names = codes.dictionary.to_pylist()
+            sources += [names[code] for code in numbers(codes.indices)]
+        return sources
+
+    def doc_ids(self) -> Iterator[str]:
+        """Yield the id of every document."""
+        for chunk in self._table["doc_id"].chunks:
+            yield from chunk.to_pylist()
+
+    def read(self, first: int, last: int) -> UnitData:
+        """Return documents `first` to `last` - 1."""
+        rows = self._table.slice(first, last - first)
+        bounds = self.offsets[first : last + 1]
+        return UnitData(
+            rows["doc_id"].to_pylist(),
+            rows["source"].to_pylist(),
+            [
+                [(turn["role"], turn["start"], turn["end"]) for turn in turns]
+                for turns in rows["turns"].to_pylist()
+            ],
+            bounds - bounds[0],
+            {name: values[bounds[0] : bounds[-1]] for name, values in self.tokens.items()},
+        )
+
+    def select(self, documents: Sequence[int]) -> UnitData:
+        """Return some documents, at least one, in the order of their numbers in `documents`."""
+        parts = [self.read(d, d + 1) for d in documents]
+        return UnitData(
+            [part.doc_ids[0] for part in parts],
+            [part.sources[0] for part in parts],
+            [part.turns[0] for part in parts],
+            np.concatenate([[0], np.cumsum([part.offsets[-1] for part in parts])]).astype(np.int64),
+            {name: np.concatenate([p.tokens[name] for p in parts]) for name in self.tokens},
+        )
+
+    def beginnings(
+        self, documents: Sequence[int], longest: int | None = None
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return the first `longest` tokens (None: all) of some documents.
+
+        Returns:
+            Their offsets, int64 [len(documents) + 1], and `input_ids` and `loss_mask` of their
+            tokens, one document after another.
+        """
+        bounds = self.offsets
+        spans = [(bounds[d], bounds[d + 1]) for d in documents]
+        spans = [(a, b if longest is None else min(b, a + longest)) for a, b in spans]
+        offsets = np.concatenate([[0], np.cumsum([b - a for a, b in spans])]).astype(np.int64)
+        return offsets, {
+            name: np.concatenate([values[a:b] for a, b in spans])
+            for name, values in self.tokens.items()
+        }
+
+
+class FlatColumn:
+    """The values of a token column, [N], in parts that follow each other; a slice is a copy."""
+
+    def __init__(self, parts: list[np.ndarray]) -> None:
+        self._parts = parts
+        self._starts = np.cumsum([0, *map(len, parts)])
+
+    def __getitem__(self, index: slice) -> np.ndarray:
+        first, last, _ = index.indices(int(self._starts[-1]))
+        values = [self._parts[0][:0]]
+        part = int(np.searchsorted(self._starts, first, "right")) - 1
+        while part < len(self._parts) and self._starts[part] < last:
+            start = int(self._starts[part])
+            values.append(self._parts[part][max(0, first - start) : last - start])
+            part += 1
+        return np.concatenate(values)
+
+
+class PlanWriter:
+    """Write truncated documents to a plan file, without duplicates, and count them.
 
     Memory holds 24 bytes per document, and the documents of one record batch.
     """
 
-    def __init__(
-        self, max_length: int, keep_tails: bool = False, folder: Path | None = None
-    ) -> None:
-        """Prepare documents as `Preparing` does, and write them to a temporary file in `folder`,
-        or where the system puts such files; it is removed with the plan."""
-        self.prepare = Preparing(max_length, keep_tails)
+    def __init__(self, folder: Path | None = None) -> None:
+        """Write to a temporary file in `folder`, or where the system puts such files.
+
+        The file is removed with the documents that `finish` returns.
+        """
         self.counts = DocumentCounts()
-        self.tokens = 0
         self._dropped: Counter[str] = Counter()
-        self._seen = Seen()
-        self._waiting: list[Prepared] = []
+        self._written = DigestSet()
+        self._waiting: list[TruncatedDocument] = []
+        self._bytes = 0
         self._scratch = Scratch(folder)
         self._file = self._scratch.path / "plan.arrow"
-        self._writer = PlanWriter(self._file)
+        self._stream = ShardStream(self._file, PLAN_COLUMNS)
 
-    def add(self, document: Document) -> None:
-        """Prepare and add one document, or count it as dropped."""
-        self.add_prepared(self.prepare(document))
+    def add(self, document: TruncatedDocument) -> None:
+        """Add one document, or count it as dropped.
 
-    def add_prepared(self, document: Prepared) -> None:
-        """Add one document that was prepared as `prepare` does, or count it as dropped."""
+        Raises:
+            OSError: the disk is full.
+        """
         self.counts.rendered += 1
         self.counts.cut += document.cut > 0
         self.counts.tokens_cut += document.cut
@@ -177,47 +393,52 @@ class PlanBuilder:
             self._dropped[document.dropped] += 1
             return
         self._waiting.append(document)
-        if len(self._waiting) == _COMPARED:
+        self._bytes += len(document.ids) + len(document.mask)
+        if len(self._waiting) == _ROWS or self._bytes >= _BATCH_BYTES:
             self._write()
 
     def _write(self) -> None:
         """Write the documents that are waiting, but those that were added before."""
-        waiting, self._waiting = self._waiting, []
-        for document, new in zip(waiting, self._seen.add([d.digest for d in waiting]), strict=True):
-            if new:
-                self.tokens += len(document.mask)
-                self._writer.add(document)
-            else:
-                self._dropped["duplicate"] += 1
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        if not waiting:
+            return
+        new = self._written.add([d.digest for d in waiting])
+        self._dropped["duplicate"] += new.count(False)
+        documents = [d for d, is_new in zip(waiting, new, strict=True) if is_new]
+        if not documents:
+            return
+        lengths = [len(d.mask) for d in documents]
+        unit = UnitData(
+            [d.digest.hex() for d in documents],
+            [d.source for d in documents],
+            [list(d.turns) for d in documents],
+            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            {
+                "input_ids": np.frombuffer(b"".join(d.ids for d in documents), np.int32),
+                "loss_mask": np.frombuffer(b"".join(d.mask for d in documents), np.uint8),
+            },
+        )
+        self._stream.write(unit)
 
     def discard(self) -> None:
         """Remove what was written."""
-        self._writer.discard()
+        self._stream.discard()
         self._scratch.remove()
 
-    def count_rows(
-        self,
-        *,
-        rows: int,
-        bad_rows: int,
-        unrendered: Mapping[str, int],
-        unrendered_examples: Mapping[str, list[str]],
-        rendering: Mapping[str, int],
-        kwargs_used: Mapping[str, int],
-        dropped: Mapping[str, int],
-    ) -> None:
-        """Store the counts of reading and rendering; see `DocumentCounts`.
+    def count_rows(self, reader: CorpusReader, rendering: RenderCounts) -> None:
+        """Count what `reader` has read and how its rows were rendered.
 
-        `dropped` counts, by reason, the documents that rendering dropped; they were never passed to
-        `add`.
+        Documents that were dropped while rendering were never passed to `add`.
         """
-        self.counts.rows, self.counts.bad_rows = rows, bad_rows
-        self.counts.unrendered = dict(sorted(unrendered.items()))
-        self.counts.unrendered_examples = dict(sorted(unrendered_examples.items()))
-        self.counts.rendering = dict(rendering)
-        self.counts.kwargs_used = count_kwargs(kwargs_used)
-        self.counts.rendered += sum(dropped.values())
-        self._dropped.update(dropped)
+        counts = self.counts
+        counts.rows = sum(r.rows for r in reader.reports)
+        counts.bad_rows = sum(r.bad for r in reader.reports)
+        counts.unrendered = dict(sorted(reader.refused.items()))
+        counts.unrendered_examples = dict(sorted(reader.refused_examples.items()))
+        counts.rendering = dict(rendering.methods + rendering.systems + rendering.counts)
+        counts.kwargs_used = count_kwargs(rendering.kwargs_used)
+        counts.rendered += sum(rendering.dropped.values())
+        self._dropped.update(rendering.dropped)
 
     def finish(self) -> PlannedDocuments:
         """Complete the file and the counts, and return the documents.
@@ -227,71 +448,194 @@ class PlanBuilder:
             OSError: the disk is full.
         """
         self._write()
-        self.counts.dropped = dict(sorted(self._dropped.items()))
-        if not self.tokens:
+        counts = self.counts
+        counts.dropped = dict(sorted((+self._dropped).items()))
+        record = self._stream.finish()
+        if not record.tokens:
             self.discard()
             raise CorpusError(
-                f"no document is left to capture: {self.counts.rows} rows read, "
-                f"{self.counts.bad_rows} bad, not rendered {self.counts.unrendered or 'none'}, "
-                f"dropped {self.counts.dropped or 'none'}"
+                f"no document is left to capture: {counts.rows} rows read, {counts.bad_rows} bad, "
+                f"not rendered {counts.unrendered or 'none'}, dropped {counts.dropped or 'none'}"
             )
-        record = self._writer.finish()
         return PlannedDocuments(self._file, record.sha256, self._scratch)
+
+
+# -- rendering a corpus ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSettings:
+    """Everything that decides which documents a row becomes; see `Renderer` and `truncate`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    mask: str
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    eot_token_ids: tuple[int, ...] = ()
+    vocab_size: int
+    max_length: int
+
+
+class RenderedRow(NamedTuple):
+    """What a row became: truncated documents, or the reason why it has none.
+
+    Attributes:
+        rendering: what is to be counted; its documents are those of `documents`.
+        documents: the truncated documents.
+        refused: (reason, message) of the RenderError of a row without documents.
+    """
+
+    rendering: Rendering | None = None
+    documents: tuple[TruncatedDocument, ...] = ()
+    refused: tuple[str, str] | None = None
+
+
+class RowRenderer:
+    """Parse, render and truncate one row; made once per process."""
+
+    def __init__(self, settings: RowSettings) -> None:
+        self._renderer = Renderer(
+            settings.tokenizer,
+            mask=settings.mask,
+            template_kwargs=dict(settings.template_kwargs),
+            eot_token_ids=settings.eot_token_ids,
+            vocab_size=settings.vocab_size,
+        )
+        self._max_length = settings.max_length
+
+    def __call__(self, row: RawRow) -> RowResult:
+        """Return the result of a row.
+
+        Raises:
+            CorpusError: the chat template does not end, for several rows.
+        """
+        parsed = parsed_row(row, parse_row)
+        if row.end or parsed.bad is not None:
+            return parsed
+        try:
+            rendering = self._renderer.rendering(parsed.record)
+            documents = tuple(truncate(d, self._max_length) for d in rendering.documents)
+            rendered = RenderedRow(replace(rendering, documents=[]), documents)
+        except RenderError as error:
+            rendered = RenderedRow(refused=(error.reason, str(error)))
+        return replace(parsed, made=rendered, _record=None)
+
+
+class RenderedCorpus(NamedTuple):
+    """The documents of a corpus, their counts, and the manifest's entry of each source."""
+
+    documents: PlannedDocuments
+    counts: DocumentCounts
+    corpus: list[dict[str, Any]]
+
+
+def render_corpus(
+    reader: CorpusReader, settings: RowSettings, processes: int = 0, scratch: Path | None = None
+) -> RenderedCorpus:
+    """Render all rows of `reader` in `processes` processes (0: the default).
+
+    The documents are in a temporary file in `scratch`, or where the system puts such files; it is
+    removed with them.
+
+    Raises:
+        CorpusError: the corpus cannot be read, too many rows are bad, or no document is left.
+        RunError: a process ended.
+    """
+    writer, counts = PlanWriter(scratch), RenderCounts()
+    total = expected_rows(reader.sources, reader.limit)
+    processes = processes or default_processes()
+    rows = reader.results(lambda rows: in_order(rows, RowRenderer, (settings,), processes))
+    try:
+        with closing(rows) as results:
+            for result in progress(results, desc="render", unit="rows", total=total):
+                _add_row(result.made, writer, reader, counts)
+        writer.count_rows(reader, counts)
+        documents = writer.finish()
+    except BaseException:
+        writer.discard()
+        raise
+    for warning in count_warnings(asdict(writer.counts), int(documents.offsets[-1])):
+        logger.warning("warning: %s", warning)
+    return RenderedCorpus(documents, writer.counts, [corpus_entry(r) for r in reader.reports])
+
+
+def _add_row(
+    row: RenderedRow, writer: PlanWriter, reader: CorpusReader, counts: RenderCounts
+) -> None:
+    """Count what the row that was read last became, and add its documents."""
+    if row.refused is not None:
+        reader.refuse(RenderError(*row.refused))
+        return
+    assert row.rendering is not None
+    counts.count(row.rendering, len(row.documents))
+    reader.count_left_out(row.rendering.left_out)
+    for document in row.documents:
+        writer.add(document)
+
+
+def end_token_ids(directory: Path) -> list[int]:
+    """Return the token ids that end generation, from generation_config.json or config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        ids = read_object(file, TargetError).get("eos_token_id") if file.is_file() else None
+        if ids is not None:
+            return [ids] if isinstance(ids, int) else list(ids)
+    return []
+
+
+def corpus_entry(report: SourceReport) -> dict[str, Any]:
+    """Return the manifest's entry of one source."""
+    entry = asdict(report)
+    del entry["path"]  # a path of this machine
+    return entry
 
 
 # -- plan ------------------------------------------------------------------------------------------
 
-
-__all__ = ["PLAN_COLUMNS", "DocumentCounts", "Plan", "load_plan", "planned", "save_plan"]
-
-LEAST_PACK_LENGTH, MOST_PACK_LENGTH = 512, 2048
-"""Of packs whose length is not given. Attention in a pack grows with the square of its length, and
-so does its mask; longer documents have rows of their own."""
+_LEAST_PACK, _MOST_PACK = 512, 2048
+"""Tokens of a pack: those of the longest document within these bounds. Attention in a pack grows
+with the square of its length, and so does its mask; longer documents have rows of their own."""
+AUTO = "auto"
+_UNIT_BYTES, _UNIT_TOKENS, _UNITS = 500_000_000, 262_144, 16
 
 
 @dataclass
 class Plan:
-    """The documents, the units [first, last) that partition them, and how they came about."""
+    """The documents, the units [first, last) that partition them, and how they came about.
+
+    Attributes:
+        documents, counts, corpus: see `RenderedCorpus`.
+        units: of consecutive documents.
+        settings: everything that decides the bytes of the dataset.
+    """
 
     documents: PlannedDocuments
     units: list[tuple[int, int]]
     counts: DocumentCounts
     corpus: list[dict[str, Any]]
     settings: dict[str, Any]
-    pack_length: int
 
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens per document, int64 [D]."""
         return np.diff(self.documents.offsets)
 
+    @cached_property
+    def pack_length(self) -> int:
+        """Most tokens of a row of the target's batch that several documents share."""
+        return min(max(int(self.lengths.max()), _LEAST_PACK), _MOST_PACK)
+
     @property
     def tokens(self) -> int:
         """Tokens of all documents."""
         return int(self.documents.offsets[-1])
 
-    @property
-    def supervised(self) -> int:
-        """Supervised tokens of all documents."""
-        return self.documents.supervised
-
-    @property
-    def predicting(self) -> int:
-        """Number of tokens whose next token is supervised: those that a sparse column stores."""
-        return self.documents.predicting
-
     def unit_documents(self, unit: int, columns: tuple[Column, ...]) -> UnitData:
         """Return the arrays of a unit's shard: texts, turns and mask are set, states are zero."""
         first, last = self.units[unit]
-        data = self.documents
-        return UnitData.allocate(
-            columns,
-            data.doc_ids[first:last],
-            data.sources[first:last],
-            data.turns[first:last],
-            self.lengths[first:last].tolist(),
-            self.unit_tokens(unit)["loss_mask"],
-        )
+        data = self.documents.read(first, last)
+        lengths = self.lengths[first:last].tolist()
+        texts = data.doc_ids, data.sources, data.turns
+        return UnitData.allocate(columns, *texts, lengths, data.tokens["loss_mask"])
 
     def unit_tokens(self, unit: int) -> dict[str, np.ndarray]:
         """Return `input_ids` (int32 [n]) and `loss_mask` (uint8 [n]) of the tokens of a unit."""
@@ -317,33 +661,21 @@ class Plan:
             slots += len(packs) * self.pack_length + int(lengths[long].sum())
         return self.tokens / slots
 
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the settings; only runs with the same one may be resumed or mixed."""
-        return sha256_json(self.settings)
 
-
-def planned(
-    documents: PlannedDocuments,
-    counts: DocumentCounts,
-    corpus: list[dict[str, Any]],
-    settings: dict[str, Any],
-    pack_length: int,
-    unit_tokens: int,
+def cut_into_units(
+    rendered: RenderedCorpus, settings: dict[str, Any], most: Callable[[int], int]
 ) -> Plan:
-    """Return a plan, with units of consecutive documents of at most `unit_tokens` tokens.
+    """Return a plan with units of consecutive documents.
 
     Args:
-        documents, counts: what rendering resulted in.
-        corpus: the manifest's entry of each source.
+        rendered: the documents.
         settings: everything that decides the bytes of the dataset.
-        pack_length: tokens that a pack holds; 0: the longest document, from 512 to 2,048.
-        unit_tokens: most tokens of a unit; a longer document has a unit of its own.
+        most: returns the most tokens of a unit, from the tokens of all documents; see
+            `unit_tokens`. A longer document has a unit of its own.
     """
-    lengths = np.diff(documents.offsets)
-    longest = int(lengths.max())
-    length = pack_length or min(max(longest, LEAST_PACK_LENGTH), MOST_PACK_LENGTH)
-    return Plan(documents, cut_units(lengths, unit_tokens), counts, corpus, settings, length)
+    offsets = rendered.documents.offsets
+    units = cut_units(np.diff(offsets), most(int(offsets[-1])))
+    return Plan(rendered.documents, units, rendered.counts, rendered.corpus, settings)
 
 
 def cut_units(lengths: np.ndarray, unit_tokens: int) -> list[tuple[int, int]]:
@@ -361,134 +693,249 @@ def cut_units(lengths: np.ndarray, unit_tokens: int) -> list[tuple[int, int]]:
     return units
 
 
-def unit_batches(
-    lengths: list[int], form: str, pack_length: int, batch_tokens: int
-) -> list[list[list[int]]]:
-    """Return the forwards of one unit: a list of batches, each a list of rows.
+def unit_tokens(size: str, bytes_per_token: int, tokens: int, batch_tokens: int) -> int:
+    """Return the most tokens of a unit, at least 1.
 
-    A row is a list of document indices in the unit. In packed forms it is a pack, filled by best
-    fit. In the form "rows" it is one document; documents are sorted by length, so that there is
-    little padding. In the form "single" a batch is one document, and in the other forms, too, if
-    the document is longer than a pack: its row then needs neither padding nor a mask. In the form
-    "requests" a row is one document, and the rows of a batch have `batch_tokens` tokens together.
+    A unit is what a killed worker captures again, what workers share out, and the step in which a
+    training run beside generation sees data. "auto" keeps it below each of:
+
+        500 MB of shard     lm4c stores 8 KB per token of an 8B target (hidden size 4,096, 3 layers
+                            and hidden.final): 61,000 tokens, 6 s at 10,000 tokens/s
+        262,144 tokens      for small targets, and slow ones: 4.4 minutes at 1,000 tokens/s
+        1/16 of the corpus  so that a small corpus, too, has units to share out and to resume from;
+                            but at least one batch, below which the target is used badly
+
+    Args:
+        size: --max-shard-size, such as "500MB", or "auto".
+        bytes_per_token: payload bytes of a stored token.
+        tokens: tokens of all documents.
+        batch_tokens: tokens per forward of the target.
     """
-    if form == SINGLE:
-        return [[[d]] for d in range(len(lengths))]
-    if form == REQUESTS:
-        return [[[d] for d in group] for group in _in_turn(lengths, batch_tokens)]
-    short = [d for d, length in enumerate(lengths) if length <= pack_length]
-    alone = [[[d]] for d, length in enumerate(lengths) if length > pack_length]
-    if form == ROWS:
-        batches: list[list[list[int]]] = []
-        for d in sorted(short, key=lambda d: (-lengths[d], d)):
-            widest = lengths[batches[-1][0][0]] if batches else 0
-            if batches and widest * (len(batches[-1]) + 1) <= batch_tokens:
-                batches[-1].append([d])
-            else:
-                batches.append([[d]])
-        return batches + alone
-    found = pack_documents([lengths[d] for d in short], pack_length)
-    packs = [[short[i] for i in pack] for pack in found]
-    step = max(1, batch_tokens // pack_length)
-    return [packs[i : i + step] for i in range(0, len(packs), step)] + alone
+    if size != AUTO:
+        return max(1, parse_size(size) // bytes_per_token)
+    most = min(_UNIT_BYTES // bytes_per_token, _UNIT_TOKENS)
+    return max(1, min(most, max(-(-tokens // _UNITS), batch_tokens)))
 
 
-def _in_turn(lengths: list[int], most: int) -> list[list[int]]:
-    """Divide documents, in their order, into groups of at most `most` tokens, or one document."""
-    groups: list[list[int]] = []
-    left = 0
-    for d, length in enumerate(lengths):
-        if length > left or not groups:
-            groups.append([])
-            left = most
-        groups[-1].append(d)
-        left -= length
-    return groups
+# -- plan on disk ----------------------------------------------------------------------------------
+
+WITNESS, ALSO = "witness.safetensors", "also-*.json"
+"""In OUT/.generate: reference states of the run that proved the target, and the settings of runs
+that capture with others (see `generation.replica`)."""
+_PLAN, _DOCUMENTS, _RETIRED = "plan.json", "plan.arrow", "plan.json.retired"
 
 
-def save_plan(folder: Path, plan: Plan) -> None:
+class PlanRecord(msgspec.Struct, forbid_unknown_fields=True):
+    """plan.json: a plan without its documents."""
+
+    settings: dict[str, Any]
+    documents_sha256: str
+    units: list[tuple[int, int]]
+    counts: DocumentCounts
+    corpus: list[dict[str, Any]]
+
+
+def save_plan(work: Path, plan: Plan) -> Plan:
     """Write plan.arrow, then plan.json; the plan is complete if plan.json exists.
 
-    plan.arrow is a second name of the file of the documents where the file system allows it.
+    plan.arrow is a second name of the file of the documents where the file system allows it. Return
+    the plan with the documents of that file.
 
     Raises:
         OSError: the disk is full.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "plan.arrow"
-    if plan.documents.file != file:
-        link_or_copy(plan.documents.file, file)
-    meta = {
-        "settings": plan.settings,
-        "fingerprint": plan.fingerprint,
-        "documents_sha256": plan.documents.sha256,
-        "units": [list(u) for u in plan.units],
-        "counts": asdict(plan.counts),
-        "corpus": plan.corpus,
-        "pack_length": plan.pack_length,
-    }
-    write_atomically(folder / "plan.json", dump_json(meta))
+    work.mkdir(parents=True, exist_ok=True)
+    link_or_copy(plan.documents.file, work / _DOCUMENTS)
+    sha256 = plan.documents.sha256
+    record = PlanRecord(plan.settings, sha256, plan.units, plan.counts, plan.corpus)
+    write_atomically(work / _PLAN, dump_json(msgspec.to_builtins(record)))
+    return replace(plan, documents=PlannedDocuments(work / _DOCUMENTS, sha256))
 
 
-def link_or_copy(source: Path, file: Path) -> None:
-    """Let `file` be a second name of `source`, or a copy on another file system; durably.
+def read_plan_record(work: Path) -> PlanRecord | None:
+    """Return the saved plan without its documents, or None if there is no complete plan.
 
     Raises:
-        OSError: the disk is full; no file is left behind.
+        DatasetError: plan.json is damaged.
     """
-    temporary = temporary_name(file)
-    with writing(file, temporary):
-        try:
-            os.link(source, temporary)
-        except OSError:  # another file system, or one without links
-            shutil.copyfile(source, temporary)
-            with temporary.open("rb+") as copy:
-                os.fsync(copy.fileno())
-        replace_durably(temporary, file)
-
-
-def read_settings(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of a saved plan, or None if there is no complete plan."""
-    return _read_meta(folder)["settings"] if (folder / "plan.json").is_file() else None
-
-
-def read_units(folder: Path) -> list[tuple[int, int]]:
-    """Return the units [first, last) of a saved plan, without reading its documents."""
-    return [(first, last) for first, last in _read_meta(folder)["units"]]
-
-
-def _read_meta(folder: Path) -> dict[str, Any]:
-    file = folder / "plan.json"
+    file = work / _PLAN
+    if not file.is_file():
+        return None
     try:
-        meta: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return msgspec.json.decode(file.read_bytes(), type=PlanRecord)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DatasetError(
-            f"{file}: damaged ({error}); delete {folder.parent} and run `spec-data generate` again"
+            f"{file}: damaged ({error}); delete {work.parent} and run `spec-data generate` again"
         ) from None
-    return meta
 
 
-def load_plan(folder: Path) -> Plan:
+def read_units(work: Path) -> list[tuple[int, int]]:
+    """Return the units [first, last) of a saved plan, without reading its documents; [] if none."""
+    record = read_plan_record(work)
+    return record.units if record else []
+
+
+def load_plan(work: Path) -> Plan:
     """Return a saved plan.
 
     Raises:
         DatasetError: plan.arrow is not the one that plan.json describes.
     """
-    meta = _read_meta(folder)
-    file = folder / "plan.arrow"
-    if not file.is_file() or sha256_file(file) != meta["documents_sha256"]:
+    record, file = read_plan_record(work), work / _DOCUMENTS
+    if record is None or not file.is_file() or sha256_file(file) != record.documents_sha256:
         raise DatasetError(
-            f"{file}: damaged; delete {folder.parent} and run `spec-data generate` again"
+            f"{file}: damaged; delete {work.parent} and run `spec-data generate` again"
         )
+    documents = PlannedDocuments(file, record.documents_sha256)
+    return Plan(documents, record.units, record.counts, record.corpus, record.settings)
+
+
+# -- one plan per directory ------------------------------------------------------------------------
+# The process that makes the plan holds OUT/.generate/plan.lock; the others wait for it, and then
+# read the plan. If the maker is killed, its lock ends with it, and one of the others makes the
+# plan.
+#
+# A run that fails before its first shard (a wrong target, too many top logits) leaves a plan, which
+# must not block the directory for other settings. It is replaced only if no unit is finished and no
+# worker is running. Two commands may start at the same moment, so the order matters: the plan is
+# renamed first, and then workers are looked for; a worker first takes its lock and then looks for
+# its plan. The second of the two always sees the first.
+
+
+def find_plan(
+    out: Path,
+    changes: Callable[[dict[str, Any]], list[str]],
+    make: Callable[[Path], Plan],
+    refuse: Callable[[list[str], Path], None],
+) -> Plan:
+    """Load the plan of `out`, or make and save it, or wait for the process that makes it.
+
+    A plan with other settings is replaced if nothing was captured with it.
+
+    Args:
+        out: the directory.
+        changes: returns a line per setting in which saved ones differ from those of this run.
+        make: makes the plan, with its temporary files in a folder.
+        refuse: raises an error about such lines, if there are any.
+
+    Raises:
+        ConfigError: `out` holds data made with other settings.
+        CorpusError: as `make`; a new `out` is removed again.
+        DatasetError: `out` holds other files, or a damaged plan.
+    """
+    work = out / WORK
+    saved = None if half_discarded(work) else read_plan_record(work)
+    if saved is not None and not changes(saved.settings):
+        return load_plan(work)
+    if saved is None and not half_discarded(work):
+        refuse_other_files(out)
+    with _planning_lock(out):
+        if half_discarded(work):
+            discard_unused_plan(work)
+        saved = read_plan_record(work)
+        if saved is not None:
+            changed = changes(saved.settings)
+            if not changed or not discard_unused_plan(work):
+                refuse(changed, out)
+                return load_plan(work)
+            logger.warning(
+                "the settings changed, so the plan is made again (nothing was captured yet):\n  %s",
+                "\n  ".join(changed),
+            )
+        refuse_other_files(out)
+        for left in work.glob(f"{_SCRATCH}*"):  # of killed processes
+            shutil.rmtree(left, ignore_errors=True)
+        return save_plan(work, make(work))
+
+
+def refuse_other_files(out: Path) -> None:
+    """Refuse a directory that holds other files than those of an unfinished dataset.
+
+    Raises:
+        DatasetError: it does.
+    """
+    if out.exists() and any(p.name != WORK for p in out.iterdir()):
+        raise DatasetError(
+            f"{out} is not empty and not a directory of spec-data; choose another --out (nothing "
+            "was changed)"
+        )
+
+
+@contextmanager
+def _planning_lock(out: Path) -> Iterator[None]:
+    """Hold the lock of the plan; on an error, remove the directories that were made for it."""
+    work = out / WORK
+    new = [path for path in (work, out) if not path.exists()]
+    lock = FileLock(work / "plan.lock")
+    told = False
+    while not lock.is_locked:
+        make_directory("--out", work)
+        try:
+            lock.acquire(timeout=60.0 if told else 0)
+        except Timeout:
+            if not told:
+                logger.info("%s: another process is making the plan; waiting for it", out)
+            told = True
+        except FileNotFoundError:
+            pass  # the process before failed, and removed the directory
     try:
-        documents = PlannedDocuments(file, meta["documents_sha256"])
-    except (pa.ArrowException, ValueError, KeyError) as error:
-        raise DatasetError(f"{file}: not a plan ({error}); delete {folder.parent}") from None
-    return Plan(
-        documents,
-        [(a, b) for a, b in meta["units"]],
-        DocumentCounts(**meta["counts"]),
-        meta["corpus"],
-        meta["settings"],
-        meta["pack_length"],
-    )
+        make_directory("--out", work)  # the process before may have removed it
+        yield
+    except BaseException:
+        if new:
+            (work / "plan.lock").unlink(missing_ok=True)
+        for path in new:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+        raise
+    finally:
+        lock.release()
+
+
+def discard_unused_plan(work: Path) -> bool:
+    """Remove the plan in `work` (OUT/.generate) and everything made from it; its lock is held.
+
+    Return False, and remove nothing, if the plan is in use. A second call after a crash in the
+    middle of the first removes the rest.
+    """
+    plan, retired = work / _PLAN, work / _RETIRED
+    if _in_use(work):
+        return False
+    if plan.is_file():
+        plan.rename(retired)
+        if _in_use(work):
+            retired.rename(plan)
+            return False
+    if not retired.is_file():
+        return False
+    for name in ("shards", "target", TABLES):
+        remove(work.parent / name)
+    names = ("target.json", _DOCUMENTS, WITNESS)
+    for file in (*work.glob(ALSO), *(work / name for name in names)):
+        remove(file)
+    remove(retired)  # last: its absence means done
+    return True
+
+
+def half_discarded(work: Path) -> bool:
+    """Return whether a process died while it was removing a plan."""
+    return (work / _RETIRED).is_file() and not (work / _PLAN).is_file()
+
+
+def check_still_planned(work: Path, plan: Plan) -> None:
+    """Check that `plan` is still the saved one; the caller holds its worker lock.
+
+    Raises:
+        RunError: another command has replaced the plan since this worker read it.
+    """
+    saved = read_plan_record(work)
+    if saved is None or saved.settings != plan.settings:
+        raise RunError(
+            f"{work.parent}: another command is making a plan with other settings in this "
+            "directory; run this command again, or choose another --out"
+        )
+
+
+def _in_use(work: Path) -> bool:
+    """Return whether a unit is finished or a worker is running."""
+    return any(work.glob("unit-*.json")) or bool(running_workers(work))

@@ -27,8 +27,7 @@ from urllib.parse import quote
 
 from filelock import FileLock, Timeout
 
-from spec_data.generation.plan import read_units
-from spec_data.generation.running import ALSO, WITNESS
+from spec_data.generation.plan import ALSO, WITNESS, read_units
 from spec_data.generation.sealing import SHARDS, finished_unit, seal_directory
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import DatasetError, RunError

@@ -24,8 +24,7 @@ from spec_data.generation.capture import (
     capture_unit,
 )
 from spec_data.generation.fitting import find_positions
-from spec_data.generation.plan import Plan
-from spec_data.generation.plan_file import BATCH_TOKENS
+from spec_data.generation.plan import BATCH_TOKENS, Plan
 from spec_data.generation.running import Witness, check_running, proven_with, running_facts
 from spec_data.generation.sample_check import check_agreement
 from spec_data.generation.sealing import finish_unit

@@ -25,14 +25,19 @@ from spec_data.capture.backend import TargetBackend
 from spec_data.capture.tensor_parallel import leading
 from spec_data.generation.capture import CapturedUnit
 from spec_data.generation.explained_failures import explained_failures
-from spec_data.generation.find_plan import check_still_planned, find_plan
 from spec_data.generation.fitting import announce_drafts
-from spec_data.generation.plan import Plan, read_settings
+from spec_data.generation.plan import Plan, check_still_planned, read_plan_record
 from spec_data.generation.ray_engine import capture_on_ray, connected
 from spec_data.generation.remote_out import STAGED_UNITS, RemoteOut, staged
 from spec_data.generation.replica import Replica
 from spec_data.generation.sealing import SHARDS, finished_unit, seal_directory, seal_if_last
-from spec_data.generation.setup import Setup, changed_settings, refuse_changes, set_up
+from spec_data.generation.setup import (
+    Setup,
+    changed_settings,
+    find_or_make_plan,
+    refuse_changes,
+    set_up,
+)
 from spec_data.generation.status import FactsWriter
 from spec_data.generation.target_files import other_files
 from spec_data.generation.worker_locks import worker_lock
@@ -113,20 +118,20 @@ def _run_or_resume_remote(config: GenerateConfig, remote: RemoteOut) -> Manifest
 
 def _refuse_other_plan(setup: Setup, remote: RemoteOut) -> None:
     """Refuse the settings of a setup if the plan on the storage was made with others."""
-    saved = read_settings(remote.directory / WORK)
+    saved = read_plan_record(remote.directory / WORK)
     if saved is not None:
-        refuse_changes(changed_settings(setup, saved), remote.url)
+        refuse_changes(changed_settings(setup, saved.settings), remote.url)
 
 
 def _find_shared_plan(setup: Setup, out: Path, remote: RemoteOut) -> Plan:
     """Load the plan of the storage; make and publish it if there is none."""
     begun = (out / WORK / "plan.json").is_file()
-    plan = find_plan(setup, out)
+    plan = find_or_make_plan(setup, out)
     if begun or remote.publish_plan():
         return plan
     _refuse_other_plan(setup, remote)
     remote.pull_records()
-    return find_plan(setup, out)
+    return find_or_make_plan(setup, out)
 
 
 def _complete_already(setup: Setup, out: Path, check: bool = False) -> Manifest:
@@ -159,7 +164,7 @@ def _generate(setup: Setup, out: Path, remote: RemoteOut | None = None) -> Manif
     With `remote`, the directory is its stage.
     """
     config = setup.config
-    plan = _find_shared_plan(setup, out, remote) if remote else find_plan(setup, out)
+    plan = _find_shared_plan(setup, out, remote) if remote else find_or_make_plan(setup, out)
     index, workers = config.worker
     mine = list(range(index, len(plan.units), workers))
     todo = [u for u in mine if finished_unit(out, u) is None]

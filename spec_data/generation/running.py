@@ -21,6 +21,7 @@ from torch import Tensor
 
 from spec_data.capture.backend import TargetBackend
 from spec_data.generation.capture import forward_batches
+from spec_data.generation.plan import ALSO, WITNESS
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.files import dump_json, write_once
 from spec_data.shards.follow import WORK
@@ -28,8 +29,6 @@ from spec_data.shards.schema import FINAL, layer_column
 
 logger = logging.getLogger(__name__)
 
-WITNESS, ALSO = "witness.safetensors", "also-*.json"
-"""In OUT/.generate: the states of the witness, and settings of runs with others."""
 _DOCUMENTS, _TOKENS = 8, 256  # of the witness, and of each of its documents
 
 

@@ -7,8 +7,6 @@ Hours of capture must not pass before token ids of another tokenizer are noticed
 import logging
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from spec_data.capture.backend import TargetBackend
 from spec_data.generation.capture import (
     add_figures,
@@ -96,10 +94,7 @@ def measure_documents(
     temperature: float,
 ) -> DocumentFigures:
     """Measure the first tokens of the documents `chosen`, indices into the plan."""
-    bounds = plan.documents.offsets
-    spans = [np.arange(bounds[d], min(bounds[d + 1], bounds[d] + LONGEST)) for d in chosen]
-    offsets = np.concatenate([[0], np.cumsum([len(s) for s in spans])]).astype(np.int64)
-    tokens = {n: a[np.concatenate(spans)] for n, a in plan.documents.tokens.items()}
+    offsets, tokens = plan.documents.beginnings(chosen, LONGEST)
     following = supervised_next(
         tokens["input_ids"], predicts_supervised(tokens["loss_mask"], offsets)
     )

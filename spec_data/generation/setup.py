@@ -5,11 +5,11 @@ is the table of everything that decides the bytes of the dataset: two runs with 
 share a directory; otherwise every field that differs is named in the error.
 """
 
-import json
 import logging
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +22,19 @@ from spec_data.capture.vllm_engine import vllm_version
 from spec_data.corpus.record_reader import CorpusReader, SourceReport
 from spec_data.corpus.sampling_record import read_record
 from spec_data.corpus.sources import corpus_directory
-from spec_data.generation.plan_file import AUTO
-from spec_data.models.devices import device_type
+from spec_data.corpus.template import Template
+from spec_data.generation.plan import (
+    AUTO,
+    BATCH_TOKENS,
+    Plan,
+    RowSettings,
+    cut_into_units,
+    end_token_ids,
+    find_plan,
+    render_corpus,
+    unit_tokens,
+)
+from spec_data.models.devices import check_devices, device_type
 from spec_data.models.identify import identify, target_table, tokenizer_table
 from spec_data.models.quantisation import check_quantisation
 from spec_data.models.reading import load_config, load_tokenizer, text_config
@@ -33,11 +44,10 @@ from spec_data.options.generate_options import GenerateConfig
 from spec_data.options.option_values import parse_size
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import sha256_file
-from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.resumable import differing_settings
-from spec_data.shards.schema import ALL, FORMAT_VERSION, Column, token_columns
+from spec_data.shards.schema import FORMAT_VERSION, Column, token_columns
 from spec_data.terminal.paths import check_directory_to_write
 from spec_data.terminal.progress import progress
 
@@ -194,7 +204,6 @@ def set_up(config: GenerateConfig, weights: bool = True) -> Setup:
         MissingError, TargetError: the model does not exist, or does not have these layers.
     """
     _check_out(config)
-    config = _as_begun(config)
     if config.backend == "vllm" and weights:
         vllm_version()  # it is missing: say so before anything is read
     model_dir, commit = resolve_model(config.target, config.revision, weights)
@@ -270,21 +279,6 @@ def _complete(out: Path) -> bool:
         return False
 
 
-def _as_begun(config: GenerateConfig) -> GenerateConfig:
-    """Return the config with --teacher all if a release without this option began the dataset."""
-    out = Path(config.out)
-    for file in (out / MANIFEST, out / WORK / "plan.json"):
-        try:
-            saved = json.loads(file.read_text(encoding="utf-8"))["settings"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # not there, or damaged, which is reported where it is read
-        if "teacher" not in saved and config.teacher != ALL:
-            logger.info("%s was begun with the teacher at every token, and goes on so", out)
-            return replace(config, teacher=ALL)
-        break
-    return config
-
-
 def _check_supervision(supervision: str, vocab_size: int) -> None:
     count = supervision.partition(":")[2]
     if count and int(count) > vocab_size:
@@ -323,6 +317,50 @@ def context_length(text: Any) -> int:
     return max(getattr(text, "max_position_embeddings", None) or 0, int(scaled))
 
 
+def make_plan(setup: Setup, scratch: Path | None = None) -> Plan:
+    """Read, render and cut the corpus, and return the plan.
+
+    Its documents are in a temporary file, which is removed with the plan, in the directory
+    `scratch`, or where the system puts temporary files; `save_plan` keeps them.
+
+    Raises:
+        CorpusError: the corpus cannot be read, or no document is left.
+        RunError: a process that rendered documents ended.
+    """
+    config, reader = setup.config, corpus_reader(setup.config)
+    Template(setup.tokenizer, config.template_kwargs).warn_of_the_date()
+    rendered = render_corpus(reader, row_settings(setup), config.num_proc, scratch)
+    return cut_into_units(rendered, settings(setup, reader.reports), partial(unit_limit, setup))
+
+
+def find_or_make_plan(setup: Setup, out: Path) -> Plan:
+    """Return the plan of `out`, see `find_plan`."""
+    config = setup.config
+    if config.engine != "ray":  # its driver needs no GPU
+        check_devices(config.device, config.spread.device_map)  # before the corpus is read
+    changes = partial(changed_settings, setup)
+    return find_plan(out, changes, partial(make_plan, setup), refuse_changes)
+
+
+def row_settings(setup: Setup) -> RowSettings:
+    """Return how the rows of the corpus of `setup` become documents."""
+    config = setup.config
+    return RowSettings(
+        tokenizer=setup.tokenizer,
+        mask=config.mask,
+        template_kwargs=config.template_kwargs,
+        eot_token_ids=tuple(end_token_ids(setup.model_dir)),
+        vocab_size=setup.vocab_size,
+        max_length=config.max_length,
+    )
+
+
+def unit_limit(setup: Setup, tokens: int) -> int:
+    """Return the most tokens of a unit of a plan with so many tokens, see `unit_tokens`."""
+    batch_tokens = setup.config.forward_tokens or BATCH_TOKENS
+    return unit_tokens(setup.config.max_shard_size, setup.bytes_per_token, tokens, batch_tokens)
+
+
 def corpus_reader(config: GenerateConfig) -> CorpusReader:
     """Return the reader of the sources of a config."""
     bad: Literal["skip", "fail"] = "fail" if config.on_bad_row == "fail" else "skip"
@@ -338,7 +376,7 @@ def corpus_reader(config: GenerateConfig) -> CorpusReader:
 def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
     """Return everything that decides the bytes of a dataset, flat enough to name differences."""
     config = setup.config
-    return {
+    found: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "target": {k: v for k, v in setup.target.items() if k != "name"},
         "target_name": setup.target["name"],
@@ -349,10 +387,8 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
         "codec": config.codecs,
         "final": config.final,
         "teacher": config.teacher,
-        "keep_tails": config.keep_tails,
         "mask": config.mask,
         "max_length": config.max_length,
-        "pack_length": config.pack_length,
         "batch_tokens": config.forward_tokens or "auto",
         "packing": config.packing,
         "limit": config.limit,
@@ -362,16 +398,14 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
         "device": device_type(config.device),
         "max_shard_size": config.max_shard_size,
         "on_policy": config.on_policy,
-        **_stated(
-            draft_layers={d: list(own) for d, own in setup.draft_layers.items()} or None,
-            sampling_temperature=config.sampling_temperature,
-            rope_factors=config.rope_factors if config.rope_factors != "auto" else None,
-            backend=config.backend if config.backend != "hf" else None,
-            vllm=vllm_version() if config.backend == "vllm" else None,
-            tensor_parallel=config.vllm_tensor_parallel if config.backend == "vllm" else None,
-            device_map=config.device_map,
-            tp_plan=config.tp_plan,
-        ),
+        "draft_layers": {d: list(layers) for d, layers in setup.draft_layers.items()},
+        "sampling_temperature": config.sampling_temperature,
+        "rope_factors": config.rope_factors,
+        "backend": config.backend,
+        "vllm": vllm_version() if config.backend == "vllm" else None,
+        "tensor_parallel": config.vllm_tensor_parallel,
+        "device_map": config.device_map,
+        "tp_plan": config.tp_plan,
         "versions": {
             "spec_data": spec_data.__version__,
             "torch": torch.__version__.split("+")[0],
@@ -379,11 +413,7 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
             "machine": platform.machine(),
         },
     }
-
-
-def _stated(**settings: Any) -> dict[str, Any]:
-    """Return the settings that are not None: later ones, so that older plans can be resumed."""
-    return {name: value for name, value in settings.items() if value is not None}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
@@ -402,9 +432,7 @@ def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
         new["corpus"] = saved["corpus"]  # the same bytes under other names
     if new["max_shard_size"] == AUTO:  # the user asks for no size: the units stay as planned
         new["max_shard_size"] = saved["max_shard_size"]
-    # What older runs did not record; they had the teacher at every token.
-    without = {"max_row_bytes": new["max_row_bytes"], "teacher": ALL}
-    return differing_settings(data_settings(without | saved), data_settings(new))
+    return differing_settings(data_settings(saved), data_settings(new))
 
 
 # What changes states by rounding at most. A run with others is compared with the one that proved

@@ -93,7 +93,6 @@ def manifest_draft(
     """
     counts = asdict(plan.counts)
     counts["read"] = counts.pop("rows")
-    kwargs_used = counts.pop("kwargs_used")
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -103,7 +102,7 @@ def manifest_draft(
         | parameter_counts(setup.model_config, setup.config.trust_remote_code),
         "tokenizer": setup.tokenizer_id,
         "identity": own_facts(setup.identity)
-        | ({} if kwargs_used is None else {"template_kwargs_used": kwargs_used})
+        | {"template_kwargs_used": counts.pop("kwargs_used")}
         | _system_messages(counts["rendering"]),
         "corpus": plan.corpus,
         "mask": setup.config.mask,

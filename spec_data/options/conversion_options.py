@@ -85,9 +85,6 @@ class ConvertConfig:
     )
     on_bad_row: str = on_bad_row_option("malformed sample")
     max_bad_rows: str = max_bad_rows_option("samples are malformed", "samples")
-    keep_tails: bool = option(
-        False, help="keep the tokens after a document's last supervised token", group=DOCUMENTS
-    )
     on_policy: bool = option(
         False,
         help="state that this very target wrote the responses; it is measured, as by generate",
@@ -116,9 +113,6 @@ class ConvertConfig:
         help="tokens at which the head runs, as by generate",
         group=CAPTURE,
         choices=("supervised", "all"),
-    )
-    states_only: bool = option(
-        False, help="convert although no draft can be fitted on the states", group=CAPTURE
     )
     verify_target: int = option(
         0,

@@ -78,7 +78,6 @@ class PreviewConfig:
     documents: int = _documents()
     max_length: int = _same("max_length")
     limit: int = _same("limit")
-    keep_tails: bool = _same("keep_tails")
     mask: str = _same("mask")
     on_bad_row: str = _same("on_bad_row")
     max_bad_rows: str = _same("max_bad_rows")

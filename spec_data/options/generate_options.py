@@ -95,13 +95,6 @@ class GenerateConfig:
         group=DOCUMENTS,
         metavar="N",
     )
-    pack_length: int = option(
-        0,
-        help="tokens per packed row of the target's batch; 0 takes the length of the longest "
-        "document, from 512 to 2,048; a longer document has a row of its own",
-        group=RUNNING,
-        metavar="N",
-    )
     batch_tokens: str = option(
         "auto",
         help="tokens per forward of the target. auto tries the longest documents on a GPU before "
@@ -148,14 +141,6 @@ class GenerateConfig:
         "all for a wider `fit --mask` later, or for --slots shifted",
         group=CAPTURE,
         choices=("supervised", "all"),
-    )
-    states_only: bool = option(
-        False, help="capture a target although no draft can be fitted on its states", group=CAPTURE
-    )
-    keep_tails: bool = option(
-        False,
-        help="keep the tokens after a document's last supervised token. No draft learns from them",
-        group=DOCUMENTS,
     )
     mask: str = option(
         "assistant",
@@ -284,14 +269,9 @@ class GenerateConfig:
     )
 
     def __post_init__(self) -> None:
-        at_least(0, limit=self.limit, pack_length=self.pack_length, num_proc=self.num_proc)
+        at_least(0, limit=self.limit, num_proc=self.num_proc)
         if self.max_length < 2:
             raise ConfigError(f"--max-length {self.max_length}: documents need two tokens or more")
-        if self.pack_length and self.pack_length < self.max_length:
-            raise ConfigError(
-                f"--pack-length {self.pack_length} is below --max-length {self.max_length}; whole "
-                "documents must fit a row: raise one or lower the other"
-            )
         if not re.fullmatch(r"final-hidden|logits|topk:[1-9]\d*", self.supervision):
             raise ConfigError(
                 f"--supervision {self.supervision!r}: final-hidden, topk:K (e.g. topk:64) or logits"

@@ -12,7 +12,7 @@ import torch
 
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.template import Chat, EndTokens, Template
-from spec_data.generation.planning import end_token_ids
+from spec_data.generation.plan import end_token_ids
 from spec_data.generation.setup import context_length
 from spec_data.models.identify import identify, target_table, tokenizer_table
 from spec_data.models.reading import load_config, load_tokenizer, text_config

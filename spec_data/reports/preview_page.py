@@ -15,13 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 import spec_data
 from spec_data.corpus.record_reader import SourceReport
-from spec_data.generation.plan import Plan, PlanBuilder, planned
-from spec_data.generation.plan_file import Preparing
-from spec_data.generation.planning import (
+from spec_data.generation.plan import (
+    Plan,
     RowSettings,
-    corpus_entry,
+    cut_into_units,
     end_token_ids,
-    render_into,
+    render_corpus,
 )
 from spec_data.generation.setup import corpus_reader, within_context
 from spec_data.models.reading import load_config, load_tokenizer, text_config
@@ -83,19 +82,11 @@ def read_preview(config: PreviewConfig) -> Preview:
         template_kwargs=wanted.template_kwargs,
         eot_token_ids=tuple(end_token_ids(directory)),
         vocab_size=vocab_size,
-        preparing=Preparing(wanted.max_length, wanted.keep_tails),
+        max_length=wanted.max_length,
     )
     reader = corpus_reader(wanted)
-    builder = PlanBuilder(wanted.max_length, wanted.keep_tails)
-    try:
-        render_into(builder, reader, given, wanted.num_proc)
-        documents = builder.finish()
-    except BaseException:
-        builder.discard()
-        raise
-    tokens = int(documents.offsets[-1])
-    corpus = [corpus_entry(report) for report in reader.reports]
-    plan = planned(documents, builder.counts, corpus, {}, wanted.pack_length, tokens)
+    rendered = render_corpus(reader, given, wanted.num_proc)
+    plan = cut_into_units(rendered, settings={}, most=lambda tokens: tokens)
     return Preview(
         plan=plan, tokenizer=tokenizer, reports=reader.reports, max_length=wanted.max_length
     )
@@ -125,7 +116,7 @@ def preview_page(config: PreviewConfig, found: Preview) -> Page:
     sections = [
         _overview(config, found),
         counts_section(asdict(plan.counts), plan.tokens),
-        documents_section(plan.lengths, supervised, pa.array(list(plan.documents.sources))),
+        documents_section(plan.lengths, supervised, pa.array(plan.documents.sources)),
         _documents(config, found),
     ]
     names = ", ".join(Path(source.rstrip("/")).name or source for source in config.corpus)
@@ -156,8 +147,8 @@ def _overview(config: PreviewConfig, found: Preview) -> Section:
             items=[
                 ("documents", len(plan.lengths), "count"),
                 ("tokens", plan.tokens, "count"),
-                ("supervised tokens", plan.supervised, "count"),
-                ("share supervised", plan.supervised / plan.tokens, "share"),
+                ("supervised tokens", plan.documents.supervised, "count"),
+                ("share supervised", plan.documents.supervised / plan.tokens, "share"),
                 ("longest document", int(plan.lengths.max()), "count"),
                 ("slots of packs filled", plan.utilisation(), "share"),
             ]
@@ -174,7 +165,7 @@ def _overview(config: PreviewConfig, found: Preview) -> Section:
                 ["supervised tokens (--mask)", config.mask],
                 ["cut at (--max-length)", f"{found.max_length:,} tokens"],
                 ["chat template kwargs", json.dumps(config.as_generate().template_kwargs)],
-                ["packs (--pack-length)", f"{plan.pack_length:,} tokens"],
+                ["packs", f"{plan.pack_length:,} tokens"],
             ],
         )
     )
@@ -216,7 +207,7 @@ def _documents(config: PreviewConfig, found: Preview) -> Section:
     shown = shown_documents(plan.lengths, config.documents)
     documents = []
     for number in shown:
-        data = plan.documents.select([number])
+        data = plan.documents.read(number, number + 1)
         documents.append(
             ViewedDocument(
                 number=number,

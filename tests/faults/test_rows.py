@@ -24,7 +24,13 @@ from spec_data.corpus.chat import Renderer
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import parse_prompt, parse_row
-from spec_data.generation.plan import PlanBuilder, planned, save_plan
+from spec_data.generation.plan import (
+    PlanWriter,
+    RenderedCorpus,
+    cut_into_units,
+    save_plan,
+    truncate,
+)
 from spec_data.shards.errors import CorpusError
 from tests.faults.odd_rows import as_json, broken_bytes, changed, good_row, odd_row
 from tests.faults.tools import report, survived, trials
@@ -81,7 +87,7 @@ class Campaign:
         self.name = name
         self.counts: Counter[str] = Counter()
         self.renderers = {t: Renderer(tokenizer(t)) for t in TEMPLATES}
-        self.builder = PlanBuilder(4096)
+        self.writer = PlanWriter()
 
     def read(self, path, rng, good: list | None = None, rows: int | None = None) -> None:
         """Read one file; `good` are its good rows, None if they are not known.
@@ -127,13 +133,13 @@ class Campaign:
             return
         self.counts["documents"] += len(documents)
         for document in documents:
-            self.builder.add(document)
+            self.writer.add(truncate(document, 4096))
 
     def finish(self, folder) -> None:
         """Store the documents of the campaign as a plan, and print the counts."""
         if self.counts["documents"]:
-            documents = self.builder.finish()
-            save_plan(folder, planned(documents, self.builder.counts, [], {}, 0, 1 << 17))
+            rendered = RenderedCorpus(self.writer.finish(), self.writer.counts, [])
+            save_plan(folder, cut_into_units(rendered, {}, lambda tokens: 1 << 17))
         report(self.name, self.counts)
 
 

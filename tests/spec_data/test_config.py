@@ -147,14 +147,12 @@ def test_sizes(text, size):
         {"supervision": "topk"},
         {"supervision": "topk:0"},
         {"max_length": 1},
-        {"max_length": 100, "pack_length": 50},
         {"chat_template_kwargs": "[]"},
         {"chat_template_kwargs": "{"},
         {"max_shard_size": "0MB"},
         {"batch_tokens": 0},
         {"batch_tokens": -5},
         {"limit": -1},
-        {"pack_length": -1},
     ],
 )
 def test_contradictions_are_refused(change):

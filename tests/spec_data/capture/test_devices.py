@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-import spec_data.generation.find_plan as find_plan_module
 import spec_data.generation.run as run_module
+import spec_data.generation.setup as generation_setup
 from spec_data.capture.model import Target
 from spec_data.capture.tensor_parallel import leading
 from spec_data.estimation import estimate_size
@@ -163,7 +163,7 @@ def test_a_device_that_is_not_there_is_refused_before_the_corpus_is_read(tmp_pat
         usable_device("cuda")
     with monkeypatch.context() as patch:
         for name in ("make_plan", "changed_settings"):
-            patch.setattr(find_plan_module, name, reads)
+            patch.setattr(generation_setup, name, reads)
         patch.setattr("spec_data.estimation.make_plan", reads)
         with pytest.raises(ConfigError, match=missing):
             run_module.generate(GenerateConfig(**given | {"device": "cuda"}))
@@ -176,7 +176,7 @@ def test_a_device_that_is_not_there_is_refused_before_the_corpus_is_read(tmp_pat
         with pytest.raises(RuntimeError, match="stopped"):
             run_module.generate(GenerateConfig(**given))
     with monkeypatch.context() as patch:  # a saved plan changes nothing
-        patch.setattr(find_plan_module, "changed_settings", reads)
+        patch.setattr(generation_setup, "changed_settings", reads)
         with pytest.raises(ConfigError, match=missing):
             run_module.generate(GenerateConfig(**given | {"device": "cuda"}))
 

@@ -13,7 +13,7 @@ from spec_data.capture.backend import BackendOptions, open_backend
 from spec_data.capture.mask_forms import REQUESTS
 from spec_data.capture.vllm_engine import spans_of, vllm_version
 from spec_data.capture.vllm_worker import Recorder, block_output, head_input
-from spec_data.generation.plan import unit_batches
+from spec_data.generation.capture import unit_batches
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, MissingError, RunError, TargetError
 

@@ -15,9 +15,7 @@ from spec_data.corpus.chat import Renderer, RenderError
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import Record
 from spec_data.corpus.template import Template
-from spec_data.generation.plan import PlanBuilder
-from spec_data.generation.plan_file import Preparing
-from spec_data.generation.planning import RowSettings, render_into
+from spec_data.generation.plan import RowSettings, render_corpus
 from spec_data.shards.errors import ConfigError, CorpusError
 from tests.spec_data.corpus.chat_cases import (
     CALL,
@@ -292,16 +290,9 @@ def rows_of(tmp_path, texts):
 
 def rendered(tmp_path, tok, processes):
     """Return the reader and the number of documents of a corpus that other processes render."""
-    given = RowSettings(
-        tokenizer=tok, mask="assistant", vocab_size=len(tok), preparing=Preparing(4096)
-    )
+    given = RowSettings(tokenizer=tok, mask="assistant", vocab_size=len(tok), max_length=4096)
     reader = CorpusReader([str(tmp_path / "c.jsonl")], max_bad_rows=parse_limit("50%"))
-    builder = PlanBuilder(4096)
-    try:
-        render_into(builder, reader, given, processes)
-        return reader, len(builder.finish().doc_ids)
-    finally:
-        builder.discard()
+    return reader, len(render_corpus(reader, given, processes).documents)
 
 
 @FORKED

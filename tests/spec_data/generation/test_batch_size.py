@@ -18,10 +18,9 @@ from spec_data.capture.backend import States
 from spec_data.capture.hf_backend import HFBackend
 from spec_data.capture.mask_forms import PER_DOCUMENT, ROWS, mask_forms
 from spec_data.generation.batch_size import SAFE, choose_batch_tokens, largest_batch
-from spec_data.generation.planning import make_plan
 from spec_data.generation.replica import load_target
 from spec_data.generation.run import generate
-from spec_data.generation.setup import set_up
+from spec_data.generation.setup import make_plan, set_up
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 import spec_data.generation.calibrate as calibrate_module
 from spec_data.estimation import Estimate, estimate_text
 from spec_data.generation.fitting import fitting
-from spec_data.generation.planning import make_plan
-from spec_data.generation.setup import set_up
+from spec_data.generation.setup import make_plan, set_up
 from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.report import dataset_text
@@ -73,7 +72,7 @@ def test_workers_then_seal_give_the_same_bytes(mixed, target, corpus, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"codec": "int8c"}, "codec"), ({"final": "all"}, "final"), ({"keep_tails": True}, "keep_t")],
+    [({"codec": "int8c"}, "codec"), ({"final": "all"}, "final")],
 )
 def test_changed_settings_never_mix(mixed, target, corpus, change, named):
     with pytest.raises(ConfigError, match=f"other settings.*\n  {named}"):
@@ -203,7 +202,7 @@ def test_codecs_by_kind():
     assert codecs(codec="aux=int8c", supervision="logits")["final"] == "bf16"
 
 
-def test_tails_are_trimmed_counted_and_kept_on_request(target, tmp_path):
+def test_tails_are_trimmed_and_counted(target, tmp_path):
     answer = {"role": "assistant", "content": "yes yes"}
     rows = [
         {
@@ -218,17 +217,16 @@ def test_tails_are_trimmed_counted_and_kept_on_request(target, tmp_path):
     file = tmp_path / "tails.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     cut = run(target, file, tmp_path / "cut", max_length=64)
-    whole = run(target, file, tmp_path / "whole", max_length=1024, keep_tails=True)
+    whole = run(target, file, tmp_path / "whole", max_length=1024, mask="all")
     trimmed = cut.raw["documents"]["tail_tokens_trimmed"]
     assert whole.raw["documents"]["tail_tokens_trimmed"] == 0
     assert cut.raw["documents"]["cut"] == 0  # only tails are longer than 64 tokens
     assert cut.raw["totals"]["tokens"] + trimmed == whole.raw["totals"]["tokens"]
-    assert cut.raw["totals"]["supervised"] == whole.raw["totals"]["supervised"]
     short, long = HiddenStatesDataset(tmp_path / "cut"), HiddenStatesDataset(tmp_path / "whole")
     for index in range(5):
         a, b = short[index], long[index]
         length = len(a["input_ids"])
-        assert bool(a["loss_mask"][-1]) and not bool(b["loss_mask"][length:].any())
+        assert bool(a["loss_mask"][-1])
         assert torch.equal(a["input_ids"], b["input_ids"][:length])
         states, longer = a["hidden.L4"].float(), b["hidden.L4"][:length].float()
         close(states, longer, terms=network(6), stored=torch.bfloat16)

@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.generation import find_plan as find_plan_module
-from spec_data.generation.find_plan import find_plan
-from spec_data.generation.planning import make_plan
-from spec_data.generation.setup import changed_settings, refuse_changes, set_up
+from spec_data.generation import setup as generation_setup
+from spec_data.generation.setup import (
+    changed_settings,
+    find_or_make_plan,
+    make_plan,
+    refuse_changes,
+    set_up,
+)
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, CorpusError
 from tests.spec_data.runs import digests, options, run, save_target, write_corpus
@@ -50,8 +54,8 @@ class Process:
 
         logging.getLogger().addHandler(Saying())
         logging.getLogger().setLevel(logging.INFO)
-        find_plan_module.make_plan = slow
-        find_plan(set_up(GenerateConfig(**given)), Path(given["out"]))
+        generation_setup.make_plan = slow
+        find_or_make_plan(set_up(GenerateConfig(**given)), Path(given["out"]))
         saying.send("planned")
 
     def next(self):
@@ -91,7 +95,7 @@ def test_a_corpus_that_cannot_be_planned_leaves_no_directory(target, tmp_path):
     for out in (tmp_path / "data", tmp_path / "deep" / "data"):
         setup = set_up(GenerateConfig(**options(target, file, out)))
         with pytest.raises(CorpusError, match="no document is left"):
-            find_plan(setup, out)
+            find_or_make_plan(setup, out)
         assert not out.exists()
 
 
@@ -104,7 +108,7 @@ def test_resuming_hashes_the_corpus_without_parsing_it(target, tmp_path, monkeyp
     for limit in (0, 8, 6):
         out = tmp_path / f"data{limit}"
         setup = set_up(GenerateConfig(**options(target, folder, out, limit=limit)))
-        plan = find_plan(setup, out)
+        plan = find_or_make_plan(setup, out)
         assert len(plan.corpus) == {0: 3, 8: 2, 6: 1}[limit]
         with monkeypatch.context() as patch:
             patch.setattr("spec_data.corpus.sources.json_lines", None)
@@ -128,6 +132,6 @@ def test_the_number_of_processes_is_no_setting(target, corpus, tmp_path):
     for processes in (1, 2):
         out = tmp_path / str(processes)
         given = options(target, corpus, out, num_proc=processes)
-        plans.append(find_plan(set_up(GenerateConfig(**given)), out))
-    assert plans[0].fingerprint == plans[1].fingerprint
+        plans.append(find_or_make_plan(set_up(GenerateConfig(**given)), out))
+    assert plans[0].settings == plans[1].settings
     assert plans[0].documents.sha256 == plans[1].documents.sha256

@@ -67,18 +67,18 @@ def test_what_an_option_rules_out_is_named(place: Path, caplog) -> None:
 def test_what_no_draft_can_use_is_refused_before_the_corpus_is_read(
     place: Path, command: str, tmp_path: Path, capsys
 ) -> None:
-    given = options(place / "mamba", place / "chats.jsonl", tmp_path / "out")
+    given = options(place / "mamba", place / "chats.jsonl", tmp_path / "out", layers="spread:3")
     arguments = [command]
     for name, value in given.items():
         values = value if isinstance(value, tuple) else (value,)
         arguments += ["--" + name.replace("_", "-"), *map(str, values)]
     assert main(arguments) != 0
     text = capsys.readouterr().err
-    assert "no draft of spec-train can be fitted" in text and "--states-only" in text
+    assert "no draft of spec-train can be fitted" in text and "--layers IDS" in text
     assert f"not {ALL}: the target's config.json has no num_attention_heads" in text
     assert "render" not in text and not (tmp_path / "out").exists()
     if command == "estimate":
-        assert main([*arguments, "--states-only"]) == 0
+        assert main([*arguments, "--layers", "0,2,4"]) == 0
         text = capsys.readouterr().out
         assert "none (MambaForCausalLM is not registered" in text.splitlines()[1]
 
@@ -106,11 +106,11 @@ def test_an_unregistered_family_that_is_not_proven_is_refused_before_the_first_s
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", faster)
     where = (place / "llama", place / "chats.jsonl", tmp_path / "data")
     with pytest.raises(TargetError, match=r"LlamaForCausalLM is not registered, and .* not proven"):
-        run(*where)
+        run(*where, layers="spread:3")
     assert not list((tmp_path / "data").glob("shards/*.arrow"))
     with pytest.raises(TargetError, match="not proven"):
-        estimated(place, probe=True)
-    manifest = run(*where, states_only=True)  # the same directory: nothing else has changed
+        estimated(place, probe=True, layers="spread:3")
+    manifest = run(*where)  # layers that are named
     found = manifest.raw["positions"]
     assert not found["proven"] and "differ by" in found["reason"] and not found["tables"]
 
@@ -126,7 +126,7 @@ def test_a_config_without_a_size_is_refused(place: Path, tmp_path: Path) -> None
 def test_a_complete_dataset_is_not_refused_later(
     place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = run(place / "mamba", place / "chats.jsonl", tmp_path / "data", states_only=True)
+    made = run(place / "mamba", place / "chats.jsonl", tmp_path / "data")
     assert json.loads(json.dumps(made.raw["positions"]))["kind"] == "unknown"
     assert "a draft uses" not in caplog.text  # there is none
     again = run(place / "mamba", place / "chats.jsonl", tmp_path / "data")

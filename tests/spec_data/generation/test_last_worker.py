@@ -92,7 +92,7 @@ def test_a_directory_that_is_sealed_under_a_starting_worker_is_complete(
         assert seal_if_last(out, set()) is not None
         raise error
 
-    monkeypatch.setattr(run_module, "find_plan", gone)
+    monkeypatch.setattr(run_module, "find_or_make_plan", gone)
     assert run(*source, out, workers="0/2") is not None
     assert digests(out) == whole
 
@@ -103,6 +103,6 @@ def test_an_error_of_an_unsealed_directory_stays_an_error(source, tmp_path, monk
     def failing(*_):
         raise DatasetError("damaged")
 
-    monkeypatch.setattr(run_module, "find_plan", failing)
+    monkeypatch.setattr(run_module, "find_or_make_plan", failing)
     with pytest.raises(DatasetError, match="damaged"):
         run(*source, out)

@@ -9,9 +9,9 @@ import threading
 import pytest
 from filelock import FileLock
 
-from spec_data.generation.find_plan import check_still_planned, discard_unused_plan, find_plan
+from spec_data.generation.plan import check_still_planned, discard_unused_plan
 from spec_data.generation.sealing import seal_directory
-from spec_data.generation.setup import set_up
+from spec_data.generation.setup import find_or_make_plan, set_up
 from spec_data.generation.worker_locks import running_workers, worker_lock
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import RunError
@@ -55,7 +55,7 @@ with worker_lock(Path(sys.argv[1]), sys.argv[2], 9):
 def test_a_worker_lock_holds_between_processes_and_ends_with_a_kill(target, corpus, tmp_path):
     """Also where a process that the worker forked lives on, such as one that renders."""
     out = tmp_path / "data"
-    plan = find_plan(set_up(GenerateConfig(**options(target, corpus, out))), out)
+    plan = find_or_make_plan(set_up(GenerateConfig(**options(target, corpus, out))), out)
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(out), "1/2"], stdout=subprocess.PIPE, text=True
     )

@@ -12,7 +12,7 @@ from spec_data.capture import model as model_module
 from spec_data.capture.mask_forms import ROWS, SINGLE
 from spec_data.capture.model import Target
 from spec_data.generation import plan as plan_module
-from spec_data.generation.plan import unit_batches
+from spec_data.generation.capture import unit_batches
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.families import WINDOW
 from tests.spec_data.runs import run, save_target
@@ -41,8 +41,8 @@ def test_without_longer_documents_nothing_is_different():
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt_oss"])
 def test_one_long_document_among_short_ones(family, tmp_path, monkeypatch):
     """The planted failure: every row of proof and capture was as long as the longest document."""
-    monkeypatch.setattr(plan_module, "LEAST_PACK_LENGTH", 64)
-    monkeypatch.setattr(plan_module, "MOST_PACK_LENGTH", 64)
+    monkeypatch.setattr(plan_module, "_LEAST_PACK", 64)
+    monkeypatch.setattr(plan_module, "_MOST_PACK", 64)
     monkeypatch.setattr(model_module, "LONG_ROW", 64)
     monkeypatch.setattr(long_rows, "QUERIES", 16)
     shapes: list[tuple[int, int]] = []

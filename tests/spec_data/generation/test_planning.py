@@ -21,9 +21,7 @@ from scripts.bench.plan_reference import one_by_one, slow_renderer
 from spec_data.corpus import in_order as pool
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.generation.plan import PlanBuilder
-from spec_data.generation.plan_file import Preparing
-from spec_data.generation.planning import RowSettings, RowWork, corpus_entry, render_into
+from spec_data.generation.plan import RowRenderer, RowSettings, corpus_entry, render_corpus
 from spec_data.shards.errors import CorpusError, RunError
 from tests.faults.odd_rows import as_json, broken_bytes, changed, good_row, ids_row
 from tests.spec_data.corpus.templates import tokenizer
@@ -75,31 +73,24 @@ def reader_of(path, **options):
     return CorpusReader([str(path)], **options)
 
 
-def slow(reader, family, mask, preparing):
+def slow(reader, family, mask, length):
     renderer = slow_renderer(tokenizer(family), mask=mask)
-    found = one_by_one(reader, renderer, preparing.max_length, preparing.keep_tails)
+    found = one_by_one(reader, renderer, length)
     flat = [found.ids, found.masks, found.turns, found.doc_ids, found.sources]
     return flat, plain_counts(found.counts, reader.reports)
 
 
-def fast(reader, family, mask, preparing, processes):
-    builder = PlanBuilder(preparing.max_length, preparing.keep_tails)
+def fast(reader, family, mask, length, processes):
     tok = tokenizer(family)
-    given = RowSettings(tokenizer=tok, mask=mask, vocab_size=len(tok), preparing=preparing)
-    try:
-        render_into(builder, reader, given, processes)
-        found = builder.finish()
-    except BaseException:
-        builder.discard()
-        raise
-    bounds = found.offsets.tolist()
+    given = RowSettings(tokenizer=tok, mask=mask, vocab_size=len(tok), max_length=length)
+    found, counts, _ = render_corpus(reader, given, processes)
+    unit = found.read(0, len(found))
     flat = [
-        [found.tokens[name][a:b].tolist() for a, b in pairwise(bounds)]
+        [unit.tokens[name][a:b].tolist() for a, b in pairwise(found.offsets.tolist())]
         for name in ("input_ids", "loss_mask")
     ]
-    flat += [list(found.turns), list(found.doc_ids), list(found.sources)]
-    assert builder.tokens == bounds[-1]
-    return flat, plain_counts(builder.counts, reader.reports)
+    flat += [unit.turns, unit.doc_ids, unit.sources]
+    return flat, plain_counts(counts, reader.reports)
 
 
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "mistral", "tagged"])
@@ -109,9 +100,9 @@ def test_plans_of_random_corpora_are_those_of_the_slow_path(tmp_path, family, pr
         rng = np.random.default_rng([trial, processes])
         path = corpus(rng, tmp_path / str(trial))
         options = {"limit": int(rng.integers(10, 50))} if trial == 1 else {}
-        preparing = Preparing(int(rng.choice([20, 60, 4096])), bool(rng.random() < 0.3))
-        expected = slow(reader_of(path, **options), family, mask, preparing)
-        assert fast(reader_of(path, **options), family, mask, preparing, processes) == expected
+        length = int(rng.choice([20, 60, 4096]))
+        expected = slow(reader_of(path, **options), family, mask, length)
+        assert fast(reader_of(path, **options), family, mask, length, processes) == expected
 
 
 def error_of(function, *args):
@@ -138,7 +129,7 @@ def test_errors_come_after_the_same_rows(tmp_path, caplog):
         for run, processes in ((slow, []), (fast, [1]), (fast, [PROCESSES])):
             caplog.clear()
             reader = reader_of(tmp_path / name, **options)
-            message = error_of(run, reader, "chatml", "assistant", Preparing(99), *processes)
+            message = error_of(run, reader, "chatml", "assistant", 99, *processes)
             logged = [r.getMessage() for r in caplog.records if "render:" not in r.getMessage()]
             found.append((message, logged, plain_counts_of(reader)))
         assert found[0] == found[1] == found[2]
@@ -148,7 +139,7 @@ def plain_counts_of(reader):
     return [corpus_entry(r) for r in reader.reports], reader.refused, reader.refused_examples
 
 
-class Dying(RowWork):
+class Dying(RowRenderer):
     def __call__(self, row):
         if b"die" in row.value and os.getpid() != int(os.environ["SPEC_TEST_PARENT"]):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -158,11 +149,11 @@ class Dying(RowWork):
 def test_a_killed_process_ends_the_run_in_words(tmp_path, monkeypatch):
     before = set(psutil.Process().children())
     monkeypatch.setenv("SPEC_TEST_PARENT", str(os.getpid()))
-    monkeypatch.setattr("spec_data.generation.planning.RowWork", Dying)
+    monkeypatch.setattr("spec_data.generation.plan.RowRenderer", Dying)
     rows = [json.dumps({"text": f"text {i}" + " die" * (i == 30)}) for i in range(60)]
     (tmp_path / "c.jsonl").write_text("\n".join(rows))
     with pytest.raises(RunError, match="fewer processes \\(--num-proc\\)"):
-        fast(reader_of(tmp_path / "c.jsonl"), "chatml", "all", Preparing(99), PROCESSES)
+        fast(reader_of(tmp_path / "c.jsonl"), "chatml", "all", 99, PROCESSES)
     assert not set(psutil.Process().children()) - before
 
 
@@ -212,9 +203,9 @@ def test_reading_stops_early_without_waiting_for_the_rest(tmp_path):
     before = set(psutil.Process().children())
     (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"text": f"t {i}"}) for i in range(500)))
     tok = tokenizer("chatml")
-    given = RowSettings(tokenizer=tok, mask="all", vocab_size=len(tok), preparing=Preparing(9))
+    given = RowSettings(tokenizer=tok, mask="all", vocab_size=len(tok), max_length=9)
     reader = reader_of(tmp_path / "c.jsonl")
-    results = reader.results(lambda rows: pool.in_order(rows, RowWork, (given,), 2))
+    results = reader.results(lambda rows: pool.in_order(rows, RowRenderer, (given,), 2))
     for _ in range(50):
         next(results)
     begun = time.monotonic()

@@ -12,10 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from spec_data.generation import sealing
 from spec_data.generation import sealing as unit_records
-from spec_data.generation.planning import make_plan
 from spec_data.generation.run import check_free_space
 from spec_data.generation.sealing import seal_directory
-from spec_data.generation.setup import set_up
+from spec_data.generation.setup import make_plan, set_up
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import (
     ConfigError,
@@ -278,7 +277,7 @@ def test_other_supervision(target, corpus, tmp_path, supervision, reference):
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mamba", "gpt2", "qwen3_moe", "granite"])
 def test_families_from_disk_to_dataset(corpus, tmp_path, family):
     target = save_target(tmp_path / "target", family)
-    manifest = run(target, corpus, tmp_path / "data", limit=12, states_only=family == "mamba")
+    manifest = run(target, corpus, tmp_path / "data", limit=12)
     form = manifest.raw["packing"]["form"]
     assert (form == "rows") == (family == "mamba")
     dataset = HiddenStatesDataset(tmp_path / "data")

@@ -9,15 +9,9 @@ import pytest
 
 import spec_data.generation.replica as replica_module
 from spec_data.estimation import Estimate, estimate_text
-from spec_data.generation.find_plan import (
-    check_still_planned,
-    discard_unused_plan,
-    find_plan,
-    half_discarded,
-)
 from spec_data.generation.fitting import fitting
-from spec_data.generation.planning import make_plan
-from spec_data.generation.setup import set_up
+from spec_data.generation.plan import check_still_planned, discard_unused_plan, half_discarded
+from spec_data.generation.setup import find_or_make_plan, make_plan, set_up
 from spec_data.generation.worker_locks import worker_lock
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.report import counts_text
@@ -101,7 +95,7 @@ def test_a_template_that_refuses_many_rows_stops_the_plan(target, tmp_path):
     with pytest.raises(CorpusError, match=r"54 of 60 rows(.|\n)*c\.jsonl:7: .*System role"):
         make_plan(setup_of(strict, file, tmp_path / "out"))
     file = chats(tmp_path / "c.jsonl", good=299, refused=1)
-    with pytest.raises(CorpusError, match=r"c\.jsonl:300: .*System role(.|\n)*--on-bad-row skip"):
+    with pytest.raises(CorpusError, match=r"c\.jsonl:300: .*System role"):
         make_plan(setup_of(strict, file, tmp_path / "out", on_bad_row="fail"))
 
 
@@ -219,7 +213,7 @@ def test_the_plan_of_a_run_that_captured_nothing_is_replaced(
 
 def planned(target, corpus, out):
     """Make a directory with a plan and nothing else; return the plan."""
-    return find_plan(setup_of(target, corpus, out), out)
+    return find_or_make_plan(setup_of(target, corpus, out), out)
 
 
 def test_the_plan_of_a_running_worker_is_not_replaced(target, corpus, tmp_path):
@@ -239,7 +233,7 @@ def test_a_worker_stops_if_its_plan_was_replaced(target, corpus, tmp_path):
     assert not half_discarded(out / ".generate")
     with pytest.raises(RunError, match="another command is making a plan"):
         check_still_planned(out / ".generate", plan)
-    find_plan(setup_of(target, corpus, out, layers="1,3"), out)
+    find_or_make_plan(setup_of(target, corpus, out, layers="1,3"), out)
     with pytest.raises(RunError, match="another command is making a plan"):
         check_still_planned(out / ".generate", plan)
 
@@ -248,7 +242,7 @@ def test_removing_a_plan_is_finished_after_a_crash(target, corpus, tmp_path, mon
     out = tmp_path / "data"
     planned(target, corpus, out)
     (out / "target").mkdir()
-    monkeypatch.setattr("spec_data.generation.find_plan._remove", failing)
+    monkeypatch.setattr("spec_data.generation.plan.remove", failing)
     with pytest.raises(RunError):
         run(target, corpus, out, layers="1,3")
     monkeypatch.undo()

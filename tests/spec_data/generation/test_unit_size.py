@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from spec_data.generation.plan import load_plan
-from spec_data.generation.plan_file import unit_tokens
+from spec_data.generation.plan import load_plan, unit_tokens
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError
 from tests.spec_data.runs import digests, options, run, save_target, write_corpus
@@ -47,7 +46,7 @@ def test_a_small_corpus_has_several_units_without_the_flag(target, corpus, tmp_p
 
 
 def test_a_plan_with_another_size_resumes_without_the_flag(target, corpus, tmp_path):
-    """Plans of older releases hold their default; nothing but an explicit size is refused."""
+    """Nothing but an explicit size is refused."""
     given = options(target, corpus, tmp_path / "data")
     del given["max_shard_size"]
     assert GenerateConfig(**given).max_shard_size == "auto"

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 import spec_train
 from spec_data.capture.backend import BackendOptions, open_backend
 from spec_data.capture.model import Target
-from spec_data.generation import find_plan
+from spec_data.generation import setup as generation_setup
 from spec_data.generation.run import generate
 from spec_data.models.loading import load_model
 from spec_data.models.quantisation import check_head, quantisation_of
@@ -144,7 +144,7 @@ def test_a_missing_package_is_named_before_the_corpus_is_read(method, tmp_path, 
     def reads(*_arguments: object) -> None:
         raise AssertionError("the corpus is read")
 
-    monkeypatch.setattr(find_plan, "make_plan", reads)
+    monkeypatch.setattr(generation_setup, "make_plan", reads)
     given = options(folder, write_corpus(tmp_path / "corpus.jsonl", 4), tmp_path / "out")
     with pytest.raises(TargetError, match=rf"quantised \({method}.*{package}") as caught:
         generate(GenerateConfig(**given))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from spec_data.generation.planning import end_token_ids
+from spec_data.generation.plan import end_token_ids
 from spec_data.models.identify import config_hash, identify_files
 from spec_data.models.loading import load_model
 from spec_data.models.reading import load_config, load_tokenizer

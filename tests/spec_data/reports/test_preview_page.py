@@ -115,7 +115,7 @@ def test_the_command_prints_the_counts(target, corpus, tmp_path, capsys):
 
 def test_the_next_command_captures_what_the_page_shows(target, corpus, tmp_path, caplog):
     words = ["--corpus", str(corpus), "--target", str(target), "--max-bad-rows", "5"]
-    words += ["--mask", "last-turn", "--max-length", "90", "--limit", "9", "--keep-tails"]
+    words += ["--mask", "last-turn", "--max-length", "90", "--limit", "9"]
     words += ["--max-row-bytes", "1MB"]
     assert main(["preview", *words, "--out", str(tmp_path / "page.html")]) == 0
     _, _, following = caplog.text.rpartition("next:  spec-data ")

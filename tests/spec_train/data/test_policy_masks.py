@@ -11,7 +11,7 @@ import torch
 
 import spec_train
 from spec_data.corpus.chat import Renderer
-from spec_data.generation.plan import PlanBuilder
+from spec_data.generation.plan import PlanWriter, truncate
 from spec_data.shards.errors import ConfigError, CorpusError, DatasetError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
@@ -116,17 +116,17 @@ def test_the_policy_of_generate_derives_the_stored_masks(place, policy):
 def test_every_template_stores_turns_that_derive_its_mask(name, policy, length):
     """Reasoning, tool calls, tags, end-of-turn tokens, turn by turn; whole, cut and trimmed."""
     family, messages, kwargs, tools, _ = CASES[name]
-    builder = PlanBuilder(length)
+    writer = PlanWriter()
     for document in Renderer(tokenizer(family), mask=policy, template_kwargs=kwargs).render(
         chat(*messages, tools=tools)
     ):
-        builder.add(document)
+        writer.add(truncate(document, length))
     try:
-        plan = builder.finish()
+        plan = writer.finish()
     except CorpusError:  # no turn is left before the cut
         assert length < 1000
         return
-    for document, turns in enumerate(plan.turns):
+    for document, turns in enumerate(plan.read(0, len(plan)).turns):
         span = slice(*plan.offsets[document : document + 2].tolist())
         mask = np.zeros(span.stop - span.start, bool)
         for first, last in supervised_spans(len(mask), turns, policy):

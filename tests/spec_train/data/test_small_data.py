@@ -39,10 +39,17 @@ def corpus(tmp_path_factory):
     return file
 
 
+def run_with_tails(*given, **options):
+    """Generate, and keep the tokens after the last supervised one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spec_data.generation.plan._supervised_length", len)
+        run(*given, **options)
+
+
 @pytest.fixture(scope="module")
 def whole(target, corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "data"
-    run(target, corpus, out, keep_tails=True, teacher="all")
+    run_with_tails(target, corpus, out, teacher="all")
     return HiddenStatesDataset(out)
 
 
@@ -121,7 +128,7 @@ def test_fit_runs_on_lossy_data(target, corpus, tmp_path, codec):
 @pytest.fixture(scope="module")
 def logits(target, corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("logits") / "data"
-    run(target, corpus, out, supervision="logits", keep_tails=True, teacher="all")
+    run_with_tails(target, corpus, out, supervision="logits", teacher="all")
     return HiddenStatesDataset(out)
 
 
@@ -168,7 +175,7 @@ def test_fit_and_eval_run_on_logits(logits, tmp_path):
 
 def test_captured_top_k_logits_train_and_miss_what_the_states_say(target, corpus, tmp_path, whole):
     """The figure of `fit` is one minus the probability of the 8 most probable tokens."""
-    run(target, corpus, tmp_path / "data", supervision="topk:8", keep_tails=True)
+    run_with_tails(target, corpus, tmp_path / "data", supervision="topk:8")
     config = fit_config_of(tmp_path / "data", tmp_path / "run")
     assert fit("eagle3", config, Eagle3Options(**DRAFT)).step == 3
     found = json.loads((tmp_path / "run" / "run.json").read_text())["notes"]["missing_mass"]
