@@ -234,11 +234,8 @@ class Cases:
         import spec_data
 
         base, stored, out = (self.work / n for n in ("codec bf16", "stored", "converted"))
-        layers = list(spec_data.open_dataset(base).manifest.layers)
         spec_data.export_dataset(str(base), "specforge", str(stored))
-        spec_data.convert(
-            str(stored), "specforge", str(self.target), str(out), stored_layers=layers
-        )
+        spec_data.convert(str(stored), "specforge", str(self.target), str(out))
         return documents(out)
 
     def fit_options(self, draft: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     )
     from spec_data.capture.model import Target
     from spec_data.capture.target_batch import TargetBatch
-    from spec_data.conversion.write_out import ExportedStates
+    from spec_data.conversion.export import ExportedStates
     from spec_data.dataset_page_api import write_preview, write_report
     from spec_data.generation.status import Status
     from spec_data.hub.pull import Pulled
@@ -48,7 +48,7 @@ _PUBLIC = {
     "verify": "spec_data.api",
     "write_report": "spec_data.dataset_page_api",
     "write_preview": "spec_data.dataset_page_api",
-    "ExportedStates": "spec_data.conversion.write_out",
+    "ExportedStates": "spec_data.conversion.export",
     "push": "spec_data.hub_api",
     "pull": "spec_data.hub_api",
     "Pushed": "spec_data.hub.push",

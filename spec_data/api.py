@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from spec_data.conversion.export import ExportedStates
+from spec_data.conversion.export import export_dataset as run_export
 from spec_data.conversion.run import convert as run_conversion
-from spec_data.conversion.write_out import ExportedStates
-from spec_data.conversion.write_out import export_dataset as run_export
 from spec_data.estimation import estimate_size, estimate_text
 from spec_data.generation.run import generate as run_generation
 from spec_data.generation.status import Status, read_status
@@ -22,7 +22,7 @@ from spec_data.regeneration.run import regenerate as run_regeneration
 from spec_data.regeneration.summary import summary_text
 from spec_data.report import dataset_text
 from spec_data.results import EstimateResult, GenerateResult, RegenerateResult, VerifyReport
-from spec_data.shards.errors import ConfigError, RunError
+from spec_data.shards.errors import ConfigError
 from spec_data.shards.likelihood import read_agreement
 from spec_data.shards.likelihood_text import suspicions
 from spec_data.shards.schema import Manifest
@@ -234,27 +234,23 @@ def convert(
         from_tool: "speculators", "specforge", "deepspec", "automodel", "modelopt" or "torchspec".
         target: the target whose states these are.
         out: the dataset directory.
-        options: those of `spec-data convert`, listed below. `stored_layers` may be a list of ids.
+        options: those of `spec-data convert`, listed below.
 
     Returns:
         What was written, as `generate` returns it.
 
     Raises:
         ConfigError, MissingError, DatasetError, CorpusError, TargetError: bad input.
-        RunError: the states are not what the declared convention says, or those of `target`.
+        RunError: the states are not those of `target`, or not at their tokens.
 
     >>> _ = spec_data.export_dataset("data", "specforge", "stored")  # as SpecForge stores them
-    >>> made = spec_data.convert(
-    ...     "stored", "specforge", "target", "data-5", stored_layers=[0, 2, 4], codec="bf16"
-    ... )
+    >>> made = spec_data.convert("stored", "specforge", "target", "data-5", codec="bf16")
     >>> made.documents, made.layers
     (12, (0, 2, 4))
     """
     given = {"data": source, "from_tool": from_tool, "target": target, "out": out, **options}
-    done = run_conversion(from_keywords(ConvertConfig, given, "convert"))
-    if done.findings is not None and done.findings.failures:
-        raise RunError("\n".join(done.findings.failures))
-    return _generated(Path(out), done.manifest)
+    manifest = run_conversion(from_keywords(ConvertConfig, given, "convert"))
+    return _generated(Path(out), manifest)
 
 
 @takes_options(ExportDataConfig, without=("data",))
@@ -279,7 +275,8 @@ def export_dataset(path: AnyPath, to: str, out: AnyPath, **options: Any) -> Expo
     (12, 'train with --target-layer-ids 1')
     """
     given = {"data": path, "to": to, "out": out, **options}
-    return run_export(from_keywords(ExportDataConfig, given, "export_dataset"))
+    config = from_keywords(ExportDataConfig, given, "export_dataset")
+    return run_export(path, to, Path(out), config.layer_ids)
 
 
 @takes_options(VerifyConfig, without=("data",))

@@ -11,8 +11,8 @@ from spec_data.terminal.console import say_next
 
 _CONVERT = """\
 Read the hidden states that another trainer stored, and write a dataset. What the states are
-(layers and their order, norm, shift, masks) is proven with the target before anything is written:
-a wrong convention is refused together with the one that fits. Run the same command again to
+(layers and their order, norm, masks) is found by comparison with the target before anything is
+written; states of other tokens or of another target are refused. Run the same command again to
 resume."""
 _EXPORT = """\
 Write a dataset in the layout of another trainer, so that one capture serves it, too."""
@@ -41,12 +41,7 @@ def run_convert(args: argparse.Namespace, show_sealed: Callable[[Any], None]) ->
         print(plan_conversion(config))
         say_next("spec-data", "convert", *as_flags(dataclasses.replace(config, dry_run=False)))
         return 0
-    done = convert(config)
-    show_sealed(done.manifest)
-    if done.findings is not None:
-        print(done.findings.text())
-        if done.findings.failures:
-            return 1
+    show_sealed(convert(config))
     say_next("spec-data", "verify", config.out, "--target", config.target)
     return 0
 
@@ -66,9 +61,9 @@ def kept_conversion(args: argparse.Namespace) -> str:
 def run_export(args: argparse.Namespace) -> int:
     """Run `export` and return its exit code."""
     config = resolve(ExportDataConfig, args)
-    from spec_data.conversion.write_out import export_dataset
+    from pathlib import Path
 
-    print(export_dataset(config))
-    if config.dry_run:
-        say_next("spec-data", "export", *as_flags(dataclasses.replace(config, dry_run=False)))
+    from spec_data.conversion.export import export_dataset
+
+    print(export_dataset(config.data, config.to, Path(config.out), config.layer_ids))
     return 0

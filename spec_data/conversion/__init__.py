@@ -1,8 +1,6 @@
 """Room: `spec-data convert` and `export`: the stored states of other trainers, read and written.
 
-One module per layout (`from_*.py`) reads what a tool stored; `stored_backend` hands it to the
-generation of datasets as if a target had just computed it. Before anything is written, `evidence`
-compares the states with those that the target itself computes, block by block (`target_walk`), so a
-wrong layer id, norm, shift or order is refused together with the one that fits. `to_*.py` write a
-dataset in the layout of another trainer.
+`samples` reads what a tool stored, `evidence` finds what its states are by comparing them with
+those that the target computes, block by block, and `run` hands both to the generation of datasets
+as corpus and target. `export` writes a dataset in the layout of another trainer.
 """

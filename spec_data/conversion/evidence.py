@@ -1,41 +1,77 @@
-"""Are the stored states what the declared convention says? Measured, with every other convention.
+"""Which states are these? What a tool stored is found by comparison with the target itself.
 
-Each stored chunk (a layer, or the last state) of a few documents is compared with every state that
-the target itself computes for them: the embedding, the output of each block, the final state, at
-the token itself and at its neighbours. The nearest one is what the chunk is. A declared convention
-that is not the nearest is refused, together with the one that is.
+Layer ids, their order, the final norm and the frame of the mask are not asked of anybody. Each
+stored chunk (a layer, or the last state) of a few documents is compared with every state that the
+target computes for them: the embedding, the output of each block, the final state, at the token
+itself and at its neighbours. The nearest one is what the chunk is. A chunk that is near none, or
+near a state of another token, is refused, and so is a layer id that the tool recorded otherwise.
+The chat template says where answers begin, and so which tokens a mask is about.
 
-The head is asked on more documents, without any block: how often its first choice is the next
-supervised token, and the negative log-likelihood (NLL) of that token, under each convention.
-
-Shapes: T tokens of a document, n stored layers, H hidden size, V vocabulary size.
+Shapes: T tokens of a document, n stored layers, H hidden size.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from spec_data.capture.proofs import FLOOR
 from spec_data.capture.skeleton import embedded, load_skeleton, run_from
-from spec_data.conversion.stored_samples import AFTER, BEFORE, Conventions, SampleStates
-from spec_data.shards.errors import RunError
+from spec_data.conversion.samples import AFTER, BEFORE, Samples, States
+from spec_data.corpus.bad_rows import BadRow
+from spec_data.shards.errors import CorpusError, RunError
+from spec_data.shards.even_sample import even_sample
 from spec_data.shards.layer_ids import EMBEDDING
 from spec_data.terminal.progress import progress
 
-# -- target walk -----------------------------------------------------------------------------------
-# The states that the target itself computes for a few documents, one block at a time.
-#
-# The output of each block is the input of the next one, so the weights of the target are read from
-# disk once, and it need not fit in memory. Everything is computed on the CPU.
-#
-# Shapes: T tokens of a document, H hidden size.
+logger = logging.getLogger(__name__)
+
+_COMPARED, _COMPARED_TOKENS = 8, 128  # samples that the target runs, and tokens of each
+_TRIED = 64  # samples that are tried for these, and whose masks are looked at
+
+# Relative differences. A dataset stores states in bf16: two that differ by less are the same there.
+_SAME = torch.finfo(torch.bfloat16).eps / 2
+# Two forwards in bf16, and the rounding to 8-bit floats with 3 bits behind the point.
+_ROUNDING = FLOOR[torch.bfloat16] + torch.finfo(torch.float8_e4m3fn).eps / 2
+_ALLOWED = 0.35  # an engine that runs quantised weights; a state of another target differs by 1
+_MOST = 2.0  # what one token counts at most, so that a massive activation does not decide
+SHIFTS = (0, -1, 1)
+"""Row t of a chunk may be the state of token t + shift."""
+
+
+class Evidence(msgspec.Struct, kw_only=True):
+    """What the stored states are, and how it was found; the manifest has it.
+
+    Attributes:
+        tool: the tool that stored them.
+        stored_layers: layer ids (outputs of blocks), in the order in which they are stored.
+        final_norm: whether the last state is the one "after" or "before" the final norm.
+        mask_frame: whether entry t of a mask is about "token" t or the "next" one.
+        documents, tokens: that the target was run on.
+        differences: the relative difference from the target's own states, by chunk.
+        masks: how the masks agree with the chat template, in words.
+    """
+
+    tool: str
+    stored_layers: list[int]
+    final_norm: str
+    mask_frame: str
+    documents: int
+    tokens: int
+    differences: dict[str, float]
+    masks: str
+
+
+# -- what the target computes ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnStates:
+class TargetStates:
     """The states of a document: outputs of blocks [T, H] by layer id, and the final state [T, H].
 
     The final state is the one after the final norm, which enters the LM head.
@@ -45,10 +81,13 @@ class OwnStates:
     final: Tensor
 
 
-def walk(
+def target_states(
     path: Path, documents: Sequence[Tensor], blocks: int, *, dtype: str, trust: bool
-) -> list[OwnStates]:
-    """Compute the states of documents, int64 [T] each, one block after the other.
+) -> list[TargetStates]:
+    """Compute the states of documents, int64 [T] each, on the CPU, one block after the other.
+
+    The output of each block is the input of the next one, so the weights of the target are read
+    from disk once, and it need not fit in memory.
 
     Args:
         path: the model directory.
@@ -61,123 +100,117 @@ def walk(
         MissingError, TargetError: the target cannot be loaded, or its blocks cannot be left out.
     """
     skeleton = load_skeleton(path, (), dtype=dtype, trust=trust)
-    states = [{EMBEDDING: embedded(skeleton, ids)} for ids in documents]
+    layers = [{EMBEDDING: embedded(skeleton, ids)} for ids in documents]
     for k in progress(range(blocks), desc="run the target", unit="blocks", leave=False):
         model = load_skeleton(path, (k,), dtype=dtype, trust=trust)
-        for ids, own in zip(documents, states, strict=True):
-            own[k] = run_from(model, ids, k, own[k - 1], k)
+        for ids, states in zip(documents, layers, strict=True):
+            states[k] = run_from(model, ids, k, states[k - 1], k)
     last = blocks - 1
     return [
-        OwnStates(layers=own, final=run_from(skeleton, ids, last, own[last], None))
-        for ids, own in zip(documents, states, strict=True)
+        TargetStates(layers=states, final=run_from(skeleton, ids, last, states[last], None))
+        for ids, states in zip(documents, layers, strict=True)
     ]
 
 
-# -- evidence --------------------------------------------------------------------------------------
-
+# -- what the stored chunks are --------------------------------------------------------------------
 
 FINAL_STATE = "final"
 """Name of the state after the final norm, beside the layer ids."""
 
-SHIFTS = (0, -1, 1)
-"""Row t of a chunk may be the state of token t + shift."""
 
-# Relative differences. A dataset stores states in bf16: two that differ by less are the same there.
-_SAME = torch.finfo(torch.bfloat16).eps / 2
-# Two forwards in bf16, and the rounding to 8-bit floats with 3 bits behind the point.
-_ROUNDING = FLOOR[torch.bfloat16] + torch.finfo(torch.float8_e4m3fn).eps / 2
-_ALLOWED = 0.35  # an engine that runs quantised weights; a state of another target differs by 1
-_MOST = 2.0  # what one token counts at most, so that a massive activation does not decide
-_NATS, _SHARE = 0.5, 0.05  # by which a neighbour must be likelier to be named
+class Convention(NamedTuple):
+    """What a chunk may be: a state (a layer id or `FINAL_STATE`), of the token `shift` further."""
 
-Place = tuple[int | str, int]
-"""A layer id or `FINAL_STATE`, and a shift."""
+    state: int | str
+    shift: int = 0
 
-Pair = tuple[list[Tensor], list[Tensor]]
-"""Stored states [T, H] of the documents, and computed ones that they may be."""
+    def text(self, blocks: int) -> str:
+        """Return it in words; `blocks` is the number of the target's blocks."""
+        text = {EMBEDDING: "the embedding output", FINAL_STATE: "the state after the final norm"}
+        words = text.get(self.state, f"the output of block {self.state}")
+        if self.state == blocks - 1:
+            words += " (the last one, before the final norm)"
+        token = {0: "", 1: " of the next token", -1: " of the previous token"}[self.shift]
+        return words + token
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
-    """What a chunk is.
+class Match:
+    """What a stored chunk is: the nearest convention, and the relative difference from it.
 
-    Attributes:
-        name: of the chunk, for messages.
-        declared: what it is by the declared convention; error: its relative difference from that.
-        nearest: what it is nearest to; smallest: the relative difference from that.
+    `worst` is the difference of the document that differs most.
     """
 
-    name: str
-    declared: Place
-    error: float
-    nearest: Place
-    smallest: float
-
-    @property
-    def fits(self) -> bool:
-        """Whether the chunk is what the convention says."""
-        return self.error <= _ALLOWED and self.declared == self.nearest
-
-    @property
-    def unknown(self) -> bool:
-        """Whether the chunk is no state of this target at all."""
-        return self.smallest > _ALLOWED
+    chunk: str
+    convention: Convention
+    difference: float
+    worst: float
 
 
-def fits_of(
-    conventions: Conventions,
-    stored: Sequence[SampleStates],
+_Pair = tuple[list[Tensor], list[Tensor]]  # stored [T, H] of the documents, and computed ones
+
+
+def matches(
+    stored: Sequence[States],
     normed: Sequence[Tensor],
-    own: Sequence[OwnStates],
+    computed: Sequence[TargetStates],
     blocks: int,
-) -> list[Fit]:
+    usual_norm: str,
+) -> list[Match]:
     """Compare every chunk of some documents with every state of the target.
 
     The output of the last block is recognised by what the final norm makes of it, because its
     length does not matter.
 
     Args:
-        conventions: the declared ones.
         stored: the stored states of the documents.
         normed: what the final norm makes of their last states, [T, H] each.
-        own: what the target computes for them.
+        computed: what the target computes for them.
         blocks: the number of decoder blocks.
+        usual_norm: the side of the final norm on which the tool stores the last state; it is taken
+            where both sides are the same, as with weights of ones.
+
+    Returns:
+        One for each layer, in the stored order, and one for the last state.
     """
-    finals = [o.final for o in own]
-    computed: dict[int | str, list[Tensor]] = {k: [o.layers[k] for o in own] for k in own[0].layers}
-    computed[FINAL_STATE] = finals
-    found = []
-    for place, layer in enumerate(conventions.layers):
-        chunks = [s.aux[:, place] for s in stored]
-        pairs = {key: (chunks, states) for key, states in computed.items()}
-        found.append(_fit(f"layer {place + 1}", (layer, 0), pairs))
-    last = [s.last for s in stored]
-    pairs = {key: (last, states) for key, states in computed.items()}
-    pairs[blocks - 1] = (list(normed), finals)
-    declared = FINAL_STATE if conventions.final_norm == AFTER else blocks - 1
-    found.append(_fit("the last state", (declared, 0), pairs))
-    return found
-
-
-def _fit(name: str, declared: Place, pairs: dict[int | str, Pair]) -> Fit:
-    """Return what a chunk is; `pairs` has what is compared for each state that it may be."""
-    errors = {
-        (key, shift): _difference(*pair, shift) for key, pair in pairs.items() for shift in SHIFTS
+    states: dict[int | str, list[Tensor]] = {
+        k: [document.layers[k] for document in computed] for k in computed[0].layers
     }
-    nearest = min(errors, key=lambda place: errors[place])
-    noise = errors[declared] / 4
-    if nearest[1] == declared[1] and _same(pairs[declared[0]], pairs[nearest[0]], noise):
-        nearest = declared  # a norm of ones changes nothing that it has normed before
-    return Fit(
-        name=name,
-        declared=declared,
-        error=errors[declared],
-        nearest=nearest,
-        smallest=errors[nearest],
+    finals = states[FINAL_STATE] = [document.final for document in computed]
+    found = []
+    for place in range(stored[0].aux.shape[1]):
+        chunks = [document.aux[:, place] for document in stored]
+        pairs = {state: (chunks, values) for state, values in states.items()}
+        found.append(_nearest(f"stored layer {place + 1}", pairs, None))
+    last = [document.last for document in stored]
+    pairs = {state: (last, values) for state, values in states.items()}
+    pairs[blocks - 1] = (list(normed), finals)
+    usual = FINAL_STATE if usual_norm == AFTER else blocks - 1
+    return [*found, _nearest("the last state", pairs, usual)]
+
+
+def _nearest(chunk: str, pairs: dict[int | str, _Pair], usual: int | str | None) -> Match:
+    """Return what a chunk is; `pairs` has what is compared for each state that it may be."""
+    differences = {
+        Convention(state, shift): _differences(*pair, shift)
+        for state, pair in pairs.items()
+        for shift in SHIFTS
+    }
+    best = min(differences, key=lambda convention: float(differences[convention].mean()))
+    if usual is not None and best.shift == 0:
+        noise = float(differences[Convention(usual)].mean()) / 4
+        if _same(pairs[usual], pairs[best.state], noise):
+            best = Convention(usual)  # a norm of ones changes nothing that it has normed before
+    documents = differences[best]
+    return Match(
+        chunk=chunk,
+        convention=best,
+        difference=float(documents.mean()),
+        worst=float(documents.max()),
     )
 
 
-def _same(one: Pair, other: Pair, noise: float) -> bool:
+def _same(one: _Pair, other: _Pair, noise: float) -> bool:
     """Whether two comparisons are the same one, up to the rounding of a dataset's states.
 
     What is stored may differ by more: the norm takes out the part of a codec's error, or of a
@@ -186,154 +219,277 @@ def _same(one: Pair, other: Pair, noise: float) -> bool:
     """
     (chunks, states), (others, other_states) = one, other
     return (
-        _difference(chunks, others, 0) <= max(_SAME, noise)
-        and _difference(states, other_states, 0) <= _SAME
+        float(_differences(chunks, others, 0).mean()) <= max(_SAME, noise)
+        and float(_differences(states, other_states, 0).mean()) <= _SAME
     )
 
 
-def _difference(chunks: list[Tensor], expected: list[Tensor], shift: int) -> float:
-    """Return the mean relative difference of row t from the state of token t + shift."""
-    parts = []
+def _differences(chunks: list[Tensor], expected: list[Tensor], shift: int) -> Tensor:
+    """Return the relative difference of row t from the state of token t + shift, by document."""
+    means = []
     for chunk, state in zip(chunks, expected, strict=True):
         first, stop = max(0, -shift), len(chunk) - max(0, shift)
         a, b = chunk[first:stop].float(), state[first + shift : stop + shift].float()
-        parts.append((a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30))
-    return float(torch.cat(parts).nan_to_num(_MOST).clamp(max=_MOST).mean())
+        tokens = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)
+        means.append(tokens.nan_to_num(_MOST).clamp(max=_MOST).mean())
+    return torch.stack(means)
 
 
-def check_fits(fits: Sequence[Fit], conventions: Conventions, tool: str, blocks: int) -> None:
-    """Refuse a convention that the states contradict, with the one that fits them.
+def check_matches(
+    found: Sequence[Match], recorded: Sequence[int] | None, tool: str, blocks: int
+) -> tuple[list[int], str]:
+    """Return the layer ids in the stored order, and the side of the final norm.
+
+    Args:
+        found: of `matches`.
+        recorded: layer ids that the tool recorded; None: it recorded none.
+        tool: its name.
+        blocks: the number of decoder blocks.
 
     Raises:
-        RunError: see above.
+        RunError: the chunks are no states from which a dataset can be made, or not the recorded
+            ones.
     """
-    if all(fit.fits for fit in fits):
-        return
-    lines = [
-        f"{fit.name}: declared as {_named(fit.declared, blocks)} (difference {fit.error:.2g}), "
-        f"nearest to {_named(fit.nearest, blocks)} ({fit.smallest:.2g})"
-        for fit in fits
-        if not fit.fits
-    ]
-    raise RunError(
-        "the stored states are not what the declared convention says. Compared with what the "
-        "target computes, relative:\n  " + "\n  ".join(lines) + "\n"
-        f"{_advice(fits, conventions, tool, blocks)}. Nothing was written"
-    )
-
-
-def rounding_warning(fits: Sequence[Fit]) -> str | None:
-    """Say if a chunk that fits differs from the target by more than rounding; None if none does."""
-    worst = max(fits, key=lambda fit: fit.error)
-    if worst.error <= _ROUNDING:
-        return None
-    return (
-        f"{worst.name} differs from what the target computes by {worst.error:.2g}, and rounding to "
-        f"bf16 or 8-bit floats by less than {_ROUNDING:.2g}. Either the states are of a quantised "
-        "target, or of one with slightly different weights, such as another fine-tune: check "
-        "--target and --revision"
-    )
-
-
-def _named(place: Place, blocks: int) -> str:
-    key, shift = place
-    text = {-1: "the embedding output", FINAL_STATE: "the state after the final norm"}.get(
-        key, f"the output of block {key}"
-    )
-    if key == blocks - 1:
-        text += " (the last one, before the final norm)"
-    return text + (f" of the {'next' if shift > 0 else 'previous'} token" if shift else "")
-
-
-def _advice(fits: Sequence[Fit], conventions: Conventions, tool: str, blocks: int) -> str:
-    """Return what to do: the options that fit the data, if there are any."""
-    if any(fit.unknown for fit in fits):
-        return (
+    *aux, last = found
+    layers = [match.convention.state for match in aux]
+    norms = {FINAL_STATE: AFTER, blocks - 1: BEFORE}
+    problem = None
+    if any(match.worst > _ALLOWED for match in found):
+        problem = (
             "At least one is no state of this target: give the --target that was captured, with "
             "the same weights, or another --from"
         )
-    shifts = {fit.nearest[1] for fit in fits} - {0}
-    if shifts:
-        return (
+    elif any(match.convention.shift for match in found):
+        problem = (
             "The states are shifted against the token ids, so each token has those of a "
             "neighbour. Write them again with the ids that the target was given"
         )
-    *aux, last = fits
-    layers = [fit.nearest[0] for fit in aux]
-    norms = {FINAL_STATE: AFTER, blocks - 1: BEFORE}
-    if FINAL_STATE in layers or len(set(layers)) < len(layers) or last.nearest[0] not in norms:
-        return (
-            "No order of layers fits: a layer is stored twice, or after the final norm, or the "
-            "last state is that of another block. Capture again"
+    elif (
+        FINAL_STATE in layers
+        or len(set(layers)) < len(layers)
+        or last.convention.state not in norms
+    ):
+        problem = (
+            "A layer is stored twice, or after the final norm, or the last state is that of "
+            "another block. Capture again"
         )
-    ids = conventions.in_their_counting([int(k) for k in layers])
-    return (
-        f"What fits is --stored-layers {','.join(map(str, ids))} (as {tool} counts: "
-        f"{conventions.counting} of blocks) --final-norm {norms[last.nearest[0]]}"
-    )
+    elif recorded is not None and layers != list(recorded):
+        problem = (
+            f"{tool} recorded the layers {_listed(recorded)}, and these are {_listed(layers)}. If "
+            "the record is wrong, correct it in its manifest"
+        )
+    if problem is not None:
+        lines = [
+            f"{match.chunk}: nearest to {match.convention.text(blocks)} (relative difference "
+            f"{match.difference:.2g}, at most {match.worst:.2g} of a sample)"
+            for match in found
+        ]
+        raise RunError(
+            "the stored states are not what a dataset needs. Compared with what the target "
+            "computes:\n  " + "\n  ".join(lines) + f"\n{problem}. Nothing was written"
+        )
+    return [int(layer) for layer in layers], norms[last.convention.state]
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadFigures:
-    """What the head says of the next supervised tokens: share of first choices, NLL in nats."""
-
-    tokens: int
-    first_choice: float
-    nll: float
+def _listed(layers: Sequence[Any]) -> str:
+    return ",".join(map(str, layers))
 
 
-@torch.no_grad()
-def head_figures(
-    documents: Sequence[tuple[Tensor, Tensor]],
-    finals: Sequence[Tensor],
-    logits_of: Callable[[Tensor], Tensor],
-    shift: int,
-) -> HeadFigures:
-    """Measure the head on final states, where row t is taken for the state of token t + shift.
-
-    Args:
-        documents: token ids int64 [T] and loss mask [T] of each.
-        finals: the final states [T, H] of each.
-        logits_of: computes logits [m, V] of states [m, H].
-        shift: see above.
-    """
-    hits = nll = 0.0
-    tokens = 0
-    for (ids, mask), final in zip(documents, finals, strict=True):
-        at = mask.nonzero().flatten()  # the tokens that are predicted
-        rows = at - 1 - shift
-        kept = (rows >= 0) & (rows < len(ids)) & (at > 0)
-        if not kept.any():
-            continue
-        logits, expected = logits_of(final[rows[kept]]).float(), ids[at[kept]]
-        hits += float((logits.argmax(-1).cpu() == expected).sum())
-        chosen = logits.log_softmax(-1).cpu().gather(-1, expected[:, None])
-        nll -= float(chosen.sum())
-        tokens += int(kept.sum())
-    count = max(1, tokens)
-    return HeadFigures(tokens=tokens, first_choice=hits / count, nll=nll / count)
-
-
-def head_warning(figures: dict[tuple[str, int], HeadFigures], declared: str) -> str | None:
-    """Say if the next tokens are clearly likelier under another norm or shift; None if not.
-
-    This refuses nothing: where the states of the walked samples are those of the target, either
-    others of the samples are wrong, or the target was never trained.
-
-    Args:
-        figures: by norm (`AFTER`: the stored state is taken as it is) and shift.
-        declared: the declared norm.
-    """
-    own = figures[declared, 0]
-    best = min(figures, key=lambda key: figures[key].nll)
-    other = figures[best]
-    if own.nll - other.nll <= _NATS or other.first_choice - own.first_choice <= _SHARE:
+def _rounding_warning(found: Sequence[Match]) -> str | None:
+    """Say if a chunk differs from the target by more than rounding; None if none does."""
+    worst = max(found, key=lambda match: match.difference)
+    if worst.difference <= _ROUNDING:
         return None
-    norm, shift = best
-    moved = {0: "", 1: ", each row taken for the next token", -1: ", for the previous token"}[shift]
     return (
-        f"the last state, taken as {declared} the final norm, gives the next supervised tokens an "
-        f"NLL of {own.nll:.2f} and {own.first_choice:.0%} first choices; taken as {norm} it"
-        f"{moved}, {other.nll:.2f} and {other.first_choice:.0%}. Some samples may be shifted; "
-        "compare more of them with --verify-target"
+        f"{worst.chunk} differs from what the target computes by {worst.difference:.2g}, and "
+        f"rounding to bf16 or 8-bit floats by less than {_ROUNDING:.2g}. Either the states are of "
+        "a quantised target, or of one with slightly different weights, such as another "
+        "fine-tune: check --target and --revision"
     )
+
+
+# -- the mask --------------------------------------------------------------------------------------
+# Does a stored loss mask mark the supervised tokens themselves, or the tokens before them?
+#
+# A trainer may store the mask of labels: entry t then stands for token t + 1. The chat template of
+# the target shows it: an answer begins right after the generation prompt, so the last token of the
+# prompt comes just before a run of ones. Where the prompt ends *inside* the run, the mask is one
+# too early; where it ends one token before that place, the mask is one too late.
+
+TOKEN, NEXT = "token", "next"
+"""Entry t of the mask is about token t, or about token t + 1."""
+
+_PROMPT_TOKENS = 3  # of the end of the generation prompt that must be found
+_RUNS = 4  # fewest runs that say something
+
+
+def in_token_frame(mask: Tensor, frame: str) -> Tensor:
+    """Return a mask [T] whose entry t is about token t."""
+    return mask if frame == TOKEN else torch.cat([mask.new_zeros(1), mask[:-1]])
+
+
+def generation_prompt(tokenizer: Any) -> list[int]:
+    """Return the last token ids before an answer, by the chat template; [] if unknown."""
+    message = [{"role": "user", "content": "a"}]
+    try:
+        given = {"tokenize": True, "return_dict": False}
+        without = tokenizer.apply_chat_template(message, add_generation_prompt=False, **given)
+        with_prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, **given)
+    except Exception:  # there is no template, or it fails: a program, it can raise anything
+        return []
+    prompt = list(with_prompt)[len(without) :]
+    begins = list(with_prompt)[: len(without)] == list(without)
+    return prompt[-_PROMPT_TOKENS:] if begins else []
+
+
+def mask_frame(
+    documents: Sequence[tuple[Tensor, Tensor]], prompt: Sequence[int]
+) -> tuple[str, str]:
+    """Return the frame of stored masks, and in words how it was found.
+
+    Args:
+        documents: token ids int64 [T] and stored mask [T].
+        prompt: of `generation_prompt`.
+
+    Raises:
+        RunError: most runs of ones begin one token too late.
+    """
+    counts = {0: 0, 1: 0, -1: 0}  # runs, by where the prompt ends relative to the token before
+    width = len(prompt)
+    for ids, mask in documents:
+        edges = torch.diff(mask.long(), prepend=mask.new_zeros(1).long())
+        for start in (edges == 1).nonzero().flatten().tolist():
+            for offset in counts:
+                end = start + offset
+                if width <= end <= len(ids) and ids[end - width : end].tolist() == list(prompt):
+                    counts[offset] += 1
+    total, best = sum(counts.values()), max(counts, key=lambda offset: counts[offset])
+    if not width or total < _RUNS:
+        return TOKEN, (
+            "not checked: the generation prompt of the chat template was not found before answers"
+        )
+    if best == 1:
+        return NEXT, (
+            f"entry t is about token t + 1: {counts[1]} of {total} supervised runs begin with the "
+            "last token of the generation prompt"
+        )
+    if best == -1:
+        raise RunError(
+            f"the loss masks are shifted: {counts[-1]} of {total} supervised runs begin one token "
+            "too late. Nothing was written"
+        )
+    return TOKEN, f"{counts[0]} of {total} supervised runs begin right after the generation prompt"
+
+
+# -- proof -----------------------------------------------------------------------------------------
+
+
+def sample_tokens(samples: Samples, number: int, supervise_all: bool) -> tuple[Tensor, Tensor]:
+    """Return ids int64 [T] and mask [T] of a sample; every token, or what the stored mask has.
+
+    Raises:
+        BadRow: the sample is malformed, or has no mask.
+    """
+    ids, mask = samples.tokens(number)
+    if supervise_all:
+        return ids, torch.ones_like(ids)
+    if mask is None:
+        raise BadRow("no loss mask is stored; supervise every token with --mask all")
+    return ids, mask
+
+
+def find_conventions(
+    samples: Samples,
+    path: Path,
+    tokenizer: Any,
+    normed: Callable[[Tensor, Tensor], Tensor],
+    *,
+    blocks: int,
+    vocabulary: int,
+    supervise_all: bool,
+    dtype: str,
+    trust: bool,
+) -> Evidence:
+    """Find what the states of samples are.
+
+    Args:
+        samples: what was stored.
+        path, dtype, trust: of the target, see `target_states`.
+        tokenizer: of the target.
+        normed: applies the final norm of the target: of ids [T] and the last block's output [T, H].
+        blocks, vocabulary: sizes of the target.
+        supervise_all: supervise every token, and do not read the stored masks.
+
+    Raises:
+        CorpusError: no sample can be read.
+        RunError: the states are not those of the target, or not at their tokens; or the masks are
+            shifted.
+    """
+    tried = list(_readable(samples, vocabulary, supervise_all))
+    frame, masks = TOKEN, "every token is supervised"
+    if not supervise_all:
+        documents = [(ids, mask) for _, ids, mask in tried]
+        frame, masks = mask_frame(documents, generation_prompt(tokenizer))
+    few = [
+        (ids[:_COMPARED_TOKENS], States(*(x[:_COMPARED_TOKENS] for x in samples.states(number))))
+        for number, ids, _ in even_sample(tried, _COMPARED)
+    ]
+    computed = target_states(path, [ids for ids, _ in few], blocks, dtype=dtype, trust=trust)
+    after_norm = [normed(ids, states.last).cpu() for ids, states in few]
+    opened, stored = samples.opened, [states for _, states in few]
+    found = matches(stored, after_norm, computed, blocks, opened.final_norm)
+    layers, norm = check_matches(found, opened.layers, opened.tool, blocks)
+    names = [*(f"layer {layer}" for layer in layers), "final"]
+    evidence = Evidence(
+        tool=opened.tool,
+        stored_layers=layers,
+        final_norm=norm,
+        mask_frame=frame,
+        documents=len(few),
+        tokens=sum(len(ids) for ids, _ in few),
+        differences={
+            name: float(f"{match.difference:.2g}") for name, match in zip(names, found, strict=True)
+        },
+        masks=masks,
+    )
+    logger.info(
+        "states: layers %s, and the last state %s the final norm; on %d samples (%d tokens) they "
+        "differ from the target's own by %.1e at most",
+        *(_listed(layers), norm, evidence.documents, evidence.tokens),
+        max(evidence.differences.values()),
+    )
+    logger.info("masks: %s", masks)
+    if warning := _rounding_warning(found):
+        logger.warning("warning: %s", warning)
+    return evidence
+
+
+_Sample = tuple[int, Tensor, Tensor]  # its number, ids int64 [T] and mask [T]
+
+
+def _readable(samples: Samples, vocabulary: int, supervise_all: bool) -> Iterator[_Sample]:
+    """Yield samples spread over the source that can be read and have something to predict.
+
+    Raises:
+        CorpusError: there is none.
+    """
+    problem, usable = "nothing is supervised", 0
+    numbers = even_sample(range(len(samples)), _TRIED)
+    for number in numbers:
+        try:
+            ids, mask = sample_tokens(samples, number, supervise_all)
+            samples.states(number)
+        except BadRow as error:
+            problem = f"{samples.where(number)}: {error}"
+            continue
+        if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
+            problem = (
+                f"{samples.where(number)}: token ids {int(ids.min())} to {int(ids.max())}, but the "
+                f"target has {vocabulary}; is it the one that was captured?"
+            )
+            continue
+        if mask[1:].any():
+            usable += 1
+            yield number, ids, mask
+    if not usable:
+        raise CorpusError(f"{samples.root}: no usable sample of {len(numbers)} tried ({problem})")

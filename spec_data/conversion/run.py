@@ -1,78 +1,64 @@
-"""`spec-data convert`: prove what the stored states are, plan, read, seal.
+"""`spec-data convert`: find what the stored states are, then write them as `generate` would.
 
-    out/.generate/evidence.json     what was proven about the states, before anything else
-    out/.generate/samples.json      the sample of each planned document
+    out/.generate/evidence.json     what was found about the states
 
-All else is as `generate` leaves it: a plan, finished units, and a sealed dataset. A run that was
-interrupted goes on with the unit that was not finished.
+The samples are the corpus, and a backend that reads their states is the target (`StoredStates` of
+a setup). Everything else is what `generate` does: a plan, units, resuming, and a sealed dataset.
 """
 
-import json
+import hashlib
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from spec_data.conversion.layouts import opened, to_generate
-from spec_data.conversion.proof import prove_samples
-from spec_data.conversion.sample_plan import (
-    listing_hash,
-    make_sample_plan,
-    read_samples,
-    save_samples,
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_data.capture.backend import ForwardBatch
+from spec_data.capture.backend import States as CapturedStates
+from spec_data.capture.hf_backend import HFBackend
+from spec_data.capture.mask_forms import REQUESTS
+from spec_data.capture.model import Target
+from spec_data.capture.proofs import FLOOR, IsolationProof
+from spec_data.capture.skeleton import load_skeleton, run_from
+from spec_data.conversion.evidence import (
+    Evidence,
+    find_conventions,
+    in_token_frame,
+    sample_tokens,
 )
-from spec_data.conversion.stored_backend import Head, StoredBackend
-from spec_data.conversion.stored_samples import Layout
-from spec_data.corpus.record_reader import SourceReport
-from spec_data.generation.explained_failures import explained_failures
-from spec_data.generation.fitting import announce_drafts
-from spec_data.generation.plan import (
-    Plan,
-    load_plan,
-    read_plan_record,
-    refuse_other_files,
-    save_plan,
-)
-from spec_data.generation.run import check_free_space, clear_leftovers, run_units
-from spec_data.generation.sealing import finished_unit, seal_directory
-from spec_data.generation.setup import (
-    Setup,
-    data_settings,
-    refuse_changes,
-    set_up,
-    settings,
-)
+from spec_data.conversion.samples import BEFORE, Samples
+from spec_data.corpus.bad_rows import BadRow
+from spec_data.corpus.documents import Document
+from spec_data.corpus.file_rows import Digest, Row
+from spec_data.corpus.sources import Source
+from spec_data.generation.plan import Plan, refuse_other_files, truncate
+from spec_data.generation.run import capture_into
+from spec_data.generation.setup import Setup, StoredStates, context_length, make_plan, set_up
 from spec_data.generation.target_files import other_files
-from spec_data.generation.worker_locks import worker_lock
 from spec_data.models.devices import check_devices, usable_device
+from spec_data.models.reading import load_config, load_tokenizer, text_config
+from spec_data.models.resolve import resolve_model
 from spec_data.options.conversion_options import ConvertConfig
-from spec_data.options.dataset_options import VerifyConfig
-from spec_data.shards.files import dump_json, write_atomically
+from spec_data.options.generate_options import GenerateConfig
+from spec_data.shards.errors import ConfigError, DatasetError, RunError
+from spec_data.shards.files import dump_json, read_object, write_atomically
 from spec_data.shards.follow import WORK
-from spec_data.shards.reader import MANIFEST, check_whole
-from spec_data.shards.resumable import differing_settings
+from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import Manifest
 from spec_data.terminal.paths import make_directory
 from spec_data.terminal.progress import size
-from spec_data.verification.findings import Findings
-from spec_data.verification.run import examine
 
 logger = logging.getLogger(__name__)
 
 _EVIDENCE = "evidence.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversion:
-    """The outcome of `convert`.
-
-    Attributes:
-        manifest: of the sealed dataset.
-        findings: of --verify-target; None without it.
-    """
-
-    manifest: Manifest
-    findings: Findings | None = None
+_LONGEST = 1 << 20  # tokens of a sample, where the context of the target is unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +69,7 @@ class PlannedConversion:
     tokens: int
     shards: int
     bytes: int
-    evidence: dict[str, Any]
+    evidence: Evidence
 
     def __str__(self) -> str:
         return (
@@ -93,17 +79,14 @@ class PlannedConversion:
 
 
 def plan_conversion(config: ConvertConfig) -> PlannedConversion:
-    """Prove the states and plan the dataset; write nothing.
+    """Find what the states are and plan the dataset; write nothing.
 
     Raises:
         As `convert`.
     """
-    layout, blocks = opened(config)
-    setup = set_up(to_generate(config, layout))
-    announce_drafts(setup, captures=False)
-    evidence = prove_samples(config, layout, setup, blocks)
-    plan, _ = make_sample_plan(layout, setup, config.data, config.mask_frame)
-    shards = sum(plan.unit_bytes(u, setup.columns) for u in range(len(plan.units)))
+    setup, evidence = _set_up(config)
+    plan = make_plan(setup)
+    shards = sum(plan.unit_bytes(unit, setup.columns) for unit in range(len(plan.units)))
     return PlannedConversion(
         documents=len(plan.documents),
         tokens=plan.tokens,
@@ -113,121 +96,280 @@ def plan_conversion(config: ConvertConfig) -> PlannedConversion:
     )
 
 
-def convert(config: ConvertConfig) -> Conversion:
+def convert(config: ConvertConfig) -> Manifest:
     """Convert what another tool stored to a dataset, or resume a run that was interrupted.
 
     Raises:
-        ConfigError: the directory holds data made with other settings, or the masks are shifted.
+        ConfigError: the directory holds data made with other settings.
         MissingError, DatasetError: the source is not what the tool writes; or the dataset was
             finished before, and is damaged now.
         CorpusError: too many samples are malformed.
-        TargetError: the target cannot be loaded, or has not these layers.
-        RunError: the states are not what the declared convention says, or the disk is full.
+        TargetError: the target cannot be loaded, or has other sizes.
+        RunError: the states are not those of the target, or the disk is full.
+    """
+    out = Path(config.out)
+    setup, evidence = _set_up(config)
+    if not (out / MANIFEST).is_file():
+        make_directory("--out", out / WORK)
+        write_atomically(out / WORK / _EVIDENCE, dump_json(msgspec.to_builtins(evidence)))
+    manifest = capture_into(setup, out)
+    assert manifest is not None  # only `generate` leaves a directory unsealed
+    return manifest
+
+
+def _set_up(config: ConvertConfig) -> tuple[Setup, Evidence]:
+    """Open the samples, find what they are, and return the setup of a `generate` that reads them.
+
+    What was found is taken from `out` if shards were written with it.
     """
     check_devices(config.device, None)
-    layout, blocks = opened(config)
-    setup = set_up(to_generate(config, layout))
-    out = Path(config.out)
-    if (out / MANIFEST).is_file():
-        manifest = Manifest.read(out / MANIFEST)
-        refuse_changes(_changes(config, layout, setup, manifest.raw["settings"]), out)
-        check_whole(out)
-        logger.info("%s is complete already: nothing to do", out)
-    else:
-        announce_drafts(setup, captures=False)
-        manifest = _convert(config, layout, setup, blocks)
-    return Conversion(manifest=manifest, findings=_verified(config))
+    out, path = Path(config.out), resolve_model(config.target, config.revision)[0]
+    trust = config.trust_remote_code
+    text = text_config(load_config(path, trust))
+    samples = Samples(config.from_tool, Path(config.data), text.hidden_size)
+    logger.info("%s: %d samples of %s", config.data, len(samples), samples.opened.tool)
 
-
-def _convert(config: ConvertConfig, layout: Layout, setup: Setup, blocks: int) -> Manifest:
-    out, work = Path(config.out), Path(config.out) / WORK
-    saved = read_plan_record(work)
-    if saved is None:
-        evidence = _begin(config, layout, setup, blocks)
-    else:
-        refuse_changes(_changes(config, layout, setup, saved.settings), out)
-        evidence = json.loads((work / _EVIDENCE).read_text(encoding="utf-8"))
-    plan = load_plan(work)
-    samples = read_samples(work, len(plan.documents))
-    units = list(range(len(plan.units)))
-    todo = [u for u in units if finished_unit(out, u) is None]
-    needed = sum(plan.unit_bytes(u, setup.columns) for u in todo)
-    check_free_space(out, needed + (sum(other_files(setup, plan).values()) if todo else 0))
-
-    def load(_setup: Setup, planned: Plan) -> StoredBackend:
-        return StoredBackend(layout, planned, samples, open_head(config, setup), evidence)
-
-    if todo:
-        with worker_lock(out, "0/1", len(units)), explained_failures(out):
-            clear_leftovers(out, units)
-            run_units(setup, plan, out, units, todo, load)
-    return seal_directory(out, checked=set(todo))
-
-
-def open_head(config: ConvertConfig, setup: Setup) -> Head:
-    """Load the head of the target of a conversion."""
-    return Head(
-        setup.model_dir,
-        setup.layers,
-        dtype=config.dtype,
-        device=usable_device(config.device),
-        trust=config.trust_remote_code,
+    evidence = _saved_evidence(out)
+    if evidence is None:
+        refuse_other_files(out)
+        evidence = find_conventions(
+            *(samples, path, load_tokenizer(path, trust)),
+            Head(path, (), config.dtype, usable_device(config.device), trust).normed,
+            blocks=text.num_hidden_layers,
+            vocabulary=text.vocab_size,
+            supervise_all=config.mask == "all",
+            dtype=config.dtype,
+            trust=trust,
+        )
+    context = context_length(text)
+    shared = (
+        *("target", "out", "codec", "final", "teacher", "dtype", "device"),
+        *("revision", "limit", "on_bad_row", "max_bad_rows", "max_shard_size", "on_policy"),
+        *("allow_high_nll", "trust_remote_code"),
     )
-
-
-def _begin(config: ConvertConfig, layout: Layout, setup: Setup, blocks: int) -> dict[str, Any]:
-    """Prove the states, then write plan, samples and evidence; return the evidence."""
-    out, work = Path(config.out), Path(config.out) / WORK
-    refuse_other_files(out)
-    evidence = prove_samples(config, layout, setup, blocks)
-    make_directory("--out", work)
-    plan, samples = make_sample_plan(layout, setup, config.data, config.mask_frame, work)
-    plan.settings |= {"converted": _stored_as(config, layout)}
-    write_atomically(work / _EVIDENCE, dump_json(evidence))
-    save_samples(work, samples)
-    save_plan(work, plan)  # last: the plan is complete if it exists
-    return evidence
-
-
-def _stored_as(config: ConvertConfig, layout: Layout) -> dict[str, Any]:
-    """Return the settings that decide how the source is read."""
-    return {
-        "from": config.from_tool,
-        "stored_layers": list(layout.conventions.stored_layers),
-        "final_norm": layout.conventions.final_norm,
-        "mask_frame": config.mask_frame,
-    }
-
-
-def _changes(
-    config: ConvertConfig, layout: Layout, setup: Setup, saved: dict[str, Any]
-) -> list[str]:
-    """Return one line per setting that differs from those of a run that began before."""
-    source = Path(config.data)
-    report = SourceReport(
-        source=source.resolve().name,
-        path=config.data,
-        kind="",
-        sha256=listing_hash(layout, source),
-    )
-    new = settings(setup, [report]) | {"converted": _stored_as(config, layout)}
-    if [s["sha256"] for s in saved["corpus"]] == [s["sha256"] for s in new["corpus"]]:
-        new["corpus"] = saved["corpus"]  # the same files in another place
-    if new["max_shard_size"] == "auto":
-        new["max_shard_size"] = saved["max_shard_size"]
-    return differing_settings(data_settings(saved), data_settings(new))
-
-
-def _verified(config: ConvertConfig) -> Findings | None:
-    """Run the target on some documents of the dataset, if --verify-target asks for it."""
-    if not config.verify_target:
-        return None
-    return examine(
-        VerifyConfig(
-            data=config.out,
-            target=config.target,
-            samples=config.verify_target,
-            device=config.device,
-            trust_remote_code=config.trust_remote_code,
+    setup = set_up(
+        GenerateConfig(
+            corpus=(config.data,),
+            layers=",".join(map(str, sorted(evidence.stored_layers))),
+            max_length=context if context >= 2 else _LONGEST,
+            mask="all" if config.mask == "all" else "assistant",
+            num_proc=1,
+            **{name: getattr(config, name) for name in shared},
         )
     )
+    corpus = SampleCorpus(samples, evidence.mask_frame, config.mask == "all")
+
+    how = {name: getattr(evidence, name) for name in ("stored_layers", "final_norm", "mask_frame")}
+    load = partial(StoredBackend, corpus, evidence)
+    stored = StoredStates(
+        find=corpus.sources, load=load, settings={"from": config.from_tool, **how}
+    )
+    return replace(setup, stored=stored), evidence
+
+
+def _saved_evidence(out: Path) -> Evidence | None:
+    """Return what was found when the shards in `out` were begun; None if there is no shard.
+
+    Raises:
+        ConfigError: another command wrote the dataset.
+        DatasetError: the file is damaged.
+    """
+    file = out / WORK / _EVIDENCE
+    if (out / MANIFEST).is_file():
+        record = Manifest.read(out / MANIFEST).target.get("converted")
+        if record is None:
+            raise ConfigError(f"{out} holds a dataset that was not converted; use another --out")
+    elif file.is_file() and next((out / WORK).glob("unit-*.json"), None) is not None:
+        record = read_object(file)
+    else:
+        return None
+    try:
+        return msgspec.convert(record, Evidence)
+    except msgspec.ValidationError as error:
+        raise DatasetError(f"{file}: damaged ({error}); delete {out} and convert again") from None
+
+
+class SampleCorpus:
+    """Stored samples as the rows of one corpus source, with token ids and a mask."""
+
+    def __init__(self, samples: Samples, frame: str, supervise_all: bool) -> None:
+        """Take samples whose masks are about the tokens that `frame` says; see `mask_frame`."""
+        self.samples, self._frame, self._all = samples, frame, supervise_all
+
+    def tokens(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return ids int64 [T] of a sample, and its mask [T], whose entry t is about token t.
+
+        Raises:
+            BadRow: the sample is malformed, or has no mask.
+        """
+        ids, mask = sample_tokens(self.samples, number, self._all)
+        return ids, in_token_frame(mask, self._frame)
+
+    def sources(self, name: str, *_given: object) -> list[Source]:
+        """Return the one source; see `corpus.sources.resolve`."""
+        return [
+            Source(
+                name=Path(name).resolve().name,
+                path=name,
+                kind=f"states of {self.samples.opened.tool}",
+                rows=self._rows,
+                digest=self.samples.digest,
+                count=lambda: len(self.samples),
+            )
+        ]
+
+    def _rows(self, digest: Digest) -> Generator[Row]:
+        digest.set_source(self.samples.digest)
+        for number in range(len(self.samples)):
+            where = self.samples.where(number)
+            try:
+                ids, mask = self.tokens(number)
+            except BadRow as reason:
+                yield where, reason
+                continue
+            yield where, {"input_ids": ids.tolist(), "loss_mask": mask.tolist()}
+
+
+class Head(HFBackend):
+    """Embedding, head, final norm and positions of a target, without its decoder blocks."""
+
+    def __init__(
+        self, path: Path, layers: Sequence[int], dtype: str, device: torch.device, trust: bool
+    ) -> None:
+        """Load them from a model directory; `layers` are the ids to capture.
+
+        Raises:
+            MissingError, TargetError: see `load_skeleton`.
+        """
+        model = load_skeleton(path, (), dtype=dtype, trust=trust)
+        super().__init__(Target(model, sorted(layers)))
+        model.to(device)
+        self.target.device = self.target.states_device = device
+
+    @torch.no_grad()
+    def normed(self, ids: Tensor, last: Tensor) -> Tensor:
+        """Return the final states [T, H] of the output `last` [T, H] of the last block.
+
+        `ids` are its tokens, int64 [T].
+        """
+        states = last.to(self.device, self.dtype)
+        return run_from(self.target.model, ids.to(self.device), self.num_layers - 1, states, None)
+
+
+class StoredBackend(Head):
+    """A `backend.TargetBackend` whose states were stored by another tool.
+
+    Generation asks for the states of documents; this one finds the sample that a document was made
+    from, and reads them. A document may be a beginning of its sample: the target is causal, so its
+    states are the first ones.
+    """
+
+    def __init__(self, corpus: SampleCorpus, evidence: Evidence, setup: Setup, plan: Plan) -> None:
+        """Find the sample of every planned document, and load what the target's weights tell.
+
+        Raises:
+            MissingError, TargetError, ConfigError: the target or the device cannot be used.
+        """
+        config = setup.config
+        device, trust = usable_device(config.device), config.trust_remote_code
+        super().__init__(setup.model_dir, setup.layers, config.dtype, device, trust)
+        self._samples, self._evidence, self._documents = corpus.samples, evidence, plan.documents
+        self._order = np.argsort(evidence.stored_layers)  # of the chunks, ascending
+        self._numbers = _sample_numbers(corpus, setup, plan)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the manifest records; `converted` names the tool and the evidence."""
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attn": "auto",
+            "backend": "stored",
+            "backend_version": self._evidence.tool,
+            "devices": self.device.type,
+            "converted": msgspec.to_builtins(self._evidence),
+        }
+
+    def prove(
+        self, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
+    ) -> IsolationProof:
+        """Return the form in which nothing is packed: documents were stored one by one.
+
+        What the states are was found before, see `evidence`; its largest difference is the noise.
+        """
+        return IsolationProof(
+            form=REQUESTS,
+            tolerance=FLOOR.get(self.dtype, 3e-2),
+            noise=max(self._evidence.differences.values()),
+            differences={REQUESTS: 0.0},
+            documents=len(documents),
+            longest=max(map(len, documents)),
+        )
+
+    def capture(
+        self, batch: ForwardBatch, form: str, *, full_logits: bool = False
+    ) -> CapturedStates:
+        """Read the states of the documents of a batch.
+
+        Raises:
+            RunError: full logits are asked for, which nothing stores.
+            DatasetError: a sample cannot be read any more.
+        """
+        if full_logits:
+            raise RunError("logits are not stored, so they cannot be read; compute them afterwards")
+        real = batch.input_ids[batch.document_ids >= 0]  # int64 [N]
+        read = [self._read(ids) for ids in real.split(batch.lengths)]
+        layers = {
+            k: torch.cat([aux[:, place] for aux, _ in read])
+            for k, place in zip(self.layers, self._order.tolist(), strict=True)
+        }
+        return CapturedStates(layers=layers, final=torch.cat([final for _, final in read]))
+
+    def _read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return aux states [T, n, H] and final states [T, H] of tokens int64 [T]."""
+        number = self._number(ids.numpy().astype(np.int32))
+        try:
+            aux, last = (states[: len(ids)] for states in self._samples.states(number))
+        except BadRow as error:
+            where = self._samples.where(number)
+            raise DatasetError(f"{where}: changed since the conversion began: {error}") from None
+        aux = aux.to(self.device, self.dtype)
+        if self._evidence.final_norm == BEFORE:
+            return aux, self.normed(ids, last)
+        return aux, last.to(self.device, self.dtype)
+
+    def _number(self, ids: np.ndarray) -> int:
+        """Return the number of the sample that has these tokens, int32 [T], or begins with them."""
+        number = self._numbers.get(_digest(ids))
+        if number is not None:
+            return number
+        planned, offsets = self._documents.tokens["input_ids"], self._documents.offsets.tolist()
+        for start, end in pairwise(offsets):  # a proof cuts a few documents
+            if np.array_equal(planned[start : min(end, start + len(ids))], ids):
+                return self._numbers[_digest(planned[start:end])]
+        raise RunError("states of tokens that are not planned; this is a bug, please report it")
+
+    def peak_memory(self, run: Callable[[], None]) -> float | None:
+        """Return None: nothing large runs on the device."""
+        return None
+
+
+def _sample_numbers(corpus: SampleCorpus, setup: Setup, plan: Plan) -> dict[bytes, int]:
+    """Return the number of the sample of every planned document, by the digest of its ids."""
+    missing, numbers = set(plan.documents.doc_ids()), dict[bytes, int]()
+    for number in range(len(corpus.samples)):
+        if not missing:
+            break
+        try:
+            ids, mask = corpus.tokens(number)
+        except BadRow:
+            continue
+        if int(ids.min()) >= 0 and int(ids.max()) < setup.vocab_size:
+            row = {"input_ids": ids.tolist(), "loss_mask": mask.tolist()}
+            document = Document(**row, turns=(), source="", where="")
+            planned = truncate(document, setup.config.max_length)
+            missing.discard(planned.digest.hex())
+            numbers.setdefault(_digest(np.frombuffer(planned.ids, np.int32)), number)
+    return numbers
+
+
+def _digest(ids: np.ndarray) -> bytes:
+    return hashlib.sha256(np.ascontiguousarray(ids, np.int32).tobytes()).digest()[:16]

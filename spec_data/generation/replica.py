@@ -43,11 +43,13 @@ from spec_data.shards.seal import file_records, target_file_names
 
 
 def load_target(setup: Setup, plan: Plan) -> TargetBackend:
-    """Load the target with the backend and the options of the run.
+    """Load the target with the backend and the options of the run, or open what was stored.
 
     Raises:
         TargetError: the target cannot be loaded.
     """
+    if setup.stored is not None:
+        return setup.stored.load(setup, plan)
     return open_backend(setup.config.backend, backend_options(setup, plan))
 
 
@@ -92,20 +94,18 @@ class Replica:
         setup: Setup,
         plan: Plan,
         out: Path,
-        load: Callable[[Setup, Plan], TargetBackend] | None = None,
         share: Callable[[], bool] | None = None,
     ) -> None:
         """Load the target of `setup` and prove it, or read what was proven before, in `out`.
 
-        `load` returns the loaded target; None: as the options of the run say. `share` is called
-        after the proof; it returns False if it has replaced the proof in `out` by that of another
-        worker.
+        `share` is called after the proof; it returns False if it has replaced the proof in `out`
+        by that of another worker.
 
         Raises:
             TargetError, RunError, CorpusError, ConfigError: as `prove_target`.
         """
         self.setup, self.plan, self.out = setup, plan, out
-        self.target = (load or load_target)(setup, plan)
+        self.target = load_target(setup, plan)
         try:
             self.draft = draft = prove_target(setup, plan, self.target, out)
             if share is not None and not share():

@@ -15,13 +15,12 @@ directory has the same bytes even if the run was interrupted, or resumed on anot
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from spec_data.capture.backend import TargetBackend
 from spec_data.capture.tensor_parallel import leading
 from spec_data.generation.capture import CapturedUnit
 from spec_data.generation.explained_failures import explained_failures
@@ -85,11 +84,14 @@ def _run_or_resume(config: GenerateConfig) -> Manifest | None:
     if scheme_of(config.out):
         with staged(config.out, config.workers) as remote:
             return _run_or_resume_remote(replace(config, out=str(remote.directory)), remote)
-    out = Path(config.out)
-    setup = set_up(config)
+    return capture_into(set_up(config), Path(config.out))
+
+
+def capture_into(setup: Setup, out: Path) -> Manifest | None:
+    """Generate or resume in a local directory; see `generate`."""
     if (out / MANIFEST).is_file():
         return _complete_already(setup, out, check=True)
-    announce_drafts(setup)
+    announce_drafts(setup, captures=setup.stored is None)
     try:
         return _generate(setup, out)
     except (SpecDataError, FileNotFoundError):
@@ -226,14 +228,12 @@ def run_units(
     out: Path,
     mine: list[int],
     todo: list[int],
-    load: Callable[[Setup, Plan], TargetBackend] | None = None,
     remote: RemoteOut | None = None,
 ) -> None:
     """Load the target, prove it, and capture the units `todo`; writing overlaps capture.
 
-    `mine` are all units of this worker, `todo` those that are not finished; `load` returns the
-    loaded target; None: as the options say. With `remote`, each unit is uploaded, and its space in
-    `out` is freed.
+    `mine` are all units of this worker, `todo` those that are not finished. With `remote`, each
+    unit is uploaded, and its space in `out` is freed.
     """
     total, left = plan.unit_set_tokens(mine), plan.unit_set_tokens(todo)
     facts = FactsWriter(out, plan, setup.config.workers, setup.config.workers)
@@ -254,7 +254,7 @@ def run_units(
 
     with (
         facts.until_the_end(),
-        closing(Replica(setup, plan, out, load, share)) as replica,
+        closing(Replica(setup, plan, out, share)) as replica,
         progress(total=total, initial=total - left, desc="capture", unit="tok") as bar,
         ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer,
     ):

@@ -7,7 +7,7 @@ share a directory; otherwise every field that differs is named in the error.
 
 import logging
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import spec_data
 from spec_data.capture.vllm_engine import vllm_version
 from spec_data.corpus.record_reader import CorpusReader, SourceReport
 from spec_data.corpus.sampling_record import read_record
-from spec_data.corpus.sources import corpus_directory
+from spec_data.corpus.sources import Source, corpus_directory, resolve
 from spec_data.corpus.template import Template
 from spec_data.generation.plan import (
     AUTO,
@@ -159,6 +159,21 @@ def _check(
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredStates:
+    """What stands for corpus and target where another tool stored the states (`convert`).
+
+    Attributes:
+        find: returns the stored samples as sources of a corpus, as `corpus.sources.resolve` does.
+        load: returns the backend that reads their states, of a setup and a plan.
+        settings: how they are read.
+    """
+
+    find: Callable[..., list[Source]]
+    load: Callable[..., Any]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """The target and tokenizer on disk, and the columns of the dataset.
 
@@ -168,6 +183,7 @@ class Setup:
         identity: the manifest's `identity`, without what is known after rendering and loading.
         layers: layer ids, ascending.
         draft_layers: those that each draft of --for reads.
+        stored: the states that are read instead of captured; None: none.
     """
 
     config: GenerateConfig
@@ -181,6 +197,7 @@ class Setup:
     draft_layers: dict[str, tuple[int, ...]]
     columns: tuple[Column, ...]
     vocab_size: int
+    stored: StoredStates | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -327,7 +344,7 @@ def make_plan(setup: Setup, scratch: Path | None = None) -> Plan:
         CorpusError: the corpus cannot be read, or no document is left.
         RunError: a process that rendered documents ended.
     """
-    config, reader = setup.config, corpus_reader(setup.config)
+    config, reader = setup.config, corpus_reader(setup.config, setup.stored)
     Template(setup.tokenizer, config.template_kwargs).warn_of_the_date()
     rendered = render_corpus(reader, row_settings(setup), config.num_proc, scratch)
     return cut_into_units(rendered, settings(setup, reader.reports), partial(unit_limit, setup))
@@ -361,8 +378,8 @@ def unit_limit(setup: Setup, tokens: int) -> int:
     return unit_tokens(setup.config.max_shard_size, setup.bytes_per_token, tokens, batch_tokens)
 
 
-def corpus_reader(config: GenerateConfig) -> CorpusReader:
-    """Return the reader of the sources of a config."""
+def corpus_reader(config: GenerateConfig, stored: StoredStates | None = None) -> CorpusReader:
+    """Return the reader of the sources of a config, or of the samples that were stored."""
     bad: Literal["skip", "fail"] = "fail" if config.on_bad_row == "fail" else "skip"
     return CorpusReader(
         config.corpus,
@@ -370,6 +387,7 @@ def corpus_reader(config: GenerateConfig) -> CorpusReader:
         limit=config.limit or None,
         max_bad_rows=config.bad_row_limit,
         max_row_bytes=parse_size(config.max_row_bytes),
+        find=stored.find if stored else resolve,
     )
 
 
@@ -406,6 +424,7 @@ def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
         "tensor_parallel": config.vllm_tensor_parallel,
         "device_map": config.device_map,
         "tp_plan": config.tp_plan,
+        **({"converted": setup.stored.settings} if setup.stored else {}),
         "versions": {
             "spec_data": spec_data.__version__,
             "torch": torch.__version__.split("+")[0],
@@ -421,7 +440,7 @@ def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
 
     The files of the corpus are hashed, but not parsed. With --limit, those that the plan read.
     """
-    reader = corpus_reader(setup.config)
+    reader = corpus_reader(setup.config, setup.stored)
     sources = reader.sources[: len(saved["corpus"]) if reader.limit else None]
     reports = [
         SourceReport(source=s.name, path=s.path, kind=s.kind, sha256=s.digest())

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from spec_data.options.option_values import (
     CAPTURE,
-    CHECKS,
     DEFAULT_CODEC,
     DOCUMENTS,
     REQUIRED,
@@ -23,8 +22,6 @@ TOOLS = ("speculators", "specforge", "deepspec", "automodel", "modelopt", "torch
 
 EXPORTS = ("speculators", "specforge")
 """Tools whose layout `export` writes."""
-
-_STORED = "how the states were stored"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,28 +47,6 @@ class ConvertConfig:
         help="the dataset directory to write; the same command resumes an interrupted run in it",
         group=REQUIRED,
         metavar="DIR",
-    )
-    stored_layers: str | None = option(
-        None,
-        help="layer ids in the order in which they are stored, as the other tool counts them (as "
-        "they were given to it), such as 2,18,33. Not given: those that it recorded, else its "
-        "default",
-        group=_STORED,
-        metavar="IDS",
-        numbers=True,
-    )
-    final_norm: str = option(
-        "auto",
-        help="whether the last state was stored after or before the final norm; auto: as the tool "
-        "does it",
-        group=_STORED,
-        choices=("auto", "after", "before"),
-    )
-    mask_frame: str = option(
-        "token",
-        help="what entry t of a loss mask is about: token t, or the next token",
-        group=_STORED,
-        choices=("token", "next"),
     )
     mask: str = option(
         "stored",
@@ -114,13 +89,6 @@ class ConvertConfig:
         group=CAPTURE,
         choices=("supervised", "all"),
     )
-    verify_target: int = option(
-        0,
-        help="afterwards run the whole target on this many documents and compare every column, as "
-        "`verify --target` does",
-        group=CHECKS,
-        metavar="N",
-    )
     dtype: str = option(
         "auto",
         help="dtype in which the target runs; auto is the checkpoint's own",
@@ -149,21 +117,8 @@ class ConvertConfig:
     )
 
     def __post_init__(self) -> None:
-        at_least(0, limit=self.limit, verify_target=self.verify_target)
-        _ = self.layer_ids
+        at_least(0, limit=self.limit)
         parse_codecs(self.codec, "final-hidden")
-
-    @property
-    def layer_ids(self) -> tuple[int, ...] | None:
-        """The ids of --stored-layers; None: not given."""
-        if self.stored_layers is None:
-            return None
-        try:
-            return tuple(int(part) for part in self.stored_layers.split(","))
-        except ValueError:
-            raise ConfigError(
-                f"--stored-layers {self.stored_layers!r}: expected ids such as 2,18,33"
-            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,12 +144,13 @@ class ExportDataConfig:
         metavar="IDS",
         numbers=True,
     )
-    limit: int = option(
-        0, help="write at most this many documents; 0: all", group=DOCUMENTS, metavar="N"
-    )
-    dry_run: bool = option(
-        False, help="check that it can be written and print its size, then stop", group=SHARDS
-    )
 
-    def __post_init__(self) -> None:
-        at_least(0, limit=self.limit)
+    @property
+    def layer_ids(self) -> list[int] | None:
+        """The ids of --layers; None: not given."""
+        if self.layers is None:
+            return None
+        try:
+            return [int(part) for part in self.layers.split(",")]
+        except ValueError:
+            raise ConfigError(f"--layers {self.layers!r}: expected ids such as 1,3,5") from None

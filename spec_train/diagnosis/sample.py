@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.conversion.evidence import walk
+from spec_data.conversion.evidence import target_states
 from spec_data.models.families import block_count
 from spec_data.shards.errors import SpecDataError
 from spec_data.shards.packing import PADDING, pack_documents, shift_left
@@ -189,7 +189,7 @@ def _with_target_states(
             own = batch.document_ids[0] == number
             documents.append(batch.input_ids[0, own].cpu())
             places.append((b, own))
-    found = walk(target, documents, blocks, dtype="float32", trust=trust)
+    found = target_states(target, documents, blocks, dtype="float32", trust=trust)
     hidden: list[dict[str, Tensor]] = [dict(batch.hidden) for batch in batches]
     for (b, own), states in zip(places, found, strict=True):
         batch = batches[b]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from spec_data.conversion.export import export_dataset
 from spec_data.conversion.run import convert
-from spec_data.conversion.write_out import export_dataset
-from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
+from spec_data.options.conversion_options import ConvertConfig
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from tests.spec_data.conversion import layouts
 
@@ -28,10 +28,10 @@ def test_its_own_dataset_returns_our_states(tmp_path: Path) -> None:
     target = layouts.tiny_target(tmp_path / "target")
     source = layouts.specforge(tmp_path / "source", layouts.make_samples(target))
     given = {"data": str(source), "from_tool": "specforge", "target": str(target)}
-    given |= {"out": str(tmp_path / "data"), "stored_layers": "1,2,4", "codec": "bf16"}
+    given |= {"out": str(tmp_path / "data"), "codec": "bf16"}
     convert(ConvertConfig(**given, device="cpu"))
     other = tmp_path / "other"
-    export_dataset(ExportDataConfig(data=given["out"], to="speculators", out=str(other)))
+    export_dataset(given["out"], "speculators", other)
 
     theirs = ArrowDataset(max_len=512, datapath=str(other), on_missing="raise")
     ours = HiddenStatesDataset(given["out"])

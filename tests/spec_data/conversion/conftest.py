@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spec_data.conversion import proof
+from spec_data.conversion import evidence
 from tests.spec_data.conversion import layouts
 
 
@@ -18,24 +18,23 @@ def samples(target):
 
 
 @pytest.fixture(scope="session")
-def walks():
-    """What `walk` returned, by the ids of its documents."""
+def computed():
+    """What `target_states` returned, by the ids of its documents."""
     return {}
 
 
 @pytest.fixture
-def cached_walk(walks, monkeypatch):
+def computed_once(computed, monkeypatch):
     """Run the target only once for the same documents."""
-    walk = proof.walk
+    compute = evidence.target_states
 
     def cached(path, documents, blocks, **given):
         key = (path, *(tuple(ids.tolist()) for ids in documents))
-        if key not in walks:
-            walks[key] = walk(path, documents, blocks, **given)
-        assert all(o.final.shape[0] == len(i) for o, i in zip(walks[key], documents, strict=True))
-        return walks[key]
+        if key not in computed:
+            computed[key] = compute(path, documents, blocks, **given)
+        return computed[key]
 
-    monkeypatch.setattr(proof, "walk", cached)
+    monkeypatch.setattr(evidence, "target_states", cached)
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,11 @@ import torch
 
 import spec_data
 from spec_data import cli
+from spec_data.conversion import export
 from spec_data.conversion import run as conversion
+from spec_data.conversion.export import export_dataset
 from spec_data.conversion.run import convert, plan_conversion
-from spec_data.conversion.table_layout import SpecForgeWriter
-from spec_data.conversion.write_out import export_dataset
-from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
+from spec_data.options.conversion_options import ConvertConfig
 from spec_data.options.dataset_options import VerifyConfig
 from spec_data.report import dataset_text
 from spec_data.shards.errors import (
@@ -25,12 +25,13 @@ from spec_data.shards.errors import (
     MissingError,
     RunError,
 )
+from spec_data.shards.files import write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from tests.spec_data.conversion import layouts as write
 from tests.spec_data.runs import digests, verify
 
-pytestmark = pytest.mark.usefixtures("cached_walk")
+pytestmark = pytest.mark.usefixtures("computed_once")
 LAYERS = (1, 2, 4)
 # The state before the norm, its length and the state after it are each rounded to bf16.
 NORMED = {"rtol": 3 * torch.finfo(torch.bfloat16).eps / 2, "atol": 0.0}
@@ -39,8 +40,6 @@ NORMED = {"rtol": 3 * torch.finfo(torch.bfloat16).eps / 2, "atol": 0.0}
 def options(target, src, out, tool="specforge", **changes) -> ConvertConfig:
     given = {"data": str(src), "from_tool": tool, "target": str(target), "out": str(out)}
     given |= {"codec": "bf16", "device": "cpu", "max_shard_size": "40KB"}
-    if tool == "specforge":
-        given["stored_layers"] = "1,2,4"
     return ConvertConfig(**given | changes)
 
 
@@ -89,25 +88,21 @@ def test_a_converted_dataset_has_the_stored_states_and_verifies(data, target, sa
 def test_states_before_the_norm_become_final_states(tmp_path, target, samples):
     src = write.speculators(tmp_path / "src", samples)
     out = tmp_path / "set"
-    given = options(target, src, out, "speculators", stored_layers="2,3,5", verify_target=3)
-    done = convert(given)
-    assert done.findings is not None and not done.findings.failures
+    convert(options(target, src, out, "speculators"))
     check_states(out, samples, exact=False)
+    assert verify(VerifyConfig(data=str(out), target=str(target), samples=3, device="cpu")) == 0
 
 
-def test_a_sample_that_was_not_looked_at_is_found_by_verify_target(
-    tmp_path, target, samples, capsys
-):
-    """The proof runs 4 of the 12 samples; one of the others has the states of other tokens."""
-    looked_at = {(2 * i + 1) * len(samples) // 8 for i in range(4)}
-    wrong = min(set(range(12)) - looked_at)
+def test_a_sample_that_was_not_compared_is_found_by_verify(tmp_path, target, samples, capsys):
+    """8 of the 12 samples are compared; one of the others has the states of other tokens."""
+    compared = {(2 * i + 1) * len(samples) // 16 for i in range(8)}
+    wrong = min(set(range(12)) - compared)
     states = {k: v.flip(0) for k, v in samples[wrong].layers.items()}
     planted = [replace(s, layers=states) if i == wrong else s for i, s in enumerate(samples)]
-    src = write.specforge(tmp_path / "src", planted)
-    words = ["convert", "--from", "specforge", str(src), "--target", str(target), "--device", "cpu"]
-    words += ["--stored-layers", "1,2,4", "--codec", "bf16", "--out", str(tmp_path / "set")]
-    assert cli.main([*words, "--verify-target", "12"]) == 1
-    assert "FAIL" in capsys.readouterr().out.upper()
+    convert(options(target, write.specforge(tmp_path / "src", planted), tmp_path / "set"))
+    given = {"data": str(tmp_path / "set"), "target": str(target)}
+    assert verify(VerifyConfig(**given, samples=12, device="cpu")) == 1
+    assert "differs from a fresh forward" in capsys.readouterr().out
 
 
 def test_a_stopped_conversion_resumes_to_the_same_bytes(
@@ -126,18 +121,18 @@ def test_a_stopped_conversion_resumes_to_the_same_bytes(
     monkeypatch.setattr(conversion.StoredBackend, "capture", stop)
     with pytest.raises(KeyboardInterrupt):
         convert(options(target, source, out))
-    assert (out / ".generate" / "samples.json").is_file()
-    with pytest.raises(ConfigError, match="final_norm"):
-        convert(options(target, source, out, final_norm="before"))
+    assert (out / ".generate" / "evidence.json").is_file()
     with pytest.raises(ConfigError, match="codec"):
         convert(options(target, source, out, codec="int8c"))
     monkeypatch.setattr(conversion.StoredBackend, "capture", read)
-    monkeypatch.setattr(conversion, "prove_samples", None)  # proven before
+    monkeypatch.setattr(conversion, "find_conventions", None)  # found before
     convert(options(target, source, out))
     assert digests(out) == digests(data)
     convert(options(target, source, out))  # complete already
-    with pytest.raises(ConfigError, match="stored_layers"):
-        convert(options(target, source, out, stored_layers="2,1,4"))
+    other = shutil.copytree(source, tmp_path / "other")
+    next(other.rglob("*.ckpt")).unlink()
+    with pytest.raises(ConfigError, match="corpus"):
+        convert(options(target, other, out))
     next(out.glob("shards/*")).unlink()
     with pytest.raises(MissingError, match="was finished before, and is damaged now"):
         convert(options(target, source, out))
@@ -149,7 +144,7 @@ def test_malformed_samples_are_counted_listed_and_limited(tmp_path, target, samp
     file.write_bytes(file.read_bytes()[:200])
     out = tmp_path / "set"
     done = convert(options(target, src, out))
-    (entry,) = done.manifest.raw["corpus"]
+    (entry,) = done.raw["corpus"]
     assert (entry["rows"], entry["bad"]) == (12, 1)
     assert "data_3.ckpt: the file is damaged" in entry["bad_examples"][0]
     assert "bad row skipped" in caplog.text
@@ -168,37 +163,34 @@ def test_states_that_are_not_finite_are_left_out(tmp_path, target, samples):
     table["aux_hidden_state"][0, 20, 3] = torch.nan
     torch.save(table, file)
     done = convert(options(target, src, tmp_path / "set", max_shard_size="auto"))
-    assert done.manifest.raw["documents"]["dropped"] == {"non-finite-hidden.L1": 1}
+    assert done.raw["documents"]["dropped"] == {"non-finite-hidden.L1": 1}
 
 
 def test_nothing_is_written_by_a_dry_run_or_a_refusal(tmp_path, target, source):
     out = tmp_path / "set"
     made = plan_conversion(options(target, source, out))
     assert made.documents == 12 and made.shards > 1 and not out.exists()
-    with pytest.raises(RunError, match="--stored-layers 1,2,4"):
-        convert(options(target, source, out, stored_layers="0,1,3"))
-    assert not out.exists()
+    assert made.evidence.stored_layers == list(LAYERS)
     out.mkdir()
     (out / "mine.txt").touch()
     with pytest.raises(DatasetError, match="not empty"):
         convert(options(target, source, out))
-    with pytest.raises(ConfigError, match="is the source"):
+    with pytest.raises(DatasetError, match="not empty"):
         convert(options(target, source, source))
 
 
 def test_samples_without_a_mask(tmp_path, target, samples):
     src = write.modelopt(tmp_path / "src", samples, layers=LAYERS, masks=False)
-    given = {"stored_layers": "1,2,4"}
     with pytest.raises(CorpusError, match=r"no loss mask is stored; .* --mask all"):
-        convert(options(target, src, tmp_path / "a", "modelopt", **given))
-    done = convert(options(target, src, tmp_path / "b", "modelopt", mask="all", **given))
-    totals = done.manifest.raw["totals"]
+        convert(options(target, src, tmp_path / "a", "modelopt"))
+    done = convert(options(target, src, tmp_path / "b", "modelopt", mask="all"))
+    totals = done.raw["totals"]
     assert totals["supervised"] == totals["tokens"] == sum(len(s.ids) for s in samples)
 
 
 def test_the_command_and_the_function(tmp_path, target, source, data, capsys):
     words = ["convert", "--from", "specforge", str(source), "--target", str(target)]
-    words += ["--stored-layers", "1,2,4", "--codec", "bf16", "--device", "cpu"]
+    words += ["--codec", "bf16", "--device", "cpu"]
     words += ["--max-shard-size", "40KB", "--out"]
     assert cli.main([*words, str(tmp_path / "dry"), "--dry-run"]) == 0
     shown = capsys.readouterr()
@@ -208,7 +200,7 @@ def test_the_command_and_the_function(tmp_path, target, source, data, capsys):
     assert digests(tmp_path / "set") == digests(data)
     made = spec_data.convert(
         *(source, "specforge", target, tmp_path / "set"),
-        **{"stored_layers": [1, 2, 4], "codec": "bf16", "device": "cpu"},
+        **{"codec": "bf16", "device": "cpu"},
         max_shard_size="40KB",
     )
     assert made.documents == 12 and made.layers == LAYERS
@@ -227,50 +219,40 @@ def test_a_dataset_is_written_for_speculators_and_read_again(
     tmp_path, target, data, samples, capsys
 ):
     other = tmp_path / "other"
-    words = ["export", "--to", "speculators", str(data), "--out", str(other)]
-    assert cli.main(words) == 0
+    assert cli.main(["export", "--to", "speculators", str(data), "--out", str(other)]) == 0
     assert "hidden.final by" in capsys.readouterr().out
-    (other / "hidden_states" / "hs_5.safetensors").unlink()
-    assert cli.main(words) == 0  # writes what is missing
-    capsys.readouterr()
-    assert cli.main(words) == 0  # nothing is written, so nothing was measured
-    assert "hidden.final by" not in capsys.readouterr().out
     row = datasets.load_from_disk(str(other))[0]  # with tensors, as the library reads it
     assert torch.equal(row["input_ids"], samples[0].ids)
     assert int(row["seq_len"]) == len(samples[0].ids)
     out = tmp_path / "set"
-    convert(options(target, other, out, "speculators", stored_layers="2,3,5"))
+    convert(options(target, other, out, "speculators"))
     check_states(out, samples, exact=False)
 
 
-def disk_is_full(*_given):
-    raise OSError(errno.ENOSPC, "no space left")
-
-
 def test_what_cannot_be_exported(tmp_path, data, target, source, monkeypatch):
-    def given(**changes):
-        return ExportDataConfig(
-            **{"data": str(data), "to": "specforge", "out": str(tmp_path / "o")} | changes
-        )
-
-    assert "nothing was written" in str(export_dataset(given(dry_run=True)))
-    assert not (tmp_path / "o").exists()
+    out = tmp_path / "o"
     with pytest.raises(ConfigError, match="the dataset has 1,2,4"):
-        export_dataset(given(layers="1,3"))
-    export_dataset(given(layers="1,4", limit=2))
-    with pytest.raises(ConfigError, match="another export"):
-        export_dataset(given())
-    with pytest.raises(DatasetError, match="not empty"):
-        export_dataset(given(out=str(tmp_path)))
-    (tmp_path / "o" / "spec-data-export.json").write_text("{")
-    with pytest.raises(DatasetError, match="damaged"):
-        export_dataset(given())
-    with monkeypatch.context() as full:
-        full.setattr(SpecForgeWriter, "write", disk_is_full)
-        with pytest.raises(RunError, match="the disk is full"):
-            export_dataset(given(out=str(tmp_path / "full")))
+        export_dataset(data, "specforge", out, [1, 3])
     sparse = tmp_path / "sparse"
     convert(options(target, source, sparse, final="supervised"))
+    with pytest.raises(DatasetError, match="not empty"):
+        export_dataset(data, "specforge", tmp_path)
     with pytest.raises(DatasetError, match="--final all"):
-        export_dataset(given(data=str(sparse), out=str(tmp_path / "p")))
-    shutil.rmtree(sparse)
+        export_dataset(sparse, "specforge", out)
+    written = []
+
+    def fill_the_disk(file, data):
+        if len(written) == 3:
+            raise OSError(errno.ENOSPC, "no space left")
+        written.append(file)
+        write_atomically(file, data)
+
+    with monkeypatch.context() as full:
+        full.setattr(export, "write_atomically", fill_the_disk)
+        with pytest.raises(RunError, match="the disk is full"):
+            export_dataset(data, "specforge", out)
+    with pytest.raises(ConfigError, match="layers"):
+        export_dataset(data, "specforge", out, [1, 4])
+    times = [file.stat().st_mtime_ns for file in written]
+    assert export_dataset(data, "specforge", out).documents == 12  # goes on
+    assert [file.stat().st_mtime_ns for file in written] == times

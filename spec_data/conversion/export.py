@@ -1,0 +1,236 @@
+"""`spec-data export`: write a dataset in the layout of another trainer, a file per document.
+
+A file is complete if it exists, so an interrupted run goes on with the first document without one.
+`samples` says what the layouts are.
+"""
+
+import io
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from spec_data.conversion.samples import FOLDER, IDS, SPECFORGE_AUX, SPECFORGE_LAST, STATES
+from spec_data.generation.explained_failures import explained_failures
+from spec_data.shards.errors import ConfigError, DatasetError, RunError
+from spec_data.shards.files import write_atomically, writing
+from spec_data.shards.layer_ids import as_block_inputs
+from spec_data.shards.position_data import load_positions
+from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.shards.resumable import ResumableDirectory
+from spec_data.shards.schema import ALL, FINAL, layer_column
+from spec_data.terminal.progress import progress, size
+
+_ROWS = 1024  # of a part of the token dataset
+_GROUP = 2000  # files of a folder
+_ALLOWED = 1e-2  # mean relative difference after an undone norm; rounding to bf16 is 2e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedStates:
+    """What `export` wrote: `lines` say what the other trainer must be told."""
+
+    path: Path
+    to: str
+    documents: int
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.documents:,} documents for {self.to}", *self.lines])
+
+
+class _Writer(Protocol):
+    columns: list[str]
+
+    def file(self, number: int) -> Path:
+        """Return the file of a document, below the directory."""
+
+    def encode(self, document: dict[str, Any]) -> bytes:
+        """Return its contents, of a document of `input_ids`, `loss_mask` and the columns."""
+
+    def finish(self, dataset: HiddenStatesDataset, out: Path) -> list[str]:
+        """Complete the directory; return lines on what to know about it."""
+
+
+class _SpecForge:
+    def __init__(self, dataset: HiddenStatesDataset, layers: list[int]) -> None:
+        self._layers = layers
+        self.columns = [*(layer_column(k) for k in layers), FINAL]
+
+    def file(self, number: int) -> Path:
+        first = number // _GROUP * _GROUP
+        return Path(f"rows_{first}-{first + _GROUP}") / f"data_{number}.ckpt"
+
+    def encode(self, document: dict[str, Any]) -> bytes:
+        *aux, last = (document[name].bfloat16() for name in self.columns)
+        table = {name: document[name].long() for name in ("input_ids", "loss_mask")}
+        table |= {SPECFORGE_AUX: torch.cat(aux, -1)[None], SPECFORGE_LAST: last[None]}
+        data = io.BytesIO()
+        torch.save(table, data)
+        return data.getvalue()
+
+    def finish(self, dataset: HiddenStatesDataset, out: Path) -> list[str]:
+        ids = ",".join(map(str, self._layers))
+        return [f"the layers are {ids} (outputs of blocks, as SGLang counts)"]
+
+
+class _Speculators:
+    """speculators reads the state before the final norm: the output of the last block.
+
+    Where it was not captured, the norm is undone. An RMSNorm forgets the length of its input, so
+    any vector of the same direction has the same state after it, and so the same logits.
+    """
+
+    def __init__(self, dataset: HiddenStatesDataset, layers: list[int]) -> None:
+        blocks = dataset.manifest.target.get("num_layers")
+        raw = blocks - 1 if blocks and blocks - 1 in dataset.manifest.layers else None
+        self._layers = [k for k in layers if k != raw]
+        if not self._layers:
+            raise DatasetError(f"{dataset.path}: no layer but the last block would be written")
+        self._undo = undone_norm(dataset) if raw is None else None
+        self._worst = 0.0
+        last = FINAL if raw is None else layer_column(raw)
+        self.columns = [*(layer_column(k) for k in self._layers), last]
+
+    def file(self, number: int) -> Path:
+        return Path(FOLDER) / f"hs_{number}.safetensors"
+
+    def encode(self, document: dict[str, Any]) -> bytes:
+        *aux, last = (document[name] for name in self.columns)
+        if self._undo is not None:
+            last, difference = self._undo(last)
+            self._worst = max(self._worst, difference)
+        stacked = torch.stack([s.bfloat16() for s in (*aux, last)], 1).contiguous()  # [T, n + 1, H]
+        return save({STATES: stacked, IDS: document["input_ids"]})
+
+    def finish(self, dataset: HiddenStatesDataset, out: Path) -> list[str]:
+        count = len(dataset)
+        starts = range(0, count, _ROWS)
+        parts = [_token_rows(dataset, range(i, min(i + _ROWS, count))) for i in starts]
+        rows = datasets.Dataset(pa.concat_tables(parts))
+        with writing(out):
+            rows.with_format("torch").save_to_disk(str(out))  # the library expects tensors
+        ids = " ".join(map(str, as_block_inputs(self._layers)))
+        lines = [f"train with --target-layer-ids {ids} (inputs of blocks, as vLLM counts)"]
+        if self._undo is not None:
+            lines.append(
+                "the last state has the direction of the output of the last block, not its length; "
+                "after the final norm, those of the documents written now differ from "
+                f"hidden.final by {self._worst:.1e} at most"
+            )
+        return lines
+
+
+def undone_norm(dataset: HiddenStatesDataset) -> Callable[[Tensor], tuple[Tensor, float]]:
+    """Return a function that makes states before the final norm of a dataset's target.
+
+    It takes final states [T, H], and returns bf16 [T, H] of which the norm makes them, with the
+    mean relative difference. It raises RunError where that is above rounding.
+
+    Raises:
+        DatasetError: the dataset does not record an RMSNorm, so it cannot be undone.
+    """
+    positions = load_positions(dataset.path, dataset.manifest)
+    norm = positions.norm if positions else {}
+    weight = load_head_tensors(dataset.path, dataset.manifest).get("norm")
+    if norm.get("kind") != "rms" or weight is None:
+        raise DatasetError(
+            f"{dataset.path}: speculators needs the state before the final norm. The dataset "
+            "records no RMSNorm that could be undone; capture the last block as well "
+            f"(--layers with {dataset.manifest.target.get('num_layers', 'L')} - 1)"
+        )
+    weight, eps = weight.float() + float(norm["offset"]), float(norm["eps"])
+
+    def undo(final: Tensor) -> tuple[Tensor, float]:
+        wanted = final.float()
+        raw = torch.where(weight.abs() < 1e-6, 0.0, wanted / weight).bfloat16()
+        length = raw.float().pow(2).mean(-1, keepdim=True)
+        again = raw.float() * torch.rsqrt(length + eps) * weight
+        difference = (again - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)
+        mean = float(difference.mean())
+        if not mean <= _ALLOWED:
+            raise RunError(
+                f"the final norm cannot be undone: the difference is {mean:.1e}, more than "
+                f"rounding ({_ALLOWED:.0e}); capture the last block as well"
+            )
+        return raw, mean
+
+    return undo
+
+
+def _token_rows(dataset: HiddenStatesDataset, numbers: range) -> pa.Table:
+    """Return rows of the token dataset."""
+    lengths = dataset.lengths[numbers.start : numbers.stop]
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+    documents = [dataset[number] for number in numbers]
+    columns = {}
+    for name in ("input_ids", "loss_mask"):
+        values = torch.cat([document[name].long() for document in documents]).numpy()
+        columns[name] = pa.ListArray.from_arrays(offsets, pa.array(values))
+    return pa.table(columns | {"seq_len": pa.array(lengths)})
+
+
+_WRITERS: dict[str, Callable[[HiddenStatesDataset, list[int]], _Writer]] = {
+    "speculators": _Speculators,
+    "specforge": _SpecForge,
+}
+
+
+def export_dataset(
+    data: str | Path, to: str, out: Path, layers: Sequence[int] | None = None
+) -> ExportedStates:
+    """Write a dataset for another trainer, or resume a run that was interrupted.
+
+    Args:
+        data: the dataset.
+        to: "speculators" or "specforge".
+        out: the directory to write.
+        layers: layer ids of the dataset; None: all of them.
+
+    Raises:
+        MissingError, DatasetError: the dataset cannot be read, or lacks what the layout needs.
+        ConfigError: a layer that the dataset does not have, or another export is in the directory.
+        RunError: the disk is full.
+    """
+    dataset = HiddenStatesDataset(data)
+    manifest = dataset.manifest
+    chosen = sorted(set(manifest.layers if layers is None else layers))
+    if not chosen or not set(chosen) <= set(manifest.layers):
+        has = ",".join(map(str, manifest.layers)) or "no layer"
+        raise ConfigError(f"layers {','.join(map(str, chosen))}: the dataset has {has}")
+    if FINAL not in dataset.columns or dataset.final != ALL:
+        raise DatasetError(
+            f"{dataset.path}: other trainers read the final state of every token, and this dataset "
+            f"has {'it only where the next is supervised' if FINAL in dataset.columns else 'none'}"
+            "; capture with --supervision final-hidden and --final all"
+        )
+    writer = _WRITERS[to](dataset, chosen)
+    work = ResumableDirectory(out, ".export")
+    begun = {"to": to, "fingerprint": manifest.fingerprint, "layers": chosen}
+    work.begin(begun, "Use another --out")
+    left = [number for number in range(len(dataset)) if not (out / writer.file(number)).is_file()]
+    needed = int(dataset.lengths[left].sum()) * len(writer.columns) * manifest.hidden_size * 2
+    free = shutil.disk_usage(out).free
+    if needed > free:
+        raise RunError(
+            f"{out}: {size(needed)} are to be written, but only {size(free)} are free. Free some "
+            "space, or write fewer --layers"
+        )
+    columns = list(dict.fromkeys(["input_ids", "loss_mask", *writer.columns]))
+    reader = HiddenStatesDataset(data, columns)
+    with explained_failures(out):
+        for number in progress(left, desc="export", unit="docs"):
+            file = out / writer.file(number)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, writer.encode(reader[number]))
+        lines = writer.finish(HiddenStatesDataset(data, ["input_ids", "loss_mask"]), out)
+    work.finish()
+    return ExportedStates(path=out, to=to, documents=len(dataset), lines=tuple(lines))

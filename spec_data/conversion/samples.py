@@ -1,0 +1,596 @@
+"""The samples that other trainers stored: token ids, a loss mask, and hidden states.
+
+A reader opens the directory of one tool and says how a sample is read (`READERS`); what all of them
+must hold is checked here. Which layers the states are of is not asked of the tool: `evidence`
+finds it. Nothing that could run code is loaded.
+
+Shapes: T tokens of a sample, n stored layers, H hidden size.
+"""
+
+import gzip
+import io
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import datasets
+import msgspec
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from spec_data.corpus.bad_rows import BadRow
+from spec_data.shards.errors import CorpusError, DatasetError, MissingError, TargetError
+from spec_data.shards.files import sha256_json
+
+logger = logging.getLogger(__name__)
+
+AFTER, BEFORE = "after", "before"
+"""Whether the last stored state is the one after or before the final norm."""
+
+
+class Stored(NamedTuple):
+    """A sample as its tool stored it; `None` where it stored nothing.
+
+    ids, mask: [T] or [1, T]; aux: [T, n * H] or [1, T, n * H]; last: [T, H] or [1, T, H]. The
+    states are on the device "meta" where only their shapes were asked for.
+    """
+
+    ids: object
+    mask: object
+    aux: object
+    last: object
+
+
+class States(NamedTuple):
+    """The states of a sample: `aux` [T, n, H] in the stored order, and `last` [T, H]."""
+
+    aux: Tensor
+    last: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """The directory of a tool.
+
+    Attributes:
+        tool: its name.
+        names: of every sample, for messages: its file below the directory.
+        files: that hold the samples.
+        read: returns a sample by its number; False: its states are not needed. It raises BadRow.
+        layers: layer ids (outputs of blocks) that the tool recorded; None: it records none.
+        final_norm: on which side of the final norm the last state is, as the tool says.
+    """
+
+    tool: str
+    names: Sequence[str]
+    files: Sequence[Path]
+    read: Callable[[int, bool], Stored]
+    layers: tuple[int, ...] | None = None
+    final_norm: str = AFTER
+
+
+class Samples:
+    """The samples of a directory, by their numbers. To read a malformed one raises BadRow."""
+
+    def __init__(self, tool: str, root: Path, hidden_size: int) -> None:
+        """Open the directory that a tool (a key of `READERS`) wrote for a target.
+
+        Raises:
+            MissingError, DatasetError: it is no such directory, or of a release that is not read.
+            CorpusError: no sample can be read.
+            TargetError: the states have another width than those of the target.
+        """
+        if not root.is_dir():
+            raise MissingError(f"{root}: no such directory")
+        self.root, self.hidden_size = root, hidden_size
+        self.opened = READERS[tool](root)
+        if not self.opened.names:
+            raise MissingError(f"{root}: no sample")
+        self.layers = self._layers()
+
+    def __len__(self) -> int:
+        return len(self.opened.names)
+
+    def where(self, number: int) -> str:
+        """Return where a sample is, for messages."""
+        return f"{self.root}/{self.opened.names[number]}"
+
+    def digest(self) -> str:
+        """Return a hash of the names and sizes of all files; no file is read."""
+        files = [f for f in self.opened.files if f.is_file()]
+        return sha256_json([[f.relative_to(self.root).as_posix(), f.stat().st_size] for f in files])
+
+    def tokens(self, number: int) -> tuple[Tensor, Tensor | None]:
+        """Return ids int64 [T] and mask int64 [T], if there is one; check the shapes of the states.
+
+        Raises:
+            BadRow: the sample is malformed.
+        """
+        stored = self.opened.read(number, False)
+        ids = _one_row(stored.ids, "input_ids").long()
+        self._states(stored, len(ids))
+        if stored.mask is None:
+            return ids, None
+        mask = _one_row(stored.mask, "loss_mask").long()
+        if len(mask) != len(ids):
+            raise BadRow(f"loss_mask has {len(mask)} entries for {len(ids)} tokens")
+        return ids, mask
+
+    def states(self, number: int) -> States:
+        """Return the states of a sample.
+
+        Raises:
+            BadRow: the sample is malformed.
+        """
+        stored = self.opened.read(number, True)
+        return self._states(stored, len(_one_row(stored.ids, "input_ids")))
+
+    def _states(self, stored: Stored, tokens: int) -> States:
+        count, hidden = self.layers, self.hidden_size
+        aux = _matrix(stored.aux, "the aux states", tokens, count * hidden)
+        last = _matrix(stored.last, "the last state", tokens, hidden)
+        return States(aux.unflatten(-1, (count, hidden)), last)
+
+    def _layers(self) -> int:
+        """Return how many layers are stored per token, by the first sample that can be read."""
+        problem = ""
+        for number in range(len(self)):
+            try:
+                width = _dense(self.opened.read(number, False).aux, "the aux states").shape[-1]
+            except BadRow as error:
+                problem = problem or f"{self.where(number)}: {error}"
+                continue
+            if width % self.hidden_size or not width:
+                raise TargetError(
+                    f"{self.where(number)}: aux states of width {width}, but those of the target "
+                    f"have {self.hidden_size} per layer; give the target that was captured"
+                )
+            return width // self.hidden_size
+        raise CorpusError(f"{self.root}: no sample can be read ({problem})")
+
+
+def _dense(value: object, name: str) -> Tensor:
+    if not isinstance(value, Tensor) or value.layout != torch.strided or not value.ndim:
+        raise BadRow(f"{name}: missing, or no dense tensor")
+    return value
+
+
+def _one_row(value: object, name: str) -> Tensor:
+    """Return integers [T] that may be stored as [1, T]."""
+    value = _dense(value, name)
+    if value.ndim == 2 and value.shape[0] == 1:
+        value = value[0]
+    if value.ndim != 1 or not len(value):
+        raise BadRow(f"{name} has shape {list(value.shape)}, expected [T]")
+    if value.is_floating_point() or value.is_complex():
+        raise BadRow(f"{name} has dtype {value.dtype}, expected integers")
+    return value
+
+
+def _matrix(value: object, name: str, tokens: int, width: int) -> Tensor:
+    """Return states [T, W] that may be stored as [1, T, W]."""
+    value = _dense(value, name)
+    if value.ndim == 3 and value.shape[0] == 1:
+        value = value[0]
+    if tuple(value.shape) != (tokens, width):
+        raise BadRow(
+            f"{name}: shape {list(value.shape)}, expected [{tokens}, {width}] for {tokens} tokens"
+        )
+    if not value.is_floating_point():
+        raise BadRow(f"{name}: dtype {value.dtype}, expected floating point")
+    return value
+
+
+# -- what readers share ----------------------------------------------------------------------------
+
+_Record = TypeVar("_Record")
+
+
+def _manifest(file: Path, kind: type[_Record], tool: str) -> _Record:
+    """Read a JSON file of a tool.
+
+    Raises:
+        MissingError, DatasetError: it is not there, or no such record.
+    """
+    if not file.is_file():
+        raise MissingError(f"{file}: missing, so this is not what {tool} stores")
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DatasetError(f"{file}: no manifest of {tool} that is read here: {error}") from None
+
+
+def load_table(file: Path) -> dict[str, Any]:
+    """Return the table of tensors in a .pt, .ckpt or .ckpt.gz file: memory-mapped, or decompressed.
+
+    Only `torch.load(weights_only=True)` is used, which builds tensors and plain values.
+
+    Raises:
+        BadRow: the file is missing, damaged, holds code, or holds no table.
+    """
+    try:
+        if file.suffix == ".gz":
+            with gzip.open(file, "rb") as packed:
+                data = io.BytesIO(packed.read())
+            table = torch.load(data, map_location="cpu", weights_only=True)
+        else:
+            table = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # of many types: the one for refused contents is no torch class
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadRow(
+            "the file is damaged, or it holds more than tensors and plain values, which could run "
+            f"code when it is loaded ({reason})"
+        ) from None
+    if not isinstance(table, dict):
+        raise BadRow(f"the file holds a {type(table).__name__}, not a table of tensors")
+    return table
+
+
+def _tables(
+    tool: str, root: Path, files: Sequence[Path], aux: str, last: str, **more: Any
+) -> Opened:
+    """Open a directory with a table of tensors per sample; `aux` and `last` name its states.
+
+    `more`: `mask_of` returns the mask of a table and its number of tokens, `final_norm`.
+    """
+    mask_of = more.pop("mask_of", lambda table, _tokens: table.get("loss_mask"))
+
+    def read(number: int, _states: bool) -> Stored:
+        table = load_table(files[number])
+        ids = _one_row(table.get("input_ids"), "input_ids")
+        return Stored(ids, mask_of(table, len(ids)), table.get(aux), table.get(last))
+
+    names = [file.relative_to(root).as_posix() for file in files]
+    return Opened(tool=tool, names=names, files=files, read=read, **more)
+
+
+def _numbered_files(root: Path, endings: tuple[str, ...], tool: str) -> list[Path]:
+    """Return the files with these endings; data_2 comes before data_10.
+
+    Raises:
+        MissingError: there is none.
+    """
+
+    def key(file: Path) -> list[tuple[int, str]]:
+        parts = re.split(r"(\d+)", file.relative_to(root).as_posix())
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+    files = sorted(
+        (p for p in root.rglob("*") if p.name.endswith(endings) and p.is_file()), key=key
+    )
+    if not files:
+        names = " or ".join(f"*{ending}" for ending in endings)
+        raise MissingError(f"{root}: no file {names}, so this is not what {tool} stores")
+    return sorted(files, key=key)
+
+
+def _tensor(file: Path, name: str, row: int | None, values: bool) -> Tensor:
+    """Return a tensor of a safetensors file, or a row of it; without `values`, on "meta".
+
+    Raises:
+        BadRow: the file is damaged, or has no such tensor or row.
+    """
+    try:
+        with safe_open(file, "pt") as opened:
+            part = opened.get_slice(name)
+            shape = part.get_shape()
+            if row is not None and (not shape or row >= shape[0]):
+                raise BadRow(f"{name} has shape {shape}, and no row {row}")
+            if values:
+                return opened.get_tensor(name) if row is None else part[row]
+            dtype = torch.float32 if "F" in part.get_dtype() else torch.int64
+            return torch.empty(shape if row is None else shape[1:], dtype=dtype, device="meta")
+    except (SafetensorError, OSError) as error:
+        raise BadRow(f"{name}: {error}") from None
+
+
+# -- tables written by torch.save ------------------------------------------------------------------
+
+SPECFORGE_AUX, SPECFORGE_LAST = "aux_hidden_state", "hidden_state"
+
+
+def _specforge(root: Path) -> Opened:
+    """SpecForge: `rows_A-B/data_I.ckpt` or `.ckpt.gz`, by scripts/prepare_hidden_states.py."""
+    files = _numbered_files(root, (".ckpt", ".ckpt.gz"), "SpecForge")
+    return _tables("SpecForge", root, files, SPECFORGE_AUX, SPECFORGE_LAST)
+
+
+def _modelopt(root: Path) -> Opened:
+    """NVIDIA Model-Optimizer: a `CONVERSATION.pt` each, by compute_hidden_states_hf.py.
+
+    The mask is there only if the dump was made with --answer-only-loss.
+    """
+    files = _numbered_files(root, (".pt",), "Model-Optimizer")
+    return _tables("Model-Optimizer", root, files, "aux_hidden_states", "hidden_states")
+
+
+class _TorchSpec(msgspec.Struct):
+    version: Literal[1]
+    last_hidden_states_prenorm: bool = False
+
+
+class _TorchSpecRow(msgspec.Struct):
+    split: str
+    file: str
+
+
+def _torchspec(root: Path) -> Opened:
+    """TorchSpec: `dataset.json`, `manifest.jsonl` and `samples/*.pt`, version 1, split "train".
+
+    `packed_loss_mask` has lengths such as "2,3,2", of tokens that are alternately not supervised
+    and supervised. dataset.json says on which side of the final norm the last state is.
+    """
+    before = _manifest(root / "dataset.json", _TorchSpec, "TorchSpec").last_hidden_states_prenorm
+    manifest = root / "manifest.jsonl"
+    if not manifest.is_file():
+        raise MissingError(f"{manifest}: missing; the dataset of TorchSpec has no sample")
+    try:
+        rows = msgspec.json.Decoder(_TorchSpecRow).decode_lines(manifest.read_bytes())
+        files = [root / row.file for row in rows if row.split == "train"]
+        outside = [file for file in files if root.resolve() not in file.resolve().parents]
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise DatasetError(f"{manifest}: not the rows of TorchSpec: {error}") from None
+    if outside:
+        raise DatasetError(f"{manifest}: {outside[0]} lies outside {root}")
+    if len(files) < len(rows):
+        others = len(rows) - len(files)
+        logger.warning("warning: %s: %d samples of other splits are left out", root, others)
+    return _tables(
+        *("TorchSpec", root, files, "hidden_states", "last_hidden_states"),
+        mask_of=_unpacked_mask,
+        final_norm=BEFORE if before else AFTER,
+    )
+
+
+def _unpacked_mask(table: dict[str, Any], tokens: int) -> Tensor | None:
+    """Return the mask int64 [T] of a table; as TorchSpec reads it, cut or filled with zeros."""
+    packed = table.get("packed_loss_mask")
+    if packed is None:
+        return None
+    try:
+        runs = [int(part) for part in str(packed).split(",")]
+    except ValueError:
+        raise BadRow(f"packed_loss_mask {str(packed)[:40]!r}: expected lengths") from None
+    if min(runs) < 0:
+        raise BadRow("packed_loss_mask has a negative length")
+    lengths = torch.tensor([min(run, tokens) for run in runs])  # damaged ones may be huge
+    mask = (torch.arange(len(runs)) % 2).repeat_interleave(lengths)[:tokens]
+    return torch.cat([mask, torch.zeros(tokens - len(mask), dtype=torch.int64)])
+
+
+# -- speculators -----------------------------------------------------------------------------------
+
+FOLDER, STATES, IDS, SCALES = "hidden_states", "hidden_states", "token_ids", "hidden_states_scales"
+
+
+def _speculators(root: Path) -> Opened:
+    """speculators: a token dataset of `datasets`, and `hidden_states/hs_I.safetensors` per row I.
+
+    A file has `token_ids` [T] and `hidden_states` [T, n + 1, H]: the n layers, then the output of
+    the last block. With `hidden_states_scales` [T, 1, 1], the states are 8-bit floats to be
+    multiplied. Rows without a file are no samples. What the last state of `data_I.pt` is changed
+    between releases, so they are refused.
+    """
+    if next(root.glob("data_*.pt"), None) is not None:
+        raise DatasetError(
+            f"{root}: data_*.pt of an older release of speculators. Its releases disagree on what "
+            "the last state is, so these files are not read; make them again with a release that "
+            "writes hidden_states/hs_*.safetensors"
+        )
+    named = (re.fullmatch(r"hs_(\d+)\.safetensors", p.name) for p in root.glob(f"{FOLDER}/*"))
+    numbers = sorted(int(match[1]) for match in named if match)
+    if not (root / "state.json").is_file() or not numbers:
+        raise MissingError(
+            f"{root}: expected a token dataset (state.json) and {FOLDER}/hs_0.safetensors, ... "
+            "as speculators stores them"
+        )
+    try:
+        rows = datasets.load_from_disk(str(root)).with_format(None)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DatasetError(f"{root}: the token dataset cannot be read: {error!r}") from None
+    if numbers[-1] >= len(rows):
+        raise DatasetError(
+            f"{root}: {FOLDER}/hs_{numbers[-1]}.safetensors has no row: the token dataset has "
+            f"{len(rows)}; these states belong to another one"
+        )
+    if len(numbers) < len(rows):
+        logger.warning(
+            "warning: %s: %d of %d rows have no file of states, and are left out",
+            *(root, len(rows) - len(numbers), len(rows)),
+        )
+    names = [f"{FOLDER}/hs_{number}.safetensors" for number in numbers]
+
+    def read(number: int, values: bool) -> Stored:
+        row, file = rows[numbers[number]], root / names[number]
+        ids, mask = (_listed(row.get(name), name) for name in ("input_ids", "loss_mask"))
+        if ids is None or not torch.equal(_tensor(file, IDS, None, True).flatten(), ids):
+            raise BadRow("the file has the states of other tokens than its row")
+        states = _tensor(file, STATES, None, values)
+        with safe_open(file, "pt") as opened:
+            scaled = SCALES in opened.keys()  # noqa: SIM118 - no dict
+        if scaled and states.is_floating_point():
+            scales = _tensor(file, SCALES, None, values)
+            if list(scales.shape) != [len(ids), 1, 1]:
+                raise BadRow(f"{SCALES} has shape {list(scales.shape)}, expected [T, 1, 1]")
+            states = states.float() * scales.float()
+        if states.ndim != 3 or states.shape[1] < 2:
+            raise BadRow(f"{STATES} has shape {list(states.shape)}, expected [T, n + 1, H]")
+        return Stored(ids, mask, states[:, :-1].flatten(1), states[:, -1])
+
+    files = [*sorted(root.glob("*.arrow")), *(root / name for name in names)]
+    return Opened(tool="speculators", names=names, files=files, read=read, final_norm=BEFORE)
+
+
+def _listed(values: object, name: str) -> Tensor | None:
+    """Return the list of integers of a row as a tensor [T]; None: it has none."""
+    if values is None:
+        return None
+    try:
+        return _one_row(torch.tensor(values), name)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise BadRow(f"{name} of the row is no list of integers: {error}") from None
+
+
+# -- DeepSpec --------------------------------------------------------------------------------------
+
+_INDEX = np.dtype(
+    [("sample", "<u8"), ("shard", "<u4"), ("length", "<u4")]
+    + [(name, "<u8") for name in ("ids", "attention", "mask", "aux", "last")]
+)
+_BFLOAT16, _E4M3, _E5M2 = "bfloat16", "float8_e4m3fn", "float8_e5m2"
+
+
+class _DeepSpecShard(msgspec.Struct):
+    file_name: str
+
+
+class _DeepSpec(msgspec.Struct):
+    version: Literal[2]
+    num_samples: int
+    hidden_size: int
+    hidden_dtype: Literal["bfloat16", "float8_e4m3fn", "float8_e5m2"]
+    target_layer_ids: tuple[int, ...]
+    shards: list[_DeepSpecShard]
+    token_dtype: Literal["int32"]
+    mask_dtype: Literal["uint8"]
+    index_record_size: Literal[56]
+
+
+def _deepspec(root: Path) -> Opened:
+    """DeepSpec: `manifest.json`, `samples.idx` and raw `shard-*.bin`, version 2.
+
+    A record of samples.idx has the sample, its shard, T, and the offsets of five arrays in that
+    shard: token ids (int32 [T]), attention mask and loss mask (uint8 [T]), aux states [T, n, H] and
+    last state [T, H], in bfloat16 or a plain cast to 8-bit floating point.
+    """
+    about = _manifest(root / "manifest.json", _DeepSpec, "DeepSpec")
+    file = root / "samples.idx"
+    if not file.is_file() or file.stat().st_size != about.num_samples * _INDEX.itemsize:
+        raise DatasetError(f"{file}: missing, or not of {about.num_samples} samples")
+    index = np.fromfile(file, _INDEX)
+    shards = [root / shard.file_name for shard in about.shards]
+    for shard in shards:
+        if not shard.is_file():
+            raise MissingError(f"{shard}: missing; copy the cache again")
+    hidden, layers = about.hidden_size, len(about.target_layer_ids)
+
+    def read(number: int, values: bool) -> Stored:
+        record = index[number]
+        length = int(record["length"])
+        if record["sample"] != number or record["shard"] >= len(shards):
+            raise BadRow(f"the record names sample {record['sample']}, shard {record['shard']}")
+        if not length:
+            raise BadRow("the record has no token")
+
+        def array(name: str, dtype: torch.dtype, shape: tuple[int, ...], values: bool) -> Tensor:
+            shard, start = shards[int(record["shard"])], int(record[name])
+            size = int(np.prod(shape)) * dtype.itemsize
+            if start + size > shard.stat().st_size:
+                raise BadRow(
+                    f"{name} ends beyond {shard.name}: the shard is truncated, or the index"
+                )
+            if not values:
+                return torch.empty(shape, dtype=dtype, device="meta")
+            data = np.memmap(shard, np.uint8, "r", start, (size,)).copy()
+            return torch.from_numpy(data).view(dtype).view(shape)
+
+        dtype = getattr(torch, about.hidden_dtype)
+        aux = array("aux", dtype, (length, layers * hidden), values)
+        last = array("last", dtype, (length, hidden), values)
+        return Stored(
+            array("ids", torch.int32, (length,), True),
+            array("mask", torch.uint8, (length,), True),
+            *(x if dtype == torch.bfloat16 else x.bfloat16() for x in (aux, last)),
+        )
+
+    return Opened(
+        tool="DeepSpec",
+        names=[f"samples.idx record {number}" for number in range(len(index))],
+        files=[file, *shards],
+        read=read,
+        layers=about.target_layer_ids,
+    )
+
+
+# -- AutoModel -------------------------------------------------------------------------------------
+
+
+class _AutoModel(msgspec.Struct):
+    format_version: Literal[1]
+    num_samples: int
+    shard_size: int
+    target_layer_ids: tuple[int, ...]
+    complete: bool = True
+
+
+def _automodel(root: Path) -> Opened:
+    """NVIDIA AutoModel: `manifest.json` and `shard-*.safetensors` of its DSpark cache, version 1.
+
+    A shard has samples padded to one length S: `input_ids` and `loss_mask` [B, S],
+    `target_hidden_states` [B, S, n * H] and `target_last_hidden_states` [B, S, H]. Lengths are not
+    stored: padding is the last run of one token id that is not supervised. What a tokenizer pads on
+    the left stays, because the target attended to it. The cache of its EAGLE-3 recipe holds
+    probabilities over a draft vocabulary and no final state: it cannot be converted.
+    """
+    manifest = root / "manifest.json"
+    if b"target_probs_topk" in (manifest.read_bytes() if manifest.is_file() else b""):
+        raise DatasetError(
+            f"{root}: this is the EAGLE-3 cache of AutoModel. It holds probabilities over a draft "
+            "vocabulary instead of the final state, so no dataset can be made from it; capture "
+            "with `spec-data generate`"
+        )
+    about = _manifest(manifest, _AutoModel, "AutoModel")
+    if not about.complete:
+        raise DatasetError(
+            f"{manifest}: marked as not complete: AutoModel was stopped, or is still writing. Run "
+            "its precompute to the end first"
+        )
+    if min(about.num_samples, about.shard_size) < 1:
+        raise DatasetError(f"{manifest}: {about.num_samples} samples, {about.shard_size} per shard")
+    count = -(-about.num_samples // about.shard_size)
+    shards = [root / f"shard-{number:06d}.safetensors" for number in range(count)]
+    for shard in shards:
+        if not shard.is_file():
+            raise MissingError(f"{shard}: missing; the manifest names {count} shards")
+
+    def read(number: int, values: bool) -> Stored:
+        shard, row = shards[number // about.shard_size], number % about.shard_size
+        ids, mask = (
+            _one_row(_tensor(shard, name, row, True), name) for name in ("input_ids", "loss_mask")
+        )
+        filled = ((ids != ids[-1]) | mask.bool()).nonzero()
+        if not len(filled):
+            raise BadRow("it has nothing but padding")
+        names = ("target_hidden_states", "target_last_hidden_states")
+        states = (_tensor(shard, name, row, values) for name in names)
+        length = int(filled.max()) + 1
+        return Stored(*(part[:length] for part in (ids, mask, *states)))
+
+    return Opened(
+        tool="AutoModel",
+        names=[
+            f"{shards[n // about.shard_size].name} row {n % about.shard_size}"
+            for n in range(about.num_samples)
+        ],
+        files=shards,
+        read=read,
+        layers=about.target_layer_ids,
+    )
+
+
+READERS: dict[str, Callable[[Path], Opened]] = {
+    "speculators": _speculators,
+    "specforge": _specforge,
+    "deepspec": _deepspec,
+    "automodel": _automodel,
+    "modelopt": _modelopt,
+    "torchspec": _torchspec,
+}
+"""The reader of each tool, by the name of `convert --from`."""

@@ -1,0 +1,259 @@
+"""Every state that a dataset cannot be made of is planted in what a tool stored, and refused."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from spec_data.conversion.evidence import (
+    FINAL_STATE,
+    NEXT,
+    TOKEN,
+    TargetStates,
+    in_token_frame,
+    mask_frame,
+    matches,
+)
+from spec_data.conversion.run import plan_conversion
+from spec_data.conversion.samples import AFTER, BEFORE, States
+from spec_data.options.conversion_options import ConvertConfig
+from spec_data.shards.errors import CorpusError, RunError
+from tests.spec_data.conversion import layouts as write
+from tests.spec_data.conversion.layouts import Sample
+from tests.spec_data.runs import save_target
+
+pytestmark = pytest.mark.usefixtures("computed_once")
+
+
+def find(target, root, tool, **changes):
+    """Find what a tool stored, as `convert` does before it writes."""
+    given = {"data": str(root), "from_tool": tool, "target": str(target)}
+    given |= {"out": str(root) + "-out", "device": "cpu"}
+    return plan_conversion(ConvertConfig(**given | changes)).evidence
+
+
+def shifted(samples: list[Sample], by: int) -> list[Sample]:
+    """Samples whose row t has the states of token t + by."""
+
+    def moved(x):
+        return torch.roll(x, -by, 0)
+
+    return [
+        replace(s, layers={k: moved(v) for k, v in s.layers.items()}, final=moved(s.final))
+        for s in samples
+    ]
+
+
+def masks_shifted(samples: list[Sample], by: int) -> list[Sample]:
+    return [replace(s, mask=torch.roll(s.mask, by)) for s in samples]
+
+
+# name: (tool, writer of samples, the layers that are found, the side of the norm)
+FOUND = {
+    "speculators": ("speculators", write.speculators, [1, 2, 4], BEFORE),
+    "speculators, after the norm": (
+        *("speculators", lambda r, s: write.speculators(r, s, layers=(4, 1, 2), last="after")),
+        *([4, 1, 2], AFTER),
+    ),
+    "specforge, before the norm": (
+        *("specforge", lambda r, s: write.specforge(r, s, layers=(4, 0, 2), last="before")),
+        *([4, 0, 2], BEFORE),
+    ),
+    "specforge, the embedding": (
+        *("specforge", lambda r, s: write.specforge(r, s, layers=(-1, 5))),
+        *([-1, 5], AFTER),
+    ),
+    "modelopt": ("modelopt", lambda r, s: write.modelopt(r, s, layers=(2, 1)), [2, 1], AFTER),
+    "torchspec": (
+        *("torchspec", lambda r, s: write.torchspec(r, s, layers=(0, 3), before=True)),
+        *([0, 3], BEFORE),
+    ),
+    "deepspec": ("deepspec", write.deepspec, [1, 2, 4], AFTER),
+    "automodel": ("automodel", write.automodel, [1, 2, 4], AFTER),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_layers_order_and_norm_are_found(name, tmp_path, target, samples):
+    tool, writer, layers, norm = FOUND[name]
+    found = find(target, writer(tmp_path / "src", samples), tool)
+    assert (found.stored_layers, found.final_norm, found.mask_frame) == (layers, norm, TOKEN)
+    assert found.differences.keys() == {*(f"layer {k}" for k in layers), "final"}
+    assert max(found.differences.values()) < 5e-3
+    assert "12 of 12 supervised runs" in found.masks
+
+
+def recorded(writer, layers):
+    """Write what a tool stores, whose record names other layers."""
+
+    def write_other(root, samples):
+        return writer(root, [replace(s, layers=moved(s)) for s in samples], layers=layers)
+
+    def moved(sample):
+        return sample.layers | dict(zip(layers, (sample.layers[k] for k in (1, 2, 4)), strict=True))
+
+    return write_other
+
+
+def random_layers(samples):
+    return [
+        replace(s, layers={k: torch.randn_like(v) for k, v in s.layers.items()}) for s in samples
+    ]
+
+
+def one_of_another_document(samples):
+    """The states of one of the compared samples are those of other tokens."""
+    planted = {k: v.flip(0) for k, v in samples[0].layers.items()}
+    return [replace(samples[0], layers=planted), *samples[1:]]
+
+
+# name: (tool, writer of samples, what the refusal says)
+WRONG = {
+    "a record one too high": (
+        *("deepspec", recorded(write.deepspec, (2, 3, 5))),
+        "DeepSpec recorded the layers 2,3,5, and these are 1,2,4",
+    ),
+    "a record in another order": (
+        *("automodel", recorded(write.automodel, (4, 1, 2))),
+        "AutoModel recorded the layers 4,1,2, and these are 1,2,4",
+    ),
+    "states of the next token": (
+        *("specforge", lambda r, s: write.specforge(r, shifted(s, 1))),
+        "of the next token.*shifted against the token ids",
+    ),
+    "states of the previous token": (
+        *("deepspec", lambda r, s: write.deepspec(r, shifted(s, -1))),
+        "of the previous token.*shifted against the token ids",
+    ),
+    "a layer stored twice": (
+        *("specforge", lambda r, s: write.specforge(r, s, layers=(1, 1, 4))),
+        "stored twice",
+    ),
+    "a layer after the final norm": (
+        "specforge",
+        lambda r, s: write.specforge(
+            r, [replace(x, layers=x.layers | {4: x.final}) for x in s], layers=(1, 4)
+        ),
+        "after the final norm",
+    ),
+    "the last state of another block": (
+        *("specforge", lambda r, s: write.specforge(r, [replace(x, final=x.layers[3]) for x in s])),
+        "that of another block",
+    ),
+    "states of another target": (
+        *("specforge", lambda r, s: write.specforge(r, random_layers(s))),
+        "no state of this target",
+    ),
+    "one sample with states of other tokens": (
+        *("specforge", lambda r, s: write.specforge(r, one_of_another_document(s))),
+        "no state of this target",
+    ),
+    "masks one too late": (
+        *("specforge", lambda r, s: write.specforge(r, masks_shifted(s, 1))),
+        "one token too late",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_a_dataset_is_refused(name, tmp_path, target, samples):
+    tool, writer, words = WRONG[name]
+    root = writer(tmp_path / "src", samples)
+    with pytest.raises(RunError, match=f"(?s){words}.*Nothing was written"):
+        find(target, root, tool)
+    assert not (tmp_path / "src-out").exists()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
+def test_other_families_are_proven(family, tmp_path):
+    """A scaled embedding and a norm with an offset; learned positions, LayerNorm, a tied head."""
+    target = save_target(tmp_path / "target", family)
+    samples = write.make_samples(target, 4)
+    found = find(target, write.speculators(tmp_path / "src", samples), "speculators")
+    assert found.stored_layers == [1, 2, 4] and max(found.differences.values()) < 5e-3
+
+
+def test_a_norm_of_ones_fits_on_both_sides(tmp_path):
+    """Then it is the side on which the tool stores its last state."""
+    target = save_target(tmp_path / "ones")
+    samples = write.make_samples(target, 4)
+    for tool, norm in (("specforge", AFTER), ("speculators", BEFORE)):
+        given = {"last": "after" if tool == "specforge" else "before"}
+        root = getattr(write, tool)(tmp_path / tool, samples, **given)
+        assert find(target, root, tool).final_norm == norm
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.25])
+@pytest.mark.parametrize("weights", [0.0, 0.4])
+@pytest.mark.parametrize("norm", [AFTER, BEFORE])
+def test_a_codec_s_error_does_not_decide_which_side_of_a_norm_of_ones_it_is(norm, weights, noise):
+    """A state with an error has another length, which is not what the norm's weights would do."""
+    torch.manual_seed(0)
+    blocks, weight = 4, 1 + weights * torch.randn(64)
+
+    def normed(x):
+        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+    layers = {k: 3 * torch.randn(200, 64) for k in range(-1, blocks)}
+    computed = TargetStates(layers=layers, final=normed(layers[blocks - 1]))
+    last = computed.final if norm == AFTER else layers[blocks - 1]
+    error = torch.randn(200, 64)
+    last = last + noise * last.norm(dim=-1, keepdim=True) * error / error.norm(dim=-1, keepdim=True)
+    stored = States(layers[1][:, None], last)
+    for usual in (AFTER, BEFORE):
+        match = matches([stored], [normed(last)], [computed], blocks, usual)[-1]
+        alike = norm == AFTER and not weights  # to norm again what a norm of ones made: no change
+        expected = usual if alike else norm
+        assert match.convention == (FINAL_STATE if expected == AFTER else blocks - 1, 0), match
+
+
+def test_the_layer_is_found_even_if_the_noise_is_larger_than_its_difference_from_the_next():
+    """Layers of a large target differ by a few per cent, and an engine's noise may be as large."""
+    torch.manual_seed(0)
+    states = [torch.randn(200, 64)]
+    for _ in range(5):
+        states.append(states[-1] + 0.06 * torch.randn(200, 64))
+    computed = TargetStates(layers={k - 1: s for k, s in enumerate(states[:-1])}, final=states[-1])
+    for layer in (0, 1, 2):
+        noisy = computed.layers[layer] + 0.1 * torch.randn(200, 64)
+        stored = States(noisy[:, None], computed.final)
+        assert matches([stored], [computed.final], [computed], 4, AFTER)[0].convention == (layer, 0)
+
+
+def test_a_target_of_slightly_different_weights_is_warned_of(tmp_path, target, caplog):
+    other = tmp_path / "tuned"
+    shutil.copytree(target, other)
+    model = AutoModelForCausalLM.from_pretrained(other)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + 0.03 * torch.randn_like(weight))
+    model.save_pretrained(other)
+    root = write.specforge(tmp_path / "src", write.make_samples(other, 4))
+    find(target, root, "specforge")
+    assert "such as another fine-tune" in caplog.text
+
+
+def test_a_mask_of_labels_is_read_with_its_frame(tmp_path, target, samples):
+    root = write.specforge(tmp_path / "src", masks_shifted(samples, -1))
+    found = find(target, root, "specforge")
+    assert "12 of 12" in found.masks and found.mask_frame == NEXT
+
+
+def test_a_mask_without_a_known_prompt_is_said_to_be_unchecked():
+    ids, mask = torch.arange(10), torch.tensor([0] * 5 + [1] * 5)
+    for prompt in ([3, 4], [8, 9], []):  # too few runs; none
+        frame, text = mask_frame([(ids, mask)], prompt)
+        assert frame == TOKEN and "not checked" in text
+    assert mask_frame([(ids, mask)] * 4, [3, 4])[0] == TOKEN
+    assert mask_frame([(ids, mask)] * 4, [4, 5])[0] == NEXT
+    assert in_token_frame(torch.tensor([0, 1, 1]), NEXT).tolist() == [0, 0, 1]
+
+
+def test_token_ids_of_a_larger_vocabulary(tmp_path, target, samples):
+    other = [replace(s, ids=s.ids + 10_000) for s in samples]
+    root = write.specforge(tmp_path / "src", other)
+    with pytest.raises(CorpusError, match="is it the one that was captured"):
+        find(target, root, "specforge")
