@@ -18,7 +18,7 @@ from spec_data.models.families import TARGETS
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind, what_is
 from spec_data.terminal.paths import check_directory_to_write, check_value, make_directory
-from spec_train.formats.forms import _KINDS, OTHER_CLASSES
+from spec_train.formats.names import CLASSES, NAMES
 from spec_train.training.checkpoint import RunDirectory
 from tests.spec_data.runs import save_target, write_corpus
 
@@ -300,8 +300,8 @@ def test_a_wrong_path_is_found_before_anything_heavy_is_imported(here, kinds):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *((name, Kind.EXPORT) for known in _KINDS.values() for name in known),
-        *((name, None) for name in OTHER_CLASSES),
+        *((name, Kind.EXPORT) for known in CLASSES.values() for name in known),
+        *((name, None) for name in NAMES.others),
         *((name, Kind.TARGET) for name in TARGETS),
         ("Eagle2_5_VLForConditionalGeneration", Kind.TARGET),
     ],

@@ -15,7 +15,7 @@ from spec_train.drafts import Draft, own_files, read_draft
 from spec_train.evaluation.exporting import keys_changed
 from spec_train.formats.draft_files import DraftFiles, read_files
 from spec_train.formats.forms import with_facts_in
-from spec_train.formats.known_keys import unread_keys
+from spec_train.formats.names import unread_keys
 from spec_train.formats.preflight import (
     EMBEDDING,
     MAX_POSITIONS,

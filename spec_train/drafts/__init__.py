@@ -23,7 +23,7 @@ from spec_train.formats.contradictions import refuse_contradictions
 from spec_train.formats.draft_files import DraftFiles, read_files
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.forms import own_form, refuse_changed_keys
-from spec_train.formats.known_keys import unread_keys, unread_text
+from spec_train.formats.names import unread_keys, unread_text
 from spec_train.formats.target_facts import TargetFacts
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from spec_train.formats.draft_card import CARD, Serving, draft_card, servings
 from spec_train.formats.draft_files import DraftFiles, write_files
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.forms import changed_keys, with_facts_in, write_form
-from spec_train.formats.known_keys import unread_keys
+from spec_train.formats.names import unread_keys
 from spec_train.formats.preflight import (
     NOTE,
     SPEC_TRAIN,

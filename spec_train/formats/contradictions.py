@@ -14,7 +14,7 @@ from spec_data.shards.layer_ids import from_block_inputs
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION, same_value, some_of
 from spec_train.formats.flat import INPUT_KEY, MASK_KEYS
-from spec_train.formats.speculators import LAYER, TYPE
+from spec_train.formats.write import LAYER, TYPE
 from spec_train.options.shape_options import AUTO, FULL, SLIDING
 
 Statement = tuple[str, str, Any]

@@ -17,6 +17,7 @@ from spec_data.shards.layer_ids import eagle3_layers, from_block_inputs
 from spec_data.shards.schema import LAYER_CONVENTION
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
+from spec_train.formats.names import plain_names
 from spec_train.formats.target_facts import TargetFacts
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,10 @@ FORM = "form"
 _NORMS = ("norm_before_fc", "norm_before_residual")
 INPUT_KEY = "eagle_aux_hidden_state_layer_ids"
 """Layer ids: at the top level *inputs* of decoder blocks; nested, as SGLang reads it, outputs."""
+BLOCK_INPUT_KEY = "aux_hidden_state_layer_ids"
+"""Layer ids of block drafts in the speculators form, inputs of decoder blocks."""
+_COMPARED, _NEAR = 4096, 0.5
+"""Rows of two embeddings that are compared, and the mean cosine from which one is the other's."""
 
 
 def shape_of(files: DraftFiles) -> dict[str, Any]:
@@ -227,9 +232,29 @@ def refuse_set(files: DraftFiles, what: str, **wanted: Any) -> None:
         )
 
 
-def plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without the prefix `model.` that some tools add to the names."""
-    return {name.removeprefix("model."): value for name, value in tensors.items()}
+def has_own_embedding(tensors: dict[str, Tensor], files: DraftFiles, target: TargetFacts) -> bool:
+    """Return whether the embedding is the draft's own, and not the target's.
+
+    Not all trainers that train it write a key for it, so the target's decides if it is given. A
+    trained embedding stays near the target's. One that has nothing to do with it belongs to another
+    target: it is not the draft's own here, and is refused where the two are joined.
+    """
+    raw, own = files.config, tensors.get("embed_tokens.weight")
+    stated = bool(raw.get("train_embeddings", raw.get("embed_requires_grad")))
+    if own is None or SECTION in raw:
+        return stated and own is not None
+    if target.embedding is None or own.shape != target.embedding.shape:
+        return stated
+    theirs = target.embedding.detach().to("cpu", own.dtype)
+    if torch.equal(own, theirs):
+        return False
+    pairs = own[:_COMPARED].float(), theirs[:_COMPARED].float()
+    return stated or float(torch.cosine_similarity(*pairs, dim=-1).mean()) > _NEAR
+
+
+def no_bias(bias: Tensor | None) -> bool:
+    """Return whether a bias changes nothing."""
+    return bias is None or not bool(torch.any(bias))
 
 
 def with_target_weights(

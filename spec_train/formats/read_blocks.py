@@ -10,27 +10,17 @@ import logging
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import from_block_inputs, published_dflash_layers
 from spec_data.terminal.config import to_dict
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.dspark import (
-    DFLASH,
-    DFLASH_ARCHITECTURES,
-    DSPARK,
-    EMBEDDING,
-    HEAD,
-    INPUT_KEY,
-    MUSE,
-)
-from spec_train.formats.eagle_parts import has_own_embedding
 from spec_train.formats.flat import (
+    BLOCK_INPUT_KEY,
     MASK_KEYS,
     drop_target_head,
-    plain_names,
+    has_own_embedding,
     refuse_set,
     section_of,
     shape_of,
@@ -39,135 +29,13 @@ from spec_train.formats.flat import (
     switches_of,
     with_target_weights,
 )
-from spec_train.formats.known_keys import KNOWN, refuse_arithmetic
 from spec_train.formats.layer_order import sort_states
+from spec_train.formats.names import CLASSES, block_keys, block_tensors, refuse_arithmetic
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.formats.vocabulary_maps import own_vocabulary
 from spec_train.formats.windows import SLIDING, Windows, slides_non_causal, windows_of
+from spec_train.formats.write import DFLASH, DSPARK, EMBEDDING, HEAD
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions
-
-# -- block names -----------------------------------------------------------------------------------
-# Block drafts of all trainers under one set of names: those of DeepSpec, which engines read too.
-#
-# In: files in the flat form of any trainer. Out: the same files with DeepSpec's names of tensors,
-# and with the keys of the table `dflash_config` at the top level of the config. Nothing is
-# interpreted here except keys that mean the same under two names. `auto_map` and files of code are
-# never used.
-#
-# Sources: z-lab's `dflash`, transformers 5.23 (`MuseGlimmerAssistantModel`), NVIDIA's ModelOpt
-# 0.47
-# and AutoModel 0.7, SpecForge 0.2, TorchSpec, DeepSpec, speculators 0.9.
-
-
-NESTED = "dflash_config"
-"""The table of DFlash, whose keys have priority in engines."""
-
-_TENSORS = (
-    ("encoder.fc.", "fc."),  # transformers
-    ("encoder.output_norm_enc.", "hidden_norm."),
-    ("context_proj.", "fc."),  # TorchSpec
-    ("context_norm.", "hidden_norm."),
-    ("final_norm.", "norm."),
-    ("logit_head.markov_head.", "markov_head."),  # early SpecForge
-    ("logit_head.confidence_head.", "confidence_head."),
-    ("markov_w1.", "markov_head.markov_w1."),  # ModelOpt
-    ("markov_w2.", "markov_head.markov_w2."),
-    ("gate_proj.", "markov_head.gate_proj."),
-    ("joint_proj.", "markov_head.joint_proj."),
-    ("confidence_proj.", "confidence_head.proj."),
-)
-"""(start of a tensor's name in a trainer's file, in ours)."""
-_KEYS = (
-    ("causal", "is_causal"),  # z-lab, ModelOpt, vLLM
-    ("use_confidence_head", "enable_confidence_head"),  # ModelOpt
-    ("target_num_hidden_layers", "num_target_layers"),  # TorchSpec, whose num_target_layers differs
-    ("dspark_block_size", "block_size"),
-    ("dspark_target_layer_ids", "target_layer_ids"),
-)
-"""(key of a trainer, ours)."""
-
-
-def block_names(files: DraftFiles) -> DraftFiles:
-    """Return files of a block draft under DeepSpec's names.
-
-    Raises:
-        DraftError: two keys or two tensors that have one name here differ, or a key of
-            `dflash_config` is unknown.
-    """
-    raw, nested = dict(files.config), files.config.get(NESTED) or {}
-    if odd := sorted(nested.keys() - KNOWN):
-        raise DraftError(
-            f"{files.config_path}: {NESTED} has {', '.join(odd)}, which spec-train does not know; "
-            "such a key can change what the draft computes, so the draft is not read"
-        )
-    for name, value in nested.items():
-        _put(raw, name, value, files)
-    for theirs, ours in _KEYS:
-        if theirs not in raw:
-            continue
-        value = raw.pop(theirs)
-        if ours == "num_target_layers" and value is not None:
-            raw.pop(ours, None)  # TorchSpec: the number of captured layers
-        _put(raw, ours, value, files)
-    if "use_confidence_head" in nested:  # ModelOpt reads both, always
-        raw.setdefault("confidence_head_with_markov", raw["enable_confidence_head"])
-    if raw.get("confidence_head_alpha") and "enable_confidence_head" not in raw:  # SpecForge
-        raw["enable_confidence_head"] = True
-    if raw.get("markov_head_type") == "classical":  # TorchSpec
-        raw["markov_head_type"] = "vanilla"
-    if MUSE in (raw.get("architectures") or ()):
-        raw = _of_transformers(raw)
-    return DraftFiles(raw, _renamed(files), files.where)
-
-
-def _put(raw: dict[str, Any], name: str, value: Any, files: DraftFiles) -> None:
-    """Set a key that may already have a value, which must then be the same."""
-    if value is None:
-        return
-    if raw.get(name) is not None and raw[name] != value:
-        raise DraftError(
-            f"{files.config_path}: {name} = {raw[name]} and, in another place of the config, "
-            f"{value}; engines read different ones. Correct the wrong one"
-        )
-    raw[name] = value
-
-
-def _of_transformers(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a config of transformers' class, with what that class does without a key for it.
-
-    Its layers are sliding unless the config lists them, its blocks see both directions, and it lets
-    a position see those at a distance of up to `sliding_window`: one more than other programs do.
-    """
-    layers = int(raw.get("num_hidden_layers") or 5)
-    window = raw.get("sliding_window", 2048)
-    return (
-        {"is_causal": False, "sample_from_anchor": False}
-        | raw
-        | {
-            "num_hidden_layers": layers,
-            "layer_types": raw.get("layer_types") or ["sliding_attention"] * layers,
-            "sliding_window": window + 1 if window else window,
-        }
-    )
-
-
-def _renamed(files: DraftFiles) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, value in plain_names(files.tensors).items():
-        if name.endswith("rotary_emb.inv_freq"):
-            continue  # computed from the config
-        new = next(
-            (ours + name[len(theirs) :] for theirs, ours in _TENSORS if name.startswith(theirs)),
-            name,
-        )
-        if new in found:
-            raise DraftError(f"{files.weights_path}: {new} is there twice, under two names")
-        found[new] = value
-    return found
-
-
-# -- read blocks -----------------------------------------------------------------------------------
-
 
 log = logging.getLogger(__name__)
 
@@ -188,19 +56,21 @@ _OF_SPECULATORS: dict[str, dict[str, Any]] = {
 """Values of keys that a file of the speculators library lacks, in the library (0.9)."""
 
 
-def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
+def from_speculators(
+    kind: str, flat: DraftFiles, depth: int | None, target: TargetFacts
+) -> DraftFiles:
     """Convert unwrapped files of the speculators form to our checkpoint.
 
     Raises:
         DraftError: as `from_flat`, or it is unclear which slot drafts first.
     """
     raw = dict(flat.config)
-    dflash = bool(set(raw.get("architectures") or ()) & set(DFLASH_ARCHITECTURES))
+    dflash = bool(set(raw.get("architectures") or ()) & set(CLASSES["dflash"]))
     defaults = _OF_SPECULATORS["dflash" if dflash else "dspark"]
     if ANCHOR not in raw and not dflash:
         _check_silent_anchor(flat, raw, depth)
-    if INPUT_KEY not in raw:
-        raise DraftError(f"{flat.config_path}: {INPUT_KEY} is missing; add it")
+    if BLOCK_INPUT_KEY not in raw:
+        raise DraftError(f"{flat.config_path}: {BLOCK_INPUT_KEY} is missing; add it")
     if NON_CAUSAL not in raw and windows_of(flat).layer_types:
         raise DraftError(
             f"{flat.config_path}: has sliding layers and no {NON_CAUSAL}; the speculators library "
@@ -214,9 +84,10 @@ def from_speculators(flat: DraftFiles, depth: int | None, target: TargetFacts) -
             "while drafts here and SGLang start at the first draft, so other tokens would be "
             f"drafted than in training. Train it with {ANCHOR} = true, or another Markov head"
         )
-    raw["target_layer_ids"] = from_block_inputs(raw.pop(INPUT_KEY))
+    raw["target_layer_ids"] = from_block_inputs(raw.pop(BLOCK_INPUT_KEY))
     raw["architectures"] = [DFLASH if dflash else DSPARK]
-    return from_flat(DraftFiles(raw, flat.tensors, flat.where), depth, target, collected=True)
+    files = DraftFiles(raw, flat.tensors, flat.where)
+    return from_flat(kind, files, depth, target, collected=True)
 
 
 def _check_silent_anchor(flat: DraftFiles, raw: dict[str, Any], depth: int | None) -> None:
@@ -236,16 +107,22 @@ def _check_silent_anchor(flat: DraftFiles, raw: dict[str, Any], depth: int | Non
 
 
 def from_flat(
-    files: DraftFiles, depth: int | None, target: TargetFacts, *, collected: bool = False
+    kind: str,
+    files: DraftFiles,
+    depth: int | None,
+    target: TargetFacts,
+    *,
+    collected: bool = False,
 ) -> DraftFiles:
-    """Convert a flat checkpoint of any trainer to ours; `collected` as for `sort_states`.
+    """Convert a flat checkpoint of any trainer to ours; arguments as for `read_eagle.from_flat`.
 
     Raises:
         DraftError: it computes something that our DSpark and DFlash do not, or weights are missing.
     """
-    kind = (files.config.get(SECTION) or {}).get("draft")
-    dflash = bool(set(files.config.get("architectures") or ()) & set(DFLASH_ARCHITECTURES))
-    files = block_names(files)
+    stated = (files.config.get(SECTION) or {}).get("draft")
+    dflash = bool(set(files.config.get("architectures") or ()) & set(CLASSES["dflash"]))
+    files = block_keys(files)
+    files = DraftFiles(files.config, block_tensors(files), files.where)
     refuse_arithmetic(files, WHAT)
     norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     refuse_set(files, WHAT, **dict.fromkeys(norms, False))
@@ -280,7 +157,7 @@ def from_flat(
     config |= _causality(files, windows)
     for name in ("num_target_layers", "mask_token_id"):
         needed(DraftFiles(config, {}, files.where), name)
-    kind = kind or ("dflash" if dflash and not heads else "dspark")
+    kind = stated or ("dflash" if dflash and not heads else "dspark")
     options = _options(kind, config, layers, raw.get("num_anchors"))
     config[SECTION] = section_of(files, kind, layers, options)
     named = DraftFiles(config, tensors, files.where)

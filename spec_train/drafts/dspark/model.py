@@ -39,7 +39,7 @@ from spec_train.drafts.targets import (
     warn_of_last_layer,
 )
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.dspark import DFLASH, DSPARK
+from spec_train.formats.write import DFLASH, DSPARK
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import BlockOptions, DFlashOptions, DSparkOptions
 from spec_train.options.shape_options import FULL, SLIDING

@@ -26,7 +26,7 @@ from spec_train.drafts.draft_caches import LayerCaches
 from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, make_embedding
 from spec_train.drafts.targets import resolve_eagle1_draft_spec, target_shape
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.eagle import OWN as ARCHITECTURE
+from spec_train.formats.write import EAGLE as ARCHITECTURE
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import EagleOptions
 

@@ -31,8 +31,7 @@ from spec_train.drafts.targets import (
     warn_of_last_layer,
 )
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.eagle3 import OWN as ARCHITECTURE
-from spec_train.formats.eagle3 import WITH_QK_NORM, named_class
+from spec_train.formats.write import EAGLE3, WITH_QK_NORM, named_class
 from spec_train.options.draft_options import Eagle3Options
 
 # -- config ----------------------------------------------------------------------------------------
@@ -49,7 +48,7 @@ class Eagle3Config(AuxConfig):
     """Shapes and arithmetic of the draft. Layer id: block output, counted from 0."""
 
     draft: ClassVar[str] = "eagle3"
-    architecture: ClassVar[str] = ARCHITECTURE
+    architecture: ClassVar[str] = EAGLE3
     options_class: ClassVar[type] = Eagle3Options
 
     num_hidden_layers: int = 1  # only the first one reads the token and the features

@@ -24,7 +24,7 @@ from spec_train.drafts.draft_caches import DraftCache
 from spec_train.drafts.eagle3.model import Eagle3Config, Eagle3Layer
 from spec_train.drafts.layered_draft import AuxDraft
 from spec_train.drafts.layers import Attend, DecoderLayer, run_layer
-from spec_train.formats.peagle import OWN as ARCHITECTURE
+from spec_train.formats.write import PEAGLE
 from spec_train.options.draft_options import PeagleOptions
 
 # -- config ----------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ class PeagleConfig(Eagle3Config):
     """Shapes and arithmetic of the draft. Layer id: block output, counted from 0."""
 
     draft: ClassVar[str] = "peagle"
-    architecture: ClassVar[str] = ARCHITECTURE
+    architecture: ClassVar[str] = PEAGLE
     options_class: ClassVar[type] = PeagleOptions
 
     mask_token_id: int

@@ -10,7 +10,7 @@ from spec_data.models import engines as table
 from spec_data.models.engines import engines
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
-from spec_train.formats.known_keys import READ
+from spec_train.formats.names import READ
 from spec_train.formats.preflight import (
     REFUSE,
     START,

@@ -7,9 +7,9 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from spec_data.shards.errors import DraftError
-from spec_train.formats import speculators
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.windows import Windows, slides_non_causal, windows_of
+from spec_train.formats.write import LAYER, TYPE, from_wrapped
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -78,8 +78,8 @@ def test_speculators_files_are_read_after_unwrapping() -> None:
         "sliding_window": 2048,
         "use_sliding_window": True,
     }
-    raw = {speculators.TYPE: "dspark", speculators.LAYER: layer, "sliding_window_non_causal": True}
-    _, flat, _ = speculators.unwrap(DraftFiles(raw, {}, "draft"))
+    raw = {TYPE: "dspark", LAYER: layer, "sliding_window_non_causal": True}
+    _, flat, _ = from_wrapped(DraftFiles(raw, {}, "draft"))
     found = windows_of(flat)
     assert found == Windows(2048, (SLIDING, FULL))
     assert slides_non_causal(flat, found)

@@ -11,7 +11,7 @@ from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
 from spec_train.evaluation.exporting import run_export
 from spec_train.formats.draft_files import DraftFiles
-from spec_train.formats.known_keys import HARMLESS, READ, unread_keys
+from spec_train.formats.names import HARMLESS, READ, unread_keys
 from spec_train.options.command_options import ExportConfig
 from tests.spec_train.formats.published import (
     test_automodel,

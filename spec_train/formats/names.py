@@ -1,0 +1,359 @@
+"""What names in the files of other programs mean here, by the tables of `names.toml`.
+
+A key that changes the arithmetic of a draft must not be dropped without a word: those that are
+known and neutral are read over, others are refused, and unknown ones are reported when the draft is
+read and by `export --check`. `auto_map` and files of code are never used.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from spec_data.models.families import TARGETS
+from spec_data.shards.errors import DraftError
+from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.draft_seal import SECTION
+
+log = logging.getLogger(__name__)
+
+
+class _Keys(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    read: str
+    harmless: str
+    neutral: dict[str, list[Any]]
+    scales: dict[str, float]
+    blocks: dict[str, str]
+    of_target_copies: dict[str, str]
+    written: dict[str, str]
+
+
+class _Tensors(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    eagle: dict[str, str]
+    blocks: dict[str, str]
+    refused: dict[str, str]
+    written: dict[str, dict[str, str]]
+
+
+class Names(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The whole of `names.toml`, which says what its tables mean."""
+
+    classes: dict[str, str]
+    others: dict[str, str]
+    other_types: dict[str, str]
+    other_parts: dict[str, str]
+    keys: _Keys
+    tensors: _Tensors
+
+
+NAMES = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=Names)
+READ, HARMLESS = (frozenset(text.split()) for text in (NAMES.keys.read, NAMES.keys.harmless))
+KNOWN = READ | HARMLESS | NAMES.keys.neutral.keys() | NAMES.keys.scales.keys()
+"""Every key whose meaning is known."""
+CLASSES = {kind: tuple(text.split()) for kind, text in NAMES.classes.items()}
+"""Names in `architectures`, by kind of draft."""
+DFLASH_CONFIG = "dflash_config"
+"""The table of DFlash, whose keys have priority in engines."""
+MASK_STATES = "mask_hidden"
+"""The tensor of P-EAGLE: the learned states of unknown tokens."""
+MUSE = "MuseGlimmerAssistantModel"
+"""The DFlash draft of transformers."""
+_TABLES = ("eagle_config", "transformer_layer_config", DFLASH_CONFIG)
+_LAYER_IDS = ("eagle_config", "eagle_aux_hidden_state_layer_ids")
+_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+_SHARED = "LlamaForCausalLM"  # SafeAILab's name of EAGLE-1/2 and of EAGLE-3
+
+
+# -- which draft it is -----------------------------------------------------------------------------
+
+
+def kind_of(files: DraftFiles) -> str:
+    """Return the kind of a flat draft: by its tensors where names are shared, else by its name.
+
+    Raises:
+        DraftError: it is no known draft.
+    """
+    names = files.config.get("architectures") or []
+    tensors = plain_names(files.tensors)
+    if MASK_STATES in tensors:  # its architecture may have EAGLE-3's name
+        return "peagle"
+    if _SHARED in names:
+        wide = {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & tensors.keys()
+        return "eagle3" if wide else "eagle"
+    for kind, known in CLASSES.items():
+        if set(names) & set(known):
+            return kind
+    if shared := sorted(set(names) & set(TARGETS)):
+        raise DraftError(
+            f"{files.config_path}: {shared[0]} is a target, and no draft; give the directory of a "
+            "draft, such as the --out of `spec-train fit`"
+        )
+    raise DraftError(
+        f"{files.config_path}: architectures {names} are not a known draft; known: "
+        f"{', '.join(name for known in CLASSES.values() for name in known)}"
+    )
+
+
+def refuse_other_drafts(files: DraftFiles) -> None:
+    """Refuse drafts of other projects whose arithmetic this project does not have.
+
+    Some of them have the class of a plain draft, and would be read as that draft without their own
+    parts. A key that is null, false or 0 switches nothing on.
+
+    Raises:
+        DraftError: names how it is recognised, and what the draft has.
+    """
+    for shown, what in _other_parts(files):
+        raise DraftError(
+            f"{files.config_path}: {shown}: the draft has {what}. Drafts of spec-train do not, and "
+            "without it the draft would be another one, so it cannot be read"
+        )
+
+
+def _other_parts(files: DraftFiles) -> Iterator[tuple[str, str]]:
+    raw, mtp = files.config, NAMES.other_types["mtp"]
+    for name in raw.get("architectures") or ():
+        if name in NAMES.others or "MTP" in name:
+            yield f"a {name}", NAMES.others.get(name, mtp)
+    if (kind := raw.get("speculators_model_type")) in NAMES.other_types:
+        yield f"speculators_model_type = {kind}", NAMES.other_types[kind]
+    if any(name.startswith("mtp.") for name in files.tensors):  # keys: also of copied targets
+        yield "tensors mtp.*", mtp
+    nested = _table(raw, DFLASH_CONFIG)
+    named = [(name, f"{DFLASH_CONFIG}.{name}") for name, value in nested.items() if value]
+    named += [(name, name) for name, value in raw.items() if value]
+    named += [(name.removeprefix("model."), name) for name in files.tensors]
+    for name, shown in named:
+        for part, what in NAMES.other_parts.items():
+            if name.startswith((f"{part}_", f"{part}.")):
+                yield shown, what
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+def written_names(form: str) -> list[str]:
+    """Return the names of our keys that a form has, in its order."""
+    return NAMES.keys.written[form].split()
+
+
+def copied_from_target(files: DraftFiles) -> str | None:
+    """Return the draft class of a trainer that copies its target's config; None for others."""
+    names = files.config.get("architectures") or ()
+    return next((name for name in names if name in NAMES.keys.of_target_copies), None)
+
+
+def draft_keys(files: DraftFiles) -> DraftFiles:
+    """Return files with the keys that describe the draft, if the config is a copy of a target's.
+
+    `num_hidden_layers` becomes the number of layers in the file, and `num_target_layers` what a
+    copy of the target's config says. Files of other trainers are unchanged.
+    """
+    writer = copied_from_target(files)
+    if writer is None:
+        return files
+    raw, tables = files.config, NAMES.keys.of_target_copies
+    names = f"{tables['shape']} {tables[writer]}".split()
+    result = {name: raw[name] for name in names if name in raw}
+    result["num_hidden_layers"] = count_layers(files.tensors)
+    if writer == "LlamaEagle3DraftModel":
+        if not raw.get("parallel_drafting"):  # P-EAGLE writes the draft's own number
+            result["num_target_layers"] = raw.get("num_hidden_layers")
+        if not any(name in raw for name in _LAYER_IDS):
+            log.warning(
+                "warning: %s: AutoModel writes no layer ids; its default is assumed, the outputs "
+                "of blocks 1, L/2-1 and L-4. If aux_layer_ids were given to it, add the key "
+                '"eagle_config": {"eagle_aux_hidden_state_layer_ids": [...]} with them',
+                files.config_path,
+            )
+        result |= {name: raw[name] for name in _LAYER_IDS if name in raw}
+    return DraftFiles(result, files.tensors, files.where)
+
+
+def block_keys(files: DraftFiles) -> DraftFiles:
+    """Return files of a block draft with our keys, those of `dflash_config` at the top level.
+
+    Raises:
+        DraftError: two keys that have one name here differ, or a key of `dflash_config` is unknown.
+    """
+    raw, nested = dict(files.config), files.config.get(DFLASH_CONFIG) or {}
+    if odd := sorted(nested.keys() - KNOWN):
+        raise DraftError(
+            f"{files.config_path}: {DFLASH_CONFIG} has {', '.join(odd)}, which spec-train does not "
+            "know; such a key can change what the draft computes, so the draft is not read"
+        )
+    for name, value in nested.items():
+        _put(raw, name, value, files)
+    for theirs, ours in NAMES.keys.blocks.items():
+        if theirs not in raw:
+            continue
+        value = raw.pop(theirs)
+        if ours == "num_target_layers" and value is not None:
+            raw.pop(ours, None)  # TorchSpec: the number of captured layers
+        _put(raw, ours, value, files)
+    if "use_confidence_head" in nested:  # ModelOpt reads both, always
+        raw.setdefault("confidence_head_with_markov", raw["enable_confidence_head"])
+    if raw.get("confidence_head_alpha") and "enable_confidence_head" not in raw:  # SpecForge
+        raw["enable_confidence_head"] = True
+    if raw.get("markov_head_type") == "classical":  # TorchSpec
+        raw["markov_head_type"] = "vanilla"
+    if MUSE in (raw.get("architectures") or ()):
+        raw = _of_transformers(raw)
+    return DraftFiles(raw, files.tensors, files.where)
+
+
+def _put(raw: dict[str, Any], name: str, value: Any, files: DraftFiles) -> None:
+    """Set a key that may already have a value, which must then be the same."""
+    if value is None:
+        return
+    if raw.get(name) is not None and raw[name] != value:
+        raise DraftError(
+            f"{files.config_path}: {name} = {raw[name]} and, in another place of the config, "
+            f"{value}; engines read different ones. Correct the wrong one"
+        )
+    raw[name] = value
+
+
+def _of_transformers(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a config of transformers' class, with what that class does without a key for it.
+
+    Its layers are sliding unless the config lists them, its blocks see both directions, and it lets
+    a position see those at a distance of up to `sliding_window`: one more than other programs do.
+    """
+    layers = int(raw.get("num_hidden_layers") or 5)
+    window = raw.get("sliding_window", 2048)
+    return (
+        {"is_causal": False, "sample_from_anchor": False}
+        | raw
+        | {
+            "num_hidden_layers": layers,
+            "layer_types": raw.get("layer_types") or ["sliding_attention"] * layers,
+            "sliding_window": window + 1 if window else window,
+        }
+    )
+
+
+def refuse_arithmetic(files: DraftFiles, what: str, but: tuple[str, ...] = ()) -> None:
+    """Refuse a config with a key that changes the arithmetic in a way that `what` does not have.
+
+    `but` are keys that `what` reads.
+
+    Raises:
+        DraftError: names the keys and their values.
+    """
+    raw, neutral, scales = files.config, NAMES.keys.neutral, NAMES.keys.scales
+    size = raw.get("head_dim") or raw.get("hidden_size", 0) // raw.get("num_attention_heads", 1)
+    faults = []
+    for name, value, path in _leaves(raw):
+        if name in scales and value not in (None, size ** scales[name]):
+            faults.append(f"{path} = {value}")
+        if name in neutral and name not in but and value not in (None, *neutral[name]):
+            faults.append(f"{path} = {'...' if isinstance(value, dict) else value}")
+    if faults:
+        raise DraftError(
+            f"{files.config_path}: {', '.join(faults)} cannot be represented: {what} of spec-train "
+            "has no such arithmetic"
+        )
+
+
+def unread_keys(files: DraftFiles) -> list[str]:
+    """Return the keys of a published config, sorted, of which it is unknown what they change.
+
+    Null values are left out. Drafts of this project have other checks, and a config that is a copy
+    of the target's may have any key: its draft class reads a few of them.
+    """
+    if SECTION in files.config or copied_from_target(files) is not None:
+        return []
+    leaves = _leaves(files.config)
+    return sorted(path for name, value, path in leaves if value is not None and name not in KNOWN)
+
+
+def unread_text(names: list[str]) -> str:
+    """Return a sentence about keys that were not read."""
+    return (
+        f"keys of unknown meaning were not read: {', '.join(names)}. If one of them changes what "
+        "the draft computes, it is read as another draft than the one that was trained"
+    )
+
+
+def _leaves(raw: dict[str, Any]) -> list[tuple[str, Any, str]]:
+    """Return (name, value, path) of the keys at the top and in the nested tables."""
+    leaves = [(name, value, name) for name, value in raw.items() if name not in _TABLES]
+    for table in _TABLES:
+        leaves += [(name, value, f"{table}.{name}") for name, value in _table(raw, table).items()]
+    return leaves
+
+
+def _table(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    value = raw.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without the prefix `model.` that some tools add to the names."""
+    return {name.removeprefix("model."): value for name, value in tensors.items()}
+
+
+def count_layers(names: Iterable[str]) -> int:
+    """Return the number of decoder layers in a draft's tensors; `midlayer` is the first one."""
+    numbers = {int(m[1]) for name in names if (m := _LAYER.match(name))}
+    if any(name.removeprefix("model.").startswith("midlayer.") for name in names):
+        numbers.add(0)
+    return len(numbers)
+
+
+def eagle_tensors(files: DraftFiles, what: str) -> dict[str, Tensor]:
+    """Return the tensors of an EAGLE draft under our names.
+
+    Raises:
+        DraftError: there is a part that `what` does not have, or two tensors have one name.
+    """
+    for name in files.tensors:
+        for pattern, words in NAMES.tensors.refused.items():
+            if re.search(pattern, name):
+                raise DraftError(
+                    f"{files.weights_path}: {name}: {words} cannot be represented: {what} of "
+                    "spec-train has none"
+                )
+    return _renamed(files, NAMES.tensors.eagle)
+
+
+def block_tensors(files: DraftFiles) -> dict[str, Tensor]:
+    """Return the tensors of a block draft under our names.
+
+    Raises:
+        DraftError: two tensors have one name.
+    """
+    return _renamed(files, NAMES.tensors.blocks)
+
+
+def _renamed(files: DraftFiles, table: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return tensors under our names, without rotary tables, which are computed from the config."""
+    result: dict[str, Tensor] = {}
+    for name, value in plain_names(files.tensors).items():
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
+        for pattern, ours in table.items():
+            if match := re.match(pattern, name):
+                name = ours + name[match.end() :]
+                break
+        if name in result:
+            raise DraftError(f"{files.weights_path}: {name} is there twice, under two names")
+        result[name] = value
+    return result
+
+
+def written_tensors(form: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return our tensors under the names of a form."""
+    result, table = {}, NAMES.tensors.written[form]
+    for name, value in tensors.items():
+        ours = next((start for start in table if name.startswith(start)), "")
+        result[table.get(ours, "") + name.removeprefix(ours)] = value
+    return result
