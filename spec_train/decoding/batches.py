@@ -24,8 +24,13 @@ from spec_train.decoding.chains import (
     TargetSession,
     decoder_config,
 )
-from spec_train.drafts.protocol import Ask, Drafter
-from spec_train.drafts.together import left_padded, new_positions, real_slots
+from spec_train.drafts.drafting import (
+    Drafter,
+    DraftRequest,
+    left_padded,
+    new_positions,
+    real_slots,
+)
 
 # -- batch session ---------------------------------------------------------------------------------
 # Several sequences in the target at once: one KV cache, padded on the left.
@@ -319,7 +324,7 @@ def _propose(
     """Return drafted ids, int64 [k], and their distributions, of each sequence."""
     empty = torch.empty(0, dtype=torch.long, device=device)
     found: list[tuple[Tensor, list[Any]]] = [(empty, []) for _ in active]
-    rows, drafters, asks = [], [], []
+    rows, drafters, requests = [], [], []
     for row, sequence in enumerate(active):
         response = sequence.response
         count = response.wanted(draft_tokens)
@@ -327,18 +332,18 @@ def _propose(
             continue
         rows.append(row)
         drafters.append(sequence.drafter)
-        asks.append(Ask(response.known, response.states, count, response.request.sampler))
-    for row, proposed in zip(rows, propose_all(drafters, asks), strict=True):
+        sampler = response.request.sampler
+        requests.append(DraftRequest(response.known, response.states, count, sampler))
+    for row, proposed in zip(rows, propose_all(drafters, requests), strict=True):
         found[row] = proposed
     return found
 
 
-def propose_all(drafters: Sequence[Drafter], asks: Sequence[Ask]) -> list[tuple[Tensor, list[Any]]]:
-    """Answer one `Ask` per drafter, together where their class can (see `protocol.Drafter`)."""
-    together = getattr(type(drafters[0]), "propose_together", None) if drafters else None
-    if together is not None and len(drafters) > 1:
-        return together(drafters, asks)
-    return [
-        drafter.propose(ask.tokens, ask.states, ask.count, ask.sampler)
-        for drafter, ask in zip(drafters, asks, strict=True)
-    ]
+def propose_all(
+    drafters: Sequence[Drafter], requests: Sequence[DraftRequest]
+) -> list[tuple[Tensor, list[Any]]]:
+    """Answer one request per drafter, in as few forward passes as their class can."""
+    if len(drafters) > 1:
+        return type(drafters[0]).propose_batch(drafters, requests)
+    pairs = zip(drafters, requests, strict=True)
+    return [d.propose(r.tokens, r.states, r.count, r.sampler) for d, r in pairs]

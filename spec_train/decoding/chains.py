@@ -28,7 +28,7 @@ from transformers import DynamicCache
 
 from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.schema import FINAL, layer_column
-from spec_train.drafts.protocol import Drafter
+from spec_train.drafts.drafting import Drafter
 from spec_train.losses.sampling import Sampler
 
 # -- stopwatch -------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from spec_train.decoding.chains import (
     decoder_config,
     until_stop,
 )
+from spec_train.drafts.draft import Draft
 from spec_train.drafts.drafting import ChainDrafter
-from spec_train.drafts.protocol import Draft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Sampler
 
@@ -163,23 +163,25 @@ class TreeDrafter:
         """Append verified positions and grow a tree after the last of them.
 
         Args:
-            tokens, states: as for `protocol.Drafter.propose`.
+            tokens, states: those of `DraftRequest`.
             depth: number of levels at most, at least 1.
         """
         state, position = self._chain.extend(tokens, states)  # [1, 1, H], int64 [1, 1]
-        draft, cache, device = self._chain.draft, self._chain.cache, state.device
+        draft, caches, device = self._chain.draft, self._chain.caches, state.device
         best, likelihood = self._expand(state[0], torch.zeros(1, device=device))  # [1, k]
         found, score = [best.flatten()], [likelihood.flatten()]  # candidates of every level
         parent = [torch.full_like(found[0], ROOT)]  # their parents, counted over all levels
         # m candidates of the newest level are expanded next; `start` is the number before the level
         start, frontier = 0, torch.arange(len(found[0]), device=device)
         carried = state.expand(-1, len(frontier), -1)  # [1, m, H], states of their parents
-        above = torch.ones(len(frontier), cache.length, dtype=torch.bool, device=device)  # [m, T]
+        above = torch.ones(
+            len(frontier), caches[0].length, dtype=torch.bool, device=device
+        )  # [m, T]
         for level in range(1, depth):
             own = torch.eye(len(frontier), dtype=torch.bool, device=device)
             seen = torch.cat([above, own], dim=1)  # [m, T + m]: ancestors and itself
             ids, positions = found[-1][frontier], position + level  # [m], [1, 1]
-            output = draft.step(ids[None], carried, positions.expand_as(ids[None]), cache, seen)
+            output = draft.step(ids[None], carried, positions.expand_as(ids[None]), caches, seen)
             self._levels += 1
             best, likelihood = self._expand(output[0], score[-1][frontier])  # [m, k]
             parent.append((start + frontier).repeat_interleave(best.shape[1]))  # [m * k]

@@ -349,7 +349,7 @@ def _similar_rows(setting: Setting) -> Tensor | None:
 
     None: the draft has no head of the target's width, or it would take too long.
     """
-    rows = dict(setting.draft.state_dict()).get("lm_head.weight")  # type: ignore[attr-defined]
+    rows = dict(setting.draft.state_dict()).get("lm_head.weight")
     other = setting.sample.head.head_weight
     if rows is None or rows.shape[1] != other.shape[1]:
         return None
@@ -370,7 +370,7 @@ def _target_weights(setting: Setting) -> Iterator[Neighbour]:
             setting.reading,
             _changed(draft, {}, _with({"embed_tokens.weight": head.embed_weight})),
         )
-    name, state = "lm_head.weight", dict(draft.state_dict())  # type: ignore[attr-defined]
+    name, state = "lm_head.weight", dict(draft.state_dict())
     if name in state:
         rows = head.head_weight
         if not draft.full_vocabulary:

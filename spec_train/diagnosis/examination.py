@@ -55,7 +55,7 @@ from spec_train.diagnosis.trials import (
     trial_checks,
 )
 from spec_train.drafts import Draft
-from spec_train.drafts.targets import special_ids
+from spec_train.drafts.config import special_ids
 from spec_train.evaluation.exporting import find_target
 from spec_train.evaluation.on_dataset import check_sizes
 from spec_train.evaluation.run_record import read_run

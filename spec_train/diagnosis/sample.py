@@ -207,7 +207,7 @@ def _with_target_states(
 def drafted_chains(draft: Draft, sample: Sample, reading: Reading, depth: int) -> list[np.ndarray]:
     """Return the chains that the draft proposes at every slot, int64 [B, T, depth] of each pack."""
     return [
-        draft.chains(sample.read(batch, reading, draft), sample.head, depth, counted_only=True)
+        draft.chains(sample.read(batch, reading, draft), sample.head, depth, scored_only=True)
         .cpu()
         .numpy()
         for batch in sample.batches

@@ -1,24 +1,21 @@
 """The drafts, one folder per kind, and what they share.
 
-A draft is a class that implements the Draft protocol (`protocol.py`); `DRAFTS` lists them by name.
-To add a kind, add a folder, its options in `draft_options.py`, its files in `formats/`, and one
-line here.
+A draft is a subclass of `draft.Draft`; `DRAFTS` lists them by name. To add a kind, add a folder,
+its files in `formats/`, and one line here.
 """
 
 import importlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 from spec_data.models.families import find_spec
 from spec_data.shards.errors import DraftError, SpecDataError
-from spec_train.drafts.base import BaseDraft
+from spec_train.drafts.draft import Draft, DraftLoss
 from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft
 from spec_train.drafts.eagle.draft import EagleDraft
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.drafts.peagle.draft import PeagleDraft
-from spec_train.drafts.protocol import Draft, DraftLoss
 from spec_train.formats.contradictions import refuse_contradictions
 from spec_train.formats.draft_files import DraftFiles, read_files
 from spec_train.formats.draft_seal import SECTION
@@ -61,12 +58,12 @@ def draft_class(kind: str, architectures: Sequence[str]) -> type[Draft]:
         raise DraftError(
             f"{spec.family}: its {kind} draft {place} cannot be loaded: {error}"
         ) from None
-    if not (isinstance(found, type) and issubclass(found, BaseDraft) and found.name == kind):
+    if not (isinstance(found, type) and issubclass(found, Draft) and found.name == kind):
         raise DraftError(
             f"{spec.family}: {place} is no {kind} draft: a subclass of {DRAFTS[kind].__name__}, or "
-            f'of BaseDraft with name = "{kind}", is needed'
+            f'of Draft with name = "{kind}", is needed'
         )
-    return cast(type[Draft], found)
+    return found
 
 
 def load_draft(

@@ -1,26 +1,244 @@
-"""What the configurations of all drafts share: sizes, rotary settings, and their part of the file.
+"""The configurations of all drafts: sizes and arithmetic, from a target's config.json or a draft's.
 
-In: a target's config.json, or one that this project wrote. Out: a frozen dataclass, and the keys of
-the draft's config.json that engines read. Keys that only this project needs are in the section
-`spec_train`. Each kind of draft adds its own fields, its `architectures` and its keys.
+A configuration is a frozen dataclass. It is written as a config.json that engines read, where keys
+that only this project needs are in the section `spec_train`. Each kind of draft adds its fields,
+its `architectures` and its keys.
 """
 
 import dataclasses
-from collections.abc import Collection
+import logging
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from spec_data.models.families import LayerSizes, TargetShape, text_table
+from spec_data.models.families import (
+    TARGETS,
+    LayerSizes,
+    TargetShape,
+    derived_spec,
+    find_spec,
+    text_table,
+)
+from spec_data.models.fitted_shape import fitted_shape
 from spec_data.models.rope_settings import RopeSettings
 from spec_data.shards.errors import DraftError
+from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import LAYER_CONVENTION
 from spec_data.terminal.config import to_dict
 from spec_data.terminal.console import nearest
 from spec_train.drafts.layers import LayerShape
-from spec_train.drafts.targets import target_dtype, token_ids
 from spec_train.formats.draft_seal import SECTION
-from spec_train.options.shape_options import FULL, SLIDING, LayerOptions
+from spec_train.formats.flat import TOKEN_KEYS
+from spec_train.options.shape_options import FULL, SLIDING
 from spec_train.options.vocabulary_options import PATHS
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(LayerSizes):
+    """Shapes and arithmetic of a draft."""
+
+    draft: ClassVar[str]
+    """The kind of draft, a key of `DRAFTS`."""
+    architectures: ClassVar[tuple[str, ...]]
+    """Names in config.json that a draft of this kind may have."""
+    reads_layers: ClassVar[bool] = True
+    """Whether it reads captured layers; otherwise the final hidden states, with the full head."""
+    not_keys: ClassVar[tuple[str, ...]] = ("layers", "token_ids", "origin", "positions")
+    """Fields that are not keys of config.json, or are written under other names."""
+    switches: ClassVar[tuple[str, ...]] = (
+        *("hidden_act", "attention_bias", "mlp_bias", "qk_norm", "sliding_window", "layer_types"),
+        "train_embeddings",
+    )
+    """Fields that are written only if they are not the default."""
+    of_files: ClassVar[tuple[str, ...]] = ()
+    """Fields that no option sets: a draft that was read keeps its own."""
+
+    num_hidden_layers: int  # decoder layers of the draft
+    max_position_embeddings: int
+    vocab_size: int  # of the target
+    rope_parameters: dict[str, Any]
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None  # a token sees so many positions, its own one included
+    layer_types: tuple[str, ...] = ()  # one per layer of the draft; (): all full_attention
+    train_embeddings: bool = False  # whether the embedding is the draft's own
+    dtype: str = "bfloat16"  # of the target; the draft is saved in it
+    token_ids: dict[str, Any] = field(default_factory=dict)  # the target's bos, eos and pad ids
+    origin: dict[str, Any] = field(default_factory=dict)  # see `spec_train.formats.origin`
+    positions: dict[str, Any] = field(default_factory=dict)  # see `rope_settings.stored_json`
+    target_hidden_size: int  # width of the target's states
+    draft_vocab_size: int  # number of tokens that the draft can propose
+    layers: tuple[int, ...] = ()  # block outputs that it reads, counted from 0, ascending
+
+    def __post_init__(self) -> None:
+        """Bring `layer_types` into one form; refuse a shape that no draft of this kind can have.
+
+        Raises:
+            DraftError: names the field.
+        """
+        sliding = set(self.layer_types) - {FULL}
+        object.__setattr__(self, "layer_types", tuple(self.layer_types) if sliding else ())
+        if not sliding:
+            object.__setattr__(self, "sliding_window", None)
+        check_shape(self)
+
+    @classmethod
+    def from_target(
+        cls,
+        target_config: dict[str, Any],
+        *,
+        options: Any,
+        vocab_size: int,
+        draft_vocab_size: int | None = None,
+        layers: tuple[int, ...] = (),
+        dtype: str | None = None,
+        origin: dict[str, Any] | None = None,
+        positions: Positions | None = None,
+        **own: Any,
+    ) -> Self:
+        """Derive a draft's configuration from the target's config.json.
+
+        Args:
+            target_config: the target's config.json.
+            options: of the draft; what it has otherwise than the target.
+            vocab_size: of the target.
+            draft_vocab_size: tokens that the draft can propose; None: all of them.
+            layers: ids of the captured layers that it reads, ascending.
+            dtype: the target's dtype, used if `target_config` names none; None: bfloat16.
+            origin: further facts that identify the target and its prompts.
+            positions: what the dataset records of the target's positions.
+            **own: fields that only this kind of draft has, if no option sets them.
+
+        Raises:
+            DraftError: no draft is registered for the target's family, a size is missing, or the
+                shape is impossible.
+        """
+        shape = target_shape(cls.draft, target_config, positions)
+        if layers and layers[-1] >= shape.num_hidden_layers - 1:
+            log.warning(
+                "layer %d is the target's last block: engines disagree on whether its output is "
+                "taken before or after the final norm; do not use it in drafts for serving",
+                layers[-1],
+            )
+        options = options.sized(shape.hidden_size, shape.num_hidden_layers)
+        sizes = shape.of_draft()
+        layer = options.layer_fields(text_table(target_config) | sizes, options.num_layers)
+        if layer["head_dim"] != shape.head_dim:  # the target's frequencies belong to its own heads
+            sizes["positions"] = {k: v for k, v in shape.positions.items() if k == "factors"}
+        return cls(
+            **(sizes | layer),
+            num_hidden_layers=options.num_layers,
+            vocab_size=vocab_size,
+            dtype=target_dtype(target_config) or dtype or "bfloat16",
+            token_ids=token_ids(target_config),
+            origin=origin or {},
+            target_hidden_size=shape.hidden_size,
+            draft_vocab_size=vocab_size if draft_vocab_size is None else draft_vocab_size,
+            layers=layers,
+            **cls.from_options(options, shape),
+            **own,
+        )
+
+    @classmethod
+    def from_options(cls, options: Any, shape: TargetShape) -> dict[str, Any]:
+        """Return the fields of this kind of draft that its options and the target decide."""
+        return {}
+
+    @property
+    def rope(self) -> RopeSettings:
+        """The fields that the rotary embedding needs."""
+        return RopeSettings.of(self)
+
+    @property
+    def layer_shape(self) -> LayerShape:
+        """The fields that a decoder layer needs."""
+        return LayerShape(**{f.name: getattr(self, f.name) for f in dataclasses.fields(LayerShape)})
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of every layer of the draft, in positions; None: it sees every position."""
+        types = self.layer_types or (FULL,) * self.num_hidden_layers
+        return tuple(None if kind == FULL else self.sliding_window for kind in types)
+
+    def shape_json(self) -> dict[str, Any]:
+        """Return the `switches` that are not the default of this kind of draft."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        plain = to_dict(self)  # lists for tuples, as a file has them
+        names = [name for name in self.switches if getattr(self, name) != defaults[name]]
+        out = {name: plain[name] for name in names}
+        # transformers drops the window of a Qwen3 config without it
+        return out | ({"use_sliding_window": True} if self.layer_types else {})
+
+    def shared_json(self) -> dict[str, Any]:
+        """Return the keys of config.json that every kind of draft writes."""
+        rope = self.rope_parameters
+        plain, left_out = to_dict(self), {*self.not_keys, *self.switches}
+        out: dict[str, Any] = {k: v for k, v in plain.items() if k not in left_out}
+        out |= self.token_ids
+        out |= {
+            "hidden_act": self.hidden_act,
+            "attention_bias": self.attention_bias,
+            "tie_word_embeddings": False,
+            "torch_dtype": self.dtype,
+            "rope_theta": rope["rope_theta"],
+        }
+        if "partial_rotary_factor" in rope:
+            out["partial_rotary_factor"] = rope["partial_rotary_factor"]
+        if rope["rope_type"] != "default":
+            out["rope_scaling"] = rope  # the key that engines on older transformers read
+        return out
+
+    def own_json(self, options: Any) -> dict[str, Any]:
+        """Return the section of config.json that only this project reads."""
+        kept = {  # without null, which some engines do not read
+            name: value
+            for name, value in to_dict(options).items()
+            if name not in PATHS and value is not None
+        }
+        own: dict[str, Any] = {"draft": self.draft}
+        if self.reads_layers:
+            own |= {"layers": list(self.layers), "layer_convention": LAYER_CONVENTION}
+        own |= {"options": kept, "origin": self.origin}
+        return own | ({"positions": self.positions} if self.positions else {})
+
+    def to_json(self, options: Any) -> dict[str, Any]:
+        """Return config.json of the draft."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], where: str) -> Self:
+        """Read a config.json that `to_json` wrote; `where` is its path, for messages.
+
+        Raises:
+            DraftError: the file is not such a draft of this project, or fields are missing.
+        """
+        own = raw.get(SECTION)
+        known = set(cls.architectures) & set(raw.get("architectures") or ())
+        if not known or not isinstance(own, dict):
+            raise DraftError(
+                f"{where}: no {cls.draft} draft written by spec-train (architectures "
+                f"{raw.get('architectures')}, {SECTION} {'present' if own else 'missing'})"
+            )
+        names = [f.name for f in dataclasses.fields(cls) if f.name not in cls.not_keys]
+        missing = [name for name in names if name not in raw and name not in cls.switches]
+        needed = ("draft", "options", *(("layers",) if cls.reads_layers else ()))
+        missing += [f"{SECTION}.{k}" for k in needed if k not in own]
+        if missing:
+            raise DraftError(f"{where}: lacks {', '.join(missing)}; it was edited or damaged")
+        if own["draft"] != cls.draft:
+            raise DraftError(f"{where}: a draft of kind {own['draft']}, not {cls.draft}")
+        fields: dict[str, Any] = {name: raw[name] for name in names if name in raw}
+        if cls.reads_layers:
+            fields["layers"] = tuple(own["layers"])
+        else:
+            fields["target_hidden_size"] = raw["hidden_size"]
+            fields["draft_vocab_size"] = raw["vocab_size"]
+        fields |= {name: own.get(name) or {} for name in ("origin", "positions")}
+        return cls(**fields, token_ids=token_ids(raw))
+
 
 # -- shape checks ----------------------------------------------------------------------------------
 # Which shapes a draft can have: the checks of a draft's configuration.
@@ -29,7 +247,7 @@ from spec_train.options.vocabulary_options import PATHS
 
 
 def check_shape(config: Any) -> None:
-    """Refuse a configuration (`BaseConfig`) whose fields contradict each other or mean nothing.
+    """Refuse a configuration (`DraftConfig`) whose fields contradict each other or mean nothing.
 
     Raises:
         DraftError: names the field, its value and what is possible.
@@ -92,204 +310,73 @@ def _check_layer_types(config: Any) -> None:
         )
 
 
-# -- config ----------------------------------------------------------------------------------------
+# -- the target ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class BaseConfig(LayerSizes):
-    """Shapes and arithmetic of a draft."""
+def target_shape(
+    draft: str, target_config: dict[str, Any], positions: Positions | None
+) -> TargetShape:
+    """Return the shape that a draft takes from its target.
 
-    not_keys: ClassVar[tuple[str, ...]] = ("token_ids", "origin", "positions")
-    """Fields that are written under other names."""
-    switches: ClassVar[tuple[str, ...]] = (
-        *("hidden_act", "attention_bias", "mlp_bias", "qk_norm", "sliding_window", "layer_types"),
-        "train_embeddings",
-    )
-    """Fields that older files lack and that are written only if they are not the default."""
-    of_files: ClassVar[tuple[str, ...]] = ()
-    """Fields that no option sets: a draft that was read keeps its own."""
+    The registry of families is `TARGETS` in `spec_data/models/families.py`. A family that it does
+    not know is derived from its config.json, if the dataset has proven positions of it.
 
-    num_hidden_layers: int  # decoder layers of the draft
-    max_position_embeddings: int
-    vocab_size: int
-    rope_parameters: dict[str, Any]
-    hidden_act: str = "silu"
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    sliding_window: int | None = None  # a token sees so many positions, its own one included
-    layer_types: tuple[str, ...] = ()  # one per layer of the draft; (): all full_attention
-    train_embeddings: bool = False  # whether the embedding is the draft's own
-    dtype: str = "bfloat16"
-    token_ids: dict[str, Any] = field(default_factory=dict)  # the target's bos, eos and pad ids
-    origin: dict[str, Any] = field(default_factory=dict)  # see `spec_train.formats.origin`
-    positions: dict[str, Any] = field(default_factory=dict)  # see `rope_settings.stored_json`
+    Args:
+        draft: the kind of draft, for messages.
+        target_config: the target's config.json.
+        positions: what the dataset records of the target's positions, if it does.
 
-    def __post_init__(self) -> None:
-        """Bring `layer_types` into one form; refuse a shape that no draft of this kind can have.
-
-        Raises:
-            DraftError: names the field.
-        """
-        sliding = set(self.layer_types) - {FULL}
-        object.__setattr__(self, "layer_types", tuple(self.layer_types) if sliding else ())
-        if not sliding:
-            object.__setattr__(self, "sliding_window", None)
-        check_shape(self)
-
-    @staticmethod
-    def of_target(
-        target_config: dict[str, Any],
-        shape: TargetShape,
-        options: LayerOptions,
-        layers: int,
-        dtype: str | None,
-        origin: dict[str, Any] | None,
-    ) -> dict[str, Any]:
-        """Return the fields above that come from the target and the options, but `vocab_size`.
-
-        Args:
-            target_config: the target's config.json.
-            shape: the target's sizes.
-            options: what the draft has otherwise than the target.
-            layers: decoder layers of the draft.
-            dtype: the target's dtype, used if `target_config` names none; None: bfloat16.
-            origin: further facts that identify the target and its prompts.
-        """
-        sizes = shape.of_draft()
-        own = options.layer_fields(text_table(target_config) | sizes, layers)
-        if own["head_dim"] != shape.head_dim:  # the target's frequencies belong to its own heads
-            kept = {k: v for k, v in shape.positions.items() if k == "factors"}
-            sizes["positions"] = kept
-        return {
-            **sizes,
-            **own,
-            "dtype": target_dtype(target_config) or dtype or "bfloat16",
-            "token_ids": token_ids(target_config),
-            "origin": origin or {},
-        }
-
-    @property
-    def rope(self) -> RopeSettings:
-        """The fields that the rotary embedding needs."""
-        return RopeSettings.of(self)
-
-    @property
-    def layer_shape(self) -> LayerShape:
-        """The fields that a decoder layer needs."""
-        return LayerShape(**{f.name: getattr(self, f.name) for f in dataclasses.fields(LayerShape)})
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The window of every layer of the draft, in positions; None: it sees every position."""
-        types = self.layer_types or (FULL,) * self.num_hidden_layers
-        return tuple(None if kind == FULL else self.sliding_window for kind in types)
-
-    def shape_json(self) -> dict[str, Any]:
-        """Return the `switches` that are not the default of this kind of draft."""
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        plain = to_dict(self)  # lists for tuples, as a file has them
-        names = [name for name in self.switches if getattr(self, name) != defaults[name]]
-        out = {name: plain[name] for name in names}
-        # transformers drops the window of a Qwen3 config without it
-        return out | ({"use_sliding_window": True} if self.layer_types else {})
-
-    def shared_json(self) -> dict[str, Any]:
-        """Return the keys of config.json that every kind of draft writes."""
-        rope = self.rope_parameters
-        plain, left_out = to_dict(self), {*self.not_keys, *self.switches}
-        out: dict[str, Any] = {k: v for k, v in plain.items() if k not in left_out}
-        out |= self.token_ids
-        out |= {
-            "hidden_act": self.hidden_act,
-            "attention_bias": self.attention_bias,
-            "tie_word_embeddings": False,
-            "torch_dtype": self.dtype,
-            "rope_theta": rope["rope_theta"],
-        }
-        if "partial_rotary_factor" in rope:
-            out["partial_rotary_factor"] = rope["partial_rotary_factor"]
-        if rope["rope_type"] != "default":
-            out["rope_scaling"] = rope  # the key that engines on older transformers read
-        return out
-
-    def own_json(self, draft: str, options: Any) -> dict[str, Any]:
-        """Return the section of config.json that only this project reads."""
-        kept = {  # without null, which some engines do not read
-            name: value
-            for name, value in to_dict(options).items()
-            if name not in PATHS and value is not None
-        }
-        own = {"draft": draft, "options": kept, "origin": self.origin}
-        return own | ({"positions": self.positions} if self.positions else {})
-
-    @classmethod
-    def fields_of(
-        cls,
-        raw: dict[str, Any],
-        where: str,
-        *,
-        kind: str,
-        architectures: Collection[str],
-        needed: Collection[str] = ("options",),
-    ) -> dict[str, Any]:
-        """Return the fields of a config.json that this project wrote.
-
-        Args:
-            raw: config.json.
-            where: its path, for messages.
-            kind: name of the draft with its article, for messages.
-            architectures: names of which `architectures` must contain at least one.
-            needed: required keys of the section of this project.
-
-        Raises:
-            DraftError: the file is not such a draft of this project, or fields are missing.
-        """
-        own = raw.get(SECTION)
-        known = set(architectures) & set(raw.get("architectures") or ())
-        if not known or not isinstance(own, dict):
+    Raises:
+        DraftError: the family is not registered and its positions are not proven, or config.json
+            lacks a size.
+    """
+    names = target_architectures(target_config)
+    spec = find_spec(names)
+    if spec is None:
+        problem = (
+            f"no {draft} draft is registered for a target of architectures {names}; "
+            f"supported: {', '.join(sorted(TARGETS))}. Targets that take images or audio, encoder-"
+            "decoders and recurrent models are not supported. To add a decoder whose config.json "
+            "has Llama's keys, add one line to TARGETS in spec_data/models/families.py"
+        )
+        if positions is None:
+            raise DraftError(problem)
+        if not positions.proven:
             raise DraftError(
-                f"{where}: not {kind} draft written by spec-train (architectures "
-                f"{raw.get('architectures')}, {SECTION} {'present' if own else 'missing'})"
+                f"{problem}. The dataset does not replace that line: the target's positions are "
+                f"not proven ({positions.reason})"
             )
-        names = [f.name for f in dataclasses.fields(cls) if f.name not in cls.not_keys]
-        missing = [name for name in names if name not in raw and name not in cls.switches]
-        missing += [f"{SECTION}.{k}" for k in needed if k not in own]
-        if missing:
-            raise DraftError(f"{where}: lacks {', '.join(missing)}; it was edited or damaged")
-        found = {name: raw[name] for name in names if name in raw}
-        if "layers" in cls.not_keys:
-            found["layers"] = tuple(own["layers"])
-        tables = {name: own.get(name) or {} for name in ("origin", "positions")}
-        return {**found, "token_ids": token_ids(raw), **tables}
+        spec = derived_spec(names)
+        log.info("the target's family is not registered: %s", spec.note)
+    return fitted_shape(target_config, spec, positions)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayeredConfig(BaseConfig):
-    """A draft that reads captured layers. Layer id: block output, counted from 0."""
-
-    not_keys: ClassVar[tuple[str, ...]] = ("layers", "token_ids", "origin", "positions")
-
-    target_hidden_size: int
-    draft_vocab_size: int
-    layers: tuple[int, ...]
-
-    def own_json(self, draft: str, options: Any) -> dict[str, Any]:
-        """Return the section of config.json that only this project reads."""
-        layers = {"layers": list(self.layers), "layer_convention": LAYER_CONVENTION}
-        return {"draft": draft, **layers, **super().own_json(draft, options)}
+def target_architectures(config: dict[str, Any]) -> list[str]:
+    """Return `architectures` of a target's config.json; empty if the key is missing."""
+    names = config.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
-@dataclass(frozen=True, kw_only=True)
-class AuxConfig(LayeredConfig):
-    """A draft of `aux_draft.AuxDraft`: with switches for norms of its inputs and of its output."""
+def target_dtype(config: dict[str, Any]) -> str | None:
+    """Return the name of the target's dtype, or None if the config does not name one."""
+    for table in (config, text_table(config)):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(table.get(key), str):
+                return str(table[key]).removeprefix("torch.")
+    return None
 
-    switches: ClassVar[tuple[str, ...]] = (
-        *LayeredConfig.switches,
-        *("norm_before_fc", "norm_before_residual"),
-    )
 
-    fc_norm: bool = False
-    norm_output: bool = False
-    norm_before_fc: bool = False  # one RMSNorm over all captured layers
-    norm_before_residual: bool = False  # the first layer adds to its normalised input
+def special_ids(config: dict[str, Any]) -> list[int]:
+    """Return the special token ids that a target's config names.
+
+    They are part of every draft vocabulary.
+    """
+    values = token_ids(config).values()
+    return [i for value in values for i in (value if isinstance(value, list) else [value])]
+
+
+def token_ids(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the bos, eos and pad ids of a config; the top level overrides `text_config`."""
+    tables = (text_table(config), config)
+    found = {key: table[key] for table in tables for key in TOKEN_KEYS if key in table}
+    return {key: value for key, value in found.items() if value is not None}

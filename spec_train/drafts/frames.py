@@ -17,16 +17,18 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
+from spec_data.shards.schema import FINAL
 from spec_train.data.batch import DraftBatch
-from spec_train.drafts.base import BaseDraft
+from spec_train.drafts.draft import Draft
 from spec_train.drafts.layers import argmax_by_chunks
 from spec_train.drafts.slots import settle_documents, slot_masks
 from spec_train.drafts.teacher import (
+    LOGITS,
+    TOPK,
     Teacher,
     head_teacher,
     logits_teacher,
-    proposed_ids,
-    teacher_of,
+    topk_teacher,
 )
 from spec_train.losses.head import TargetHead
 from spec_train.losses.teacher_rows import TeacherRows
@@ -135,7 +137,7 @@ class Frame:
     teacher: Teacher  # of flat slots
 
 
-def tensor_frame(draft: BaseDraft, inputs: ShiftedInputs) -> Frame:
+def tensor_frame(draft: Draft, inputs: ShiftedInputs) -> Frame:
     """Return the frame of plain tensors.
 
     Raises:
@@ -166,7 +168,7 @@ def tensor_frame(draft: BaseDraft, inputs: ShiftedInputs) -> Frame:
 
 
 def _choice_and_teacher(
-    draft: BaseDraft, inputs: ShiftedInputs, rows: Tensor
+    draft: Draft, inputs: ShiftedInputs, rows: Tensor
 ) -> tuple[Tensor, Teacher]:
     """Return the target's choice at `rows` [N] as a draft index (-1: outside), and the teacher."""
     known = None if inputs.target_argmax is None else inputs.target_argmax.flatten()[rows]  # [N]
@@ -177,7 +179,7 @@ def _choice_and_teacher(
         index = probs[rows].argmax(-1) if known is None else draft.draft_index[known]  # [N]
         inside = inputs.position_mask.bool().flatten()[rows]  # [N]
         return index.masked_fill(~inside, -1), TeacherRows(probs, known_mass).__getitem__
-    ids = proposed_ids(draft)
+    ids = draft.proposed_ids
     if inputs.logits is not None:
         table = inputs.logits.flatten(0, 1)  # [B*T, V]
         choice = table[rows].argmax(-1) if known is None else known  # [N]
@@ -190,7 +192,7 @@ def _choice_and_teacher(
     return draft.draft_index[choice], head_teacher(inputs.head, states, ids, sums)
 
 
-def batch_frame(draft: BaseDraft, batch: DraftBatch, head: TargetHead) -> Frame:
+def batch_frame(draft: Draft, batch: DraftBatch, head: TargetHead) -> Frame:
     """Return the frame of a batch: shifted here, with the slot mask of the draft's options."""
     mask, rows, choice = slots_of(draft, batch)
     return Frame(
@@ -205,7 +207,7 @@ def batch_frame(draft: BaseDraft, batch: DraftBatch, head: TargetHead) -> Frame:
     )
 
 
-def slots_of(draft: BaseDraft, batch: DraftBatch) -> tuple[Tensor, Tensor, Tensor]:
+def slots_of(draft: Draft, batch: DraftBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Return `mask` bool [B, T], `rows` int64 [N] and `choice` int64 [N] of a batch's `Frame`.
 
     Reads no states, so it also works on a batch without them.
@@ -216,7 +218,23 @@ def slots_of(draft: BaseDraft, batch: DraftBatch) -> tuple[Tensor, Tensor, Tenso
     return mask, rows, draft.draft_index[batch.target_argmax.flatten()[rows + 1]]
 
 
-def slot_mask_of(draft: BaseDraft, batch: DraftBatch) -> Tensor:
+def slot_mask_of(draft: Draft, batch: DraftBatch) -> Tensor:
     """Return the slot mask of step 0 of a batch, bool [B, T]; no host sync, unlike its rows."""
     shifted = shift_left(batch.loss_mask, batch.document_ids)  # [B, T]
     return slot_masks(shifted, batch.document_ids, draft.options.slots)
+
+
+def teacher_of(draft: Draft, batch: DraftBatch, head: TargetHead, shift: int) -> Teacher:
+    """Return the teacher of a batch: from its logits, all or K, or else from its final states.
+
+    `shift` is 1 for slots of the shifted frame, 0 for slots of the token frame.
+    """
+    ids = draft.proposed_ids
+    if LOGITS in batch.hidden:
+        return logits_teacher(batch.hidden[LOGITS].flatten(0, 1), ids, shift)
+    if TOPK[0] in batch.hidden:
+        chosen, logits = (batch.hidden[name].flatten(0, 1) for name in TOPK)
+        assert batch.target_logsumexp is not None  # `columns` names it
+        size, total = draft.config.draft_vocab_size, batch.target_logsumexp.flatten()
+        return topk_teacher(chosen, logits, total, draft.draft_index, size, shift)
+    return head_teacher(head, batch.hidden[FINAL].flatten(0, 1), ids, shift=shift)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from spec_data.models.families import text_table
 from spec_data.shards.errors import DraftError
-from spec_train.drafts.base import DatasetFacts
+from spec_train.drafts.draft import DatasetFacts
 
 log = logging.getLogger(__name__)
 

@@ -1,42 +1,25 @@
-"""Slots: where documents begin and end in a pack, and which slots are supervised.
+"""Slots of a pack: where documents begin and end, which slots have a loss, which drafts are scored.
 
-A slot is a position of a pack in the shifted frame: slot t knows token t + 1 and drafts token
-t + 2. In: document ids and masks. Out: offsets, lengths and masks. Every function works per
-document: nothing crosses a document boundary.
+Slot t is a position of a pack in the shifted frame: it knows token t + 1 and drafts token t + 2.
+Every function works per document: nothing crosses a document boundary.
 
 B packs, T slots of a pack, S unroll steps, A active slots, H hidden size.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
-from spec_data.shards.schema import SUPERVISED, Manifest
+from spec_train.attention.unrolled import active_slots
+from spec_train.data.batch import DraftBatch
 from spec_train.drafts.layers import Rotary
 
 SLOTS = ("serving", "shifted")
-
-
-def check_teachers(slots: str, manifest: Manifest) -> None:
-    """Check that a dataset has the teachers of the slots asked for.
-
-    A slot needs the teacher of its known token. "serving" slots have a supervised token after it,
-    and sparse columns hold exactly these. Some "shifted" slots are at the end of a turn.
-
-    Raises:
-        DraftError: it lacks some; the message says how to generate them.
-    """
-    if slots == "serving":
-        return
-    kept = {"hidden.final": manifest.final, "target_argmax": manifest.teacher}
-    lacking = [name for name, tokens in kept.items() if tokens == SUPERVISED]
-    if lacking:
-        raise DraftError(
-            f"--slots {slots} also needs {' and '.join(lacking)} at the end of every turn, but "
-            f"{manifest.where} stores them only where the next token is supervised; use --slots "
-            "serving, or generate with --final all --teacher all"
-        )
+NOT_DRAFTED = -1
+"""In chains: no draft at this slot and depth."""
 
 
 def gather_slots(x: Tensor, active: Tensor) -> Tensor:
@@ -118,3 +101,95 @@ def step_masks(mask: Tensor, document_ids: Tensor, steps: int) -> Tensor:
     for _ in range(steps - 1):
         masks.append(shift_left(masks[-1], document_ids))
     return torch.stack(masks)
+
+
+# -- scored slots ----------------------------------------------------------------------------------
+# The chain of slot t drafts token t + 2 + d at depth d, from 0. An evaluation scores a draft while
+# all tokens from t + 1 to the drafted one are supervised and all earlier drafts were accepted and
+# equal the document (see simulation/walk.py: afterwards the result is a miss, or unknown). A target
+# accepts few drafts in a row, so most chains end after one or two steps, and no others are
+# computed.
+
+
+class ScoredSlots:
+    """Tells, depth after depth, which slots of a batch still have a draft that is scored."""
+
+    def __init__(self, batch: DraftBatch) -> None:
+        """Read the masks, the tokens and the choices of the target from the batch."""
+        self._documents = batch.document_ids
+        self._token = shift_left(batch.input_ids, self._documents)  # at slot t: x_{t+1+d}
+        self._choice = batch.target_argmax  # at slot t: the target's choice for x_{t+1+d}
+        self._inside = shift_left(batch.loss_mask.bool(), self._documents)
+        self._next_depth()
+
+    def _next_depth(self) -> None:
+        """Move every tensor to the token that the next depth drafts."""
+        self._token = shift_left(self._token, self._documents)
+        self._choice = shift_left(self._choice, self._documents)
+        # at slot t: tokens t+1 to the drafted one are supervised; shifts of documents end in 0
+        following = shift_left(self._inside, self._documents)
+        self._inside = self._inside & following & (self._documents >= 0)
+
+    @property
+    def slots(self) -> Tensor:
+        """The slots whose draft of depth 0 is scored, bool [B, T]; read it before `go_on`."""
+        return self._inside
+
+    def go_on(self, active: Tensor, drafted: Tensor) -> Tensor:
+        """Return whether the next draft of each chain is scored, bool [B, A].
+
+        Args:
+            active: slots of the chains, int64 [B, A].
+            drafted: what they drafted at this depth, target ids int64 [B, A].
+        """
+        right = drafted == self._choice.gather(1, active)
+        same = drafted == self._token.gather(1, active)
+        self._next_depth()
+        return right & same & self._inside.gather(1, active)
+
+
+def first_slots(known: Tensor, scored: ScoredSlots | None) -> Tensor:
+    """Return the slots whose chains are drafted, int64 [B, A]; `known` is any tensor [B, T]."""
+    if scored is not None:
+        return active_slots(scored.slots)
+    return torch.arange(known.shape[1], device=known.device).expand_as(known)
+
+
+def empty_chains(known: Tensor, depth: int) -> Tensor:
+    """Return chains without a draft, int64 [B, T, depth]; `known` is any tensor [B, T]."""
+    return torch.full((*known.shape, depth), NOT_DRAFTED, device=known.device)
+
+
+def greedy_chains(
+    step: Callable[[Tensor], Tensor],
+    narrow: Callable[[Tensor], None],
+    known: Tensor,
+    depth: int,
+    scored: ScoredSlots | None,
+) -> Tensor:
+    """Draft chains one token at a time.
+
+    Args:
+        step: maps the known tokens [B, A] of the chains to their next drafts [B, A]. The first
+            call has the tokens of all slots, [B, T].
+        narrow: called to go on with some chains only: their indices, int64 [B, A'].
+        known: the known token of every slot, int64 [B, T].
+        depth: tokens per chain.
+        scored: which chains go on; None: all of them.
+
+    Returns:
+        Target ids, int64 [B, T, depth]; `NOT_DRAFTED` where a chain had ended.
+    """
+    chains, active = empty_chains(known, depth), first_slots(known, scored)
+    for d in range(depth):
+        known = step(known)
+        chains[..., d].scatter_(1, active, known)
+        if scored is None or d + 1 == depth:
+            continue
+        going = scored.go_on(active, known)
+        if not bool(going.any()):
+            break
+        part = active_slots(going)
+        narrow(part)
+        active, known = active.gather(1, part), known.gather(1, part)
+    return chains

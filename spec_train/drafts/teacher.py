@@ -23,9 +23,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spec_data.shards.schema import FINAL
-from spec_train.data.batch import DraftBatch
-from spec_train.drafts.base import BaseDraft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import rows_of_width, rows_per_chunk, wide
 from spec_train.losses.teacher_rows import SharedRows, TeacherRows
@@ -39,11 +36,6 @@ TOPK = ("topk_ids", "topk_logits")
 
 LOGITS = "logits"
 """The column, and the supervision, of a dataset that holds all logits of the target."""
-
-
-def proposed_ids(draft: BaseDraft) -> Tensor | None:
-    """Return the target ids of the draft vocabulary, int64 [Vd]; None: all of them."""
-    return None if draft.full_vocabulary else draft.draft_ids
 
 
 def head_teacher(
@@ -146,22 +138,6 @@ def topk_teacher(
         )
 
     return teacher
-
-
-def teacher_of(draft: BaseDraft, batch: DraftBatch, head: TargetHead, shift: int) -> Teacher:
-    """Return the teacher of a batch: from its logits, all or K, or else from its final states.
-
-    `shift` is 1 for slots of the shifted frame, 0 for slots of the token frame.
-    """
-    ids = proposed_ids(draft)
-    if LOGITS in batch.hidden:
-        return logits_teacher(batch.hidden[LOGITS].flatten(0, 1), ids, shift)
-    if TOPK[0] in batch.hidden:
-        chosen, logits = (batch.hidden[name].flatten(0, 1) for name in TOPK)
-        assert batch.target_logsumexp is not None  # `columns` names it
-        size, total = draft.config.draft_vocab_size, batch.target_logsumexp.flatten()
-        return topk_teacher(chosen, logits, total, draft.draft_index, size, shift)
-    return head_teacher(head, batch.hidden[FINAL].flatten(0, 1), ids, shift=shift)
 
 
 class SharedTeacher:

@@ -248,7 +248,7 @@ def evaluate_data(
                 forced = draft.loss(batch, head, draft.slot_counts(batch)).sums
                 teacher_forced = add_sums([teacher_forced, forced])
             missing += _missing(batch)
-            chains = draft.chains(batch, head, depth, counted_only=True)
+            chains = draft.chains(batch, head, depth, scored_only=True)
             for document, arrays in documents_of(batch, chains):
                 serving += breakdown.add(document, dataset.source_of(document), arrays)
             bar.update(len(pack))

@@ -302,6 +302,11 @@ class BlockOptions(BlockLossOptions, AuxOptions):
         return dataclasses.replace(self, num_draft_layers=layers)
 
     @property
+    def num_layers(self) -> int | None:
+        """Its layers, under EAGLE-3's name."""
+        return self.num_draft_layers
+
+    @property
     def drafts_per_block(self) -> int:
         """Number of tokens that a block drafts."""
         return self.block_size if self.layout == "anchor" else self.block_size - 1

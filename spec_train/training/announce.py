@@ -13,9 +13,8 @@ from spec_data.shards.layer_ids import AUTO_DRAFTS, recipe_layers, recorded_laye
 from spec_train.data.mixture import Documents, MixedPlan, Mixture
 from spec_train.data.policy_masks import PolicyDataset
 from spec_train.data.splits import Splits
-from spec_train.drafts.layered_draft import LayeredDraft
-from spec_train.drafts.protocol import DraftConfig
-from spec_train.drafts.targets import target_architectures
+from spec_train.drafts.config import DraftConfig, target_architectures
+from spec_train.drafts.draft import LayersDraft
 from spec_train.formats.preflight import refusing
 from spec_train.training.trainer import Trainer
 
@@ -116,7 +115,7 @@ def _announce_dataset(dataset: Documents, columns: tuple[str, ...]) -> None:
 def _announce_layers(trainer: Trainer) -> None:
     """Log which captured layers the draft reads, and why; some drafts read none."""
     draft: Any = trainer.draft
-    if not isinstance(draft, LayeredDraft):
+    if not isinstance(draft, LayersDraft):
         return
     manifest, layers = trainer.dataset.manifest, tuple(draft.config.layers)
     if trainer.config.init_from is not None:

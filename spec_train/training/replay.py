@@ -182,7 +182,7 @@ def _load_head(
 
 
 def _load_draft(folder: Path, state: dict[str, Any], head: TargetHead, manifest: Manifest) -> Any:
-    """Read the draft from before the failed step, an nn.Module of the Draft protocol."""
+    """Read the draft from before the failed step."""
     kind = draft_class(state["draft"], manifest.target.get("architectures") or ())
     draft = kind.from_pretrained(folder)
     options: Any = from_dict(kind.options_class, state["options"], where=str(folder / FAILURE))

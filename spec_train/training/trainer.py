@@ -1,4 +1,4 @@
-"""The training loop: fit any draft of the Draft protocol to a dataset, without its target.
+"""The training loop: fit any draft to a dataset, without its target.
 
 One optimizer step uses one global batch, split into micro-batches that are distributed over the
 ranks. The supervised slots of the whole batch are counted first, and the loss of each micro-batch

@@ -126,6 +126,6 @@ class Validation:
         """Walk the documents of a batch, which the loss has just read: its weights are gathered."""
         if not batch.tokens:  # of a rank without documents
             return
-        chains = self.draft.chains(batch, self.head, self.draft.depth, counted_only=True)
+        chains = self.draft.chains(batch, self.head, self.draft.depth, scored_only=True)
         for document, arrays in documents_of(batch, chains):
             found.add(document, self.dataset.source_of(document), arrays)

@@ -1,53 +1,246 @@
-"""DSpark and DFlash: the draft classes that the trainer drives.
+"""DSpark and DFlash as the trainer and decoding see them: the drafts' classes, and drafting.
 
-In: a `DraftBatch` in the token frame. Out: the loss of `dspark.loss`, chains and a drafter.
+One forward pass drafts a block, then tokens are chosen left to right. The keys and values of a
+position are computed once, when the target has verified it, and are never removed. A round always
+computes the whole block, also if fewer drafts are wanted: the slots of a block see each other, and
+a draft must not depend on how many are asked for.
+
+B packs, T tokens, N blocks of a pack, S slots of a block, D drafts of a block, H hidden size,
+V / Vd target / draft vocabulary.
 """
 
 import logging
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from spec_data.shards.packing import shift_left
+from spec_train.attention.plain import attend_block
 from spec_train.data.batch import DraftBatch
-from spec_train.drafts.base import DatasetFacts
-from spec_train.drafts.counted import CountedDrafts
-from spec_train.drafts.dspark.blocks import Blocks, expected_weights, sample_blocks
+from spec_train.drafts.config import DraftConfig
+from spec_train.drafts.draft import DatasetFacts, DraftLoss
+from spec_train.drafts.drafting import (
+    Drafter,
+    DraftRequest,
+    Draws,
+    NewRows,
+    Proposal,
+    real_slots,
+    stacked,
+)
 from spec_train.drafts.dspark.loss import (
+    Blocks,
     batch_block_frame,
+    batch_context,
+    block_states,
     blocks_loss,
     draft_weights,
-    dspark_loss,
+    expected_weights,
     learnable,
+    sample_blocks,
     summarise_blocks,
 )
-from spec_train.drafts.dspark.model import DSparkConfig, DSparkModel
-from spec_train.drafts.dspark.serving import BlockDrafter, block_chains
+from spec_train.drafts.dspark.model import DFlashConfig, DSparkModel
 from spec_train.drafts.mask_token import settle_mask_token
-from spec_train.drafts.protocol import DraftLoss
+from spec_train.drafts.slots import NOT_DRAFTED, ScoredSlots, empty_chains
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import DFlashOptions, DSparkOptions
+from spec_train.losses.menu import wide
+from spec_train.losses.sampling import Sampler
+from spec_train.options.draft_options import DFlashOptions
 
 log = logging.getLogger(__name__)
 
-__all__ = ["DFlashDraft", "DSparkConfig", "DSparkDraft", "dspark_loss"]
+_CHUNK_ELEMENTS = 1 << 24  # mask entries, or logits, in memory at a time
+
+
+class BlockTokens:
+    """Drafts the tokens of one or more blocks left to right, each from the token before it."""
+
+    def __init__(self, draft: DSparkModel, head: TargetHead, states: Tensor) -> None:
+        """Start at the anchors, with the states y [..., D, H] of their blocks."""
+        self._draft, self._rows, self._states = draft, draft.head_rows(head), states
+        self._markov: Tensor | None = None  # state [..., r] of an "rnn" Markov head
+        self._depth = 0
+
+    def advance(self, previous: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the logits [..., Vd] of the next draft, and its confidence [...].
+
+        `previous` int64 [...] is the token before it. The confidence is None without a confidence
+        head.
+        """
+        draft, y = self._draft, self._states[..., self._depth, :]  # [..., H]
+        e = draft.previous(previous)
+        logits = wide(F.linear(y.to(self._rows.dtype), self._rows))
+        if draft.markov_head is not None and e is not None:
+            g, self._markov = draft.markov_head.step(e, y, self._markov)
+            logits = logits + draft.markov_head.markov_w2(g)
+        confidence = None
+        if draft.confidence_head is not None:
+            confidence = draft.confidence_head(y, e).float().sigmoid()
+        self._depth += 1
+        return logits, confidence
+
+
+class BlockDrafter(Drafter):
+    """Drafts up to D tokens with one forward pass."""
+
+    def __init__(self, draft: DSparkModel, head: TargetHead, threshold: float) -> None:
+        """Start a sequence. A block ends before its first draft with a confidence < `threshold`."""
+        self._draft, self._head, self._threshold = draft, head, threshold
+        self._caches = draft.new_caches()
+        self._verified = 0  # verified positions in the caches
+
+    def propose(
+        self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler
+    ) -> Proposal:
+        """Append verified positions and draft a block after them: ids int64 [n], n <= count."""
+        draft, config, device = self._draft, self._draft.config, states.device
+        context = self._append(tokens, states)
+        # The last known token is one position after the last verified state: it is the anchor.
+        block = torch.full((1, config.block_size), config.mask_token_id, device=device)
+        block[0, 0] = tokens[-1]
+        places = self._verified + torch.arange(config.block_size, device=device)[None]
+        attends = draft.per_layer(lambda window: partial(attend_block, window=window))
+        y = draft.forward_blocks(block, places, context, attends)
+        self.passes += 1
+        tokens_of = BlockTokens(draft, self._head, y[0, config.first :])
+        token, drafted, distributions = block[0, 0], [], []
+        for _ in range(min(count, config.depth)):
+            logits, confidence = tokens_of.advance(token)
+            # The decision depends on earlier tokens only, not on the draw: sampling stays lossless.
+            if self._ends(confidence):
+                break
+            token, q = sampler.draft(logits, draft.draft_ids, config.vocab_size)
+            drafted.append(token)
+            distributions.append(q)
+        ids = torch.stack(drafted) if drafted else block.new_empty(0)  # 0: the first one is unsure
+        return ids, distributions
+
+    @classmethod
+    def propose_batch(
+        cls, drafters: Sequence["BlockDrafter"], requests: Sequence[DraftRequest]
+    ) -> list[Proposal]:
+        """Answer several sequences: all blocks in one pass."""
+        draft, head = drafters[0]._draft, drafters[0]._head
+        _append_batch(drafters, requests)
+        caches = stacked([d._caches for d in drafters])
+        anchors = [request.tokens[-1] for request in requests]
+        block = torch.full((len(requests), draft.config.block_size), draft.config.mask_token_id)
+        block[:, 0] = torch.tensor(anchors)
+        block = block.to(requests[0].states.device)
+        verified = torch.tensor([d._verified for d in drafters], device=block.device)
+        every = torch.arange(block.shape[1], device=block.device)
+        real = real_slots(verified + block.shape[1], caches[0].length + block.shape[1])
+        attends = draft.per_layer(lambda window: partial(attend_block, window=window, real=real))
+        context = [cache.rows for cache in caches]
+        y = draft.forward_blocks(block, verified[:, None] + every, context, attends)
+        tokens_of = BlockTokens(draft, head, y[:, draft.config.first :])
+        draws = Draws(requests, draft.draft_ids, draft.config.vocab_size)
+        going = [
+            min(request.count, draft.config.depth) for request in requests
+        ]  # drafts still wanted
+        while any(going):
+            logits, confidence = tokens_of.advance(draws.latest(block[:, 0]))  # [B, Vd], [B]
+            for row, drafter in enumerate(drafters):
+                if going[row] and drafter._ends(None if confidence is None else confidence[row]):
+                    going[row] = 0
+                elif going[row]:
+                    draws.draw(row, logits[row])
+                    going[row] -= 1
+        for drafter in drafters:
+            drafter.passes += 1
+        return draws.proposals()
+
+    def _append(self, tokens: Sequence[int], states: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Append verified positions to the caches; return keys and values of all, per layer."""
+        first, self._verified = self._verified, self._verified + len(tokens)
+        positions = torch.arange(first, self._verified, device=states.device)[None]
+        new = self._draft.context(states, positions)
+        return [cache.append(*pair) for cache, pair in zip(self._caches, new, strict=True)]
+
+    def _ends(self, confidence: Tensor | None) -> bool:
+        """Whether the block ends before a draft of this confidence, [] or None."""
+        return (
+            confidence is not None and self._threshold > 0 and float(confidence) < self._threshold
+        )
+
+
+def _append_batch(drafters: Sequence[BlockDrafter], requests: Sequence[DraftRequest]) -> None:
+    """Append the verified positions of several sequences: prompts alone, the others in one pass."""
+    later = [(d, r) for d, r in zip(drafters, requests, strict=True) if d._verified]
+    for drafter, request in zip(drafters, requests, strict=True):
+        if not drafter._verified:
+            drafter._append(request.tokens, request.states)
+    if not later:
+        return
+    new = NewRows.of([request for _, request in later], [d._verified for d, _ in later], 0)
+    pairs = drafters[0]._draft.context(new.states, new.positions)
+    for row, (drafter, request) in enumerate(later):
+        count = len(request.tokens)
+        for cache, (keys, values) in zip(drafter._caches, pairs, strict=True):
+            cache.append(keys[row : row + 1, :, :count], values[row : row + 1, :, :count])
+        drafter._verified += count
+
+
+@torch.no_grad()
+def block_chains(
+    draft: DSparkModel,
+    batch: DraftBatch,
+    head: TargetHead,
+    depth: int,
+    threshold: float,
+    scored: ScoredSlots | None = None,
+) -> Tensor:
+    """Draft greedily from every slot as `BlockDrafter` would: int64 [B, T, depth].
+
+    See `Draft.chains`. Entries after the threshold has ended a block are `NOT_DRAFTED`, and
+    with `scored` those of slots whose first draft is not scored in any pack.
+    """
+    ids, documents, positions = batch.input_ids, batch.document_ids, batch.position_ids
+    rows, length = ids.shape
+    context = batch_context(draft, batch.aux(draft.config.layers), documents, positions)
+    slots = torch.arange(length, device=ids.device)
+    if scored is not None:
+        slots = scored.slots.any(0).nonzero()[:, 0]
+    # The anchor of slot t is its known token t+1. The last slot of a pack has none: any will do.
+    anchors = (slots + 1).clamp(max=length - 1)
+    size = draft.config.block_size
+    per_block = max(draft.draft_ids.numel(), size * (length + 32 * size))
+    width = max(1, min(32, _CHUNK_ELEMENTS // (rows * per_block)))
+    chains = empty_chains(ids, depth)
+    pairs = zip(anchors.split(width), slots.split(width), strict=True)
+    for part, places in pairs if len(slots) else ():
+        chosen = part.expand(rows, -1)  # [B, N], N <= width
+        blocks = Blocks(chosen, torch.ones_like(chosen, dtype=torch.bool))
+        y = block_states(draft, context, ids, documents, positions, blocks)  # [B, N, D, H]
+        tokens_of, token = BlockTokens(draft, head, y), ids.gather(1, chosen)
+        alive, chain = torch.ones_like(token, dtype=torch.bool), []
+        for _ in range(depth):
+            logits, confidence = tokens_of.advance(token)  # [B, N, Vd], [B, N]
+            if threshold and confidence is not None:
+                alive = alive & (confidence >= threshold)
+            token = draft.draft_ids[logits.argmax(-1)]
+            chain.append(torch.where(alive, token, NOT_DRAFTED))
+        chains[:, places] = torch.stack(chain, dim=-1)
+    return chains
 
 
 class DSparkDraft(DSparkModel):
     """The draft that `spec-train fit dspark` trains."""
 
-    name: ClassVar[str] = "dspark"
-    options_class: ClassVar[type] = DSparkOptions
     confidence_threshold: float = 0.0  # see `stop_below`
 
     @classmethod
     def own_settings(cls, options: Any, facts: DatasetFacts) -> dict[str, Any]:
-        """Return the mask token (see LayeredDraft)."""
+        """Return the mask token (see Draft)."""
         return {"mask_token_id": settle_mask_token(options.mask_token_id, facts)}
 
     def stop_below(self, confidence: float) -> None:
-        """End a drafted block before its first token of a lower confidence (see protocol.Draft)."""
+        """End a drafted block before its first token of a lower confidence (see `Draft`)."""
         if self.confidence_head is None:
             super().stop_below(confidence)
         self.confidence_threshold = confidence
@@ -96,11 +289,11 @@ class DSparkDraft(DSparkModel):
         return BlockDrafter(self, head, self.confidence_threshold)
 
     def chains(
-        self, batch: DraftBatch, head: TargetHead, depth: int, *, counted_only: bool = False
+        self, batch: DraftBatch, head: TargetHead, depth: int, *, scored_only: bool = False
     ) -> Tensor:
-        """Draft greedily from every slot: int64 [B, T, depth] (see protocol.Draft)."""
-        counted = CountedDrafts(batch) if counted_only else None
-        return block_chains(self, batch, head, depth, self.confidence_threshold, counted)
+        """Draft greedily from every slot: int64 [B, T, depth]."""
+        scored = ScoredSlots(batch) if scored_only else None
+        return block_chains(self, batch, head, depth, self.confidence_threshold, scored)
 
     @torch.no_grad()
     def slot_counts(self, batch: DraftBatch) -> Tensor:
@@ -146,4 +339,5 @@ class DFlashDraft(DSparkDraft):
     """The draft that `spec-train fit dflash` trains: DSpark without the two small heads."""
 
     name: ClassVar[str] = "dflash"
-    options_class: ClassVar[type] = DFlashOptions
+    options_class: ClassVar[type[Any]] = DFlashOptions
+    config_class: ClassVar[type[DraftConfig]] = DFlashConfig

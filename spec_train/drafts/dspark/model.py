@@ -25,44 +25,33 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from spec_data.models.families import TargetShape
 from spec_data.shards.errors import DraftError
-from spec_data.shards.position_data import Positions
-from spec_data.terminal.config import from_dict
 from spec_train.attention.masks import BlockWindow
-from spec_train.drafts.config import LayeredConfig
-from spec_train.drafts.layered_draft import LayeredDraft
+from spec_train.drafts.config import DraftConfig
+from spec_train.drafts.draft import LayersDraft
 from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, make_embedding, run_layer
 from spec_train.drafts.mask_token import require_in_vocabulary
-from spec_train.drafts.targets import (
-    resolve_dspark_draft_spec,
-    target_shape,
-    warn_of_last_layer,
-)
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.write import DFLASH, DSPARK
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import BlockOptions, DFlashOptions, DSparkOptions
+from spec_train.options.draft_options import BlockOptions, DSparkOptions
 from spec_train.options.shape_options import FULL, SLIDING
-
-# -- config ----------------------------------------------------------------------------------------
-# Configuration of a DSpark or DFlash draft: derived from the target's config.json.
-#
-# In: the target's config.json, or the draft's own. Out: `DSparkConfig`, and the draft's
-# config.json. The file has the flat form that DeepSpec writes and engines read
-# (`Qwen3DSparkModel`). A DFlash draft in the layout of its paper is a `DFlashDraftModel`.
-# `sample_from_anchor` is always written, because the engines have different defaults.
-# `target_layer_ids` are block outputs in every engine. Keys that only this project needs are in
-# `spec_train`.
-
-
-OPTIONS: dict[str, type[BlockOptions]] = {"dspark": DSparkOptions, "dflash": DFlashOptions}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DSparkConfig(LayeredConfig):
-    """Shapes and arithmetic of the draft. Layer id: block output, counted from 0."""
+class DSparkConfig(DraftConfig):
+    """Shapes and arithmetic of the draft.
 
-    switches: ClassVar[tuple[str, ...]] = (*LayeredConfig.switches, "sliding_window_non_causal")
+    The file has the flat form that DeepSpec writes and engines read (`Qwen3DSparkModel`). A DFlash
+    draft in the layout of its paper is a `DFlashDraftModel`. `sample_from_anchor` is always
+    written, because the engines have different defaults. `target_layer_ids` are block outputs in
+    every engine.
+    """
+
+    draft: ClassVar[str] = "dspark"
+    architectures: ClassVar[tuple[str, ...]] = (DSPARK, DFLASH)
+    switches: ClassVar[tuple[str, ...]] = (*DraftConfig.switches, "sliding_window_non_causal")
 
     qk_norm: bool = True  # as in Qwen3's layers
     sliding_window_non_causal: bool = False  # sliding layers see later slots of their block
@@ -77,12 +66,13 @@ class DSparkConfig(LayeredConfig):
     confidence_head_with_markov: bool  # its input is [y; W1 of the previous token], not y alone
 
     def __post_init__(self) -> None:
-        """Check the shape; see `LayeredConfig`.
+        """Check the shape; see `DraftConfig`.
 
         Raises:
             DraftError: names the field.
         """
         super().__post_init__()
+        require_in_vocabulary(self.mask_token_id, self.vocab_size)
         if not self.layer_types:
             object.__setattr__(self, "sliding_window_non_causal", False)
         elif (self.sliding_window or 0) < self.block_size:
@@ -92,48 +82,16 @@ class DSparkConfig(LayeredConfig):
             )
 
     @classmethod
-    def from_target(
-        cls,
-        target_config: dict[str, Any],
-        *,
-        layers: tuple[int, ...],
-        vocab_size: int,
-        draft_vocab_size: int,
-        mask_token_id: int,
-        options: Any,
-        dtype: str | None = None,
-        origin: dict[str, Any] | None = None,
-        positions: Positions | None = None,
-    ) -> "DSparkConfig":
-        """Derive a draft's configuration from the target's config.json and `BlockOptions`.
-
-        `dtype` and `origin` are those of `BaseConfig.of_target`, `positions` those of the dataset.
-
-        Raises:
-            DraftError: no draft is registered for the target's family, a size is missing, or the
-                mask token is not in the vocabulary.
-        """
-        shape = target_shape(resolve_dspark_draft_spec, target_config, positions)
-        warn_of_last_layer(layers, shape.num_hidden_layers)
-        require_in_vocabulary(mask_token_id, vocab_size)
-        options = options.sized(shape.hidden_size, shape.num_hidden_layers)
-        return cls(
-            **cls.of_target(target_config, shape, options, options.num_draft_layers, dtype, origin),
-            target_hidden_size=shape.hidden_size,
-            vocab_size=vocab_size,
-            draft_vocab_size=draft_vocab_size,
-            layers=layers,
-            num_hidden_layers=options.num_draft_layers,
-            num_target_layers=shape.num_hidden_layers,
-            block_size=options.block_size,
-            mask_token_id=mask_token_id,
-            sample_from_anchor=options.layout == "anchor",
-            markov_rank=options.markov_rank,
-            markov_head_type=options.markov_head_type,
-            enable_confidence_head=options.confidence_weight > 0,
-            confidence_head_with_markov=options.with_markov,
-            sliding_window_non_causal=options.sliding_window_non_causal,
-        )
+    def from_options(cls, options: Any, shape: TargetShape) -> dict[str, Any]:
+        """Return the fields of the block and of the small heads."""
+        same = ("block_size", "markov_rank", "markov_head_type", "sliding_window_non_causal")
+        return {
+            **{name: getattr(options, name) for name in same},
+            "num_target_layers": shape.num_hidden_layers,
+            "sample_from_anchor": options.layout == "anchor",
+            "enable_confidence_head": options.confidence_weight > 0,
+            "confidence_head_with_markov": options.with_markov,
+        }
 
     @property
     def block_windows(self) -> tuple[BlockWindow | None, ...]:
@@ -151,9 +109,9 @@ class DSparkConfig(LayeredConfig):
         """Number of tokens that a block drafts."""
         return self.block_size - self.first
 
-    def to_json(self, options: BlockOptions, draft: str) -> dict[str, Any]:
-        """Return config.json of a draft of kind `draft`: "dspark" or "dflash"."""
-        published = draft == "dflash" and not self.sample_from_anchor
+    def to_json(self, options: BlockOptions) -> dict[str, Any]:
+        """Return config.json of the draft."""
+        published = self.draft == "dflash" and not self.sample_from_anchor
         out: dict[str, Any] = {
             "architectures": [DFLASH if published else DSPARK],
             "model_type": "qwen3",
@@ -165,7 +123,7 @@ class DSparkConfig(LayeredConfig):
             "use_sliding_window": bool(self.layer_types),
             **self.shape_json(),
             **self._causal_json(),
-            SECTION: self.own_json(draft, options),
+            SECTION: self.own_json(options),
         }
         if self.draft_vocab_size == self.vocab_size and not self.train_embeddings:
             # The file has no head: engines take the target's. Without this key, llama.cpp ties a
@@ -191,30 +149,11 @@ class DSparkConfig(LayeredConfig):
             return {"is_causal": False}
         return {"is_causal": True} if set(self.layer_types) == {SLIDING} else {}
 
-    @classmethod
-    def from_json(cls, raw: dict[str, Any], where: str) -> tuple["DSparkConfig", str, Any]:
-        """Read a config.json that `to_json` wrote: the config, the kind of draft, its options.
 
-        Raises:
-            DraftError: the file is not a block draft of this project, or fields are missing.
-        """
-        found = cls.fields_of(
-            raw,
-            where,
-            kind="a DSpark or DFlash",
-            architectures=(DSPARK, DFLASH),
-            needed=("draft", "layers", "options"),
-        )
-        own = raw[SECTION]
-        if own["draft"] not in OPTIONS:
-            raise DraftError(
-                f"{where}: {SECTION}.draft is {own['draft']!r}, not {' or '.join(OPTIONS)}"
-            )
-        return (
-            cls(**found),
-            own["draft"],
-            from_dict(OPTIONS[own["draft"]], own["options"], where=where),
-        )
+class DFlashConfig(DSparkConfig):
+    """A block draft without the two small heads."""
+
+    draft: ClassVar[str] = "dflash"
 
 
 # -- heads -----------------------------------------------------------------------------------------
@@ -321,11 +260,12 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Queries [B, h, Q, d], keys and values [B, g, T + Q, d], scale -> heads [B, h, Q, d]."""
 
 
-class DSparkModel(LayeredDraft):
+class DSparkModel(LayersDraft):
     """Modules, forward pass and checkpoint of a block draft; the loss is in `dspark.loss`."""
 
     name: ClassVar[str] = "dspark"
-    config_class: ClassVar[type[DSparkConfig]] = DSparkConfig
+    options_class: ClassVar[type[Any]] = DSparkOptions
+    config_class: ClassVar[type[DraftConfig]] = DSparkConfig
 
     def __init__(self, config: DSparkConfig, options: BlockOptions | None = None) -> None:
         """Make a draft with random weights and the first Vd tokens as draft vocabulary."""
@@ -413,22 +353,6 @@ class DSparkModel(LayeredDraft):
     def previous(self, token_ids: Tensor) -> Tensor | None:
         """Return W1 [..., r] of previous tokens, int64 [...]; None without a Markov head."""
         return None if self.markov_head is None else self.markov_head.markov_w1(token_ids)
-
-    def config_json(self) -> dict[str, Any]:
-        """Return config.json, except for the dtype of the weights."""
-        return self.config.to_json(self.options, self.name)
-
-    @classmethod
-    def read_config(cls, raw: dict[str, Any], where: str) -> tuple[Any, Any]:
-        """Return configuration and options of a config.json of this kind of draft.
-
-        Raises:
-            DraftError: the file is not a draft of this kind.
-        """
-        config, name, options = DSparkConfig.from_json(raw, where)
-        if name != cls.name:
-            raise DraftError(f"{where}: a draft of kind {name}, not {cls.name}")
-        return config, options
 
 
 def _over_context(

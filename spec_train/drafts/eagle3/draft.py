@@ -1,38 +1,39 @@
-"""EAGLE-3: the draft class that the trainer drives.
+"""EAGLE-3 in training: the training-time test (arXiv 2503.01840), and the draft's class.
 
-In: a `DraftBatch` in the token frame. Out: the loss of `eagle3.loss`, chains and a drafter.
+Slot t of the shifted frame holds the aux states a_t, the known token x_{t+1}, the mask m_{t+1} and
+the teacher z_{t+1}, and drafts x_{t+2}. Unroll step s looks s tokens further along the document, so
+step s of slot t has the teacher of slot t + s. One teacher row therefore serves up to S chains, and
+is computed once.
+
+Norm, head and loss run at supervised slots only, in chunks: memory grows with T + S x slots, never
+with slots x vocabulary. The price: gradients of gradients do not exist.
+
+A slot whose target's choice is outside the draft vocabulary trains nothing and is never a hit. Its
+expected acceptance counts all the same: a sampled draft may be kept there.
+
+B packs, T slots, N slots in the slot mask, S unroll steps, H hidden size, V / Vd target / draft
+vocabulary.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from spec_data.shards.packing import shift_left
+from spec_train.attention.unrolled import active_slots
 from spec_train.data.batch import DraftBatch
-from spec_train.drafts.counted import CountedDrafts
+from spec_train.drafts.draft import DraftLoss
 from spec_train.drafts.drafting import ChainDrafter
-from spec_train.drafts.eagle3.loss import (
-    Teachers,
-    Unroll,
-    eagle3_loss,
-    serving_chains,
-    step_shares,
-    unrolled_loss,
-)
-from spec_train.drafts.eagle3.model import Eagle3Config, Eagle3Model
-from spec_train.drafts.frames import batch_frame, slots_of
-from spec_train.drafts.protocol import DraftLoss
+from spec_train.drafts.eagle3.model import Eagle3Model
+from spec_train.drafts.frames import Frame, ShiftedInputs, batch_frame, slots_of, tensor_frame
+from spec_train.drafts.slots import document_offsets, step_masks
+from spec_train.drafts.unroll import Unroll
 from spec_train.losses.head import TargetHead
-from spec_train.losses.menu import LossKind
-from spec_train.losses.metrics import summarise
-from spec_train.options.draft_options import Eagle3Options
-
-__all__ = [
-    "Eagle3Config",
-    "Eagle3Draft",
-    "Eagle3Options",
-    "Unroll",
-    "eagle3_loss",
-    "serving_chains",
-]
+from spec_train.losses.menu import LossKind, RowStats, TeacherRows, head_loss, wide
+from spec_train.losses.metrics import chain_sums
 
 
 class Eagle3Draft(Eagle3Model):
@@ -43,40 +44,174 @@ class Eagle3Draft(Eagle3Model):
         """Number of unroll steps of its training."""
         return self.options.ttt_steps
 
-    @property
-    def max_depth(self) -> int | None:
-        """None: a chain can have any length."""
-        return None
-
     def drafter(self, head: TargetHead) -> ChainDrafter:
         """Start drafting one sequence. The draft has its own head; `head` is not used."""
-        return ChainDrafter(self, self.config.vocab_size, self.new_cache())
-
-    def chains(
-        self, batch: DraftBatch, head: TargetHead, depth: int, *, counted_only: bool = False
-    ) -> Tensor:
-        """Draft greedily from every slot: int64 [B, T, depth] (see protocol.Draft)."""
-        counted = CountedDrafts(batch) if counted_only else None
-        return serving_chains(self, batch, depth, counted)
+        return ChainDrafter(self, self.config.vocab_size, self.new_caches())
 
     @torch.no_grad()
     def slot_counts(self, batch: DraftBatch) -> Tensor:
         """Return the number of supervised slots of every unroll step, float64 [S]."""
         _, rows, choice = slots_of(self, batch)
-        steps = self.options.ttt_steps
-        return Teachers.select(rows, choice, batch.document_ids, steps).counts()
+        return Teachers.select(rows, choice, batch.document_ids, self.depth).counts()
 
     def loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
-        """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step.
-
-        `counts` is float64 [S]; None: those of this batch.
-        """
-        options, steps = self.options, self.options.ttt_steps
+        """Return the loss of a batch over `counts`, float64 [S]."""
+        options, steps = self.options, self.depth
         shares = step_shares(steps, options.step_decay, options.weights_of(steps))
         frame, kind = batch_frame(self, batch, head), LossKind.of(options)
         return unrolled_loss(self, frame, shares=shares, kind=kind, counts=counts)
 
-    @staticmethod
-    def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:
-        """Turn added sums into metrics."""
-        return summarise(sums)
+
+def eagle3_loss(
+    draft: Eagle3Model,
+    *,
+    steps: int = 7,
+    decay: float = 0.8,
+    kind: str | LossKind = "ce",
+    position_weights: Sequence[float] | None = None,
+    counts: Tensor | None = None,
+    **inputs: Any,
+) -> DraftLoss:
+    """Compute the EAGLE-3 loss of plain tensors in the shifted frame.
+
+    Args:
+        draft: the weights, as `Eagle3Draft.from_pretrained` reads them.
+        steps: S.
+        decay: step s has weight decay ** s, normalised over the S steps.
+        kind: a name of `losses.KINDS`, or a `LossKind` with its target and numbers.
+        position_weights: weights of the S steps instead of powers of `decay`.
+        counts: denominators [S] over the whole optimizer step; None: those of this batch.
+        **inputs: the fields of `frames.ShiftedInputs`, with their shapes there:
+            aux_hidden_states and input_ids; loss_mask (with slots) or slot_mask; one teacher:
+            logits, or final_hidden with head, or target_probs with position_mask (and target_mass
+            if the draft vocabulary is reduced); and optionally target_argmax, target_logsumexp,
+            document_ids, position_ids, attention_mask.
+
+    Raises:
+        DraftError: not exactly one teacher or one mask, an unknown `slots` or `kind`, or inputs of
+            the other frame.
+        TypeError: an input is unknown or missing.
+    """
+    kind = kind if isinstance(kind, LossKind) else LossKind(name=kind)
+    frame = tensor_frame(draft, ShiftedInputs(**inputs))
+    shares = step_shares(steps, decay, position_weights)
+    return unrolled_loss(draft, frame, shares=shares, kind=kind, counts=counts)
+
+
+def step_shares(steps: int, decay: float, weights: Sequence[float] | None = None) -> Tensor:
+    """Return the normalised weights of the steps, float64 [S]: powers of `decay`, or `weights`."""
+    share = decay ** torch.arange(steps, dtype=torch.float64)
+    if weights is not None:
+        share = torch.tensor(weights, dtype=torch.float64)
+    return share / share.sum()
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """The N slots of the slot mask; those with a choice in the draft vocabulary train the draft."""
+
+    rows: Tensor  # flat slots, int64 [N]
+    choice: Tensor  # the target's choice as a draft index, -1 outside, int64 [N]
+    valid: Tensor  # bool [N, S]: the document has a slot rows - s, whose step s it teaches
+    trained: Tensor  # bool [N, S]: valid, and the choice is in the draft vocabulary
+
+    @classmethod
+    def select(cls, rows: Tensor, choice: Tensor, document_ids: Tensor, steps: int) -> "Teachers":
+        """Make them from `rows` and `choice` of a `Frame`; `document_ids` is int64 [B, T]."""
+        reach = document_offsets(document_ids).flatten()[rows]  # [N]: slots before it
+        valid = reach[:, None] >= torch.arange(steps, device=rows.device)  # [N, S]
+        return cls(rows, choice, valid, valid & (choice >= 0)[:, None])
+
+    def counts(self) -> Tensor:
+        """Return the number of supervised slots of every step, float64 [S]."""
+        return self.trained.sum(0).double()
+
+
+def unrolled_loss(
+    draft: Eagle3Model,
+    frame: Frame,
+    *,
+    shares: Tensor,
+    kind: LossKind,
+    counts: Tensor | None,
+) -> DraftLoss:
+    """Compute the loss of a frame; `shares` [S] of `step_shares`, the rest as for `eagle3_loss`."""
+    steps = len(shares)
+    drafted = step_masks(frame.mask, frame.document_ids, steps)  # [S, B, T]
+    teachers = Teachers.select(frame.rows, frame.choice, frame.document_ids, steps)
+    rows, own = teachers.rows, teachers.counts()
+    counts = own if counts is None else counts.to(own)
+    share = shares.to(rows.device, non_blocking=True)
+    if rows.numel():
+        hidden = _chain_states(draft, frame, teachers)  # [N, S, H]
+
+        def teacher(part: slice) -> TeacherRows:
+            found = frame.teacher(rows[part])
+            return found.labelled(teachers.choice[part]) if kind.hard else found
+
+        weights = teachers.trained * torch.where(counts > 0, share / counts, 0.0)  # [N, S]
+        loss, stats = head_loss(
+            draft.head_input(hidden),
+            draft.lm_head.weight,
+            teacher,
+            weights.to(wide(hidden).dtype),
+            kind,
+        )
+    else:
+        loss = draft.zero_loss()
+        empty = torch.zeros(0, steps, device=rows.device)
+        stats = RowStats(empty, empty, empty.long())
+    return DraftLoss(loss, _sums(stats, teachers, drafted, share))
+
+
+def _chain_states(draft: Eagle3Model, frame: Frame, teachers: Teachers) -> Tensor:
+    """Return states [N, S, H]: entry (n, s) is step s of the chain from slot rows[n] - s."""
+    rows, valid = teachers.rows, teachers.valid
+    steps = valid.shape[1]
+    used = step_masks(frame.mask, frame.document_ids, steps).any(0)  # [B, T]: starts a chain
+    active = active_slots(used)  # [B, A]
+    unroll = Unroll(
+        draft, frame.aux, frame.input_ids, frame.document_ids, frame.position_ids, active
+    )
+    # The row of every used slot in the flattened states [B*A, H].
+    place = (used.cumsum(1) - 1).clamp_min(0)  # [B, T], in 0..A-1
+    place = place + active.shape[1] * torch.arange(len(used), device=used.device)[:, None]
+    known, states = frame.input_ids, []
+    for _ in range(steps):
+        states.append(unroll.advance(known.gather(1, active)).flatten(0, 1))  # [B*A, H]
+        known = shift_left(known, frame.document_ids)  # [B, T]
+    slots = rows[:, None] - torch.arange(
+        steps, device=rows.device
+    )  # [N, S]: flat, -1 or less: none
+    index = torch.where(valid, place.flatten()[slots.clamp_min(0)], 0)  # [N, S], in 0..B*A-1
+    return torch.stack([state[index[:, s]] for s, state in enumerate(states)], dim=1)
+
+
+@torch.no_grad()
+def _sums(stats: RowStats, teachers: Teachers, drafted: Tensor, share: Tensor) -> dict[str, Tensor]:
+    """Return the additive metrics of a batch (see `metrics`).
+
+    Args:
+        stats: figures of the head, each [N, S].
+        teachers: the N slots.
+        drafted: slot masks of all steps, bool [S, B, T].
+        share: normalised weights of the steps, float64 [S].
+    """
+    rows, valid, own = teachers.rows, teachers.valid, teachers.counts()
+    hit = (stats.best == teachers.choice[:, None]) & valid  # [N, S]
+    steps, slots = len(drafted), drafted[0].numel()
+    # [N, S]: the slot that starts the chain; one more slot takes the rows that have none. Selecting
+    # the others with a mask would make the host wait for their number.
+    start = rows[:, None] - torch.arange(steps, device=rows.device)
+    start = torch.where(valid, start, slots)
+    hits = torch.zeros(steps, slots + 1, dtype=torch.bool, device=rows.device)
+    hits = hits.scatter_(1, start.T, hit.T)[:, :slots]  # [S, B*T]
+    return {
+        "loss": (stats.loss.double() * teachers.trained).sum(0),
+        "supervised": own,
+        "weighted": own * share,
+        "drafted": drafted.flatten(1).sum(1).double(),
+        "hits": hit.sum(0).double(),
+        "acceptance": (stats.acceptance.double() * valid).sum(0),
+        **chain_sums(hits.view_as(drafted), drafted),
+    }

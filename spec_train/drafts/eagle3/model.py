@@ -7,93 +7,60 @@ the final norm, or after it with `norm_output`. The first layer reads token and 
 ones, if there are any, are ordinary layers. One layer is named `midlayer` in a checkpoint, several
 are `layers.0`, `layers.1`, ..., as engines name them.
 
-B packs, T slots, n captured layers, H hidden size, h / g query / key-value heads, d head size,
-r rotary dimensions, V / Vd target / draft vocabulary.
+B packs, T slots, H hidden size, h query heads, d head size, r rotary dimensions, Vd draft
+vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from spec_data.models.families import TargetShape
 from spec_data.shards.layer_ids import as_block_inputs
-from spec_data.shards.position_data import Positions
-from spec_data.terminal.config import from_dict
-from spec_train.drafts.config import AuxConfig
-from spec_train.drafts.draft_caches import LayerCaches
-from spec_train.drafts.layered_draft import AuxDraft
+from spec_train.data.batch import DraftBatch
+from spec_train.drafts.config import DraftConfig
+from spec_train.drafts.draft import AuxDraft
 from spec_train.drafts.layers import Attend, Attention, DecoderLayer, GatedMLP, RMSNorm
-from spec_train.drafts.targets import (
-    resolve_eagle3_draft_spec,
-    target_shape,
-    warn_of_last_layer,
-)
+from spec_train.drafts.unroll import AutoregressiveDraft
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.write import EAGLE3, WITH_QK_NORM, named_class
+from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import Eagle3Options
-
-# -- config ----------------------------------------------------------------------------------------
-# Configuration of an EAGLE-3 draft (arXiv 2503.01840): derived from the target's config.json.
-#
-# In: the target's config.json, or the draft's own. Out: `Eagle3Config`, and the draft's
-# config.json. Every engine can read that file: `architectures`, both keys for the layer ids
-# (engines disagree on the meaning of an id), no null fields. Keys that only this project needs are
-# in `spec_train`.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(AuxConfig):
-    """Shapes and arithmetic of the draft. Layer id: block output, counted from 0."""
+class Eagle3Config(DraftConfig):
+    """Shapes and arithmetic of the draft.
+
+    Every engine can read its config.json: `architectures`, both keys for the layer ids (engines
+    disagree on the meaning of an id), no null fields.
+    """
 
     draft: ClassVar[str] = "eagle3"
-    architecture: ClassVar[str] = EAGLE3
-    options_class: ClassVar[type] = Eagle3Options
+    architectures: ClassVar[tuple[str, ...]] = (EAGLE3, WITH_QK_NORM)
+    switches: ClassVar[tuple[str, ...]] = (
+        *DraftConfig.switches,
+        *("norm_before_fc", "norm_before_residual"),
+    )
 
     num_hidden_layers: int = 1  # only the first one reads the token and the features
+    fc_norm: bool = False  # an RMSNorm per captured layer
+    norm_output: bool = False  # the carried state is normed
+    norm_before_fc: bool = False  # one RMSNorm over all captured layers
+    norm_before_residual: bool = False  # the first layer adds to its normalised input
 
     @classmethod
-    def from_target(
-        cls,
-        target_config: dict[str, Any],
-        *,
-        layers: tuple[int, ...],
-        vocab_size: int,
-        draft_vocab_size: int,
-        options: Any,
-        dtype: str | None = None,
-        origin: dict[str, Any] | None = None,
-        positions: Positions | None = None,
-        **own: Any,
-    ) -> Self:
-        """Derive a draft's configuration from the target's config.json.
-
-        `dtype` and `origin` are those of `BaseConfig.of_target`, `positions` those of the dataset;
-        `own` are the fields that a subclass adds.
-
-        Raises:
-            DraftError: no draft is registered for the target's family, or a size is missing.
-        """
-        shape = target_shape(resolve_eagle3_draft_spec, target_config, positions)
-        warn_of_last_layer(layers, shape.num_hidden_layers)
-        options = options.sized(shape.hidden_size, shape.num_hidden_layers)
-        return cls(
-            **cls.of_target(target_config, shape, options, options.num_layers, dtype, origin),
-            num_hidden_layers=options.num_layers,
-            target_hidden_size=shape.hidden_size,
-            vocab_size=vocab_size,
-            draft_vocab_size=draft_vocab_size,
-            layers=layers,
-            fc_norm=options.fc_norm,
-            norm_output=options.norm_output,
-            **own,
-        )
+    def from_options(cls, options: Any, shape: TargetShape) -> dict[str, Any]:
+        """Return the switches of the norms."""
+        return {"fc_norm": options.fc_norm, "norm_output": options.norm_output}
 
     def to_json(self, options: Any) -> dict[str, Any]:
         """Return config.json of the draft."""
         return {
-            **named_class({"qk_norm": self.qk_norm}, self.architecture),
+            **named_class({"qk_norm": self.qk_norm}, self.architectures[0]),
             "num_hidden_layers": self.num_hidden_layers,
             **self.shared_json(),
             "mlp_bias": self.mlp_bias,
@@ -107,27 +74,8 @@ class Eagle3Config(AuxConfig):
                 "use_aux_hidden_state": True,
                 "eagle_aux_hidden_state_layer_ids": list(self.layers),
             },
-            SECTION: self.own_json(self.draft, options),
+            SECTION: self.own_json(options),
         }
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any], where: str) -> tuple[Self, Any]:
-        """Read a config.json that `to_json` wrote.
-
-        Raises:
-            DraftError: the file is not such a draft of this project, or fields are missing.
-        """
-        found = cls.fields_of(
-            raw,
-            where,
-            kind=f"an {cls.draft}" if cls.draft.startswith("e") else f"a {cls.draft}",
-            architectures=(cls.architecture, WITH_QK_NORM),
-            needed=("layers", "options"),
-        )
-        return cls(**found), from_dict(cls.options_class, raw[SECTION]["options"], where=where)
-
-
-# -- model -----------------------------------------------------------------------------------------
 
 
 class Eagle3Layer(nn.Module):
@@ -167,12 +115,12 @@ class Eagle3Layer(nn.Module):
         return self.outputs(u, carried, attend(q, *attention.keys_values(u, cos, sin)))
 
 
-class Eagle3Model(AuxDraft):
-    """Modules and serving forward pass of an EAGLE-3 draft; the loss is in `eagle3.loss`."""
+class Eagle3Model(AuxDraft, AutoregressiveDraft):
+    """Modules and serving forward pass of an EAGLE-3 draft."""
 
     name: ClassVar[str] = "eagle3"
-    options_class: ClassVar[type] = Eagle3Options
-    config_class: ClassVar[type[Eagle3Config]] = Eagle3Config
+    options_class: ClassVar[type[Any]] = Eagle3Options
+    config_class: ClassVar[type[DraftConfig]] = Eagle3Config
 
     def make_layers(self) -> None:
         """Make the layers, under the names of the checkpoint."""
@@ -188,8 +136,12 @@ class Eagle3Model(AuxDraft):
         """The layers, the first one an `Eagle3Layer`, the others `DecoderLayer`s."""
         return [self.midlayer] if self.config.num_hidden_layers == 1 else list(self.layers)
 
+    def layer_inputs(self, token_ids: Tensor, carried: Tensor) -> tuple[Tensor, ...]:
+        """Return embeddings and carried states, both [B, T, H]."""
+        return self.embed(token_ids), carried
+
     def feedback(self, output: Tensor) -> Tensor:
-        """Map the layer's output [..., H] to the carried state [..., H]."""
+        """Map the last layer's output [..., H] to the carried state [..., H]."""
         return self.norm(output) if self.config.norm_output else output
 
     def head_input(self, carried: Tensor) -> Tensor:
@@ -200,41 +152,10 @@ class Eagle3Model(AuxDraft):
         """Map carried states [..., H] to draft logits [..., Vd]."""
         return self.lm_head(self.head_input(carried))
 
-    def step(
-        self,
-        token_ids: Tensor,
-        carried: Tensor,
-        position_ids: Tensor,
-        cache: LayerCaches | None = None,
-        seen: Tensor | None = None,
-    ) -> Tensor:
-        """Process T new rows as serving does, after the rows in `cache`.
+    def logits_with(self, head: TargetHead) -> Callable[[Tensor], Tensor]:
+        """Return `logits`: the draft has its own head."""
+        return self.logits
 
-        Args:
-            token_ids: known tokens, int64 [B, T].
-            carried: features of `project`, or the result of an earlier `step`, [B, T, H].
-            position_ids: RoPE positions, int64 [B, T].
-            cache: the rows processed so far; the new rows are appended.
-            seen: which rows, old and new, a new row sees, bool [T, length] or [B, 1, T, length];
-                None: causal.
-
-        Returns:
-            Carried states [B, T, H], for `logits` and for the next `step`.
-        """
-        caches = cache or self.new_cache()
-        cos, sin = self.rotary.cos_sin(position_ids, None, carried.dtype)
-        inputs: tuple[Tensor, ...] = (self.embed(token_ids), carried)
-        layers = zip(self.decoder_layers, caches.layers, self.config.windows, strict=True)
-        for layer, held, window in layers:
-            attend = partial(held.attend, scale=self.scale, seen=seen, window=window)
-            inputs = (layer(*inputs, cos, sin, attend),)
-        return self.feedback(inputs[0])
-
-    def new_cache(self) -> LayerCaches:
-        """Return an empty cache for every layer."""
-        return LayerCaches(self.config.num_hidden_layers)
-
-    @property
-    def scale(self) -> float:
-        """Factor on the attention scores."""
-        return self.config.head_dim**-0.5
+    def states_of(self, batch: DraftBatch) -> Tensor:
+        """Return the captured layers of a batch [B, T, n*H]."""
+        return batch.aux(self.config.layers)

@@ -28,10 +28,10 @@ from torch import Tensor
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
 from spec_train.attention.masks import parallel_mask
+from spec_train.drafts.draft import DraftLoss
 from spec_train.drafts.frames import Frame, ShiftedInputs, tensor_frame
 from spec_train.drafts.layers import Attend
 from spec_train.drafts.peagle.model import PeagleModel
-from spec_train.drafts.protocol import DraftLoss
 from spec_train.drafts.slots import document_offsets, rope_lengths, step_masks
 from spec_train.drafts.teacher import SharedTeacher
 from spec_train.losses.menu import LossKind, head_loss, wide
@@ -98,7 +98,7 @@ def _shift_right(values: Tensor, offsets: Tensor) -> Tensor:
     return out & (offsets > 0)
 
 
-class Draws:
+class SampleStore:
     """Keeps the samples drawn by `slot_counts` for the losses that divide by those counts.
 
     An optimizer step counts all its micro-batches before the first loss, so it needs one sample per

@@ -20,35 +20,30 @@ from torch import Tensor, nn
 
 from spec_train.attention.masked import Attending
 from spec_train.attention.masks import AttentionMask
-from spec_train.drafts.draft_caches import DraftCache
+from spec_train.drafts.config import DraftConfig
+from spec_train.drafts.draft import AuxDraft
+from spec_train.drafts.drafting import KVCache
 from spec_train.drafts.eagle3.model import Eagle3Config, Eagle3Layer
-from spec_train.drafts.layered_draft import AuxDraft
 from spec_train.drafts.layers import Attend, DecoderLayer, run_layer
-from spec_train.formats.write import PEAGLE
+from spec_train.formats.write import PEAGLE, WITH_QK_NORM
 from spec_train.options.draft_options import PeagleOptions
-
-# -- config ----------------------------------------------------------------------------------------
-# Configuration of a P-EAGLE draft: an EAGLE-3 configuration with more layers and a mask token.
-#
-# In: the target's config.json, or the draft's own. Out: `PeagleConfig`, and the draft's
-# config.json. The file has vLLM's flat form (`method: eagle3` with `parallel_drafting: true`),
-# because no other engine drafts in parallel.
-#
-# The architecture name is `Eagle3LlamaForCausalLM`. vLLM puts "Eagle3" before every architecture
-# name that neither starts nor ends with it, also before PeagleLlamaForCausalLM, and then does not
-# know the result. That leaves two names for a Llama draft. This is the one that neither the EAGLE-3
-# drafts of this project nor SGLang use; SGLang would feed the draft its own states. Both keys for
-# the mask token are written: vLLM reads the first that it finds, older releases know only the
-# second.
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeagleConfig(Eagle3Config):
-    """Shapes and arithmetic of the draft. Layer id: block output, counted from 0."""
+    """An EAGLE-3 configuration with more layers and a mask token.
+
+    The file has vLLM's flat form (`method: eagle3` with `parallel_drafting: true`), because no
+    other engine drafts in parallel. The architecture name is `Eagle3LlamaForCausalLM`. vLLM puts
+    "Eagle3" before every name that neither starts nor ends with it, also before
+    PeagleLlamaForCausalLM, and then does not know the result. That leaves two names for a Llama
+    draft. This is the one that neither the EAGLE-3 drafts of this project nor SGLang use; SGLang
+    would feed the draft its own states. Both keys for the mask token are written: vLLM reads the
+    first that it finds.
+    """
 
     draft: ClassVar[str] = "peagle"
-    architecture: ClassVar[str] = PEAGLE
-    options_class: ClassVar[type] = PeagleOptions
+    architectures: ClassVar[tuple[str, ...]] = (PEAGLE, WITH_QK_NORM)
 
     mask_token_id: int
 
@@ -59,15 +54,12 @@ class PeagleConfig(Eagle3Config):
         return out
 
 
-# -- model -----------------------------------------------------------------------------------------
-
-
 class PeagleModel(AuxDraft):
     """Modules and serving forward pass of a P-EAGLE draft; the loss is in `peagle.loss`."""
 
     name: ClassVar[str] = "peagle"
-    options_class: ClassVar[type] = PeagleOptions
-    config_class: ClassVar[type[Eagle3Config]] = PeagleConfig
+    options_class: ClassVar[type[Any]] = PeagleOptions
+    config_class: ClassVar[type[DraftConfig]] = PeagleConfig
     config: PeagleConfig
     options: PeagleOptions
 
@@ -77,11 +69,6 @@ class PeagleModel(AuxDraft):
         others = (DecoderLayer(shape) for _ in range(1, config.num_hidden_layers))
         self.layers = nn.ModuleList([Eagle3Layer(config), *others])
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
-
-    @property
-    def scale(self) -> float:
-        """Factor on the attention scores."""
-        return self.config.head_dim**-0.5
 
     @property
     def reach(self) -> int | None:
@@ -140,7 +127,7 @@ class PeagleModel(AuxDraft):
         token_ids: Tensor,
         carried: Tensor,
         position_ids: Tensor,
-        caches: Sequence[DraftCache],
+        caches: Sequence[KVCache],
         seen: Tensor | None = None,
     ) -> Tensor:
         """Process rows as serving does: causal, after the rows in `caches` (one per layer).
@@ -162,7 +149,3 @@ class PeagleModel(AuxDraft):
             for window in set(self.config.windows)
         }
         return [prepared[window] for window in self.config.windows]
-
-    def new_caches(self) -> list[DraftCache]:
-        """Return an empty cache for every layer."""
-        return [DraftCache() for _ in self.layers]

@@ -21,7 +21,7 @@ from spec_data.shards.seal import seal
 from spec_data.shards.writer import UnitData, write_shard
 from spec_train.data.mixture import common_manifest
 from spec_train.data.policy_masks import PolicyDataset
-from spec_train.drafts.slots import check_teachers
+from spec_train.drafts.draft import check_teachers
 from tests.factory import tiny_dataset
 from tests.spec_data.shards.integrity_tools import change_manifest
 

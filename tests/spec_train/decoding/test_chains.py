@@ -19,8 +19,7 @@ from spec_train.decoding.chains import (
     decode_speculative,
     examine_difference,
 )
-from spec_train.drafts.draft_caches import DraftCache
-from spec_train.drafts.drafting import ChainDrafter
+from spec_train.drafts.drafting import ChainDrafter, KVCache
 from spec_train.losses.sampling import (
     Greedy,
     Sampled,
@@ -44,7 +43,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def append_rows(cache: DraftCache, count: int) -> None:
+def append_rows(cache: KVCache, count: int) -> None:
     """The cache of a draft without attention only counts positions."""
     cache.append(torch.zeros(1, 1, count, 1), torch.zeros(1, 1, count, 1))
 
@@ -66,8 +65,8 @@ class ScriptedDraft:
     def project(self, aux: torch.Tensor) -> torch.Tensor:
         return aux
 
-    def step(self, token_ids, carried, position_ids, cache) -> torch.Tensor:
-        first, count = cache.length, token_ids.shape[1]
+    def step(self, token_ids, carried, position_ids, caches) -> torch.Tensor:
+        first, count = caches[0].length, token_ids.shape[1]
         positions = list(range(first, first + count))
         assert position_ids.tolist() == [positions]
         if carried.shape[-1] == self.aux.shape[-1]:
@@ -76,7 +75,7 @@ class ScriptedDraft:
             self.verified_rows += count
         else:
             assert carried.argmax(-1).tolist() == token_ids.tolist()
-        append_rows(cache, count)
+        append_rows(caches[0], count)
         proposals = [self._propose(p) for p in positions]
         return torch.nn.functional.one_hot(torch.tensor([proposals]), VOCAB).float() * 9
 
@@ -99,9 +98,9 @@ class TableDraft:
     def project(self, aux: torch.Tensor) -> torch.Tensor:
         return aux
 
-    def step(self, token_ids, carried, position_ids, cache) -> torch.Tensor:
-        assert cache.length == int(position_ids[0, 0])
-        append_rows(cache, token_ids.shape[1])
+    def step(self, token_ids, carried, position_ids, caches) -> torch.Tensor:
+        assert caches[0].length == int(position_ids[0, 0])
+        append_rows(caches[0], token_ids.shape[1])
         return token_ids[..., None]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from spec_train.decoding.trees import (
     tree_mask,
     walk,
 )
-from spec_train.drafts.drafting import ChainDrafter
+from spec_train.drafts.drafting import ChainDrafter, KVCache
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy, Sampled
 from tests.families import FAMILIES, VOCAB, tiny_model
@@ -44,12 +44,12 @@ def slow_tree(
     """Compute every path of a tree from the start, one by one, with all scores."""
 
     def children(path: tuple[int, ...]) -> dict[int, float]:
-        cache = draft.cache_class()
+        caches = [KVCache() for _ in range(draft.layers)]
         position = torch.arange(len(known))[None]
-        state = draft.step(torch.tensor([known]), draft.project(states), position, cache)[:, -1:]
+        state = draft.step(torch.tensor([known]), draft.project(states), position, caches)[:, -1:]
         for i, token in enumerate(path):
             place = torch.tensor([[len(known) + i]])
-            state = draft.step(torch.tensor([[token]]), state, place, cache)
+            state = draft.step(torch.tensor([[token]]), state, place, caches)
         scores = torch.log_softmax(draft.logits(state)[0, 0].float(), -1)
         return dict(zip(draft.draft_ids.tolist(), scores.tolist(), strict=True))
 
@@ -80,9 +80,7 @@ class _Slow:
         draft = chain.draft
         self.step, self.project, self.logits = draft.step, draft.project, draft.logits
         self.draft_ids = draft.draft_ids
-        empty = type(chain.cache)
-        layers = len(getattr(chain.cache, "layers", ()))
-        self.cache_class = (lambda: empty(layers)) if layers else empty
+        self.layers = len(chain.caches)
 
 
 @pytest.mark.parametrize("shape", [(12, 3), (1, 4), (40, 5), (9, 1), (200, 2)])
@@ -125,8 +123,8 @@ class CertainDraft:
     def project(self, aux: Tensor) -> Tensor:
         return aux
 
-    def step(self, token_ids, carried, position_ids, cache, seen=None) -> Tensor:
-        cache.append(*torch.zeros(2, 1, 1, token_ids.shape[1], 1))
+    def step(self, token_ids, carried, position_ids, caches, seen=None) -> Tensor:
+        caches[0].append(*torch.zeros(2, 1, 1, token_ids.shape[1], 1))
         return token_ids[..., None].float()
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spec_train.data.batch import DraftBatch
-from spec_train.drafts.counted import NOT_DRAFTED, CountedDrafts
+from spec_train.drafts.slots import NOT_DRAFTED, ScoredSlots
 from spec_train.simulation.walk import judge_chains, serving_sums
 from tests.spec_train.drafts.test_windows import DEPTH, DRAFTS_OF, MIXED, make
 from tests.spec_train.evaluation import tools
@@ -117,7 +117,7 @@ def test_slots_and_chains_that_count_are_those_of_the_evaluation(target: Any) ->
     with torch.no_grad():
         batch = random_batch(draft, head, torch.Generator().manual_seed(7))
         chains = draft.chains(batch, head, DEPTH)
-    counts, counted = counted_drafts(batch, chains), CountedDrafts(batch)
+    counts, counted = counted_drafts(batch, chains), ScoredSlots(batch)
     every = torch.arange(chains.shape[1]).expand(chains.shape[:2])
     now = counted.slots.clone()
     for d in range(DEPTH):

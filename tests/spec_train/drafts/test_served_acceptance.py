@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from spec_train.drafts import DRAFTS
-from spec_train.drafts.dspark.blocks import Blocks
+from spec_train.drafts.dspark.loss import Blocks
 from spec_train.drafts.dspark.model import DSparkConfig
 from spec_train.drafts.eagle3.model import Eagle3Config
+from spec_train.drafts.frames import teacher_of
 from spec_train.drafts.peagle.model import PeagleConfig
-from spec_train.drafts.teacher import teacher_of
 from spec_train.losses.sampling import Sampled
 from spec_train.options.draft_options import (
     DFlashOptions,

@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.eagle3.model import Eagle3Config
-from spec_train.formats.draft_seal import SECTION
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
 from tests.spec_train.drafts import any_draft
@@ -24,23 +24,9 @@ NEW = ("qk_norm", "sliding_window", "train_embeddings")
 def test_a_draft_of_the_default_shape_writes_no_new_key(
     dataset: HiddenStatesDataset, head: TargetHead, name: str
 ) -> None:
-    raw = build_draft(name, dataset, head).config_json()
+    raw = build_draft(name, dataset, head).files(torch.float32, "here").config
     assert not set(NEW) & set(raw)
     assert (raw["hidden_act"], raw["attention_bias"]) == ("silu", False)
-
-
-@pytest.mark.parametrize("name", DRAFTS)
-def test_a_file_of_a_release_without_the_options_is_read_as_before(
-    dataset: HiddenStatesDataset, head: TargetHead, name: str
-) -> None:
-    draft = build_draft(name, dataset, head)
-    raw = draft.config_json()
-    new = set(vars(draft.options)) & {*NEW, "hidden_act", "mlp_bias", "attention_bias", "head_dim"}
-    assert len(new) == 7
-    for option in new:
-        del raw[SECTION]["options"][option]
-    config, options = type(draft).read_config(raw, "here")
-    assert config == draft.config and options == draft.options
 
 
 @pytest.mark.parametrize(
@@ -61,7 +47,7 @@ def test_other_shapes_are_written_and_read(
     keys: dict[str, Any],
 ) -> None:
     draft = build_draft(name, dataset, head, **options)
-    raw = draft.config_json()
+    raw = draft.files(torch.float32, "here").config
     assert {key: raw[key] for key in keys} == keys
     again = type(draft).from_files(draft.files(draft.fc.weight.dtype, "here"))
     assert again.config == draft.config and again.options == draft.options

@@ -7,17 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_data.models.families import TARGETS
 from spec_data.models.rope_settings import RopeSettings
 from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.layer_ids import build_target_layer_ids, capturable_layer_ids
 from spec_train.drafts import DRAFTS
+from spec_train.drafts.config import target_shape
 from spec_train.drafts.layers import Rotary
-from spec_train.drafts.targets import (
-    resolve_dspark_draft_spec,
-    resolve_eagle1_draft_spec,
-    resolve_eagle3_draft_spec,
-)
 from spec_train.evaluation.report import run_eval
 from spec_train.formats.target_facts import read_target
 from spec_train.options.command_options import EvalConfig, fit_config, split_config
@@ -26,19 +21,12 @@ from tests.families import FAMILIES, LAYERS, MORE_FAMILIES, tiny_model
 from tests.spec_data.runs import run, save_target, write_corpus
 from tests.tolerance import close
 
-RESOLVERS = (resolve_eagle1_draft_spec, resolve_eagle3_draft_spec, resolve_dspark_draft_spec)
 ROTARY = sorted(set(FAMILIES | MORE_FAMILIES) - {"gpt2"})  # which has learned positions
 SMALL = {
     "eagle3": {"ttt_steps": 3, "draft_vocab_size": 64},
     "peagle": {"draft_vocab_size": 64},
     "dspark": {"markov_rank": 8},
 }
-
-
-def test_the_first_registered_architecture_counts() -> None:
-    for resolve in RESOLVERS:
-        found = resolve(["Unheard", "Qwen3ForCausalLM", "LlamaForCausalLM"])
-        assert found is TARGETS["Qwen3ForCausalLM"]
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -50,13 +38,12 @@ def test_a_target_that_lists_its_blocks_has_their_number(nested: bool, tmp_path:
     assert read_target(tmp_path).num_layers == 4
 
 
-@pytest.mark.parametrize("resolve", RESOLVERS)
 @pytest.mark.parametrize(
     "names", [["T5ForConditionalGeneration"], ["Qwen2VLForConditionalGeneration"], ["MambaLM"], []]
 )
-def test_others_are_refused_with_what_is_supported(resolve, names: list[str]) -> None:
+def test_others_are_refused_with_what_is_supported(names: list[str]) -> None:
     with pytest.raises(DraftError, match=r"GptOssForCausalLM, .*encoder-decoders") as caught:
-        resolve(names)
+        target_shape("eagle3", {"architectures": names}, None)
     assert str(names) in str(caught.value)
 
 
@@ -87,7 +74,7 @@ def test_more_layers_than_blocks_are_refused(blocks: int, count: int) -> None:
 def test_the_drafts_rope_is_the_targets(family: str) -> None:
     model = tiny_model(family)
     config = model.config.to_dict()
-    shape = resolve_eagle3_draft_spec(config["architectures"]).shape(config)
+    shape = target_shape("eagle3", config, None)
     ours = Rotary(
         RopeSettings(
             rope_parameters=shape.rope_parameters,

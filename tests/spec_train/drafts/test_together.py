@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spec_train.decoding.batches import propose_all
-from spec_train.drafts.protocol import Ask, Drafter
+from spec_train.drafts.drafting import Drafter, DraftRequest
 from spec_train.losses.sampling import make_sampler
 from tests.spec_train.drafts.dspark import cases as dspark
 from tests.spec_train.drafts.eagle import cases as eagle
@@ -56,7 +56,9 @@ def with_head(case: eagle.Case) -> tuple[Any, Any]:
     return eagle.make_draft(case), eagle.make_head(case)
 
 
-def asked(width: int, rows: int, round_: int, counts: Sequence[int], t: float) -> list[Ask]:
+def asked(
+    width: int, rows: int, round_: int, counts: Sequence[int], t: float
+) -> list[DraftRequest]:
     """What a round asks: of new sequences a prompt, of others 1 to 5 tokens."""
     found = []
     for row in range(rows):
@@ -65,7 +67,7 @@ def asked(width: int, rows: int, round_: int, counts: Sequence[int], t: float) -
         length = 4 + 3 * row if prompt else int(torch.randint(1, 6, (), generator=generator))
         tokens = torch.randint(10, (length,), generator=generator).tolist()
         states = torch.randn(1, length, width, generator=generator, dtype=torch.float64)
-        found.append(Ask(tokens, states, counts[row % len(counts)], make_sampler(t, row)))
+        found.append(DraftRequest(tokens, states, counts[row % len(counts)], make_sampler(t, row)))
     return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from spec_train.data.order import SPLIT_RULE, split_border
 from spec_train.data.splits import Rules
 from spec_train.decoding.chains import Request, decode_speculative
 from spec_train.drafts.drafting import ChainDrafter
-from spec_train.drafts.eagle3.draft import serving_chains
 from spec_train.evaluation import on_dataset as evaluate_data
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.report import run_eval
@@ -37,6 +37,7 @@ from tests.spec_train.evaluation.tools import (
 from tests.tolerance import close, network, same_but_for_a_tie
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
+HEAD = cast(Any, None)  # an EAGLE-3 draft has a head of its own
 trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
 
 
@@ -47,12 +48,12 @@ def test_on_the_targets_own_responses_the_walk_is_the_real_decoding(target, prom
     for prompt in prompts:
         request = Request(prompt, Greedy(), LIMIT, {STOP})
         got = decode_speculative(
-            target, ChainDrafter(trained, VOCAB, trained.new_cache()), COLUMNS, request, STEPS
+            target, ChainDrafter(trained, VOCAB, trained.new_caches()), COLUMNS, request, STEPS
         )
         document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
         assert document == respond(target, prompt)
         batch = batch_of(target, [document])
-        chains = serving_chains(trained, batch, STEPS)
+        chains = trained.chains(batch, HEAD, STEPS)
         columns = (chains, batch.input_ids, batch.target_argmax, batch.loss_mask)
         arrays = [values[0].numpy() for values in columns]
         walked = walk_rounds(judge_chains(*arrays), supervised_spans(arrays[3]))
@@ -78,12 +79,12 @@ def test_an_untrained_draft_with_a_small_vocabulary_loses_nothing(target, prompt
         sampler = make_sampler(temperature, seed)
         request = Request(prompt, sampler, LIMIT, {STOP})
         got = decode_speculative(
-            target, ChainDrafter(draft, VOCAB, draft.new_cache()), COLUMNS, request, STEPS
+            target, ChainDrafter(draft, VOCAB, draft.new_caches()), COLUMNS, request, STEPS
         )
         assert got.stopped or len(got.tokens) == LIMIT
         document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
         batch = batch_of(target, [document])
-        total += serving_sums(batch, serving_chains(draft, batch, STEPS))
+        total += serving_sums(batch, draft.chains(batch, HEAD, STEPS))
         rounds += [r.emitted for r in got.rounds]
         if temperature == 0:
             assert document == respond(target, prompt)
@@ -93,8 +94,8 @@ def test_an_untrained_draft_with_a_small_vocabulary_loses_nothing(target, prompt
 
 def test_packing_changes_no_chain(target, prompts, trained):
     documents = [respond(target, p) for p in prompts[:5]]
-    together = serving_chains(trained, packed := batch_of(target, documents), STEPS)
-    alone = [serving_chains(trained, batch_of(target, [d]), STEPS) for d in documents]
+    together = trained.chains(packed := batch_of(target, documents), HEAD, STEPS)
+    alone = [trained.chains(batch_of(target, [d]), HEAD, STEPS) for d in documents]
     same_but_for_a_tie(together[0].tolist(), torch.cat(alone, dim=1)[0].tolist())
     sums = serving_sums(packed, together)
     assert sums.spans == len(documents)

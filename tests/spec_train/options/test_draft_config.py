@@ -240,7 +240,7 @@ def test_our_own_config_makes_the_same_shape_again(
     dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, name: str
 ) -> None:
     first = build_draft(name, dataset, head, intermediate_size=20, head_dim=16, mlp_bias="true")
-    config, options = resolved(tmp_path, name, first.config_json())
+    config, options = resolved(tmp_path, name, first.config.to_json(first.options))
     check_keys(config)
     check_target(config, first)
     again = build_draft(name, dataset, head, **dataclasses.asdict(options))

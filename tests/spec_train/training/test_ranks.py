@@ -16,8 +16,8 @@ from torch import nn
 
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts.draft import DraftLoss
 from spec_train.drafts.eagle3.draft import Unroll
-from spec_train.drafts.protocol import DraftLoss
 from spec_train.training import ranks
 from spec_train.training.optimizer import gather_whole, shard_like
 from spec_train.training.ranks import Ranks

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from spec_data.shards.errors import DatasetError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
-from spec_train.drafts.protocol import DraftLoss
+from spec_train.drafts.draft import DraftLoss
 from spec_train.options.command_options import ReplayConfig
 from spec_train.training import checkpoint, ranks
 from spec_train.training.ranks import Ranks

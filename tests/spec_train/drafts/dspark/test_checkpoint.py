@@ -13,7 +13,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from spec_data.shards.errors import ConfigError, DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
-from spec_train.drafts.dspark.draft import DFlashDraft, DSparkConfig, DSparkDraft
+from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft
+from spec_train.drafts.dspark.model import DSparkConfig
 from spec_train.drafts.mask_token import choose_mask_token, usual_mask_tokens
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions, PeagleOptions

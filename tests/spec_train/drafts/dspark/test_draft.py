@@ -12,16 +12,16 @@ from spec_data.shards.packing import row_layout
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts import DRAFTS
-from spec_train.drafts.dspark.blocks import (
+from spec_train.drafts.dspark.draft import BlockTokens, DFlashDraft, DSparkDraft
+from spec_train.drafts.dspark.loss import (
     Blocks,
     anchor_candidates,
     batch_context,
     block_states,
     drafted_mask,
+    dspark_loss,
     sample_blocks,
 )
-from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft, dspark_loss
-from spec_train.drafts.dspark.serving import BlockWalk
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts.dspark import tools as dspark_tools
 from tests.spec_train.drafts.dspark.cases import LAYERS, VOCAB, WIDTH, Case, make_draft, make_head
@@ -122,7 +122,7 @@ def walk_logits(draft: DSparkDraft, batch: dict[str, Tensor], blocks: Blocks) ->
     names = ("input_ids", "document_ids", "position_ids")
     ids, documents, positions = (batch[name] for name in names)
     context = batch_context(draft, batch["aux"], documents, positions)
-    walk = BlockWalk(
+    walk = BlockTokens(
         draft, make_head(), block_states(draft, context, ids, documents, positions, blocks)
     )
     places = blocks.places(draft.config.depth).clamp_max(ids.shape[1] - 1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spec_train.decoding.chains import TargetSession
-from spec_train.drafts.dspark.serving import BlockDrafter
+from spec_train.drafts.dspark.draft import BlockDrafter
 from spec_train.losses.sampling import Greedy
 from tests.spec_train.drafts.dspark.test_serving import make
 from tests.spec_train.evaluation import tools as evaluate_tools
@@ -29,7 +29,7 @@ RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.outp
 
 def assistant_of(draft: Any) -> Any:
     """Return transformers' model of a draft, made only from its saved config and tensors."""
-    raw = draft.config.to_json(draft.options, draft.name)
+    raw = draft.config.to_json(draft.options)
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     names += ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "layer_types")
     names += ("max_position_embeddings", "block_size", "mask_token_id", "target_layer_ids")

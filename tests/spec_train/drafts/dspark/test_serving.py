@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.drafts import DRAFTS
-from spec_train.drafts.counted import NOT_DRAFTED
-from spec_train.drafts.dspark.draft import DSparkConfig, DSparkDraft
-from spec_train.drafts.dspark.serving import BlockDrafter
+from spec_train.drafts.dspark.draft import BlockDrafter, DSparkDraft
+from spec_train.drafts.dspark.model import DSparkConfig
+from spec_train.drafts.slots import NOT_DRAFTED
 from spec_train.losses.sampling import Greedy, Sampled, make_sampler
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions
 from spec_train.simulation.walk import ServingSums, serving_sums
@@ -255,7 +255,7 @@ def test_packing_and_chunks_change_no_chain(name, target, prompts, drafts, monke
         for parts in (together.split(lengths, dim=1), alone)
     )
     same_but_for_a_tie(packed, single)
-    monkeypatch.setattr("spec_train.drafts.dspark.serving._CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr("spec_train.drafts.dspark.draft._CHUNK_ELEMENTS", 1)
     whole = together[0]
     small = draft.chains(batch_of(target, documents), head, draft.depth)[0]
     same_but_for_a_tie(small.tolist(), whole.tolist())

@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 from spec_data.shards.packing import PADDING
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.batch import padding_batch
-from spec_train.drafts.dspark.blocks import expected_weights
+from spec_train.drafts.dspark.loss import expected_weights
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts.dspark import tools as dspark_tools
 from tests.spec_train.drafts.dspark.tools import build

@@ -200,7 +200,7 @@ def test_no_gradient_is_computed_for_the_head(dataset, head, monkeypatch) -> Non
         frozen.append(not weight.requires_grad and hidden.requires_grad)
         return head_loss(hidden, weight, *arguments, **options)
 
-    monkeypatch.setattr("spec_train.drafts.eagle.loss.head_loss", spy)
+    monkeypatch.setattr("spec_train.drafts.eagle.draft.head_loss", spy)
     draft.loss(batch, head, draft.slot_counts(batch)).loss.backward()
     assert frozen == [True]
     assert head.head_weight.grad is None and draft.embed_tokens.weight.grad is None

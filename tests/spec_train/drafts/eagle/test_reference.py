@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_train.drafts.draft_caches import LayerCaches
-from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss, serving_chains
-from spec_train.drafts.eagle.loss import input_noise, supervised_slots
-from spec_train.drafts.protocol import DraftLoss
+from spec_train.drafts.draft import DraftLoss
+from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss, input_noise, supervised_slots
 from spec_train.losses.menu import LossKind
 from tests import tolerance
 from tests.spec_train.drafts.eagle.cases import (
@@ -252,7 +250,7 @@ def test_serving_with_a_cache_is_the_chain_computed_anew(name: str) -> None:
     documents = make_documents(case, [[1] * 7, [1] * 5])
     inputs = lay_out(documents, [[0, 1]])
     batch = _Batch(inputs)
-    chains = serving_chains(draft, batch, inputs["final_hidden"], target, 4)
+    chains = draft.chains(batch, target, 4)
     start = 0
     with torch.no_grad():
         for document in documents:
@@ -262,29 +260,30 @@ def test_serving_with_a_cache_is_the_chain_computed_anew(name: str) -> None:
                 drafted = chains[0, start + t].tolist()
                 for f, token in zip(slow, drafted, strict=True):
                     same_choice(head(config, f), token, network(2), f.dtype)
-                cache = LayerCaches(case.layers)
+                caches = draft.new_caches()
                 carried = draft.step(
                     x[None, 1 : t + 2],
                     draft.project(document.f[None, : t + 1]),
                     torch.arange(t + 1)[None],
-                    cache,
+                    caches,
                 )[:, -1:]
                 for s in range(4):
                     if s:
                         token = torch.tensor([[drafted[s - 1]]])
-                        carried = draft.step(token, carried, torch.tensor([[t + s]]), cache)
+                        carried = draft.step(token, carried, torch.tensor([[t + s]]), caches)
                     # no norm before the first layer: differences grow from step to step
                     close(carried[0, 0], slow[s], terms=network(4 ** (s + 1)))
-                assert cache.length == t + 4
+                assert caches[-1].length == t + 4
             start += len(x)
 
 
 class _Batch:
-    """The fields that `serving_chains` reads of a batch."""
+    """The fields that `chains` reads of a batch."""
 
     def __init__(self, inputs: dict[str, Tensor]) -> None:
         self.input_ids, self.document_ids = inputs["input_ids"], inputs["document_ids"]
         self.position_ids = inputs["position_ids"]
+        self.hidden = {"hidden.final": inputs["final_hidden"]}
 
 
 def test_micro_batches_add_up_to_one_batch() -> None:

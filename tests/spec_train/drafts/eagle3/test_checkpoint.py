@@ -16,10 +16,13 @@ from spec_data.shards.errors import ConfigError, DraftError, MissingError
 from spec_data.shards.packing import row_layout
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, load_draft
-from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Draft, Eagle3Options, Unroll
+from spec_train.drafts.eagle3.draft import Eagle3Draft
+from spec_train.drafts.eagle3.model import Eagle3Config
 from spec_train.drafts.layers import Rotary
 from spec_train.drafts.slots import document_lengths, document_offsets
+from spec_train.drafts.unroll import Unroll
 from spec_train.losses.head import TargetHead
+from spec_train.options.draft_options import Eagle3Options
 from tests.draft_tools import unseal
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import build, packed

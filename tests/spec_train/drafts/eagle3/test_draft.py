@@ -228,7 +228,7 @@ def test_serving_drafts_what_the_unroll_computes(
     for b in range(len(known)):
         for d in range(int(batch.document_ids[b].max()) + 1):
             slots = (batch.document_ids[b] == d).nonzero().squeeze(1)[:-1]
-            cache, features = draft.new_cache(), draft.project(aux[b : b + 1, slots])
+            cache, features = draft.new_caches(), draft.project(aux[b : b + 1, slots])
             for t, slot in enumerate(slots.tolist()):
                 token, carried = known[b, slot].view(1, 1), features[:, t : t + 1]
                 for s in range(depth):
@@ -248,7 +248,7 @@ def test_a_prefill_in_pieces_is_the_prefill_in_one(
 ) -> None:
     draft = build(dataset, head)
     tokens, carried = torch.randint(0, 64, (1, 7)), torch.randn(1, 7, 32)
-    positions, cache = torch.arange(7)[None], draft.new_cache()
+    positions, cache = torch.arange(7)[None], draft.new_caches()
     whole = draft.step(tokens, carried, positions)
     pieces = [
         draft.step(tokens[:, part], carried[:, part], positions[:, part], cache)

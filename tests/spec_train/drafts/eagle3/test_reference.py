@@ -13,8 +13,8 @@ from torch import Tensor
 
 from spec_data.shards.schema import HeadSpec
 from spec_train.attention import unrolled as attention
+from spec_train.drafts.draft import DraftLoss
 from spec_train.drafts.eagle3.draft import Eagle3Draft, eagle3_loss
-from spec_train.drafts.protocol import DraftLoss
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind
 from tests import tolerance
@@ -343,7 +343,7 @@ def test_serving_forwards_give_the_logits_of_the_unroll(name: str) -> None:
     with torch.no_grad():
         features = draft.project(document.aux[None])
         for t in range(len(x) - 1):
-            cache = draft.new_cache()
+            cache = draft.new_caches()
             carried = draft.step(
                 x[None, 1 : t + 2], features[:, : t + 1], torch.arange(t + 1)[None], cache
             )[:, -1:]

@@ -14,8 +14,9 @@ from torch import Tensor
 from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.batch import DraftBatch
-from spec_train.drafts.eagle3.draft import Eagle3Draft, Eagle3Options
+from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.losses.head import TargetHead
+from spec_train.options.draft_options import Eagle3Options
 from tests.factory import tiny_dataset
 
 

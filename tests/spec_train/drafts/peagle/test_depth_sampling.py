@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import row_layout
-from spec_train.drafts.peagle.loss import Draws, cod_sample
+from spec_train.drafts.drafting import Draws
+from spec_train.drafts.peagle.loss import cod_sample
 from tests.spec_train.drafts.peagle.reference import reference_cod
 
 LENGTHS = [[30, 1, 17, 2, 50], [64, 3, 20]]

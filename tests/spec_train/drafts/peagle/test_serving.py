@@ -9,10 +9,9 @@ from torch import Tensor
 from spec_data.shards.packing import shift_left
 from spec_train.decoding.chains import Request, decode_speculative
 from spec_train.drafts.frames import Frame
-from spec_train.drafts.peagle import serving as peagle_serving
-from spec_train.drafts.peagle.draft import PeagleDraft
+from spec_train.drafts.peagle import draft as peagle_serving
+from spec_train.drafts.peagle.draft import ParallelDrafter, PeagleDraft
 from spec_train.drafts.peagle.loss import element_states, segments_of
-from spec_train.drafts.peagle.serving import ParallelDrafter
 from spec_train.losses.sampling import Greedy, make_sampler
 from spec_train.simulation.walk import ServingSums, serving_sums
 from tests.spec_train.drafts.peagle.cases import (

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from spec_train.drafts.eagle.loss import EagleUnroll
+from spec_train.drafts.unroll import Unroll
 from spec_train.evaluation.exporting import run_export
 from spec_train.options.command_options import ExportConfig
 from tests.spec_train.formats.published import tiny
@@ -106,7 +106,8 @@ def trained_states(draft: Any, tokens: list[int], states: torch.Tensor) -> torch
     """Step 0 of the training forward."""
     rows, document = torch.arange(len(tokens))[None], torch.zeros(1, len(tokens), dtype=torch.long)
     with torch.no_grad():
-        return EagleUnroll(draft, states[None], document, rows).advance(torch.tensor([tokens]))[0]
+        known = torch.tensor([tokens])
+        return Unroll(draft, states[None], known, document, rows).advance(known)[0]
 
 
 @pytest.mark.parametrize("blocks", [1, 2])

@@ -1,0 +1,582 @@
+"""The draft as the trainer, the evaluation and the export see it: one abstract class.
+
+A kind of draft subclasses `Draft` with its modules, its loss and its drafter, in a package of its
+own; nothing else in the training loop or in decoding changes. `LayersDraft` adds what all kinds
+share that read captured layers, and `AuxDraft` the modules of EAGLE-3 and P-EAGLE.
+
+Every draft has an `fc` and the target's embedding. The embedding stays frozen, because engines
+replace it with the target's own; with `train_embeddings` it is the draft's own and is trained. The
+checkpoint holds the parameters under their module names. If the draft cannot propose every token,
+it also holds `d2t` int64 [Vd], which are *offsets* (target id = i + d2t[i]), and `t2d` bool [V].
+
+B packs, T slots of a pack, S steps or terms of a loss, n captured layers, H hidden size,
+V / Vd target / draft vocabulary.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.shards.layer_ids import recorded_layers
+from spec_data.shards.position_data import Positions
+from spec_data.shards.schema import FINAL, SUPERVISED, Manifest, layer_column
+from spec_data.terminal.config import from_dict
+from spec_train.data.batch import DraftBatch
+from spec_train.drafts.config import DraftConfig, special_ids
+from spec_train.drafts.drafting import Drafter, KVCache
+from spec_train.drafts.layers import RMSNorm, Rotary, make_embedding
+from spec_train.drafts.teacher import LOGITS, TOPK
+from spec_train.drafts.vocabulary import choose_vocabulary
+from spec_train.formats.draft_files import DraftFiles, check_tensors, read_files, write_files
+from spec_train.formats.draft_seal import SECTION
+from spec_train.formats.origin import (
+    embedding_warnings,
+    origin_of,
+    origin_warnings,
+    require_same_embedding,
+)
+from spec_train.losses.head import TargetHead
+from spec_train.losses.metrics import summarise
+
+
+@dataclass(frozen=True)
+class DraftLoss:
+    """A loss, already divided by the counts of the whole optimizer step, and its metrics."""
+
+    loss: Tensor  # scalar with a graph
+    sums: dict[str, Tensor]  # float64, no graph, additive; `Draft.summarise` makes metrics of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetFacts:
+    """What a fresh draft is built from."""
+
+    target_config: dict[str, Any]  # the target's config.json
+    manifest: Manifest
+    head: TargetHead
+    token_counts: Tensor | None  # supervised tokens by id, int64 [V], if known
+    positions: Positions | None = None  # of the target; None: the dataset does not record them
+
+
+class Draft(nn.Module, ABC):
+    """A draft model with its own loss."""
+
+    name: ClassVar[str]
+    options_class: ClassVar[type[Any]]
+    config_class: ClassVar[type[DraftConfig]]
+    config: Any
+    options: Any
+    embed_tokens: nn.Embedding  # the target's
+    fc: nn.Linear
+    attention_backend: str = "auto"
+    # The vocabulary; a draft over the target's full vocabulary may skip `make_vocabulary`.
+    d2t: Tensor
+    t2d: Tensor
+    draft_ids: Tensor  # int64 [Vd], ascending
+    draft_index: Tensor  # int64 [V]: draft index of a target id, or -1
+
+    # -- drafting ---------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def state_columns(self) -> tuple[str, ...]:
+        """Dataset columns of the states that serving feeds the draft, in concatenation order."""
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """Default number of drafted tokens per round: the number it was trained for."""
+
+    @property
+    def max_depth(self) -> int | None:
+        """Largest number of drafted tokens per round; None: no limit."""
+        return None
+
+    @abstractmethod
+    def drafter(self, head: TargetHead) -> Drafter:
+        """Start drafting one sequence. `head` is the target's, on the draft's device."""
+
+    @abstractmethod
+    def chains(
+        self, batch: DraftBatch, head: TargetHead, depth: int, *, scored_only: bool = False
+    ) -> Tensor:
+        """Draft greedily from every slot as serving would, without the target.
+
+        `scored_only` leaves out most drafts that no metric counts (see `slots.ScoredSlots`): at
+        slots outside responses, and after a draft that the target or the document contradicts.
+
+        Returns:
+            Target ids, int64 [B, T, depth]. Entry (t, d) is the draft for token t + 2 + d of the
+            document, given the tokens up to t + 1. Slots without a known token (the last of a
+            document, padding) hold meaningless drafts: ignore them. -1: the draft ended its round
+            before that depth, or the draft was left out.
+        """
+
+    def stop_below(self, confidence: float) -> None:
+        """End a drafted block before its first token of a lower confidence; 0: never.
+
+        Raises:
+            ConfigError: the draft has no confidence head.
+        """
+        if confidence:
+            raise ConfigError("has no confidence head")
+
+    # -- training ---------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def check_data(cls, options: Any, manifest: Manifest) -> None:
+        """Raise DatasetError or DraftError if the draft cannot be trained on a dataset."""
+
+    @abstractmethod
+    def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
+        """Return the columns that `loss` reads of a dataset with that `supervision` (Manifest)."""
+
+    @abstractmethod
+    def slot_counts(self, batch: DraftBatch) -> Tensor:
+        """Return the denominators of the loss, float64 [S]; add them over micro-batches and ranks.
+
+        Torch's generator has the same state here as before `loss` of the same batch, so a draft
+        that samples slots counts the slots that its loss will use. The batch has no states here,
+        and may be padding only (a rank without a batch).
+        """
+
+    @abstractmethod
+    def loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
+        """Return the loss of a batch over the counts of the whole optimizer step.
+
+        Losses of micro-batches therefore add up. `counts` are those of `slot_counts`, float64 [S];
+        None: those of this batch. A padding-only batch has loss zero, and sums of the same names
+        and shapes as other batches. Random numbers come from torch's default generator, which the
+        trainer seeds by the batch's index in the run: a run that resumes, or uses another number of
+        ranks, draws the same numbers.
+        """
+
+    def forward(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
+        """Return the loss: a distributed wrapper calls `forward`."""
+        return self.loss(batch, head, counts)
+
+    @staticmethod
+    def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:
+        """Turn added sums into metrics; None: there was nothing to measure.
+
+        "loss" (always a number), "acceptance_length" and "product_limit_length" are always present.
+        """
+        return summarise(sums)
+
+    def zero_loss(self) -> Tensor:
+        """Return a loss of zero [] that is connected to every trainable parameter.
+
+        For a batch without a supervised slot: optimizers and all-reduces then see zero gradients
+        instead of missing ones.
+        """
+        return sum((p.flatten()[0] * 0 for p in self.trainable_parameters()), torch.zeros(()))
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters for the optimizer, in a fixed order."""
+        return [p for p in self.parameters() if p.requires_grad]
+
+    # -- settings ---------------------------------------------------------------------------------
+
+    def use_options(self, options: Any) -> None:
+        """Replace the training options; those that decide a shape must stay the same."""
+        self.options = options
+
+    def update_config(self, **changes: Any) -> None:
+        """Replace fields of the configuration that decide no tensor's shape."""
+        self.config = dataclasses.replace(self.config, **changes)
+
+    def use_attention(self, backend: str) -> None:
+        """Choose the attention back end of `loss` and `chains`; all compute the same function.
+
+        "auto", or one of `BACKENDS` of the attention module that the draft uses.
+        """
+        self.attention_backend = backend
+
+    # -- modules ----------------------------------------------------------------------------------
+
+    @property
+    def scale(self) -> float:
+        """Factor on the attention scores."""
+        return self.config.head_dim**-0.5
+
+    def new_caches(self) -> list[KVCache]:
+        """Return an empty cache for every layer."""
+        return [KVCache() for _ in range(self.config.num_hidden_layers)]
+
+    def cast(self, x: Tensor) -> Tensor:
+        """Cast `x` [...] to the dtype of the weights. Under autocast, return it as it is."""
+        autocast = torch.is_autocast_enabled(x.device.type)
+        return x if autocast else x.to(self.fc.weight.dtype)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embed known tokens, int64 [B, T] -> [B, T, H] in the dtype of the weights."""
+        return self.cast(self.embed_tokens(token_ids))
+
+    def make_vocabulary(self) -> None:
+        """Start with the first Vd tokens."""
+        for name in ("d2t", "t2d", "draft_ids", "draft_index"):
+            self.register_buffer(name, None, persistent=False)
+        self.set_vocabulary(torch.arange(self.config.draft_vocab_size))
+
+    @property
+    def full_vocabulary(self) -> bool:
+        """Whether the draft can propose every token of the target; no map is saved then."""
+        return self.config.draft_vocab_size == self.config.vocab_size
+
+    @property
+    def proposed_ids(self) -> Tensor | None:
+        """Target ids of the draft vocabulary, int64 [Vd]; None: all of them."""
+        return None if self.full_vocabulary else self.draft_ids
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """Set the target ids of the draft vocabulary, ascending int64 [Vd].
+
+        Raises:
+            DraftError: the ids are not Vd ascending unique numbers in 0..V-1.
+        """
+        size, vocab = self.config.draft_vocab_size, self.config.vocab_size
+        ids = ids.to(self.fc.weight.device, torch.long)
+        ascending = bool((ids[1:] > ids[:-1]).all())
+        if ids.shape != (size,) or not ascending or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
+            raise DraftError(
+                f"draft vocabulary: expected {size} ascending unique ids in 0..{vocab - 1}, "
+                f"found a tensor of shape {tuple(ids.shape)} that is not; the map was damaged"
+            )
+        rows = torch.arange(size, device=ids.device)
+        self.draft_ids = ids
+        self.d2t = ids - rows
+        self.draft_index = torch.full((vocab,), -1, device=ids.device)
+        self.draft_index[ids] = rows
+        self.t2d = self.draft_index >= 0
+
+    @torch.no_grad()
+    def draw_weights(self, deviation: float) -> None:
+        """Draw the matrices of all trained linear layers, [out, in], from N(0, deviation ** 2).
+
+        Biases become zero. Norms, embeddings, single vectors and frozen weights stay as they are.
+        0 leaves everything as torch made it: uniform, standard deviation 1 / sqrt(3 in). Random
+        numbers come from torch's default generator.
+        """
+        for module in self.modules() if deviation else ():
+            if isinstance(module, nn.Linear) and module.weight.requires_grad:
+                module.weight.normal_(0.0, deviation)
+                if module.bias is not None:
+                    module.bias.zero_()
+
+    # -- building ---------------------------------------------------------------------------------
+
+    @classmethod
+    def choose_vocabulary(
+        cls, options: Any, facts: DatasetFacts, counts: Tensor | None
+    ) -> Tensor | None:
+        """Return the target ids of the draft vocabulary, int64 [Vd] ascending; None: all tokens.
+
+        `counts` are how often each token is a supervised token, int64 [V], if known.
+        """
+        return None
+
+    @classmethod
+    def layers_of(cls, options: Any, manifest: Manifest) -> tuple[int, ...]:
+        """Return the ascending layer ids that a fresh draft reads of a dataset.
+
+        Raises:
+            DraftError: the dataset does not have them.
+        """
+        return ()
+
+    @classmethod
+    def own_settings(cls, options: Any, facts: DatasetFacts) -> dict[str, Any]:
+        """Return fields of the configuration that the dataset decides, of this kind alone."""
+        return {}
+
+    @classmethod
+    def build(
+        cls,
+        options: Any,
+        *,
+        target_config: dict[str, Any],
+        manifest: Manifest,
+        head: TargetHead,
+        token_counts: Tensor | None,
+        vocabulary_counts: Tensor | None = None,
+        positions: Positions | None = None,
+    ) -> Self:
+        """Make a fresh float32 draft for a dataset, with the frozen weights of its target.
+
+        Random weights come from torch's default generator: seed it first. `token_counts` are the
+        supervised tokens by id, int64 [V]; a draft vocabulary smaller than V is chosen by them, or
+        by `vocabulary_counts` of other data. `positions` are those of the target, None if the
+        dataset does not record them.
+
+        Raises:
+            DraftError: options, target config and dataset do not fit together.
+        """
+        cls.check_data(options, manifest)
+        facts = DatasetFacts(
+            target_config=target_config,
+            manifest=manifest,
+            head=head,
+            token_counts=token_counts,
+            positions=positions,
+        )
+        counts = token_counts if vocabulary_counts is None else vocabulary_counts
+        chosen = cls.choose_vocabulary(options, facts, counts)
+        config = cls.config_class.from_target(
+            target_config,
+            options=options,
+            vocab_size=head.spec.vocab_size,
+            draft_vocab_size=None if chosen is None else len(chosen),
+            layers=cls.layers_of(options, manifest),
+            dtype=manifest.target.get("dtype"),
+            origin=origin_of(manifest),
+            positions=positions,
+            **cls.own_settings(options, facts),
+        )
+        if config.hidden_size != head.spec.hidden_size:
+            raise DraftError(
+                f"the dataset mixes two targets: target/config.json has hidden size "
+                f"{config.hidden_size}, target/head.safetensors has {head.spec.hidden_size}; "
+                "generate it again"
+            )
+        draft = cls(config, options)
+        draft.draw_weights(options.initializer_range)
+        draft.to(head.head_weight.device)
+        if chosen is not None:
+            draft.set_vocabulary(chosen)
+        draft.adopt(head)
+        return draft
+
+    @torch.no_grad()
+    def join(self, head: TargetHead, manifest: Manifest, where: str) -> list[str]:
+        """Connect a draft to the target of a dataset; share the frozen weights of its `head`.
+
+        `where` is the path that the draft was read from, for messages. Returns warnings.
+
+        Raises:
+            DraftError: the draft belongs to another target.
+        """
+        own, whose = self.embed_tokens.weight, str(Path(manifest.where).parent)
+        warnings = []
+        if self.config.train_embeddings and own.shape == head.embed_weight.shape:
+            warnings = embedding_warnings(own, head.embed_weight, trained=True)
+        else:
+            require_same_embedding(own, head.embed_weight, where, whose)
+        warnings += origin_warnings(self.config.origin, manifest)
+        self.update_config(origin=origin_of(manifest))
+        self.share(head)
+        return warnings
+
+    def share(self, head: TargetHead) -> None:
+        """Use the target's embedding, frozen, without a copy; a trained one stays as it is."""
+        if not self.config.train_embeddings:
+            self.embed_tokens.weight = nn.Parameter(head.embed_weight, requires_grad=False)
+
+    @torch.no_grad()
+    def adopt(self, head: TargetHead) -> None:
+        """Take the weights from the target that a fresh draft starts with."""
+        if self.config.train_embeddings:
+            own = self.embed_tokens.weight
+            own.copy_(head.embed_weight.to(own.dtype))
+        self.share(head)
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def checkpoint_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of model.safetensors, on the CPU; floats in `dtype`."""
+        tensors = {
+            name: value.detach().to("cpu", dtype).contiguous()
+            for name, value in self.state_dict().items()
+        }
+        if not self.full_vocabulary:
+            tensors["d2t"], tensors["t2d"] = self.d2t.cpu(), self.t2d.cpu()
+        return tensors
+
+    def files(self, dtype: torch.dtype, where: str) -> DraftFiles:
+        """Return what `save_pretrained` writes to the directory `where`."""
+        raw = self.config.to_json(self.options)
+        raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
+        return DraftFiles(raw, self.checkpoint_tensors(dtype), where)
+
+    def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write config.json and model.safetensors, each atomically, with weights in `dtype`.
+
+        None: the target's dtype, so that the saved embedding equals the target's bit for bit.
+        """
+        dtype = dtype or getattr(torch, self.config.dtype)
+        write_files(self.files(dtype, str(directory)), directory)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> Self:
+        """Read a draft that `save_pretrained` wrote, in its stored dtype.
+
+        Raises:
+            MissingError: a file is absent.
+            DraftError: tensors are missing, unexpected or of another shape; all are named.
+        """
+        return cls.from_files(read_files(directory))
+
+    @classmethod
+    def from_files(cls, files: DraftFiles) -> Self:
+        """Make a draft from files in the form of `save_pretrained`, in their dtype.
+
+        Raises:
+            DraftError: tensors are missing, unexpected or of another shape; all are named.
+        """
+        config = cls.config_class.from_json(files.config, files.config_path)
+        stored = files.config[SECTION]["options"]
+        draft = cls(config, from_dict(cls.options_class, stored, where=files.config_path))
+        tensors = dict(files.tensors)
+        expected = {k: tuple(v.shape) for k, v in draft.state_dict().items()}
+        if not draft.full_vocabulary:
+            expected |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
+        check_tensors(tensors, expected, files.weights_path)
+        if not draft.full_vocabulary:
+            d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
+            try:
+                draft.set_vocabulary(torch.arange(config.draft_vocab_size) + d2t)
+            except DraftError as error:
+                raise DraftError(f"{files.weights_path}: {error}") from None
+            if not torch.equal(draft.t2d, t2d):
+                raise DraftError(
+                    f"{files.weights_path}: d2t and t2d name different tokens of the draft "
+                    "vocabulary; the file was edited or damaged"
+                )
+        draft.to(tensors["fc.weight"].dtype)
+        draft.load_state_dict(tensors)
+        return draft
+
+
+def check_teachers(slots: str, manifest: Manifest) -> None:
+    """Check that a dataset has the teachers of the slots asked for.
+
+    A slot needs the teacher of its known token. "serving" slots have a supervised token after it,
+    and sparse columns hold exactly these. Some "shifted" slots are at the end of a turn.
+
+    Raises:
+        DraftError: it lacks some; the message says how to generate them.
+    """
+    if slots == "serving":
+        return
+    stored = {"hidden.final": manifest.final, "target_argmax": manifest.teacher}
+    lacking = [name for name, tokens in stored.items() if tokens == SUPERVISED]
+    if lacking:
+        raise DraftError(
+            f"--slots {slots} also needs {' and '.join(lacking)} at the end of every turn, but "
+            f"{manifest.where} stores them only where the next token is supervised; use --slots "
+            "serving, or generate with --final all --teacher all"
+        )
+
+
+class LayersDraft(Draft):
+    """A draft that reads captured layers, and one column for its teachers: all but EAGLE-1/2.
+
+    A teacher is the target's distribution over the draft vocabulary, from the final hidden states
+    with the head, from all logits, or from the K largest.
+    """
+
+    @classmethod
+    def check_data(cls, options: Any, manifest: Manifest) -> None:
+        """Raise an error if a dataset lacks the layers of the draft; it always has teachers.
+
+        Raises:
+            DraftError: what is missing, and how to generate it.
+        """
+        cls.layers_of(options, manifest)
+
+    @classmethod
+    def layers_of(cls, options: Any, manifest: Manifest) -> tuple[int, ...]:
+        """Return the layer ids of the options, of the recipe of the capture, or all of them."""
+        recorded = recorded_layers(manifest.raw).get(cls.name)
+        return options.layer_ids(manifest.layers, recorded)
+
+    @classmethod
+    def why_layers(cls, options: Any, manifest: Manifest) -> str:
+        """Say why a fresh draft reads the layers of `layers_of`."""
+        if options.layers != "auto":
+            return "as --layers says"
+        if cls.name in recorded_layers(manifest.raw):
+            return f"the recipe of {cls.name}, which the dataset was captured for (--for)"
+        return f"every captured layer, because the dataset was not captured with --for {cls.name}"
+
+    @classmethod
+    def choose_vocabulary(
+        cls, options: Any, facts: DatasetFacts, counts: Tensor | None
+    ) -> Tensor | None:
+        """Return the target ids of the draft vocabulary (see `vocabulary.choose_vocabulary`)."""
+        special = special_ids(facts.target_config)
+        return choose_vocabulary(options, facts.head.spec.vocab_size, counts, special)
+
+    @property
+    def state_columns(self) -> tuple[str, ...]:
+        """The columns of the captured layers, ascending."""
+        return tuple(layer_column(k) for k in self.config.layers)
+
+    def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
+        """Return the columns that the loss reads of a dataset with that supervision."""
+        teachers: tuple[str, ...] = (LOGITS if supervision == LOGITS else FINAL, "target_argmax")
+        if supervision.startswith("topk"):
+            teachers = (*TOPK, "target_argmax", "target_logsumexp")
+        return ("input_ids", "loss_mask", *self.state_columns, *teachers)
+
+
+class AuxDraft(LayersDraft):
+    """What EAGLE-3 and P-EAGLE share: feature projection, final norm, and a trained LM head.
+
+    The LM head is over the draft vocabulary. Parameter names are those of the checkpoint. A
+    subclass implements `make_layers`.
+    """
+
+    def __init__(self, config: Any, options: Any = None) -> None:
+        """Make a draft with random weights and the first Vd tokens as draft vocabulary."""
+        super().__init__()
+        self.config = config
+        self.options = options or self.options_class()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        count, width = len(config.layers), config.target_hidden_size
+        self.embed_tokens = make_embedding(config.vocab_size, size, trained=config.train_embeddings)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(count * width, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(count))
+        self.fc = nn.Linear(count * width, size, bias=False)
+        self.make_layers()
+        self.norm = RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.rotary = Rotary(config.rope)
+        self.make_vocabulary()
+
+    @abstractmethod
+    def make_layers(self) -> None:
+        """Make the layers between `fc` and `norm`."""
+
+    def project(self, aux: Tensor) -> Tensor:
+        """Project aux states [B, T, n*H] to features [B, T, H], in the dtype of the weights."""
+        aux = self.cast(aux)
+        if self.config.norm_before_fc:
+            aux = self.input_norm(aux)
+        if self.config.fc_norm:
+            parts = aux.chunk(len(self.fc_norm), dim=-1)  # n times [B, T, H]
+            pairs = zip(self.fc_norm, parts, strict=True)
+            aux = torch.cat([norm(part) for norm, part in pairs], dim=-1)
+        return self.fc(aux)
+
+    @classmethod
+    def check_data(cls, options: Any, manifest: Manifest) -> None:
+        """Raise an error if a dataset lacks teachers of the slots asked for, or layers."""
+        super().check_data(options, manifest)
+        check_teachers(options.slots, manifest)
+
+    @torch.no_grad()
+    def adopt(self, head: TargetHead) -> None:
+        """Share the target's embedding and, with `head_init = "target"`, copy its head rows."""
+        super().adopt(head)
+        if self.options.head_init == "target":
+            rows = head.head_weight[self.draft_ids] * head.spec.scale  # [Vd, H]
+            self.lm_head.weight.copy_(rows.to(self.lm_head.weight.dtype))
