@@ -56,11 +56,12 @@ from spec_train.diagnosis.trials import (
 )
 from spec_train.drafts import Draft
 from spec_train.drafts.config import special_ids
+from spec_train.drafts.vocabulary import choose_draft_vocabulary
 from spec_train.evaluation.exporting import find_target
 from spec_train.evaluation.on_dataset import check_sizes
 from spec_train.evaluation.run_record import read_run
 from spec_train.formats.target_facts import TargetFacts
-from spec_train.losses.head import TargetHead, choose_draft_vocabulary
+from spec_train.losses.head import TargetHead
 from spec_train.options.doctor_options import DoctorConfig
 from spec_train.training.stored import resolve_draft_dir
 

@@ -5,6 +5,7 @@ V / Vd target / draft vocabulary, H hidden size.
 
 import dataclasses
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_train.formats.vocabulary_maps import ROWS, read_vocabulary
-from spec_train.losses.head import choose_draft_vocabulary, smallest_vocabulary
 from spec_train.options.vocabulary_options import VocabularyChoice
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,82 @@ def choose_vocabulary(
     else:
         chosen = choose_draft_vocabulary(counts, size, special)
     return None if len(chosen) == vocab else chosen
+
+
+def _ranked(counts: Tensor, special: Sequence[int]) -> tuple[Tensor, int]:
+    """Return all ids, special ones first, then by falling count, and the number of special ones.
+
+    `counts` int64 [V] are how often each token is a supervised token. Ties go to the lower id;
+    special ids outside 0..V-1 are ignored.
+    """
+    first = sorted({i for i in special if 0 <= i < counts.numel()})
+    rank = counts.detach().to("cpu", torch.int64).clone()
+    rank[first] = torch.iinfo(torch.int64).max
+    return torch.argsort(rank, descending=True, stable=True), len(first)
+
+
+def choose_draft_vocabulary(counts: Tensor, size: int, special_ids: Sequence[int] = ()) -> Tensor:
+    """Choose the target ids of a draft vocabulary: int64 [size], ascending.
+
+    Args:
+        counts: how often each target token is a supervised token, int64 [V].
+        size: Vd, 1..V.
+        special_ids: ids that are always chosen; the others are the most frequent ones.
+
+    Raises:
+        DraftError: `size` is not in 1..V, or too small for the special tokens.
+    """
+    vocab = counts.numel()
+    if not 0 < size <= vocab:
+        raise DraftError(f"draft vocabulary of {size}: the target's vocabulary has {vocab} tokens")
+    ranked, special = _ranked(counts, special_ids)
+    if size < special:
+        raise DraftError(
+            f"draft vocabulary of {size} cannot hold the {special} special tokens; raise it"
+        )
+    return ranked[:size].sort().values
+
+
+def smallest_vocabulary(counts: Tensor, share: float, special_ids: Sequence[int] = ()) -> Tensor:
+    """Choose the smallest draft vocabulary that holds a share of the supervised tokens.
+
+    The arguments and the result are those of `choose_draft_vocabulary`; `share` is above 0 and at
+    most 1.
+
+    Raises:
+        DraftError: there is no supervised token.
+    """
+    total = int(counts.sum())
+    if not total:
+        raise DraftError("there is no supervised token, so no draft vocabulary can cover any")
+    ranked, special = _ranked(counts, special_ids)
+    # the least count that is at least the share; a product in floats may be above a whole number
+    needed = min(math.ceil(share * total - 1e-9 * total), total)
+    covered = counts.detach().cpu()[ranked].cumsum(0)  # [V], by 1, 2, ... tokens
+    size = max(int((covered < needed).sum()) + 1, special)
+    return ranked[:size].sort().values
+
+
+def vocabulary_coverage(
+    counts: Tensor, chosen: Tensor, special_ids: Sequence[int] = ()
+) -> tuple[float, float]:
+    """Return the share of supervised tokens inside a draft vocabulary, and the best such share.
+
+    The second is that of the vocabulary of the same size which `choose_draft_vocabulary` chooses
+    for these counts. Both are 1 if there is no supervised token.
+
+    Args:
+        counts: how often each target token is a supervised token, int64 [V].
+        chosen: the target ids of the draft vocabulary, int64 [Vd].
+        special_ids: ids that are always chosen, if the vocabulary is large enough.
+    """
+    total = int(counts.sum())
+    if not total:
+        return 1.0, 1.0
+    # a vocabulary of a file may be too small for the special tokens
+    fitting = special_ids if len(chosen) >= len(set(special_ids)) else ()
+    best = choose_draft_vocabulary(counts, len(chosen), fitting)
+    return int(counts[chosen.cpu()].sum()) / total, int(counts[best].sum()) / total
 
 
 def require_vocabulary(draft: Any) -> None:

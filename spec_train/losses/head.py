@@ -1,4 +1,4 @@
-"""The target's frozen head and embeddings, read from a dataset, and the draft vocabulary.
+"""The target's frozen head and embeddings, read from a dataset.
 
 Logits are recomputed from final hidden states with the same `apply_head` that generation proved
 against the model. A draft vocabulary is a selection of rows of the head. Selecting once per run
@@ -8,15 +8,13 @@ V / Vd target / draft vocabulary, H hidden size.
 """
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import load_head_tensors
 from spec_data.shards.schema import HeadSpec, Manifest, apply_head
 
@@ -116,83 +114,3 @@ class TargetHead(nn.Module):
             bias = None if self.head_bias is None else self.head_bias[ids]
             self._selection = kept = (ids, ids._version, weight, bias)
         return kept[2], kept[3]
-
-
-def choose_draft_vocabulary(
-    counts: Tensor, size: int, special_ids: Sequence[int] = ()
-) -> torch.LongTensor:
-    """Choose the target ids of a draft vocabulary: int64 [size], ascending.
-
-    Special tokens come first, then the most frequent other tokens; ties go to the lower id.
-
-    Args:
-        counts: how often each target token is a supervised token, int64 [V].
-        size: Vd, 1..V.
-        special_ids: ids that are always chosen; ids outside 0..V-1 are ignored.
-
-    Raises:
-        DraftError: `size` is not in 1..V, or too small for the special tokens.
-    """
-    vocab = counts.numel()
-    special = sorted({i for i in special_ids if 0 <= i < vocab})
-    if not 0 < size <= vocab:
-        raise DraftError(f"draft vocabulary of {size}: the target's vocabulary has {vocab} tokens")
-    if size < len(special):
-        raise DraftError(
-            f"draft vocabulary of {size} cannot hold the {len(special)} special tokens; raise it"
-        )
-    rank = counts.detach().to("cpu", torch.int64).clone()
-    rank[special] = torch.iinfo(torch.int64).max
-    chosen = torch.argsort(rank, descending=True, stable=True)[:size]
-    return cast(torch.LongTensor, chosen.sort().values)
-
-
-def smallest_vocabulary(
-    counts: Tensor, share: float, special_ids: Sequence[int] = ()
-) -> torch.LongTensor:
-    """Choose the smallest draft vocabulary that holds a share of the supervised tokens.
-
-    Tokens are chosen as by `choose_draft_vocabulary`: int64 [Vd], ascending.
-
-    Args:
-        counts: how often each target token is a supervised token, int64 [V].
-        share: above 0 and at most 1.
-        special_ids: ids that are always chosen; ids outside 0..V-1 are ignored.
-
-    Raises:
-        DraftError: there is no supervised token.
-    """
-    total = int(counts.sum())
-    if not total:
-        raise DraftError("there is no supervised token, so no draft vocabulary can cover any")
-    special = sorted({i for i in special_ids if 0 <= i < counts.numel()})
-    others = counts.detach().to("cpu", torch.int64).clone()
-    held = int(others[special].sum())
-    others[special] = 0
-    covered = held + others.sort(descending=True).values.cumsum(0)  # [V], with 1, 2, ... others
-    # the least count that is at least the share; a product in floats may be above a whole number
-    needed = min(math.ceil(share * total - 1e-9 * total), total)
-    more = 0 if held >= needed else int((covered < needed).sum()) + 1
-    return choose_draft_vocabulary(counts, max(1, len(special) + more), special_ids)
-
-
-def vocabulary_coverage(
-    counts: Tensor, chosen: Tensor, special_ids: Sequence[int] = ()
-) -> tuple[float, float]:
-    """Return the share of supervised tokens inside a draft vocabulary, and the best such share.
-
-    The second is that of the vocabulary of the same size which `choose_draft_vocabulary` chooses
-    for these counts. Both are 1 if there is no supervised token.
-
-    Args:
-        counts: how often each target token is a supervised token, int64 [V].
-        chosen: the target ids of the draft vocabulary, int64 [Vd].
-        special_ids: ids that are always chosen, if the vocabulary is large enough.
-    """
-    total = int(counts.sum())
-    if not total:
-        return 1.0, 1.0
-    # a vocabulary of a file may be too small for the special tokens
-    fitting = special_ids if len(chosen) >= len(set(special_ids)) else ()
-    best = choose_draft_vocabulary(counts, len(chosen), fitting)
-    return int(counts[chosen.cpu()].sum()) / total, int(counts[best].sum()) / total

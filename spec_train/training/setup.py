@@ -34,8 +34,9 @@ from spec_train.data.splits import Splits, make_splits
 from spec_train.data.token_counts import count_tokens, counts_from
 from spec_train.drafts import Draft, draft_class
 from spec_train.drafts.config import special_ids, target_architectures
+from spec_train.drafts.vocabulary import vocabulary_coverage
 from spec_train.formats.names import HARMLESS, KNOWN
-from spec_train.losses.head import TargetHead, vocabulary_coverage
+from spec_train.losses.head import TargetHead
 from spec_train.options.command_options import FitConfig, default_lr
 from spec_train.options.data_option import parse_sources
 from spec_train.options.draft_config_file import OPTION_KEYS, read_draft_config

@@ -8,7 +8,8 @@ import torch
 from spec_data.shards.errors import DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import HeadSpec
-from spec_train.losses.head import TargetHead, choose_draft_vocabulary
+from spec_train.drafts.vocabulary import choose_draft_vocabulary
+from spec_train.losses.head import TargetHead
 from tests.factory import tiny_dataset, tiny_llama
 from tests.tolerance import LAYER, close, same_choice
 

@@ -133,7 +133,7 @@ def test_a_dataset_of_an_older_release_works_through_the_registry(data: Path, mo
     assert load_draft(fitted(data)).rotary.inv_freq.shape == (4,)
     # but not a family that is not registered
     monkeypatch.delitem(families.TARGETS, "LlamaForCausalLM")
-    with pytest.raises(DraftError, match=r"no EAGLE-1/2 draft is registered.*Qwen3ForCausalLM"):
+    with pytest.raises(DraftError, match=r"no eagle draft is registered.*Qwen3ForCausalLM"):
         fitted(data, "eagle")
 
 

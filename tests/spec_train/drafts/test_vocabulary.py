@@ -16,9 +16,9 @@ from spec_data.shards.errors import ConfigError, DatasetError, DraftError, Missi
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train import load_draft
 from spec_train.cli import main
-from spec_train.drafts.vocabulary import prune
+from spec_train.drafts.vocabulary import choose_draft_vocabulary, prune, smallest_vocabulary
 from spec_train.formats.vocabulary_maps import read_vocabulary
-from spec_train.losses.head import TargetHead, choose_draft_vocabulary, smallest_vocabulary
+from spec_train.losses.head import TargetHead
 from spec_train.options.command_options import ExportConfig, resolve_fit
 from spec_train.options.draft_options import DRAFT_OPTIONS, DSparkOptions, Eagle3Options
 from tests.factory import tiny_dataset

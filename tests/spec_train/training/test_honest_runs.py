@@ -10,7 +10,7 @@ import torch
 
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.losses.head import choose_draft_vocabulary, vocabulary_coverage
+from spec_train.drafts.vocabulary import choose_draft_vocabulary, vocabulary_coverage
 from spec_train.training.result import FitResult, log_result
 from spec_train.training.run_identity import with_intervals
 from spec_train.training.setup import make_splits

@@ -238,8 +238,9 @@ def test_serving_drafts_what_the_unroll_computes(
                     token = chains[b, slot, s].view(1, 1)
                     choice = (draft.draft_ids == token[0]).nonzero()[0, 0]
                     same_choice(served, choice, **FORWARD)
-                cache.crop(t + 1)
-                assert cache.length == t + 1
+                for layer in cache:
+                    layer.crop(t + 1)
+                assert cache[0].length == t + 1
 
 
 @torch.no_grad()

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import row_layout
-from spec_train.drafts.drafting import Draws
-from spec_train.drafts.peagle.loss import cod_sample
+from spec_train.drafts.peagle.loss import SampleStore, cod_sample
 from tests.spec_train.drafts.peagle.reference import reference_cod
 
 LENGTHS = [[30, 1, 17, 2, 50], [64, 3, 20]]
@@ -98,7 +97,7 @@ def test_every_candidate_is_as_likely() -> None:
 
 
 def test_draws_last_until_counting_starts_again() -> None:
-    draws, samples = Draws(), [torch.tensor([i]) for i in range(4)]
+    draws, samples = SampleStore(), [torch.tensor([i]) for i in range(4)]
     for i in range(3):
         draws.keep((i,), samples[i])
     assert draws.take((0,)) is samples[0] and draws.take((0,)) is samples[0]

@@ -89,7 +89,7 @@ def test_the_figures_are_those_of_all_drafts(kind: str, types: str, target: Any)
         for seed in range(2):
             batch = random_batch(draft, head, torch.Generator().manual_seed(seed))
             every = draft.chains(batch, head, DEPTH)
-            some = draft.chains(batch, head, DEPTH, counted_only=True)
+            some = draft.chains(batch, head, DEPTH, scored_only=True)
             counts = counted_drafts(batch, every)
             assert int(counts[..., 1:].sum()) > 3, "no chain goes on: nothing is tested"
             assert torch.equal(some[counts], every[counts])
@@ -108,7 +108,7 @@ def test_nothing_that_counts_is_no_error(kind: str, target: Any) -> None:
         wrong = replace(batch, target_argmax=torch.full_like(batch.input_ids, NOT_DRAFTED))
         none = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
         for case in (wrong, none):
-            chains = draft.chains(case, head, DEPTH, counted_only=True)
+            chains = draft.chains(case, head, DEPTH, scored_only=True)
             assert serving_sums(case, chains).walk_hits.sum() == 0
 
 
@@ -117,9 +117,9 @@ def test_slots_and_chains_that_count_are_those_of_the_evaluation(target: Any) ->
     with torch.no_grad():
         batch = random_batch(draft, head, torch.Generator().manual_seed(7))
         chains = draft.chains(batch, head, DEPTH)
-    counts, counted = counted_drafts(batch, chains), ScoredSlots(batch)
+    counts, scored = counted_drafts(batch, chains), ScoredSlots(batch)
     every = torch.arange(chains.shape[1]).expand(chains.shape[:2])
-    now = counted.slots.clone()
+    now = scored.slots.clone()
     for d in range(DEPTH):
         assert torch.equal(now, counts[..., d])
-        now = now & counted.kept(every, chains[..., d])
+        now = now & scored.go_on(every, chains[..., d])
