@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     )
     from spec_data.capture.model import Target
     from spec_data.capture.target_batch import TargetBatch
+    from spec_data.commands.report import write_report
     from spec_data.conversion.export import ExportedStates
-    from spec_data.dataset_page_api import write_preview, write_report
     from spec_data.generation.status import Status
     from spec_data.hub.pull import Pulled
     from spec_data.hub.push import Pushed
@@ -46,8 +46,7 @@ _PUBLIC = {
     "convert": "spec_data.api",
     "export_dataset": "spec_data.api",
     "verify": "spec_data.api",
-    "write_report": "spec_data.dataset_page_api",
-    "write_preview": "spec_data.dataset_page_api",
+    "write_report": "spec_data.commands.report",
     "ExportedStates": "spec_data.conversion.export",
     "push": "spec_data.hub_api",
     "pull": "spec_data.hub_api",
@@ -83,7 +82,6 @@ __all__ = [
     "pull",
     "verify",
     "write_report",
-    "write_preview",
     "Pushed",
     "Pulled",
     "HiddenStatesDataset",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import spec_data
+from spec_data.commands.report import write_report
 from spec_data.conversion_commands import (
     CONVERT_TEXTS,
     EXPORT_TEXTS,
@@ -17,7 +18,6 @@ from spec_data.conversion_commands import (
     run_convert,
     run_export,
 )
-from spec_data.dataset_page_commands import PAGE_COMMANDS, PAGE_FUNCTIONS
 from spec_data.hub_commands import HUB_COMMANDS, HUB_FUNCTIONS, add_bare_words, take_bare_words
 from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.options.dataset_options import InspectConfig, SealConfig, StatusConfig, VerifyConfig
@@ -127,7 +127,6 @@ def build_parser() -> argparse.ArgumentParser:
         *VIEW_COMMANDS,
         ("export", ExportDataConfig, *EXPORT_TEXTS),
         *HUB_COMMANDS,
-        *PAGE_COMMANDS,
     ):
         command = commands.add_parser(
             name,
@@ -168,6 +167,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 PROGRAM = Program("spec-data", _DESCRIPTION, _EXAMPLES, spec_data.__version__)
+PROGRAM.add(write_report, name="report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -404,5 +404,4 @@ _COMMANDS = {
     "verify": _verify,
     **VIEW_FUNCTIONS,
     **HUB_FUNCTIONS,
-    **PAGE_FUNCTIONS,
 }

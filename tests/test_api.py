@@ -19,7 +19,6 @@ import spec_train
 import spec_train.api
 from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.options.dataset_options import VerifyConfig
-from spec_data.options.dataset_page_options import PreviewConfig, ReportConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.shards.errors import ConfigError, MissingError, OptionError
@@ -36,8 +35,6 @@ FUNCTIONS = [
     spec_data.status,
     spec_data.convert,
     spec_data.export_dataset,
-    spec_data.write_report,
-    spec_data.write_preview,
     *(
         getattr(spec_train, name)
         for name in ("fit", "dry_run", "evaluate", "compare", "export", "load_draft")
@@ -130,8 +127,6 @@ def test_every_function_is_documented_and_typed(function):
         (spec_data.verify, VerifyConfig, {"data"}),
         (spec_data.convert, ConvertConfig, {"data", "dry_run"}),
         (spec_data.export_dataset, ExportDataConfig, {"data"}),
-        (spec_data.write_report, ReportConfig, {"data"}),
-        (spec_data.write_preview, PreviewConfig, set()),
         (spec_train.fit, FitConfig, set()),
         (spec_train.evaluate, EvalConfig, set()),
         (spec_train.export, ExportConfig, set()),
