@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from spec_data.corpus.documents import WITH_SYSTEM, WITHOUT_SYSTEM
 from spec_data.generation.plan import count_warnings
 from spec_data.generation.sealing import finished_unit
@@ -12,11 +14,19 @@ from spec_data.models.reading import load_tokenizer
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import MANIFEST
 from spec_data.shards.follow import WORK
-from spec_data.shards.layer_ids import recorded_layers
 from spec_data.shards.likelihood_text import agreement_rows, contradictions, suspicions
 from spec_data.shards.mirror import open_mirror
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import SUPERVISED, Column, Manifest, layer_column
+from spec_data.shards.records import plain
+from spec_data.shards.schema import (
+    SUPERVISED,
+    Column,
+    Manifest,
+    PackingRecord,
+    PositionsRecord,
+    View,
+    layer_column,
+)
 from spec_data.shards.urls import scheme_of
 from spec_data.terminal.progress import size
 from spec_data.terminal.text_table import text_table
@@ -93,13 +103,13 @@ def error_rows(manifest: Manifest) -> str:
     rows: list[Sequence[Any]] = [
         ("lossy column", "codec", "bits/element", "error", "worst channel", "teacher KL", "escaped")
     ]
-    for column, raw in zip(manifest.columns, manifest.raw["columns"], strict=True):
-        error = raw.get("error")
+    for column in manifest.columns:
+        error = column.error
         if error is not None:
-            kl = f"{error['kl']:.1e}" if "kl" in error else "-"
+            kl = f"{error.kl:.1e}" if error.kl is not None else "-"
             bits = 8 * column.bytes_per_token / (column.width or 1)
-            figures = (f"{bits:.2f}", f"{error['mse_median']:.1e}", f"{error['mse_max']:.1e}")
-            rows.append((column.name, column.codec, *figures, kl, f"{error['escaped']:.2%}"))
+            figures = (f"{bits:.2f}", f"{error.mse_median:.1e}", f"{error.mse_max:.1e}")
+            rows.append((column.name, column.codec, *figures, kl, f"{error.escaped:.2%}"))
     note = "error: mean squared error of a channel over its variance, median over channels"
     return f"{text_table(rows)}\n{note}" if len(rows) > 1 else ""
 
@@ -142,90 +152,89 @@ def _tokens_cut(counts: dict[str, Any]) -> str:
 
 def dataset_lines(manifest: Manifest) -> list[tuple[str, str]]:
     """Return names and values that describe a sealed dataset as a whole."""
-    raw, totals = manifest.raw, manifest.raw["totals"]
-    target, packing = raw["target"], raw["packing"]
-    tokens = max(totals["tokens"], 1)
+    totals, target = manifest.totals, manifest.target
+    tokens = max(totals.tokens, 1)
     return [
-        ("target", f"{target['name']}, {target.get('num_layers')} blocks, {target.get('dtype')}"),
+        ("target", f"{target.name}, {target.num_layers} blocks, {target.dtype}"),
         ("layers (output of block k, from 0)", ", ".join(map(str, manifest.layers)) or "none"),
         *(
             (f"  of {draft}", ", ".join(map(str, own)) or "none (hidden.final)")
-            for draft, own in recorded_layers(raw).items()
+            for draft, own in manifest.draft_layers.items()
         ),
-        *([("positions", _positions_text(raw["positions"]))] if "positions" in raw else []),
+        ("positions", _positions_text(manifest.positions)),
         ("supervision", f"{manifest.supervision}, at {_where(manifest)}"),
-        ("documents", f"{totals['documents']:,}"),
-        ("tokens", f"{totals['tokens']:,}"),
-        ("supervised tokens", f"{totals['supervised']:,}"),
+        ("documents", f"{totals.documents:,}"),
+        ("tokens", f"{totals.tokens:,}"),
+        ("supervised tokens", f"{totals.supervised:,}"),
         ("shards", f"{len(manifest.shards):,}"),
-        ("bytes of all shards", f"{totals['bytes']:,} ({size(totals['bytes'])})"),
-        ("bytes per token", f"{totals['bytes'] / tokens:,.1f}"),
-        ("captured", _captured_text(target, packing)),
-        ("responses", raw["policy"]),
-        *([("made by", _view_text(raw["view"]))] if "view" in raw else []),
+        ("bytes of all shards", f"{totals.bytes:,} ({size(totals.bytes)})"),
+        ("bytes per token", f"{totals.bytes / tokens:,.1f}"),
+        ("captured", _captured_text(manifest)),
+        ("responses", manifest.policy),
+        *([("made by", _view_text(manifest.view))] if manifest.view else []),
         ("fingerprint", manifest.fingerprint[:16]),
     ]
 
 
 def dataset_text(manifest: Manifest) -> str:
     """What is inside a sealed dataset."""
-    raw, totals = manifest.raw, manifest.raw["totals"]
+    totals = manifest.totals
     lines = dataset_lines(manifest)
     # A document whose very first token is supervised has one row fewer: not worth an index scan.
-    columns = column_rows(manifest.columns, totals["tokens"], totals["supervised"])
+    columns = column_rows(manifest.columns, totals.tokens, totals.supervised)
     parts = [part for part in (text_table(lines, "<"), columns, error_rows(manifest)) if part]
-    if "rendered" in raw["documents"]:
-        parts.append(counts_text(raw["documents"], totals["tokens"]))
+    if manifest.documents.rendered:
+        parts.append(counts_text(structs.asdict(manifest.documents), totals.tokens))
     parts.append(agreement_text(manifest))
     return "\n\n".join(parts)
 
 
-def _captured_text(target: dict[str, Any], packing: dict[str, Any]) -> str:
+def _captured_text(manifest: Manifest) -> str:
     """Say how the states were captured: packed, or read from what another tool stored."""
-    found = target.get("converted")
+    found = manifest.target.converted
     if not found:
-        return _packing_text(packing)
-    worst = max(found["differences"].values())
-    return f"by {found['tool']}; differs from the target's own blocks by {worst:.1e} at most"
+        return _packing_text(manifest.packing)
+    worst = max(found.differences.values())
+    return f"by {found.tool}; differs from the target's own blocks by {worst:.1e} at most"
 
 
-def _view_text(view: dict[str, Any]) -> str:
+def _view_text(view: View) -> str:
     """Which command made a view, and the fingerprints of what it is made of."""
-    return f"{view['command']} of {', '.join(part['fingerprint'][:16] for part in view['of'])}"
+    return f"{view.command} of {', '.join(part.fingerprint[:16] for part in view.of)}"
 
 
-def _positions_text(positions: dict[str, Any]) -> str:
+def _positions_text(positions: PositionsRecord) -> str:
     """How the target tells positions apart, and whether that is proven."""
-    if not positions["proven"]:
-        return f"{positions['kind']}, not proven ({positions['reason']})"
-    if not positions["tables"]:
-        return str(positions["kind"])
-    parts = [f"{t['dimensions']} dimensions ({name})" for name, t in positions["tables"].items()]
-    return f"rope, {', '.join(parts)}, proven below {positions['proven_to']:,}"
+    if not positions.proven:
+        return f"{positions.kind}, not proven ({positions.reason})"
+    if not positions.tables:
+        return positions.kind
+    parts = [f"{t.dimensions} dimensions ({name})" for name, t in positions.tables.items()]
+    return f"rope, {', '.join(parts)}, proven below {positions.proven_to:,}"
 
 
 def agreement_text(manifest: Manifest) -> str:
     """How often supervised tokens are the target's first choice, per source, and what is odd."""
-    raw = manifest.raw
-    if not raw.get("agreement"):
+    if manifest.agreement is None:
         return "agreement with the target: not recorded (a view of a part of a source)"
-    temperature = raw["settings"].get("sampling_temperature", 1.0)
+    stated = manifest.sampling_temperature
+    temperature = 1.0 if stated is None else stated
     notes = [
         "first choice: supervised tokens that are the target's arg max; NLL: mean, in nats; own: "
         f"those of text that the target samples at temperature {temperature:g}",
-        *(f"warning: {message}" for message in suspicions(raw)),
+        *(f"warning: {message}" for message in suspicions(manifest)),
     ]
-    return "\n".join([text_table(agreement_rows(raw)), *notes])
+    return "\n".join([text_table(agreement_rows(manifest.agreement)), *notes])
 
 
 def refused_label(manifest: Manifest) -> str:
     """Say why the label --on-policy of a sealed dataset was not accepted; empty if it was."""
-    found = contradictions(manifest.raw)
+    found = contradictions(manifest)
     if not found:
         return ""
     return (
         f"--on-policy was not accepted: this target did not write these answers. The dataset is "
-        f"complete, and it is recorded as {manifest.raw['policy']}:\n  " + "\n  ".join(found)
+        f"complete, and it is recorded as {manifest.policy}:\n  " + "\n  ".join(found)
     )
 
 
@@ -239,38 +248,38 @@ def _where(manifest: Manifest) -> str:
     return f"all tokens; {sparse} only at {some}"
 
 
-def _packing_text(packing: dict[str, Any]) -> str:
-    form = packing.get("form", "unknown")
-    if "utilisation" not in packing:
+def _packing_text(packing: PackingRecord) -> str:
+    form = packing.form
+    if packing.utilisation is None:
         return form
-    proof = packing["differences"].get(form)
-    proven = f"differs from unpacked by {proof:.1e} (allowed {packing['tolerance']:.1e})"
+    proof = packing.differences.get(form)
+    proven = f"differs from unpacked by {proof:.1e} (allowed {packing.tolerance:.1e})"
     if form in ("rows", "single"):
-        tried = [name for name in packing["differences"] if name != form]
+        tried = [name for name in packing.differences if name != form]
         return "one document per row" + (f"; not isolated: {', '.join(tried)}" if tried else "")
-    return f"{form}, {packing['utilisation']:.1%} full, {proven}"
+    return f"{form}, {packing.utilisation:.1%} full, {proven}"
 
 
 def dataset_facts(dataset: HiddenStatesDataset) -> dict[str, Any]:
     """Return what is inside a sealed dataset as plain values (--json)."""
     manifest = dataset.manifest
-    raw = manifest.raw
+    agreement = manifest.agreement
     return {
         "path": dataset.place,
-        "target": raw["target"],
+        "target": plain(manifest.target),
         "layers": list(manifest.layers),
-        "draft_layers": {d: list(own) for d, own in recorded_layers(raw).items()},
+        "draft_layers": {d: list(own) for d, own in manifest.draft_layers.items()},
         "supervision": manifest.supervision,
         "final": manifest.final,
         "teacher": manifest.teacher,
-        "policy": raw["policy"],
-        "agreement": raw.get("agreement"),
-        "warnings": suspicions(raw),
+        "policy": manifest.policy,
+        "agreement": agreement and plain(agreement),
+        "warnings": suspicions(manifest),
         "shards": len(manifest.shards),
-        **raw["totals"],
-        "columns": raw["columns"],
-        "packing": raw["packing"],
-        "counts": raw["documents"],
+        **plain(manifest.totals),
+        "columns": plain(manifest.columns),
+        "packing": plain(manifest.packing),
+        "counts": plain(manifest.documents),
         "fingerprint": manifest.fingerprint,
     }
 
@@ -331,7 +340,7 @@ def draft_to_fit(data: str) -> tuple[str, str]:
     """
     mirror = open_mirror(data)
     manifest = Manifest.read((mirror.directory if mirror else Path(data)) / MANIFEST)
-    draft = next(iter(recorded_layers(manifest.raw)), "eagle3")
+    draft = next(iter(manifest.draft_layers), "eagle3")
     run = f"{Path(data).name if mirror else data.rstrip('/')}-{draft}"  # a run is a local directory
     return draft, run
 

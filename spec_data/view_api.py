@@ -178,16 +178,16 @@ def _written(view: View, out: Path) -> ViewResult:
 
 def view_result(path: Path, manifest: Manifest, reused: int) -> ViewResult:
     """Describe a dataset that was written; `reused` of its shards are files of the inputs."""
-    totals = manifest.raw["totals"]
+    totals = manifest.totals
     return ViewResult(
         path=path,
-        documents=totals["documents"],
-        tokens=totals["tokens"],
-        supervised_tokens=totals["supervised"],
+        documents=totals.documents,
+        tokens=totals.tokens,
+        supervised_tokens=totals.supervised,
         shards=len(manifest.shards),
         reused_shards=reused,
-        bytes=totals["bytes"],
-        dropped=manifest.raw["documents"]["dropped"],
+        bytes=totals.bytes,
+        dropped=manifest.documents.dropped,
         fingerprint=manifest.fingerprint,
         text=dataset_text(manifest),
     )

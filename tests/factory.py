@@ -5,7 +5,6 @@ that tests of the trainer do not lean on the capture code.
 """
 
 import itertools
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from spec_data.shards.records import plain
 from spec_data.shards.schema import (
     FORMAT,
     FORMAT_VERSION,
-    LAYER_CONVENTION,
     HeadSpec,
-    head_to_json,
+    Manifest,
     layer_column,
     token_columns,
 )
@@ -142,18 +141,17 @@ def tiny_dataset(
             "dtype": "float32",
             "num_layers": config.num_hidden_layers,
         },
-        "tokenizer": {},
+        "identity": {"dtype": "float32", "config.num_hidden_layers": config.num_hidden_layers},
         "corpus": [{"source": "tiny"}],
         "layers": list(layers),
-        "layer_convention": LAYER_CONVENTION,
         "supervision": supervision,
-        "columns": [asdict(c) for c in columns],
-        "head": head_to_json(head),
-        "packing": {"mode": "rows"},
+        "columns": plain(columns),
+        "head": plain(head),
+        "packing": {"form": "rows"},
         "policy": "off-policy",
         "documents": {"read": len(documents), "dropped": {}},
     }
-    seal(path, draft, records)
+    seal(path, Manifest.of(draft), records)
     return path
 
 

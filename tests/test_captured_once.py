@@ -52,7 +52,7 @@ def corpora(tmp_path):
 
 
 def bytes_of(path) -> int:
-    return HiddenStatesDataset(path).manifest.raw["totals"]["bytes"]
+    return HiddenStatesDataset(path).manifest.totals.bytes
 
 
 def test_a_capture_travels_and_trains_the_same_draft(store, corpora, tmp_path):

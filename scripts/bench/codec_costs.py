@@ -32,6 +32,7 @@ from spec_data.shards.codec_tables import make_tables
 from spec_data.shards.codecs import CODECS
 from spec_data.shards.lossy import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.records import plain
 from spec_data.shards.schema import Manifest
 from spec_data.terminal.text_table import text_table
 from spec_train.cli import main as spec_train
@@ -148,12 +149,12 @@ def codec_table(datasets: dict[str, tuple[Path, Manifest]]) -> str:
 
 def per_token(manifest: Manifest) -> float:
     """Bytes of all shards per token."""
-    return manifest.raw["totals"]["bytes"] / manifest.raw["totals"]["tokens"]
+    return manifest.totals.bytes / manifest.totals.tokens
 
 
 def by_kind(manifest: Manifest) -> dict[str, list[dict]]:
     """The manifest's entries of aux states and of hidden.final."""
-    entries = [c for c in manifest.raw["columns"] if c["name"].startswith("hidden.")]
+    entries = [c for c in plain(manifest.columns) if c["name"].startswith("hidden.")]
     aux = [c for c in entries if c["name"] != "hidden.final"]
     return {"aux": aux, "final": [c for c in entries if c["name"] == "hidden.final"]}
 
@@ -248,10 +249,10 @@ def main() -> None:
     fitted = fit_table(args, datasets) if args.fit else ""
     torch.set_num_threads(1)
     manifest = datasets[EXACT][1]
-    totals = manifest.raw["totals"]
+    totals = manifest.totals
     print(
-        f"{manifest.target['name']}, hidden {manifest.hidden_size}, layers {manifest.layers}, "
-        f"{totals['documents']:,} documents, {totals['tokens']:,} tokens; speeds: one thread, "
+        f"{manifest.target.name}, hidden {manifest.hidden_size}, layers {manifest.layers}, "
+        f"{totals.documents:,} documents, {totals.tokens:,} tokens; speeds: one thread, "
         f"{platform.processor() or platform.machine()}; spec-data {spec_data.__version__}, torch "
         f"{torch.__version__}, Python {platform.python_version()}, {sys.platform}\n"
     )

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from spec_data.shards.records import plain
 from spec_data.shards.schema import (
     FORMAT,
     FORMAT_VERSION,
-    LAYER_CONVENTION,
     Column,
     HeadSpec,
+    Manifest,
     ShardRecord,
-    head_to_json,
     token_columns,
 )
 from spec_data.shards.seal import seal
@@ -133,20 +133,19 @@ def _head(folder: Path, layers: tuple[int, ...], vocab: int, hidden: int, seed: 
 
 def _manifest(
     columns: tuple[Column, ...], layers: tuple[int, ...], head: HeadSpec, documents: int
-) -> dict:
-    return {
+) -> Manifest:
+    draft = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "settings": {},
         "target": {"name": "random states", "dtype": "bfloat16", "num_layers": max(layers) + 2},
-        "tokenizer": {},
         "corpus": [{"source": "synthetic"}],
         "layers": list(layers),
-        "layer_convention": LAYER_CONVENTION,
         "supervision": "final-hidden",
-        "columns": [vars(c) for c in columns],
-        "head": head_to_json(head),
-        "packing": {"mode": "rows"},
+        "columns": plain(columns),
+        "head": plain(head),
+        "packing": {"form": "rows"},
         "policy": "off-policy",
-        "documents": {"read": documents, "dropped": {}},
+        "documents": {"read": documents},
     }
+    return Manifest.of(draft)

@@ -46,7 +46,7 @@ from spec_data.shards import packing
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.packing import shift_left
-from spec_data.shards.schema import apply_head
+from spec_data.shards.schema import Quantised, apply_head
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Target:
         draft_vocabulary: Tensor | None = None,
         mask_form: str | None = None,
         rope_factors: str | None = None,
-        quantisation: dict[str, Any] | None = None,
+        quantisation: Quantised | None = None,
     ) -> None:
         """Wrap a loaded model and put it in evaluation mode, in which it stays.
 

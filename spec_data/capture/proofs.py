@@ -15,7 +15,7 @@ Shapes: T_d tokens of document d, B rows, T slots of a row, C captured columns, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -92,10 +92,6 @@ class IsolationProof:
     differences: dict[str, float | str] = field(default_factory=dict)
     documents: int = 0
     longest: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values for the manifest."""
-        return asdict(self)
 
     def __str__(self) -> str:
         """The outcome in words: the form, what it differs by, and the forms that failed."""

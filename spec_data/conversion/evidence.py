@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from spec_data.corpus.bad_rows import BadRow
 from spec_data.shards.errors import CorpusError, RunError
 from spec_data.shards.even_sample import even_sample
 from spec_data.shards.layer_ids import EMBEDDING
+from spec_data.shards.schema import Evidence
 from spec_data.terminal.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -42,29 +42,6 @@ _ALLOWED = 0.35  # an engine that runs quantised weights; a state of another tar
 _MOST = 2.0  # what one token counts at most, so that a massive activation does not decide
 SHIFTS = (0, -1, 1)
 """Row t of a chunk may be the state of token t + shift."""
-
-
-class Evidence(msgspec.Struct, kw_only=True):
-    """What the stored states are, and how it was found; the manifest has it.
-
-    Attributes:
-        tool: the tool that stored them.
-        stored_layers: layer ids (outputs of blocks), in the order in which they are stored.
-        final_norm: whether the last state is the one "after" or "before" the final norm.
-        mask_frame: whether entry t of a mask is about "token" t or the "next" one.
-        documents, tokens: that the target was run on.
-        differences: the relative difference from the target's own states, by chunk.
-        masks: how the masks agree with the chat template, in words.
-    """
-
-    tool: str
-    stored_layers: list[int]
-    final_norm: str
-    mask_frame: str
-    documents: int
-    tokens: int
-    differences: dict[str, float]
-    masks: str
 
 
 # -- what the target computes ----------------------------------------------------------------------

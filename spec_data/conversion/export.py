@@ -90,7 +90,7 @@ class _Speculators:
     """
 
     def __init__(self, dataset: HiddenStatesDataset, layers: list[int]) -> None:
-        blocks = dataset.manifest.target.get("num_layers")
+        blocks = dataset.manifest.target.num_layers
         raw = blocks - 1 if blocks and blocks - 1 in dataset.manifest.layers else None
         self._layers = [k for k in layers if k != raw]
         if not self._layers:
@@ -138,14 +138,13 @@ def undone_norm(dataset: HiddenStatesDataset) -> Callable[[Tensor], tuple[Tensor
     Raises:
         DatasetError: the dataset does not record an RMSNorm, so it cannot be undone.
     """
-    positions = load_positions(dataset.path, dataset.manifest)
-    norm = positions.norm if positions else {}
+    norm = load_positions(dataset.path, dataset.manifest).norm
     weight = load_head_tensors(dataset.path, dataset.manifest).get("norm")
     if norm.get("kind") != "rms" or weight is None:
         raise DatasetError(
             f"{dataset.path}: speculators needs the state before the final norm. The dataset "
             "records no RMSNorm that could be undone; capture the last block as well "
-            f"(--layers with {dataset.manifest.target.get('num_layers', 'L')} - 1)"
+            f"(--layers with {dataset.manifest.target.num_layers or 'L'} - 1)"
         )
     weight, eps = weight.float() + float(norm["offset"]), float(norm["eps"])
 

@@ -28,7 +28,6 @@ from spec_data.capture.model import Target
 from spec_data.capture.proofs import FLOOR, IsolationProof
 from spec_data.capture.skeleton import load_skeleton, run_from
 from spec_data.conversion.evidence import (
-    Evidence,
     find_conventions,
     in_token_frame,
     sample_tokens,
@@ -48,10 +47,11 @@ from spec_data.models.resolve import resolve_model
 from spec_data.options.conversion_options import ConvertConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
-from spec_data.shards.files import dump_json, read_object, write_atomically
+from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST
-from spec_data.shards.schema import Manifest
+from spec_data.shards.records import as_record, read_json
+from spec_data.shards.schema import Evidence, Manifest
 from spec_data.terminal.paths import make_directory
 from spec_data.terminal.progress import size
 
@@ -176,17 +176,13 @@ def _saved_evidence(out: Path) -> Evidence | None:
     """
     file = out / WORK / _EVIDENCE
     if (out / MANIFEST).is_file():
-        record = Manifest.read(out / MANIFEST).target.get("converted")
-        if record is None:
+        found = Manifest.read(out / MANIFEST).target.converted
+        if found is None:
             raise ConfigError(f"{out} holds a dataset that was not converted; use another --out")
-    elif file.is_file() and next((out / WORK).glob("unit-*.json"), None) is not None:
-        record = read_object(file)
-    else:
-        return None
-    try:
-        return msgspec.convert(record, Evidence)
-    except msgspec.ValidationError as error:
-        raise DatasetError(f"{file}: damaged ({error}); delete {out} and convert again") from None
+        return found
+    if file.is_file() and next((out / WORK).glob("unit-*.json"), None) is not None:
+        return as_record(read_json(file), Evidence, file, f"Delete {out} and convert again")
+    return None
 
 
 class SampleCorpus:

@@ -10,12 +10,12 @@ Shapes: N tokens of the sample, H width of a column, V vocabulary size.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from spec_data.capture.backend import TargetBackend
@@ -36,6 +36,8 @@ from spec_data.shards.files import sha256_file, write_once
 from spec_data.shards.lossy import LOSSY, LossyCodec, Tables
 from spec_data.shards.schema import (
     FINAL,
+    CodecError,
+    CodecTables,
     Column,
     HeadSpec,
     apply_head,
@@ -78,7 +80,7 @@ def calibrate(
     form: str,
     batch_tokens: int,
     folder: Path,
-) -> tuple[tuple[Column, ...], dict[str, Any], dict[str, dict[str, Any]]]:
+) -> tuple[tuple[Column, ...], CodecTables | None]:
     """Choose the codecs, make codec.safetensors in `folder` unless it exists, and measure.
 
     Args:
@@ -88,16 +90,15 @@ def calibrate(
         folder: the dataset directory.
 
     Returns:
-        The columns, with codecs that keep their bounds; the manifest's `codec`, empty if no column
-        is lossy; and by name, what the manifest says of each measured column: its `error`, and as
-        `instead_of` the error of each codec that was asked for and lost too much.
+        The columns, with codecs that keep their bounds and what was measured of them; and the
+        tables, None if no column is lossy.
 
     Raises:
         RunError: there are no usable states.
     """
     lossy = [c for c in setup.columns if c.lossy]
     if not lossy:
-        return setup.columns, {}, {}
+        return setup.columns, None
     documents = sample_documents(plan.lengths, _budget(plan, setup, target))
     states, numbers = capture_sample(plan, target, form, documents, lossy, batch_tokens)
     kept = {name: _usable(name, value) for name, value in states.items()}  # bool [N] each
@@ -105,7 +106,7 @@ def calibrate(
     held_out = numbers % 4 == 3 if split else np.ones(len(numbers), bool)  # [N]
     used = ~held_out if split else held_out
 
-    def coded(column: Column) -> tuple[Tables, dict[str, Any]]:
+    def coded(column: Column) -> tuple[Tables, CodecError]:
         """Return the tables of a column, and their error."""
         name, value = column.name, states[column.name]
         table = make_tables(_take(states, kept, column, used), column.codec)
@@ -113,43 +114,39 @@ def calibrate(
         logger.info("codec: %s %s", name, error_text(column.codec, error))
         return table, error
 
-    columns, tables, measured = _settled(setup.columns, coded)
+    columns, tables = _settled(setup.columns, coded)
     if not tables:
-        return columns, {}, measured
+        return columns, None
     file = folder / TABLES
     write_once(file, save_tables(tables))
     load_tables(file, [c for c in columns if c.lossy], None)  # perhaps another worker's
-    about: dict[str, Any] = {
-        "file": TABLES,
-        "sha256": sha256_file(file),
-        "documents": len(documents),
-        "tokens": len(numbers),
-        "held_out_tokens": int(held_out.sum()),
-    }
-    return columns, about, measured
+    return columns, CodecTables(
+        file=TABLES,
+        sha256=sha256_file(file),
+        documents=len(documents),
+        tokens=len(numbers),
+        held_out_tokens=int(held_out.sum()),
+    )
 
 
 def _settled(
-    columns: tuple[Column, ...], coded: Callable[[Column], tuple[Tables, dict[str, Any]]]
-) -> tuple[tuple[Column, ...], dict[str, Tables], dict[str, dict[str, Any]]]:
+    columns: tuple[Column, ...], coded: Callable[[Column], tuple[Tables, CodecError]]
+) -> tuple[tuple[Column, ...], dict[str, Tables]]:
     """Give what loses too much the next finer codec, until all keep their bounds.
 
     All layers have one codec, and `hidden.final` has its own. `coded` returns the tables of a lossy
-    column, and their error. Return what `calibrate` does, with the tables of the lossy columns.
+    column, and their error. Return the columns, and the tables of the lossy ones by name.
     """
     settled = {c.name: c for c in columns}
     tables: dict[str, Tables] = {}
-    measured: dict[str, dict[str, Any]] = {}
     lossy = [c for c in columns if c.lossy]
     for kind in ([c for c in lossy if c.name != FINAL], [c for c in lossy if c.name == FINAL]):
-        measured |= {c.name: {} for c in kind}
         while kind and kind[0].lossy:
             made = {c.name: coded(c) for c in kind}
             worse = over_bounds(kind, {name: error for name, (_, error) in made.items()})
             if not worse:
                 tables |= {name: table for name, (table, _) in made.items()}
-                for name, (_, error) in made.items():
-                    measured[name]["error"] = error
+                settled |= {c.name: structs.replace(c, error=made[c.name][1]) for c in kind}
                 break
             codec = _finer(kind[0])
             logger.warning(
@@ -157,11 +154,14 @@ def _settled(
                 ", ".join(c.name for c in kind) + (" is" if len(kind) == 1 else " are"),
                 *(codec, kind[0].codec, "; ".join(worse)),
             )
-            for name, (_, error) in made.items():
-                measured[name].setdefault("instead_of", {})[kind[0].codec] = error
-            kind = [replace(c, codec=codec) for c in kind]
+            kind = [
+                structs.replace(
+                    c, codec=codec, instead_of={**c.instead_of, c.codec: made[c.name][1]}
+                )
+                for c in kind
+            ]
             settled |= {c.name: c for c in kind}
-    return tuple(settled.values()), tables, measured
+    return tuple(settled.values()), tables
 
 
 def _finer(column: Column) -> str:
@@ -264,8 +264,8 @@ def measure(
     chosen: np.ndarray,
     tables: dict[str, Tables],
     target: HasHead,
-) -> dict[str, Any]:
-    """Measure the error of encoding a column: the manifest's `error` of that column.
+) -> CodecError:
+    """Measure the error of encoding a column.
 
     Args:
         column: a lossy column.
@@ -275,10 +275,9 @@ def measure(
         target: its head turns hidden.final into logits.
 
     Returns:
-        `mse_median` and `mse_max`: median and maximum over channels of (mean squared error /
-        variance of the channel), for tokens that do not escape; `escaped`: share of tokens that
-        escape; `kl` and `logit_*` (hidden.final only): see `head_errors`; `tokens`: tokens
-        measured. Figures have three digits, so that they do not depend on the number of threads.
+        The errors, of tokens that do not escape; `kl` and `logit_*` (hidden.final only): see
+        `head_errors`. Figures have three digits, so that they do not depend on the number of
+        threads.
     """
     chosen = chosen if chosen.any() else _usable(column.name, states)
     source = states[torch.from_numpy(chosen)]  # [n, H]
@@ -298,7 +297,8 @@ def measure(
     }
     if column.name == FINAL:
         figures |= head_errors(target, source.to(target.device), decoded)
-    return {k: float(f"{v:.3g}") for k, v in figures.items()} | {"tokens": len(source)}
+    rounded = {k: float(f"{v:.3g}") for k, v in figures.items()}
+    return CodecError(**rounded, tokens=len(source))
 
 
 def round_trip(codec: LossyCodec, states: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
@@ -344,7 +344,7 @@ def head_errors(target: HasHead, states: Tensor, decoded: Tensor) -> dict[str, f
     }
 
 
-def over_bounds(columns: Sequence[Column], errors: dict[str, dict[str, Any]]) -> list[str]:
+def over_bounds(columns: Sequence[Column], errors: dict[str, CodecError]) -> list[str]:
     """Return the lossy columns whose measured error is above the bound of their codec, in words."""
     found = []
     for column in columns:
@@ -353,15 +353,16 @@ def over_bounds(columns: Sequence[Column], errors: dict[str, dict[str, Any]]) ->
             continue
         bound = codec.bound
         limits = {"mse_median": bound.median, "mse_max": bound.worst, "kl": bound.kl}
-        worse = [f"{k} {error[k]:.2g} > {v:g}" for k, v in limits.items() if error.get(k, 0) > v]
-        if error["escaped"] >= 1:
+        found_here = {name: getattr(error, name) or 0.0 for name in limits}
+        worse = [f"{k} {found_here[k]:.2g} > {v:g}" for k, v in limits.items() if found_here[k] > v]
+        if error.escaped >= 1:
             worse.append("every token escapes it")
         if worse:
             found.append(f"{column.name} ({codec.name}): {', '.join(worse)}")
     return found
 
 
-def check_bounds(columns: Sequence[Column], errors: dict[str, dict[str, Any]]) -> None:
+def check_bounds(columns: Sequence[Column], errors: dict[str, CodecError]) -> None:
     """Refuse codecs that were asked for and whose measured error is above its bound.
 
     Raises:

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
+import msgspec
 from filelock import FileLock, Timeout
 
 from spec_data.generation.plan import ALSO, WITNESS, read_units
@@ -147,7 +148,7 @@ class RemoteOut:
         except FileNotFoundError:
             return False
         try:
-            record = ShardRecord(**json.loads(text)["record"])
+            record = msgspec.convert(json.loads(text)["record"], ShardRecord)
         except (ValueError, TypeError, KeyError):
             return False  # not of this program: the unit is captured again
         expected = f"{SHARDS}/{unit_name(unit)}.arrow"

@@ -4,12 +4,10 @@ Every engine uses it: the local worker in its own process, and others in process
 decides nothing about which units it captures.
 """
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +23,7 @@ from spec_data.generation.capture import (
 )
 from spec_data.generation.fitting import find_positions
 from spec_data.generation.plan import BATCH_TOKENS, Plan
-from spec_data.generation.running import Witness, check_running, proven_with, running_facts
+from spec_data.generation.running import Witness, check_running, running_facts
 from spec_data.generation.sample_check import check_agreement
 from spec_data.generation.sealing import finish_unit
 from spec_data.generation.setup import Setup
@@ -35,7 +33,8 @@ from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.errors import RunError
 from spec_data.shards.files import dump_json, write_once
 from spec_data.shards.follow import WORK
-from spec_data.shards.schema import declared_columns
+from spec_data.shards.records import read_json
+from spec_data.shards.schema import Manifest
 from spec_data.shards.seal import file_records, target_file_names
 
 # -- loaded target ---------------------------------------------------------------------------------
@@ -113,12 +112,13 @@ class Replica:
         except BaseException:
             self.close()
             raise
-        self.setup = setup = replace(setup, columns=declared_columns(draft))
+        self.setup = setup = replace(setup, columns=draft.columns)
         lossy = [c for c in setup.columns if c.lossy]
-        tables = load_tables(out / TABLES, lossy, draft["codec"]["sha256"]) if lossy else {}
+        sha256 = draft.codec.sha256 if draft.codec else None
+        tables = load_tables(out / TABLES, lossy, sha256) if lossy else {}
         self.settings = CaptureSettings(
             columns=setup.columns,
-            form=draft["packing"]["form"],
+            form=draft.packing.form,
             batch_tokens=self._batch_tokens(),
             tables=tables,
             temperature=setup.config.own_temperature,
@@ -128,8 +128,8 @@ class Replica:
 
     def _batch_tokens(self) -> int:
         """Return the tokens per forward: those of the proof, unless this run has other devices."""
-        asked, form = self.setup.config.forward_tokens, self.draft["packing"]["form"]
-        proven = proven_with(self.draft, running_facts(self.target, 0))
+        asked, form = self.setup.config.forward_tokens, self.draft.packing.form
+        proven = self.draft.captured_with
         if proven | {"batch_tokens": 0} == running_facts(self.target, 0):
             return asked or proven["batch_tokens"]
         return choose_batch_tokens(self.target, self.plan, form, self.setup.columns, asked)
@@ -206,7 +206,7 @@ def prove_target(
     plan: Plan,
     target: TargetBackend,
     out: Path,
-) -> dict[str, Any]:
+) -> Manifest:
     """Prove head and packing, check a sample of the corpus, choose codecs, make their tables, and
     save the files of the target, once.
 
@@ -219,7 +219,7 @@ def prove_target(
     """
     file = out / WORK / "target.json"
     if file.is_file():
-        return json.loads(file.read_text(encoding="utf-8"))
+        return Manifest.of(read_json(file), str(file))
     positions = find_positions(setup, plan, target)
     chosen, documents = documents_to_prove(setup, plan)
     head_error = None
@@ -232,11 +232,12 @@ def prove_target(
     batch_tokens = choose_batch_tokens(target, plan, proof.form, setup.columns, asked)
     check_agreement(setup, plan, target, proof.form, batch_tokens, chosen)
     save_target_files(setup, target, positions, out / "target")
-    columns, codec, measured = calibrate(setup, plan, target, proof.form, batch_tokens, out)
+    columns, codec = calibrate(setup, plan, target, proof.form, batch_tokens, out)
     setup = replace(setup, columns=columns)
     Witness(out, documents, proof.form, plan.pack_length).save(target, batch_tokens)
-    draft = manifest_draft(setup, plan, target, proof, head_error, positions, codec, measured)
-    draft["captured_with"] = running_facts(target, batch_tokens)
-    draft["files"] = file_records(out, target_file_names(out))
-    write_once(file, dump_json(draft))
-    return json.loads(file.read_text(encoding="utf-8"))
+    draft = manifest_draft(setup, plan, target, proof, head_error, positions, codec).changed(
+        captured_with=running_facts(target, batch_tokens),
+        files=file_records(out, target_file_names(out)),
+    )
+    write_once(file, dump_json(draft.to_json()))
+    return Manifest.of(read_json(file), str(file))

@@ -148,12 +148,12 @@ def _unchanged(setup: Setup, manifest: Manifest, where: str, check: bool) -> Man
 
     `check` also compares its shards with the manifest (see `shards.whole`).
     """
-    if "view" in manifest.raw:
+    if manifest.view:
         raise ConfigError(
-            f"{where} holds a dataset that `spec-data {manifest.raw['view']['command']}` made of "
+            f"{where} holds a dataset that `spec-data {manifest.view.command}` made of "
             "others; choose another --out"
         )
-    refuse_changes(changed_settings(setup, manifest.raw["settings"]), where)
+    refuse_changes(changed_settings(setup, manifest.settings), where)
     if check:
         check_whole(where)
     logger.info("%s is complete already: nothing to do", where)

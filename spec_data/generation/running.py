@@ -25,7 +25,7 @@ from spec_data.generation.plan import ALSO, WITNESS
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.files import dump_json, write_once
 from spec_data.shards.follow import WORK
-from spec_data.shards.schema import FINAL, layer_column
+from spec_data.shards.schema import FINAL, Manifest, layer_column
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Witness:
 
 
 def check_running(
-    out: Path, draft: dict[str, Any], mine: dict[str, Any], witness: Witness, target: TargetBackend
+    out: Path, draft: Manifest, mine: dict[str, Any], witness: Witness, target: TargetBackend
 ) -> None:
     """Compare what this run captures with what the proven one did; prove and record a difference.
 
@@ -99,7 +99,7 @@ def check_running(
         ConfigError: an older release proved the target, and kept no witness.
         RunError: the states differ by more than rounding.
     """
-    before = proven_with(draft, mine)
+    before = draft.captured_with
     if before == mine:
         return
     changes = "; ".join(
@@ -113,14 +113,14 @@ def check_running(
             f"{out} was begun with other settings, by a release that cannot resume it with these: "
             f"{changes}. Use the old settings, or another --out"
         )
-    packing = draft["packing"]
-    if not worst <= packing["tolerance"]:
+    packing = draft.packing
+    if not worst <= packing.tolerance:
         raise RunError(
             f"{out} was begun with other settings ({changes}), and with these the states differ "
-            f"by {worst:.1e}, more than rounding (allowed {packing['tolerance']:.1e}). Use the "
+            f"by {worst:.1e}, more than rounding (allowed {packing.tolerance:.1e}). Use the "
             "old settings, or another --out"
         )
-    noise = float(f"{max(worst, packing['noise'] or 0.0):.2g}")
+    noise = float(f"{max(worst, packing.noise or 0.0):.2g}")
     logger.warning(
         "warning: finished units were captured with other settings (%s). The states are equal up "
         "to rounding of %.1e, and the manifest records both",
@@ -134,23 +134,6 @@ def also_captured_with(work: Path) -> list[dict[str, Any]]:
     """Return the other settings that units were captured with, in a fixed order."""
     files = sorted(work.glob(ALSO))
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
-
-
-def proven_with(draft: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of the run that proved the target, as in target.json (`draft`).
-
-    Of an older release, they are in its settings; what it did not record is as in `mine`.
-    """
-    if "captured_with" in draft:
-        return draft["captured_with"]
-    old = draft["settings"]
-    return mine | {
-        "device": old["device"],
-        "batch_tokens": old["batch_tokens"],
-        "backend_version": old["versions"]["transformers"],
-        "torch": old["versions"]["torch"],
-        "machine": old["versions"]["machine"],
-    }
 
 
 def _digest(facts: dict[str, Any]) -> str:

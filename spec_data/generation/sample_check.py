@@ -21,7 +21,6 @@ from spec_data.shards.even_sample import even_sample
 from spec_data.shards.likelihood import (
     Agreement,
     DocumentFigures,
-    judged,
     places_by_name,
     summarise,
 )
@@ -64,7 +63,7 @@ def check_agreement(
     chosen = sample_of_sources(plan.documents.sources, proven)
     figures = measure_documents(plan, target, form, chosen, batch_tokens, config.own_temperature)
     sources = [plan.documents.sources[d] for d in chosen]
-    found = judged({"agreement": summarise(figures, sources)})
+    found = summarise(figures, sources).judged()
     _refuse_other_ids(found, setup)
     if config.on_policy:
         _refuse_label(found, temperature)

@@ -4,9 +4,11 @@ import json
 import logging
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
+from msgspec import structs
 
 from spec_data.generation.capture import CapturedUnit
 from spec_data.generation.plan import PLAN_COLUMNS, Plan, load_plan, read_units
@@ -21,10 +23,11 @@ from spec_data.shards.files import (
     write_atomically,
 )
 from spec_data.shards.follow import LEFT_OUT, WORK, used_marker
-from spec_data.shards.likelihood import DocumentFigures, measured_policy, summarise
+from spec_data.shards.likelihood import DocumentFigures, summarise
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.reclaim import seal_lock, units_to_keep
-from spec_data.shards.schema import Column, Manifest, ShardRecord
+from spec_data.shards.records import read_json
+from spec_data.shards.schema import Column, LeftOut, Manifest, ShardRecord
 from spec_data.shards.seal import check_shard, file_records, seal
 from spec_data.shards.writer import write_shard
 from spec_data.terminal.paths import check_directory_to_write
@@ -67,7 +70,7 @@ def finished_unit(out: Path, unit: int) -> FinishedUnit | None:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         checksum = raw.pop("checksum")
-        record = ShardRecord(**raw["record"])
+        record = msgspec.convert(raw["record"], ShardRecord)
         figures = DocumentFigures.from_json(raw["agreement"])
         dropped, left_out = raw["dropped"], raw["left_out"]
         whole = sum(dropped.values()) == len(left_out)
@@ -88,7 +91,7 @@ def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Col
     """Write the shard of a unit, then its record; return the bytes written."""
     record = write_shard(out / SHARDS / f"{unit_name(unit)}.arrow", captured.data, columns)
     finished = {
-        "record": asdict(record),
+        "record": structs.asdict(record),
         "dropped": captured.dropped,
         "left_out": captured.left_out,
         "agreement": captured.figures.to_json(),
@@ -181,8 +184,8 @@ def _seal(out: Path, work: Path, checked: set[int] | None) -> Manifest:
             f"{out}: {len(left)} of {len(units)} units are not finished (first: {left[:3]}); run "
             "`spec-data generate` with the same options, or start the missing --workers"
         )
-    draft = json.loads((work / "target.json").read_text(encoding="utf-8"))
-    records, dropped = [], dict(draft["documents"]["dropped"])
+    draft = Manifest.of(read_json(work / "target.json"), str(work / "target.json"))
+    records, dropped = [], dict(draft.documents.dropped)
     for unit, finished in sorted(units.items()):
         if finished is None:
             continue
@@ -192,13 +195,14 @@ def _seal(out: Path, work: Path, checked: set[int] | None) -> Manifest:
             records.append(finished.record)
         for reason, count in finished.dropped.items():
             dropped[reason] = dropped.get(reason, 0) + count
-    others = also_captured_with(work)
-    if others:
-        draft["also_captured_with"] = others
-    draft["documents"]["dropped"] = dict(sorted(dropped.items()))
-    draft["documents"]["stored"] = sum(r.rows for r in records)
-    record_agreement(plan, {u: f for u, f in units.items() if f}, draft)
-    save_left_out(out, plan, {u: f.left_out for u, f in units.items() if f}, draft)
+    counts = structs.replace(
+        draft.documents,
+        dropped=dict(sorted(dropped.items())),
+        stored=sum(r.rows for r in records),
+    )
+    draft = draft.changed(also_captured_with=also_captured_with(work), documents=counts)
+    draft = with_agreement(plan, {u: f for u, f in units.items() if f}, draft)
+    draft = save_left_out(out, plan, {u: f.left_out for u, f in units.items() if f}, draft)
     manifest = seal(out, draft, records, work)
     check_counts(manifest)
     for leftover in temporary_files(out):  # of runs that were killed while writing
@@ -216,8 +220,8 @@ def _delete(work: Path) -> None:
         shutil.rmtree(work)
 
 
-def record_agreement(plan: Plan, units: dict[int, FinishedUnit], draft: dict[str, Any]) -> None:
-    """Add to the draft how well each source agrees with the target, and the label that follows."""
+def with_agreement(plan: Plan, units: dict[int, FinishedUnit], draft: Manifest) -> Manifest:
+    """Return the draft with the agreement of each source, and the label that follows."""
     parts, sources = [], []
     for unit, finished in sorted(units.items()):
         parts.append(finished.figures)
@@ -225,8 +229,9 @@ def record_agreement(plan: Plan, units: dict[int, FinishedUnit], draft: dict[str
         left_out = {first + place for place in finished.left_out}
         own = plan.documents.sources[first:last]
         sources += [source for d, source in enumerate(own, first) if d not in left_out]
-    draft["agreement"] = summarise(DocumentFigures.join(parts), sources)
-    draft["policy"] = measured_policy(draft)
+    agreement = summarise(DocumentFigures.join(parts), sources)
+    policy = agreement.policy(draft.on_policy, draft.sampling_temperature)
+    return draft.changed(agreement=agreement, policy=policy)
 
 
 def check_counts(manifest: Manifest) -> None:
@@ -235,15 +240,13 @@ def check_counts(manifest: Manifest) -> None:
     Raises:
         RunError: they differ.
     """
-    counts = manifest.raw["documents"]
-    if counts["rendered"] != counts["stored"] + sum(counts["dropped"].values()):
+    counts = manifest.documents
+    if counts.rendered != counts.stored + sum(counts.dropped.values()):
         raise RunError(f"documents do not add up: {counts}; this is a bug, please report it")
 
 
-def save_left_out(
-    out: Path, plan: Plan, places: dict[int, list[int]], draft: dict[str, Any]
-) -> None:
-    """Write ids and masks of the documents that were left out, and record them in the draft.
+def save_left_out(out: Path, plan: Plan, places: dict[int, list[int]], draft: Manifest) -> Manifest:
+    """Write ids and masks of the documents that were left out; return the draft with a record.
 
     `places` maps a unit to the indices, in that unit, of its left out documents. Nothing is written
     if there are none.
@@ -253,8 +256,8 @@ def save_left_out(
         (unit, plan.units[unit][0] + place) for unit in sorted(places) for place in places[unit]
     ]
     if not found:
-        return
+        return draft
     documents = [document for _, document in found]
     write_shard(out / LEFT_OUT, plan.documents.select(documents), PLAN_COLUMNS)
-    draft["left_out"] = {"places": documents, "units": [unit for unit, _ in found]}
-    draft["files"] = {**draft["files"], **file_records(out, [LEFT_OUT])}
+    left_out = LeftOut(places=documents, units=[unit for unit, _ in found])
+    return draft.changed(left_out=left_out, files={**draft.files, **file_records(out, [LEFT_OUT])})

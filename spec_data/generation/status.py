@@ -300,16 +300,16 @@ def read_status(out: Path) -> Status:
 
 def _sealed(out: Path) -> Status:
     manifest = Manifest.read(out / MANIFEST)
-    totals = manifest.raw["totals"]
+    totals = manifest.totals
     return Status(
         path=out,
         sealed=True,
         running=(),
         units=len(manifest.shards),
         units_done=len(manifest.shards),
-        tokens=totals["tokens"],
-        tokens_done=totals["tokens"],
-        bytes=totals["bytes"],
+        tokens=totals.tokens,
+        tokens_done=totals.tokens,
+        bytes=totals.bytes,
         tokens_per_second=0.0,
         eta_seconds=0.0,
         workers=(),

@@ -3,10 +3,13 @@
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save
 
 from spec_data.capture.backend import TargetBackend
@@ -20,17 +23,18 @@ from spec_data.models.parameter_counts import empty_model, parameter_counts
 from spec_data.models.reading import text_config
 from spec_data.models.rope_factors import chosen_factors
 from spec_data.shards.files import dump_json, write_atomically, writing
-from spec_data.shards.identity import own_facts
 from spec_data.shards.position_data import POSITIONS, Positions
 from spec_data.shards.schema import (
-    ALL,
-    FORMAT,
-    FORMAT_VERSION,
-    LAYER_CONVENTION,
-    head_to_json,
+    CodecTables,
+    CountsRecord,
+    Manifest,
+    PackingRecord,
+    SourceRecord,
+    TargetRecord,
 )
 
 GENERATION_CONFIG = "generation_config.json"
+_NAMED = ("architectures",)  # in the manifest's `target` and in its `identity`
 
 
 def rope_factors(setup: Setup, plan: Plan) -> str | None:
@@ -78,9 +82,8 @@ def manifest_draft(
     proof: IsolationProof,
     head_error: float | None,
     positions: Positions,
-    codec: dict[str, Any],
-    measured: dict[str, dict[str, Any]],
-) -> dict[str, Any]:
+    codec: CodecTables | None,
+) -> Manifest:
     """Return the manifest without shards and totals.
 
     Args:
@@ -88,52 +91,48 @@ def manifest_draft(
         proof: the isolation proof.
         head_error: the largest relative error of the head as data; None with full logits.
         positions: of the target.
-        codec: the manifest's `codec`.
-        measured: what `calibrate` measured of each column, by name.
+        codec: the tables of the lossy columns.
     """
     counts = asdict(plan.counts)
     counts["read"] = counts.pop("rows")
-    return {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "settings": plan.settings,
-        "target": setup.target
-        | target.describe()
-        | parameter_counts(setup.model_config, setup.config.trust_remote_code),
-        "tokenizer": setup.tokenizer_id,
-        "identity": own_facts(setup.identity)
-        | {"template_kwargs_used": counts.pop("kwargs_used")}
-        | _system_messages(counts["rendering"]),
-        "corpus": plan.corpus,
-        "mask": setup.config.mask,
-        "layers": list(setup.layers),
-        **(
-            {"draft_layers": {d: list(k) for d, k in setup.draft_layers.items()}}
-            if setup.draft_layers
-            else {}
-        ),
-        "layer_convention": LAYER_CONVENTION,
-        "supervision": setup.config.supervision,
-        "final": setup.config.final,
-        **({"teacher": setup.config.teacher} if setup.config.teacher != ALL else {}),
-        "codec": codec,
-        "columns": [
-            asdict(c)
-            | {
-                "bytes_per_token": c.bytes_per_token,
-                "exact": not c.lossy and (c.codec != "bf16" or target.dtype == torch.bfloat16),
-            }
-            | measured.get(c.name, {})
+    used = {"template_kwargs_used": counts.pop("kwargs_used")}
+    about = target.describe()
+    facts = {k: about[k] for k in ("dtype", "rope_factors") if k in about}
+    parameters = parameter_counts(setup.model_config, setup.config.trust_remote_code)
+    described = {k: v for k, v in setup.target.items() if k not in setup.identity or k in _NAMED}
+    return Manifest(
+        settings=plan.settings,
+        target=msgspec.convert(described | about | parameters, TargetRecord),
+        identity=setup.identity | facts | used | _system_messages(counts["rendering"]),
+        corpus=msgspec.convert(plan.corpus, list[SourceRecord]),
+        mask=setup.config.mask,
+        layers=tuple(setup.layers),
+        draft_layers={draft: tuple(own) for draft, own in setup.draft_layers.items()},
+        supervision=setup.config.supervision,
+        final=setup.config.final,
+        teacher=setup.config.teacher,
+        codec=codec,
+        columns=tuple(
+            replace(c, exact=not c.lossy and (c.codec != "bf16" or target.dtype == torch.bfloat16))
             for c in setup.columns
-        ],
-        "head": head_to_json(target.head),
-        "head_proof": {"max_relative_error": head_error},
-        "positions": positions.to_json(),
-        "packing": proof.to_json()
-        | {"pack_length": plan.pack_length, "utilisation": round(plan.utilisation(), 4)},
-        "policy": "on-policy" if setup.config.on_policy else "off-policy",
-        "documents": counts,
-    }
+        ),
+        head=target.head,
+        head_error=head_error,
+        positions=positions.record(),
+        packing=PackingRecord(
+            **asdict(proof)
+            | {"differences": {n: _stated(v) for n, v in proof.differences.items()}},
+            pack_length=plan.pack_length,
+            utilisation=round(plan.utilisation(), 4),
+        ),
+        policy="on-policy" if setup.config.on_policy else "off-policy",
+        documents=CountsRecord(**counts),
+    )
+
+
+def _stated(difference: float | str) -> float | str:
+    """Return a difference as JSON can hold it."""
+    return difference if isinstance(difference, str) or isfinite(difference) else "not finite"
 
 
 def _system_messages(rendering: Mapping[str, int]) -> dict[str, dict[str, int]]:

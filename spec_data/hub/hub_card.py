@@ -6,10 +6,8 @@ from typing import Any
 
 from spec_data.shards.card_text import code, front_matter, licence_fields, plain, table
 from spec_data.shards.codec_tables import error_text
-from spec_data.shards.identity import quantisation_text
-from spec_data.shards.layer_ids import recorded_layers
 from spec_data.shards.likelihood_text import agreement_rows, suspicions
-from spec_data.shards.schema import Manifest
+from spec_data.shards.schema import LAYER_CONVENTION, Manifest
 from spec_data.terminal.progress import size
 
 _SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B")
@@ -28,15 +26,14 @@ def size_category(documents: int) -> str:
 
 def hub_card(manifest: Manifest, repo: str) -> str:
     """Return the README.md of a dataset on the Hub, in `repo`."""
-    raw, target = manifest.raw, manifest.target
-    name = target["name"].rstrip("/").rpartition("/")[2]
+    name = manifest.target.name.rstrip("/").rpartition("/")[2]
     documents = {"config_name": DOCUMENTS, "default": True, "data_files": f"{DOCUMENTS}/*.arrow"}
     header = front_matter(
         {
             "pretty_name": f"Hidden states of {name}",
-            **licence_fields(s.get("licence") for s in raw["corpus"]),
+            **licence_fields(s.licence for s in manifest.corpus),
             "tags": ["speculative-decoding", "hidden-states", "spec-data"],
-            "size_categories": [size_category(raw["totals"]["documents"])],
+            "size_categories": [size_category(manifest.totals.documents)],
             "configs": [documents, _state_config(manifest)],
         }
     )
@@ -44,19 +41,19 @@ def hub_card(manifest: Manifest, repo: str) -> str:
     return f"""{header}# Hidden states of {plain(name)}
 
 What speculative-decoding drafts learn from this target: captured once by spec-data, for
-{_drafts(raw)}. No target is needed to train on it.
+{_drafts(manifest)}. No target is needed to train on it.
 
 {_facts(manifest)}
 
 {columns}
 
-{_agreement(raw)}
+{_agreement(manifest)}
 ## Use
 
 ```bash
 spec-data pull {repo} data
 spec-data verify data
-spec-train fit {next(iter(recorded_layers(raw)), "eagle3")} --data data --out run
+spec-train fit {next(iter(manifest.draft_layers), "eagle3")} --data data --out run
 ```
 
 ```python
@@ -90,53 +87,49 @@ def _state_config(manifest: Manifest) -> dict[str, Any]:
     return {"config_name": STATES, "data_files": names}
 
 
-def _drafts(raw: dict[str, Any]) -> str:
-    found = recorded_layers(raw)
-    return ", ".join(found) if found else "any draft that reads its layers"
+def _drafts(manifest: Manifest) -> str:
+    return ", ".join(manifest.draft_layers) or "any draft that reads its layers"
 
 
 def _facts(manifest: Manifest) -> str:
-    raw, totals, target = manifest.raw, manifest.raw["totals"], manifest.target
-    revision = f", revision {target['revision']}" if target.get("revision") else ""
-    quantised = target.get("quantised_as")
+    totals, target = manifest.totals, manifest.target
+    revision = f", revision {target.revision}" if target.revision else ""
     corpora = "; ".join(
-        f"{s['source']} ({s.get('licence') or 'licence not stated'})" for s in raw["corpus"]
+        f"{s.source} ({s.licence or 'licence not stated'})" for s in manifest.corpus
     )
-    converted = target.get("converted")
     lines = {
-        "target": f"{target['name']}{revision}, {target['dtype']}"
-        + (f", {quantisation_text(quantised)}" if quantised else ""),
-        "layers": f"{', '.join(map(str, raw['layers'])) or 'none'} ({raw['layer_convention']})",
-        "documents": f"{totals['documents']:,}",
-        "tokens": f"{totals['tokens']:,}, {totals['supervised']:,} of them supervised",
-        "size": f"{size(totals['bytes'])} in {len(raw['shards'])} shards",
+        "target": f"{target.name}{revision}, {target.dtype}"
+        + (f", {target.quantised_as}" if target.quantised_as else ""),
+        "layers": f"{', '.join(map(str, manifest.layers)) or 'none'} ({LAYER_CONVENTION})",
+        "documents": f"{totals.documents:,}",
+        "tokens": f"{totals.tokens:,}, {totals.supervised:,} of them supervised",
+        "size": f"{size(totals.bytes)} in {len(manifest.shards)} shards",
         "corpus": corpora,
-        "responses": raw["policy"],
-        "supervision": f"{raw['supervision']}, final states at {raw.get('final', 'all')} tokens",
-        **({"converted from": converted["tool"]} if converted else {}),
+        "responses": manifest.policy,
+        "supervision": f"{manifest.supervision}, final states at {manifest.final} tokens",
+        **({"converted from": target.converted.tool} if target.converted else {}),
     }
     cells = [(k, plain(v)) for k, v in lines.items()]
     return table(("", ""), [*cells, ("fingerprint", code(manifest.fingerprint))])
 
 
 def _columns(manifest: Manifest) -> Iterator[Sequence[str]]:
-    errors = {c["name"]: c.get("error") for c in manifest.raw["columns"]}
     for c in manifest.columns:
-        error = error_text(c.codec, errors[c.name]) if errors.get(c.name) else "none"
+        error = error_text(c.codec, c.error) if c.error else "none"
         yield code(c.name), c.codec, f"{c.bytes_per_token:,}", plain(error)
 
 
-def _agreement(raw: dict[str, Any]) -> str:
-    if not raw.get("agreement"):
+def _agreement(manifest: Manifest) -> str:
+    if manifest.agreement is None:
         return ""
-    head, *rows = agreement_rows(raw)
+    head, *rows = agreement_rows(manifest.agreement)
     return "\n".join(
         [
             "How often supervised tokens are the target's first choice, and their mean NLL in nats "
             "(own: of text that the target samples):",
             "",
             table(head, (list(map(plain, row)) for row in rows)),
-            *(f"\nWarning: {plain(message)}" for message in suspicions(raw)),
+            *(f"\nWarning: {plain(message)}" for message in suspicions(manifest)),
             "",
         ]
     )

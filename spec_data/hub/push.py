@@ -21,7 +21,6 @@ from spec_data.hub.hub_calls import SEALED_CARD, hub, hub_errors, upload
 from spec_data.hub.hub_card import DOCUMENTS, hub_card
 from spec_data.models.reading import load_tokenizer
 from spec_data.options.hub_options import PushConfig
-from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import (
     replace_durably,
@@ -194,9 +193,8 @@ def _short(dataset: HiddenStatesDataset) -> str:
 
 def dataset_files(dataset: HiddenStatesDataset) -> list[str]:
     """Return the names of all files of a dataset but its card."""
-    raw = dataset.manifest.raw
-    names = [*(r.file for r in dataset.manifest.shards), *raw["files"]]
-    tables = [dataset.manifest.codec.get("file", TABLES)] if dataset.manifest.codec else []
+    names = [*(r.file for r in dataset.manifest.shards), *dataset.manifest.files]
+    tables = [dataset.manifest.codec.file] if dataset.manifest.codec else []
     return sorted({*names, *tables, *datasets_files(dataset.manifest), MANIFEST})
 
 

@@ -2,17 +2,18 @@
 
 from typing import Any
 
+from msgspec.structs import replace
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from spec_data.models.reading import text_config
 from spec_data.shards.errors import TargetError
-from spec_data.shards.identity import quantisation_text
+from spec_data.shards.schema import Quantised
 
 _BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4, "nvfp4": 4, "bitnet": 2}
 
 
-def quantisation_of(config: Any) -> dict[str, Any] | None:
-    """Return `method` and, where it is known, `bits` of a checkpoint; None if it is not quantised.
+def quantisation_of(config: Any) -> Quantised | None:
+    """Return how a checkpoint is quantised; None if it is not.
 
     `config` is the transformers configuration, as config.json has it.
     """
@@ -26,17 +27,17 @@ def quantisation_of(config: Any) -> dict[str, Any] | None:
         bits = 4
     else:
         bits = table.get("bits") or _BITS.get(method) or _named_bits(table)
-    return {"method": method} | ({"bits": bits} if bits else {})
+    return Quantised(method=method, bits=bits or None)
 
 
-def loaded_quantisation(config: Any, model: Any) -> dict[str, Any] | None:
+def loaded_quantisation(config: Any, model: Any) -> Quantised | None:
     """Return the quantisation of a checkpoint (`config`) as `model` runs it, with `dequantised`.
 
     transformers runs some checkpoints in the dtype of their other weights where the device has no
     kernel (fp8 on a CPU). The states are then not those of a GPU, which rounds activations too.
     """
     found = quantisation_of(config)
-    return found and found | ({} if _table(model.config) else {"dequantised": True})
+    return found and replace(found, dequantised=not _table(model.config))
 
 
 def check_quantisation(path: str, config: Any) -> None:
@@ -55,8 +56,7 @@ def check_quantisation(path: str, config: Any) -> None:
     except (ImportError, RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())
         raise TargetError(
-            f"{path}: its weights are quantised ({quantisation_text(found)}), and cannot be loaded "
-            f"here: {reason}"
+            f"{path}: its weights are quantised ({found}), and cannot be loaded here: {reason}"
         ) from None
 
 

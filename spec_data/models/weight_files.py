@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from spec_data.shards.errors import MissingError, TargetError
-from spec_data.shards.manifest_rules import safe_path
+from spec_data.shards.records import safe_path
 
 _ADAPTER = "adapter_config.json"
 _INDEX = "model.safetensors.index.json"

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.lossy import ESCAPE_FACTOR, LOSSY, LossyCodec, Tables
-from spec_data.shards.schema import Column
+from spec_data.shards.schema import CodecError, Column
 
 TABLES = "codec.safetensors"
 _CHANNELS = 256  # channels processed together: bounds memory at any sample size
@@ -237,10 +236,10 @@ def _impossible(column: Column, parts: Mapping[str, Tensor | None]) -> Iterator[
             yield f"{name} is below 0"
 
 
-def error_text(codec: str, error: dict[str, Any]) -> str:
+def error_text(codec: str, error: CodecError) -> str:
     """Describe a codec's measured error in one line: error / variance, KL, escaped tokens."""
-    kl = f", teacher KL {error['kl']:.1e}" if "kl" in error else ""
+    kl = f", teacher KL {error.kl:.1e}" if error.kl is not None else ""
     return (
-        f"{codec}: error / channel variance {error['mse_median']:.1e} (worst channel "
-        f"{error['mse_max']:.1e}){kl}, {error['escaped']:.2%} of tokens escape"
+        f"{codec}: error / channel variance {error.mse_median:.1e} (worst channel "
+        f"{error.mse_max:.1e}){kl}, {error.escaped:.2%} of tokens escape"
     )

@@ -21,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import torch
@@ -31,7 +32,7 @@ from spec_data.shards.checksums import read_batches
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.files import sha256_file, sha256_json, unit_name
 from spec_data.shards.reader import INDEX, MANIFEST, HiddenStatesDataset, checked_file
-from spec_data.shards.schema import Manifest, ShardRecord
+from spec_data.shards.schema import CountsRecord, Manifest, ShardRecord, Totals
 from spec_data.shards.shard import CodedRows, IndexRows, Shard
 
 # -- planned ---------------------------------------------------------------------------------------
@@ -159,9 +160,8 @@ LEFT_OUT = "left_out.arrow"
 _POLL = 0.2  # seconds between two looks
 _LOG_AGAIN = 60.0  # seconds between two log lines
 _COMMON = (
-    *("format", "format_version", "settings", "target", "tokenizer", "corpus", "layers"),
-    *("draft_layers", "layer_convention", "supervision", "final", "codec", "columns", "head"),
-    *("teacher", "positions", "packing"),
+    *("settings", "target", "identity", "corpus", "mask", "layers", "draft_layers", "supervision"),
+    *("final", "teacher", "codec", "columns", "head", "positions", "packing"),
 )
 
 log = logging.getLogger(__name__)
@@ -208,12 +208,12 @@ class FollowedDataset(HiddenStatesDataset):
         self._wait(self._described, "the proof of the target", threading.Event())
         sealed = self._sealed()
         if sealed is not None:
-            raw = sealed.raw
+            described = sealed
             self.planned = self._from_index(sealed)
         else:
-            raw = _read_json(self.path / WORK / "target.json")
+            described = Manifest.of(_read_json(self.path / WORK / "target.json"))
             self.planned = self._from_plan()
-        self.manifest = self._view(raw)
+        self.manifest = self._view(described)
         self._columns = {c.name: c for c in self.manifest.columns}
         self._shards = {}
 
@@ -233,15 +233,21 @@ class FollowedDataset(HiddenStatesDataset):
         whole = (work / "plan.json").is_file() and (work / "target.json").is_file()
         return (self.path / MANIFEST).is_file() or whole
 
-    def _view(self, raw: dict[str, Any]) -> Manifest:
+    def _view(self, described: Manifest) -> Manifest:
         """Return the part of the manifest that is the same before and after sealing."""
         planned = self.planned
         digest = sha256_json([planned.ids.to_pylist(), planned.lengths.tolist()])
-        files = {name: r for name, r in raw["files"].items() if name not in (INDEX, LEFT_OUT)}
-        common = {name: raw[name] for name in _COMMON if name in raw}
-        totals = {"documents": len(planned.lengths), "tokens": int(planned.lengths.sum())}
-        rest = {"files": files, "shards": [], "totals": totals, "documents": {}, "planned": digest}
-        return Manifest(common | rest, str(self.path / MANIFEST))
+        files = {n: r for n, r in described.files.items() if n not in (INDEX, LEFT_OUT)}
+        totals = Totals(documents=len(planned.lengths), tokens=int(planned.lengths.sum()))
+        return Manifest(
+            **{name: getattr(described, name) for name in _COMMON},
+            where=str(self.path / MANIFEST),
+            policy="off-policy",
+            documents=CountsRecord(),
+            files=files,
+            totals=totals,
+            planned=digest,
+        ).with_fingerprint()
 
     # -- what is planned --------------------------------------------------------------------------
 
@@ -258,11 +264,11 @@ class FollowedDataset(HiddenStatesDataset):
         """Rebuild the plan of a sealed dataset from its stored and its left-out documents."""
         stored = HiddenStatesDataset(self.path)
         count = np.array([shard.rows for shard in sealed.shards], np.int64)
-        left = sealed.raw.get("left_out", {"places": [], "units": []})
-        places = np.array(left["places"], np.int64)
-        np.add.at(count, np.array(left["units"], np.int64), 1)
+        left = sealed.left_out
+        places = np.array(left.places, np.int64)
+        np.add.at(count, np.array(left.units, np.int64), 1)
         units = np.concatenate([[0], np.cumsum(count)])
-        for place, unit in zip(left["places"], left["units"], strict=True):
+        for place, unit in zip(left.places, left.units, strict=True):
             self._out.setdefault(unit, []).append(place - int(units[unit]))
         own = Planned(
             ids=stored.id_array,
@@ -277,7 +283,7 @@ class FollowedDataset(HiddenStatesDataset):
         self._left = PlanTokens(file)
         if len(self._left.ids) != len(places) or int(places[-1]) >= int(units[-1]):
             raise DatasetError(f"{file}: not the left_out of the manifest; copy it again")
-        self._left_places = {place: i for i, place in enumerate(left["places"])}
+        self._left_places = {place: i for i, place in enumerate(left.places)}
         return merged(own, self._left.planned(units), places)
 
     @cached_property
@@ -370,7 +376,7 @@ class FollowedDataset(HiddenStatesDataset):
         file = self.path / WORK / f"{unit_name(unit)}.json"
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
-            return ShardRecord(**raw["record"]), list(raw.get("left_out", []))
+            return msgspec.convert(raw["record"], ShardRecord), list(raw.get("left_out", []))
         except FileNotFoundError:
             pass
         except (ValueError, TypeError, KeyError):
@@ -378,9 +384,9 @@ class FollowedDataset(HiddenStatesDataset):
         sealed = self._sealed()  # sealing deletes the record, and may just have happened
         if sealed is None:
             return None
-        left = sealed.raw.get("left_out", {"places": [], "units": []})
+        left = sealed.left_out
         start = int(self.planned.units[unit])
-        out = [p - start for p, u in zip(left["places"], left["units"], strict=True) if u == unit]
+        out = [p - start for p, u in zip(left.places, left.units, strict=True) if u == unit]
         return sealed.shards[unit], out
 
     def _open(self, unit: int) -> None:

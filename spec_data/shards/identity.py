@@ -13,7 +13,8 @@ An identity is a flat table of named facts:
     system_messages       conversations "with" and "without" a system message
     dataset_fingerprint   only in drafts
 
-A fact without an entry is unknown: older releases recorded fewer. `compare` is the only comparison.
+A fact without an entry is unknown: a target on disk may lack its weights. `compare` is the only
+comparison.
 """
 
 import json
@@ -21,22 +22,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from spec_data.shards.schema import Manifest
-
-# -- quantisation text -----------------------------------------------------------------------------
-# The quantisation that a manifest records, in words.
-
-
-def quantisation_text(found: dict[str, Any]) -> str:
-    """Return a quantisation in words, such as "fp8, 8 bits, dequantised when it was loaded"."""
-    bits = f", {found['bits']} bits" if "bits" in found else ""
-    run = ", dequantised when it was loaded" if found.get("dequantised") else ""
-    return f"{found['method']}{bits}{run}"
-
-
-# -- identity --------------------------------------------------------------------------------------
-
 
 REFUSE, WARN = "refuse", "warn"
 OTHERS = "others"  # in template_kwargs_used: documents whose kwargs are not listed
@@ -52,19 +37,6 @@ _OF_A_DRAFT = ("dataset_fingerprint", "head", "target_name")  # only in origins;
 _NOT_OF_A_TARGET = {*_PROMPTS, *_OF_A_DRAFT, "dtype", "rope_factors"}
 _SPECIAL = ("tokenizer.bos_token", "tokenizer.eos_token")  # not in tokenizer.json
 _HASHED = {"config_hash": ("config.", "rope."), "tokenizer_hash": ("tokenizer.",)}
-_TABLES = {  # facts that older tables of the manifest hold, and their names there
-    "target": {
-        **{name: name for name in ("weights_hash", "config_hash", "architectures")},
-        **{name: name for name in ("quantization", "dtype", "rope_factors")},
-        "config.num_hidden_layers": "num_layers",
-        "config.hidden_size": "hidden_size",
-    },
-    "tokenizer": {
-        "tokenizer_hash": "hash",
-        "chat_template_hash": "chat_template_hash",
-        "chat_template_kwargs": "chat_template_kwargs",
-    },
-}
 _MEANING = {
     "weights_hash": "other weights (fine-tuned, rounded, another version), or the same weights in "
     "other files",
@@ -116,21 +88,6 @@ class Comparison:
         """The facts that could not be compared, in words; empty if there are none."""
         groups = dict.fromkeys(_group(name) for name in self.unknown)
         return ", ".join(groups)
-
-
-def identity_of(manifest: Manifest) -> dict[str, Any]:
-    """Return the identity that a dataset records; of older datasets, the facts that they have."""
-    found = dict(manifest.raw.get("identity", {}))
-    for table, names in _TABLES.items():
-        entries = manifest.raw[table]
-        found |= {fact: entries[name] for fact, name in names.items() if name in entries}
-    return found
-
-
-def own_facts(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that no other table of the manifest holds: its `identity`."""
-    elsewhere = {fact for names in _TABLES.values() for fact in names}
-    return {name: value for name, value in identity.items() if name not in elsewhere}
 
 
 def count_kwargs(counts: Mapping[str, int]) -> dict[str, int]:

@@ -6,8 +6,7 @@ output of block k is the input of block k + 1. `as_block_inputs` and `from_block
 only places that convert between the two.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from spec_data.shards.errors import DraftError, TargetError
 
@@ -142,14 +141,6 @@ def choose_layers(
         raise TargetError(f"unknown drafts {', '.join(unknown)}; known: {', '.join(RECIPES)}")
     own = {draft: RECIPES[draft](num_layers, f"--for {draft}") for draft in drafts}
     return tuple(sorted({k for found in own.values() for k in found})), own
-
-
-def recorded_layers(manifest: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the layers of each draft that a dataset was captured for (--for), by draft.
-
-    `manifest` is the JSON of a manifest; datasets captured without --for record none.
-    """
-    return {draft: tuple(own) for draft, own in manifest.get("draft_layers", {}).items()}
 
 
 def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:

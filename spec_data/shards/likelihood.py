@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from spec_data.shards.records import Count, Record
+
 # -- naming ----------------------------------------------------------------------------------------
 # Group documents by the name of their source.
 
@@ -125,8 +127,7 @@ class DocumentFigures:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
+class Agreement(Record, frozen=True, kw_only=True):
     """The figures of one source, or of a whole dataset.
 
     Attributes:
@@ -138,9 +139,9 @@ class Agreement:
         own_share: expected share of first choices in the target's own samples.
     """
 
-    documents: int
-    tokens: int
-    first_choice: int
+    documents: Count
+    tokens: Count
+    first_choice: Count
     nll: float
     nll_error: float
     own_nll: float
@@ -238,62 +239,45 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}") if math.isfinite(value) else -1.0
 
 
-def summarise(figures: DocumentFigures, sources: Sequence[str]) -> dict[str, Any]:
-    """Return the manifest's `agreement`: `total`, and `sources` by name in order of appearance.
+class AgreementTable(Record, frozen=True, kw_only=True):
+    """The agreement of a dataset: of all documents, and of each source by name."""
 
-    `sources` has the source of each document.
-    """
-    return {
-        "total": vars(Agreement.of(figures)),
-        "sources": {
-            name: vars(Agreement.of(figures.select(places)))
+    total: Agreement
+    sources: dict[str, Agreement]
+
+    def judged(self) -> dict[str, Agreement]:
+        """Return what conclusions are drawn from, by name: sources with enough tokens.
+
+        All sources together are one of them if a source has too few tokens of its own.
+        """
+        found = {name: a for name, a in self.sources.items() if a.enough}
+        if self.total.enough and len(found) < len(self.sources):
+            found[ALL_SOURCES] = self.total
+        return found
+
+    def contradicting(self, temperature: float | None) -> list[str]:
+        """Return the sources that cannot be samples of the target at a temperature."""
+        return [n for n, found in self.judged().items() if found.contradicts_on_policy(temperature)]
+
+    def policy(self, on_policy: bool, temperature: float | None) -> str:
+        """Return the label that the measurement allows: "on-policy" or "off-policy".
+
+        Data is on-policy if --on-policy says so and no source contradicts it, or if every source
+        consists of the target's greedy answers.
+        """
+        sources = self.judged().values()
+        if on_policy:
+            return "off-policy" if self.contradicting(temperature) else "on-policy"
+        greedy = bool(sources) and all(a.share >= GREEDY_SHARE for a in sources)
+        return "on-policy" if greedy else "off-policy"
+
+
+def summarise(figures: DocumentFigures, sources: Sequence[str]) -> AgreementTable:
+    """Return the agreement of documents, whose sources are `sources`, in order of appearance."""
+    return AgreementTable(
+        total=Agreement.of(figures),
+        sources={
+            name: Agreement.of(figures.select(places))
             for name, places in places_by_name(sources).items()
         },
-    }
-
-
-def read_agreement(raw: Mapping[str, Any]) -> dict[str, Agreement] | None:
-    """Return the agreement of each source of a manifest by name; None if it was not measured."""
-    measured = raw.get("agreement")
-    if not measured:
-        return None
-    return {name: Agreement(**figures) for name, figures in measured["sources"].items()}
-
-
-def total_agreement(raw: Mapping[str, Any]) -> Agreement | None:
-    """Return the agreement of a whole dataset, from its manifest; None if it was not measured."""
-    measured = raw.get("agreement")
-    return Agreement(**measured["total"]) if measured else None
-
-
-def judged(raw: Mapping[str, Any]) -> dict[str, Agreement]:
-    """Return what conclusions are drawn from, by name: sources of a manifest with enough tokens.
-
-    All sources together are one of them if a source has too few tokens of its own.
-    """
-    sources, total = read_agreement(raw) or {}, total_agreement(raw)
-    found = {name: a for name, a in sources.items() if a.enough}
-    if total is not None and total.enough and len(found) < len(sources):
-        found[ALL_SOURCES] = total
-    return found
-
-
-def measured_policy(raw: Mapping[str, Any]) -> str:
-    """Return the label that the measurement allows: "on-policy" or "off-policy".
-
-    `raw` is a manifest with `agreement`, or its draft. Data is on-policy if --on-policy says so and
-    no source contradicts it, or if every source consists of the target's greedy answers.
-    """
-    sources = judged(raw).values()
-    if raw["settings"].get("on_policy"):
-        return "off-policy" if contradicting(raw) else "on-policy"
-    greedy = bool(sources) and all(a.share >= GREEDY_SHARE for a in sources)
-    return "on-policy" if greedy else "off-policy"
-
-
-def contradicting(raw: Mapping[str, Any]) -> list[str]:
-    """Return the sources that contradict --on-policy in a manifest; none without the flag."""
-    if not raw["settings"].get("on_policy"):
-        return []
-    temperature = raw["settings"].get("sampling_temperature")
-    return [n for n, found in judged(raw).items() if found.contradicts_on_policy(temperature)]
+    )

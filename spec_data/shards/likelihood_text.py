@@ -2,35 +2,33 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from spec_data.shards.likelihood import (
-    ALL_SOURCES,
-    GREEDY_SHARE,
-    Agreement,
-    contradicting,
-    judged,
-    read_agreement,
-    total_agreement,
-)
+from spec_data.shards.likelihood import ALL_SOURCES, GREEDY_SHARE, Agreement, AgreementTable
+from spec_data.shards.schema import Manifest
 
 _LOW_SHARE = 0.7
 _SOURCE_GAP = 0.2
 _MOST_SOURCES = 20  # that are listed by name
 
 
-def contradictions(raw: Mapping[str, Any]) -> list[str]:
+def contradictions(manifest: Manifest) -> list[str]:
     """Return, in words, what contradicts --on-policy in a manifest; nothing without the flag."""
-    temperature, found = raw["settings"].get("sampling_temperature"), judged(raw)
-    return [contradiction_text(name, found[name], temperature) for name in contradicting(raw)]
+    measured, temperature = manifest.agreement, manifest.sampling_temperature
+    if measured is None or not manifest.on_policy:
+        return []
+    return [
+        contradiction_text(name, measured.judged()[name], temperature)
+        for name in measured.contradicting(temperature)
+    ]
 
 
-def suspicions(raw: Mapping[str, Any]) -> list[str]:
-    """Return what is suspicious about a sealed dataset, in words, from its manifest."""
-    settings, on_policy = raw["settings"], raw.get("policy") == "on-policy"
-    temperature = settings.get("sampling_temperature")
-    found = warnings(judged(raw), raw["head"]["vocab_size"], temperature, on_policy)
-    refused = [f"--on-policy was not accepted: {text}" for text in contradictions(raw)]
+def suspicions(manifest: Manifest) -> list[str]:
+    """Return what is suspicious about a sealed dataset, in words."""
+    if manifest.agreement is None:
+        return []
+    on_policy, temperature = manifest.policy == "on-policy", manifest.sampling_temperature
+    found = warnings(manifest.agreement.judged(), manifest.vocab_size, temperature, on_policy)
+    refused = [f"--on-policy was not accepted: {text}" for text in contradictions(manifest)]
     return _first(refused + found)
 
 
@@ -125,20 +123,15 @@ def figures_text(found: Agreement) -> str:
     )
 
 
-def agreement_rows(raw: Mapping[str, Any]) -> Iterable[Sequence[str]]:
-    """Yield the cells of a table, header first, from a manifest with `agreement`.
-
-    Of many sources, those with the most tokens are listed.
-    """
-    header = ("source", "supervised", "first choice", "NLL", "own first choice", "own NLL")
-    yield header
-    every = read_agreement(raw) or {}
-    largest = sorted(every, key=lambda name: -every[name].tokens)[:_MOST_SOURCES]
-    sources = {name: found for name, found in every.items() if name in set(largest)}
-    total = total_agreement(raw)
-    if total is not None and len(every) != 1:
+def agreement_rows(measured: AgreementTable) -> Iterable[Sequence[str]]:
+    """Yield the cells of a table, header first. Of many sources, the largest are listed."""
+    yield ("source", "supervised", "first choice", "NLL", "own first choice", "own NLL")
+    every = measured.sources
+    largest = set(sorted(every, key=lambda name: -every[name].tokens)[:_MOST_SOURCES])
+    sources = {name: found for name, found in every.items() if name in largest}
+    if len(every) != 1:
         more = len(every) - len(sources)
-        sources[f"{ALL_SOURCES}, {more:,} more of them" if more else ALL_SOURCES] = total
+        sources[f"{ALL_SOURCES}, {more:,} more of them" if more else ALL_SOURCES] = measured.total
     for name, found in sources.items():
         yield (
             name,

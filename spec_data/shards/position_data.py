@@ -2,8 +2,8 @@
 
 Inverse frequencies are stored with all their bits. `generate` reads them from the modules of the
 loaded target, and proves that cosines and sines computed from them are those of the modules. So a
-draft needs no code for the target's family. Datasets of older releases have no such file: a draft
-then takes its rope settings from the target's config.json.
+draft needs no code for the target's family. Where nothing is proven, it takes its rope settings
+from the target's config.json.
 
 r rotary dimensions.
 """
@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.reader import checked_file
-from spec_data.shards.schema import Manifest
+from spec_data.shards.schema import Manifest, PositionsRecord, RopeRecord
 
 POSITIONS = "target/positions.safetensors"
 FULL = "full_attention"
@@ -95,19 +96,20 @@ class Positions:
             next(iter(self.tables.values())) if len(self.tables) == 1 else None
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def record(self) -> PositionsRecord:
         """Return the manifest's `positions`."""
-        plain = {k: v for k, v in vars(self).items() if k != "tables"}
-        plain["tables"] = {
-            name: {
-                "dimensions": table.size,
-                "factor": table.factor,
-                "limit": table.limit,
-                "factors": table.factors,
-            }
-            for name, table in self.tables.items()
-        }
-        return plain
+        return PositionsRecord(
+            **{k: v for k, v in vars(self).items() if k != "tables"},
+            tables={
+                name: RopeRecord(
+                    dimensions=table.size,
+                    factor=table.factor,
+                    limit=table.limit,
+                    factors=table.factors,
+                )
+                for name, table in self.tables.items()
+            },
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the file: frequencies, float32 [r/2]."""
@@ -119,33 +121,31 @@ class Positions:
         return {name: value.detach().cpu().contiguous() for name, value in found.items()}
 
 
-def load_positions(dataset: str | Path, manifest: Manifest) -> Positions | None:
-    """Read what a dataset records of its target's positions; None if it is of an older release.
+def load_positions(dataset: str | Path, manifest: Manifest) -> Positions:
+    """Read what a dataset records of its target's positions.
 
     Raises:
         MissingError, DatasetError: the file is missing or not what the manifest describes.
     """
-    raw = manifest.raw.get("positions")
-    if raw is None:
-        return None
+    record = manifest.positions
     tensors: dict[str, Tensor] = {}
-    if raw["tables"]:
+    if record.tables:
         file = checked_file(Path(dataset), POSITIONS, manifest)
         try:
             tensors = load_file(file)
         except SafetensorError as error:
             raise DatasetError(f"{file}: damaged ({error}); copy it again") from None
-    tables = {name: _table(name, row, tensors, dataset) for name, row in raw["tables"].items()}
-    return Positions(**{k: raw[k] for k in raw if k != "tables"}, tables=tables)
+    tables = {name: _table(name, row, tensors, dataset) for name, row in record.tables.items()}
+    return Positions(**structs.asdict(record) | {"tables": tables})
 
 
 def _table(
-    name: str, row: dict[str, Any], tensors: dict[str, Tensor], dataset: str | Path
+    name: str, row: RopeRecord, tensors: dict[str, Tensor], dataset: str | Path
 ) -> RopeTable:
     """Make a table of the manifest's entry and the tensors of the file."""
     short, long = tensors.get(f"{name}.{_SHORT}"), tensors.get(f"{name}.{_LONG}")
-    wanted = (row["dimensions"] // 2,)
-    for value in (short, long if row["limit"] else short):
+    wanted = (row.dimensions // 2,)
+    for value in (short, long if row.limit else short):
         if value is None or value.dtype != torch.float32 or tuple(value.shape) != wanted:
             raise DatasetError(
                 f"{Path(dataset) / POSITIONS}: the frequencies of {name} are not float32 "
@@ -154,8 +154,8 @@ def _table(
     assert short is not None
     return RopeTable(
         inv_freq=short,
-        factor=row["factor"],
+        factor=row.factor,
         long_inv_freq=long,
-        limit=row["limit"],
-        factors=row["factors"],
+        limit=row.limit,
+        factors=row.factors,
     )

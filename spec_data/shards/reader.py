@@ -265,8 +265,10 @@ class HiddenStatesDataset(DocumentAccess):
         lossy = [c for c in self.manifest.columns if c.lossy]
         if lossy and self.mirror:
             self.mirror.ensure(TABLES)
-        file = self.path / TABLES
-        return load_tables(file, lossy, self.manifest.codec.get("sha256", "")) if lossy else {}
+        codec = self.manifest.codec
+        return (
+            load_tables(self.path / TABLES, lossy, codec.sha256 if codec else "") if lossy else {}
+        )
 
     @property
     def target_dir(self) -> Path:
@@ -352,7 +354,7 @@ class HiddenStatesDataset(DocumentAccess):
         return str(self._index.column("source")[index])
 
     def __len__(self) -> int:
-        return int(self.manifest.raw["totals"]["documents"])
+        return self.manifest.totals.documents
 
     def _document(self, index: int) -> dict[str, Any]:
         """Return a document as new tensors (safe to modify), `doc_id`, `source` and `turns`."""
@@ -500,14 +502,14 @@ def mapped_file(directory: Path, name: str, manifest: Manifest) -> pa.Buffer:
         MissingError: no such file. DatasetError: the file was changed.
     """
     file = directory / name
-    record = manifest.raw["files"].get(name, {})
+    record = manifest.files.get(name)
     if not file.is_file() and (mirror := open_mirror(directory)):
         mirror.ensure(name)
     if not file.is_file():
         raise MissingError(f"{file}: missing; copy the dataset again")
-    if file.stat().st_size and file.stat().st_size == record.get("bytes"):
+    if record and 0 < record.bytes == file.stat().st_size:
         data = pa.memory_map(str(file)).read_buffer()
-        if xxh3_64_hexdigest(data) == record["xxh3"]:
+        if xxh3_64_hexdigest(data) == record.xxh3:
             return data
     raise DatasetError(
         f"{file}: changed or damaged: its checksum is not the manifest's; copy it again"

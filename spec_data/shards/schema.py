@@ -6,24 +6,40 @@ several such fields, its parts: the codes under the column's own name, the scale
 the tokens stored in bf16. A sparse column stores only tokens whose next token is supervised.
 """
 
-import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import torch
+from msgspec import Meta, structs
 from torch import Tensor
 from torch.nn import functional as F
 
 from spec_data.shards.codecs import Codec, codec_named, lossy_codec
-from spec_data.shards.errors import ConfigError, DatasetError, MissingError
-from spec_data.shards.files import sha256_json
+from spec_data.shards.errors import ConfigError, DatasetError
+from spec_data.shards.files import MANIFEST, sha256_json
+from spec_data.shards.likelihood import AgreementTable
 from spec_data.shards.lossy import LossyCodec
-from spec_data.shards.manifest_rules import MANIFEST, contradictions, problems, refuse, safe_path
+from spec_data.shards.records import (
+    Count,
+    LayerId,
+    Record,
+    Sha256,
+    Share,
+    Size,
+    Xxh3,
+    as_record,
+    check_path,
+    explicit,
+    in_words,
+    plain,
+    read_json,
+)
 
 # -- head spec -------------------------------------------------------------------------------------
 # The target's LM head as data: logits = softcap(scale * (W f + b)).
@@ -32,15 +48,14 @@ from spec_data.shards.manifest_rules import MANIFEST, contradictions, problems, 
 # the model, and training and verification then use the same function.
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadSpec:
+class HeadSpec(Record, frozen=True, kw_only=True):
     """The head without its tensors: `scale` multiplies logits z, `softcap` c is c * tanh(z / c)."""
 
-    vocab_size: int
-    hidden_size: int
+    vocab_size: Size
+    hidden_size: Size
     tied: bool
     has_bias: bool = False
-    scale: float = 1.0
+    scale: float = explicit(1.0)
     softcap: float | None = None
 
 
@@ -89,21 +104,50 @@ def layer_column(layer: int) -> str:
 
 
 ALL, SUPERVISED = "all", "supervised"
+Tokens = Annotated[str, Meta(pattern="^(all|supervised)$")]
 TEACHERS = ("topk_ids", "topk_logits", "logits", "target_argmax", "target_logsumexp")
 """The columns that are made from logits."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Column:
+class CodecError(Record, frozen=True, kw_only=True):
+    """What a lossy codec loses of a column, measured on held-out tokens that are not stored raw.
+
+    Attributes:
+        mse_median, mse_max: over channels, the mean squared error over the channel's variance.
+        escaped: share of tokens that are stored in bf16; tokens: how many were measured.
+        kl: nats from the teacher to its decoded self; only of `hidden.final`, as the rest is.
+        logit_median, logit_q99, logit_max: of `logit_error` per token.
+    """
+
+    mse_median: Share
+    mse_max: Share
+    escaped: Share
+    tokens: Count = 0
+    kl: float | None = None
+    logit_median: Share | None = None
+    logit_q99: Share | None = None
+    logit_max: Share | None = None
+
+
+class Column(Record, frozen=True, kw_only=True, dict=True):
     """A token column: `width` values per token (None: one number, not a vector).
 
-    With `tokens` "supervised", only tokens t whose x_{t+1} is supervised have a row.
+    With `tokens` "supervised", only tokens t whose x_{t+1} is supervised have a row. `exact`: its
+    codec loses nothing. `error`: what it loses; `instead_of`: what codecs lose that lose too much.
     """
 
     name: str
     codec: str
-    width: int | None = None
-    tokens: str = ALL
+    width: Size | None = None
+    tokens: Tokens = explicit(ALL)
+    exact: bool = False
+    error: CodecError | None = None
+    instead_of: dict[str, CodecError] = {}
+
+    @property
+    def layout(self) -> tuple[str, str, int | None, str]:
+        """What decides how it is stored: name, codec, width, tokens."""
+        return self.name, self.codec, self.width, self.tokens
 
     @property
     def coder(self) -> Codec:
@@ -223,14 +267,8 @@ def token_columns(
         columns.append(Column(name="logits", codec="bf16", width=vocab_size))
     columns.append(Column(name="target_argmax", codec="int32"))
     columns.append(Column(name="target_logsumexp", codec="float32"))
-    return tuple(replace(c, tokens=teacher_tokens) if c.name in TEACHERS else c for c in columns)
-
-
-def declared_columns(raw: dict[str, Any]) -> tuple[Column, ...]:
-    """Return the token columns that a manifest declares, in file order."""
     return tuple(
-        Column(name=c["name"], codec=c["codec"], width=c["width"], tokens=c.get("tokens", ALL))
-        for c in raw["columns"]
+        structs.replace(c, tokens=teacher_tokens) if c.name in TEACHERS else c for c in columns
     )
 
 
@@ -247,39 +285,299 @@ def predicts_supervised(loss_mask: np.ndarray, offsets: np.ndarray) -> np.ndarra
     return kept
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardRecord:
+# -- manifest --------------------------------------------------------------------------------------
+
+_RESTORE = "The manifest was edited or damaged: restore it, or generate the dataset again"
+_NAMED = 3  # contradictions that a message names
+
+
+class ShardRecord(Record, frozen=True, kw_only=True):
     """The manifest's entry of one shard."""
 
     file: str
-    rows: int
-    tokens: int
-    supervised: int
-    bytes: int
-    sha256: str
-    outline: str
+    rows: Count
+    tokens: Count
+    supervised: Count
+    bytes: Count
+    sha256: Sha256
+    outline: Xxh3
 
     def __post_init__(self) -> None:
-        if not safe_path(self.file):
-            raise DatasetError(
-                f"a shard has the path {self.file!r}: shards lie inside the dataset's directory; "
-                "the manifest or unit record was edited, so restore it"
-            )
+        check_path(self.file)
 
 
-class Manifest:
-    """manifest.json, validated. `raw` is the whole JSON; code reads it through the properties."""
+class FileRecord(Record, frozen=True, kw_only=True):
+    """Size and checksums of a small file of a dataset."""
 
-    def __init__(self, raw: dict[str, Any], where: str) -> None:
-        """Check format, version, required parts, fingerprint and types of `raw`, from `where`.
+    bytes: Count
+    sha256: Sha256
+    xxh3: Xxh3
 
-        A manifest without a fingerprint is accepted here, as sealing adds it last.
+
+class Quantised(Record, frozen=True, kw_only=True):
+    """How the weights of a target are quantised."""
+
+    method: str
+    bits: int | None = None
+    dequantised: bool = False
+
+    def __str__(self) -> str:
+        """In words, such as "fp8, 8 bits, dequantised when it was loaded"."""
+        bits = f", {self.bits} bits" if self.bits is not None else ""
+        return f"{self.method}{bits}{', dequantised when it was loaded' * self.dequantised}"
+
+
+class Evidence(Record, frozen=True, kw_only=True):
+    """What states stored by another tool are, and how it was found.
+
+    Attributes:
+        tool: the tool that stored them.
+        stored_layers: layer ids (outputs of blocks), in the order in which they are stored.
+        final_norm: whether the last state is the one "after" or "before" the final norm.
+        mask_frame: whether entry t of a mask is about "token" t or the "next" one.
+        documents, tokens: that the target was run on.
+        differences: the relative difference from the target's own states, by chunk.
+        masks: how the masks agree with the chat template, in words.
+    """
+
+    tool: str
+    stored_layers: list[int]
+    final_norm: str
+    mask_frame: str
+    documents: Count
+    tokens: Count
+    differences: dict[str, float]
+    masks: str
+
+
+class TargetRecord(Record, frozen=True, kw_only=True):
+    """The target, and what ran it."""
+
+    name: str
+    dtype: str
+    revision: str | None = None
+    model_type: str | None = None
+    architectures: list[str] = []
+    num_layers: Size | None = None
+    hidden_size: Size | None = None
+    parameters: Size | None = None
+    active_parameters: Size | None = None
+    quantised_as: Quantised | None = None
+    attn: str = explicit("auto")
+    rope_factors: str | None = None
+    backend: str = explicit("")
+    backend_version: str = explicit("")
+    devices: str = explicit("")
+    state_proof: dict[str, Any] | None = None
+    converted: Evidence | None = None
+
+
+class SourceRecord(Record, frozen=True, kw_only=True):
+    """A source of the corpus: what was read of it; see `corpus.record_reader.SourceReport`."""
+
+    source: str
+    path: str = explicit("")
+    kind: str = explicit("")
+    format: str = explicit("none")
+    formats: dict[str, Count] = {}
+    rows: Count = 0
+    bad: Count = 0
+    unrendered: Count = 0
+    bad_examples: list[str] = []
+    sha256: str | None = None
+    licence: str | None = None
+    unused_columns: list[str] = []
+    template_left_out: dict[str, Count] = {}
+
+
+class CodecTables(Record, frozen=True, kw_only=True):
+    """The tables of the lossy columns: their file, and the sample that they were made from."""
+
+    file: str
+    sha256: Sha256
+    documents: Count = 0
+    tokens: Count = 0
+    held_out_tokens: Count = 0
+
+    def __post_init__(self) -> None:
+        check_path(self.file)
+
+
+class RopeRecord(Record, frozen=True, kw_only=True):
+    """A table of rotary frequencies; `position_data.RopeTable` explains the fields."""
+
+    dimensions: Size
+    factor: float = explicit(1.0)
+    limit: Size | None = None
+    factors: str | None = None
+
+
+class PositionsRecord(Record, frozen=True, kw_only=True):
+    """How the target tells positions apart; `position_data.Positions` explains the fields."""
+
+    kind: str = explicit("unknown")
+    proven: bool = False
+    reason: str = explicit("")
+    proven_to: Count = 0
+    difference: Share = explicit(0.0)
+    rotation: str | None = None
+    norm: dict[str, Any] = {}
+    tables: dict[str, RopeRecord] = {}
+
+
+class PackingRecord(Record, frozen=True, kw_only=True):
+    """The mask form of capture and its proof (see `capture.proofs`), pack length, utilisation."""
+
+    form: str = explicit("unknown")
+    tolerance: Share = explicit(0.0)
+    noise: float | None = None
+    differences: dict[str, float | str] = {}
+    documents: Count = 0
+    longest: Count = 0
+    pack_length: Count = 0
+    utilisation: Share | None = None
+
+
+class CountsRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """What happened to every corpus row and every document.
+
+    Attributes:
+        read: corpus rows; bad_rows: those that could not be parsed.
+        unrendered: rows without a document, by reason; unrendered_examples: the first of each.
+        rendered: documents; dropped: documents that were dropped, by reason.
+        cut: documents that were cut to the maximum length; tokens_cut: tokens lost by it.
+        tail_tokens_trimmed: tokens after the last supervised token that were removed.
+        rendering: rows by the method that proved their turns, and counts of what was left out.
+        stored: documents; rendered = stored + dropped.
+    """
+
+    read: Count = 0
+    bad_rows: Count = 0
+    unrendered: dict[str, Count] = {}
+    unrendered_examples: dict[str, list[str]] = {}
+    rendered: Count = 0
+    dropped: dict[str, Count] = {}
+    cut: Count = 0
+    tokens_cut: Count = 0
+    tail_tokens_trimmed: Count = 0
+    rendering: dict[str, Count] = {}
+    stored: Count = 0
+
+
+class LeftOut(Record, frozen=True, kw_only=True):
+    """What left_out.arrow holds: numbers of documents in the plan, and the unit of each."""
+
+    places: list[Count] = []
+    units: list[Count] = []
+
+
+class Totals(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """Sums over all shards."""
+
+    documents: Count = 0
+    tokens: Count = 0
+    supervised: Count = 0
+    bytes: Count = 0
+
+
+class Ancestor(Record, frozen=True, kw_only=True):
+    """A dataset of which another one has all documents, unchanged and in order, before others."""
+
+    fingerprint: Sha256
+    documents: Count
+
+
+class ViewInput(Record, frozen=True, kw_only=True):
+    """A dataset that another one was made of, and how it was captured if not as the first."""
+
+    fingerprint: Sha256
+    documents: Count
+    view: "View | None" = None
+    captured_with: dict[str, Any] = {}
+    packing: PackingRecord | None = None
+    settings: dict[str, Any] = {}
+
+
+class View(Record, frozen=True, kw_only=True):
+    """Of a dataset that was made of others: the command, the options that decide it, the inputs."""
+
+    command: str
+    options: dict[str, Any]
+    of: list[ViewInput]
+
+
+class _Settings(msgspec.Struct):
+    """The settings that readers use; the others are compared as a whole."""
+
+    on_policy: bool = False
+    sampling_temperature: Share | None = None
+
+
+class _Identity(msgspec.Struct):
+    """The facts of an identity that readers look into; see `identity`."""
+
+    template_kwargs_used: dict[str, Count] = {}
+    system_messages: dict[str, Count] = {}
+
+
+class Manifest(Record, frozen=True, kw_only=True, dict=True):
+    """manifest.json: everything that decided the bytes of a dataset; FORMAT.md explains the fields.
+
+    `where` is the file, for messages; it is not stored. Without shards and fingerprint it is the
+    draft of a dataset, or the common part of several.
+    """
+
+    where: str = explicit(MANIFEST)
+    format: str = explicit(FORMAT)
+    format_version: str = explicit(FORMAT_VERSION)
+    settings: dict[str, Any]
+    target: TargetRecord
+    identity: dict[str, Any] = {}
+    corpus: list[SourceRecord]
+    mask: str | None = None
+    layers: tuple[LayerId, ...]
+    draft_layers: dict[str, tuple[LayerId, ...]] = {}
+    supervision: Annotated[str, Meta(pattern="^(final-hidden|logits|topk:[1-9][0-9]{0,8})$")]
+    final: Tokens = explicit(ALL)
+    teacher: Tokens = explicit(ALL)
+    codec: CodecTables | None = None
+    columns: tuple[Column, ...]
+    head: HeadSpec
+    head_error: float | None = None
+    positions: PositionsRecord = PositionsRecord()
+    packing: PackingRecord
+    policy: Annotated[str, Meta(pattern="^(on|off)-policy$")]
+    captured_with: dict[str, Any] = {}
+    also_captured_with: list[dict[str, Any]] = []
+    documents: CountsRecord
+    agreement: AgreementTable | None = None
+    left_out: LeftOut = LeftOut()
+    view: View | None = None
+    ancestors: list[Ancestor] = []
+    files: dict[str, FileRecord] = {}
+    shards: tuple[ShardRecord, ...] = ()
+    totals: Totals = Totals()
+    card: Sha256 | None = None
+    mixed: list[str] = []  # fingerprints of datasets that are read as one; never stored
+    planned: str | None = None  # digest of the documents of an unsealed dataset; never stored
+    fingerprint: str = explicit("")
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            check_path(name)
+        for name, kind in (("settings", _Settings), ("identity", _Identity)):
+            try:
+                msgspec.convert(getattr(self, name), kind)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"{name}.{in_words(error)}") from None
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any], where: str = MANIFEST) -> "Manifest":
+        """Return the manifest that plain values describe.
 
         Raises:
-            DatasetError: not a manifest, of an unknown version, incomplete, or edited.
+            DatasetError: not a manifest, of another version, incomplete, or with a wrong value.
         """
-        self.raw = raw
-        self.where = where
         if raw.get("format") != FORMAT:
             raise DatasetError(f"{where}: not a spec-data manifest (format {raw.get('format')!r})")
         if raw.get("format_version") != FORMAT_VERSION:
@@ -287,99 +585,45 @@ class Manifest:
                 f"{where}: format version {raw.get('format_version', '(none)')}, this release "
                 f"reads {FORMAT_VERSION}; install the spec-data release that wrote it"
             )
-        missing = [k for k in _REQUIRED if k not in raw]
-        if missing:
-            raise DatasetError(
-                f"{where}: the manifest lacks {', '.join(missing)}: it was edited; "
-                "restore it, or generate the dataset again"
-            )
-        try:
-            own = fingerprint(raw)
-        except (UnicodeEncodeError, RecursionError):
-            own = "none: a text is not Unicode, or values are nested too deeply"
-        if "fingerprint" in raw and raw["fingerprint"] != own:
-            raise DatasetError(
-                f"{where}: the manifest does not match its own fingerprint; it was edited or "
-                "damaged. Restore it, or generate the dataset again"
-            )
-        refuse(where, problems(raw, MANIFEST))
+        return as_record({**raw, "where": where}, cls, where, _RESTORE)
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":
-        """Read and validate a manifest file.
+        """Read the manifest of a sealed dataset.
 
         Raises:
-            MissingError: no such file. DatasetError: not a valid manifest.
+            MissingError: no such file. DatasetError: not a manifest, or damaged, or edited.
         """
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise MissingError(f"{path}: no such file") from None
-        except OSError as error:
-            raise DatasetError(f"{path}: cannot be read ({error.strerror})") from None
-        except (ValueError, RecursionError) as error:  # also numbers of more than 4,300 digits
-            raise DatasetError(f"{path}: not valid JSON ({error}); restore it") from None
+        raw = read_json(path)
         if not isinstance(raw, dict):
             raise DatasetError(f"{path}: not a spec-data manifest (a JSON {type(raw).__name__})")
-        manifest = cls(raw, str(path))
-        if "fingerprint" not in raw:
-            raise DatasetError(f"{path}: no fingerprint, so the manifest was edited; restore it")
-        refuse(manifest.where, (f"{k} is missing" for k in _SEALED if k not in raw))
-        refuse(manifest.where, contradictions(raw))
-        refuse(manifest.where, manifest._wrong_columns())
+        manifest = cls.of(raw, str(path))
+        if manifest.fingerprint != fingerprint(raw):
+            raise DatasetError(
+                f"{path}: the manifest does not match its own fingerprint; it was edited or "
+                "damaged. Restore it, or generate the dataset again"
+            )
+        if wrong := list(itertools.islice(_contradictions(manifest), _NAMED)):
+            raise DatasetError(f"{path}: {'; '.join(wrong)}. {_RESTORE}")
         return manifest
 
-    def _wrong_columns(self) -> Iterator[str]:
-        """Yield how `columns` differs from the columns that layers and supervision make."""
-        codecs = {c.name: c.codec for c in self.columns}
-        aux = next((codecs[n] for k in self.layers if (n := layer_column(k)) in codecs), "bf16")
-        try:
-            expected = token_columns(
-                self.layers,
-                self.hidden_size,
-                self.supervision,
-                self.vocab_size,
-                aux_codec=aux,
-                final_codec=codecs.get(FINAL, "bf16"),
-                final_tokens=self.final,
-                teacher_tokens=self.teacher,
-            )
-        except ConfigError as error:
-            yield str(error)
-            return
-        if [c.name for c in expected] != [c.name for c in self.columns]:
-            names = ", ".join(c.name for c in self.columns)
-            yield f"columns has {names}; layers and supervision make others"
-            return
-        for own, other in zip(self.columns, expected, strict=True):
-            if own != other:
-                yield f"columns has {own.words}; the other keys make {other.words}"
+    def to_json(self) -> dict[str, Any]:
+        """Return the plain values of the file."""
+        fields = {name: value for name, value in plain(self).items() if name != "where"}
+        return {"format": FORMAT, "format_version": FORMAT_VERSION, **fields}
+
+    def changed(self, **fields: Any) -> "Manifest":
+        """Return a copy with other values of some fields, without a fingerprint."""
+        return msgspec.structs.replace(self, **{"fingerprint": ""} | fields)
+
+    def with_fingerprint(self) -> "Manifest":
+        """Return a copy with its fingerprint."""
+        return self.changed(fingerprint=fingerprint(self.to_json()))
 
     def __repr__(self) -> str:
-        totals = self.raw.get("totals", {})
-        counts = ", ".join(f"{count:,} {name}" for name, count in totals.items())
-        name, layers = self.target.get("name"), ", ".join(map(str, self.layers))
-        return f"Manifest({self.where!r}, target {name!r}, layers {layers}: {counts})"
-
-    @cached_property
-    def columns(self) -> tuple[Column, ...]:
-        """Token columns in file order."""
-        return declared_columns(self.raw)
-
-    @cached_property
-    def shards(self) -> tuple[ShardRecord, ...]:
-        """Shards in unit order."""
-        return tuple(ShardRecord(**s) for s in self.raw["shards"])
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Captured layer ids, ascending."""
-        return tuple(self.raw["layers"])
-
-    @cached_property
-    def head(self) -> HeadSpec:
-        """The LM head as data."""
-        return HeadSpec(**self.raw["head"])
+        totals = ", ".join(f"{n:,} {name}" for name, n in structs.asdict(self.totals).items())
+        layers = ", ".join(map(str, self.layers))
+        return f"Manifest({self.where!r}, target {self.target.name!r}, layers {layers}: {totals})"
 
     @property
     def hidden_size(self) -> int:
@@ -392,52 +636,87 @@ class Manifest:
         return self.head.vocab_size
 
     @property
-    def target(self) -> dict[str, Any]:
-        """The target's identity."""
-        return self.raw["target"]
+    def on_policy(self) -> bool:
+        """Whether --on-policy said that the target wrote the responses; `policy` is the verdict."""
+        return bool(self.settings.get("on_policy"))
 
     @property
-    def supervision(self) -> str:
-        """ "final-hidden", "topk:K" or "logits"."""
-        return self.raw["supervision"]
-
-    @property
-    def final(self) -> str:
-        """ "all", or "supervised": `hidden.final` is kept only where x_{t+1} is supervised."""
-        return self.raw.get("final", ALL)
-
-    @property
-    def teacher(self) -> str:
-        """ "all", or "supervised": `TEACHERS` are kept only where x_{t+1} is supervised."""
-        return self.raw.get("teacher", ALL)
-
-    @property
-    def codec(self) -> dict[str, Any]:
-        """Hash of the codec tables and size of their sample; empty when no column is lossy."""
-        return self.raw.get("codec") or {}
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the whole manifest; it identifies the dataset."""
-        return self.raw.get("fingerprint") or fingerprint(self.raw)
+    def sampling_temperature(self) -> float | None:
+        """The temperature at which the target wrote the responses; None: not stated."""
+        return self.settings.get("sampling_temperature")
 
 
-_REQUIRED = [name for name in MANIFEST.keys if not name.endswith("?")]
-_SEALED = (
-    "layer_convention",
-    "policy",
-    "card",
-)  # required of a sealed dataset, not of a view of it
-
-
-def fingerprint(raw: dict[str, Any]) -> str:
-    """Return the hash of a manifest without its own fingerprint field."""
+def fingerprint(raw: Mapping[str, Any]) -> str:
+    """Return the hash of the JSON of a manifest without its own fingerprint."""
     return sha256_json({k: v for k, v in raw.items() if k != "fingerprint"})
 
 
-def head_to_json(head: HeadSpec) -> dict[str, Any]:
-    """Return a head in the form of the manifest."""
-    return asdict(head)
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """Yield what keys of a sealed manifest, each of the right type, say against each other."""
+    if manifest.card is None:
+        yield "card is missing"
+    if manifest.totals != totals_of(manifest.shards):
+        yield f"totals is {plain(manifest.totals)}, but the shards have others"
+    for number, shard in enumerate(manifest.shards):
+        if not (shard.supervised <= shard.tokens and 0 < shard.rows <= shard.tokens):
+            yield f"shards[{number}] has impossible counts of rows and tokens"
+    if len({shard.file for shard in manifest.shards}) < len(manifest.shards):
+        yield "shards has a file twice"
+    if list(manifest.layers) != sorted(set(manifest.layers)):
+        yield f"layers is {list(manifest.layers)}, expected ascending layer ids"
+    for draft, own in manifest.draft_layers.items():
+        if list(own) != sorted(set(own)) or not set(own) <= set(manifest.layers):
+            yield f"draft_layers[{draft!r}] is {list(own)}, expected ascending ids among layers"
+    places, units = manifest.left_out.places, manifest.left_out.units
+    if len(places) != len(units) or places != sorted(set(places)) or units != sorted(units):
+        yield "left_out has places and units that do not belong together"
+    if ("target/positions.safetensors" in manifest.files) != bool(manifest.positions.tables):
+        yield "positions and the list of files disagree on target/positions.safetensors"
+    begun = [ancestor.documents for ancestor in manifest.ancestors]
+    if begun != sorted(begun) or max(begun, default=0) > manifest.totals.documents:
+        yield "ancestors does not list ever more documents, up to those of this dataset"
+    packing = manifest.packing
+    packed = packing.utilisation is not None and packing.form not in ("rows", "single")
+    if packed and not isinstance(packing.differences.get(packing.form), float):
+        yield f"packing.differences has no number for {packing.form!r}"
+    yield from _wrong_columns(manifest)
+
+
+def totals_of(shards: Iterable[ShardRecord]) -> Totals:
+    """Return the sums over shards."""
+    shards = tuple(shards)
+    return Totals(
+        documents=sum(s.rows for s in shards),
+        tokens=sum(s.tokens for s in shards),
+        supervised=sum(s.supervised for s in shards),
+        bytes=sum(s.bytes for s in shards),
+    )
+
+
+def _wrong_columns(manifest: Manifest) -> Iterator[str]:
+    """Yield how `columns` differs from the columns that layers and supervision make."""
+    codecs = {c.name: c.codec for c in manifest.columns}
+    try:
+        expected = token_columns(
+            manifest.layers,
+            manifest.hidden_size,
+            manifest.supervision,
+            manifest.vocab_size,
+            aux_codec=next((c for n, c in codecs.items() if n.startswith("hidden.L")), "bf16"),
+            final_codec=codecs.get(FINAL, "bf16"),
+            final_tokens=manifest.final,
+            teacher_tokens=manifest.teacher,
+        )
+    except ConfigError as error:
+        yield str(error)
+        return
+    if [c.name for c in expected] != [c.name for c in manifest.columns]:
+        names = ", ".join(c.name for c in manifest.columns)
+        yield f"columns has {names}; layers and supervision make others"
+        return
+    for own, other in zip(manifest.columns, expected, strict=True):
+        if own.layout != other.layout:
+            yield f"columns has {own.words}; the other keys make {other.words}"
 
 
 # -- draft needs -----------------------------------------------------------------------------------

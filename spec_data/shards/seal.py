@@ -24,55 +24,47 @@ from spec_data.shards.files import (
 from spec_data.shards.index import INDEX_SCHEMA
 from spec_data.shards.likelihood_text import agreement_rows, suspicions
 from spec_data.shards.reader import INDEX, MANIFEST
-from spec_data.shards.schema import Manifest, ShardRecord, fingerprint
+from spec_data.shards.schema import (
+    LAYER_CONVENTION,
+    FileRecord,
+    Manifest,
+    ShardRecord,
+    totals_of,
+)
 
 CARD = "README.md"
 
 
 def seal(
-    directory: Path,
-    draft: dict[str, Any],
-    records: Sequence[ShardRecord],
-    parts: Path | None = None,
+    directory: Path, draft: Manifest, records: Sequence[ShardRecord], parts: Path | None = None
 ) -> Manifest:
     """Write everything except the shards, and return the manifest.
 
-    `draft` is the manifest without `shards`, `totals`, `fingerprint` and the index in `files`. A
-    shard whose part of the index is in `parts` (see `index_part`) is not read.
+    `draft` is the manifest without shards, totals, fingerprint and the index in `files`. A shard
+    whose part of the index is in `parts` (see `index_part`) is not read.
 
     Raises:
         DatasetError: a shard or target file is not the one its record describes.
     """
-    raw = (
-        {"files": {}}
-        | draft
-        | {
-            "shards": [vars(r) for r in records],
-            "totals": {
-                "documents": sum(r.rows for r in records),
-                "tokens": sum(r.tokens for r in records),
-                "supervised": sum(r.supervised for r in records),
-                "bytes": sum(r.bytes for r in records),
-            },
-        }
+    manifest = draft.changed(
+        where=str(directory / MANIFEST), shards=tuple(records), totals=totals_of(records)
     )
-    _write_index(directory, Manifest(raw, str(directory / MANIFEST)), parts)
-    kept = [name for name in draft.get("files", {}) if not name.startswith("target/")]
-    raw["files"] = file_records(directory, [INDEX, *kept, *target_file_names(directory)])
-    for name, record in draft.get("files", {}).items():
-        if raw["files"].get(name) != record:
+    _write_index(directory, manifest, parts)
+    kept = [name for name in draft.files if not name.startswith("target/")]
+    files = file_records(directory, [INDEX, *kept, *target_file_names(directory)])
+    for name, record in draft.files.items():
+        if files.get(name) != record:
             raise DatasetError(
                 f"{directory / name}: changed since it was written; delete {directory} and "
                 "generate again"
             )
-    card = dataset_card(Manifest(raw, str(directory / MANIFEST)))
-    raw["card"] = {"sha256": hashlib.sha256(card.encode()).hexdigest()}
-    raw["fingerprint"] = fingerprint(raw)
-    manifest = Manifest(raw, str(directory / MANIFEST))
+    card = dataset_card(manifest)
+    manifest = manifest.changed(files=files, card=hashlib.sha256(card.encode()).hexdigest())
+    manifest = manifest.with_fingerprint()
     for name, text in datasets_files(manifest).items():
         write_atomically(directory / name, text)
     write_atomically(directory / CARD, card)
-    write_atomically(directory / MANIFEST, dump_json(raw))
+    write_atomically(directory / MANIFEST, dump_json(manifest.to_json()))
     return manifest
 
 
@@ -97,14 +89,14 @@ def target_file_names(directory: Path) -> list[str]:
     return sorted(names)
 
 
-def file_records(directory: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def file_records(directory: Path, names: Sequence[str]) -> dict[str, FileRecord]:
     """Return size and checksums of small files of a dataset, by name."""
     return {
-        name: {
-            "bytes": (directory / name).stat().st_size,
-            "sha256": sha256_file(directory / name),
-            "xxh3": xxh3_file(directory / name),
-        }
+        name: FileRecord(
+            bytes=(directory / name).stat().st_size,
+            sha256=sha256_file(directory / name),
+            xxh3=xxh3_file(directory / name),
+        )
         for name in names
     }
 
@@ -201,11 +193,11 @@ def _index_rows(stream: pa.RecordBatchStreamReader) -> dict[str, pa.Array]:
 
 def dataset_card(manifest: Manifest) -> str:
     """Return the README.md of a dataset: YAML header of the Hub, then a description."""
-    raw, totals = manifest.raw, manifest.raw["totals"]
+    totals, measured = manifest.totals, manifest.agreement
     header = front_matter(
         {
             "tags": ["speculative-decoding", "hidden-states", "spec-data"],
-            **licence_fields(s.get("licence") for s in raw["corpus"]),
+            **licence_fields(s.licence for s in manifest.corpus),
         }
     )
     columns = table(
@@ -215,27 +207,27 @@ def dataset_card(manifest: Manifest) -> str:
             for c in manifest.columns
         ),
     )
-    cells = list(agreement_rows(raw)) if raw.get("agreement") else []
+    cells = list(agreement_rows(measured)) if measured else []
     agreement = "\n".join(
         [
             "",
             "Agreement of the responses with the target (NLL in nats; own: text that it samples):",
             "",
             table(cells[0], (list(map(plain, row)) for row in cells[1:])),
-            *(f"\nWarning: {plain(message)}" for message in suspicions(raw)),
+            *(f"\nWarning: {plain(message)}" for message in suspicions(manifest)),
             "",
         ]
         if cells
         else []
     )
-    dropped = ", ".join(f"{k} {v:,}" for k, v in raw["documents"]["dropped"].items()) or "none"
-    return f"""{header}# Hidden states of {plain(raw["target"]["name"])}
+    dropped = ", ".join(f"{k} {v:,}" for k, v in manifest.documents.dropped.items()) or "none"
+    return f"""{header}# Hidden states of {plain(manifest.target.name)}
 
-Made by spec-data for training speculative-decoding drafts: {totals["documents"]:,} documents,
-{totals["tokens"]:,} tokens ({totals["supervised"]:,} supervised), {totals["bytes"]:,} bytes in
-{len(raw["shards"])} shards. {plain(raw["layer_convention"].capitalize())};
-captured: {raw["layers"]}. Corpus: {plain(", ".join(s["source"] for s in raw["corpus"]))}.
-Responses are {plain(raw["policy"])}. Documents dropped: {plain(dropped)}.
+Made by spec-data for training speculative-decoding drafts: {totals.documents:,} documents,
+{totals.tokens:,} tokens ({totals.supervised:,} supervised), {totals.bytes:,} bytes in
+{len(manifest.shards)} shards. {plain(LAYER_CONVENTION.capitalize())};
+captured: {list(manifest.layers)}. Corpus: {plain(", ".join(s.source for s in manifest.corpus))}.
+Responses are {manifest.policy}. Documents dropped: {plain(dropped)}.
 
 {columns}
 {agreement}

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
-from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.files import sha256_file
 from spec_data.shards.mirror import Mirror
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
@@ -108,9 +107,9 @@ def check_files(dataset: HiddenStatesDataset, findings: Findings) -> None:
     """Compare every file with the manifest, and name those that it does not know."""
     manifest = dataset.manifest
     expected = {r.file: r.sha256 for r in manifest.shards}
-    expected |= {name: record["sha256"] for name, record in manifest.raw["files"].items()}
-    if "sha256" in manifest.codec:
-        expected[manifest.codec.get("file", TABLES)] = manifest.codec["sha256"]
+    expected |= {name: record.sha256 for name, record in manifest.files.items()}
+    if manifest.codec:
+        expected[manifest.codec.file] = manifest.codec.sha256
     files = stored_files(dataset)
     for name in progress(expected, desc="checksums", unit="files", leave=False):
         found = files.sha256(name) or "missing"
@@ -140,7 +139,7 @@ def _check_card(dataset: HiddenStatesDataset, files: StoredFiles, findings: Find
         findings.warn(f"{CARD}: missing; the dataset card can be restored from another copy")
         return
     found = hashlib.sha256(text).hexdigest()
-    if found != dataset.manifest.raw["card"]["sha256"]:
+    if found != dataset.manifest.card:
         findings.warn(
             f"{CARD}: edited or damaged; it is not the card that was sealed (nothing reads it)"
         )

@@ -92,5 +92,5 @@ def stored_tokens(dataset: HiddenStatesDataset, name: str, row: dict[str, Any]) 
 
 def declared_error(dataset: HiddenStatesDataset, name: str, figure: str) -> float:
     """Return a figure of the error that generation measured of a column; 0 if it is exact."""
-    entry = next(c for c in dataset.manifest.raw["columns"] if c["name"] == name)
-    return float(entry.get("error", {}).get(figure, 0.0))
+    error = next(c.error for c in dataset.manifest.columns if c.name == name)
+    return getattr(error, figure, None) or 0.0

@@ -14,7 +14,7 @@ from spec_data.capture.backend import TargetBackend
 from spec_data.capture.mask_forms import SINGLE
 from spec_data.generation.capture import forward_batches
 from spec_data.models.identify import identify_files
-from spec_data.shards.identity import compare, identity_of, quantisation_text
+from spec_data.shards.identity import compare
 from spec_data.shards.position_data import load_positions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, TEACHERS, Manifest, layer_column
@@ -34,7 +34,7 @@ def check_identity(manifest: Manifest, path: Path, trust: bool, findings: Findin
     """
     facts, problems = identify_files(path, trust)
     found = compare(
-        identity_of(manifest),
+        manifest.identity,
         facts,
         of_recorded="the dataset was captured with",
         of_found="this target has",
@@ -48,9 +48,9 @@ def check_identity(manifest: Manifest, path: Path, trust: bool, findings: Findin
         findings.warn(f"not compared: {problem}")
     if found.not_compared:
         findings.warn(f"not compared, because only one side tells it: {found.not_compared}")
-    quantised = manifest.target.get("quantised_as")
+    quantised = manifest.target.quantised_as
     if quantised:
-        findings.passed(f"the target was captured quantised: {quantisation_text(quantised)}")
+        findings.passed(f"the target was captured quantised: {quantised}")
     findings.passed("the given target is the one that was captured (weights and config)")
 
 
@@ -59,7 +59,7 @@ def check_positions(
 ) -> None:
     """Compare the stored rotary frequencies and final norm with those of `target`."""
     stored = load_positions(dataset.path, dataset.manifest)
-    if stored is None or not stored.proven:
+    if not stored.proven:
         return
     fresh = target.positions(int(dataset.lengths.max()))
     if not fresh.proven:
@@ -81,7 +81,7 @@ def check_fresh(
     `sampled` are indices into the dataset; failures and the result go to `findings`.
     """
     worst_state, worst_logit = (0.0, 1.0), 0.0
-    dtype = dataset.manifest.target["dtype"]
+    dtype = dataset.manifest.target.dtype
     for index in progress(sampled, desc="fresh forward", unit="docs", leave=False):
         document = dataset[index]
         ids = document["input_ids"].numpy()  # [T]
@@ -129,7 +129,7 @@ def compare_states(
     kept = stored_tokens(dataset, name, document)  # bool [T], n of them True
     a, b = document[name][kept].float(), fresh[kept].float()  # [n, H]
     error = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)
-    allowed = STATE_TOLERANCE.get(dataset.manifest.target["dtype"], 5e-2)
+    allowed = STATE_TOLERANCE.get(dataset.manifest.target.dtype, 5e-2)
     allowed += 1.5 * math.sqrt(declared_error(dataset, name, "mse_max"))
     mean = float(error.mean())
     far = error > 5 * allowed
@@ -171,7 +171,7 @@ def _compare_logits(
         errors["topk_ids / topk_logits"] = torch.maximum(pairs, best)
     if "logits" in document:
         errors["logits"] = (logits - document["logits"].float()).abs().amax(-1)
-    allowed = logit_tolerance(dataset.manifest.target["dtype"])
+    allowed = logit_tolerance(dataset.manifest.target.dtype)
     worst = 0.0
     for name, error in errors.items():
         relative = error / scale

@@ -31,7 +31,7 @@ from spec_data.models.resolve import local_directory, resolve_model
 from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.codec_tables import error_text
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.likelihood import Agreement, read_agreement
+from spec_data.shards.likelihood import Agreement
 from spec_data.shards.likelihood_text import figures_text, suspicions
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import FINAL, apply_head, logit_error
@@ -68,19 +68,19 @@ def check_first_choices(dataset: HiddenStatesDataset, findings: Findings) -> Non
         hits = (row["target_argmax"][:-1] == row["input_ids"][1:]) & asked
         counted[row["source"]][0] += int(hits.sum())
         counted[row["source"]][1] += int(asked.sum())
-    measured = read_agreement(dataset.manifest.raw)
-    if measured is None:
+    if dataset.manifest.agreement is None:
         first, tokens = (sum(c[i] for c in counted.values()) for i in (0, 1))
         findings.passed(
             f"{first / max(tokens, 1):.1%} of {tokens:,} supervised tokens are the target's first "
             "choice; their NLL is not recorded (a view of a part of a source)"
         )
         return
+    measured = dataset.manifest.agreement.sources
     for name, (first, tokens) in counted.items():
         _compare(name, first, tokens, measured.get(name), findings)
     for name in sorted(measured.keys() - counted.keys()):
         findings.fail(f"manifest.json, agreement: {name} is no source of this dataset")
-    for message in suspicions(dataset.manifest.raw):
+    for message in suspicions(dataset.manifest):
         findings.warn(message)
 
 
@@ -125,7 +125,7 @@ def _examine(config: VerifyConfig) -> Findings:
     path = None
     if config.target is not None:  # report a wrong name before any work
         local = local_directory(config.target) is not None
-        revision = None if local else dataset.manifest.target.get("revision")
+        revision = None if local else dataset.manifest.target.revision
         path, _ = resolve_model(config.target, revision)
     findings = Findings(data=config.data, fingerprint=dataset.manifest.fingerprint)
     findings.check(lambda: check_files(dataset, findings))
@@ -156,15 +156,15 @@ def _verify_target(
     if findings.failures:
         return
     # The attention of another engine is none of transformers, and the reverse.
-    by_transformers = recorded.get("backend", "hf") == config.backend == "hf"
+    by_transformers = recorded.backend == config.backend == "hf"
     options = BackendOptions(
         path=path,
         layers=dataset.manifest.layers,
-        dtype=recorded["dtype"],
+        dtype=recorded.dtype,
         device=config.device,
-        attn=recorded.get("attn", "auto") if by_transformers else "auto",
+        attn=recorded.attn if by_transformers else "auto",
         trust_remote_code=trust,
-        rope_factors=recorded.get("rope_factors"),
+        rope_factors=recorded.rope_factors,
         spread=config.spread,
         longest=int(dataset.lengths.max()),
         tensor_parallel=config.vllm_tensor_parallel,
@@ -201,11 +201,11 @@ def _check_chunks(dataset: HiddenStatesDataset, findings: Findings) -> None:
 def _check_codecs(dataset: HiddenStatesDataset, findings: Findings) -> None:
     """Check the codec tables by reading them; report the error of each lossy column."""
     _ = dataset.tables
-    for column in dataset.manifest.raw["columns"]:
-        if "error" in column:
+    for column in dataset.manifest.columns:
+        if column.error:
             findings.passed(
-                f"{column['name']}: {error_text(column['codec'], column['error'])} (measured "
-                "during generation; the tables are unchanged)"
+                f"{column.name}: {error_text(column.codec, column.error)} (measured during "
+                "generation; the tables are unchanged)"
             )
 
 
@@ -278,7 +278,7 @@ def _check_logits(
     if manifest.supervision.startswith("topk"):
         _check_topk(dataset, sampled, findings)
         return
-    rounding = LOGIT_TOLERANCE.get(manifest.target.get("dtype", ""), 4e-2)
+    rounding = LOGIT_TOLERANCE.get(manifest.target.dtype, 4e-2)
     allowed = allowed_document = allowed_together = rounding
     head: dict[str, Tensor] = {}
     if FINAL in dataset.columns:

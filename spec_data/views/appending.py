@@ -107,7 +107,7 @@ def append(planned: Append) -> Manifest:
         first = 1 + max((int(found[1]) for found in numbers if found), default=-1)
         begin_view(path, view, first)
         records = [*own.shards, *write_shards(path, view, first)]
-        target = {n: r for n, r in own.raw["files"].items() if n.startswith("target/")}
+        target = {n: r for n, r in own.files.items() if n.startswith("target/")}
         view.draft["files"] = target
         _stage(path, view.draft, records)
     return finish_append(path) or Manifest.read(path / MANIFEST)
@@ -126,7 +126,7 @@ def _stage(path: Path, draft: dict[str, Any], records: Sequence[ShardRecord]) ->
     links = ["shards", "target", *(n for n in draft.get("files", {}) if "/" not in n)]
     for name in links:
         (staged / name).symlink_to(Path("..") / ".." / name)
-    seal(staged, draft, records)
+    seal(staged, Manifest.of(draft), records)
     for name in links:
         (staged / name).unlink()
     sync_directory(staged)
@@ -154,6 +154,6 @@ def finish_append(path: Path) -> Manifest | None:
     shutil.rmtree(path / VIEW_WORK)
     manifest = Manifest.read(path / MANIFEST)
     layers = ", ".join(map(str, manifest.layers)) or "none"
-    counts = (manifest.raw["totals"]["documents"], layers)
+    counts = (manifest.totals.documents, layers)
     logger.info("%s has %d documents now; its layers: %s", path, *counts)
     return manifest

@@ -1,13 +1,13 @@
 """`spec-data drop-columns`: the same documents with fewer layers, or fewer tokens of a column."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from spec_data.options.view_options import DropColumnsConfig
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.layer_ids import chosen_layers, recorded_layers
+from spec_data.shards.layer_ids import chosen_layers
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, SUPERVISED, TEACHERS, Column, Manifest, layer_column
 from spec_data.views.stored_documents import Change, StoredDocuments
@@ -57,7 +57,7 @@ def kept_layers(config: DropColumnsConfig, manifest: Manifest) -> tuple[int, ...
     """
     if config.for_draft is None:
         return chosen_layers(config.layers, manifest.layers) if config.layers else manifest.layers
-    recorded = recorded_layers(manifest.raw)
+    recorded = manifest.draft_layers
     if config.for_draft not in recorded:
         known = ", ".join(recorded) or "none"
         raise ConfigError(
@@ -83,7 +83,7 @@ def reduced(
     if final and manifest.supervision != "final-hidden":
         raise ConfigError(f"--final: {manifest.where} stores no hidden.final; leave the option out")
     return tuple(
-        replace(column, tokens=SUPERVISED) if column.name in sparse else column
+        structs.replace(column, tokens=SUPERVISED) if column.name in sparse else column
         for column in manifest.columns
         if column.name not in dropped
     )

@@ -5,7 +5,6 @@ left out and counted. Where the first dataset stays as it is, the manifest names
 and a run that was trained on it can go on with the result.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,8 +14,9 @@ import numpy as np
 
 from spec_data.options.view_options import MergeConfig
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.identity import identity_of, joined, own_facts
+from spec_data.shards.identity import joined
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.records import plain
 from spec_data.shards.schema import Column, Manifest
 from spec_data.views.same_states import check_same_tables, check_same_target, common_columns
 from spec_data.views.stored_documents import Change, StoredDocuments
@@ -79,12 +79,12 @@ def joined_draft(command: str, parts: Sequence[Part]) -> dict[str, Any]:
     if parts[0].unchanged and not draft.get("left_out"):
         draft["ancestors"] = lineage(manifests[0])
     _join_columns(draft, manifests, columns)
-    draft["documents"] = joined_counts([m.raw["documents"] for m in manifests], duplicates)
+    draft["documents"] = joined_counts([plain(m.documents) for m in manifests], duplicates)
     draft["documents"]["stored"] = sum(int(part.keep.sum()) for part in parts)
-    draft["corpus"] = [copy.deepcopy(s) for m in manifests for s in m.raw["corpus"]]
-    draft["mask"] = " | ".join(dict.fromkeys(str(m.raw.get("mask")) for m in manifests))
+    draft["corpus"] = [plain(s) for m in manifests for s in m.corpus]
+    draft["mask"] = " | ".join(dict.fromkeys(str(m.mask) for m in manifests))
     if "identity" in draft:
-        draft["identity"] = own_facts(joined([identity_of(m) for m in manifests]))
+        draft["identity"] = joined([m.identity for m in manifests])
     _join_policy(draft, manifests, whole=not duplicates)
     _join_positions(draft, manifests)
     return draft
@@ -92,11 +92,8 @@ def joined_draft(command: str, parts: Sequence[Part]) -> dict[str, Any]:
 
 def lineage(manifest: Manifest) -> list[dict[str, Any]]:
     """Return `ancestors` of a dataset that begins with all documents of another, in order."""
-    own = {
-        "fingerprint": manifest.fingerprint,
-        "documents": manifest.raw["totals"]["documents"],
-    }
-    return [*copy.deepcopy(manifest.raw.get("ancestors", [])), own]
+    own = {"fingerprint": manifest.fingerprint, "documents": manifest.totals.documents}
+    return [*plain(manifest.ancestors), own]
 
 
 def joined_counts(counts: Sequence[Mapping[str, Any]], duplicates: int) -> dict[str, Any]:
@@ -123,9 +120,9 @@ def _summed(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _differing(first: Manifest, other: Manifest) -> dict[str, Any]:
     """Return how another input was captured, where the first was captured in another way."""
     return {
-        name: copy.deepcopy(other.raw[name])
+        name: plain(getattr(other, name))
         for name in _OF_INPUT
-        if name in other.raw and other.raw[name] != first.raw.get(name)
+        if getattr(other, name) != getattr(first, name)
     }
 
 
@@ -133,7 +130,7 @@ def _join_columns(
     draft: dict[str, Any], manifests: Sequence[Manifest], columns: Sequence[Column]
 ) -> None:
     """Set, of each column, whether it is exact and its largest measured error, in place."""
-    known = [{entry["name"]: entry for entry in m.raw["columns"]} for m in manifests]
+    known = [{column.name: plain(column) for column in m.columns} for m in manifests]
     for entry, column in zip(draft["columns"], columns, strict=True):
         own = [entries[column.name] for entries in known]
         if "exact" in entry:
@@ -146,7 +143,7 @@ def _join_columns(
     same = {
         name: own
         for name, own in drafts.items()
-        if all(m.raw.get("draft_layers", {}).get(name) == own for m in manifests)
+        if all(list(m.draft_layers.get(name, ())) == own for m in manifests)
     }
     if same:
         draft["draft_layers"] = same
@@ -154,15 +151,14 @@ def _join_columns(
 
 def _join_policy(draft: dict[str, Any], manifests: Sequence[Manifest], whole: bool) -> None:
     """Set the label and the agreement: of inputs that are all measured and `whole`, in place."""
-    raws = [m.raw for m in manifests]
-    every = all(raw["policy"] == "on-policy" for raw in raws)
+    every = all(m.policy == "on-policy" for m in manifests)
     draft["policy"] = "on-policy" if every else "off-policy"
     for name in ("on_policy", "sampling_temperature"):
-        values = [raw["settings"].get(name) for raw in raws]
+        values = [m.settings.get(name) for m in manifests]
         if any(value != values[0] for value in values):
             draft["settings"][name] = False if name == "on_policy" else None
     draft.pop("agreement", None)
-    measured = [raw.get("agreement") for raw in raws]
+    measured = [m.agreement and plain(m.agreement) for m in manifests]
     if not whole or not all(measured):
         return
     names = dict.fromkeys(name for m in measured if m for name in m["sources"])
@@ -175,13 +171,11 @@ def _join_policy(draft: dict[str, Any], manifests: Sequence[Manifest], whole: bo
 
 def _join_positions(draft: dict[str, Any], manifests: Sequence[Manifest]) -> None:
     """Set what is proven of positions to what is proven for all inputs, in place."""
-    own = [m.raw["positions"] for m in manifests if "positions" in m.raw]
-    if "positions" not in draft:
-        return
-    unproven = next((p["reason"] for p in own if not p["proven"]), "")
-    draft["positions"] |= {
-        "proven": all(p["proven"] for p in own),
-        "reason": draft["positions"]["reason"] or unproven,
-        "proven_to": min(p["proven_to"] for p in own),
-        "difference": max(p["difference"] for p in own),
+    own = [m.positions for m in manifests]
+    unproven = next((p.reason for p in own if not p.proven), "")
+    draft["positions"] = plain(own[0]) | {
+        "proven": all(p.proven for p in own),
+        "reason": own[0].reason or unproven,
+        "proven_to": min(p.proven_to for p in own),
+        "difference": max(p.difference for p in own),
     }

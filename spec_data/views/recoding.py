@@ -28,11 +28,12 @@ def plan_recode(config: RecodeConfig) -> View:
     check_out(Path(config.out), [stored])
     manifest = stored.manifest
     columns = recoded(manifest, config.codec)
-    encoded = [c for c in columns if c not in manifest.columns]
+    stored_as = {c.layout for c in manifest.columns}
+    encoded = [c for c in columns if c.layout not in stored_as]
     if not encoded:
         raise ConfigError(f"{config.data}: nothing would change; it has --codec {config.codec}")
     made = None if config.dry_run else make_and_measure(stored.dataset, encoded)
-    options = {"codec": config.codec, "tables": made and made.about["sha256"]}
+    options = {"codec": config.codec, "tables": made and made.about.sha256}
     record = view_record("recode", options, [manifest])
     draft = derived_draft(manifest, columns, record, {})
     change = Change(columns=columns, tables=made.tables if made else {})
@@ -86,5 +87,4 @@ def _declare(entries: list[dict], encoded: list[Column], made: MadeTables) -> No
     for entry in entries:
         column = named.get(entry["name"])
         if column is not None:
-            entry |= {"bytes_per_token": column.bytes_per_token, "exact": False}
-            entry["error"] = made.errors[column.name]
+            entry |= {"exact": False, "error": made.errors[column.name]}

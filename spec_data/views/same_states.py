@@ -7,13 +7,14 @@ second time, because the error of a codec would be added to an error that is alr
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
+from msgspec import structs
 
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.identity import compare, identity_of
+from spec_data.shards.identity import compare
 from spec_data.shards.lossy import Tables
+from spec_data.shards.records import plain
 from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import (
     FINAL,
@@ -38,16 +39,16 @@ def check_same_target(first: StoredDocuments, other: StoredDocuments) -> None:
     """
     ours, theirs = first.manifest, other.manifest
     compared = compare(
-        identity_of(ours),
-        identity_of(theirs),
+        ours.identity,
+        theirs.identity,
         of_recorded=f"{first.dataset.path} has",
         of_found=f"{other.dataset.path} has",
         states=True,
     )
     found = [d.text for d in compared.differences if d.name != _KWARGS]
-    found += differing_settings(vars(ours.head), vars(theirs.head))
+    found += differing_settings(plain(ours.head), plain(theirs.head))
     for name in _FILES:
-        hashes = [m.raw["files"].get(name, {}).get("sha256") for m in (ours, theirs)]
+        hashes = [m.files[name].sha256 if name in m.files else None for m in (ours, theirs)]
         if None not in hashes and hashes[0] != hashes[1]:
             found.append(f"{name}: other bytes")
     found += differing_settings(_meaning(ours), _meaning(theirs))
@@ -68,10 +69,9 @@ def check_same_target(first: StoredDocuments, other: StoredDocuments) -> None:
 def _meaning(manifest: Manifest) -> dict[str, object]:
     """Return what decides the values of a dataset's columns."""
     return {
-        "dtype": manifest.target.get("dtype"),
-        "quantised_as": manifest.target.get("quantised_as"),
+        "dtype": manifest.target.dtype,
+        "quantised_as": manifest.target.quantised_as,
         "supervision": manifest.supervision,
-        "layer_convention": manifest.raw.get("layer_convention"),
     }
 
 
@@ -102,7 +102,7 @@ def common_columns(manifests: Sequence[Manifest]) -> tuple[Column, ...]:
     sparse = {FINAL} if any(m.final == SUPERVISED for m in manifests) else set()
     if any(m.teacher == SUPERVISED for m in manifests):
         sparse |= set(TEACHERS)
-    return tuple(replace(c, tokens=SUPERVISED) if c.name in sparse else c for c in columns)
+    return tuple(structs.replace(c, tokens=SUPERVISED) if c.name in sparse else c for c in columns)
 
 
 def check_same_tables(inputs: Sequence[StoredDocuments], columns: Sequence[Column]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from spec_data.options.view_options import SelectConfig
 from spec_data.shards.errors import ConfigError, DatasetError
-from spec_data.shards.identity import identity_of, usual_kwargs
+from spec_data.shards.identity import usual_kwargs
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import SUPERVISED
 from spec_data.shards.turn_masks import check_policy
@@ -48,7 +48,7 @@ def plan_select(config: SelectConfig) -> View:
     """
     stored = StoredDocuments(HiddenStatesDataset(config.data))
     check_out(Path(config.out), [stored])
-    mask = config.mask if config.mask != stored.manifest.raw.get("mask") else None
+    mask = config.mask if config.mask != stored.manifest.mask else None
     change = Change(columns=stored.manifest.columns, mask=mask)
     chosen = _Chosen(stored, config, change)
     keep, dropped = choose(len(stored), chosen.conditions())
@@ -134,7 +134,7 @@ class _Chosen:
 
     def _overlap(self, name: str) -> Condition:
         tokenizer = self.stored.dataset.target_dir
-        kwargs = usual_kwargs(identity_of(self.stored.manifest))
+        kwargs = usual_kwargs(self.stored.manifest.identity)
         benchmark = read_benchmark(name, tokenizer, self.config.ngram, kwargs)
         self._benchmarks.append(benchmark)
 
@@ -185,12 +185,14 @@ def check_stored(stored: StoredDocuments, documents: np.ndarray, change: Change)
         without += [document] if lacking else []
     if not missing:
         return
-    raw = stored.manifest.raw
-    kinds = [f"--{name} all" for name in ("teacher", "final") if raw.get(name) == SUPERVISED]
+    manifest = stored.manifest
+    kinds = [
+        f"--{name} all" for name in ("teacher", "final") if getattr(manifest, name) == SUPERVISED
+    ]
     raise DatasetError(
         f"{stored.dataset.path}: --mask {change.mask} supervises {missing:,} tokens of "
         f"{len(without):,} documents (first: document {without[0]}) at which "
         f"{', '.join(column.name for column in sparse)} were not stored, because the mask at "
-        f"generation ({raw.get('mask')}) does not supervise them. Take a narrower "
+        f"generation ({manifest.mask}) does not supervise them. Take a narrower "
         f"mask, or generate the dataset again with {' and '.join(kinds)}"
     )

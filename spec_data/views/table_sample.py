@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from spec_data.shards.codec_tables import TABLES, error_text, make_tables, save_
 from spec_data.shards.even_sample import sample_documents
 from spec_data.shards.lossy import Tables
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.schema import Column, HeadSpec, predicts_supervised
+from spec_data.shards.schema import CodecError, CodecTables, Column, HeadSpec, predicts_supervised
 from spec_data.terminal.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -46,8 +45,8 @@ class MadeTables:
 
     tables: dict[str, Tables]
     data: bytes
-    about: dict[str, Any]
-    errors: dict[str, dict[str, Any]]
+    about: CodecTables
+    errors: dict[str, CodecError]
 
 
 class StoredHead:
@@ -103,13 +102,13 @@ def make_and_measure(dataset: HiddenStatesDataset, columns: Sequence[Column]) ->
         errors[column.name] = error
     check_bounds(columns, errors)
     data = save_tables(dataset.tables | tables)
-    about = {
-        "file": TABLES,
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "documents": len(documents),
-        "tokens": len(numbers),
-        "held_out_tokens": int(held_out.sum()),
-    }
+    about = CodecTables(
+        file=TABLES,
+        sha256=hashlib.sha256(data).hexdigest(),
+        documents=len(documents),
+        tokens=len(numbers),
+        held_out_tokens=int(held_out.sum()),
+    )
     return MadeTables(tables=tables, data=data, about=about, errors=errors)
 
 

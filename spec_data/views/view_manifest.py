@@ -6,14 +6,16 @@ the target is kept where every source of the view has all its documents and mask
 of a source cannot be computed without the target, so they are left out.
 """
 
-import copy
 import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
+
 from spec_data.shards.likelihood import Agreement
+from spec_data.shards.records import plain
 from spec_data.shards.schema import ALL, FINAL, TEACHERS, Column, Manifest
 
 _OWN = (
@@ -38,8 +40,8 @@ def view_record(
         "command": command,
         "options": json.loads(json.dumps(given)),  # as the manifest has it
         "of": [
-            {"fingerprint": m.fingerprint, "documents": m.raw["totals"]["documents"]}
-            | ({"view": copy.deepcopy(m.raw["view"])} if "view" in m.raw else {})
+            {"fingerprint": m.fingerprint, "documents": m.totals.documents}
+            | ({"view": plain(m.view)} if m.view else {})
             for m in inputs
         ],
     }
@@ -55,24 +57,25 @@ def derived_draft(
 
     `dropped` has the documents that the view leaves out, by reason.
     """
-    raw = {k: copy.deepcopy(v) for k, v in manifest.raw.items() if k not in _OWN}
+    raw = {k: v for k, v in manifest.to_json().items() if k not in _OWN}
     raw["columns"] = column_entries(manifest, columns)
     _set_kept(raw, columns)
     lossy = any(column.lossy for column in columns)
-    raw["codec"] = raw.get("codec", {}) if lossy else {}
+    if not lossy:
+        raw.pop("codec", None)
     counts = raw["documents"]
     left = Counter(counts.get("dropped", {})) + Counter(dropped)
     counts["dropped"] = dict(sorted(left.items()))
-    counts["stored"] = manifest.raw["totals"]["documents"] - sum(dropped.values())
+    counts["stored"] = manifest.totals.documents - sum(dropped.values())
     return raw | {"view": view}
 
 
 def column_entries(manifest: Manifest, columns: Sequence[Column]) -> list[dict[str, Any]]:
     """Return the manifest's entries of the columns of a view, from those of its input."""
-    known = {entry["name"]: entry for entry in manifest.raw["columns"]}
+    known = {column.name: column for column in manifest.columns}
     entries = []
     for column in columns:
-        entry = copy.deepcopy(known[column.name])
+        entry = plain(known[column.name])
         entries.append(entry | {"codec": column.codec, "tokens": column.tokens})
     return entries
 
@@ -122,7 +125,7 @@ def joined_total(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         total[name] = _rounded(math.fsum(s[name] * s["tokens"] for s in sources) / tokens)
     for name in ("nll_error", "excess_error"):
         total[name] = _rounded(_joined_error(sources, name))
-    return vars(Agreement(**total))
+    return structs.asdict(Agreement(**total))
 
 
 def _rounded(value: float) -> float:

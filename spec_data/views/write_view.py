@@ -14,11 +14,13 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from filelock import FileLock, Timeout
+from msgspec import structs
 
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
@@ -34,7 +36,8 @@ from spec_data.shards.files import (
 )
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST, VIEW_WORK, check_whole, checked_file
-from spec_data.shards.schema import Manifest, ShardRecord
+from spec_data.shards.records import plain
+from spec_data.shards.schema import FileRecord, Manifest, ShardRecord
 from spec_data.shards.seal import check_shard, file_records, seal
 from spec_data.shards.writer import write_shard
 from spec_data.terminal.paths import check_directory_to_write
@@ -170,7 +173,7 @@ def write_view(out: Path, view: View) -> Manifest:
         records = write_shards(out, view)
         draft = view.draft | {"files": copy_target(out, view.parts[0].stored)}
         _write_tables(out, view)
-        manifest = seal(out, draft, records)
+        manifest = seal(out, Manifest.of(draft), records)
     shutil.rmtree(out / VIEW_WORK, ignore_errors=True)
     return manifest
 
@@ -184,7 +187,7 @@ def _complete(out: Path, view: View) -> Manifest | None:
     if not (out / MANIFEST).is_file():
         return None
     manifest = Manifest.read(out / MANIFEST)
-    if manifest.raw.get("view") != view.draft["view"]:
+    if plain(manifest.view) != view.draft["view"]:
         raise ConfigError(
             f"--out {out}: it holds another dataset, or a view made with other options; choose "
             "another directory, or delete this one"
@@ -305,7 +308,7 @@ def write_shards(out: Path, view: View, first: int = 0) -> list[ShardRecord]:
 
 def save_finished(out: Path, name: str, record: ShardRecord) -> None:
     """Record that a file with documents is finished; `name` is its name without an ending."""
-    finished = asdict(record)
+    finished = structs.asdict(record)
     finished["checksum"] = sha256_json(finished)
     write_atomically(out / VIEW_WORK / f"{name}.json", dump_json(finished))
 
@@ -316,7 +319,7 @@ def finished_record(out: Path, name: str) -> ShardRecord | None:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         checksum = raw.pop("checksum")
-        record = ShardRecord(**raw)
+        record = msgspec.convert(raw, ShardRecord)
         shard = out / record.file
         whole = checksum == sha256_json(raw) and shard.stat().st_size == record.bytes
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -334,7 +337,7 @@ def _write_unit(out: Path, number: int, unit: ViewUnit, parts: Sequence[Part]) -
     for document in unit.documents.tolist():  # all that the index is made of; no state is read
         stored = part.stored.find(document)
         _ = stored.turns, stored.mask(None)
-    own = replace(record, file=f"shards/{path.name}")
+    own = structs.replace(record, file=f"shards/{path.name}")
     source = part.stored.dataset.path / record.file
     link_or_copy(source, path)
     try:
@@ -367,9 +370,9 @@ def link_or_copy(source: Path, path: Path) -> None:
     temporary.unlink(missing_ok=True)  # renaming onto another name of the same file does nothing
 
 
-def copy_target(out: Path, stored: StoredDocuments) -> dict[str, dict[str, Any]]:
+def copy_target(out: Path, stored: StoredDocuments) -> dict[str, FileRecord]:
     """Copy the files of the target, and return their records."""
-    names = [name for name in stored.manifest.raw["files"] if name.startswith("target/")]
+    names = [name for name in stored.manifest.files if name.startswith("target/")]
     for name in names:
         if stored.dataset.mirror is not None:
             stored.dataset.mirror.ensure(name)

@@ -57,10 +57,10 @@ def warn_of_small_cache(dataset: Documents, window_tokens: int) -> None:
     needed, limit = 0, 0
     for part in remote_parts(dataset):
         assert part.mirror is not None
-        totals, limit = part.manifest.raw["totals"], part.mirror.shards.limit
+        totals, limit = part.manifest.totals, part.mirror.shards.limit
         largest = max((record.bytes for record in part.manifest.shards), default=0)
-        window = window_tokens * totals["bytes"] // max(1, totals["tokens"])
-        needed += min(totals["bytes"], window + STRETCHES_PER_WINDOW * largest)
+        window = window_tokens * totals.bytes // max(1, totals.tokens)
+        needed += min(totals.bytes, window + STRETCHES_PER_WINDOW * largest)
     if needed > limit:
         logger.warning(
             "warning: a window of --window-tokens %s may touch %.1f GB of shards, but the local "

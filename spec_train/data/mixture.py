@@ -24,12 +24,12 @@ from torch import Tensor
 
 from spec_data.shards.checking import FIRST
 from spec_data.shards.errors import ConfigError, DatasetError
-from spec_data.shards.identity import compare, identity_of, joined, own_facts
-from spec_data.shards.layer_ids import recorded_layers
+from spec_data.shards.identity import compare, joined
 from spec_data.shards.lossy import Tables
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.shards.records import plain
 from spec_data.shards.resumable import differing_settings
-from spec_data.shards.schema import ALL, SUPERVISED, Column, Manifest, fingerprint
+from spec_data.shards.schema import ALL, SUPERVISED, Column, Manifest
 from spec_data.shards.shard import CodedRows
 from spec_train.data.order import PHASE, STRETCH, BatchPlan, Pack, hash_keys, shuffled_windows
 from spec_train.data.policy_masks import open_with_mask
@@ -421,34 +421,27 @@ def common_manifest(manifests: Sequence[Manifest]) -> Manifest:
             layers or "none",
             "; ".join(f"{list(m.layers)} in {Path(m.where).parent.name}" for m in manifests),
         )
-    recorded = [recorded_layers(manifest.raw) for manifest in manifests]
+    recorded = first.draft_layers
     shared = set.intersection(*({c.name for c in m.columns} for m in manifests))
-    parts = [manifest.fingerprint for manifest in manifests]
-    raw = {k: v for k, v in first.raw.items() if k != "fingerprint"} | {
-        "layers": layers,
-        "columns": [_decoded(c) for c in first.columns if c.name in shared],
-        "final": SUPERVISED if any(m.final == SUPERVISED for m in manifests) else ALL,
-        "draft_layers": {
-            draft: list(own)
-            for draft, own in recorded[0].items()
-            if all(other.get(draft) == own for other in recorded)
+    return first.changed(
+        layers=tuple(layers),
+        columns=tuple(_decoded(c) for c in first.columns if c.name in shared),
+        final=SUPERVISED if any(m.final == SUPERVISED for m in manifests) else ALL,
+        teacher=SUPERVISED if any(m.teacher == SUPERVISED for m in manifests) else ALL,
+        draft_layers={
+            draft: own
+            for draft, own in recorded.items()
+            if all(other.draft_layers.get(draft) == own for other in manifests)
         },
-        "mixed": parts,
-    }
-    if not raw["draft_layers"]:
-        del raw["draft_layers"]  # as in datasets without it
-    if any(m.teacher == SUPERVISED for m in manifests):
-        raw["teacher"] = SUPERVISED
-    if "identity" in first.raw:
-        raw["identity"] = own_facts(joined([identity_of(manifest) for manifest in manifests]))
-    raw["fingerprint"] = fingerprint(raw)
-    return Manifest(raw, first.where)
+        identity=joined([manifest.identity for manifest in manifests]),
+        mixed=[manifest.fingerprint for manifest in manifests],
+    ).with_fingerprint()
 
 
-def _decoded(column: Column) -> dict[str, Any]:
-    """Return a column's manifest entry as it is read: decoded, because codecs may differ."""
+def _decoded(column: Column) -> Column:
+    """Return a column as it is read: decoded, because codecs may differ."""
     codec = "bf16" if column.lossy else column.codec
-    return {"name": column.name, "codec": codec, "width": column.width}
+    return Column(name=column.name, codec=codec, width=column.width)
 
 
 def _require_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset) -> None:
@@ -459,13 +452,13 @@ def _require_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset)
     """
     ours, theirs = first.manifest, other.manifest
     compared = compare(
-        identity_of(ours),
-        identity_of(theirs),
+        ours.identity,
+        theirs.identity,
         of_recorded=f"{first.path} has",
         of_found=f"{other.path} has",
         states=True,
     )
-    differing = compared.refused + differing_settings(vars(ours.head), vars(theirs.head))
+    differing = compared.refused + differing_settings(plain(ours.head), plain(theirs.head))
     if not differing:
         differing = _differing_tensors(first, other)
     if differing:
@@ -481,8 +474,8 @@ def _require_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset)
 def _differing_tensors(first: HiddenStatesDataset, other: HiddenStatesDataset) -> list[str]:
     """List what differs between embeddings and heads, beyond rounding to their dtypes."""
     name = "target/head.safetensors"
-    hashes = [d.manifest.raw["files"].get(name, {}).get("sha256") for d in (first, other)]
-    if hashes[0] is not None and hashes[0] == hashes[1]:
+    files = [d.manifest.files.get(name) for d in (first, other)]
+    if files[0] is not None and files[0] == files[1]:
         return []
     ours, theirs = (load_head_tensors(d.path) for d in (first, other))
     return [

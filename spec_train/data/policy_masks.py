@@ -48,7 +48,7 @@ def open_with_mask(
         ConfigError: an unknown policy.
     """
     stored = HiddenStatesDataset(path, columns, check)
-    if policy is None or policy == stored.manifest.raw.get("mask"):
+    if policy is None or policy == stored.manifest.mask:
         return stored
     return PolicyDataset(path, policy, columns, check)
 
@@ -138,7 +138,7 @@ class PolicyDataset(HiddenStatesDataset):
         supervised, first = np.zeros(len(self), np.int64), self.lengths.copy()
         spans: list[tuple[int, int]] = []
         roles: set[str] = set()
-        own = self.manifest.raw.get("mask")
+        own = self.manifest.mask
         stored_at = {"hidden.final": self.final, "target_argmax": self.teacher}
         sparse = [name for name, tokens in stored_at.items() if tokens == SUPERVISED]
         for row in progress(range(len(self)), desc="masks", unit="documents", leave=False):
@@ -203,8 +203,8 @@ def _require_conversations(manifest: Manifest, policy: str) -> None:
     Raises:
         DatasetError: conversations were rendered turn by turn.
     """
-    counts = manifest.raw["documents"]
-    single = (counts.get("rendering") or {}).get("turn by turn", 0)
+    counts = manifest.documents
+    single = counts.rendering.get("turn by turn", 0)
     if single and needs_whole_conversations(policy):
         advice = "generate with --mask last-turn" if policy == LAST_TURN else "use --mask assistant"
         raise DatasetError(
@@ -212,10 +212,10 @@ def _require_conversations(manifest: Manifest, policy: str) -> None:
             "conversations were rendered turn by turn (the chat template rewrites history), each "
             f"turn as a document that does not say which turn it is; {advice}"
         )
-    if policy == LAST_TURN and counts.get("cut"):
+    if policy == LAST_TURN and counts.cut:
         log.warning(
             "warning: %s: %s documents were cut at --max-length; in those whose last turn is gone, "
             "--mask last-turn supervises the last turn that is left. To leave them out, generate "
             "with --mask last-turn",
-            *(Path(manifest.where).parent, f"{counts['cut']:,}"),
+            *(Path(manifest.where).parent, f"{counts.cut:,}"),
         )

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError
-from spec_data.shards.identity import identity_of
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_train.data.mixture import Documents
@@ -81,7 +80,7 @@ def _require_same_tokens(other: Manifest, vocab: int, tokenizer_hash: str | None
     Raises:
         DatasetError: vocabulary sizes or hashes of the tokenizers differ.
     """
-    theirs = identity_of(other).get("tokenizer_hash")
+    theirs = other.identity.get("tokenizer_hash")
     if other.vocab_size == vocab and (None in (theirs, tokenizer_hash) or theirs == tokenizer_hash):
         return
     raise DatasetError(

@@ -18,8 +18,7 @@ from spec_data.models.resolve import cached_model, local_directory
 from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import DraftError, SpecDataError
 from spec_data.shards.files import write_atomically
-from spec_data.shards.identity import compare, identity_of
-from spec_data.shards.likelihood import total_agreement
+from spec_data.shards.identity import compare
 from spec_data.shards.likelihood_text import figures_text, suspicions
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.terminal.paths import check_file_to_write
@@ -82,7 +81,7 @@ def data_checks(
 
 
 def _verified(dataset: HiddenStatesDataset, place: str, whole: bool, device: str) -> Check:
-    size = dataset.manifest.raw["totals"]["bytes"]
+    size = dataset.manifest.totals.bytes
     if size > _WHOLE and not whole:
         return undecided(
             "data", f"give --whole-data, or run `spec-data verify {place}`: {size / 1e9:.0f} GB"
@@ -107,16 +106,16 @@ def _only_files(warnings: list[str]) -> Iterator[str]:
 
 
 def _agreement(dataset: HiddenStatesDataset) -> Check:
-    raw = dataset.manifest.raw
-    total = total_agreement(raw)
-    if total is None:
+    measured = dataset.manifest.agreement
+    if measured is None:
         return undecided(
-            "on-policy", "give a dataset that `spec-data generate` of this release has written: "
-            "this one records no agreement with its target",
+            "on-policy", "give a dataset that `spec-data generate` has written: this one, a view "
+            "of a part of a source, records no agreement with its target",
         )  # fmt: skip
+    total = measured.total
     if not total.enough:
         return undecided("on-policy", f"give more documents: {total.tokens} supervised tokens")
-    if lines := suspicions(raw):
+    if lines := suspicions(dataset.manifest):
         return finding(
             "on-policy",
             *lines,
@@ -252,7 +251,7 @@ def target_checks(
         dataset: the dataset, if there is one.
         target: the target that serves, with its identity; None: not given.
     """
-    stored = identity_of(dataset.manifest) if dataset is not None else {}
+    stored = dataset.manifest.identity if dataset is not None else {}
     served = target.identity if target is not None else {}
     pairs = [
         (origin, stored, "the draft was fitted with", "the dataset has"),
@@ -359,7 +358,7 @@ def _facts(dataset: HiddenStatesDataset | None, target: TargetFacts | None) -> T
     except SpecDataError:  # verify names the damage
         tensors = {}
     return TargetFacts(
-        name=dataset.manifest.target.get("name"),
+        name=dataset.manifest.target.name,
         architectures=tuple(raw.get("architectures") or ()),
         num_layers=block_count(raw),
         max_positions=text_table(raw).get("max_position_embeddings"),

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from spec_data.shards.errors import ConfigError, DraftError
-from spec_data.shards.layer_ids import recorded_layers
 from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import FINAL, SUPERVISED, Manifest, layer_column
 from spec_data.terminal.config import from_dict
@@ -334,7 +333,7 @@ class Draft(nn.Module, ABC):
             vocab_size=head.spec.vocab_size,
             draft_vocab_size=None if chosen is None else len(chosen),
             layers=cls.layers_of(options, manifest),
-            dtype=manifest.target.get("dtype"),
+            dtype=manifest.target.dtype,
             origin=origin_of(manifest),
             positions=positions,
             **cls.own_settings(options, facts),
@@ -493,7 +492,7 @@ class LayersDraft(Draft):
     @classmethod
     def layers_of(cls, options: Any, manifest: Manifest) -> tuple[int, ...]:
         """Return the layer ids of the options, of the recipe of the capture, or all of them."""
-        recorded = recorded_layers(manifest.raw).get(cls.name)
+        recorded = manifest.draft_layers.get(cls.name)
         return options.layer_ids(manifest.layers, recorded)
 
     @classmethod
@@ -501,7 +500,7 @@ class LayersDraft(Draft):
         """Say why a fresh draft reads the layers of `layers_of`."""
         if options.layers != "auto":
             return "as --layers says"
-        if cls.name in recorded_layers(manifest.raw):
+        if cls.name in manifest.draft_layers:
             return f"the recipe of {cls.name}, which the dataset was captured for (--for)"
         return f"every captured layer, because the dataset was not captured with --for {cls.name}"
 

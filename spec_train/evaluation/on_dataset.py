@@ -259,7 +259,7 @@ def evaluate_data(
     return {
         "path": dataset.place,
         "split": split,
-        "mask": policy or dataset.manifest.raw.get("mask"),
+        "mask": policy or dataset.manifest.mask,
         "teacher_forced": None
         if walk_only
         else summarise_parts({"": teacher_forced}, draft.summarise),

@@ -7,7 +7,6 @@ from typing import Any
 
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.files import MANIFEST
-from spec_data.shards.identity import identity_of
 from spec_data.shards.mirror import open_mirror
 from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import Manifest
@@ -65,7 +64,7 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
         ) from None
     found["identity"] = None
     try:
-        found["identity"] = identity_of(_manifest(found["data"]))
+        found["identity"] = _manifest(found["data"]).identity
     except (MissingError, DatasetError, ConfigError, RunError) as error:
         log.info("training data not found: %s", error)
     return found

@@ -4,18 +4,18 @@ A draft of another target with the same shape loads and runs, but the target acc
 tokens. Prompts rendered differently from the training data reduce acceptance without an error. So
 the facts that reveal this are stored with the draft and not with its dataset: the embedding is one
 of its weights anyway, and the identity of target and prompts (see `spec_data.shards.identity`) is
-the `origin` in its config. Drafts of other trainers have none.
+the `origin` in its config. Drafts of other tools have fewer facts there, or none.
 """
 
 import math
-from dataclasses import asdict
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError
-from spec_data.shards.identity import compare, identity_of
+from spec_data.shards.identity import compare
 from spec_data.shards.schema import Manifest
 
 _ROWS = 8192  # rows compared at a time: a difference of all rows would be as large as the embedding
@@ -26,9 +26,9 @@ def origin_of(manifest: Manifest) -> dict[str, Any]:
 
     The names say what to serve and to credit; they are never compared.
     """
-    head = {k: v for k, v in asdict(manifest.head).items() if v is not None}
+    head = {k: v for k, v in structs.asdict(manifest.head).items() if v is not None}
     facts = {"dataset_fingerprint": manifest.fingerprint, "head": head}
-    return identity_of(manifest) | facts | {"target_name": manifest.target.get("name")}
+    return manifest.identity | facts | {"target_name": manifest.target.name}
 
 
 def differing_rows(own: Tensor, other: Tensor) -> float:
@@ -91,7 +91,7 @@ def origin_warnings(origin: dict[str, Any], manifest: Manifest) -> list[str]:
     """
     return compare(
         origin,
-        identity_of(manifest),
+        manifest.identity,
         of_recorded="the draft was fitted with",
         of_found=f"{manifest.where} has",
     ).texts

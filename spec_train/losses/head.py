@@ -7,12 +7,12 @@ costs one copy of these rows and saves the full-vocabulary product at every step
 V / Vd target / draft vocabulary, H hidden size.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from spec_data.shards.reader import load_head_tensors
@@ -82,7 +82,7 @@ class TargetHead(nn.Module):
             has_bias=bias is not None,
         )
         if spec is not None:
-            known = dataclasses.replace(known, scale=spec["scale"], softcap=spec.get("softcap"))
+            known = structs.replace(known, scale=spec["scale"], softcap=spec.get("softcap"))
         return cls(known, embed, weight, None if bias is None else bias.data)
 
     def _apply(self, fn, recurse: bool = True):

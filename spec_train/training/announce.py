@@ -8,8 +8,7 @@ import numpy as np
 from torch import nn
 
 from spec_data.models.engines import engine_warnings
-from spec_data.shards.identity import quantisation_text
-from spec_data.shards.layer_ids import AUTO_DRAFTS, recipe_layers, recorded_layers
+from spec_data.shards.layer_ids import AUTO_DRAFTS, recipe_layers
 from spec_train.data.mixture import Documents, MixedPlan, Mixture
 from spec_train.data.policy_masks import PolicyDataset
 from spec_train.data.splits import Splits
@@ -97,13 +96,13 @@ def _announce_dataset(dataset: Documents, columns: tuple[str, ...]) -> None:
         dataset.place,
         *(f"{n:,}" for n in (len(dataset), dataset.lengths.sum(), dataset.supervised.sum())),
     )
-    quantised = dataset.manifest.target.get("quantised_as")
+    quantised = dataset.manifest.target.quantised_as
     if quantised:
-        log.info("target     captured quantised: %s", quantisation_text(quantised))
+        log.info("target     captured quantised: %s", quantised)
     if isinstance(dataset, PolicyDataset):
         log.info(
             "mask       %s, from the stored turns; the dataset was generated with %s",
-            *(dataset.policy, dataset.manifest.raw.get("mask", "another one")),
+            *(dataset.policy, dataset.manifest.mask or "another one"),
         )
     width = {column.name: column.bytes_per_token for column in dataset.manifest.columns}
     log.info(
@@ -125,14 +124,14 @@ def _announce_layers(trainer: Trainer) -> None:
     log.info(
         "layers     %s (outputs of these blocks, from 0): %s", ", ".join(map(str, layers)), why
     )
-    recipe = recipe_layers(draft.name, manifest.target["num_layers"])
+    recipe = recipe_layers(draft.name, manifest.target.num_layers or 0)
     chosen = trainer.config.init_from is not None or draft.options.layers != "auto"
     if recipe not in (None, layers) and not chosen:
         log.warning(
             "warning: the recipe of %s reads layers %s, and the dataset was not captured for it. "
             "To train on those, capture them: spec-data generate ... --for %s",
             *(draft.name, ", ".join(map(str, recipe or ()))),
-            ",".join(dict.fromkeys([*(recorded_layers(manifest.raw) or AUTO_DRAFTS), draft.name])),
+            ",".join(dict.fromkeys([*(manifest.draft_layers or AUTO_DRAFTS), draft.name])),
         )
 
 
@@ -143,7 +142,7 @@ def _announce_share(trainer: Trainer) -> None:
     with the context and are not counted on either side.
     """
     target = trainer.dataset.manifest.target
-    if "parameters" not in target:
+    if target.parameters is None:
         return
     draft = trainer.draft
     own = sum(p.numel() for p in trainer.masters.params)
@@ -151,11 +150,11 @@ def _announce_share(trainer: Trainer) -> None:
     multiplied = sum(weight.numel() for weight in linear)
     if getattr(draft, "lm_head", None) is None:  # the target's
         multiplied += draft.config.draft_vocab_size * draft.config.hidden_size
-    active = target.get("active_parameters")
+    active = target.active_parameters
     log.info(
         "share      %s trained parameters are %.1f %% of the target's %s; a drafted token costs %s "
         "a token of the target, without attention over the context",
-        *(size_text(own), 100 * own / target["parameters"], size_text(target["parameters"])),
+        *(size_text(own), 100 * own / target.parameters, size_text(target.parameters)),
         f"{100 * multiplied / active:.1f} % of the FLOPs of" if active else "an unknown share of",
     )
 

@@ -175,8 +175,8 @@ def _state(
 
 def head_hash(manifest: Manifest) -> str | None:
     """Return the checksum of the target's head in a dataset; None if none is recorded."""
-    record = manifest.raw["files"].get(HEAD_FILE, {})
-    return record.get("sha256")
+    record = manifest.files.get(HEAD_FILE)
+    return None if record is None else record.sha256
 
 
 def _to_blame(

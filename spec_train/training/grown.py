@@ -33,8 +33,8 @@ def documents_before(fingerprint: Any, dataset: Documents) -> int | None:
     """
     if isinstance(dataset, Mixture) or not isinstance(fingerprint, str):
         return None
-    known = dataset.manifest.raw.get("ancestors", [])
-    return next((e["documents"] for e in known if e["fingerprint"] == fingerprint), None)
+    known = dataset.manifest.ancestors
+    return next((e.documents for e in known if e.fingerprint == fingerprint), None)
 
 
 def accept_growth(

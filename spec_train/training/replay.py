@@ -183,7 +183,7 @@ def _load_head(
 
 def _load_draft(folder: Path, state: dict[str, Any], head: TargetHead, manifest: Manifest) -> Any:
     """Read the draft from before the failed step."""
-    kind = draft_class(state["draft"], manifest.target.get("architectures") or ())
+    kind = draft_class(state["draft"], manifest.target.architectures)
     draft = kind.from_pretrained(folder)
     options: Any = from_dict(kind.options_class, state["options"], where=str(folder / FAILURE))
     draft.use_options(options)

@@ -20,8 +20,7 @@ from spec_data.models.families import block_count
 from spec_data.models.rope_settings import rope_parameters
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.follow import FollowedDataset
-from spec_data.shards.identity import identity_of
-from spec_data.shards.position_data import Positions, load_positions
+from spec_data.shards.position_data import UNKNOWN, Positions, load_positions
 from spec_data.shards.schema import Manifest
 from spec_data.terminal.config import to_dict
 from spec_data.terminal.console import nearest
@@ -417,15 +416,15 @@ def _vocabulary_counts(options: Any, dataset: Documents) -> Tensor | None:
     path = getattr(options, "draft_vocab_from", None)  # some drafts have no vocabulary
     if path is None:
         return None
-    tokenizer = identity_of(dataset.manifest).get("tokenizer_hash")
+    tokenizer = dataset.manifest.identity.get("tokenizer_hash")
     return torch.from_numpy(counts_from(path, dataset.manifest.vocab_size, tokenizer))
 
 
-def _positions(dataset: Documents) -> Positions | None:
+def _positions(dataset: Documents) -> Positions:
     """Return the positions of the target; of several datasets, those of the first that has them."""
     parts = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
-    recorded = (load_positions(part.path, part.manifest) for part in parts)
-    return next((found for found in recorded if found is not None), None)
+    recorded = [load_positions(part.path, part.manifest) for part in parts]
+    return next((found for found in recorded if found.kind != UNKNOWN), recorded[0])
 
 
 def _total_steps(config: FitConfig, splits: Splits) -> int:

@@ -170,9 +170,9 @@ def test_the_dataset_is_that_of_transformers(
                 terms = roundings(6) if stored == torch.bfloat16 else (2**-8 / 2**-23) ** 2
                 close_in_norm(a[name], b[name], stored, terms)
     made, plain = own.manifest, other.manifest
-    assert made.raw["packing"]["form"] == REQUESTS
-    assert made.raw["positions"] == plain.raw["positions"]
-    assert made.raw["head"] == plain.raw["head"]
+    assert made.packing.form == REQUESTS
+    assert made.positions == plain.positions
+    assert made.head == plain.head
     assert made.target["backend"] == "vllm" and made.target["dtype"] == dtype
     assert made.target["backend_version"] == vllm_engine.vllm_version()
     proof = made.target["state_proof"]
@@ -296,7 +296,7 @@ def test_two_workers_that_share_each_layer_capture_the_same_states(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = open_dataset(tmp_path / "one"), open_dataset(tmp_path / "two")
-    assert two.manifest.target["devices"] == "2 cpu"
+    assert two.manifest.target.devices == "2 cpu"
     for d in range(len(one)):
         for name, value in one[d].items():
             if name.startswith("hidden."):

@@ -12,6 +12,7 @@ from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, row_checksums
 from spec_data.shards.errors import SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.records import plain
 from spec_data.shards.seal import file_records
 from spec_data.verification.run import examine
 from tests.spec_data.shards.integrity_tools import write_manifest
@@ -34,7 +35,7 @@ def trace_file(data: Path, name: str, content: bytes) -> None:
     """Write a file of the target or the index, with its checksums in the manifest."""
     (data / name).write_bytes(content)
     raw = json.loads((data / "manifest.json").read_text())
-    raw["files"] |= file_records(data, [name])
+    raw["files"] |= plain(file_records(data, [name]))
     write_manifest(data, raw)
 
 

@@ -2,23 +2,21 @@
 
 import json
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from spec_data.shards.errors import DraftError
-from spec_data.shards.identity import identity_of
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import Manifest
 from spec_train.drafts import load_draft
 from spec_train.evaluation.report import run_eval
 from spec_train.formats.origin import differing_rows, origin_warnings, require_same_embedding
 from spec_train.options.command_options import EvalConfig, FitConfig
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.training.setup import fit
-from tests.draft_tools import read_json, reseal, write_json
+from tests.draft_tools import read_json, unseal, write_json
 from tests.spec_data.runs import run, save_target, write_corpus
 
 KWARGS = {"enable_thinking": False}
@@ -51,13 +49,12 @@ def decode(place: Path, draft: Path, **changes):
 def test_a_draft_names_its_target_and_its_rendering(place):
     manifest = HiddenStatesDataset(place / "data").manifest
     origin = load_draft(place / "run" / "best").config.origin
-    assert origin == identity_of(manifest) | {
+    assert origin == manifest.identity | {
         "dataset_fingerprint": manifest.fingerprint,
-        "head": {k: v for k, v in asdict(manifest.head).items() if v is not None},
-        "target_name": manifest.target["name"],
+        "head": {k: v for k, v in structs.asdict(manifest.head).items() if v is not None},
+        "target_name": manifest.target.name,
     }
-    assert origin["weights_hash"] == manifest.target["weights_hash"]
-    assert origin["tokenizer_hash"] == manifest.raw["tokenizer"]["hash"]
+    assert origin["weights_hash"].startswith("sha256:") and origin["tokenizer_hash"]
     assert origin["rope.rope_type"] == "default"
     assert list(origin["template_kwargs_used"]) == ['{"enable_thinking": false}']
     assert json.loads((place / "run" / "fit.json").read_text())["data"] == str(place / "data")
@@ -99,14 +96,13 @@ def test_eval_on_data_of_another_template_or_other_kwargs_says_so(place, tmp_pat
 
 
 def forget_origin(draft: Path) -> None:
-    """Remove what a draft records of its target and its prompts."""
-    raw = read_json(draft)
+    """Make a draft directory what older releases wrote."""
+    raw = read_json(unseal(draft))
     del raw["spec_train"]["origin"]
     write_json(draft, raw)
-    reseal(draft)
 
 
-def test_drafts_without_an_origin_ask_the_data_and_else_say_that_they_do_not_know(place, tmp_path):
+def test_drafts_of_older_releases_ask_the_data_and_else_say_that_they_do_not_know(place, tmp_path):
     shutil.copytree(place / "run", tmp_path / "run", symlinks=True)
     forget_origin(tmp_path / "run" / "best")
     report = decode(place, tmp_path / "run")
@@ -137,11 +133,12 @@ def test_rounding_is_no_difference_but_another_row_is():
 
 
 def test_other_weights_with_the_same_embedding_are_warned_about(place):
-    raw = dict(HiddenStatesDataset(place / "data").manifest.raw)
-    del raw["fingerprint"]
-    own = raw["target"]["weights_hash"]
-    other = Manifest(raw | {"target": raw["target"] | {"weights_hash": "sha256:1"}}, "tuned")
-    assert origin_warnings({"weights_hash": own}, Manifest(raw, "same")) == []
+    manifest = HiddenStatesDataset(place / "data").manifest
+    own = manifest.identity["weights_hash"]
+    other = manifest.changed(
+        where="tuned", identity=manifest.identity | {"weights_hash": "sha256:1"}
+    )
+    assert origin_warnings({"weights_hash": own}, manifest) == []
     assert origin_warnings({}, other) == []
     (warning,) = origin_warnings({"weights_hash": own}, other)
     assert warning.startswith("weights_hash: the draft was fitted with sha256:")

@@ -201,7 +201,7 @@ def test_two_processes_capture_one_target(tmp_path):
             # stored in bf16: a difference of float32 may round to the next number of bf16
             terms = network(LAYERS)
             close(row[name].float(), other[name].float(), terms=terms, stored=torch.bfloat16)
-    assert ours.manifest.raw["head"] == theirs.manifest.raw["head"]
+    assert ours.manifest.head == theirs.manifest.head
     found = examine(VerifyConfig(data=str(tmp_path / "both"), target=str(target), samples=4))
     assert not found.failures
 

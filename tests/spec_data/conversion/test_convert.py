@@ -79,9 +79,7 @@ def test_a_converted_dataset_has_the_stored_states_and_verifies(data, target, sa
     assert found["tool"] == "SpecForge" and found["stored_layers"] == [1, 2, 4]
     assert raw["settings"]["converted"]["from"] == "specforge"
     assert raw["corpus"][0]["kind"] == "states of SpecForge"
-    assert "by SpecForge; differs from the target's own blocks by" in dataset_text(
-        Manifest(raw, "")
-    )
+    assert "by SpecForge; differs from the target's own blocks by" in dataset_text(Manifest.of(raw))
     assert not (data / ".generate").exists() and len(raw["shards"]) > 1
 
 
@@ -144,9 +142,9 @@ def test_malformed_samples_are_counted_listed_and_limited(tmp_path, target, samp
     file.write_bytes(file.read_bytes()[:200])
     out = tmp_path / "set"
     done = convert(options(target, src, out))
-    (entry,) = done.raw["corpus"]
-    assert (entry["rows"], entry["bad"]) == (12, 1)
-    assert "data_3.ckpt: the file is damaged" in entry["bad_examples"][0]
+    (entry,) = done.corpus
+    assert (entry.rows, entry.bad) == (12, 1)
+    assert "data_3.ckpt: the file is damaged" in entry.bad_examples[0]
     assert "bad row skipped" in caplog.text
     check_states(out, [s for i, s in enumerate(samples) if i != 3])
     with pytest.raises(CorpusError, match="--max-bad-rows 0"):
@@ -163,7 +161,7 @@ def test_states_that_are_not_finite_are_left_out(tmp_path, target, samples):
     table["aux_hidden_state"][0, 20, 3] = torch.nan
     torch.save(table, file)
     done = convert(options(target, src, tmp_path / "set", max_shard_size="auto"))
-    assert done.raw["documents"]["dropped"] == {"non-finite-hidden.L1": 1}
+    assert done.documents.dropped == {"non-finite-hidden.L1": 1}
 
 
 def test_nothing_is_written_by_a_dry_run_or_a_refusal(tmp_path, target, source):
@@ -184,8 +182,8 @@ def test_samples_without_a_mask(tmp_path, target, samples):
     with pytest.raises(CorpusError, match=r"no loss mask is stored; .* --mask all"):
         convert(options(target, src, tmp_path / "a", "modelopt"))
     done = convert(options(target, src, tmp_path / "b", "modelopt", mask="all"))
-    totals = done.raw["totals"]
-    assert totals["supervised"] == totals["tokens"] == sum(len(s.ids) for s in samples)
+    totals = done.totals
+    assert totals.supervised == totals.tokens == sum(len(s.ids) for s in samples)
 
 
 def test_the_command_and_the_function(tmp_path, target, source, data, capsys):

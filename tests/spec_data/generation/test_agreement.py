@@ -14,7 +14,7 @@ from spec_data.cli import main
 from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import ConfigError, CorpusError
 from spec_data.shards.files import dump_json
-from spec_data.shards.likelihood import Agreement, DocumentFigures, read_agreement
+from spec_data.shards.likelihood import Agreement, DocumentFigures
 from spec_data.shards.likelihood_text import warnings
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, fingerprint
@@ -79,18 +79,18 @@ def test_figures_are_those_of_plain_loops_per_source(family, changes, tmp_path, 
     if changes.get("on_policy"):  # random weights never wrote this: look at the figures only
         monkeypatch.setattr("spec_data.generation.replica.check_agreement", lambda *a: None)
     manifest = run(target, corpora, tmp_path / "data", **changes)
-    assert (manifest.raw["packing"]["form"] == "rows") == (changes.get("packing") == "rows")
+    assert (manifest.packing.form == "rows") == (changes.get("packing") == "rows")
     dataset = HiddenStatesDataset(tmp_path / "data")
     wanted = reference(target, dataset, changes.get("sampling_temperature", 1.0))
-    found = read_agreement(manifest.raw)
-    assert found is not None
+    assert manifest.agreement is not None
+    found = manifest.agreement.sources
     assert list(found) == ["a.jsonl", "b.jsonl"]
     for name, (tokens, first, nll, own_nll, own_share) in wanted.items():
         assert (found[name].tokens, found[name].first_choice) == (tokens, first)
         assert found[name].nll == pytest.approx(nll, abs=2e-4)
         assert found[name].own_nll == pytest.approx(own_nll, abs=2e-4)
         assert found[name].own_share == pytest.approx(own_share, abs=2e-4)
-    total = Agreement(**manifest.raw["agreement"]["total"])
+    total = manifest.agreement.total
     assert total.tokens == sum(w[0] for w in wanted.values())
     assert total.nll == pytest.approx(
         sum(w[0] * w[2] for w in wanted.values()) / total.tokens, 1e-4
@@ -117,7 +117,7 @@ def test_standard_errors_are_those_of_the_definition():
 def test_kills_and_workers_change_no_byte_of_the_measurement(trained, tmp_path):
     corpus = trained.corpus("own", trained.rows)
     whole = run(trained.path, corpus, tmp_path / "whole", **TRAINED)
-    assert len(whole.raw["shards"]) > 3
+    assert len(whole.shards) > 3
     assert run(trained.path, corpus, tmp_path / "two", workers="1/2", **TRAINED) is None
     records = sorted((tmp_path / "two" / ".generate").glob("unit-*.json"))
     records[1].unlink()  # as if killed between a shard and its record
@@ -185,8 +185,8 @@ def test_mistakes_that_lower_the_share_are_named_with_their_causes(
         for cause in ("template", "doubled BOS", "shuffled", "wrongly configured weights"):
             assert cause in text, command
     manifest = Manifest.read(tmp_path / "data" / "manifest.json")
-    assert manifest.raw["agreement"]["total"]["first_choice"] < 0.9 * 273
-    assert manifest.raw["policy"] == "off-policy"
+    assert manifest.agreement.total.first_choice < 0.9 * 273
+    assert manifest.policy == "off-policy"
 
 
 def test_sound_answers_are_named_on_policy_and_raise_no_warning(trained, tmp_path, caplog, capsys):
@@ -213,7 +213,7 @@ def test_on_policy_that_a_sample_contradicts_is_refused_before_the_first_shard(
         run(target, corpus, tmp_path / "data", **changes)
     assert not list((tmp_path / "data").glob("shards/*.arrow"))
     # Without the label the same directory is taken.
-    assert run(target, corpus, tmp_path / "data", **TRAINED).raw["policy"] == "off-policy"
+    assert run(target, corpus, tmp_path / "data", **TRAINED).policy == "off-policy"
 
 
 def test_samples_of_the_target_are_on_policy_at_their_temperature_only(trained, tmp_path):
@@ -226,15 +226,15 @@ def test_samples_of_the_target_are_on_policy_at_their_temperature_only(trained, 
     hot = trained.corpus("hot", writer.sampled(2.0))
     changes = {**TRAINED, "on_policy": True}
     made = run(damaged, warm, tmp_path / "1", **changes, sampling_temperature=1.0)
-    assert made.raw["policy"] == "on-policy"
-    assert 0.2 < Agreement(**made.raw["agreement"]["total"]).share < 0.75
+    assert made.policy == "on-policy"
+    assert 0.2 < made.agreement.total.share < 0.75
     with pytest.raises(ConfigError, match="pass --sampling-temperature"):
         run(damaged, warm, tmp_path / "2", **changes)
     with pytest.raises(ConfigError, match="at temperature 0"):
         run(damaged, warm, tmp_path / "3", **changes, sampling_temperature=0.0)
     with pytest.raises(ConfigError, match="at temperature 1"):
         run(damaged, hot, tmp_path / "4", **changes, sampling_temperature=1.0)
-    assert run(trained.path, own, tmp_path / "5", **changes).raw["policy"] == "on-policy"
+    assert run(trained.path, own, tmp_path / "5", **changes).policy == "on-policy"
 
 
 def test_a_label_refused_at_the_end_loses_no_data(trained, tmp_path, monkeypatch, capsys, caplog):
@@ -247,8 +247,8 @@ def test_a_label_refused_at_the_end_loses_no_data(trained, tmp_path, monkeypatch
         assert "--on-policy was not accepted" in caplog.text
         caplog.clear()
     manifest = Manifest.read(tmp_path / "data" / "manifest.json")
-    assert manifest.raw["policy"] == "off-policy"
-    assert manifest.raw["settings"]["on_policy"] is True
+    assert manifest.policy == "off-policy"
+    assert manifest.settings["on_policy"] is True
     assert main(["verify", str(tmp_path / "data")]) == 0
     assert "--on-policy was not accepted" in capsys.readouterr().out
 

@@ -156,7 +156,7 @@ def test_out_of_memory_in_the_middle_halves_the_batches_and_loses_nothing(
     given = options(*files, tmp_path / "plain", packing="rows", batch_tokens=512)
     monkeypatch.setattr(gpu, "measures", False)
     plain = generate(GenerateConfig(**given))
-    assert plain is not None and "also_captured_with" not in plain.raw
+    assert plain is not None and not plain.also_captured_with
     capture = replica_module.capture_unit
     finished: list[int] = []
 
@@ -171,9 +171,9 @@ def test_out_of_memory_in_the_middle_halves_the_batches_and_loses_nothing(
     caplog.set_level("WARNING")
     manifest = generate(GenerateConfig(**given | {"out": str(tmp_path / "halved")}))
     assert manifest is not None and finished == list(range(len(manifest.shards)))
-    (other,) = manifest.raw["also_captured_with"]
-    assert manifest.raw["captured_with"]["batch_tokens"] == 512 and other["batch_tokens"] == 256
-    assert 0 <= other["difference"] <= manifest.raw["packing"]["tolerance"]
+    (other,) = manifest.also_captured_with
+    assert manifest.captured_with["batch_tokens"] == 512 and other["batch_tokens"] == 256
+    assert 0 <= other["difference"] <= manifest.packing.tolerance
     assert "out of device memory (CUDA out of memory" in caplog.text
     assert "equal up to rounding of" in caplog.text
     ours, theirs = (HiddenStatesDataset(tmp_path / name) for name in ("halved", "plain"))
@@ -246,8 +246,8 @@ def test_a_run_resumes_with_another_size_device_or_release(files, tmp_path, monk
     (work / "plan.json").write_text(json.dumps(saved))
     manifest = generate(GenerateConfig(**given | {"batch_tokens": 256}))
     assert isinstance(manifest, Manifest)
-    (other,) = manifest.raw["also_captured_with"]
-    assert (other["batch_tokens"], manifest.raw["captured_with"]["batch_tokens"]) == (256, 512)
+    (other,) = manifest.also_captured_with
+    assert (other["batch_tokens"], manifest.captured_with["batch_tokens"]) == (256, 512)
     assert "batch_tokens 512, now 256" in caplog.text
 
 
@@ -264,10 +264,10 @@ def test_a_run_of_an_older_release_goes_on_in_its_own_mask_form(files, tmp_path,
         interrupted(given, monkeypatch)
     resumed, new = generate(GenerateConfig(**given)), options(*files, tmp_path / "new")
     assert whole is not None and resumed is not None
-    assert whole.raw["packing"]["form"] == resumed.raw["packing"]["form"] == "block-causal"
+    assert whole.packing.form == resumed.packing.form == "block-causal"
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
     fresh = generate(GenerateConfig(**new))
-    assert fresh is not None and fresh.raw["packing"]["form"] == PER_DOCUMENT
+    assert fresh is not None and fresh.packing.form == PER_DOCUMENT
 
 
 def test_a_run_whose_states_differ_by_more_is_refused(files, tmp_path, monkeypatch):

@@ -93,8 +93,8 @@ def test_what_a_codec_cannot_meet_goes_to_a_finer_one(
     with caplog.at_level("WARNING"):
         manifest = run(target, corpus, tmp_path / "finer", codec="lm4c", **one_unit)
     assert {c.codec for c in manifest.columns if "hidden" in c.name} == {"lm6c"}
-    entry = next(c for c in manifest.raw["columns"] if c["name"] == "hidden.final")
-    assert entry["error"]["mse_median"] < entry["instead_of"]["lm4c"]["mse_median"]
+    entry = next(c for c in manifest.columns if c.name == "hidden.final")
+    assert entry.error.mse_median < entry.instead_of["lm4c"].mse_median
     told = [r.message for r in caplog.records if "lm4c would lose too much" in r.message]
     assert len(told) == 2 and "hidden.final is stored with lm6c" in told[1]
     run(target, corpus, tmp_path / "asked", codec="lm6c", **one_unit)  # the same bytes as asked for
@@ -113,9 +113,9 @@ def test_what_no_codec_can_meet_is_stored_in_bf16(target, corpus, tmp_path, monk
         with_bound(monkeypatch, codec, median=0.0)
     manifest = run(target, corpus, tmp_path / "data", codec="lm4c")
     assert {c.codec for c in manifest.columns if "hidden" in c.name} == {"bf16"}
-    assert manifest.codec == {} and not (tmp_path / "data" / "codec.safetensors").exists()
-    columns = [c for c in manifest.raw["columns"] if "hidden" in c["name"]]
-    assert all(list(c["instead_of"]) == ["lm4c", "lm6c", "int8c"] for c in columns)
+    assert manifest.codec is None and not (tmp_path / "data" / "codec.safetensors").exists()
+    columns = [c for c in manifest.columns if "hidden" in c.name]
+    assert all(list(c.instead_of) == ["lm4c", "lm6c", "int8c"] for c in columns)
     assert verify(VerifyConfig(data=str(tmp_path / "data"), device="cpu", target=str(target))) == 0
 
 
@@ -131,7 +131,7 @@ def test_states_with_a_large_mean_are_no_task_for_fp8(corpus, tmp_path, caplog):
 
 def test_one_document_is_enough(target, tmp_path):
     manifest = run(target, write_corpus(tmp_path / "one.jsonl", 1), tmp_path / "data", **MIXED)
-    assert manifest.codec["documents"] == 1
+    assert manifest.codec.documents == 1
     assert len(HiddenStatesDataset(tmp_path / "data")) == 1
 
 
@@ -218,10 +218,10 @@ def test_tails_are_trimmed_and_counted(target, tmp_path):
     file.write_text("\n".join(map(json.dumps, rows)))
     cut = run(target, file, tmp_path / "cut", max_length=64)
     whole = run(target, file, tmp_path / "whole", max_length=1024, mask="all")
-    trimmed = cut.raw["documents"]["tail_tokens_trimmed"]
-    assert whole.raw["documents"]["tail_tokens_trimmed"] == 0
-    assert cut.raw["documents"]["cut"] == 0  # only tails are longer than 64 tokens
-    assert cut.raw["totals"]["tokens"] + trimmed == whole.raw["totals"]["tokens"]
+    trimmed = cut.documents.tail_tokens_trimmed
+    assert whole.documents.tail_tokens_trimmed == 0
+    assert cut.documents.cut == 0  # only tails are longer than 64 tokens
+    assert cut.totals.tokens + trimmed == whole.totals.tokens
     short, long = HiddenStatesDataset(tmp_path / "cut"), HiddenStatesDataset(tmp_path / "whole")
     for index in range(5):
         a, b = short[index], long[index]

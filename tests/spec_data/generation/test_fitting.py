@@ -1,6 +1,5 @@
 """Which drafts can be fitted is known before a capture; what no draft can use is refused."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,7 @@ def test_an_unregistered_family_is_named_and_derived(place: Path, tmp_path, monk
         "before the capture)"
     )
     manifest = run(place / "llama", place / "chats.jsonl", tmp_path / "data")
-    assert manifest.raw["positions"]["proven"]
+    assert manifest.positions.proven
 
 
 def test_an_unregistered_family_that_is_not_proven_is_refused_before_the_first_shard(
@@ -111,8 +110,8 @@ def test_an_unregistered_family_that_is_not_proven_is_refused_before_the_first_s
     with pytest.raises(TargetError, match="not proven"):
         estimated(place, probe=True, layers="spread:3")
     manifest = run(*where)  # layers that are named
-    found = manifest.raw["positions"]
-    assert not found["proven"] and "differ by" in found["reason"] and not found["tables"]
+    found = manifest.positions
+    assert not found.proven and "differ by" in found.reason and not found.tables
 
 
 def test_a_config_without_a_size_is_refused(place: Path, tmp_path: Path) -> None:
@@ -127,7 +126,7 @@ def test_a_complete_dataset_is_not_refused_later(
     place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = run(place / "mamba", place / "chats.jsonl", tmp_path / "data")
-    assert json.loads(json.dumps(made.raw["positions"]))["kind"] == "unknown"
+    assert made.positions.kind == "unknown"
     assert "a draft uses" not in caplog.text  # there is none
     again = run(place / "mamba", place / "chats.jsonl", tmp_path / "data")
     assert again.fingerprint == made.fingerprint

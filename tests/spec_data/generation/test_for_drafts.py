@@ -64,14 +64,14 @@ def fitted(place, tmp_path, draft: str, data: str, caplog, **changes):
 def test_the_union_is_captured_and_recorded(place):
     dataset = spec_data.open_dataset(place / "both")
     assert dataset.manifest.layers == (1, 3, 4, 6, 8)
-    assert dataset.manifest.raw["draft_layers"] == {
-        "eagle3": list(EAGLE3),
-        "dspark": list(BLOCK),
-        "eagle": [],
+    assert dataset.manifest.draft_layers == {
+        "eagle3": EAGLE3,
+        "dspark": BLOCK,
+        "eagle": (),
     }
     assert verify(VerifyConfig(data=str(place / "both"), target=str(place / "target"))) == 0
     old = spec_data.open_dataset(place / "old")
-    assert "draft_layers" not in old.manifest.raw
+    assert not old.manifest.draft_layers
     for name in old.columns:  # --for changes which layers there are, not what is in them
         assert torch.equal(old[0][name], dataset[0][name]), name
 
@@ -202,8 +202,9 @@ def test_the_next_command_fits_a_draft_that_the_data_has(place, capsys):
 
 def test_a_run_that_follows_reads_the_same_layers(place):
     followed = FollowedDataset(place / "both").manifest
-    for key in ("draft_layers", "positions"):
-        assert followed.raw[key] == spec_data.open_dataset(place / "both").manifest.raw[key]
+    sealed = spec_data.open_dataset(place / "both").manifest
+    assert followed.draft_layers == sealed.draft_layers
+    assert followed.positions == sealed.positions
 
 
 def test_a_resumed_capture_keeps_its_drafts(place, tmp_path):
@@ -215,19 +216,14 @@ def test_a_resumed_capture_keeps_its_drafts(place, tmp_path):
         place / "target", place / "c.jsonl", tmp_path / "d", for_drafts="dspark", layers="auto",
         workers="1/2",
     )  # fmt: skip
-    assert seal_directory(tmp_path / "d").raw["draft_layers"] == {"dspark": list(BLOCK)}
-
-
-def edited(manifest: Manifest, **changes) -> Manifest:
-    raw = {k: v for k, v in manifest.raw.items() if k != "fingerprint"} | changes
-    return Manifest(raw | {"fingerprint": fingerprint(raw)}, manifest.where)
+    assert seal_directory(tmp_path / "d").draft_layers == {"dspark": BLOCK}
 
 
 def test_a_mixture_has_the_recipes_that_all_its_datasets_record(place):
     both, old = (Manifest.read(place / name / "manifest.json") for name in ("both", "old"))
-    only = edited(both, draft_layers={"dspark": list(BLOCK)})
-    assert common_manifest([both, only]).raw["draft_layers"] == {"dspark": list(BLOCK)}
-    assert "draft_layers" not in common_manifest([both, old]).raw
+    only = both.changed(draft_layers={"dspark": BLOCK}).with_fingerprint()
+    assert common_manifest([both, only]).draft_layers == {"dspark": BLOCK}
+    assert not common_manifest([both, old]).draft_layers
 
 
 def test_a_recorded_layer_that_is_not_captured_is_refused(place, tmp_path):

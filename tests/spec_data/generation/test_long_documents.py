@@ -67,10 +67,10 @@ def test_one_long_document_among_short_ones(family, tmp_path, monkeypatch):
     assert longest > 2 * 64 > WINDOW
     # Alone: once as part of the sample, and once as data.
     assert [shape for shape in shapes if shape[1] > 64] == [(1, longest)] * 2
-    packing = manifest.raw["packing"]
-    assert packing["pack_length"] == 64 and packing["longest"] == 64
-    assert packing["form"] not in (ROWS, SINGLE)
-    assert 0.3 < packing["utilisation"] <= 1
+    packing = manifest.packing
+    assert packing.pack_length == packing.longest == 64
+    assert packing.form not in (ROWS, SINGLE)
+    assert 0.3 < packing.utilisation <= 1
     model = AutoModelForCausalLM.from_pretrained(target).eval()
     for index in (0, int(dataset.lengths.argmax())):
         row = dataset[index]

@@ -86,7 +86,7 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(source, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "data"
-    assert len(run(*source, out, **SMALL).raw["shards"]) > 6
+    assert len(run(*source, out, **SMALL).shards) > 6
     return digests(out)
 
 

@@ -235,15 +235,15 @@ def test_every_document_is_stored_or_counted(target, tmp_path):
     lines = [json.dumps(row) for row in rows]
     lines.insert(3, "{broken")
     file.write_text("\n".join(lines))
-    counts = run(target, file, tmp_path / "data", max_length=256).raw["documents"]
-    assert counts["read"] == 306
-    assert counts["bad_rows"] == 1
-    assert counts["unrendered"] == {"no-assistant-turn": 1}
-    assert counts["dropped"] == {"duplicate": 1, "nothing-supervised-within-max-length": 1}
-    assert counts["cut"] == 2
-    assert counts["stored"] == 302
-    assert counts["read"] == counts["bad_rows"] + 1 + counts["rendered"]
-    assert counts["rendered"] == counts["stored"] + sum(counts["dropped"].values())
+    counts = run(target, file, tmp_path / "data", max_length=256).documents
+    assert counts.read == 306
+    assert counts.bad_rows == 1
+    assert counts.unrendered == {"no-assistant-turn": 1}
+    assert counts.dropped == {"duplicate": 1, "nothing-supervised-within-max-length": 1}
+    assert counts.cut == 2
+    assert counts.stored == 302
+    assert counts.read == counts.bad_rows + 1 + counts.rendered
+    assert counts.rendered == counts.stored + sum(counts.dropped.values())
 
 
 def test_nothing_left_is_an_error_with_the_counts(target, tmp_path):
@@ -278,7 +278,7 @@ def test_other_supervision(target, corpus, tmp_path, supervision, reference):
 def test_families_from_disk_to_dataset(corpus, tmp_path, family):
     target = save_target(tmp_path / "target", family)
     manifest = run(target, corpus, tmp_path / "data", limit=12)
-    form = manifest.raw["packing"]["form"]
+    form = manifest.packing.form
     assert (form == "rows") == (family == "mamba")
     dataset = HiddenStatesDataset(tmp_path / "data")
     model = AutoModelForCausalLM.from_pretrained(target).eval()
@@ -317,11 +317,11 @@ def test_one_document_with_unusable_states_is_left_out_and_counted(target, corpu
     bad = {"input_ids": [5, 6, free, 7], "loss_mask": [0, 0, 1, 1]}
     file.write_text("\n".join(json.dumps(r) for r in [*rows, bad]))
     # The packing proof would see the poisoned document, so packing is off: --packing rows.
-    counts = run(poisoned, file, tmp_path / "data", max_shard_size="100MB", packing="rows").raw[
-        "documents"
-    ]
-    assert sum(v for k, v in counts["dropped"].items() if k.startswith("non-finite")) == 1
-    assert counts["stored"] == len(rows)
+    counts = run(
+        poisoned, file, tmp_path / "data", max_shard_size="100MB", packing="rows"
+    ).documents
+    assert sum(v for k, v in counts.dropped.items() if k.startswith("non-finite")) == 1
+    assert counts.stored == len(rows)
 
 
 def test_a_full_disk_is_found_before_the_run_and_survived_during_it(

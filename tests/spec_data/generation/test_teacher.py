@@ -1,15 +1,13 @@
 """`--teacher`: the columns made from logits, at every token or only where a draft reads them."""
 
-import json
-
 import pytest
 import torch
+from msgspec import structs
 
 from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import TEACHERS
 from tests.spec_data.runs import (
-    digests,
     run,
     save_target,
     verify,
@@ -54,26 +52,6 @@ def test_a_teacher_at_every_token_agrees_with_one_where_it_is_read(
             else:
                 there = kept if name in TEACHERS else slice(None)
                 assert torch.equal(a[name][there], b[name][there])
-    figures = [m.raw["agreement"]["total"] for m in (some, every)]
+    figures = [structs.asdict(m.agreement.total) for m in (some, every)]
     assert figures[0] == pytest.approx(figures[1], rel=1e-4)
     assert verify(VerifyConfig(data=str(tmp_path / "some"), target=str(target), device="cpu")) == 0
-
-
-def test_a_run_of_an_older_release_goes_on_with_the_teacher_at_every_token(
-    target, corpus, tmp_path
-):
-    """Its settings do not name the teacher."""
-    run(target, corpus, tmp_path / "whole", teacher="all", max_shard_size="40KB")
-    out = tmp_path / "data"
-    assert run(target, corpus, out, teacher="all", workers="0/2", max_shard_size="40KB") is None
-    for name in ("plan.json", "target.json"):
-        file = out / ".generate" / name
-        raw = json.loads(file.read_text())
-        del raw["settings"]["teacher"]
-        file.write_text(json.dumps(raw))
-    run(target, corpus, out, max_shard_size="40KB")
-    whole, before = digests(tmp_path / "whole"), digests(out)
-    shards = [name for name in whole if name.startswith("shards/")]
-    assert len(shards) > 1 and all(whole[name] == before[name] for name in shards)
-    run(target, corpus, out, max_shard_size="40KB")  # and once it is complete
-    assert digests(out) == before

@@ -126,7 +126,7 @@ def test_a_forward_that_fails_leaves_no_memory_in_use(target, corpus, tmp_path, 
     monkeypatch.setattr(capture_module, "forward_columns", failing)
     manifest = run(target, corpus, tmp_path / "late", batch_tokens="1024", max_length=100)
     assert failures[0] < 0 and not streams.queue
-    assert manifest.raw["totals"]["documents"] == 40
+    assert manifest.totals.documents == 40
 
 
 def test_a_cpu_and_full_logits_take_the_plain_way():

@@ -21,7 +21,7 @@ from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.hub_options import PullConfig, PushConfig
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import Manifest, fingerprint
+from spec_data.shards.schema import Manifest
 from spec_data.shards.seal import dataset_card
 from tests.spec_data.hub.hub_server import HubServer
 from tests.spec_data.runs import digests, run, save_target, verify, write_corpus
@@ -225,11 +225,10 @@ STRANGERS = (
 @pytest.mark.parametrize("card", [dataset_card, lambda m: hub_card(m, "a/b")])
 def test_a_strangers_names_and_licence_are_only_texts_in_the_cards(data, text, card):
     raw = json.loads((data / "manifest.json").read_text())
-    plain = card(Manifest(copy.deepcopy(raw), "plain"))
-    raw["target"]["name"] = raw["policy"] = raw["layer_convention"] = text
+    plain = card(Manifest.of(copy.deepcopy(raw)))
+    raw["target"]["name"] = text
     raw["corpus"][0] |= {"source": text, "licence": text}
-    raw["fingerprint"] = fingerprint(raw)
-    found = card(Manifest(raw, "hostile"))
+    found = card(Manifest.of(raw))
     headers = [yaml.safe_load(c.split("---\n")[1]) for c in (plain, found)]
     assert headers[1].pop("license_name") == " ".join(text.split())
     assert headers[0].keys() == headers[1].keys() and headers[1]["license"] == "other"

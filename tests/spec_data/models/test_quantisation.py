@@ -25,8 +25,8 @@ from spec_data.models.quantisation import check_head, quantisation_of
 from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import TargetError
-from spec_data.shards.identity import quantisation_text
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import Quantised
 from spec_data.verification.run import examine
 from tests.families import VOCAB
 from tests.spec_data.runs import options, save_target, write_corpus
@@ -84,7 +84,7 @@ def fp8(tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
 def test_the_states_are_those_of_the_weights_multiplied_out(fp8):
     folder, meant = fp8
     target = Target.from_pretrained(folder, (0, 3), dtype="float32", device="cpu")
-    assert target.quantisation == {"method": "fp8", "bits": 8, "dequantised": True}
+    assert target.quantisation == Quantised(method="fp8", bits=8, dequantised=True)
     loaded = dict(target.model.named_parameters())
     for name, weight in meant.items():
         assert torch.equal(loaded[name], weight), name
@@ -101,8 +101,8 @@ def test_datasets_verify_and_fit_say_that_the_target_was_quantised(fp8, tmp_path
     manifest = generate(GenerateConfig(**given))
     assert manifest is not None
     said = "fp8, 8 bits, dequantised when it was loaded"
-    assert quantisation_text(manifest.target["quantised_as"]) == said
-    assert manifest.target["quantization"]["quant_method"] == "fp8"
+    assert str(manifest.target.quantised_as) == said
+    assert manifest.identity["quantization"]["quant_method"] == "fp8"
     found = examine(VerifyConfig(data=str(tmp_path / "data"), target=str(folder), samples=3))
     assert not found.failures and f"captured quantised: {said}" in found.text()
     caplog.set_level(logging.INFO)
@@ -112,7 +112,7 @@ def test_datasets_verify_and_fit_say_that_the_target_was_quantised(fp8, tmp_path
     assert f"captured quantised: {said}" in caplog.text
     config = json.loads((tmp_path / "run" / "best" / "config.json").read_text())
     assert config["spec_train"]["origin"]["quantization"]["quant_method"] == "fp8"
-    assert len(HiddenStatesDataset(tmp_path / "data")) == manifest.raw["documents"]["stored"]
+    assert len(HiddenStatesDataset(tmp_path / "data")) == manifest.documents.stored
 
 
 MISSING = {
@@ -176,7 +176,7 @@ def test_a_method_that_transformers_does_not_know_is_refused(tmp_path):
 )
 def test_methods_and_bits_are_read_from_the_config(table, text):
     found = quantisation_of(LlamaConfig(quantization_config=table))
-    assert found is not None and quantisation_text(found) == text
+    assert found is not None and str(found) == text
 
 
 def test_a_target_that_is_not_quantised_records_nothing(tmp_path):

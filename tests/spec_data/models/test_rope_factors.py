@@ -47,7 +47,7 @@ def test_every_document_has_the_chosen_factors(choice, target, tmp_path, caplog)
     with caplog.at_level(logging.INFO):
         manifest = run(target, corpus, tmp_path / "data", rope_factors=choice)
     used = "long" if choice == "long" else "short"
-    assert manifest.raw["target"]["rope_factors"] == used
+    assert manifest.target.rope_factors == used
     assert "Engines such as vLLM use the long ones for every prompt" in caplog.text
     dataset = HiddenStatesDataset(tmp_path / "data")
     for index in range(len(dataset)):
@@ -67,7 +67,7 @@ def test_a_long_document_decides_for_all_and_batches_decide_nothing(target, tmp_
     with corpus.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"messages": [long, answer]}) + "\n")
     manifest = run(target, corpus, tmp_path / "data", packing="rows")
-    assert manifest.raw["target"]["rope_factors"] == "long"
+    assert manifest.target.rope_factors == "long"
     dataset = HiddenStatesDataset(tmp_path / "data")
     assert max(dataset.lengths) > LIMIT
     for index in range(len(dataset)):

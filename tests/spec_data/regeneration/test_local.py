@@ -4,11 +4,13 @@ import json
 
 import pytest
 import torch
+import transformers
 
 from spec_data.cli import main
-from spec_data.regeneration.local import _Generator
+from spec_data.regeneration import padded_batches
+from spec_data.regeneration.journal import Journal
+from spec_data.regeneration.padded_batches import PaddedBatches
 from spec_data.shards.errors import ConfigError, CorpusError
-from spec_data.shards.likelihood import total_agreement
 from tests.spec_data.generation.trained import TrainedTarget
 from tests.spec_data.regeneration.tools import answered, contents, rows, slow_answers, write_rows
 from tests.spec_data.runs import options, run, save_target, write_corpus
@@ -34,9 +36,9 @@ def stops_of(target) -> set[int]:
     return {json.loads((target / "config.json").read_text())["eos_token_id"]}
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_answers_are_those_of_the_slow_loop(target, corpus, tmp_path, size):
-    record = answered(corpus, tmp_path / "a.jsonl", target=str(target), batch_size=size)
+@pytest.mark.parametrize("batching", ["padded", "continuous"])
+def test_answers_are_those_of_the_slow_loop(target, corpus, tmp_path, batching):
+    record = answered(corpus, tmp_path / "a.jsonl", target=str(target), batching=batching)
     found, given = rows(tmp_path / "a.jsonl"), rows(corpus)
     assert record["counts"]["written"] == len(found) == len(given) == 9
     for new, old in zip(found, given, strict=True):
@@ -61,25 +63,51 @@ def test_greedy_answers_are_all_first_choices(trained, tmp_path, capsys):
     assert f"next:  spec-data generate --target {trained.path} --corpus {out}" in shown.err
     assert [contents(r) for r in rows(out)] == [contents(r) for r in trained.rows]
     manifest = run(trained.path, out, tmp_path / "data", layers="0,1", on_policy=True)
-    found = total_agreement(manifest.raw)
-    assert found is not None and found.first_choice == found.tokens > 200
-    assert manifest.raw["policy"] == "on-policy"
-    assert manifest.raw["settings"]["sampling_temperature"] == 0.0  # from the record
+    assert manifest.agreement is not None
+    found = manifest.agreement.total
+    assert found.first_choice == found.tokens > 200
+    assert manifest.policy == "on-policy"
+    assert manifest.settings["sampling_temperature"] == 0.0  # from the record
+
+
+def test_an_answer_is_kept_when_it_ends_and_not_when_its_batch_does(trained, tmp_path, monkeypatch):
+    corpus = trained.corpus("own-questions", trained.shuffled())
+    events: list[str] = []
+    generate, flush = transformers.GenerationMixin.generate, Journal.flush
+
+    def counted(self, *given, **named):
+        before = len(events)
+        found = generate(self, *given, **named)
+        events.append(f"batch of {len(found)}, {events[before:].count('flush')} flushed before")
+        return found
+
+    def flushed(self):
+        if self._waiting:
+            events.append("flush")
+        flush(self)
+
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", counted)
+    monkeypatch.setattr(Journal, "flush", flushed)
+    monkeypatch.setattr(padded_batches, "_FLUSH_SECONDS", -1.0, raising=False)
+    given = {"target": str(trained.path), "max_new_tokens": 40, "batch_size": 24}
+    answered(corpus, tmp_path / "a.jsonl", **given)
+    assert "batch of 24, 24 flushed before" in events
+    assert [contents(r) for r in rows(tmp_path / "a.jsonl")] == [contents(r) for r in trained.rows]
 
 
 def test_a_run_that_is_stopped_holds_answers_of_every_kind(target, tmp_path, monkeypatch):
     """Not the longest prompts first, and not the rows in the order of the corpus."""
     few = [{"prompt": "word " * (1 + n // 2)} for n in range(80)]  # sorted, as by source
     corpus, asked = write_rows(tmp_path / "c.jsonl", few), []
-    generate = _Generator.__call__
+    generate = PaddedBatches._generate
 
-    def stopped(self, batch):
+    def stopped(self, batch, *rest):
         asked.append([int(q.conversation.record.where.rpartition(":")[2]) - 1 for q in batch])
         if len(asked) == 8:
             raise KeyboardInterrupt
-        return generate(self, batch)
+        return generate(self, batch, *rest)
 
-    monkeypatch.setattr(_Generator, "__call__", stopped)
+    monkeypatch.setattr(PaddedBatches, "_generate", stopped)
     given = {"target": str(target), "max_new_tokens": 1, "batch_size": 4}
     with pytest.raises(KeyboardInterrupt):
         answered(corpus, tmp_path / "a.jsonl", **given)
@@ -115,7 +143,7 @@ def test_the_last_turn_only(target, corpus, tmp_path):
         weights = [m.get("weight", 1) for m in new["messages"] if m["role"] == "assistant"]
         assert weights == [0] * (len(weights) - 1) + [1]
     manifest = run(target, tmp_path / "a.jsonl", tmp_path / "data")
-    assert manifest.raw["documents"]["rendering"]["answers of weight 0, not supervised"] == 3
+    assert manifest.documents.rendering["answers of weight 0, not supervised"] == 3
 
 
 def test_questions_alone_and_what_is_left_out(target, tmp_path):
@@ -164,14 +192,18 @@ def test_tools_and_template_kwargs_of_a_row_are_kept(tmp_path):
     assert found["tools"] == tools and found["chat_template_kwargs"] == row["chat_template_kwargs"]
 
 
-def test_truncated_answers_are_marked(target, corpus, tmp_path):
+def test_truncated_answers_are_marked_or_dropped(target, corpus, tmp_path):
     record = answered(corpus, tmp_path / "a.jsonl", target=str(target), max_new_tokens=2)
     cut = record["counts"]["finish_reasons"]["length"]
     assert cut == 12
     manifest = run(target, tmp_path / "a.jsonl", tmp_path / "data")
-    rendering = manifest.raw["documents"]["rendering"]
+    rendering = manifest.documents.rendering
     shown = rendering["answers cut at a limit of tokens, their end not supervised"]
     assert shown + rendering.get("empty answers, not supervised", 0) == cut
+    with pytest.raises(CorpusError, match=r"no conversation has an answer.*'truncated': 9"):
+        answered(
+            corpus, tmp_path / "b.jsonl", target=str(target), max_new_tokens=2, drop_truncated=True
+        )
 
 
 def test_a_target_whose_padding_leaks_gets_prompts_of_one_length(
@@ -179,19 +211,19 @@ def test_a_target_whose_padding_leaks_gets_prompts_of_one_length(
 ):
     plain = tmp_path / "a.jsonl"
     answered(corpus, plain, target=str(target))
-    widths, generate = [], _Generator.__call__
-    first = _Generator._first_logits
+    widths, generate = [], PaddedBatches._generate
+    first = PaddedBatches._first_logits
 
     def leaking(self, ids, mask):
         found = first(self, ids, mask)
         return found + (mask == 0).sum(-1, keepdim=True) * torch.randn(found.shape[-1])
 
-    def counted(self, batch):
+    def counted(self, batch, end):
         widths.append({len(q.prompt) for q in batch})
-        return generate(self, batch)
+        return generate(self, batch, end)
 
-    monkeypatch.setattr(_Generator, "_first_logits", leaking)
-    monkeypatch.setattr(_Generator, "__call__", counted)
+    monkeypatch.setattr(PaddedBatches, "_first_logits", leaking)
+    monkeypatch.setattr(PaddedBatches, "_generate", counted)
     answered(corpus, tmp_path / "b.jsonl", target=str(target))
     assert widths and all(len(lengths) == 1 for lengths in widths)
     assert "a padded prompt changes this target's logits" in caplog.text
@@ -217,7 +249,7 @@ def test_bad_input_is_refused_before_anything_is_written(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_the_options_are_checked(corpus, tmp_path):
+def test_the_options_are_checked(tmp_path):
     for changes, message in (
         ({}, "who answers"),
         ({"target": "t", "temperature": -1.0}, "--temperature"),
@@ -227,7 +259,7 @@ def test_the_options_are_checked(corpus, tmp_path):
         ({"target": "t", "batch_size": 0}, "--batch-size 0"),
     ):
         with pytest.raises(ConfigError, match=message):
-            answered(corpus, tmp_path / "a.jsonl", **changes)
+            answered(tmp_path / "c.jsonl", tmp_path / "a.jsonl", **changes)
 
 
 # --- what generate makes of the record ---

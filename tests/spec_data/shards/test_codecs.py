@@ -44,7 +44,7 @@ def kept(row) -> torch.Tensor:
 
 def test_states_are_the_exact_ones_within_the_declared_error(lossy, exact):
     assert len(lossy) == len(exact)
-    declared = {c["name"]: c.get("error") for c in lossy.manifest.raw["columns"]}
+    declared = {c.name: c.error for c in lossy.manifest.columns}
     escaped = 0
     for name in COLUMNS:
         squares, spread = [], []
@@ -58,7 +58,7 @@ def test_states_are_the_exact_ones_within_the_declared_error(lossy, exact):
             squares.append((true - found)[~massive].square())
             spread.append(true[~massive])
         error = torch.cat(squares).mean(0) / torch.cat(spread).var(0)
-        assert float(error.median()) == pytest.approx(declared[name]["mse_median"], rel=0.5)
+        assert float(error.median()) == pytest.approx(declared[name].mse_median, rel=0.5)
         assert float(error.median()) < lossy.manifest.columns[2].lossy.bound.median
     assert escaped > 5
 
@@ -121,7 +121,7 @@ for shard in manifest["shards"]:
                 if not c["name"].startswith("hidden."):
                     continue
                 u = decode(batch, c["name"], c["codec"], r)
-                if c["tokens"] == "supervised":
+                if c.get("tokens") == "supervised":
                     whole = np.zeros((len(mask), H), np.uint16)
                     whole[:-1][mask[1:] == 1] = u
                     u = whole

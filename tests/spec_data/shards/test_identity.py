@@ -2,20 +2,15 @@
 
 import pytest
 
-from spec_data.shards.errors import DatasetError
 from spec_data.shards.identity import (
     OTHERS,
     REFUSE,
     WARN,
     compare,
     count_kwargs,
-    identity_of,
     kwargs_text,
     usual_kwargs,
 )
-from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import Manifest
-from tests.factory import tiny_dataset
 
 HASH = "sha256:" + "a" * 64
 OTHER = "sha256:" + "b" * 64
@@ -136,7 +131,7 @@ def test_kwargs_of_rows_are_compared_as_they_were_used():
     assert usual_kwargs({}) is None
 
 
-def test_drafts_of_older_releases_have_the_kwargs_of_the_whole_dataset():
+def test_without_counts_the_kwargs_are_those_of_every_document():
     old = {"chat_template_kwargs": {"a": 1}}
     assert compared({"template_kwargs_used": {kwargs_text({"a": 1}): 1}}, old).texts == []
     (line,) = compared({"template_kwargs_used": {"{}": 1}}, old).texts
@@ -152,7 +147,7 @@ def test_many_different_kwargs_are_counted_and_then_not_compared():
 
 
 def test_special_tokens_are_named_where_the_tokenizer_itself_was_compared():
-    """Datasets of older releases have the hash of tokenizer.json, which does not cover them."""
+    """The hash of tokenizer.json does not cover them."""
     older = {k: v for k, v in IDENTITY.items() if not k.startswith("tokenizer.")}
     assert compare(older, IDENTITY, of_recorded="a", of_found="b").not_compared == "bos_token"
 
@@ -166,16 +161,3 @@ def test_what_only_one_side_tells_is_unknown_and_no_difference():
     )
     old = {name: IDENTITY[name] for name in ("weights_hash", "config_hash", "tokenizer_hash")}
     assert "rope" not in compared(IDENTITY, old).not_compared  # the file is the same
-
-
-def test_a_manifest_of_an_older_release_tells_what_it_has(tmp_path):
-    manifest = HiddenStatesDataset(tiny_dataset(tmp_path / "data", 4)).manifest
-    assert identity_of(manifest) == {"dtype": "float32", "config.num_hidden_layers": 4}
-    raw = {k: v for k, v in manifest.raw.items() if k != "fingerprint"}
-    raw["tokenizer"] = {"hash": HASH, "chat_template_hash": None, "size": 3}
-    assert identity_of(Manifest(raw, "old")) == {
-        "dtype": "float32", "config.num_hidden_layers": 4,
-        "tokenizer_hash": HASH, "chat_template_hash": None,
-    }  # fmt: skip
-    with pytest.raises(DatasetError, match="identity is a list"):
-        identity_of(Manifest(raw | {"identity": [1]}, "wrong"))

@@ -23,7 +23,7 @@ def test_a_manifest_without_fingerprint_is_refused(data):
     raw = json.loads((data / "manifest.json").read_text())
     del raw["fingerprint"]
     (data / "manifest.json").write_text(json.dumps(raw))
-    with pytest.raises(DatasetError, match="no fingerprint"):
+    with pytest.raises(DatasetError, match="own fingerprint"):
         HiddenStatesDataset(data)
 
 

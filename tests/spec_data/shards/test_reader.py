@@ -90,7 +90,7 @@ def test_format_md_names_every_column_codec_and_manifest_key(path):
     for column in dataset.manifest.columns:
         assert re.sub(r"L\d+", "L<k>", column.name) in text
         assert f"`{column.codec}`" in text
-    for key in dataset.manifest.raw:
+    for key in dataset.manifest.to_json():
         assert f"`{key}`" in text, key
 
 

@@ -81,7 +81,7 @@ def test_paths_that_leave_the_directory_are_refused_wherever_a_manifest_is_read(
     elif where == "files":
         raw["files"][path] = raw["files"]["target/config.json"]
     else:
-        raw["codec"] = {"file": path}
+        raw["codec"] = {"file": path, "sha256": "0" * 64}
     write_manifest(data, raw)
     for read in (Manifest.read, lambda _: HiddenStatesDataset(data), lambda _: found(data)):
         with pytest.raises(DatasetError, match="expected a path inside the dataset"):

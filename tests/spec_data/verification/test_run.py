@@ -15,6 +15,7 @@ from spec_data.cli import main
 from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, row_checksums
 from spec_data.shards.files import sha256_file, unit_name
+from spec_data.shards.records import plain
 from spec_data.shards.seal import file_records
 from tests.spec_data.runs import run, save_target, verify, write_corpus
 from tests.spec_data.shards.integrity_tools import write_manifest
@@ -86,7 +87,7 @@ def rewrite(data: Path, shard: int, column: str, change) -> None:
     index = index.set_column(place, index.schema.field(place), pa.array(sums))
     with pa.OSFile(str(data / "index.arrow"), "wb") as sink:
         pa.ipc.new_stream(sink, index.schema).write_table(index)
-    manifest["files"] |= file_records(data, ["index.arrow"])
+    manifest["files"] |= plain(file_records(data, ["index.arrow"]))
     write_manifest(data, manifest)
 
 

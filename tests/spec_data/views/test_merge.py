@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from filelock import FileLock
+from msgspec import structs
 
 from spec_data import cli
 from spec_data.options.view_options import (
@@ -15,7 +16,7 @@ from spec_data.options.view_options import (
 )
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
-from spec_data.shards.schema import Manifest
+from spec_data.shards.schema import Ancestor, Manifest
 from spec_data.shards.seal import seal
 from spec_data.views import appending
 from spec_data.views.appending import append, append_sizes, plan_append
@@ -65,9 +66,7 @@ def resealed(source, out, **changes):
     shutil.copytree(source, out)
     manifest = Manifest.read(out / MANIFEST)
     (out / MANIFEST).unlink()
-    own = ("shards", "totals", "fingerprint", "files", "card")
-    draft = {k: v for k, v in manifest.raw.items() if k not in own} | changes
-    seal(out, draft, manifest.shards)
+    seal(out, manifest.changed(files={}, **changes), manifest.shards)
     return out
 
 
@@ -84,13 +83,13 @@ def test_a_union_has_each_document_once_in_order(data, other, tmp_path):
     manifest = merge(tmp_path / "v", some, other, data)
     assert_same_documents(tmp_path / "v", plain)
     assert_verified(tmp_path / "v")
-    assert sizes.bytes == manifest.raw["totals"]["bytes"] and sizes.documents == len(plain)
-    assert manifest.raw["documents"]["dropped"]["duplicate"] == 9
+    assert sizes.bytes == manifest.totals.bytes and sizes.documents == len(plain)
+    assert manifest.documents.dropped["duplicate"] == 9
     linked = [(tmp_path / "v" / r.file).stat().st_nlink for r in manifest.shards]
     assert linked[0] == 2, "a shard that does not change is linked"
     first = Manifest.read(some / MANIFEST).fingerprint
-    assert manifest.raw["ancestors"] == [{"fingerprint": first, "documents": 9}]
-    assert [entry["documents"] for entry in manifest.raw["view"]["of"]] == [9, 12, 24]
+    assert manifest.ancestors == [Ancestor(fingerprint=first, documents=9)]
+    assert [entry.documents for entry in manifest.view.of] == [9, 12, 24]
     merge(tmp_path / "again", some, other, data)
     assert digests(tmp_path / "again") == digests(tmp_path / "v")
 
@@ -110,24 +109,23 @@ def test_a_union_has_the_columns_and_rows_that_all_have(data, sparse, other, tmp
     assert_same_documents(tmp_path / "v", plain)
     assert_verified(tmp_path / "v")
     assert manifest.layers == (0, 2) and manifest.teacher == manifest.final == "supervised"
-    assert "ancestors" not in manifest.raw, "the first dataset did not stay as it was"
+    assert not manifest.ancestors, "the first dataset did not stay as it was"
 
 
 def test_datasets_that_cannot_be_one_are_refused(data, other, tmp_path):
     foreign = tiny_dataset(tmp_path / "foreign", n_docs=4, seed=3)
     with pytest.raises(DatasetError, match=r"head\.safetensors: other"):
         merge(tmp_path / "v", data, foreign)
-    raw = Manifest.read(other / MANIFEST).raw
-    rounded = resealed(other, tmp_path / "rounded", target=raw["target"] | {"dtype": "bfloat16"})
+    target = structs.replace(Manifest.read(other / MANIFEST).target, dtype="bfloat16")
+    rounded = resealed(other, tmp_path / "rounded", target=target)
     with pytest.raises(DatasetError, match="dtype"):
         merge(tmp_path / "v", data, rounded)
-    identity = {"weights_hash": "a"}
-    one = resealed(data, tmp_path / "one", identity=identity)
+    one = resealed(data, tmp_path / "one", identity={"weights_hash": "a"})
     two = resealed(other, tmp_path / "two", identity={"weights_hash": "b"})
     with pytest.raises(DatasetError, match="weights_hash"):
         merge(tmp_path / "v", one, two)
-    tokens = resealed(other, tmp_path / "tokens", tokenizer={"hash": "b"})
-    named = resealed(data, tmp_path / "named", tokenizer={"hash": "a"})
+    tokens = resealed(other, tmp_path / "tokens", identity={"tokenizer_hash": "b"})
+    named = resealed(data, tmp_path / "named", identity={"tokenizer_hash": "a"})
     with pytest.raises(DatasetError, match="tokenizer_hash"):
         merge(tmp_path / "v", named, tokens)
     with pytest.raises(ConfigError, match="two datasets"):
@@ -165,16 +163,16 @@ def test_append_adds_shards_and_leaves_the_others(data, other, tmp_path):
     assert_verified(grown)
     assert {r.file: (grown / r.file).stat().st_ino for r in before.shards} == old
     assert sizes.bytes == sum(r.bytes for r in manifest.shards[len(before.shards) :])
-    assert manifest.raw["ancestors"] == [
-        {"fingerprint": before.fingerprint, "documents": len(HiddenStatesDataset(data))}
-    ]
+    (ancestor,) = manifest.ancestors
+    assert ancestor.fingerprint == before.fingerprint
+    assert ancestor.documents == len(HiddenStatesDataset(data))
     assert not (grown / ".view").exists()
     after = digests(grown)
     assert plan_append(AppendConfig(data=(str(grown), str(other)))).view is None
     assert digests(grown) == after, "a second time there is nothing new"
     third = part(data, tmp_path / "third", mask="roles=user")
     manifest = grow(grown, third)
-    assert [a["documents"] for a in manifest.raw["ancestors"]] == [24, 36]
+    assert [a.documents for a in manifest.ancestors] == [24, 36]
 
 
 def test_append_resumes_wherever_it_is_killed(data, other, tmp_path, monkeypatch):

@@ -60,13 +60,13 @@ def test_recoded_states_are_those_of_the_codec(data, small):
     assert_verified(small)
     states = {n: torch.cat([d[n] for d in documents_of(data)]).float() for n in dataset.tables}
     own = {n: torch.cat([d[n] for d in expected]).float() for n in dataset.tables}
-    for entry in dataset.manifest.raw["columns"]:
-        if entry["name"] in states:
-            name = entry["name"]
+    for entry in dataset.manifest.columns:
+        name = entry.name
+        if name in states:
             error = (own[name] - states[name]).square().mean(0) / states[name].var(0)
-            assert entry["error"]["mse_median"] == pytest.approx(float(error.median()), rel=0.5)
-            assert entry["exact"] is False
-    assert dataset.manifest.raw["columns"][5]["error"]["kl"] > 0
+            assert entry.error.mse_median == pytest.approx(float(error.median()), rel=0.5)
+            assert not entry.exact
+    assert dataset.manifest.columns[5].error.kl > 0
 
 
 def test_bytes_are_reproducible_and_counted_before(data, small, tmp_path):
@@ -84,9 +84,9 @@ def test_bytes_are_reproducible_and_counted_before(data, small, tmp_path):
         for c in manifest.columns
         if c.lossy
     )
-    extra = manifest.raw["totals"]["bytes"] - sizes.bytes
+    extra = manifest.totals.bytes - sizes.bytes
     assert 0 <= extra <= escaped * (2 * 32 + 4) + 64 * len(manifest.shards)
-    assert sizes.bytes < HiddenStatesDataset(data).manifest.raw["totals"]["bytes"]
+    assert sizes.bytes < HiddenStatesDataset(data).manifest.totals.bytes
 
 
 def test_what_would_lose_twice_or_look_exact_is_refused(data, small, tmp_path, monkeypatch):

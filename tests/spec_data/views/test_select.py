@@ -70,14 +70,11 @@ def test_conditions_keep_the_documents_that_plain_python_keeps(data, tmp_path):
     manifest = select(data, tmp_path / "v", **options)
     assert_same_documents(tmp_path / "v", plain)
     assert_verified(tmp_path / "v")
-    assert sizes.bytes == manifest.raw["totals"]["bytes"], "exact"
-    counts = manifest.raw["documents"]
-    assert counts["stored"] + sum(counts["dropped"].values()) == len(documents)
-    assert set(counts["dropped"]) == {"select:length", "select:supervised"}
-    assert (
-        manifest.raw["view"]["of"][0]["fingerprint"]
-        == HiddenStatesDataset(data).manifest.fingerprint
-    )
+    assert sizes.bytes == manifest.totals.bytes, "exact"
+    counts = manifest.documents
+    assert counts.stored + sum(counts.dropped.values()) == len(documents)
+    assert set(counts.dropped) == {"select:length", "select:supervised"}
+    assert manifest.view.of[0].fingerprint == HiddenStatesDataset(data).manifest.fingerprint
 
 
 def test_whole_shards_are_links_and_the_rest_is_joined(data, tmp_path, monkeypatch):
@@ -111,7 +108,7 @@ def test_a_sample_is_nested_and_does_not_depend_on_what_else_there_is(data, tmp_
     manifest = select(data, tmp_path / "rest", not_in=(str(tmp_path / "6"),))
     rest = {d["doc_id"] for d in documents_of(tmp_path / "rest")}
     assert rest == plain - chosen["6"]
-    assert manifest.raw["documents"]["dropped"] == {"select:in-other-dataset": 6}
+    assert manifest.documents.dropped == {"select:in-other-dataset": 6}
 
 
 @pytest.mark.parametrize("amount", ["0", "-5", "120%", "1.5", "some", "", "inf", "1e400", "nan"])
@@ -206,7 +203,7 @@ def test_a_new_mask_changes_masks_and_ids_alone(data, tmp_path):
     manifest = select(data, tmp_path / "v", mask="roles=user")
     assert_same_documents(tmp_path / "v", [d for d in plain if d["loss_mask"][1:].any()])
     assert_verified(tmp_path / "v")
-    assert manifest.raw["mask"] == "roles=user"
+    assert manifest.mask == "roles=user"
 
 
 def test_a_narrower_mask_takes_rows_of_sparse_columns(data, sparse, tmp_path):

@@ -247,13 +247,13 @@ def test_another_target_is_refused(place, tmp_path):
     text = refused(place, tmp_path, "a", str(other))
     assert "states of another target" in text and "embed_tokens: 100.00% of its rows" in text
     same = tiny_dataset(tmp_path / "same", n_docs=8, model=MODEL)
-    edit(same, target={"config_hash": "one", "weights_hash": "sha256:1"})
+    edit(same, identity={"config_hash": "one", "weights_hash": "sha256:1"})
     twin = tiny_dataset(tmp_path / "twin", n_docs=8, model=MODEL)
-    edit(twin, target={"config_hash": "one", "weights_hash": "sha256:2"})
+    edit(twin, identity={"config_hash": "one", "weights_hash": "sha256:2"})
     text = refused(tmp_path, tmp_path, "same", "twin")
     assert f"weights_hash: {same} has 'sha256:1', {twin} has 'sha256:2'" in text
     assert "config_hash" not in text
-    edit(twin, target={"weights_hash": "sha256:1"}, head={"scale": 0.5})
+    edit(twin, identity={"weights_hash": "sha256:1"}, head={"scale": 0.5})
     assert "scale: 1.0 -> 0.5" in refused(tmp_path, tmp_path, "same", "twin")
     # an unknown hash (of `a`) does not differ: the tensors decide
     assert run(config_of(place, tmp_path / "fits", "a", str(same), steps=1)).finished
@@ -262,6 +262,7 @@ def test_another_target_is_refused(place, tmp_path):
 def test_a_head_that_differs_in_one_row_is_another_target(place, tmp_path):
     from safetensors.torch import save_file
 
+    from spec_data.shards.records import plain
     from spec_data.shards.seal import file_records
 
     data = tiny_dataset(tmp_path / "near", n_docs=8, model=MODEL)
@@ -269,7 +270,7 @@ def test_a_head_that_differs_in_one_row_is_another_target(place, tmp_path):
     tensors = load_file(file)
     tensors["lm_head"][3] += 0.5
     save_file(tensors, file)
-    edit(data, files=file_records(data, ["target/head.safetensors"]))
+    edit(data, files=plain(file_records(data, ["target/head.safetensors"])))
     text = refused(place, tmp_path, "a", str(data))
     assert "lm_head: 1.56% of its rows differ" in text and "embed_tokens" not in text
 
@@ -282,9 +283,9 @@ def test_other_supervision_is_refused_and_another_template_said(place, tmp_path,
     edit(data, supervision="logits", columns=other)
     text = refused(place, tmp_path, "a", str(data))
     assert "--supervision logits" in text and "final-hidden" in text
-    edit(data, supervision="final-hidden", columns=stored, tokenizer={"chat_template_hash": "x"})
+    edit(data, supervision="final-hidden", columns=stored, identity={"chat_template_hash": "x"})
     other = tiny_dataset(tmp_path / "other", n_docs=8, model=MODEL)
-    edit(other, tokenizer={"chat_template_hash": "y"})
+    edit(other, identity={"chat_template_hash": "y"})
     open_documents(parse_sources((str(data), str(other))))
     assert "prompts of an engine can match only one of two datasets" in caplog.text
     assert f"chat_template_hash: {data} has 'x', {other} has 'y'" in caplog.text

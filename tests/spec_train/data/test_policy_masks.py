@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 import spec_train
 from spec_data.corpus.chat import Renderer
@@ -210,10 +211,8 @@ def rewritten(source: Path, out: Path, policy: str) -> None:
                 unit.tokens[column.name][span] = column.coder.encode(document[column.name])
             unit.tokens["loss_mask"][span] = masks[i]
         records.append(write_shard(out / record.file, unit, columns))
-    raw = {k: v for k, v in stored.manifest.raw.items() if k not in ("shards", "totals", "files")}
-    del raw["fingerprint"]
-    raw["documents"]["stored"] = len(stored)
-    seal(out, raw | {"mask": policy}, records)
+    counts = structs.replace(stored.manifest.documents, stored=len(stored))
+    seal(out, stored.manifest.changed(files={}, documents=counts, mask=policy), records)
 
 
 def test_a_run_keeps_its_mask_and_eval_uses_it(place, tmp_path, caplog):

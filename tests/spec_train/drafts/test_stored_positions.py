@@ -15,8 +15,8 @@ from spec_data.options.dataset_options import VerifyConfig
 from spec_data.report import dataset_text
 from spec_data.shards.errors import DatasetError, DraftError, MissingError
 from spec_data.shards.files import dump_json
-from spec_data.shards.position_data import POSITIONS, load_positions
-from spec_data.shards.schema import Manifest, fingerprint
+from spec_data.shards.position_data import POSITIONS, Positions, load_positions
+from spec_data.shards.schema import Manifest, RopeRecord, fingerprint
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.evaluation.exporting import run_export
 from spec_train.options.command_options import ExportConfig, fit_config, split_config
@@ -83,11 +83,10 @@ def data(plain: Path, tmp_path: Path) -> Path:
 
 def test_a_dataset_says_how_its_target_tells_positions_apart(plain: Path) -> None:
     manifest = Manifest.read(plain / "data" / "manifest.json")
-    found = manifest.raw["positions"]
-    assert (found["kind"], found["proven"], found["proven_to"]) == ("rope", True, 256)
-    table = {"dimensions": 8, "factor": 1.0, "limit": None, "factors": None}
-    assert found["tables"] == {"full_attention": table}
-    assert POSITIONS in manifest.raw["files"]
+    found = manifest.positions
+    assert (found.kind, found.proven, found.proven_to) == ("rope", True, 256)
+    assert found.tables == {"full_attention": RopeRecord(dimensions=8)}
+    assert POSITIONS in manifest.files
     assert verify(VerifyConfig(data=str(plain / "data"), device="cpu")) == 0
     loaded = load_positions(plain / "data", manifest)
     assert loaded is not None and loaded.of_draft is not None
@@ -117,19 +116,19 @@ def _changed(data: Path, change: Any) -> None:
     (data / "manifest.json").write_text(dump_json(raw))
 
 
-def _make_older(data: Path) -> None:
-    """Make a dataset as older releases wrote it: without positions."""
+def _without_positions(data: Path) -> None:
+    """Make a dataset in which nothing is known of positions."""
     (data / POSITIONS).unlink()
 
-    def older(raw: dict[str, Any]) -> None:
+    def change(raw: dict[str, Any]) -> None:
         del raw["positions"], raw["files"][POSITIONS]
 
-    _changed(data, older)
+    _changed(data, change)
 
 
-def test_a_dataset_of_an_older_release_works_through_the_registry(data: Path, monkeypatch) -> None:
-    _make_older(data)
-    assert load_positions(data, Manifest.read(data / "manifest.json")) is None
+def test_without_positions_the_registry_knows_the_rope(data: Path, monkeypatch) -> None:
+    _without_positions(data)
+    assert load_positions(data, Manifest.read(data / "manifest.json")) == Positions()
     assert load_draft(fitted(data)).rotary.inv_freq.shape == (4,)
     # but not a family that is not registered
     monkeypatch.delitem(families.TARGETS, "LlamaForCausalLM")
@@ -142,7 +141,7 @@ def test_a_dataset_of_an_older_release_works_through_the_registry(data: Path, mo
     [
         ("dimensions", 16, r"full_attention are not float32 \[8\]"),
         ("limit", 64, r"full_attention are not float32 \[4\]"),
-        ("dimensions", "8", r"dimensions is '8', expected a whole number"),
+        ("dimensions", "8", r"dimensions: expected int"),
     ],
 )
 def test_a_manifest_that_describes_other_frequencies_is_refused(
@@ -179,7 +178,7 @@ def test_of_several_datasets_the_one_that_has_the_rope_decides(
 ) -> None:
     older, newer = tmp_path / "older", odd / "data"
     shutil.copytree(newer, older)
-    _make_older(older)
+    _without_positions(older)
     sources = tuple(map(str, (older, newer) if older_first else (newer, older)))
     given = {"data": sources, "out": str(tmp_path / "run")}
     config = fit_config("eagle3")(**given, **STEP, **SMALL["eagle3"])

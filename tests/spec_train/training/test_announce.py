@@ -27,7 +27,7 @@ def test_the_size_of_the_draft_is_compared_with_its_target(place, tmp_path, capl
     draft = load_draft(tmp_path / "run" / "best")
     trained = sum(p.numel() for p in draft.trainable_parameters())
     whole = sum(p.numel() for p in target.parameters())
-    assert HiddenStatesDataset(place / "data").manifest.target["parameters"] == whole
+    assert HiddenStatesDataset(place / "data").manifest.target.parameters == whole
     assert f" are {100 * trained / whole:.1f} % of the target's" in line
     # what multiplies a token: no table of embeddings, and no vector of a norm
     tables = ("embed_tokens", "markov_w1")

@@ -96,7 +96,7 @@ def test_a_cache_that_is_smaller_than_a_window_is_said(remote, monkeypatch, capl
     dataset = open_documents(parse_sources(remote))
     warn_of_small_cache(dataset, 1 << 22)
     assert not caplog.messages
-    monkeypatch.setattr(dataset.mirror.shards, "limit", dataset.manifest.raw["totals"]["bytes"] - 1)
+    monkeypatch.setattr(dataset.mirror.shards, "limit", dataset.manifest.totals.bytes - 1)
     warn_of_small_cache(dataset, 1 << 22)
     assert "downloaded again and again. Set SPEC_DATA_REMOTE_SIZE" in caplog.text
 
