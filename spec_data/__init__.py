@@ -13,22 +13,22 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
         estimate,
         export_dataset,
         generate,
-        regenerate,
         status,
         verify,
     )
     from spec_data.capture.model import Target
     from spec_data.capture.target_batch import TargetBatch
+    from spec_data.commands.regenerate import regenerate
+    from spec_data.commands.report import write_report
     from spec_data.conversion.export import ExportedStates
-    from spec_data.dataset_page_api import write_preview, write_report
     from spec_data.generation.status import Status
     from spec_data.hub.pull import Pulled
     from spec_data.hub.push import Pushed
     from spec_data.hub_api import pull, push
+    from spec_data.regeneration.result import RegenerateResult
     from spec_data.results import (
         EstimateResult,
         GenerateResult,
-        RegenerateResult,
         VerifyReport,
     )
     from spec_data.shards.errors import SpecDataError
@@ -42,12 +42,11 @@ _PUBLIC = {
     "generate": "spec_data.api",
     "estimate": "spec_data.api",
     "status": "spec_data.api",
-    "regenerate": "spec_data.api",
+    "regenerate": "spec_data.commands.regenerate",
     "convert": "spec_data.api",
     "export_dataset": "spec_data.api",
     "verify": "spec_data.api",
-    "write_report": "spec_data.dataset_page_api",
-    "write_preview": "spec_data.dataset_page_api",
+    "write_report": "spec_data.commands.report",
     "ExportedStates": "spec_data.conversion.export",
     "push": "spec_data.hub_api",
     "pull": "spec_data.hub_api",
@@ -59,7 +58,7 @@ _PUBLIC = {
     "TargetBatch": "spec_data.capture.target_batch",
     "EstimateResult": "spec_data.results",
     "GenerateResult": "spec_data.results",
-    "RegenerateResult": "spec_data.results",
+    "RegenerateResult": "spec_data.regeneration.result",
     "VerifyReport": "spec_data.results",
     "SpecDataError": "spec_data.shards.errors",
     "select": "spec_data.view_api",
@@ -83,7 +82,6 @@ __all__ = [
     "pull",
     "verify",
     "write_report",
-    "write_preview",
     "Pushed",
     "Pulled",
     "HiddenStatesDataset",

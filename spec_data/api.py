@@ -19,11 +19,8 @@ from spec_data.generation.status import Status, read_status
 from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import EstimateConfig, GenerateConfig
-from spec_data.options.regenerate_options import RegenerateConfig
-from spec_data.regeneration.run import regenerate as run_regeneration
-from spec_data.regeneration.summary import summary_text
 from spec_data.report import dataset_text
-from spec_data.results import EstimateResult, GenerateResult, RegenerateResult, VerifyReport
+from spec_data.results import EstimateResult, GenerateResult, VerifyReport
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.likelihood_text import suspicions
 from spec_data.shards.schema import Manifest
@@ -179,48 +176,6 @@ def status(path: AnyPath) -> Status:
     (True, True, ())
     """
     return read_status(Path(path))
-
-
-@takes_options(RegenerateConfig)
-def regenerate(
-    corpus: AnyPath | Sequence[AnyPath],
-    out: AnyPath,
-    target: AnyPath | None = None,
-    **options: Any,
-) -> RegenerateResult:
-    """Replace the assistant turns of a corpus by what the target itself writes; resume a run.
-
-    Args:
-        corpus: as for `generate`, and prompts alone.
-        out: the JSON-lines file to write; `generate` takes it as a corpus, with `on_policy`.
-        target: a model directory or a Hub id; it may be left out with `server`.
-        options: those of `spec-data regenerate`, listed below. `server` may be a list of URLs.
-
-    Returns:
-        What was written, and what became of every other row.
-
-    Raises:
-        ConfigError: a bad value, or a file with answers that were made with other settings.
-        CorpusError, TargetError, MissingError: bad input.
-        RunError: no server answers, the disk or the memory of the device is full.
-
-    >>> made = spec_data.regenerate("chats.jsonl", "answers.jsonl", "target", max_new_tokens=4)
-    >>> made.read, made.written, made.failed, made.skipped
-    (12, 12, 0, {})
-    >>> spec_data.estimate("target", "answers.jsonl", "data-4", layers=[0, 2, 4]).documents
-    12
-    """
-    given = {"corpus": corpus, "out": out, "target": target, **options}
-    record = run_regeneration(from_keywords(RegenerateConfig, given, "regenerate"))
-    counts = record["counts"]
-    names = ("read", "written", "failed", "skipped", "answers", "tokens", "finish_reasons", "notes")
-    return RegenerateResult(
-        path=Path(out),
-        failures=tuple(record["failed"]),
-        settings=record["settings"],
-        text=summary_text(record),
-        **{name: counts[name] for name in names},
-    )
 
 
 @takes_options(ConvertConfig, without=("data", "dry_run"))

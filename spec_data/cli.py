@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import spec_data
+from spec_data.commands.regenerate import regenerate
+from spec_data.commands.report import write_report
 from spec_data.conversion_commands import (
     CONVERT_TEXTS,
     EXPORT_TEXTS,
@@ -17,12 +19,10 @@ from spec_data.conversion_commands import (
     run_convert,
     run_export,
 )
-from spec_data.dataset_page_commands import PAGE_COMMANDS, PAGE_FUNCTIONS
 from spec_data.hub_commands import HUB_COMMANDS, HUB_FUNCTIONS, add_bare_words, take_bare_words
 from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.options.dataset_options import InspectConfig, SealConfig, StatusConfig, VerifyConfig
 from spec_data.options.generate_options import EstimateConfig, GenerateConfig
-from spec_data.options.regenerate_options import RegenerateConfig
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.urls import scheme_of
 from spec_data.terminal.command import Program
@@ -70,16 +70,6 @@ examples:
       one worker per task of SLURM; torchrun, job arrays and Kubernetes Jobs work as well
   spec-data generate --config generate.yaml --limit 100
       options from a file; those on the command line replace them"""
-_REGENERATE = """\
-Replace the assistant turns of a corpus by what the target itself writes, so that drafts learn from
-its own text. Stop it whenever you like: the same command resumes, and answers each turn once. The
-output is a corpus for `generate --on-policy`; FILE.sampling beside it says how it was sampled."""
-_REGENERATE_EXAMPLES = """\
-examples:
-  spec-data regenerate --target Qwen/Qwen3-8B --corpus chats.jsonl --out answers.jsonl
-  spec-data regenerate --corpus chats.jsonl --out answers.jsonl --temperature 0.6 --top-p 0.95 \\
-      --server http://localhost:8000/v1 http://localhost:8001/v1
-      two servers of the target answer, such as vLLM's or SGLang's"""
 _SEAL = """\
 Check every shard and write the index and the manifest that make a directory a dataset. `generate`
 does it itself; only needed if a worker was killed after its last shard."""
@@ -115,10 +105,6 @@ def build_parser() -> argparse.ArgumentParser:
     for name, config, usage, text, description, epilog in (
         ("estimate", EstimateConfig, required, "print sizes, run nothing", _ESTIMATE, ""),
         ("generate", GenerateConfig, required, "write a dataset", _GENERATE, _GENERATE_EXAMPLES),
-        (
-            *("regenerate", RegenerateConfig, "--target MODEL --corpus SRC [SRC ...] --out FILE"),
-            *("write the target's own answers", _REGENERATE, _REGENERATE_EXAMPLES),
-        ),
         ("convert", ConvertConfig, *CONVERT_TEXTS),
         ("seal", SealConfig, "--out DIR", "finish the dataset of several workers", _SEAL, ""),
         ("status", StatusConfig, "DIR", "print how far a generation is", _STATUS, ""),
@@ -127,7 +113,6 @@ def build_parser() -> argparse.ArgumentParser:
         *VIEW_COMMANDS,
         ("export", ExportDataConfig, *EXPORT_TEXTS),
         *HUB_COMMANDS,
-        *PAGE_COMMANDS,
     ):
         command = commands.add_parser(
             name,
@@ -168,6 +153,12 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 PROGRAM = Program("spec-data", _DESCRIPTION, _EXAMPLES, spec_data.__version__)
+PROGRAM.add(write_report, name="report")
+PROGRAM.add(
+    regenerate,
+    usage="--target MODEL --corpus SRC [SRC ...] --out FILE",
+    stopped=lambda given: f"the answers so far are kept in {given['out']}.journal",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -273,29 +264,6 @@ def _kept(args: argparse.Namespace) -> str:
     return f"stopped: {kept}\nresume:  {command}"
 
 
-def _regenerate(args: argparse.Namespace) -> int:
-    config = resolve(RegenerateConfig, args)
-    from spec_data.regeneration.run import regenerate
-    from spec_data.regeneration.summary import next_command, summary_text
-
-    record = regenerate(config)
-    print(summary_text(record))
-    if record["counts"]["failed"]:
-        say_next("spec-data", "regenerate", *as_flags(config), label="retry")
-        return 1
-    say_next("spec-data", *next_command(config, record))
-    return 0
-
-
-def _kept_answers(args: argparse.Namespace) -> str:
-    """Say what an interrupted `regenerate` keeps and how it is resumed."""
-    import shlex
-
-    config = resolve(RegenerateConfig, args)
-    command = shlex.join(["spec-data", "regenerate", *as_flags(config)])
-    return f"stopped: the answers so far are kept in {config.out}.journal\nresume:  {command}"
-
-
 def _seal(args: argparse.Namespace) -> int:
     config = resolve(SealConfig, args)
     from spec_data.generation.sealing import seal_directory
@@ -391,11 +359,10 @@ def _say_fit(data: str) -> None:
     say_next("spec-train", "fit", draft, "--data", data, "--out", run)
 
 
-_KEPT = {"generate": _kept, "regenerate": _kept_answers, "convert": kept_conversion}
+_KEPT = {"generate": _kept, "convert": kept_conversion}
 _COMMANDS = {
     "estimate": _estimate,
     "generate": _generate,
-    "regenerate": _regenerate,
     "convert": lambda args: run_convert(args, _show_sealed),
     "export": run_export,
     "seal": _seal,
@@ -404,5 +371,4 @@ _COMMANDS = {
     "verify": _verify,
     **VIEW_FUNCTIONS,
     **HUB_FUNCTIONS,
-    **PAGE_FUNCTIONS,
 }

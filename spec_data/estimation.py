@@ -1,5 +1,6 @@
 """`spec-data estimate`: what `generate` would write and, with a probe, how long it would take."""
 
+import logging
 import shutil
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -15,12 +16,17 @@ from spec_data.generation.target_files import other_files
 from spec_data.models.devices import check_devices
 from spec_data.options.generate_options import EstimateConfig
 from spec_data.options.placement_options import Spread
+from spec_data.pages.dataset_page import plan_page
+from spec_data.pages.page import write_page
 from spec_data.report import column_rows, counts_text, draft_facts, draft_rows
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.schema import Column
 from spec_data.shards.urls import scheme_of
+from spec_data.terminal.paths import check_file_to_write
 from spec_data.terminal.progress import size
 from spec_data.terminal.text_table import text_table
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -118,9 +124,13 @@ def _estimate_size(config: EstimateConfig) -> Estimate:
     if config.probe:
         # before the corpus is read, which may take long
         check_devices(config.device, config.spread.device_map)
+    if config.page is not None:
+        check_file_to_write("--page", config.page)
     setup = set_up(config, weights=config.probe)
     announced = announce_drafts(setup)
     plan = make_plan(setup)
+    if config.page is not None:
+        logger.info("page: %s", write_page(config.page, plan_page(setup, plan)).path)
     return Estimate(setup, plan, announced, run_probe(setup, plan) if config.probe else None)
 
 

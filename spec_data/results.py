@@ -105,32 +105,3 @@ class VerifyReport:
 
     def __str__(self) -> str:
         return self.text
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegenerateResult:
-    """The conversations that `regenerate` wrote: written + failed + skipped == read."""
-
-    path: Path
-    read: int
-    """Corpus rows that were read."""
-    written: int
-    failed: int
-    """Conversations that were given up; the same call tries them again."""
-    skipped: dict[str, int]
-    """Rows that were left out, by reason."""
-    failures: tuple[dict[str, str], ...]
-    """The row ("where"), id and reason of the failed conversations; the first 10,000."""
-    answers: int
-    tokens: int
-    """Tokens of all answers."""
-    finish_reasons: dict[str, int]
-    """Answers by the reason for which they ended; "length" is the limit of tokens."""
-    notes: dict[str, int]
-    """Answers about which something is to be said, by what it is."""
-    settings: dict[str, Any]
-    """How the answers were sampled, as the sampling record has it."""
-    text: str = field(repr=False)
-
-    def __str__(self) -> str:
-        return self.text

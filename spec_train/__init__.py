@@ -20,9 +20,9 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
         simulate_acceptance,
     )
     from spec_train.commands.compare import compare
+    from spec_train.commands.report import write_report
     from spec_train.diagnosis.outcome import Diagnosis
     from spec_train.doctor_api import doctor
-    from spec_train.report_api import write_report
     from spec_train.results import AcceptanceResult, DecodingResult, EvalResult, ExportResult
     from spec_train.simulation.intervals import Comparison
     from spec_train.training.result import FitResult
@@ -33,7 +33,7 @@ _PUBLIC = {
     "dry_run": "spec_train.api",
     "evaluate": "spec_train.api",
     "compare": "spec_train.commands.compare",
-    "write_report": "spec_train.report_api",
+    "write_report": "spec_train.commands.report",
     "export": "spec_train.api",
     "load_draft": "spec_train.api",
     "doctor": "spec_train.doctor_api",

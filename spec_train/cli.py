@@ -30,6 +30,7 @@ from spec_data.terminal.console import (
 )
 from spec_data.terminal.paths import check_path
 from spec_train.commands.compare import compare
+from spec_train.commands.report import write_report
 from spec_train.options.command_options import (
     EvalConfig,
     ExportConfig,
@@ -43,7 +44,6 @@ from spec_train.options.data_option import parse_sources
 from spec_train.options.doctor_options import DoctorConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.presets import as_flags_over_preset, preset_help
-from spec_train.options.report_options import ReportConfig
 
 _RAW = argparse.RawDescriptionHelpFormatter
 _DESCRIPTION = "Fit speculative-decoding drafts on stored hidden states, without the target."
@@ -136,21 +136,6 @@ examples:
   spec-train doctor --draft PUBLISHED --target MODEL
       what the files alone decide"""
 
-REPORT_HELP = """\
-Write an HTML page about runs and evaluations: loss, acceptance length and acceptance by depth over
-trained tokens, by position and source; learning rate, gradient norm, time spent waiting for data;
-calibration of confidence heads; and which drafted tokens of sampled responses were accepted. The
-page is one file that needs no network. `fit` writes RUN/report.html at its end, and `eval` the page
-of its --report; this command writes it at any time, also while a run trains, and for several runs
-side by side."""
-REPORT_EXAMPLES = """\
-examples:
-  spec-train report RUN
-      RUN/report.html
-  spec-train report RUN-A RUN-B RUN-C --out runs.html
-      curves of three runs in the same charts, and the options in which they differ
-  spec-train report RUN result.json --out both.html
-      a run with an evaluation that `spec-train eval --json result.json` wrote"""
 REPLAY_HELP = """\
 Run a batch that stopped a run again: a loss or gradient was not finite, and `spec-train fit` saved
 the batch with the draft of that moment as RUN/failed-step-<n>. Reports which stored states,
@@ -205,11 +190,6 @@ def build_parser() -> argparse.ArgumentParser:
         commands, "doctor", DoctorConfig, _doctor, "find out why a draft is not accepted",
         DOCTOR_HELP, DOCTOR_EXAMPLES, "--draft DIR [--data DIR] [--target MODEL]",
     )  # fmt: skip
-    pages = _add_command(
-        commands, "report", ReportConfig, _report, "show runs and evaluations as a page",
-        REPORT_HELP, REPORT_EXAMPLES, "RUN [RUN ...]",
-    )  # fmt: skip
-    pages.add_argument("places", nargs="+", metavar="RUN", help="a run, or a file of eval --json")
     again = _add_command(
         commands, "replay", ReplayConfig, _replay, "run a failed batch again", REPLAY_HELP,
         REPLAY_EXAMPLES, "RUN/failed-step-N",
@@ -358,15 +338,6 @@ def _check_there(*places: str) -> None:
             raise wrong_kind(place, Kind.RUN)
 
 
-def _report(arguments: argparse.Namespace) -> int:
-    config = resolve(ReportConfig, arguments)
-    _check_there(*arguments.places)
-    from spec_train.reports.run_page import write_report
-
-    print(write_report(arguments.places, config.out))
-    return 0
-
-
 def _replay(arguments: argparse.Namespace) -> int:
     config = resolve(ReplayConfig, arguments)
     _check_there(arguments.failed)
@@ -383,6 +354,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 PROGRAM = Program("spec-train", _DESCRIPTION, _EXAMPLES, __version__)
 PROGRAM.add(compare)
+PROGRAM.add(write_report, name="report")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -39,7 +39,7 @@ def write_json(folder: Path, raw: dict[str, Any]) -> None:
 
 
 def unseal(folder: Path) -> Path:
-    """Remove every trace of the seal, as in a draft of an older release; return `folder`."""
+    """Remove every trace of the seal; return `folder`."""
     raw = read_json(folder)
     raw[SECTION].pop(SEAL)
     write_json(folder, raw)

@@ -152,7 +152,6 @@ def test_modules_explain_themselves(file):
         "spec_data select --help",
         "spec_data convert --help",
         "spec_data report --help",
-        "spec_data preview --help",
         "spec_train --help",
         "spec_train fit eagle3 --help",
         "spec_train fit peagle --help",

@@ -352,3 +352,10 @@ class EstimateConfig(GenerateConfig):
         "memory. The only part of estimate that needs the weights",
         group=RUNNING,
     )
+    page: str | None = option(
+        None,
+        help="also write an HTML page of what would be captured: documents token by token, with "
+        "the supervised ones marked, and what is left out, by reason",
+        group=RUNNING,
+        metavar="FILE",
+    )

@@ -1,7 +1,5 @@
-"""Static pages, as one HTML file that needs no network and no other file.
+"""Pages: one HTML file each, without network, for both programs.
 
-A page is a title and sections; a section holds key figures, tables, charts, notes and viewers
-(`page_parts`). `html_page` turns it into bytes: all data as JSON in a script element that no
-browser runs, a fixed script that builds the document with `textContent`, Chart.js, and a content
-security policy that allows nothing else. Both programs write their pages with it.
+`page` has the parts and writes the file, `viewer` shows documents token by token, and
+`dataset_page` is the page of a dataset, or of its plan.
 """

@@ -10,16 +10,35 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from spec_data.corpus.bad_rows import AUTO, BadRowLimit
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import Record, parse_prompt, parse_row, recognise
 from spec_data.corpus.template import render_error
-from spec_data.options.option_values import parse_size
-from spec_data.options.regenerate_options import RegenerateConfig
 
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are sampled.
+
+    Attributes:
+        temperature: 0 is greedy; top_p: the share of the probability that is sampled from.
+        top_k: how many of the most likely tokens are sampled from, 0 for all; None for all, or
+            for what a server does without it.
+        max_new_tokens: the most tokens of an answer.
+        seed: decides the samples.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int | None
+    max_new_tokens: int
+    seed: int
+
 
 TRUNCATED = "length"
 """The finish reason of an answer that reached the limit of tokens."""
@@ -61,14 +80,14 @@ class Conversation:
 
     def answered(self, answers: Sequence[Answer]) -> list[Message]:
         """Return the messages with the answers of the first turns in their places."""
-        found = list(self.messages)
+        messages = list(self.messages)
         for slot, answer in zip(self.slots, answers, strict=False):
-            found[slot] = {
+            messages[slot] = {
                 "role": "assistant",
                 **answer.message,
                 "finish_reason": answer.finish,
             }
-        return found
+        return messages
 
     def row(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the row of the output: what `generate` needs to render the same prompts."""
@@ -96,14 +115,14 @@ def conversation_of(record: Record, turns: str) -> Conversation:
     slots = _slots(messages, turns)
     if not slots:
         raise render_error(record, "no-assistant-turn", "no assistant message answers anything")
-    kept = [_as_context(i, m, slots) for i, m in enumerate(messages)]
-    facts = [kept, record.tools, record.template_kwargs]
+    context = [_as_context(i, m, slots) for i, m in enumerate(messages)]
+    facts = [context, record.tools, record.template_kwargs]
     try:
         text = json.dumps(facts, sort_keys=True, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise render_error(record, "not-json", f"cannot be written as JSON: {error}") from None
     identity = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return Conversation(id=identity, record=record, messages=kept, slots=slots)
+    return Conversation(id=identity, record=record, messages=context, slots=slots)
 
 
 def _with_question_turns(record: Record) -> list[Message]:
@@ -147,25 +166,30 @@ def parse_question(row: Any, *, source: str, where: str, arrow: bool = False) ->
     return parse_row(row, source=source, where=where, arrow=arrow)
 
 
-class Reading:
+class ConversationReader:
     """Iterate over the conversations of a corpus, any number of times; count what is left out.
+
+    Args:
+        corpus: as `CorpusReader` takes it.
+        turns: "all" or "last", the assistant turns that are answered again.
+        limit: the most rows that are read; None reads all.
+        max_bad_rows: how many rows of each source may be bad.
 
     Attributes:
         reader: the reader of the corpus, with the report of each source.
-        skipped: conversations that were left out while reading, by reason.
     """
 
-    def __init__(self, config: RegenerateConfig) -> None:
-        bad: Literal["skip", "fail"] = "fail" if config.on_bad_row == "fail" else "skip"
+    def __init__(
+        self,
+        corpus: Sequence[str],
+        turns: str,
+        limit: int | None = None,
+        max_bad_rows: BadRowLimit = AUTO,
+    ) -> None:
         self.reader = CorpusReader(
-            config.corpus,
-            on_bad_row=bad,
-            limit=config.limit or None,
-            max_bad_rows=config.bad_row_limit,
-            max_row_bytes=parse_size(config.max_row_bytes),
-            parse=parse_question,
+            corpus, limit=limit, max_bad_rows=max_bad_rows, parse=parse_question
         )
-        self._turns = config.turns
+        self._turns = turns
         self._duplicates = 0
 
     def __iter__(self) -> Iterator[Conversation]:
@@ -190,12 +214,12 @@ class Reading:
         return sum(report.rows for report in self.reader.reports)
 
     @property
-    def skipped(self) -> dict[str, int]:
+    def skipped(self) -> Counter[str]:
         """Rows that were left out while reading, by reason."""
-        found = Counter(self.reader.refused)
-        found["bad"] = sum(report.bad for report in self.reader.reports)
-        found["duplicate"] = self._duplicates
-        return dict(sorted((+found).items()))
+        skipped = Counter(self.reader.refused)
+        skipped["bad"] = sum(report.bad for report in self.reader.reports)
+        skipped["duplicate"] = self._duplicates
+        return +skipped
 
     @property
     def sources(self) -> list[dict[str, Any]]:

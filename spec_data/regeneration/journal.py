@@ -1,26 +1,36 @@
 """Every answer, on disk as soon as it is there: what a killed run resumes from.
 
-The journal is a file of JSON lines beside the output. The first line has the settings; each further
-line has one answer, with the id of its conversation. Answers of a conversation are appended in the
-order of its turns. A kill can tear the last line only; it is cut off when the journal is opened.
-Memory holds the place of each answer, not its text.
+The journal is a SQLite file beside the output. Answers are added in transactions, so that each is
+in it or not. It has a log of its own (WAL): what was added survives a kill of the process; a power
+cut can take the last seconds. The file is locked for one process, without shared memory, so it may
+lie on a network file system.
 
 The settings decide the answers, so a journal made with other settings is refused.
 """
 
 import json
-import os
-from collections.abc import Mapping
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from spec_data.regeneration.conversations import Answer
-from spec_data.shards.errors import ConfigError, DatasetError
-from spec_data.shards.files import sync_directory, writing
-from spec_data.shards.resumable import differing_settings
+import msgspec
 
-_FORMAT = "spec-data answers 1"
+from spec_data.regeneration.conversations import Answer
+from spec_data.shards.errors import DatasetError, FileError
+from spec_data.shards.resumable import refuse_other_settings
+
+_TABLES = (
+    "settings (value text)",
+    "answers (conversation text, turn integer, answer text, primary key (conversation, turn)) "
+    "without rowid",
+)
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+ADVICE = "Use the old settings, another --out, or delete the file."
 
 
 def journal_path(out: Path) -> Path:
@@ -29,188 +39,106 @@ def journal_path(out: Path) -> Path:
 
 
 class Journal:
-    """The answers of a run, open for appending; use it as a context manager.
+    """The answers of a run by conversation and turn; use it as a context manager.
 
     Args:
         path: its file, made if it does not exist.
-        settings: everything that decides the answers.
-
-    Attributes:
-        answers: how many it holds.
+        settings: everything that decides the answers, as JSON has it.
 
     Raises:
         ConfigError: the file holds answers made with other settings.
-        DatasetError: the file is damaged before its last line, or not a journal.
-        RunError: the disk is full.
+        DatasetError: the file is damaged, or no journal.
+        FileError: the disk is full, or refuses.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
-        self.answers = 0
-        self._places: dict[bytes, list[int]] = {}
-        self._waiting: list[bytes] = []
-        self._synced = True
-        plain = json.loads(json.dumps(settings))  # as they are read back
-        self._end = self._written = self._read(plain) if path.exists() else 0
-        self._file = path.open("ab", buffering=0)
-        self._reader = path.open("rb")
+        with self._explained():
+            self._database = sqlite3.connect(path, check_same_thread=False)
         try:
-            self._begin(plain)
+            with self._explained():
+                self._open(settings)
         except BaseException:
-            self._close()
+            self._database.close()
             raise
+
+    def _open(self, settings: Mapping[str, Any]) -> None:
+        database = self._database
+        for pragma in ("locking_mode = exclusive", "journal_mode = wal", "synchronous = normal"):
+            database.execute(f"pragma {pragma}")
+        ((state,),) = database.execute("pragma quick_check(1)")
+        if state != "ok":
+            raise self._damaged(state)
+        for table in _TABLES:
+            database.execute(f"create table if not exists {table}")
+        stored = database.execute("select value from settings").fetchone()
+        if stored is not None:
+            refuse_other_settings(json.loads(stored[0]), settings, self.path, ADVICE)
+            return
+        with database:
+            database.execute("insert into settings values (?)", (json.dumps(settings),))
 
     def __enter__(self) -> "Journal":
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self.flush()
-        finally:
-            self._close()
+        self._database.close()
 
-    def _begin(self, settings: Mapping[str, Any]) -> None:
-        """Cut off the torn last line of a killed run; write the first line of a new journal."""
-        self._file.truncate(self._end)
-        if not self._end:
-            self._append({"format": _FORMAT, "settings": settings})
-            self.flush()
-            sync_directory(self.path.parent)
+    def __len__(self) -> int:
+        """Return how many answers it holds."""
+        return self._number("select count(*) from answers")
 
-    def _close(self) -> None:
-        self._file.close()
-        self._reader.close()
-
-    def read(self, identity: str) -> list[Answer]:
-        """Return the answers of a conversation so far, in the order of its turns."""
-        found = []
-        self._write()
-        for place in self._places.get(bytes.fromhex(identity), ()):
-            self._reader.seek(place)
-            found.append(_answer_of(json.loads(self._reader.readline())))
-        return found
-
-    def count(self, identity: str) -> int:
+    def count(self, conversation: str) -> int:
         """Return how many answers a conversation has."""
-        return len(self._places.get(bytes.fromhex(identity), ()))
+        return self._number("select count(*) from answers where conversation = ?", conversation)
 
-    def add(self, identity: str, turn: int, answer: Answer) -> None:
-        """Append the answer of a turn; it is safe after the next `flush`.
+    def _number(self, query: str, *values: str) -> int:
+        with self._explained():
+            return int(self._database.execute(query, values).fetchone()[0])
 
-        Raises:
-            ValueError: the turn is not the next one of the conversation.
-        """
-        places = self._places.setdefault(bytes.fromhex(identity), [])
-        if turn != len(places):
-            raise ValueError(f"conversation {identity}: turn {turn} after {len(places)} answers")
-        places.append(self._end)
-        self.answers += 1
-        self._append({"id": identity, "turn": turn, **asdict(answer)})
-
-    def flush(self) -> None:
-        """Make every answer durable.
+    def read(self, conversation: str) -> list[Answer]:
+        """Return the answers of a conversation so far, in the order of its turns.
 
         Raises:
-            RunError: the disk is full; the answers before it are kept.
+            DatasetError: one is damaged.
         """
-        self._write()
-        if not self._synced:
-            with writing(self.path):
-                os.fsync(self._file.fileno())
-            self._synced = True
-
-    def _write(self) -> None:
-        """Hand what waits to the system; after an error the file ends with a whole line."""
-        data, self._waiting = memoryview(b"".join(self._waiting)), []
-        if not data:
-            return
-        self._synced = False
-        with writing(self.path):
-            try:
-                left = data
-                while left:
-                    left = left[self._file.write(left) :]
-            except OSError:
-                self._file.truncate(self._written)
-                raise
-        self._written += len(data)
-
-    def _append(self, entry: Mapping[str, Any]) -> None:
-        line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
-        self._waiting.append(line)
-        self._end += len(line)
-
-    def _read(self, settings: Mapping[str, Any]) -> int:
-        """Read the places of all answers; return the length of the part that is whole."""
-        end = number = 0
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break
-                entry = self._entry(line, number)
-                if number == 1:
-                    self._check_settings(entry, settings)
-                else:
-                    self._index(entry, end, number)
-                end += len(line)
-        return end
-
-    def _entry(self, line: bytes, number: int) -> dict[str, Any]:
+        query = "select answer from answers where conversation = ? order by turn"
+        with self._explained():
+            rows = self._database.execute(query, (conversation,)).fetchall()
         try:
-            entry = json.loads(line)
-            if isinstance(entry, dict):
-                return entry
-            reason = "no JSON object"
-        except (ValueError, RecursionError) as error:
-            reason = str(error)
-        raise self._damaged(number, reason)
+            return [msgspec.convert(json.loads(text), Answer) for (text,) in rows]
+        except (ValueError, TypeError) as error:
+            raise self._damaged(str(error)) from None
 
-    def _damaged(self, number: int, reason: str) -> DatasetError:
+    def add(self, answers: Iterable[tuple[str, int, Answer]]) -> None:
+        """Add answers, each with its conversation and turn: all of them, or none.
+
+        Raises:
+            FileError: the disk is full; the answers before these are kept.
+        """
+        rows = [
+            (name, turn, json.dumps(asdict(a), ensure_ascii=False)) for name, turn, a in answers
+        ]
+        with self._explained(), self._database as transaction:
+            transaction.executemany("insert into answers values (?, ?, ?)", rows)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say in words what SQLite reports."""
+        try:
+            yield
+        except sqlite3.IntegrityError:  # an error of this program, not of the file
+            raise
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode & 0xFF in _DAMAGED:
+                raise self._damaged(str(error)) from None
+            raise FileError(
+                f"{self.path}: cannot be written ({error}): the disk is full, or refuses. Every "
+                "answer before is intact; correct that, and run the same command again"
+            ) from None
+
+    def _damaged(self, reason: str) -> DatasetError:
         return DatasetError(
-            f"{self.path}:{number}: damaged ({reason}); delete this line and all after it to keep "
-            "the answers before it, or delete the file to start again"
-        )
-
-    def _check_settings(self, entry: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        if entry.get("format") != _FORMAT:
-            raise DatasetError(
-                f"{self.path}: no journal of this release of `spec-data regenerate`; choose "
-                "another --out, or delete the file"
-            )
-        refuse_other_settings(entry["settings"], settings, self.path)
-
-    def _index(self, entry: Mapping[str, Any], place: int, number: int) -> None:
-        try:
-            _answer_of(entry)
-            places = self._places.setdefault(bytes.fromhex(entry["id"]), [])
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._damaged(number, f"{type(error).__name__}: {error}") from None
-        if entry["turn"] != len(places):
-            raise self._damaged(number, f"turn {entry['turn']} after {len(places)} answers")
-        places.append(place)
-        self.answers += 1
-
-
-def _answer_of(entry: Mapping[str, Any]) -> Answer:
-    return Answer(
-        message=dict(entry["message"]),
-        finish=entry["finish"],
-        tokens=entry["tokens"],
-        prompt_tokens=entry["prompt_tokens"],
-        notes=tuple(entry["notes"]),
-    )
-
-
-def refuse_other_settings(old: Mapping[str, Any], new: Mapping[str, Any], where: Path) -> None:
-    """Refuse to add to, or to replace, answers made with other settings.
-
-    Raises:
-        ConfigError: the settings differ; it names every field that does.
-    """
-    changed = differing_settings(dict(old), dict(new))
-    if changed:
-        raise ConfigError(
-            f"{where} holds answers made with other settings, which must not be mixed:\n  "
-            + "\n  ".join(changed)
-            + "\nUse the old settings, another --out, or delete the file."
+            f"{self.path}: damaged, or no journal ({reason}); copy it again, or delete it (and "
+            f"{self.path.name}-wal) to answer everything again"
         )

@@ -64,10 +64,12 @@ class Result:
 
     Attributes:
         next_command: words of the command to run next, which is named at the end.
+        retry: the same command is worth another try, and is named at the end.
         exit_code: that of the process.
     """
 
     next_command: Sequence[str] = ()
+    retry: bool = False
     exit_code: int = 0
 
     def facts(self) -> Mapping[str, Any]:
@@ -325,7 +327,8 @@ class Program:
             except CycloptsError as error:
                 return self._refuse(chain, self._in_words(chain, error))
             given.update(call.arguments)
-            return _finish(self._entries[chain].function(*call.args, **call.kwargs), common.json)
+            result = self._entries[chain].function(*call.args, **call.kwargs)
+            return _finish(result, common.json, [self.name, *words])
 
         return run_cli(run, common, stopped if kept else None)
 
@@ -595,13 +598,15 @@ def _columns(left: str, right: str) -> list[str]:
     return [head.ljust(indent) + text[0], *(" " * indent + line for line in text[1:])]
 
 
-def _finish(result: Any, file: str | None) -> int:
-    """Show what a command returned, or each of what it yields; return the exit code."""
+def _finish(result: Any, file: str | None, words: Sequence[str]) -> int:
+    """Show what a command (`words`) returned, or each of what it yields; return the exit code."""
     for one in result if isinstance(result, Iterator) else (result,):
         result = one
         _show(one, file)
     if getattr(result, "next_command", ()):
         say_next(*result.next_command)
+    if getattr(result, "retry", False):
+        say_next(*words, label="retry")
     return getattr(result, "exit_code", 0)
 
 

@@ -55,7 +55,7 @@ def read_checked(folder: Path, facts: TargetFacts) -> ReadDraft:
     with _warnings() as said:
         try:
             draft, files = read_draft(folder, facts)
-            text = "as it was sealed" if files.sealed else "no seal: another trainer's, or older"
+            text = "as it was sealed" if files.sealed else "no seal: another trainer's"
             checks.append(ok("seal", text))
         except DraftError as problem:
             error = problem

@@ -91,13 +91,11 @@ def read_draft(
     files = read_files(directory, accept_edited)
     if files.sealed:  # as this project wrote it: nothing can contradict
         return _draft_of(files, target), files
-    if SECTION in files.config:
-        log.warning("%s: no seal: cannot tell whether it is as it was trained", directory)
     refuse_contradictions(files)
     draft = _draft_of(files, target)
     if unread := unread_keys(files):
         log.warning("warning: %s: %s", files.config_path, unread_text(unread))
-    if SECTION in files.config:
+    if SECTION in files.config:  # an edit that was accepted
         refuse_changed_keys(files, own_files(draft, files.where))
     return draft, files
 

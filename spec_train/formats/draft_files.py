@@ -83,8 +83,8 @@ def read_files(directory: str | Path, accept_edited: bool = False) -> DraftFiles
     problems = []
     if seal is not None:
         problems = broken_seal(config, seal, tensors)
-    elif MARK.items() <= mark.items():
-        problems = [f"{CONFIG} has no seal, but {WEIGHTS} was written with one"]
+    elif SECTION in config or MARK.items() <= mark.items():
+        problems = [f"{CONFIG} has no seal, but the draft was written with one"]
     if problems and not accept_edited:
         raise DraftError(
             f"{folder}: not as it was sealed ({some_of(problems)}), so it was edited or damaged. "

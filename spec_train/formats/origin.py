@@ -4,7 +4,7 @@ A draft of another target with the same shape loads and runs, but the target acc
 tokens. Prompts rendered differently from the training data reduce acceptance without an error. So
 the facts that reveal this are stored with the draft and not with its dataset: the embedding is one
 of its weights anyway, and the identity of target and prompts (see `spec_data.shards.identity`) is
-the `origin` in its config. Drafts of other tools have fewer facts there, or none.
+the `origin` in its config. Drafts of other trainers have none.
 """
 
 import math

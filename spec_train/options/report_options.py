@@ -1,6 +1,4 @@
-"""The options of `spec-train report`, and those of `eval` about pages. No torch here."""
-
-from dataclasses import dataclass
+"""The options of `eval` about its page."""
 
 from spec_data.terminal.config import option
 
@@ -38,16 +36,4 @@ def samples_option(group: str) -> int:
         "token, evenly spread over what is measured; 0 = none. They contain text of the prompts",
         group=group,
         metavar="N",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportConfig:
-    """Options of `spec-train report`: a page about runs and evaluations."""
-
-    out: str | None = option(
-        None,
-        help="the HTML file. Not given: report.html in the run directory, or beside the file, if "
-        "only one is named",
-        metavar="FILE",
     )

@@ -1,5 +1,4 @@
-"""Pages about runs and evaluations: curves, acceptance, drafted tokens.
+"""Pages about runs and evaluations.
 
-`stored_figures` reads what `fit` and `eval` have written, `*_sections` turn it into parts of a
-page, `run_page` puts the page together, and `page_after_*` write it after `fit` and `eval`.
+`results` reads what `fit` and `eval` have written, `run_page` puts the page together.
 """

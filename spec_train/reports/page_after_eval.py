@@ -4,13 +4,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from spec_data.pages.html_page import write_page
+from spec_data.pages.page import write_page
 from spec_data.terminal.paths import check_file_to_write
 from spec_train.evaluation.report import measure
 from spec_train.options.command_options import EvalConfig
 from spec_train.options.report_options import AUTO, NONE
+from spec_train.reports.results import evaluations, is_run
 from spec_train.reports.run_page import report_page, short_names, warn_of_page
-from spec_train.reports.stored_figures import evaluation_of, is_run
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +30,10 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     if file is not None:
         try:
             (name,) = short_names([Path(config.draft)])
-            page = report_page([], evaluation_of(figures, "this evaluation", name))
-            log.info("page       %s", write_page(file, page))
+            page = report_page([], evaluations(figures, "this evaluation", name))
+            log.info("page       %s", write_page(file, page).path)
         except Exception as error:  # the figures are worth more than their page
-            warn_of_page(f"{file} was not written", error)
+            warn_of_page(file, error)
     return figures
 
 

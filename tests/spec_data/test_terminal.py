@@ -17,7 +17,7 @@ from spec_data.capture.proofs import IsolationProof
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sources import expected_rows
 from spec_data.generation.plan import DocumentCounts
-from spec_data.regeneration.ledger import Ledger
+from spec_data.regeneration.progress import Progress
 from spec_data.report import counts_text
 from spec_data.terminal import progress
 from spec_data.terminal.console import nearest, use_colour
@@ -105,9 +105,7 @@ def test_a_day_in_a_log_is_a_few_hundred_lines(monkeypatch, caplog):
 
 def test_a_bar_that_is_switched_off_counts_as_others_do():
     bar = progress.progress(total=3, desc="x", disable=True)  # as TQDM_DISABLE=1 does
-    ledger = Ledger(bar)
-    ledger.complete(fresh=False)
-    ledger.restart()
+    Progress(bar).complete(resumed=True)
 
 
 FORKS = """

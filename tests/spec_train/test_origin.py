@@ -16,7 +16,7 @@ from spec_train.formats.origin import differing_rows, origin_warnings, require_s
 from spec_train.options.command_options import EvalConfig, FitConfig
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.training.setup import fit
-from tests.draft_tools import read_json, unseal, write_json
+from tests.draft_tools import read_json, reseal, write_json
 from tests.spec_data.runs import run, save_target, write_corpus
 
 KWARGS = {"enable_thinking": False}
@@ -96,13 +96,14 @@ def test_eval_on_data_of_another_template_or_other_kwargs_says_so(place, tmp_pat
 
 
 def forget_origin(draft: Path) -> None:
-    """Make a draft directory what older releases wrote."""
-    raw = read_json(unseal(draft))
+    """Remove what a draft records of its target and its prompts."""
+    raw = read_json(draft)
     del raw["spec_train"]["origin"]
     write_json(draft, raw)
+    reseal(draft)
 
 
-def test_drafts_of_older_releases_ask_the_data_and_else_say_that_they_do_not_know(place, tmp_path):
+def test_drafts_without_an_origin_ask_the_data_and_else_say_that_they_do_not_know(place, tmp_path):
     shutil.copytree(place / "run", tmp_path / "run", symlinks=True)
     forget_origin(tmp_path / "run" / "best")
     report = decode(place, tmp_path / "run")

@@ -1,6 +1,6 @@
 """A page with every kind of part, and texts that try to become markup."""
 
-from spec_data.pages.page_parts import (
+from spec_data.pages.page import (
     Axis,
     Bars,
     Figures,
@@ -13,11 +13,18 @@ from spec_data.pages.page_parts import (
 )
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u2028\u2029\ud800"
-VIEWER_SCRIPT = """
-page.viewers.sample = function (box, data, tools) {
-  box.append(tools.make("p", { class: "sample" }, data.text));
-};
-"""
+
+
+def sample_viewer(text: str) -> Viewer:
+    """Return a viewer of one response with `text` as a token of every kind."""
+    kinds = ("context", "accepted", "differs", "rejected", "unused", "target", "document", "sup")
+    items = [{"words": [[f"{text} ", kind]], "about": [f"{kind} {text}"]} for kind in kinds]
+    segment = {"title": f"turn {text}", "learned": True, "items": items}
+    keys = [[kind, f"{kind} {text}"] for kind in kinds]
+    modes = [["steps", "drafted", keys], ["steps all", "all", keys], ["supervised", "mask", keys]]
+    documents = [{"head": f"{n} {text}", "id": text, "segments": [segment]} for n in range(2)]
+    data = {"note": text, "noun": "response", "item": "step", "modes": modes}
+    return Viewer(data=data | {"documents": documents})
 
 
 def sample_page(text: str = "plain") -> Page:
@@ -31,7 +38,7 @@ def sample_page(text: str = "plain") -> Page:
     )
     bars = Bars(
         title="Documents by length",
-        x=Axis(title="tokens", format="text"),
+        x="tokens",
         y=Axis(title="documents", format="count", least=0),
         labels=["0–49", f"50–99 {text}"],
         series={"documents": [3, 4]},
@@ -44,14 +51,13 @@ def sample_page(text: str = "plain") -> Page:
         note=text,
     )
     figures = Figures(items=[(f"documents {text}", 1234, "count"), ("target", text, "text")])
-    viewer = Viewer(name="sample", data={"text": text}, script=VIEWER_SCRIPT)
     return Page(
         title=f"data {text}",
         kind="Dataset",
         sections=[
             Section(title=f"Overview {text}", text=text, parts=[figures, Note(text=text)]),
             Section(title="Charts", parts=[lines, bars, table, Note(text=text, warning=True)]),
-            Section(title="Viewer", parts=[viewer]),
+            Section(title="Viewer", parts=[sample_viewer(text)]),
         ],
         footer=f"spec-data {text}",
     )

@@ -1,6 +1,7 @@
 """A real HTTP server with the two routes of an OpenAI-compatible one, and faults on demand."""
 
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -39,6 +40,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """List the models."""
+        if self.server.dead:
+            self.drop()
+            return
         found = [{"id": name, "object": "model", "created": 0} for name in self.server.models]
         self.send(200, {"object": "list", "data": found})
 
@@ -51,10 +55,16 @@ class Handler(BaseHTTPRequestHandler):
             key = json.dumps(body["messages"], sort_keys=True)
             self.server.asked[key] += 1
             number = self.server.asked[key]
+        if self.server.dead:
+            self.drop()
+            return
         for fault in self.server.faults:
             if fault(self, body | {"try": number}):
                 return
         with self.server.lock:
+            if self.server.dead:
+                self.drop()
+                return
             self.server.answered[key] += 1
         self.send(200, completion(body["messages"]))
 
@@ -75,19 +85,27 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class ChatServer(ThreadingHTTPServer):
-    """A server in a thread; use it as a context manager."""
+    """A server in a thread, which is dead after some answers; use it as a context manager."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, *faults: Fault, models: tuple[str, ...] = ("tiny",)) -> None:
+    def __init__(
+        self, *faults: Fault, models: tuple[Any, ...] = ("tiny",), dies_after: float = math.inf
+    ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.faults, self.models = faults, models
+        self._dies_after = dies_after
         self.lock = threading.Lock()
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.asked: Counter[str] = Counter()
         self.answered: Counter[str] = Counter()
+
+    @property
+    def dead(self) -> bool:
+        """Whether it drops every connection."""
+        return self.answered.total() >= self._dies_after
 
     @property
     def url(self) -> str:

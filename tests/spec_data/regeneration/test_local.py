@@ -4,12 +4,9 @@ import json
 
 import pytest
 import torch
-import transformers
 
 from spec_data.cli import main
-from spec_data.regeneration import padded_batches
-from spec_data.regeneration.journal import Journal
-from spec_data.regeneration.padded_batches import PaddedBatches
+from spec_data.regeneration.local import _Generator
 from spec_data.shards.errors import ConfigError, CorpusError
 from tests.spec_data.generation.trained import TrainedTarget
 from tests.spec_data.regeneration.tools import answered, contents, rows, slow_answers, write_rows
@@ -36,9 +33,9 @@ def stops_of(target) -> set[int]:
     return {json.loads((target / "config.json").read_text())["eos_token_id"]}
 
 
-@pytest.mark.parametrize("batching", ["padded", "continuous"])
-def test_answers_are_those_of_the_slow_loop(target, corpus, tmp_path, batching):
-    record = answered(corpus, tmp_path / "a.jsonl", target=str(target), batching=batching)
+@pytest.mark.parametrize("size", [1, 4])
+def test_answers_are_those_of_the_slow_loop(target, corpus, tmp_path, size):
+    record = answered(corpus, tmp_path / "a.jsonl", target=str(target), batch_size=size)
     found, given = rows(tmp_path / "a.jsonl"), rows(corpus)
     assert record["counts"]["written"] == len(found) == len(given) == 9
     for new, old in zip(found, given, strict=True):
@@ -70,44 +67,19 @@ def test_greedy_answers_are_all_first_choices(trained, tmp_path, capsys):
     assert manifest.settings["sampling_temperature"] == 0.0  # from the record
 
 
-def test_an_answer_is_kept_when_it_ends_and_not_when_its_batch_does(trained, tmp_path, monkeypatch):
-    corpus = trained.corpus("own-questions", trained.shuffled())
-    events: list[str] = []
-    generate, flush = transformers.GenerationMixin.generate, Journal.flush
-
-    def counted(self, *given, **named):
-        before = len(events)
-        found = generate(self, *given, **named)
-        events.append(f"batch of {len(found)}, {events[before:].count('flush')} flushed before")
-        return found
-
-    def flushed(self):
-        if self._waiting:
-            events.append("flush")
-        flush(self)
-
-    monkeypatch.setattr(transformers.GenerationMixin, "generate", counted)
-    monkeypatch.setattr(Journal, "flush", flushed)
-    monkeypatch.setattr(padded_batches, "_FLUSH_SECONDS", -1.0, raising=False)
-    given = {"target": str(trained.path), "max_new_tokens": 40, "batch_size": 24}
-    answered(corpus, tmp_path / "a.jsonl", **given)
-    assert "batch of 24, 24 flushed before" in events
-    assert [contents(r) for r in rows(tmp_path / "a.jsonl")] == [contents(r) for r in trained.rows]
-
-
 def test_a_run_that_is_stopped_holds_answers_of_every_kind(target, tmp_path, monkeypatch):
     """Not the longest prompts first, and not the rows in the order of the corpus."""
     few = [{"prompt": "word " * (1 + n // 2)} for n in range(80)]  # sorted, as by source
     corpus, asked = write_rows(tmp_path / "c.jsonl", few), []
-    generate = PaddedBatches._generate
+    generate = _Generator.__call__
 
-    def stopped(self, batch, *rest):
+    def stopped(self, batch):
         asked.append([int(q.conversation.record.where.rpartition(":")[2]) - 1 for q in batch])
         if len(asked) == 8:
             raise KeyboardInterrupt
-        return generate(self, batch, *rest)
+        return generate(self, batch)
 
-    monkeypatch.setattr(PaddedBatches, "_generate", stopped)
+    monkeypatch.setattr(_Generator, "__call__", stopped)
     given = {"target": str(target), "max_new_tokens": 1, "batch_size": 4}
     with pytest.raises(KeyboardInterrupt):
         answered(corpus, tmp_path / "a.jsonl", **given)
@@ -192,7 +164,7 @@ def test_tools_and_template_kwargs_of_a_row_are_kept(tmp_path):
     assert found["tools"] == tools and found["chat_template_kwargs"] == row["chat_template_kwargs"]
 
 
-def test_truncated_answers_are_marked_or_dropped(target, corpus, tmp_path):
+def test_truncated_answers_are_marked(target, corpus, tmp_path):
     record = answered(corpus, tmp_path / "a.jsonl", target=str(target), max_new_tokens=2)
     cut = record["counts"]["finish_reasons"]["length"]
     assert cut == 12
@@ -200,10 +172,6 @@ def test_truncated_answers_are_marked_or_dropped(target, corpus, tmp_path):
     rendering = manifest.documents.rendering
     shown = rendering["answers cut at a limit of tokens, their end not supervised"]
     assert shown + rendering.get("empty answers, not supervised", 0) == cut
-    with pytest.raises(CorpusError, match=r"no conversation has an answer.*'truncated': 9"):
-        answered(
-            corpus, tmp_path / "b.jsonl", target=str(target), max_new_tokens=2, drop_truncated=True
-        )
 
 
 def test_a_target_whose_padding_leaks_gets_prompts_of_one_length(
@@ -211,19 +179,19 @@ def test_a_target_whose_padding_leaks_gets_prompts_of_one_length(
 ):
     plain = tmp_path / "a.jsonl"
     answered(corpus, plain, target=str(target))
-    widths, generate = [], PaddedBatches._generate
-    first = PaddedBatches._first_logits
+    widths, generate = [], _Generator.__call__
+    first = _Generator._first_logits
 
     def leaking(self, ids, mask):
         found = first(self, ids, mask)
         return found + (mask == 0).sum(-1, keepdim=True) * torch.randn(found.shape[-1])
 
-    def counted(self, batch, end):
+    def counted(self, batch):
         widths.append({len(q.prompt) for q in batch})
-        return generate(self, batch, end)
+        return generate(self, batch)
 
-    monkeypatch.setattr(PaddedBatches, "_first_logits", leaking)
-    monkeypatch.setattr(PaddedBatches, "_generate", counted)
+    monkeypatch.setattr(_Generator, "_first_logits", leaking)
+    monkeypatch.setattr(_Generator, "__call__", counted)
     answered(corpus, tmp_path / "b.jsonl", target=str(target))
     assert widths and all(len(lengths) == 1 for lengths in widths)
     assert "a padded prompt changes this target's logits" in caplog.text
@@ -249,7 +217,7 @@ def test_bad_input_is_refused_before_anything_is_written(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_the_options_are_checked(tmp_path):
+def test_the_options_are_checked(corpus, tmp_path):
     for changes, message in (
         ({}, "who answers"),
         ({"target": "t", "temperature": -1.0}, "--temperature"),
@@ -259,7 +227,7 @@ def test_the_options_are_checked(tmp_path):
         ({"target": "t", "batch_size": 0}, "--batch-size 0"),
     ):
         with pytest.raises(ConfigError, match=message):
-            answered(tmp_path / "c.jsonl", tmp_path / "a.jsonl", **changes)
+            answered(corpus, tmp_path / "a.jsonl", **changes)
 
 
 # --- what generate makes of the record ---

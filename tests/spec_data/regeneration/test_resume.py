@@ -3,21 +3,24 @@
 import errno
 import multiprocessing as mp
 import os
+import resource
+import signal
+import sqlite3
 import time
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from filelock import FileLock
 
 from spec_data.cli import main
-from spec_data.regeneration import padded_batches
+from spec_data.regeneration import local
 from spec_data.regeneration.conversations import Answer
 from spec_data.regeneration.journal import Journal, journal_path
-from spec_data.shards.errors import ConfigError, CorpusError, DatasetError, RunError
-from spec_data.terminal.config import as_flags
-from tests.spec_data.regeneration.tools import answered, config, rows
+from spec_data.shards.errors import ConfigError, CorpusError, DatasetError, FileError, RunError
+from spec_data.shards.resumable import atomic_write
+from tests.spec_data.regeneration.tools import answered, rows, words
 from tests.spec_data.runs import save_target, write_corpus
 
 SAMPLED = {"temperature": 1.0, "seed": 3}
@@ -47,26 +50,31 @@ class Killed(BaseException):
     """As sudden as a kill, at a moment that the test chooses."""
 
 
-def stop_after(monkeypatch, answers: int) -> list[str]:
-    """Interrupt after this many answers, in the middle of a batch; return the names of all."""
-    seen: list[str] = []
-    keep = padded_batches.keep_answer
+def stop_after(monkeypatch, batches: int) -> list[str]:
+    """Interrupt after this many batches, while the next is answered; return the answered turns."""
+    answered: list[str] = []
+    seen, add, answer = [], Journal.add, local.ChatTarget.answer
 
-    def counted(target, question, *rest):
-        if len(seen) == answers:
+    def counted(self, answers):
+        add(self, answers)
+        seen.append(0)
+        answered.extend(f"{name}:{turn}" for name, turn, _ in answers)
+
+    def killed(self, *given):
+        if len(seen) == batches:
             raise Killed
-        seen.append(f"{question.conversation.id}:{question.turn}")
-        keep(target, question, *rest)
+        return answer(self, *given)
 
-    monkeypatch.setattr(padded_batches, "keep_answer", counted)
-    return seen
+    monkeypatch.setattr(Journal, "add", counted)
+    monkeypatch.setattr(local.ChatTarget, "answer", killed)
+    return answered
 
 
-@pytest.mark.parametrize("answers", [7, 31])
-def test_an_interrupted_run_ends_in_the_same_bytes(source, whole, tmp_path, monkeypatch, answers):
+@pytest.mark.parametrize("batches", [2, 7])
+def test_an_interrupted_run_ends_in_the_same_bytes(source, whole, tmp_path, monkeypatch, batches):
     out = tmp_path / "a.jsonl"
     with monkeypatch.context() as patch:
-        first = stop_after(patch, answers)
+        first = stop_after(patch, batches)
         with pytest.raises(Killed):
             answered(source[1], out, target=str(source[0]), **SAMPLED)
     assert not out.exists() and journal_path(out).exists()
@@ -79,12 +87,13 @@ def test_an_interrupted_run_ends_in_the_same_bytes(source, whole, tmp_path, monk
 def test_kills_at_any_moment_end_in_the_same_bytes(source, whole, tmp_path):
     """SIGKILL in a process of its own, as soon as the journal has grown a little further."""
     out = tmp_path / "a.jsonl"
-    given = config(source[1], out, target=str(source[0]), **SAMPLED)
-    kills = 0
-    for kept in (2_000, 4_000, 6_000, 1 << 40):
-        process = start(as_flags(given), tmp_path / "log")
+    line = words(source[1], out, target=str(source[0]), **SAMPLED)
+    log, kills = out.with_name("a.jsonl.journal-wal"), 0
+    for pages in (6, 1, 1, 1 << 40):
+        before = log.stat().st_size if log.exists() else 0
+        process = start(line, tmp_path / "log")
         while process.exitcode is None and not (
-            journal_path(out).exists() and journal_path(out).stat().st_size > kept
+            log.exists() and log.stat().st_size > before + pages * 4096
         ):
             time.sleep(0.001)
         if process.exitcode is None:
@@ -95,7 +104,7 @@ def test_kills_at_any_moment_end_in_the_same_bytes(source, whole, tmp_path):
     assert kills == 3 and both(out) == both(whole)
 
 
-def start(words: list[str], log: Path) -> mp.Process:
+def start(line: list[str], log: Path) -> mp.Process:
     """Start the command in a forked process: without imports, kills hit the work itself."""
 
     def work() -> None:
@@ -103,7 +112,7 @@ def start(words: list[str], log: Path) -> mp.Process:
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        os._exit(main(["regenerate", *words]))
+        os._exit(main(line))
 
     process = mp.get_context("fork").Process(target=work)
     process.start()
@@ -117,7 +126,7 @@ def test_a_kill_between_the_files_at_the_end(source, whole, tmp_path, monkeypatc
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("spec_data.regeneration.assembly.write_atomically", killed)
+        patch.setattr("spec_data.regeneration.output.write_atomically", killed)
         with pytest.raises(Killed):
             answered(source[1], out, target=str(source[0]), **SAMPLED)
     assert out.exists() and journal_path(out).exists()
@@ -127,7 +136,7 @@ def test_a_kill_between_the_files_at_the_end(source, whole, tmp_path, monkeypatc
 
 def test_a_complete_output_is_not_made_again(source, whole, tmp_path, monkeypatch, caplog):
     before = both(whole)
-    monkeypatch.setattr("spec_data.regeneration.local_answers.load_model", None)
+    monkeypatch.setattr("spec_data.regeneration.local.load_model", None)
     with caplog.at_level("INFO"):
         record = answered(source[1], whole, target=str(source[0]), **SAMPLED)
     assert "is complete already" in caplog.text and both(whole) == before
@@ -140,7 +149,7 @@ def test_a_complete_output_is_not_made_again(source, whole, tmp_path, monkeypatc
         ({"temperature": 0.5}, r"temperature: 1\.0 -> 0\.5"),
         ({"turns": "last"}, r"turns: 'all' -> 'last'"),
         ({"max_new_tokens": 7}, "max_new_tokens: 6 -> 7"),
-        ({"chat_template_kwargs": '{"add_generation_prompt_x": 1}'}, "does not read"),
+        ({"chat_template_kwargs": {"add_generation_prompt_x": 1}}, "does not read"),
         ({"seed": 4}, "seed: 3 -> 4"),
         ({"dtype": "float32"}, "dtype: 'auto' -> 'float32'"),
     ],
@@ -149,7 +158,9 @@ def test_other_settings_are_refused_by_name(source, whole, tmp_path, changes, fi
     with pytest.raises(ConfigError, match=field):
         answered(source[1], whole, target=str(source[0]), **SAMPLED | changes)
     out = tmp_path / "a.jsonl"
-    with Journal(journal_path(out), {"temperature": 1.0}), pytest.raises(ConfigError):
+    with Journal(journal_path(out), {"temperature": 1.0}):
+        pass
+    with pytest.raises(ConfigError):
         answered(source[1], out, target=str(source[0]), **SAMPLED | changes)
 
 
@@ -164,7 +175,7 @@ def test_a_changed_corpus_is_refused_when_complete_and_continued_before(
         answered(corpus, out, target=str(source[0]))
     out.unlink()
     with monkeypatch.context() as patch:
-        first = stop_after(patch, 9)
+        first = stop_after(patch, 3)
         with pytest.raises(Killed):
             answered(corpus, out, target=str(source[0]))
     corpus.write_text("".join(reversed(corpus.read_text().splitlines(keepends=True))))
@@ -180,12 +191,12 @@ def test_a_corpus_that_changes_between_the_passes_loses_nothing(source, tmp_path
     corpus = write_corpus(tmp_path / "chats.jsonl", 5)
     out = tmp_path / "a.jsonl"
 
-    def grow(*_):
+    def grow(path):
         write_corpus(corpus, 6)
-        return {}
+        return atomic_write(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr("spec_data.regeneration.assembly.temporary_name", lambda p: grow() or p)
+        patch.setattr("spec_data.regeneration.output.atomic_write", grow)
         with pytest.raises(CorpusError, match="The corpus changed meanwhile"):
             answered(corpus, out, target=str(source[0]))
     assert answered(corpus, out, target=str(source[0]))["counts"]["written"] == 6
@@ -207,70 +218,82 @@ def test_an_output_of_others_and_one_of_another_process_are_left_alone(source, t
 # --- the journal ---
 
 
-def test_a_torn_last_line_is_cut_off(tmp_path):
-    file = tmp_path / "j"
-    with Journal(file, {"a": (1, 2)}) as journal:
-        journal.add(NAME, 0, FIRST)
-        journal.add(NAME, 1, FIRST)
-    data = file.read_bytes()
-    lines = data.splitlines(keepends=True)
-    for length in range(len(lines[0]) + len(lines[1]), len(data)):
-        file.write_bytes(data[:length])
-        with Journal(file, {"a": (1, 2)}) as journal:
-            assert journal.read(NAME) == [FIRST]
-            journal.add(NAME, 1, FIRST)
-        assert file.read_bytes() == data
-    file.write_bytes(lines[0][:9])  # killed while the header was written
-    with Journal(file, {"a": (1, 2)}) as journal:
-        assert journal.count(NAME) == 0
+def killed_journal(file: Path, answers: int) -> None:
+    """Leave the journal of a process that was killed after some answers, one by one."""
+
+    def work():
+        journal = Journal(file, {"a": 1})
+        for turn in range(answers):
+            journal.add([(NAME, turn, replace(FIRST, tokens=turn))])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = mp.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"id": "zz"}', '{"id": 3, "turn": 0}'])
-def test_a_damaged_line_is_named(tmp_path, line):
+def test_a_log_that_is_cut_anywhere_keeps_the_answers_before(tmp_path):
+    file, log = tmp_path / "j", tmp_path / "j-wal"
+    killed_journal(file, 9)
+    database, data, numbers = file.read_bytes(), log.read_bytes(), set()
+    for length in range(0, len(data) + 1, 1000):
+        file.write_bytes(database)
+        log.write_bytes(data[:length])
+        with Journal(file, {"a": 1}) as journal:
+            answers = journal.read(NAME)
+            assert [answer.tokens for answer in answers] == list(range(len(answers)))
+            journal.add([(NAME, len(answers), FIRST)])
+            assert journal.count(NAME) == len(journal) == len(answers) + 1
+        numbers.add(len(answers))
+    assert numbers >= set(range(9))
+
+
+@pytest.mark.parametrize("damage", ["text", "a bit of a page", "cut", "an answer"])
+def test_a_damaged_journal_is_refused(tmp_path, damage):
     file = tmp_path / "j"
     with Journal(file, {}) as journal:
-        journal.add(NAME, 0, FIRST)
-    lines = file.read_text().splitlines()
-    file.write_text("\n".join([lines[0], line, lines[1], ""]))
-    with pytest.raises(DatasetError, match=r"j:2: damaged"):
-        Journal(file, {})
+        journal.add((NAME, turn, FIRST) for turn in range(200))
+    data = bytearray(file.read_bytes())
+    if damage == "text":
+        data = bytearray(b"not a journal\n" * 9)
+    elif damage == "cut":
+        del data[-5000:]
+    elif damage == "a bit of a page":
+        data[3 * 4096] ^= 1
+    else:
+        at = data.index(b'"finish"')
+        data[at : at + 8] = b'"finito"'
+    file.write_bytes(data)
+    with pytest.raises(DatasetError, match="j: damaged"), Journal(file, {}) as journal:
+        journal.read(NAME)
 
 
-def test_turns_are_answered_in_order(tmp_path):
+def test_a_turn_is_answered_once(tmp_path):
     with Journal(tmp_path / "j", {}) as journal:
-        with pytest.raises(ValueError, match="turn 1 after 0 answers"):
-            journal.add(NAME, 1, FIRST)
-        journal.add(NAME, 0, FIRST)
-        with pytest.raises(ValueError, match="turn 0 after 1 answers"):
-            journal.add(NAME, 0, FIRST)
+        journal.add([(NAME, 0, FIRST)])
+        with pytest.raises(sqlite3.IntegrityError):
+            journal.add([(NAME, 1, FIRST), (NAME, 0, FIRST)])
+        assert journal.read(NAME) == [FIRST]
 
 
-def test_a_full_disk_keeps_the_answers_before_it(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_answers_before_it(tmp_path):
     file = tmp_path / "j"
 
-    class Full:
-        """A file that takes a few bytes of the next write and then has no room."""
+    def work():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        with Journal(file, {}) as journal:
+            journal.add([(NAME, 0, FIRST)])
+            resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+            try:
+                journal.add((NAME, turn, FIRST) for turn in range(1, 2000))
+            except FileError as error:
+                os._exit(7 if "cannot be written" in str(error) else 8)
+        os._exit(9)
 
-        def __init__(self, real):
-            self.real, self.left = real, 10
-
-        def write(self, data):
-            if self.left:
-                taken, self.left = self.left, 0
-                return self.real.write(data[:taken])
-            raise OSError(errno.ENOSPC, "no space")
-
-        def __getattr__(self, name):
-            return getattr(self.real, name)
-
-    journal = Journal(file, {})
-    journal.add(NAME, 0, FIRST)
-    journal.flush()
-    journal._file = Full(journal._file)
-    journal.add(NAME, 1, FIRST)
-    with pytest.raises(RunError, match="the disk is full"):
-        journal.flush()
-    journal.__exit__(None, None, None)
+    process = mp.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    assert process.exitcode == 7
     with Journal(file, {}) as again:
         assert again.read(NAME) == [FIRST]
 
@@ -282,7 +305,7 @@ def test_a_full_disk_at_the_end_leaves_no_half_output(source, whole, tmp_path, m
         raise OSError(errno.ENOSPC, "no space")
 
     with monkeypatch.context() as patch:
-        patch.setattr("spec_data.regeneration.assembly.os", SimpleNamespace(fsync=full))
+        patch.setattr("spec_data.shards.resumable.os.fsync", full)
         with pytest.raises(RunError, match="the disk is full"):
             answered(source[1], out, target=str(source[0]), **SAMPLED)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".a.jsonl.lock", "a.jsonl.journal"]

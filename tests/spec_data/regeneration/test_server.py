@@ -14,11 +14,11 @@ import pytest
 from spec_data.cli import main
 from spec_data.corpus.json_values import parse_json
 from spec_data.corpus.records import parse_row
+from spec_data.regeneration import servers
 from spec_data.regeneration.journal import journal_path
-from spec_data.regeneration.server_messages import MalformedBody, RefusedAnswer, read_answer
-from spec_data.regeneration.server_pool import ServerPool, asked_wait, base_url
+from spec_data.regeneration.progress import Unanswerable
+from spec_data.regeneration.servers import MalformedBody, base_url, read_answer
 from spec_data.shards.errors import ConfigError, RunError
-from spec_data.terminal.config import as_flags
 from tests.spec_data.regeneration.chat_server import (
     ChatServer,
     answer_to,
@@ -28,15 +28,17 @@ from tests.spec_data.regeneration.chat_server import (
     slow,
     status,
 )
-from tests.spec_data.regeneration.tools import answered, config, contents, rows, write_rows
+from tests.spec_data.regeneration.tools import answered, contents, rows, words, write_rows
 from tests.spec_data.runs import save_target, write_corpus
 
 ROWS, TURNS = 16, 22
-FAST = {"backoff": 0.002, "timeout": 5.0, "concurrency": 8}
+AT_ONCE = {"batch_size": 8}
 
 
 @pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
+def fast_and_here(monkeypatch):
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
+    monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.01)
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
@@ -97,16 +99,17 @@ FAULTS = {
 def test_faults_that_pass_cost_no_answer(corpus, tmp_path, name):
     out = tmp_path / "a.jsonl"
     with ChatServer(first_tries(*FAULTS[name])) as server:
-        record = answered(corpus, out, server=(server.url,), **FAST)
+        record = answered(corpus, out, server=[server.url], **AT_ONCE)
     check(out, corpus, record)
     assert set(server.answered.values()) == {1}
     assert set(server.asked.values()) == {len(FAULTS[name]) + 1}
 
 
-def test_a_slow_answer_is_asked_for_again(corpus, tmp_path):
+def test_a_slow_answer_is_asked_for_again(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(servers, "_SECONDS", 0.3)
     out = tmp_path / "a.jsonl"
     with ChatServer(first_tries(slow(0.6))) as server:
-        record = answered(corpus, out, server=(server.url,), **FAST | {"timeout": 0.3})
+        record = answered(corpus, out, server=[server.url], **AT_ONCE)
     check(out, corpus, record)
 
 
@@ -119,32 +122,24 @@ def closed_port() -> str:
 def test_one_of_two_servers_is_down_for_ever(corpus, tmp_path, caplog):
     out = tmp_path / "a.jsonl"
     with ChatServer() as server:
-        record = answered(corpus, out, server=(closed_port(), server.url), **FAST)
+        record = answered(corpus, out, server=[closed_port(), server.url], **AT_ONCE)
     check(out, corpus, record)
     assert "this server does not respond, and others are used" in caplog.text
 
 
-def test_one_of_two_servers_dies_in_the_middle(corpus, tmp_path):
+def test_one_of_two_servers_dies_in_the_middle(corpus, tmp_path, caplog):
     out = tmp_path / "a.jsonl"
-    left = [5]
-
-    def dying(handler, _):
-        left[0] -= 1
-        if left[0] >= 0:
-            return False
-        handler.drop()
-        return True
-
-    with ChatServer(dying) as bad, ChatServer() as good:
-        record = answered(corpus, out, server=(bad.url, good.url), **FAST)
+    with ChatServer(dies_after=5) as bad, ChatServer() as good:
+        record = answered(corpus, out, server=[bad.url, good.url], **AT_ONCE)
     check(out, corpus, record)
-    assert len(good.requests) > len(bad.requests) > 5  # the load goes to the one that answers
+    assert sum(bad.answered.values()) == 5
+    assert "this server is left out" in caplog.text
 
 
 def test_load_is_spread_over_servers(corpus, tmp_path):
     pause = [lambda h, b: time.sleep(0.01)]  # never a fault: it returns nothing
     with ChatServer(*pause) as one, ChatServer(*pause) as two:
-        answered(corpus, tmp_path / "a.jsonl", server=(one.url, two.url), **FAST)
+        answered(corpus, tmp_path / "a.jsonl", server=[one.url, two.url], **AT_ONCE)
     assert min(len(one.requests), len(two.requests)) >= TURNS // 4
 
 
@@ -158,8 +153,7 @@ def test_a_request_that_is_refused_concerns_its_conversation_alone(corpus, tmp_p
         return True
 
     with ChatServer(too_long) as server:
-        given = config(corpus, out, server=(server.url,), **FAST)
-        assert main(["regenerate", *as_flags(given)]) == 1
+        assert main(words(corpus, out, server=[server.url], **AT_ONCE)) == 1
         shown = capsys.readouterr()
         assert "16 read = 15 written + 1 failed + 0 skipped" in shown.out
         assert "retry:  spec-data regenerate" in shown.err and "HTTP Request" not in shown.err
@@ -168,7 +162,7 @@ def test_a_request_that_is_refused_concerns_its_conversation_alone(corpus, tmp_p
         assert failure["where"] == f"{corpus}:4" and "longer than the context" in failure["reason"]
         server.faults = ()
         before = len(server.requests)
-        record = answered(corpus, out, server=(server.url,), **FAST)
+        record = answered(corpus, out, server=[server.url], **AT_ONCE)
     check(out, corpus, record)
     assert len(server.requests) - before == 2  # the two turns of that conversation
 
@@ -214,11 +208,11 @@ def test_no_answer_of_a_server_ends_the_run(corpus, tmp_path, name):
         return True
 
     with ChatServer(hostile) as server:
-        record = answered(corpus, out, server=(server.url,), **FAST, retries=1)
+        record = answered(corpus, out, server=[server.url], **AT_ONCE)
     assert (record["counts"]["written"], record["counts"]["failed"]) == (ROWS - 1, 1)
     assert json.loads((tmp_path / "a.jsonl.sampling").read_text()) == record
     with ChatServer() as server:
-        check(out, corpus, answered(corpus, out, server=(server.url,), **FAST))
+        check(out, corpus, answered(corpus, out, server=[server.url], **AT_ONCE))
 
 
 def mutated(value, rng):
@@ -248,7 +242,7 @@ def test_a_body_is_an_answer_that_a_corpus_can_hold_or_it_is_malformed():
             data = data[: rng.randrange(len(data))]
         try:
             answer = read_answer(data)
-        except (MalformedBody, RefusedAnswer):
+        except (MalformedBody, Unanswerable):
             continue
         kept += 1
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", **answer.message}]
@@ -260,20 +254,25 @@ def test_a_body_is_an_answer_that_a_corpus_can_hold_or_it_is_malformed():
 
 def test_a_list_of_models_that_is_none(corpus, tmp_path):
     with ChatServer(models=("\ud800", 5, None, "tiny")) as server:
-        record = answered(corpus, tmp_path / "a.jsonl", server=(server.url,), **FAST)
+        record = answered(corpus, tmp_path / "a.jsonl", server=[server.url], **AT_ONCE)
     assert record["settings"]["server_model"] == "tiny"
 
 
 def test_no_server_answers_any_more(corpus, tmp_path):
     with ChatServer(first_tries(*[status(500)] * 100)) as server:
-        given = FAST | {"retries": 2, "server": (server.url,)}
+        urls = {"server": [server.url]}
         with pytest.raises(RunError, match=r"the last 16 conversations.*HTTP 500: .*no 500"):
-            answered(corpus, tmp_path / "a.jsonl", **given)
+            answered(corpus, tmp_path / "a.jsonl", **urls, **AT_ONCE)
         few = write_corpus(tmp_path / "few.jsonl", 2)
         with pytest.raises(RunError, match="no conversation has an answer"):
-            answered(few, tmp_path / "b.jsonl", **given)
+            answered(few, tmp_path / "b.jsonl", **urls, **AT_ONCE)
     with pytest.raises(RunError, match=r"no server responds:\n  http://127"):
-        answered(corpus, tmp_path / "c.jsonl", **given)
+        answered(corpus, tmp_path / "c.jsonl", **urls, **AT_ONCE)
+    with (
+        ChatServer(dies_after=5) as server,
+        pytest.raises(RunError, match="no server responds any more"),
+    ):
+        answered(corpus, tmp_path / "d.jsonl", server=[server.url], **AT_ONCE)
 
 
 @pytest.mark.parametrize("code", [401, 403, 404])
@@ -282,18 +281,18 @@ def test_a_wrong_key_or_model_stops_the_run(corpus, tmp_path, code):
         ChatServer(first_tries(status(code))) as server,
         pytest.raises(ConfigError, match=rf"refuses all requests: HTTP {code}"),
     ):
-        answered(corpus, tmp_path / "a.jsonl", server=(server.url,), **FAST)
+        answered(corpus, tmp_path / "a.jsonl", server=[server.url], **AT_ONCE)
 
 
 def test_the_model_is_the_first_listed_or_the_named_one(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with ChatServer(models=("big", "tiny")) as server:
-        record = answered(corpus, tmp_path / "a.jsonl", server=(f"{server.url}/v1",), **FAST)
+        record = answered(corpus, tmp_path / "a.jsonl", server=[f"{server.url}/v1"], **AT_ONCE)
         assert record["settings"]["server_model"] == "big"
         assert {r["model"] for r in server.requests} == {"big"}
         assert set(server.keys) == {"Bearer secret"}
         with pytest.raises(ConfigError, match="has no model 'small'; it has big, tiny"):
-            given = {"server": (server.url,), "server_model": "small", **FAST}
+            given = {"server": [server.url], "server_model": "small", **AT_ONCE}
             answered(corpus, tmp_path / "b.jsonl", **given)
     assert "secret" not in (tmp_path / "a.jsonl.sampling").read_text()
 
@@ -309,10 +308,10 @@ def test_what_is_sent(tmp_path):
     ]
     row = {"messages": messages, "tools": tools, "chat_template_kwargs": {"b": 2}}
     corpus = write_rows(tmp_path / "c.jsonl", [row])
-    options = {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "chat_template_kwargs": '{"a": 1}'}
+    options = {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "chat_template_kwargs": {"a": 1}}
     with ChatServer() as server:
-        answered(corpus, tmp_path / "a.jsonl", server=(server.url,), **FAST | options)
-        answered(corpus, tmp_path / "b.jsonl", server=(server.url,), **FAST)
+        answered(corpus, tmp_path / "a.jsonl", server=[server.url], **AT_ONCE | options)
+        answered(corpus, tmp_path / "b.jsonl", server=[server.url], **AT_ONCE)
     sent, plain = server.requests
     assert sent["messages"][:2] == [messages[0], {"role": "user", "content": "q"}]
     (found,) = sent["messages"][2]["tool_calls"]
@@ -334,7 +333,7 @@ def test_reasoning_calls_and_ends_are_kept(tmp_path):
         return True
 
     with ChatServer(calling) as server:
-        record = answered(corpus, tmp_path / "a.jsonl", server=(server.url,), **FAST)
+        record = answered(corpus, tmp_path / "a.jsonl", server=[server.url], **AT_ONCE)
     assert record["counts"]["finish_reasons"] == {"tool_calls": 2}
     found = rows(tmp_path / "a.jsonl")[0]["messages"][1]
     assert found == {
@@ -347,7 +346,7 @@ def test_prompts_of_another_template_are_counted(corpus, tmp_path):
     """The server says that its prompts have 10 tokens; those of the target are longer."""
     target = save_target(tmp_path / "target")
     with ChatServer() as server:
-        given = {"server": (server.url,), "target": str(target), **FAST}
+        given = {"server": [server.url], "target": str(target), **AT_ONCE}
         record = answered(corpus, tmp_path / "a.jsonl", **given)
     notes = record["counts"]["notes"]
     assert notes == {
@@ -359,70 +358,41 @@ def test_a_kill_in_the_middle_asks_no_answered_turn_again(corpus, tmp_path):
     out = tmp_path / "a.jsonl"
     pause = lambda h, b: time.sleep(0.02)  # noqa: E731
     with ChatServer(pause) as server:
-        given = config(corpus, out, server=(server.url,), **FAST | {"concurrency": 2})
+        line = words(corpus, out, server=[server.url], batch_size=2)
         for answers in (3, 9, 1000):
             process = mp.get_context("fork").Process(
-                target=lambda: os._exit(main(["regenerate", *as_flags(given), "--quiet"]))
+                target=lambda: os._exit(main([*line, "--quiet"]))
             )
             process.start()
-            while process.exitcode is None and kept(out) < answers:
+            while process.exitcode is None and sum(server.answered.values()) < answers:
                 time.sleep(0.005)
             if process.exitcode is None:
                 process.kill()
             process.join()
         assert process.exitcode == 0
-        record = answered(corpus, out, server=(server.url,), **FAST | {"concurrency": 2})
+        record = answered(corpus, out, server=[server.url], batch_size=2)
     check(out, corpus, record)
-    # an answer can be lost with the journal's last second, and those that were in flight
-    assert TURNS <= sum(server.answered.values()) <= 2 * TURNS
-
-
-def kept(out) -> int:
-    file = journal_path(out)
-    return file.read_bytes().count(b"\n") - 1 if file.exists() else 0
+    assert TURNS <= sum(server.answered.values()) <= TURNS + 2 * 2  # those in flight at the kills
 
 
 def test_a_running_event_loop_is_no_obstacle(corpus, tmp_path):
     out = tmp_path / "a.jsonl"
 
     async def notebook(url):
-        return answered(corpus, out, server=(url,), **FAST)
+        return answered(corpus, out, server=[url], **AT_ONCE)
 
     with ChatServer() as server:
         check(out, corpus, asyncio.run(notebook(server.url)))
 
 
-# --- the parts ---
-
-
-def test_addresses_and_waits():
-    assert base_url("http://h:1") == base_url("http://h:1/") == "http://h:1/v1"
-    assert base_url("http://h:1/api/v2/") == "http://h:1/api/v2"
-    assert base_url("http://h:1/v1/chat/completions") == "http://h:1/v1"
-    assert asked_wait({"retry-after": "1.5"}) == 1.5
-    assert asked_wait({"retry-after": "soon"}) is None and asked_wait({}) is None
-    assert asked_wait({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) is None
-    assert asked_wait({"retry-after": "inf"}) is None
-
-
-def test_a_failed_server_rests_longer_each_time_and_waits_as_asked(monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr("spec_data.regeneration.server_pool.time.monotonic", lambda: clock[0])
-    pool = ServerPool(("http://a", "http://b"), "k", 1.0, 1.0)
-    bad, good = pool.servers
-    rests = []
-    for _ in range(8):
-        pool.failed(bad)
-        pool.failed(bad)  # of another request that was in flight
-        rests.append(bad.rests_until - clock[0])
-        clock[0] = bad.rests_until
-    for number, rest in enumerate(rests):
-        assert 0.5 * min(2**number, 60) <= rest <= min(2**number, 60)
-    pool.failed(bad)
-    assert asyncio.run(pool.next()) is good
-    pool.succeeded(bad)
-    pool.failed(bad, wait=7.0)
-    assert bad.rests_until - clock[0] == 7.0
-    pool.succeeded(bad)
-    assert (bad.failures, bad.rests_until) == (0, 0.0)
-    asyncio.run(pool.__aexit__())
+@pytest.mark.parametrize(
+    ("url", "base"),
+    [
+        ("http://h:1", "http://h:1/v1"),
+        ("http://h:1/", "http://h:1/v1"),
+        ("http://h:1/api/v2/", "http://h:1/api/v2"),
+        ("http://h:1/v1/chat/completions", "http://h:1/v1"),
+    ],
+)
+def test_addresses(url, base):
+    assert base_url(url) == base

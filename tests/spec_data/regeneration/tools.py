@@ -1,5 +1,6 @@
 """Runs of regenerate, and the slow way to the same answers."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -7,26 +8,29 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spec_data.options.regenerate_options import RegenerateConfig
-from spec_data.regeneration.run import regenerate
+from spec_data.commands.regenerate import regenerate
+from spec_data.corpus.sampling_record import read_record
+from spec_data.terminal.command import words_of
 
 
-def config(corpus: Path | tuple[Path, ...], out: Path, **changes: Any) -> RegenerateConfig:
-    """Return options of a small run."""
-    corpora = corpus if isinstance(corpus, tuple) else (corpus,)
-    given = {
-        "corpus": tuple(map(str, corpora)),
-        "out": str(out),
-        "max_new_tokens": 6,
-        "batch_size": 4,
-        "device": "cpu",
-    }
-    return RegenerateConfig(**given | changes)
+def given(corpus: Path | list[Path], out: Path, **changes: Any) -> dict[str, Any]:
+    """Return the arguments of a small run."""
+    corpora = [str(path) for path in (corpus if isinstance(corpus, list) else [corpus])]
+    small = {"max_new_tokens": 6, "batch_size": 4, "device": "cpu"}
+    return {"corpus": corpora, "out": str(out), **small, **changes}
 
 
-def answered(corpus: Path | tuple[Path, ...], out: Path, **changes: Any) -> dict[str, Any]:
+def words(corpus: Path, out: Path, **changes: Any) -> list[str]:
+    """Return the command line of a small run."""
+    return ["regenerate", *words_of(inspect.unwrap(regenerate), given(corpus, out, **changes))]
+
+
+def answered(corpus: Path | list[Path], out: Path, **changes: Any) -> dict[str, Any]:
     """Regenerate in this process and return the record."""
-    return regenerate(config(corpus, out, **changes))
+    regenerate(**given(corpus, out, **changes))
+    record = read_record(Path(out))
+    assert record is not None
+    return record
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from spec_data.shards.errors import MissingError, TargetError
 from spec_train.evaluation.report import run_eval, system_warnings
 from spec_train.options.command_options import EvalConfig
-from tests.draft_tools import read_json, unseal, write_json
+from tests.draft_tools import read_json, reseal, write_json
 from tests.spec_train import fitted
 from tests.spec_train.fitted import (
     ROWS,
@@ -99,11 +99,12 @@ def test_another_pre_tokenisation_is_named(place, target):
 
 def test_a_draft_with_fewer_facts_says_what_was_not_compared(place, target, tmp_path, caplog):
     shutil.copytree(place / "run" / "best", tmp_path / "old")
-    raw = read_json(unseal(tmp_path / "old"))
+    raw = read_json(tmp_path / "old")
     names = ("weights_hash", "chat_template_hash", "head")
     origin = {name: raw["spec_train"]["origin"][name] for name in names}
     raw["spec_train"]["origin"] = origin | {"chat_template_kwargs": ROWS}
     write_json(tmp_path / "old", raw)
+    reseal(tmp_path / "old")
     with caplog.at_level("INFO"):
         report = evaluated(place, target, draft=str(tmp_path / "old"))
     assert report["warnings"] == []

@@ -7,7 +7,7 @@ import pytest
 from spec_data.shards.errors import MissingError, TargetError
 from spec_train.evaluation.exporting import check_draft, run_export
 from spec_train.options.command_options import ExportConfig
-from tests.draft_tools import read_json, unseal, write_json
+from tests.draft_tools import read_json, reseal, write_json
 from tests.spec_train import fitted
 from tests.spec_train.fitted import (
     edit,
@@ -110,9 +110,10 @@ def test_a_target_whose_files_cannot_be_read_is_named_in_words(place, target):
 
 def test_a_draft_that_records_fewer_facts_says_what_was_not_compared(place, target, tmp_path):
     shutil.copytree(place / "run" / "best", tmp_path / "old")
-    raw = read_json(unseal(tmp_path / "old"))
+    raw = read_json(tmp_path / "old")
     origin = raw["spec_train"]["origin"]
     raw["spec_train"]["origin"] = {"weights_hash": origin["weights_hash"]}
     write_json(tmp_path / "old", raw)
+    reseal(tmp_path / "old")
     (note,) = [text for level, text in found(tmp_path, target, "old") if level == "note"]
     assert "architectures, chat_template_hash, config fields" in note and "rope" in note

@@ -20,7 +20,7 @@ from spec_train.losses.head import TargetHead
 from spec_train.options.command_options import ExportConfig, FitConfig
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.training.setup import fit
-from tests.draft_tools import unseal
+from tests.draft_tools import reseal
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import build
 from tests.spec_train.formats import own_draft
@@ -36,12 +36,13 @@ def findings(folder: Path, **options: Any) -> dict[str, list[tuple[str, str]]]:
     return {engine: [(f.level, f.text) for f in some] for engine, some in found.items()}
 
 
-def edit(folder: Path, **changes: Any) -> None:
-    """Change fields of a config.json, among them those of its own section."""
+def edit(folder: Path, **changes: Any) -> Path:
+    """Change fields of a config.json, among them those of its own section, and seal it again."""
     path = folder / "config.json"
     raw = json.loads(path.read_text())
     raw["spec_train"] |= changes.pop("spec_train", {})
     path.write_text(json.dumps(raw | changes))
+    return reseal(folder)
 
 
 def test_a_plain_draft_is_fine_everywhere_but_in_deepspec(own: Path, target: Path) -> None:
@@ -95,21 +96,22 @@ def test_the_targets_last_layer_is_refused(
     found = findings(tmp_path / "beyond", target=str(target))
     assert any("a target with 4 decoder blocks" in text for _, text in found["spec-train"])
     beyond = tmp_path / "beyond" / "config.json"
-    unseal(beyond.parent)
     edit(beyond.parent, spec_train={"origin": None})
     unknown = findings(beyond.parent)["spec-train"]
     assert any(level == "warn" and "pass --target" in text for level, text in unknown)
 
 
 def test_the_embedding_must_be_the_targets_bit_for_bit(own: Path, target: Path) -> None:
-    weights = unseal(own) / "model.safetensors"
+    weights = own / "model.safetensors"
     tensors = load_file(weights)
     tensors["embed_tokens.weight"][3, 5] += 1e-6
     save_file(tensors, weights)
+    reseal(own)
     with pytest.raises(DraftError, match="embed_tokens is not the target's"):
         export(own, "vllm", own.parent / "out", target)
     tensors["embed_tokens.weight"] = read_target(target).embedding.bfloat16().float()
     save_file(tensors, weights)
+    reseal(own)
     with pytest.raises(DraftError, match="embed_tokens is not the target's"):
         export(own, "vllm", own.parent / "out", target)
 
@@ -146,16 +148,17 @@ def test_another_type_of_the_embedding_is_said(
 
 
 def test_weights_that_are_not_finite_are_refused(own: Path) -> None:
-    weights = unseal(own) / "model.safetensors"
+    weights = own / "model.safetensors"
     tensors = load_file(weights)
     tensors["norm.weight"][1] = torch.nan
     save_file(tensors, weights)
+    reseal(own)
     with pytest.raises(DraftError, match=r"not finite: norm\.weight"):
         export(own, "hf", own.parent / "out")
 
 
 def test_a_shorter_length_than_the_targets_is_said(own: Path, target: Path) -> None:
-    edit(unseal(own), max_position_embeddings=128)
+    edit(own, max_position_embeddings=128)
     found = findings(own, target=str(target))["spec-train"]
     assert any(
         level == "warn" and "128 is less than the target's 512" in text for level, text in found
@@ -192,7 +195,6 @@ def test_speculators_needs_a_name_for_the_target(own: Path, tmp_path: Path, capl
     written = json.loads((out / "config.json").read_text())["speculators_config"]
     assert written["verifier"]["name_or_path"] == name
     assert f"the target is named {name}" in caplog.text
-    unseal(own)
     edit(own, spec_train={"origin": {}})
     with pytest.raises(ConfigError, match="pass --target"):
         export(own, "speculators", tmp_path / "out")

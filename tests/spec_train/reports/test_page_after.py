@@ -1,17 +1,19 @@
 """Pages at the end of `fit` and `eval`: what they hold, and that they never lose anything."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 import spec_train
-from spec_data.pages.html_page import read_page_data
 from spec_data.shards.errors import ConfigError
 from spec_train.cli import main
 from spec_train.reports import page_after_eval
 from spec_train.reports import run_page as page_after_fit
-from spec_train.reports.page_after_eval import page_of
+from spec_train.reports.page_after_eval import page_of as page_of_eval
+from spec_train.reports.results import evaluations
+from spec_train.reports.run_page import page_of
 from tests.spec_train import fitted
 
 place = fitted.place
@@ -26,16 +28,15 @@ def run(place) -> Path:
 
 
 def titles(file: Path) -> list[str]:
-    return [section["title"] for section in read_page_data(file)["sections"]]
+    return re.findall(r"<h2[^>]*>(.*?)</h2>", file.read_text())
 
 
 def test_fit_leaves_a_page_with_its_curves(run):
     assert titles(run / "report.html")[:3] == ["Overview", "Learning", "Depth"]
-    parts = read_page_data(run / "report.html")["sections"][1]["parts"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    held = [[x["tokens"], x["loss"]] for x in lines if x["split"] == "validation"]
-    (loss,) = [part for part in parts if part["title"] == "Loss"]
-    assert {own["name"]: own["points"] for own in loss["series"]}["held out"] == held
+    held = [(x["tokens"], x["loss"]) for x in lines if x["split"] == "validation"]
+    (loss,) = [part for part in page_of([run]).parts("lines") if part.title == "Loss"]
+    assert loss.series["held out"] == held
 
 
 def test_a_page_that_fails_is_a_warning(place, tmp_path, monkeypatch, caplog):
@@ -96,22 +97,24 @@ def test_eval_with_a_target_shows_its_responses(run, place):
     found = spec_train.evaluate(
         run, target=place / "target", prompts=place / "p.jsonl", max_new_tokens=12, device="cpu"
     )
-    sections = {s["title"]: s for s in read_page_data(run / "eval.html")["sections"]}
-    (viewer,) = sections["Drafted tokens"]["parts"]
-    (sample,) = viewer["data"]["samples"]
+    assert "Drafted tokens" in titles(run / "eval.html")
+    (one,) = evaluations(found.figures, "eval", "run")
+    (sample,) = one.result.samples
     told = [
-        token for part in sample["parts"][1:] for token in part.get("emitted", part.get("tokens"))
+        token
+        for part in sample.parts[1:]
+        for token in getattr(part, "emitted", None) or part.tokens
     ]
-    assert len(told) == found.decoding.tokens and sample["real"]
-    assert all(viewer["data"]["texts"][0][str(token)] for token in told)
+    assert len(told) == found.decoding.tokens
+    assert all(one.result.texts[str(token)] for token in told)
 
 
 def test_which_page_is_meant(tmp_path):
     from spec_train.options.command_options import EvalConfig
 
-    assert page_of(EvalConfig(draft="d", data="x")) is None
-    assert page_of(EvalConfig(draft="d", data="x", json="a.json")) == Path("a.html")
-    assert page_of(EvalConfig(draft="d", data="x", json="a.json", report="none")) is None
-    assert page_of(EvalConfig(draft="d", data="x", report="b.html")) == Path("b.html")
+    assert page_of_eval(EvalConfig(draft="d", data="x")) is None
+    assert page_of_eval(EvalConfig(draft="d", data="x", json="a.json")) == Path("a.html")
+    assert page_of_eval(EvalConfig(draft="d", data="x", json="a.json", report="none")) is None
+    assert page_of_eval(EvalConfig(draft="d", data="x", report="b.html")) == Path("b.html")
     with pytest.raises(ConfigError):
         EvalConfig(draft="d", data="x", samples=-1)

@@ -10,7 +10,7 @@ from spec_train.evaluation.tally import Tally, figures, response_sample
 from spec_train.simulation import breakdown, samples
 from spec_train.simulation.breakdown import Breakdown, position_range
 from spec_train.simulation.intervals import _weights
-from spec_train.simulation.sample_texts import sample_ids, token_texts, with_characters
+from spec_train.simulation.sample_texts import sample_ids, token_texts
 from spec_train.simulation.samples import document_sample
 from spec_train.simulation.walk import ServingSums, document_sums, walk_document
 from tests.spec_data.corpus.templates import tokenizer
@@ -210,14 +210,6 @@ def test_drafts_and_the_target_may_end_a_character_differently():
     sample = response_sample("p", [a, b, c], made)
     texts = token_texts([sample], tok)
     assert texts[str(draft)] == "⟨81⟩" and texts[str(own)] == "⟨80⟩"
-    context, first, one, two = with_characters(sample["parts"], texts)
-    assert "whole" not in context and "whole" not in first and "whole" not in two
-    assert one["whole"] == {"drafted": {2: "😁"}, "choice": {0: "😀"}, "emitted": {2: "😀"}}
-    # tokens of a context that are left out end a character that was begun before them
-    cut = [{"kind": "context", "tokens": ids, "left_out": 3} for ids in ([a, b, c], [own])]
-    assert all("whole" not in part for part in with_characters(cut, texts))
-    cut[1]["left_out"] = 0
-    assert with_characters(cut, texts)[1]["whole"] == {"tokens": {0: "😀"}}
 
 
 def test_the_interval_of_the_walk_is_that_of_resampled_documents():

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from spec_data.pages.html_page import read_page_data
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.evaluation.report import run_eval
 from spec_train.options.command_options import EvalConfig, FitConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
-from spec_train.reports.run_page import write_report
+from spec_train.reports.run_page import page_of
 from spec_train.simulation.parting import ENOUGH
 from spec_train.training.result import FitResult, log_result
 from spec_train.training.setup import fit
@@ -63,8 +62,7 @@ def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
     for name in ("by_source", "by_position"):
         rounds = [[line["rounds"] for line in of[name]] for of in (kept, measured["data"])]
         assert rounds[0] == pytest.approx(rounds[1], abs=TIES)
-    page = write_report([config.out])
-    titles = [section["title"] for section in read_page_data(page)["sections"]]
+    titles = [section.title for section in page_of([Path(config.out)]).sections]
     assert "Where drafts are accepted" in titles and "Drafted tokens" in titles
 
 

@@ -18,7 +18,6 @@ from spec_train.drafts.dspark.model import DSparkConfig
 from spec_train.drafts.mask_token import choose_mask_token, usual_mask_tokens
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions, PeagleOptions
-from tests.draft_tools import unseal
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.drafts.dspark import tools as dspark_tools
 from tests.spec_train.drafts.dspark.tools import build
@@ -190,7 +189,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(
     build(dataset, head, "dspark").save_pretrained(tmp_path)
     with pytest.raises(DraftError, match="of kind dspark, not dflash"):
         DFlashDraft.from_pretrained(tmp_path)
-    path, weights = unseal(tmp_path) / "config.json", tmp_path / "model.safetensors"
+    path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
     raw = json.loads(path.read_text())
     for change in (
         {"architectures": ["Other"]},
@@ -200,19 +199,19 @@ def test_damaged_and_foreign_checkpoints_are_refused(
         kept = {k: v for k, v in (raw | change).items() if v is not ...}
         path.write_text(json.dumps(kept))
         with pytest.raises(DraftError, match=r"config\.json"):
-            load_draft(tmp_path)
+            load_draft(tmp_path, accept_edited=True)
     path.write_text(json.dumps(raw | {"spec_train": raw["spec_train"] | {"options": {"x": 1}}}))
     with pytest.raises(ConfigError, match="unknown option x"):
-        load_draft(tmp_path)
+        load_draft(tmp_path, accept_edited=True)
     path.write_text(json.dumps(raw))
     tensors = load_file(weights)
     del tensors["confidence_head.proj.bias"]
     save_file(tensors, weights)
     with pytest.raises(DraftError, match=r"missing confidence_head\.proj\.bias"):
-        load_draft(tmp_path)
+        load_draft(tmp_path, accept_edited=True)
     weights.unlink()
     with pytest.raises(MissingError, match=r"model\.safetensors"):
-        load_draft(tmp_path)
+        load_draft(tmp_path, accept_edited=True)
 
 
 def test_another_target_is_refused_and_the_same_one_shares_its_embedding(

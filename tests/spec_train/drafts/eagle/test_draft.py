@@ -27,7 +27,7 @@ from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import EagleOptions
 from spec_train.training.setup import fit
 from spec_train.training.trainer import Trainer
-from tests.draft_tools import read_json, unseal, write_json
+from tests.draft_tools import read_json, reseal, write_json
 from tests.factory import tiny_dataset, tiny_llama
 from tests.families import VOCAB as FAMILY_VOCAB
 from tests.families import tiny_model
@@ -97,9 +97,10 @@ def test_a_saved_draft_reads_back_and_saves_the_same_bytes(dataset, head, tmp_pa
     again.save_pretrained(tmp_path / "b")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    raw = read_json(unseal(tmp_path / "a"))
+    raw = read_json(tmp_path / "a")
     raw["spec_train"]["options"]["num_layers"] = 3
     write_json(tmp_path / "a", raw | {"num_hidden_layers": 3})
+    reseal(tmp_path / "a")
     with pytest.raises(DraftError, match=r"missing layers\.2\.input_layernorm\.weight"):
         load_draft(tmp_path / "a")
 

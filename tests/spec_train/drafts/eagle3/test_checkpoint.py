@@ -23,7 +23,6 @@ from spec_train.drafts.slots import document_lengths, document_offsets
 from spec_train.drafts.unroll import Unroll
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import Eagle3Options
-from tests.draft_tools import unseal
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import build, packed
 from tests.tolerance import close, network
@@ -120,7 +119,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
     dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
 ) -> None:
     build(dataset, head).save_pretrained(tmp_path)
-    weights = unseal(tmp_path) / "model.safetensors"
+    weights = tmp_path / "model.safetensors"
     tensors = load_file(weights)
     tensors["model.norm.weight"] = tensors.pop("norm.weight")
     tensors["fc.weight"] = tensors["fc.weight"][:, 1:].contiguous()
@@ -128,20 +127,20 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
     with pytest.raises(
         DraftError, match=r"missing norm\.weight.*unexpected model\.norm.*fc\.weight"
     ):
-        load_draft(tmp_path)
+        load_draft(tmp_path, accept_edited=True)
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(DraftError, match="damaged"):
-        load_draft(tmp_path)
+        load_draft(tmp_path, accept_edited=True)
     weights.unlink()
     with pytest.raises(MissingError, match=r"model\.safetensors"):
-        load_draft(tmp_path)
+        load_draft(tmp_path, accept_edited=True)
 
 
 def test_foreign_or_damaged_configs_are_refused(
     dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
 ) -> None:
     build(dataset, head).save_pretrained(tmp_path)
-    path = unseal(tmp_path) / "config.json"
+    path = tmp_path / "config.json"
     raw = json.loads(path.read_text())
     for change in (
         {"architectures": ["Other"]},
@@ -151,10 +150,10 @@ def test_foreign_or_damaged_configs_are_refused(
         kept = {k: v for k, v in (raw | change).items() if v is not ...}
         path.write_text(json.dumps(kept))
         with pytest.raises(DraftError, match=r"config\.json"):
-            load_draft(tmp_path)
+            load_draft(tmp_path, accept_edited=True)
     path.write_text(json.dumps(raw | {"spec_train": raw["spec_train"] | {"options": {"x": 1}}}))
     with pytest.raises(ConfigError, match="unknown option x"):
-        load_draft(tmp_path)
+        load_draft(tmp_path, accept_edited=True)
     with pytest.raises(MissingError, match=r"config\.json"):
         load_draft(tmp_path / "absent")
 

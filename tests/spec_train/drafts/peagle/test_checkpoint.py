@@ -22,7 +22,7 @@ from spec_train.options.command_options import EvalConfig
 from spec_train.options.draft_options import PeagleOptions
 from spec_train.training.setup import fit
 from spec_train.training.trainer import Trainer
-from tests.draft_tools import unseal, write_json
+from tests.draft_tools import reseal, write_json
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import packed
 from tests.spec_train.drafts.peagle.tools import build
@@ -99,7 +99,7 @@ def test_the_config_is_the_flat_form_of_parallel_drafting(
     assert "null" not in (tmp_path / "config.json").read_text()
     del raw["mask_token_id"]
     write_json(tmp_path, raw)
-    unseal(tmp_path)
+    reseal(tmp_path)
     with pytest.raises(DraftError, match="lacks mask_token_id"):
         load_draft(tmp_path)
 

@@ -4,22 +4,22 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import spec_data
 from spec_data.cli import main
-from spec_data.dataset_page_api import write_report
-from spec_data.dataset_page_commands import report_file
+from spec_data.commands.report import write_report
 from spec_data.models.reading import load_tokenizer
-from spec_data.options.dataset_page_options import ReportConfig
-from spec_data.pages.html_page import page_bytes, read_page_data
-from spec_data.reports import dataset_page as dataset_page_module
-from spec_data.reports.dataset_page import dataset_page
+from spec_data.pages import dataset_page as dataset_page_module
+from spec_data.pages.dataset_page import dataset_page
+from spec_data.pages.page import page_bytes
+from spec_data.pages.viewer import affordable_sample, shown_documents, spans_of
 from spec_data.shards.errors import MissingError
 from spec_data.shards.even_sample import even_sample
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from tests.remote_tools import forget_memory, put_in_memory
-from tests.spec_data.reports.reading_pages import part, read_document, whole_text
+from tests.spec_data.pages.reading_pages import part, read_document, whole_text
 from tests.spec_data.runs import run, save_target, write_corpus
 
 EPS = 5e-3  # entropies and NLLs are rounded to three digits after the point
@@ -48,9 +48,8 @@ def data(tmp_path_factory, target, sources):
 
 
 @pytest.fixture(scope="module")
-def page(data, tmp_path_factory):
-    out = tmp_path_factory.mktemp("page") / "page.html"
-    return read_page_data(write_report(data, out=out, scored=7))
+def page(data):
+    return dataset_page(data, scored=7)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +88,7 @@ def test_histograms_and_sources_count_every_document(page, rows):
             for place, label in enumerate(chart["labels"]):
                 low, _, high = label.replace(",", "").partition("–")
                 counted[place] += int(low) <= count(row) <= int(high or low)
-        values = chart["series"][0]["values"]
+        values = chart["series"]["documents"]
         assert values == [counted[i] for i in range(len(values))] and sum(values) == 20
     table = part(page, "Documents", "table", "Sources")["rows"]
     for name, documents, tokens, supervised, share in table:
@@ -102,7 +101,7 @@ def test_histograms_and_sources_count_every_document(page, rows):
 
 def test_what_was_left_out_is_counted_by_reason(page):
     chart = part(page, "What was left out", "bars", "Rows and documents left out")
-    assert chart["labels"] == ["dropped: duplicate"] and chart["series"][0]["values"] == [2]
+    assert chart["labels"] == ["dropped: duplicate"] and chart["series"]["left out"] == [2]
     counts = dict(part(page, "What was left out", "table", "From rows to documents")["rows"])
     assert counts["corpus rows read"] == 22 and counts["documents kept"] == 20
 
@@ -147,7 +146,7 @@ def test_agreement_by_source_equals_a_loop_over_tokens(page, rows, head):
 
 
 def test_norms_and_outlier_channels_equal_a_loop(data, page, rows):
-    table = part(page, "States", "table", "Norms and outlier channels")
+    table = part(page, "Hidden states", "table", "Norms and outlier channels")
     for name, tokens, middle, high, largest, outliers, named in table["rows"]:
         norms, squares = [], None
         for row in rows:
@@ -167,7 +166,7 @@ def test_norms_and_outlier_channels_equal_a_loop(data, page, rows):
         assert outliers == sum(size >= 10 * typical for size in sizes)
         top = max(range(len(sizes)), key=lambda c: sizes[c])
         assert named.startswith(f"{top} ({sizes[top] / typical:.1f} ×)")
-    text = next(s for s in page["sections"] if s["title"] == "States")["text"]
+    text = next(s for s in page.sections if s.title == "Hidden states").text
     assert "20 of 20 documents" in text
 
 
@@ -180,8 +179,8 @@ def test_the_viewer_holds_every_token_of_every_document(page, data, rows, head):
     for place, row in enumerate(rows):
         found = read_document(viewer, place)
         ids = row["input_ids"].tolist()
-        assert found["number"] == place and found["id"] == row["doc_id"]
-        assert found["source"] == row["source"] and found["ids"] == ids
+        assert found["head"].startswith(f"Document {place} · {row['source']} · {len(ids)} tokens")
+        assert found["id"] == row["doc_id"] and found["ids"] == ids
         assert found["mask"] == [bool(m) for m in row["loss_mask"]]
         assert found["turns"] == [[t["role"], t["start"], t["end"]] for t in row["turns"]]
         assert whole_text(found["texts"]) == tokenizer.decode(ids)
@@ -208,36 +207,32 @@ def test_the_viewer_holds_every_token_of_every_document(page, data, rows, head):
 
 
 def test_a_sample_is_even_and_the_page_says_so(data):
-    viewer = dataset_page(ReportConfig(data=str(data), documents=4, scored=0)).sections[-1].parts[0]
-    assert [d["n"] for d in viewer.data["documents"]] == [2, 7, 12, 17]
+    viewer = dataset_page(data, documents=4, scored=0).sections[-1].parts[0]
+    heads = [d["head"].split(" · ")[0] for d in viewer.data["documents"]]
+    assert heads == [f"Document {n}" for n in (2, 7, 12, 17)]
     assert viewer.data["note"].startswith("This page holds 4 of 20 documents, evenly spaced.")
-    assert all("e" not in d and "a" in d for d in viewer.data["documents"])
+    assert all("entropy" not in d and "known" in d for d in viewer.data["documents"])
 
 
 def test_a_large_head_is_computed_for_fewer_documents_and_the_page_says_so(data, monkeypatch):
     head = HiddenStatesDataset(data).manifest.head
     each = 2 * head.vocab_size * head.hidden_size
     monkeypatch.setattr(dataset_page_module, "OPERATIONS", 60 * each)
-    viewer = dataset_page(ReportConfig(data=str(data))).sections[-1].parts[0]
-    scored = [d for d in viewer.data["documents"] if "e" in d]
-    assert 0 < len(scored) < 20 and sum(len(d["e"]) for d in scored) <= 60
+    viewer = dataset_page(data).sections[-1].parts[0]
+    scored = [d for d in viewer.data["documents"] if "entropy" in d]
+    assert 0 < len(scored) < 20 and sum(len(d["entropy"]) for d in scored) <= 60
     assert f"known in {len(scored)} of them" in viewer.data["note"]
 
 
 def test_a_dataset_here_is_named_by_its_directory(data, monkeypatch):
     monkeypatch.chdir(data / "target")
     for given in ("..", "../", str(data)):
-        config = ReportConfig(data=given, scored=0)
-        assert Path(report_file(config)) == Path(f"{data}.html")
-    monkeypatch.chdir(data)
-    assert Path(report_file(ReportConfig(data="."))) == Path(f"{data}.html")
-    assert dataset_page(ReportConfig(data=".", scored=0)).title == data.name
-    assert report_file(ReportConfig(data="s3://bucket/some/set/")) == "set.html"
+        assert Path(write_report(given, scored=0).path) == Path(f"{data}.html")
+        assert dataset_page(given, scored=0).title == data.name
 
 
 def test_equal_datasets_have_equal_pages(data):
-    config = ReportConfig(data=str(data), scored=2)
-    assert page_bytes(dataset_page(config)) == page_bytes(dataset_page(config))
+    assert page_bytes(dataset_page(data, scored=2)) == page_bytes(dataset_page(data, scored=2))
 
 
 @pytest.mark.parametrize(
@@ -251,9 +246,9 @@ def test_equal_datasets_have_equal_pages(data):
 )
 def test_every_kind_of_supervision_has_a_page(target, sources, tmp_path, changes):
     run(target, sources[0], tmp_path / "set", **changes)
-    out = write_report(tmp_path / "set", scored=len(HiddenStatesDataset(tmp_path / "set")))
-    assert out == tmp_path / "set.html"
-    viewer = part(read_page_data(out), "Tokens", "viewer")["data"]
+    page = dataset_page(tmp_path / "set", scored=len(HiddenStatesDataset(tmp_path / "set")))
+    assert len(page_bytes(page)) > 10_000
+    viewer = part(page, "Tokens", "viewer")["data"]
     row = HiddenStatesDataset(tmp_path / "set")[0]
     found = read_document(viewer, 0)
     for t, choice in enumerate(found["choice"]):
@@ -268,16 +263,16 @@ def test_the_command_writes_beside_the_dataset_and_names_the_next_one(data, caps
     assert main(["report", str(data), "--scored", "0"]) == 0
     out = capsys.readouterr().out
     assert f"written: {data}.html" in out and "spec-train fit eagle3" in caplog.text
-    assert read_page_data(f"{data}.html")["kind"] == "Dataset"
+    assert f"<title>{data.name} – Dataset</title>" in Path(f"{data}.html").read_text()
 
 
 def test_a_user_is_told_what_is_wrong(tmp_path, data, capsys):
     with pytest.raises(MissingError, match="no such dataset"):
         write_report(tmp_path / "nothing")
     for words, message in (
-        (["--out", str(tmp_path / "no" / "x.html")], "pass a file name in an existing directory"),
-        (["--documents", "0"], "--documents 0: expected 1 or more"),
-        (["--scored", "-1"], "--scored -1: expected 0 or more"),
+        (["--out", str(tmp_path / "no" / "x.html")], "pass a file name"),
+        (["--documents", "0"], "--documents 0: "),
+        (["--scored", "-1"], "--scored -1: "),
     ):
         assert main(["report", str(data), *words]) == 2
         assert message in capsys.readouterr().err
@@ -291,25 +286,44 @@ def test_a_remote_dataset_has_the_page_of_the_local_one(data, page, tmp_path, mo
         out = write_report("memory://bucket/set", scored=7)
     finally:
         forget_memory()
-    assert out == Path("set.html") and read_page_data(out) == page
+    assert out.path == Path("set.html") and out.path.read_bytes() == page_bytes(page)
 
 
 def test_a_view_has_a_page_of_its_documents_and_of_what_it_left_out(data, tmp_path, rows):
     spec_data.select(data, tmp_path / "view", source=["two.jsonl"])
-    found = read_page_data(write_report(tmp_path / "view", scored=2))
+    found = dataset_page(tmp_path / "view", scored=2)
     documents = part(found, "Tokens", "viewer")["data"]["documents"]
     assert [d["id"] for d in documents] == [r["doc_id"] for r in rows if r["source"] == "two.jsonl"]
     facts = dict(part(found, "Overview", "table", "What it is")["rows"])
     assert facts["made by"].startswith("select of ")
     left = part(found, "What was left out", "bars", "Rows and documents left out")
-    assert 14 in left["series"][0]["values"], "the documents of the other source"
+    assert 14 in left["series"]["left out"], "the documents of the other source"
 
 
 def test_a_converted_dataset_has_a_page(data, target, tmp_path):
     spec_data.export_dataset(data, "specforge", tmp_path / "states")
     spec_data.convert(tmp_path / "states", "specforge", target, tmp_path / "made")
-    found = read_page_data(write_report(tmp_path / "made", scored=2))
+    found = dataset_page(tmp_path / "made", scored=2)
     facts = dict(part(found, "Overview", "table", "What it is")["rows"])
     assert facts["captured"].startswith("by SpecForge")
-    assert "Packing at capture" not in [section["title"] for section in found["sections"]]
+    assert "Packing at capture" not in [section.title for section in found.sections]
     assert len(part(found, "Tokens", "viewer")["data"]["documents"]) == 20
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_spans_mark_what_was_marked(seed):
+    flags = np.random.default_rng(seed).random(40) < 0.5
+    spans, back = spans_of(flags), np.zeros(40, bool)
+    for a, b in zip(spans[::2], spans[1::2], strict=True):
+        assert a < b and not back[a:b].any()
+        back[a:b] = True
+    assert (back == flags).all() and spans_of(np.zeros(3, bool)) == []
+
+
+def test_a_sample_keeps_to_its_tokens():
+    lengths = np.random.default_rng(0).integers(1, 500, 2000)
+    assert shown_documents(lengths, 5) == [200, 600, 1000, 1400, 1800]
+    assert shown_documents(np.array([9_000_000, 5]), 2) == [1]
+    sample = affordable_sample(range(2000), 1500, lengths, 20_000)
+    assert 15_000 < lengths[sample].sum() <= 20_000
+    assert affordable_sample(range(2000), 1500, lengths, 0.0) == [1000]

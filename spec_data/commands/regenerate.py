@@ -1,0 +1,149 @@
+"""`spec-data regenerate`: replace the answers of a corpus by the target's own."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+from urllib.parse import urlsplit
+
+from cyclopts import Parameter
+from msgspec import Meta
+
+from spec_data.corpus.bad_rows import parse_limit
+from spec_data.shards.errors import ConfigError
+from spec_data.terminal.command import command
+from spec_data.terminal.config import DOCUMENT_LENGTH
+from spec_data.terminal.types import (
+    Corpus,
+    Count,
+    File,
+    Holds,
+    JsonObject,
+    Positive,
+    Several,
+    Target,
+    Text,
+    more,
+)
+
+if TYPE_CHECKING:
+    from spec_data.regeneration.result import RegenerateResult
+
+_RUNNING = more("where it runs")
+_ROWS = more("which rows")
+_SAMPLING = more("how answers are sampled")
+Urls = Annotated[Several, Holds(urls=True), Parameter(metavar="URL")]
+
+
+@command
+def regenerate(
+    corpus: Corpus,
+    out: File,
+    target: Target | None = None,
+    *,
+    server: Urls = (),
+    temperature: Annotated[float, Meta(ge=0, le=10)] = 0.0,
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0,
+    max_new_tokens: Positive = 1024,
+    batch_size: Positive = 32,
+    top_k: Annotated[Count | None, _SAMPLING] = None,
+    seed: Annotated[Count, _SAMPLING] = 0,
+    turns: Annotated[Literal["all", "last"], _SAMPLING] = "all",
+    chat_template_kwargs: Annotated[JsonObject | None, _SAMPLING] = None,
+    limit: Annotated[Count, _ROWS] = 0,
+    max_bad_rows: Annotated[Text, _ROWS] = "auto",
+    server_model: Annotated[str | None, _RUNNING] = None,
+    dtype: Annotated[Literal["auto", "bfloat16", "float16", "float32"], _RUNNING] = "auto",
+    device: Annotated[str, _RUNNING] = "auto",
+    revision: Annotated[str | None, _RUNNING] = None,
+    trust_remote_code: Annotated[bool, _RUNNING] = False,
+) -> "RegenerateResult":
+    """Replace the assistant turns of a corpus by what the target itself writes.
+
+    Drafts learn best from the target's own text. Stop it whenever you like: the same command
+    resumes, and answers each turn once. The output is a corpus for `generate --on-policy`;
+    FILE.sampling beside it says how it was sampled.
+
+    Examples:
+        spec-data regenerate --target Qwen/Qwen3-8B --corpus chats.jsonl --out answers.jsonl
+        spec-data regenerate --corpus chats.jsonl --out answers.jsonl --temperature 0.6 \\
+            --server http://localhost:8000/v1 http://localhost:8001/v1
+            two servers of the target answer, such as vLLM's or SGLang's
+
+    Args:
+        corpus: the conversations, as `generate` takes them, and prompts alone.
+        out: the JSON-lines file to write; the same command resumes an interrupted run.
+        target: the target: a directory or a Hub id. With --server, only its tokenizer is used: the
+            prompts of the servers are compared with those of its chat template.
+        server: OpenAI-compatible servers that answer instead, such as http://localhost:8000/v1.
+            The key is that of OPENAI_API_KEY. Needs: pip install openai.
+        temperature: 0 is greedy. Take the one that the target is served with; reasoning models
+            often repeat themselves below 0.6.
+        top_p: sample from the most likely tokens that have this much probability.
+        max_new_tokens: the most tokens of an answer. An answer that reaches it is kept and counted;
+            `generate` does not supervise its end-of-turn token.
+        batch_size: conversations that are answered at once, here or over all servers. Raise it
+            while tokens per second grow, lower it when memory runs out.
+        top_k: sample from this many of the most likely tokens; 0 is all of them. Not given: all of
+            them, and with --server the server's own default.
+        seed: decides the samples.
+        turns: assistant turns that are replaced: all, each one before the next is generated, or
+            the last one. Answers that stay get weight 0: they are not supervised.
+        chat_template_kwargs: arguments for the chat template, such as {"enable_thinking": false};
+            pass the same to `generate`.
+        limit: read at most this many corpus rows; 0 reads all.
+        max_bad_rows: stop if more rows of a --corpus are bad: a count such as 5, or a share such
+            as 1%. auto is 1 %; below 1,000 rows it is 10 rows, but not more than 10 %.
+        server_model: the model's name on the servers; not given: the first one that they list.
+        dtype: dtype in which the target runs; auto is the checkpoint's own. Take the same for
+            `generate`.
+        device: device of the target: auto (a GPU where there is one), cpu, cuda, cuda:1, ...
+        revision: branch, tag or commit of a target on the Hub; not given: its main branch.
+        trust_remote_code: run Python code that comes with the model; only for authors you trust.
+
+    Raises:
+        ConfigError: a bad value, or a file with answers that were made with other settings.
+        CorpusError, TargetError, MissingError: bad input.
+        RunError: no server answers, or the memory of the device is full.
+    """
+    if target is None and not server:
+        raise ConfigError("who answers? pass --target MODEL, or --server URL (see --help)")
+    if server_model is not None and not server:
+        raise ConfigError("--server-model names a model of --server; add that option")
+    for url in server:
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise ConfigError(f"--server {url}: expected a URL such as http://localhost:8000/v1")
+    corpora = (
+        [str(corpus)] if isinstance(corpus, (str, os.PathLike)) else [str(path) for path in corpus]
+    )
+    bad_rows, kwargs = parse_limit(str(max_bad_rows)), chat_template_kwargs or {}
+    from spec_data.models.devices import usable_device
+    from spec_data.regeneration import local, run, servers
+    from spec_data.regeneration.conversations import ConversationReader, Sampling
+
+    run.check_out(Path(out), corpora)
+    if not server:
+        usable_device(device)  # before anything that takes long
+    reader = ConversationReader(corpora, turns, limit or None, bad_rows)
+    sampling = Sampling(temperature, top_p, top_k, max_new_tokens, seed)
+    chat: local.ChatTarget | None = None
+    backend: run.Backend | None = None
+    if target is not None:
+        chat = local.ChatTarget(
+            str(target), revision, kwargs, max_new_tokens, trust_remote_code, weights=not server
+        )
+        backend = local.LocalBackend(chat, sampling, batch_size, dtype, device, trust_remote_code)
+    if server:
+        backend = servers.ServerBackend(server, server_model, sampling, kwargs, batch_size, chat)
+    assert backend is not None
+    settings = {"turns": turns, **vars(sampling), "chat_template_kwargs": kwargs, "limit": limit}
+    result = run.regenerate(Path(out), reader, backend, settings)
+    words = ["--target", str(target or result.settings["server_model"]), "--corpus", str(out)]
+    words += ["--out", str(Path(out).with_suffix("")), "--on-policy"]
+    words += ["--chat-template-kwargs", json.dumps(kwargs)] if kwargs else []
+    words += ["--revision", revision] if revision is not None else []
+    words += ["--dtype", dtype] if dtype != "auto" else []
+    words += ["--max-length", str(result.longest)] if result.longest > DOCUMENT_LENGTH else []
+    next_command = () if result.failed else ("spec-data", "generate", *words)
+    return dataclasses.replace(result, next_command=next_command)

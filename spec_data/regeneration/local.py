@@ -1,0 +1,410 @@
+"""Answers of a target that is loaded here, by `model.generate` of transformers.
+
+Prompts come from the code that renders documents for `generate`, so they are the same tokens.
+
+Groups of conversations are drawn at random from a window of the corpus, and the turns of a group
+are answered in rounds: the first turn of every conversation, then the second, and so on. A round is
+sorted by length and cut into batches of left-padded prompts, which are answered in random order: a
+run that is stopped holds answers of every kind. All of it depends on the corpus and the seed alone,
+and the answers of a batch enter the journal together. So a resumed run repeats the batch that a
+kill interrupted, with the same prompts, the same seed, and the same answers.
+
+Padding is proven on the first batch that needs it: the logits after a padded prompt must be those
+of the prompt alone. Where they are not (families whose state runs over the padding), only prompts
+of one length share a batch.
+"""
+
+import hashlib
+import itertools
+import logging
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from spec_data.corpus.documents import RenderError
+from spec_data.corpus.template import EndTokens, Template
+from spec_data.generation.plan import end_token_ids
+from spec_data.generation.setup import context_length
+from spec_data.models.identify import identify, target_table, tokenizer_table
+from spec_data.models.loading import load_model
+from spec_data.models.reading import load_config, load_tokenizer, text_config
+from spec_data.models.resolve import resolve_model
+from spec_data.regeneration.conversations import TRUNCATED, Answer, Conversation, Sampling
+from spec_data.regeneration.journal import Journal
+from spec_data.regeneration.progress import Progress, Unanswerable
+from spec_data.shards.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+OTHER_TOKENS = "answers whose text becomes other tokens"
+EMPTY = "empty answers"
+_HALF_CHARACTER = "�"
+_GROUP = 8  # batches of conversations in a group; more of them waste less on padding
+_WINDOW = 4096  # conversations, at least, from which a group is drawn
+# Root mean square of the difference of logits, as a share of their spread. Rounding stays below.
+_PADDING_BOUND = {torch.float32: 1e-3, torch.float64: 1e-3}
+_PADDING_BOUND_HALF = 0.05
+
+
+@dataclass(frozen=True)
+class Request:
+    """One turn that is to be answered.
+
+    Attributes:
+        conversation, turn: whose it is.
+        answers: those of the turns before it.
+        prompt: its token ids.
+        limit: the most tokens of its answer; the context of the target ends there.
+    """
+
+    conversation: Conversation
+    turn: int
+    answers: tuple[Answer, ...]
+    prompt: list[int]
+    limit: int
+
+
+class ChatTarget:
+    """A target of which only config and tokenizer are loaded: prompts, and answers from tokens.
+
+    Args:
+        name: a directory or a Hub id; `revision` is one of the Hub.
+        template_kwargs: of the chat template.
+        max_new_tokens: the most tokens of an answer.
+        trust_remote_code: run Python code of the model's authors.
+        weights: the weights are needed too.
+
+    Attributes:
+        directory: the model directory.
+        stops: the ids that end an answer, as serving ends it.
+        facts: what identifies it, for the record.
+
+    Raises:
+        MissingError, TargetError, ConfigError: there is no such model, or it cannot be used.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        revision: str | None,
+        template_kwargs: Mapping[str, Any],
+        max_new_tokens: int,
+        trust_remote_code: bool,
+        *,
+        weights: bool,
+    ) -> None:
+        self.directory, commit = resolve_model(name, revision, weights)
+        config = load_config(self.directory, trust_remote_code)
+        self._tokenizer = load_tokenizer(self.directory, trust_remote_code)
+        self._template = Template(self._tokenizer, template_kwargs, apart=True)
+        self._template.warn_of_the_date()
+        self.stops = tuple(sorted(EndTokens(self._template, end_token_ids(self.directory)).stops))
+        self._context = context_length(text_config(config))
+        self._limit = max_new_tokens
+        identity = identify(
+            self.directory,
+            config=config,
+            tokenizer=self._tokenizer,
+            template_kwargs=dict(template_kwargs),
+            weights=weights,
+        )
+        self.facts = {
+            "target": target_table(name, self.directory, commit, config, identity),
+            "tokenizer": tokenizer_table(self._tokenizer, identity),
+        }
+
+    def request(self, conversation: Conversation, answers: Sequence[Answer]) -> Request:
+        """Return the request for the turn after `answers`.
+
+        Raises:
+            Unanswerable: the template cannot render it, or it leaves no room for an answer.
+        """
+        messages = conversation.before(answers)
+        try:
+            prompt = self._template.chat(conversation.record, messages).prompt(len(messages))
+        except RenderError as error:
+            raise Unanswerable(error.reason, str(error)) from None
+        room = self._context - len(prompt) if self._context else self._limit
+        if room < 1:
+            raise Unanswerable(
+                "prompt-too-long",
+                f"{conversation.record.where}: the prompt has {len(prompt):,} tokens, and the "
+                f"context of the target {self._context:,}",
+            )
+        return Request(conversation, len(answers), tuple(answers), prompt, min(room, self._limit))
+
+    def answer(self, request: Request, tokens: Sequence[int]) -> Answer:
+        """Return the answer that generated tokens are; tokens after an end-of-turn are ignored.
+
+        Raises:
+            Unanswerable: the template cannot render the answer.
+        """
+        end = next((i for i, t in enumerate(tokens) if t in self.stops), None)
+        ids = list(tokens[:end])[: request.limit]
+        ended = end is not None and end < request.limit
+        text = self._text(ids, ended)
+        answer = Answer(
+            message={"content": text},
+            finish="stop" if ended else TRUNCATED,
+            tokens=len(ids) + ended,
+            prompt_tokens=len(request.prompt),
+        )
+        if not text.strip():
+            return replace(answer, notes=(EMPTY,))
+        same = self._renders_alike(request, answer, ids)
+        return answer if same else replace(answer, notes=(OTHER_TOKENS,))
+
+    def _text(self, ids: list[int], ended: bool) -> str:
+        """Return the text of an answer; a character that the limit cut in two is left out."""
+        for cut in range(3 + 1):  # bytes of a character without its last one
+            text = str(
+                self._tokenizer.decode(
+                    ids[: len(ids) - cut],
+                    skip_special_tokens=False,
+                    clean_up_tokenization_spaces=False,
+                )
+            )
+            if ended or cut == len(ids) or not text.endswith(_HALF_CHARACTER):
+                break
+        return text
+
+    def _renders_alike(self, request: Request, answer: Answer, ids: list[int]) -> bool:
+        """Return whether `generate` will see the tokens that the target wrote."""
+        conversation = request.conversation
+        messages = conversation.answered([*request.answers, answer])
+        try:
+            chat = self._template.chat(conversation.record, messages)
+            through = chat.through(conversation.slots[request.turn]).ids
+        except RenderError as error:
+            raise Unanswerable(error.reason, f"the answer cannot be rendered: {error}") from None
+        expected = [*request.prompt, *ids]
+        return through[: len(expected)] == expected
+
+
+class LocalBackend:
+    """The answers of a target on this machine. Its weights are loaded by `run`.
+
+    Args:
+        target: the target.
+        sampling: how answers are sampled.
+        batch_size: conversations that are answered at once.
+        dtype: of the weights: "auto", or the name of one.
+        device: "auto", cpu, cuda, ...
+        trust_remote_code: run Python code of the model's authors.
+    """
+
+    def __init__(
+        self,
+        target: ChatTarget,
+        sampling: Sampling,
+        batch_size: int,
+        dtype: str,
+        device: str,
+        trust_remote_code: bool,
+    ) -> None:
+        self._target, self._sampling, self._size = target, sampling, batch_size
+        self._dtype, self._device, self._trust = dtype, device, trust_remote_code
+
+    def settings(self) -> dict[str, Any]:
+        """Return what decides the answers beside the options that every backend has."""
+        facts = self._target.facts
+        return {
+            "backend": "local",
+            "target": {k: v for k, v in facts["target"].items() if k != "name"},
+            "target_name": facts["target"]["name"],
+            "tokenizer": facts["tokenizer"],
+            "dtype": self._dtype,
+        }
+
+    def run(
+        self, conversations: Iterable[Conversation], journal: Journal, progress: Progress
+    ) -> None:
+        """Answer every turn that the journal does not hold.
+
+        Raises:
+            RunError: the device is out of memory. FileError: the disk is full.
+        """
+        model = load_model(
+            str(self._target.directory),
+            dtype=self._dtype,
+            device=self._device,
+            attn="auto",
+            trust=self._trust,
+        )
+        generator = _Generator(model, self._target.stops, self._sampling, self._size)
+        for group in _groups(conversations, self._size * _GROUP, self._sampling.seed):
+            if all(journal.count(c.id) == len(c.slots) for c in group):
+                for _ in group:
+                    progress.complete(resumed=True)
+                continue
+            for turn in range(max(len(c.slots) for c in group)):
+                self._round(generator, group, turn, journal, progress)
+
+    def _round(
+        self,
+        generator: "_Generator",
+        group: Sequence[Conversation],
+        turn: int,
+        journal: Journal,
+        progress: Progress,
+    ) -> None:
+        """Answer one turn of the conversations of a group that have it.
+
+        A batch with any turn to answer is generated as a whole, so that its answers are those of a
+        run without an interruption.
+        """
+        requests = []
+        for conversation in group:
+            if len(conversation.slots) <= turn or conversation.id in progress.failures:
+                continue
+            try:
+                before = journal.read(conversation.id)[:turn]
+                requests.append(self._target.request(conversation, before))
+            except Unanswerable as error:
+                progress.fail(conversation, error)
+        for batch in generator.batches(requests):
+            missing = [journal.count(request.conversation.id) <= turn for request in batch]
+            tokens = generator(batch) if any(missing) else []
+            answers = []
+            for request, ids in itertools.compress(zip(batch, tokens, strict=False), missing):
+                try:
+                    answer = self._target.answer(request, ids)
+                except Unanswerable as error:
+                    progress.fail(request.conversation, error)
+                    continue
+                answers.append((request.conversation.id, turn, answer))
+                progress.answered(answer)
+            journal.add(answers)
+            for request, new in zip(batch, missing, strict=True):
+                last = len(request.conversation.slots) == turn + 1
+                if last and request.conversation.id not in progress.failures:
+                    progress.complete(resumed=not new)
+
+
+class _Generator:
+    """Cuts requests into batches, and generates the tokens of the answers with `model`."""
+
+    def __init__(self, model: Any, stops: Sequence[int], sampling: Sampling, size: int) -> None:
+        self._model, self._size = model, size
+        self._seed = sampling.seed
+        self._pad = stops[0] if stops else 0
+        self._options: dict[str, Any] = {
+            "do_sample": sampling.temperature > 0,
+            "eos_token_id": list(stops) or None,
+            "pad_token_id": self._pad,
+        }
+        if sampling.temperature > 0:
+            self._options |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+            self._options["top_k"] = sampling.top_k or 0
+        self._padding: bool | None = None  # not proven yet
+        model.generation_config = GenerationConfig()  # nothing but what this run asks for
+        # The head gets the last position of each prompt as a slice. For one that is not contiguous,
+        # torch copies the head's weight once per prompt: 5.7 GB for 100 prompts of a 135 M model.
+        model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, given: (given[0].contiguous(), *given[1:])
+        )
+
+    def batches(self, requests: Sequence[Request]) -> list[list[Request]]:
+        """Cut requests, sorted by length, into batches; of one length each if padding leaks."""
+        ordered = sorted(requests, key=lambda request: -len(request.prompt))
+        if self._padding is None and len({len(r.prompt) for r in ordered[: self._size]}) > 1:
+            self._padding = self._padding_is_exact(ordered[: self._size])
+        runs: Iterable[list[Request]] = [ordered]
+        if self._padding is False:
+            runs = (list(run) for _, run in itertools.groupby(ordered, lambda r: len(r.prompt)))
+        batches = [run[i : i + self._size] for run in runs for i in range(0, len(run), self._size)]
+        if batches:
+            random.Random(self._batch_seed(batches[0])).shuffle(batches)
+        return batches
+
+    def __call__(self, batch: Sequence[Request]) -> list[list[int]]:
+        """Return the tokens of the answers of a batch; what follows an end-of-turn is padding.
+
+        Raises:
+            RunError: the device is out of memory.
+        """
+        ids, mask = left_padded([r.prompt for r in batch], self._pad, self._model.device)
+        limit = min(request.limit for request in batch)
+        devices = [self._model.device] if self._model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(self._batch_seed(batch))
+            try:
+                out = self._model.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    generation_config=GenerationConfig(max_new_tokens=limit, **self._options),
+                )
+            except torch.OutOfMemoryError as error:
+                raise RunError(
+                    f"out of device memory ({str(error).splitlines()[0]}). The answers so far are "
+                    f"kept; run the same command again with a --batch-size below {self._size}"
+                ) from None
+        return [row[ids.shape[1] :] for row in out.tolist()]
+
+    def _batch_seed(self, batch: Sequence[Request]) -> int:
+        """Return the seed of a batch: another one for each, and the same in a resumed run."""
+        text = f"{self._seed} {batch[0].conversation.id} {batch[0].turn}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+    @torch.no_grad()
+    def _padding_is_exact(self, batch: Sequence[Request]) -> bool:
+        """Return whether a padded prompt has the logits that it has alone."""
+        prompts = [batch[0].prompt, batch[-1].prompt]  # the longest and the shortest
+        ids, mask = left_padded(prompts, self._pad, self._model.device)
+        padded = self._first_logits(ids, mask)[-1]
+        length = len(prompts[1])
+        alone = self._first_logits(ids[-1:, -length:], mask[-1:, -length:])[-1]
+        error = float((padded - alone).pow(2).mean().sqrt() / alone.std().clamp(min=1e-9))
+        bound = _PADDING_BOUND.get(self._model.dtype, _PADDING_BOUND_HALF)
+        if error <= bound:
+            return True
+        logger.warning(
+            "warning: a padded prompt changes this target's logits (by %.2g of their spread, more "
+            "than %.2g), so only prompts of one length share a batch, which is slower",
+            *(error, bound),
+        )
+        return False
+
+    def _first_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the logits after each prompt, float32 [B, V]; ids and mask are int64 [B, T]."""
+        config = GenerationConfig(
+            max_new_tokens=1,
+            do_sample=False,
+            pad_token_id=self._pad,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        out = self._model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+        return out.logits[0].float()
+
+
+def left_padded(
+    prompts: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the ids and the mask of prompts with `pad` before the shorter ones, int64 [B, T]."""
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), pad, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+def _groups(
+    conversations: Iterable[Conversation], size: int, seed: int
+) -> Iterator[list[Conversation]]:
+    """Yield groups that are drawn at random from a window that moves over the corpus."""
+    source, window, rng = iter(conversations), list[Conversation](), random.Random(seed)
+    while True:
+        window += itertools.islice(source, max(_WINDOW, size) - len(window))
+        if not window:
+            return
+        rng.shuffle(window)
+        yield window[:size]
+        del window[:size]

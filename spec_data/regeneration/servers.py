@@ -1,0 +1,418 @@
+"""Answers of OpenAI-compatible servers: many conversations in flight, and every kind of failure.
+
+Each of `concurrency` tasks takes the next conversation and asks its turns one after the other;
+requests go round the servers. What passes (a dropped connection, 408, 409, 429, 5xx) is tried again
+by the client of `openai`, with growing pauses and the server's Retry-After. After that, a server
+that does not even list its models is left out. A body that is no answer is asked for again. Another
+refusal concerns its conversation alone. A wrong key, or a model that is not there, stops the run,
+and so do many conversations in a row without any answer.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import json
+import logging
+import os
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from spec_data.corpus.bad_rows import BadRow, printable
+from spec_data.corpus.json_values import is_text, parse_json
+from spec_data.corpus.records import REASONING, parse_row
+from spec_data.regeneration.conversations import Answer, Conversation, Message, Sampling
+from spec_data.regeneration.journal import Journal
+from spec_data.regeneration.local import EMPTY, ChatTarget
+from spec_data.regeneration.progress import Progress, Unanswerable
+from spec_data.shards.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    import openai
+
+logger = logging.getLogger(__name__)
+
+OTHER_PROMPT = "answers to a prompt of another length than the target's template renders"
+_RETRIES = 8  # of the client
+_SECONDS = 600.0  # for one answer
+_LIST_SECONDS = 30.0  # for the list of models
+_TRIES = 5  # bodies that are no answer, or servers that are left out
+_STOPS = (401, 403, 404)
+_IN_A_ROW = 16  # conversations without an answer after which no server is thought to work
+_SENT = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
+_ENDED = ("stop", "length", "tool_calls", "function_call")
+_MOST_TOKENS = 1 << 31  # of one answer or prompt that a server can mean
+
+
+class MalformedBody(ValueError):
+    """The body of a response is not an answer; another try may have one."""
+
+
+# -- servers ---------------------------------------------------------------------------------------
+
+
+class ServerBackend:
+    """The answers of servers.
+
+    Args:
+        urls: of the servers; without a path, /v1 is added. The key is that of OPENAI_API_KEY.
+        model: its name there; None is the first one that they list.
+        sampling: how answers are sampled.
+        template_kwargs: of the chat template, for every conversation.
+        concurrency: conversations in flight.
+        target: the prompts of the servers are compared with those of its template.
+
+    Raises:
+        ConfigError: the openai library is not installed, a server refuses the key, or has no such
+            model. RunError: no server responds.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        model: str | None,
+        sampling: Sampling,
+        template_kwargs: Mapping[str, Any],
+        concurrency: int,
+        target: ChatTarget | None,
+    ) -> None:
+        self._key = os.environ.get("OPENAI_API_KEY") or "none"
+        self._urls = list(dict.fromkeys(urls))
+        self._model = self._check_model(model)
+        self._sampling, self._template_kwargs = sampling, dict(template_kwargs)
+        self._concurrency, self._target = concurrency, target
+        self._clients: dict[str, openai.AsyncOpenAI] = {}  # those that are asked, by URL
+        self._turns = itertools.count()
+        self._without_answer = 0  # conversations in a row
+
+    def settings(self) -> dict[str, Any]:
+        """Return what decides the answers beside the options that every backend has."""
+        settings: dict[str, Any] = {"backend": "server", "server_model": self._model}
+        if self._target is not None:
+            settings["target_name"] = self._target.facts["target"]["name"]
+            settings["tokenizer"] = self._target.facts["tokenizer"]
+        return settings
+
+    def _check_model(self, wanted: str | None) -> str:
+        """Return the model's name; check that each server has it, and leave out the silent ones."""
+        try:
+            import openai
+        except ImportError:
+            raise ConfigError("--server needs the openai library: pip install openai") from None
+        silent = []
+        for url in list(self._urls):
+            with openai.OpenAI(
+                base_url=base_url(url), api_key=self._key, timeout=_LIST_SECONDS
+            ) as client:
+                try:
+                    listed = client.models.list().data
+                    names = [m.id for m in listed if isinstance(m.id, str) and is_text(m.id)]
+                except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+                    raise ConfigError(
+                        f"--server {url} refuses the key (HTTP {error.status_code}); set "
+                        "OPENAI_API_KEY"
+                    ) from None
+                except (openai.APIConnectionError, openai.InternalServerError) as error:
+                    silent.append(f"{url}: {_reason(error)}")
+                    self._urls.remove(url)
+                    continue
+                except (openai.APIError, ValueError, TypeError, AttributeError, RecursionError):
+                    continue  # it responds, but has no such list
+            wanted = wanted or (names[0] if names else None)
+            if names and wanted not in names:
+                raise ConfigError(
+                    f"--server {url} has no model {wanted!r}; it has {', '.join(names)}"
+                )
+        if not self._urls:
+            raise RunError("no server responds:\n  " + "\n  ".join(silent))
+        for line in silent:
+            logger.warning("warning: this server does not respond, and others are used: %s", line)
+        if wanted is None:
+            raise ConfigError("the servers list no model; name it with --server-model")
+        return wanted
+
+    # -- conversations --
+
+    def run(
+        self, conversations: Iterable[Conversation], journal: Journal, progress: Progress
+    ) -> None:
+        """Answer every turn that the journal does not hold.
+
+        Raises:
+            ConfigError: a server refuses the key, or does not have the model.
+            RunError: no server answers any more. FileError: the disk is full.
+        """
+        _run_async(lambda: self._answer_all(iter(conversations), journal, progress))
+
+    async def _answer_all(
+        self, conversations: Iterator[Conversation], journal: Journal, progress: Progress
+    ) -> None:
+        import openai
+
+        clients = {
+            url: openai.AsyncOpenAI(
+                base_url=base_url(url), api_key=self._key, timeout=_SECONDS, max_retries=_RETRIES
+            )
+            for url in self._urls
+        }
+        self._clients = dict(clients)
+        tasks = [
+            asyncio.create_task(self._work(conversations, journal, progress))
+            for _ in range(self._concurrency)
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for client in clients.values():
+                await client.close()
+
+    async def _work(
+        self, conversations: Iterator[Conversation], journal: Journal, progress: Progress
+    ) -> None:
+        """Answer conversations until there are no more."""
+        for conversation in conversations:
+            if journal.count(conversation.id) == len(conversation.slots):
+                progress.complete(resumed=True)
+                continue
+            try:
+                await self._converse(conversation, journal, progress)
+                progress.complete()
+                self._without_answer = 0
+            except Unanswerable as error:
+                progress.fail(conversation, error)
+                self._without_answer += error.retry
+                if self._without_answer >= max(_IN_A_ROW, self._concurrency):
+                    raise RunError(
+                        f"the last {self._without_answer} conversations have no answer; the last "
+                        f"reason: {error}\n{_RESUME}"
+                    ) from None
+
+    async def _converse(
+        self, conversation: Conversation, journal: Journal, progress: Progress
+    ) -> None:
+        """Ask the turns of one conversation that have no answer yet."""
+        answers = journal.read(conversation.id)
+        while len(answers) < len(conversation.slots):
+            expected = 0
+            if self._target is not None:
+                expected = len(self._target.request(conversation, answers).prompt)
+            request = request_of(conversation, answers, self._sampling, self._template_kwargs)
+            answer = await self._ask(request)
+            if expected and answer.prompt_tokens not in (0, expected):
+                answer = replace(answer, notes=(*answer.notes, OTHER_PROMPT))
+            journal.add([(conversation.id, len(answers), answer)])
+            answers.append(answer)
+            progress.answered(answer)
+
+    # -- one answer --
+
+    async def _ask(self, request: dict[str, Any]) -> Answer:
+        """Return the answer to a request.
+
+        Raises:
+            Unanswerable: there is none, or the server refuses this request.
+            ConfigError: a server refuses the key, or does not have the model.
+            RunError: no server is left.
+        """
+        import openai
+
+        reason = ""
+        for _ in range(_TRIES):
+            url = list(self._clients)[next(self._turns) % len(self._clients)]
+            client = self._clients[url]
+            try:
+                completions = client.chat.completions.with_raw_response
+                response = await completions.create(model=self._model, **request)
+                return read_answer(response.content)
+            except MalformedBody as error:
+                reason = printable(f"{url}: malformed body: {error}")
+            except openai.APIStatusError as error:
+                raise _refusal(url, error) from None
+            except openai.APIConnectionError as error:
+                reason = printable(f"{url}: {_reason(error)}")
+                if await _responds(client):
+                    break
+                self._leave_out(url, reason)
+        raise Unanswerable("no-answer", reason, retry=True)
+
+    def _leave_out(self, url: str, reason: str) -> None:
+        if self._clients.pop(url, None) is None:  # another request left it out
+            return
+        if not self._clients:
+            raise RunError(f"no server responds any more; the last one: {reason}\n{_RESUME}")
+        logger.warning("warning: this server is left out, and others are used: %s", reason)
+
+
+_RESUME = "The answers so far are kept; run the same command again to resume"
+
+
+def _refusal(url: str, error: "openai.APIStatusError") -> Exception:
+    """Return what a status other than 200 means for the run."""
+    code = error.status_code
+    text = printable(f"HTTP {code}: {' '.join(str(error.message).split())[:300]}")
+    if code in _STOPS:
+        return ConfigError(
+            f"--server {url} refuses all requests: {text}. Check OPENAI_API_KEY, --server-model "
+            "and the URL"
+        )
+    kind = "no-answer" if code in (408, 409, 429) or code >= 500 else "refused"
+    return Unanswerable(kind, f"{url}: {text}", retry=True)
+
+
+async def _responds(client: "openai.AsyncOpenAI") -> bool:
+    """Return whether a server responds at all."""
+    import openai
+
+    try:
+        await client.with_options(timeout=_LIST_SECONDS, max_retries=1).models.list()
+    except openai.APIConnectionError:
+        return False
+    except Exception:  # it responds, whatever it says
+        return True
+    return True
+
+
+def _reason(error: "openai.APIError") -> str:
+    return str(error.__cause__ or error) or type(error).__name__
+
+
+def base_url(url: str) -> str:
+    """Return the address under which a server has /chat/completions."""
+    plain = url.rstrip("/").removesuffix("/chat/completions")
+    return plain if urlsplit(plain).path.strip("/") else f"{plain}/v1"
+
+
+def _run_async(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a coroutine to its end, also where a notebook runs an event loop in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(work())
+        return
+    from anyio.from_thread import start_blocking_portal  # comes with openai
+
+    with start_blocking_portal() as portal:
+        portal.call(work)
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def request_of(
+    conversation: Conversation,
+    answers: Sequence[Answer],
+    sampling: Sampling,
+    template_kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the arguments of a chat completion for the turn after `answers`, without the model.
+
+    Options that not every server knows (top_k, chat_template_kwargs) are sent only where set.
+    """
+    record = conversation.record
+    request: dict[str, Any] = {
+        "messages": [_sent(message) for message in conversation.before(answers)],
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": sampling.max_new_tokens,
+        "seed": _seed(sampling.seed, conversation, len(answers)),
+    }
+    if record.tools:
+        request["tools"] = record.tools
+    extra: dict[str, Any] = {}
+    if sampling.top_k is not None:
+        extra["top_k"] = sampling.top_k or -1  # vLLM and SGLang: -1 is all of them
+    if kwargs := {**template_kwargs, **record.template_kwargs}:
+        extra["chat_template_kwargs"] = kwargs
+    return request | ({"extra_body": extra} if extra else {})
+
+
+def _seed(seed: int, conversation: Conversation, turn: int) -> int:
+    """Return the seed of a turn: the same one whenever it is asked for."""
+    digest = hashlib.sha256(f"{seed} {conversation.id} {turn}".encode()).digest()
+    return int.from_bytes(digest[:4]) >> 1
+
+
+def _sent(message: Message) -> Message:
+    """Return a message as servers take it: known keys, and arguments of calls as JSON text."""
+    sent = {"content": "", **{name: message[name] for name in _SENT if name in message}}
+    if sent.get("tool_calls"):
+        sent["tool_calls"] = [_call(call) for call in sent["tool_calls"]]
+    return sent
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return dict(call)
+    arguments = function.get("arguments")
+    if arguments is not None and not isinstance(arguments, str):
+        function = function | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"type": "function", **call, "function": function}
+
+
+def read_answer(body: bytes) -> Answer:
+    """Return the answer in the body of a chat completion.
+
+    Whatever a server sends ends here: an answer is what a row of a corpus may hold, as JSON.
+
+    Raises:
+        MalformedBody: the body is not JSON, or not the completion of an answer.
+        Unanswerable: the server stopped the answer, such as its content filter.
+    """
+    try:
+        completion = parse_json(body)
+    except BadRow:
+        raise MalformedBody(f"no JSON: {_start(body)}") from None
+    choices = completion.get("choices") if isinstance(completion, dict) else None
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise MalformedBody(f"no choices: {_start(body)}")
+    message, finish = choices[0].get("message"), choices[0].get("finish_reason")
+    if finish == "content_filter":
+        reason = "the server's content filter stopped the answer"
+        raise Unanswerable("refused", reason, retry=True)
+    if not isinstance(message, dict) or finish not in _ENDED:
+        raise MalformedBody(f"no message, or no known finish reason: {_start(body)}")
+    answer = _message(message)
+    texts = [value.strip() if isinstance(value, str) else value for value in answer.values()]
+    usage = completion.get("usage")
+    return Answer(
+        message=answer,
+        finish=finish,
+        tokens=_count(usage, "completion_tokens"),
+        prompt_tokens=_count(usage, "prompt_tokens"),
+        notes=() if any(texts) else (EMPTY,),
+    )
+
+
+def _message(message: Mapping[str, Any]) -> Message:
+    """Return what a corpus row holds of a message of a server."""
+    answer: Message = {"content": message.get("content") or ""}
+    answer |= {name: message[name] for name in (*REASONING, "tool_calls") if message.get(name)}
+    if not all(isinstance(value, str) for name, value in answer.items() if name != "tool_calls"):
+        raise MalformedBody("its content is no text")
+    question = {"role": "user", "content": ""}
+    try:
+        parse_row({"messages": [question, {"role": "assistant", **answer}]}, source="", where="")
+        json.dumps(answer, allow_nan=False)
+    except ValueError as error:  # a BadRow, or NaN
+        raise MalformedBody(f"its message is no row of a corpus: {error}") from None
+    return answer
+
+
+def _count(usage: Any, name: str) -> int:
+    """Return a number of tokens; 0 if the server does not tell."""
+    count = usage.get(name) if isinstance(usage, dict) else None
+    if count is None:
+        return 0
+    if not isinstance(count, (int, float)) or not 0 <= count < _MOST_TOKENS:
+        raise MalformedBody(f"its {name} is no number of tokens")
+    return int(count)
+
+
+def _start(body: bytes) -> str:
+    text = body[:80].decode("utf-8", "replace")
+    return repr(text + ("..." if len(body) > 80 else ""))

@@ -1,0 +1,54 @@
+"""`spec-train report`: the page about runs and evaluations."""
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from spec_data.shards.path_kinds import Kind, what_is, wrong_kind
+from spec_data.terminal.command import command
+from spec_data.terminal.types import AnyPath, File
+
+if TYPE_CHECKING:
+    from spec_data.pages.page import WrittenPage
+
+Places = Annotated[
+    Sequence[AnyPath] | AnyPath, Parameter(consume_multiple=True), Parameter(metavar="RUN")
+]
+
+
+@command
+def write_report(places: Places, *, out: File | None = None) -> "WrittenPage":
+    """Write one HTML page about runs and evaluations, which needs no network.
+
+    It shows loss, acceptance length and acceptance by depth over trained tokens, by position and
+    source; learning rate, gradient norm, time spent waiting for data; calibration of confidence
+    heads; and which drafted tokens of sampled responses were accepted. `fit` and `eval` write such
+    a page at their end; this command does at any time, also while a run trains.
+
+    Examples:
+        spec-train report RUN
+        spec-train report RUN-A RUN-B RUN-C --out runs.html
+            curves of three runs in the same charts, and the options in which they differ
+        spec-train report RUN result.json --out both.html
+            a run with an evaluation that `spec-train eval --json result.json` wrote
+
+    Args:
+        places: runs, and files of `spec-train eval --json`.
+        out: the HTML file, needed for several places; not given: report.html in the run, or beside
+            the file with its name.
+
+    Raises:
+        MissingError: a place does not exist.
+        ConfigError: a place is neither a run nor such a file, or the page cannot be written.
+        RunError: a file of a run is damaged.
+    """
+    several = [places] if isinstance(places, (str, PathLike)) else places
+    for place in several:
+        if what_is(str(place)) is Kind.NOTHING:
+            raise wrong_kind(str(place), Kind.RUN)
+    from spec_train.reports.run_page import write_report as write
+
+    return write(list(map(Path, several)), None if out is None else Path(out))

@@ -1,0 +1,399 @@
+"""What `fit` and `eval` have written, as records: for pages, and to compare two evaluations.
+
+A run may still be training: what is absent stays None.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from spec_data.shards.errors import ConfigError, MissingError, RunError
+from spec_train.training.stored import HELD_OUT, read_run_json
+
+METRICS, OPTIONS = "metrics.jsonl", "fit.json"
+
+Point = tuple[float, float | None]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Interval = tuple[float, float]
+Bins = list[tuple[float | None, float | None, float | None]]
+T = TypeVar("T")
+
+# -- evaluations -----------------------------------------------------------------------------------
+# The part of a file of `eval --json` that a page shows or `compare` reads.
+
+
+class Range(msgspec.Struct):
+    """Acceptance in a range of positions, from `start` to `end` (None: no end)."""
+
+    start: Count
+    rounds: Count
+    end: int | None = None
+    acceptance_length: float | None = None
+
+
+class Source(msgspec.Struct):
+    """Acceptance on the documents of one source."""
+
+    source: str
+    documents: Count
+    supervised_tokens: Count
+    on_policy: float | None
+    rounds: Count
+    acceptance_length: float | None
+
+
+class PromptSet(msgspec.Struct):
+    """Acceptance on one set of prompts."""
+
+    set: str
+    prompts: Count
+    rounds: Count
+    acceptance_length: float | None
+    interval: Interval | None = None
+
+
+class Prompt(msgspec.Struct):
+    """Verifications of a prompt, by a digest of its ids, and the tokens that they emitted."""
+
+    prompt: str
+    rounds: int
+    emitted: int
+
+
+class Modelled(msgspec.Struct):
+    """The speed-up that follows from the costs of passes."""
+
+    speedup: float | None
+
+
+class SweepLine(msgspec.Struct):
+    """The result of one number of drafted tokens."""
+
+    draft_tokens: int
+    acceptance_length: float | None
+    speedup: float | None
+    modelled: Modelled
+
+
+class Speed(msgspec.Struct):
+    """Where the time of decoding goes, by part."""
+
+    shares: dict[str, float | None]
+
+
+class Tokens(msgspec.Struct, tag_field="kind", tag=str.lower):
+    """Tokens of a sample that no draft has proposed."""
+
+    tokens: list[int]
+
+
+class Context(Tokens):
+    """Tokens before a response; `left_out` more before them are not part of the sample."""
+
+    left_out: int = 0
+
+
+class First(Tokens):
+    """The tokens that a response begins with."""
+
+
+class Round(msgspec.Struct, tag_field="kind", tag="round"):
+    """One verification step; see `simulation.samples`."""
+
+    drafted: list[int]
+    accepted: Count
+    emitted: list[int]
+    choice: int | None
+
+    def __post_init__(self) -> None:
+        if self.accepted > len(self.drafted):
+            raise ValueError("a step accepts more tokens than were drafted")
+
+
+class Sample(msgspec.Struct):
+    """A response with every drafted token."""
+
+    name: str
+    parts: list[Context | First | Round]
+    source: str | None = None
+
+
+class Acceptance(msgspec.Struct):
+    """Acceptance length, with its interval, and acceptance by depth."""
+
+    acceptance_length: float | None
+    accept_rate: list[float | None]
+    rounds: Count
+    interval: Interval | None = None
+
+
+class Forced(msgspec.Struct):
+    """Teacher-forced metrics; `confidence_bins` only for a draft with a confidence head."""
+
+    confidence_bins: Bins = msgspec.field(default_factory=list)
+
+
+class Simulated(msgspec.Struct):
+    """An evaluation on a dataset."""
+
+    path: str
+    split: str
+    documents: Count
+    on_policy: float | None
+    walk: Acceptance
+    by_source: list[Source]
+    by_position: list[Range]
+    samples: list[Sample]
+    texts: dict[str, str]
+    teacher_forced: Forced | None = None
+    step: int | None = None
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """What was measured."""
+        return self.walk
+
+
+class Decoded(Acceptance, kw_only=True):
+    """An evaluation by real decoding: the fields of a file of --json beside `data`."""
+
+    target: str
+    responses: Count
+    by_position: list[Range]
+    by_context: list[Range]
+    by_set: list[PromptSet]
+    speed: Speed
+    sweep: list[SweepLine]
+    samples: list[Sample]
+    texts: dict[str, str]
+    tree_tokens: int = 0
+    identical: int | None = None
+    speedup: float | None = None
+    draft: str = ""
+    per_prompt: list[Prompt] = []
+    temperature: float = 0.0
+    dtype: str = ""
+    draft_tokens: int = 0
+    options: dict[str, Any] = {}
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """What was measured."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """One evaluation of a draft, as a page calls it."""
+
+    name: str
+    result: Simulated | Decoded
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def decoded(self) -> Decoded | None:
+        """The result of real decoding."""
+        return self.result if isinstance(self.result, Decoded) else None
+
+    @property
+    def where(self) -> str:
+        """The dataset or the target."""
+        if isinstance(self.result, Decoded):
+            return f"{self.result.target}: {self.result.responses:,} responses"
+        return f"{self.result.path}, {self.result.split}: {self.result.documents:,} documents"
+
+
+def read_evaluation(file: Path, name: str) -> list[Evaluation]:
+    """Read a file of `spec-train eval --json`: real decoding, a dataset, or both.
+
+    Raises:
+        MissingError: it does not exist. ConfigError: it is no such file, or is damaged.
+    """
+    return evaluations(read_json(file), str(file), name)
+
+
+def evaluations(raw: Any, where: str, name: str) -> list[Evaluation]:
+    """Return the evaluations in the figures of `eval`; `where` names them in errors.
+
+    Raises:
+        ConfigError: they are no figures of `eval`, or are damaged.
+    """
+    report = convert(raw, dict[str, Any], where)
+    warnings = tuple(convert(report.get("warnings"), list[str], where))
+    found = []
+    if "target" in report:
+        result = convert(report, Decoded, where)
+        found.append(Evaluation(name=name, result=result, warnings=warnings))
+    if "data" in report:
+        data = convert(report["data"], Simulated, where)
+        both = (f"{name}, dataset", ()) if found else (name, warnings)
+        found.append(Evaluation(name=both[0], result=data, warnings=both[1]))
+    if not found:
+        raise ConfigError(f"{where}: holds no evaluation; pass RUN directories and files of --json")
+    return found
+
+
+def read_json(file: Path) -> Any:
+    """Read a file of --json.
+
+    Raises:
+        MissingError: it does not exist. ConfigError: it is not JSON.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MissingError(f"{file}: no such file or run directory; check the path") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON ({error})") from None
+
+
+def convert(raw: Any, kind: type[T], where: str) -> T:
+    """Return plain values of `eval` as a record.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{where}: not a file of `spec-train eval --json`, or damaged ({error}); pass RUN "
+            "directories and such files"
+        ) from None
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run directory.
+
+    Attributes:
+        name: as the page calls it. draft: the kind of draft. steps: all steps of the run.
+        options: fit.json. training, validation: lines of metrics.jsonl, in order.
+        damaged: lines that could not be read.
+        held_out: simulated decoding of the best draft on the held-out documents, if there is one.
+    """
+
+    name: str
+    path: Path
+    draft: str
+    steps: int | None
+    options: dict[str, Any]
+    training: list[dict[str, Any]]
+    validation: list[dict[str, Any]]
+    damaged: int = 0
+    held_out: Evaluation | None = None
+
+    def curve(self, name: str, held_out: bool = False) -> list[Point]:
+        """Return (trained tokens, metric) of every line that has both."""
+        return [
+            (tokens, number(line, name))
+            for line in (self.validation if held_out else self.training)
+            if name in line and (tokens := number(line, "tokens")) is not None
+        ]
+
+    def last(self, name: str) -> int:
+        """Return the largest value of a count, such as "step", over all lines."""
+        lines = (*self.training, *self.validation)
+        return max((int(number(line, name) or 0) for line in lines), default=0)
+
+    @property
+    def depths(self) -> int:
+        """The largest depth that was measured."""
+        prefix = "accept_rate/"
+        names = (n for line in self.validation or self.training for n in line)
+        return max((int(n[len(prefix) :]) for n in names if n.startswith(prefix)), default=0)
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The validation with the longest product-limit length, the later of equals by loss.
+
+        Empty: there is none yet.
+        """
+        lines = [line for line in self.validation if number(line, "loss") is not None]
+        return max(lines, key=_rank, default={})
+
+
+def _rank(line: Mapping[str, Any]) -> tuple[float, float]:
+    """Order validations as `fit` does when it chooses the best draft."""
+    length = number(line, "product_limit_length")
+    return (1.0 if length is None else length), -(number(line, "loss") or 0.0)
+
+
+def number(line: Mapping[str, Any], name: str) -> float | None:
+    """Return a number of a line; None if it has none, or one that is not finite."""
+    value = line.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a directory is a run of `fit`."""
+    return (folder / OPTIONS).is_file() or (folder / METRICS).is_file()
+
+
+def read_run(folder: Path, name: str) -> Run:
+    """Read a run directory, also while it trains.
+
+    Raises:
+        RunError: fit.json, run.json or held-out.json is damaged.
+    """
+    lines, damaged = _metrics(folder / METRICS)
+    run = read_run_json(folder) if (folder / "run.json").is_file() else {}
+    options = _object(folder / OPTIONS)
+    steps = run.get("notes", {}).get("total_steps") or options.get("steps")
+    return Run(
+        name=name,
+        path=folder,
+        draft=str(run.get("identity", {}).get("draft") or "draft"),
+        steps=steps if isinstance(steps, int) else None,
+        options=options,
+        training=[line for line in lines if line.get("split") == "train"],
+        validation=[line for line in lines if line.get("split") == "validation"],
+        damaged=damaged,
+        held_out=_held_out(folder / HELD_OUT, name),
+    )
+
+
+def _held_out(file: Path, name: str) -> Evaluation | None:
+    """Return what a run kept of its best validation; None: nothing was held out, or recorded."""
+    if not (raw := _object(file)):
+        return None
+    try:
+        result = msgspec.convert(raw, Simulated)
+    except msgspec.ValidationError as error:
+        raise RunError(f"{file}: damaged ({error}); remove it") from None
+    return Evaluation(name=f"{name}, step {result.step:,}", result=result)
+
+
+def _metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of metrics.jsonl that can be read, and how many cannot.
+
+    The last line of a run that trains may be incomplete; it does not count.
+    """
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    lines, damaged = [], 0
+    for line in text.splitlines(keepends=True):
+        try:
+            lines.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            damaged += line.endswith("\n")
+    return lines, damaged
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """Return the JSON object of a file of a run; empty if there is no file."""
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"{file}: damaged ({error}); restore it") from None
