@@ -35,7 +35,7 @@ from spec_data.conversion.evidence import (
 from spec_data.conversion.samples import BEFORE, Samples
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.corpus.documents import Document
-from spec_data.corpus.file_rows import Digest, Row
+from spec_data.corpus.file_rows import Row
 from spec_data.corpus.sources import Source
 from spec_data.generation.plan import Plan, refuse_other_files, truncate
 from spec_data.generation.run import capture_into
@@ -144,7 +144,7 @@ def _set_up(config: ConvertConfig) -> tuple[Setup, Evidence]:
     context = context_length(text)
     shared = (
         *("target", "out", "codec", "final", "teacher", "dtype", "device"),
-        *("revision", "limit", "on_bad_row", "max_bad_rows", "max_shard_size", "on_policy"),
+        *("revision", "limit", "max_bad_rows", "max_shard_size", "on_policy"),
         *("allow_high_nll", "trust_remote_code"),
     )
     setup = set_up(
@@ -214,8 +214,7 @@ class SampleCorpus:
             )
         ]
 
-    def _rows(self, digest: Digest) -> Generator[Row]:
-        digest.set_source(self.samples.digest)
+    def _rows(self, _columns: object) -> Generator[Row]:
         for number in range(len(self.samples)):
             where = self.samples.where(number)
             try:

@@ -92,8 +92,7 @@ class BadRows:
 
     Attributes:
         source: the source as the user wrote it.
-        limit: how many rows may be bad.
-        fail: stop at the first bad row (`--on-bad-row fail`).
+        limit: how many rows may be bad; 0 stops at the first.
         read: rows read so far, good and bad; the caller counts them.
         bad: bad rows so far.
         examples: the first few messages of different reasons, and how many rows have each.
@@ -101,7 +100,6 @@ class BadRows:
 
     source: str
     limit: BadRowLimit = AUTO
-    fail: bool = False
     read: int = 0
     bad: int = 0
     examples: dict[str, int] = field(default_factory=dict)
@@ -110,11 +108,11 @@ class BadRows:
         """Count one bad row; `message` has its place and the reason.
 
         Raises:
-            CorpusError: `fail` is set, or most rows so far are bad and more than the limit allows.
+            CorpusError: none may be bad, or most rows are and more than the limit allows.
         """
         message = printable(message)
-        if self.fail:
-            raise CorpusError(f"{message}\nfix the row, or skip bad rows with --on-bad-row skip")
+        if self.limit.count == 0:
+            raise CorpusError(f"{message}\nfix the row, or skip bad rows with --max-bad-rows auto")
         self.bad += 1
         alike = next((m for m in self.examples if reason_of(m) == reason_of(message)), None)
         if alike is not None or len(self.examples) < EXAMPLES:

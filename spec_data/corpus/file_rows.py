@@ -7,20 +7,15 @@ row is a `BadRow`. The limit counts decompressed bytes. Every function yields (w
 
 import csv
 import gzip
-import hashlib
-import io
 import json
-import traceback
 import zlib
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
-from spec_data.corpus.bad_rows import BadRow, UnforeseenRow, too_long
+from spec_data.corpus.bad_rows import BadRow, too_long
 from spec_data.corpus.json_values import json_problem, parse_json
-from spec_data.corpus.records import Record
 from spec_data.shards.errors import CorpusError
 
 _CHUNK = 1 << 20  # bytes
@@ -41,80 +36,20 @@ class JsonText(bytes):
             return reason
 
 
-class Digest:
-    """The hash of a source, known once its rows were read.
-
-    `unread_columns` are the columns of a columnar source that are not read: no format uses them,
-    and `more_columns` does not name them.
-    """
-
-    def __init__(self, more_columns: Collection[str] = ()) -> None:
-        self.more_columns = more_columns
-        self.unread_columns: list[str] = []
-        self._compute: Callable[[], str | None] = lambda: None
-
-    def set_source(self, compute: Callable[[], str | None]) -> None:
-        """Set the function that returns the hash: of the bytes read so far and the rest, or of
-        the stored file."""
-        self._compute = compute
-
-    def finish(self) -> str | None:
-        """Return the hash of the whole source, or None before any row was asked for."""
-        return self._compute()
-
-
-class _HashedFile(io.RawIOBase):
-    """A file that hashes what is read from it; `finish` reads and hashes the rest."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb", buffering=0)
-        self._hash = hashlib.sha256()
-        self._whole = False
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        n = self._file.readinto(buffer) or 0
-        self._hash.update(memoryview(buffer)[:n])
-        return n
-
-    def finish(self) -> str:
-        """Hash the rest of the file, close it, and return the digest."""
-        if not self._whole:
-            while self.read(_CHUNK):
-                pass
-            self._whole = True
-            self.close()
-        return self._hash.hexdigest()
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
 @contextmanager
-def _opened(name: str, path: Path, digest: Digest) -> Iterator[IO[bytes]]:
-    """Open a file for its decompressed bytes; the bytes on disk are hashed as they are read."""
+def _opened(name: str, path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for its decompressed bytes."""
     try:
-        raw = _HashedFile(path)
+        raw = path.open("rb", buffering=_CHUNK)
     except OSError as error:
         raise CorpusError(f"{name}: cannot be opened: {error.strerror}") from None
-    digest.set_source(raw.finish)
-    buffered = io.BufferedReader(raw, _CHUNK)
     try:
-        if path.suffix == ".gz":
-            with gzip.GzipFile(fileobj=buffered) as file:
-                yield file  # type: ignore[misc]
-        else:
-            yield buffered
-        raw.finish()
+        with raw, gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw as file:
+            yield file  # type: ignore[misc]
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise CorpusError(f"{name}: not a complete gzip file: {error}") from None
     except OSError as error:
         raise CorpusError(f"{name}: cannot be read: {error}") from None
-    finally:
-        buffered.close()
 
 
 def first_character(path: Path) -> bytes:
@@ -126,9 +61,9 @@ def first_character(path: Path) -> bytes:
         return b""  # reading the rows reports what is wrong with the file
 
 
-def json_lines(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]:
+def json_lines(name: str, path: Path, limit: int) -> Generator[Row]:
     """Yield one row per line that is not blank."""
-    with _opened(name, path, digest) as file:
+    with _opened(name, path) as file:
         for number, line in _lines(file, limit):
             if isinstance(line, BadRow) or line.strip():
                 yield f"{name}:{number}", line if isinstance(line, BadRow) else JsonText(line)
@@ -150,12 +85,12 @@ def _lines(file: IO[bytes], limit: int) -> Iterator[tuple[int, bytes | BadRow]]:
             yield number, line.removeprefix(_BOM) if number == 1 else line
 
 
-def json_list(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]:
+def json_list(name: str, path: Path, limit: int) -> Generator[Row]:
     """Yield one row per element of a file that holds a single list; elements count from 0.
 
     The size of an element is that of its JSON without blanks.
     """
-    with _opened(name, path, digest) as file:
+    with _opened(name, path) as file:
         content = file.read(_LARGEST_LIST + 1)
         if len(content) > _LARGEST_LIST:
             raise CorpusError(
@@ -190,13 +125,13 @@ def _json_bytes(element: Any) -> int:
     return len(text.encode("utf-8", "surrogatepass"))
 
 
-def csv_rows(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]:
+def csv_rows(name: str, path: Path, limit: int) -> Generator[Row]:
     """Yield one row per record of a CSV file with a header; an empty cell is null.
 
     `where` has the line on which the record ends.
     """
     csv.field_size_limit(max(limit, csv.field_size_limit()))
-    with _opened(name, path, digest) as file:
+    with _opened(name, path) as file:
         lines = _CsvLines(file, limit)
         reader, header = csv.reader(lines), None
         while True:
@@ -244,9 +179,9 @@ class _CsvLines:
             raise BadRow(f"not UTF-8: {error}") from None
 
 
-def paragraphs(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]:
+def paragraphs(name: str, path: Path, limit: int) -> Generator[Row]:
     """Yield one row per paragraph of a text: blank lines stand between them."""
-    with _opened(name, path, digest) as file:
+    with _opened(name, path) as file:
         number = first = size = 0
         parts: list[bytes] = []
         whole_line = True  # the next piece begins a line
@@ -273,70 +208,3 @@ def _text(content: bytes) -> dict[str, str] | BadRow:
         return {"text": content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")}
     except UnicodeDecodeError as error:
         return BadRow(f"not UTF-8: {error}")
-
-
-# -- row results -----------------------------------------------------------------------------------
-# A row as it is read, and what becomes of it: both can be sent to another process.
-
-
-class RawRow(NamedTuple):
-    """One row of a corpus source, not recognised yet.
-
-    Attributes:
-        source: the number of its source in the reader; name: the name that the dataset stores.
-        where: names the row in messages.
-        value: the row, see `file_rows.Row`.
-        arrow: it comes from an Arrow table.
-        end: this is no row, but the end of the source.
-    """
-
-    source: int
-    name: str
-    where: str
-    value: Any
-    arrow: bool = False
-    end: bool = False
-
-
-@dataclass(kw_only=True)
-class RowResult:
-    """What became of a row: a record of a known format, or the reason why the row is bad.
-
-    Attributes:
-        bad: the reason; None for a good row.
-        unforeseen: the class of the exception, if no check foresees it; trace: its traceback.
-        kind: the format of a good row; unused: the columns that were not used.
-        made: what was made of the record; None if only the row was parsed.
-    """
-
-    bad: str | None = None
-    unforeseen: str | None = None
-    trace: str = ""
-    kind: str = ""
-    unused: tuple[str, ...] = ()
-    made: Any = None
-    _record: Record | None = None
-
-    @property
-    def record(self) -> Record:
-        """The record of a good row, in the process that parsed it."""
-        assert self._record is not None
-        return self._record
-
-
-def parsed_row(row: RawRow, parse: Callable[..., tuple[str, Record]]) -> RowResult:
-    """Return the result of parsing a row; `parse` is as in `CorpusReader`."""
-    value = row.value.value() if isinstance(row.value, JsonText) else row.value
-    try:
-        if row.end:
-            return RowResult()
-        if isinstance(value, BadRow):
-            raise value
-        kind, record = parse(value, source=row.name, where=row.where, arrow=row.arrow)
-    except UnforeseenRow as reason:
-        trace = "".join(traceback.format_exception(reason))
-        cause = type(reason.__cause__).__name__
-        return RowResult(bad=str(reason), unforeseen=cause, trace=trace)
-    except BadRow as reason:
-        return RowResult(bad=str(reason))
-    return RowResult(kind=kind, unused=record.unused, _record=record)

@@ -19,8 +19,9 @@ from contextlib import ExitStack
 from queue import SimpleQueue
 from typing import Any
 
-from spec_data.corpus.file_rows import JsonText, RawRow, RowResult
+from spec_data.corpus.file_rows import JsonText
 from spec_data.corpus.limits import Child
+from spec_data.corpus.record_reader import RawRow, RowResult
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ most frequent format and counts the others.
 the work, and counts what comes back, in the order of the rows. Rows that the work was ahead with
 when reading stops are not counted, so the result does not depend on how far ahead it was.
 
-Bad rows. `on_bad_row="fail"` stops at the first one. `"skip"` logs and counts each, and stops when
-a source as the user named it (a file, or a directory as a whole) has more bad rows than
-`max_bad_rows` allows; `bad_rows.py` has the rule. A warning names a file without any good row.
+Bad rows. Each is logged and counted, and reading stops when a source as the user named it (a file,
+or a directory as a whole) has more of them than `max_bad_rows` allows; `bad_rows.py` has the rule.
+A warning names a file without any good row.
 
 Some records turn out to be broken only when they are rendered. `refuse` counts them: a broken
 record counts as a bad row, a record with nothing to learn from does not.
@@ -24,30 +24,33 @@ Columns that no row uses are named once per source, and so is what the chat temp
 The dataset stores the names of sources, and the examples of bad rows, without the directories of
 this machine. Messages name files as the user wrote them.
 
-Hashes cover the bytes on disk (the compressed ones for .gz). JSONL, JSON and text files are hashed
-in the pass that reads them; Parquet files are read twice. `limit` ends the records but not the
-hash, so a report identifies the whole file and not only the part that was used.
+Hashes cover the bytes on disk (the compressed ones for .gz), in a pass of their own after the rows.
+`limit` ends the records but not the hash, so a report identifies the whole file and not only the
+part that was used.
 """
 
 import functools
 import logging
+import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, NamedTuple
 
 from spec_data.corpus.bad_rows import (
     AUTO,
     EXAMPLES,
+    BadRow,
     BadRowLimit,
     BadRows,
+    UnforeseenRow,
     printable,
     reason_of,
 )
 from spec_data.corpus.documents import RenderError
-from spec_data.corpus.file_rows import Digest, RawRow, RowResult, parsed_row
-from spec_data.corpus.records import Record, parse_row
+from spec_data.corpus.file_rows import JsonText
+from spec_data.corpus.records import COLUMNS, Record, parse_row
 from spec_data.corpus.sources import MAX_ROW_BYTES, Source, resolve
 from spec_data.shards.errors import ConfigError, CorpusError
 
@@ -56,6 +59,69 @@ __all__ = ["CorpusReader", "Record", "SourceReport"]
 logger = logging.getLogger(__name__)
 
 _NAMES = 100  # unused columns that are named, per source
+
+
+class RawRow(NamedTuple):
+    """One row of a corpus source, not recognised yet.
+
+    Attributes:
+        source: the number of its source in the reader; name: the name that the dataset stores.
+        where: names the row in messages.
+        value: the row, see `file_rows.Row`.
+        arrow: it comes from an Arrow table.
+        end: this is no row, but the end of the source.
+    """
+
+    source: int
+    name: str
+    where: str
+    value: Any
+    arrow: bool = False
+    end: bool = False
+
+
+@dataclass(kw_only=True)
+class RowResult:
+    """What became of a row: a record of a known format, or the reason why the row is bad.
+
+    Attributes:
+        bad: the reason; None for a good row.
+        unforeseen: the class of the exception, if no check foresees it; trace: its traceback.
+        kind: the format of a good row; unused: the columns that were not used.
+        made: what was made of the record; None if only the row was parsed.
+    """
+
+    bad: str | None = None
+    unforeseen: str | None = None
+    trace: str = ""
+    kind: str = ""
+    unused: tuple[str, ...] = ()
+    made: Any = None
+    _record: Record | None = None
+
+    @property
+    def record(self) -> Record:
+        """The record of a good row, in the process that parsed it."""
+        assert self._record is not None
+        return self._record
+
+
+def parsed_row(row: RawRow, parse: Callable[..., tuple[str, Record]]) -> RowResult:
+    """Return the result of parsing a row; `parse` is as in `CorpusReader`."""
+    value = row.value.value() if isinstance(row.value, JsonText) else row.value
+    try:
+        if row.end:
+            return RowResult()
+        if isinstance(value, BadRow):
+            raise value
+        kind, record = parse(value, source=row.name, where=row.where, arrow=row.arrow)
+    except UnforeseenRow as reason:
+        trace = "".join(traceback.format_exception(reason))
+        cause = type(reason.__cause__).__name__
+        return RowResult(bad=str(reason), unforeseen=cause, trace=trace)
+    except BadRow as reason:
+        return RowResult(bad=str(reason))
+    return RowResult(kind=kind, unused=record.unused, _record=record)
 
 
 @dataclass(kw_only=True)
@@ -89,11 +155,10 @@ class CorpusReader:
 
     Args:
         sources: files, directories, or Hub dataset names (`name`, `name:config`, `name@split`).
-        on_bad_row: "skip" (count, and stop above `max_bad_rows`) or "fail" (stop at the first).
         limit: stop after this many records over all sources; later sources are not opened.
         split: the split to read, unless the source has an `@split`. In a plain directory, files
             whose path names another split (`test-00000.parquet`) are left out with a warning.
-        max_bad_rows: how many rows of each of `sources` may be bad.
+        max_bad_rows: how many rows of each of `sources` may be bad; 0 stops at the first.
         max_row_bytes: a row of more bytes is a bad row, and is never held in memory.
         parse: returns (format name, record) of a row, as `parse_row` does.
         find: returns the files and datasets behind one of `sources`, as `resolve` does.
@@ -113,7 +178,6 @@ class CorpusReader:
     def __init__(
         self,
         sources: Sequence[str],
-        on_bad_row: Literal["skip", "fail"] = "skip",
         limit: int | None = None,
         split: str = "train",
         max_bad_rows: BadRowLimit = AUTO,
@@ -124,11 +188,8 @@ class CorpusReader:
     ) -> None:
         if not sources:
             raise ConfigError("no corpus: name a file, a directory or a dataset")
-        if on_bad_row not in ("skip", "fail"):
-            raise ConfigError(f"on_bad_row = {on_bad_row!r}: choose from skip, fail")
         if limit is not None and limit < 1:
             raise ConfigError(f"limit = {limit}: expected at least 1")
-        self.on_bad_row = on_bad_row
         self.limit = limit
         self.notes: list[str] = []
         self.reports: list[SourceReport] = []
@@ -136,7 +197,7 @@ class CorpusReader:
         self.refused_examples: dict[str, list[str]] = {}
         self.unforeseen: Counter[str] = Counter()
         self._max_bad_rows = max_bad_rows
-        self._parse, self._more_columns = parse, more_columns
+        self._parse, self._columns = parse, frozenset((*COLUMNS, *more_columns))
         self.sources: list[Source] = []
         self._given: list[tuple[int, str]] = []  # per source: which of `sources` it belongs to
         for given in enumerate(map(str, sources)):
@@ -181,12 +242,11 @@ class CorpusReader:
         """
         self.reports, self.refused, self.refused_examples = [], Counter(), {}
         self.unforeseen = Counter()
-        digests = [Digest(self._more_columns) for _ in self.sources]
         number, left = -1, self.limit
-        with closing(self._rows(digests)) as rows, closing(_generator(work(rows))) as results:
+        with closing(self._rows()) as rows, closing(_generator(work(rows))) as results:
             for row, result in results:
                 while number < row.source:
-                    self._end(number, digests)
+                    self._end(number)
                     number += 1
                     self._begin(number)
                 if row.end:
@@ -197,15 +257,15 @@ class CorpusReader:
                     left = None if left is None else left - 1
                     if left == 0:
                         break
-            self._end(number, digests)  # the file is open until its rest is hashed
+            self._end(number)
         self._bad.check()
         if not any(report.formats for report in self.reports):
             raise CorpusError(f"no usable row in {', '.join(r.path for r in self.reports)}")
 
-    def _rows(self, digests: Sequence[Digest]) -> Generator[RawRow]:
+    def _rows(self) -> Generator[RawRow]:
         """Yield the rows of all sources, and after those of each a RawRow that marks its end."""
-        for number, (source, digest) in enumerate(zip(self.sources, digests, strict=True)):
-            with closing(source.rows(digest)) as stream:
+        for number, source in enumerate(self.sources):
+            with closing(source.rows(self._columns)) as stream:
                 for where, row in stream:
                     yield RawRow(number, source.name, where, row, source.arrow)
             yield RawRow(number, source.name, source.path, None, end=True)
@@ -214,14 +274,14 @@ class CorpusReader:
         """Begin the report of a source."""
         given = self._given[number]
         if given not in self._given[max(0, number - 1) : number]:
-            self._bad = BadRows(given[1], self._max_bad_rows, self.on_bad_row == "fail")
+            self._bad = BadRows(given[1], self._max_bad_rows)
         source = self.sources[number]
         report = SourceReport(
             source=source.name, path=source.path, kind=source.kind, licence=source.licence
         )
         self.reports.append(report)
 
-    def _end(self, number: int, digests: Sequence[Digest]) -> None:
+    def _end(self, number: int) -> None:
         """Complete the report of a source.
 
         Raises:
@@ -230,9 +290,9 @@ class CorpusReader:
         """
         if number < 0:
             return
-        report, digest = self.reports[-1], digests[number]
-        report.sha256 = digest.finish()
-        _add_names(report.unused_columns, digest.unread_columns)
+        report, source = self.reports[-1], self.sources[number]
+        report.sha256 = source.digest()
+        _add_names(report.unused_columns, [c for c in source.columns() if c not in self._columns])
         logger.info("%s", report)
         if self._given[number] not in self._given[number + 1 : number + 2]:
             self._bad.check()

@@ -13,10 +13,9 @@ set, so such files are left out by default, and `notes` names each of them.
 
 import gzip
 import hashlib
-import json
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from huggingface_hub import hf_hub_download, metadata_load
 
 from spec_data.corpus.bad_rows import BadRow, printable, too_long
 from spec_data.corpus.file_rows import (
-    Digest,
     Row,
     csv_rows,
     first_character,
@@ -37,7 +35,7 @@ from spec_data.corpus.file_rows import (
     paragraphs,
 )
 from spec_data.corpus.json_values import is_text
-from spec_data.corpus.records import COLUMNS, unknown_columns
+from spec_data.corpus.records import unknown_columns
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.files import sha256_file
 from spec_data.shards.path_kinds import Kind, expect, like_a_path, wrong_kind
@@ -56,12 +54,11 @@ _ROWS_PER_BATCH = 256
 _BATCH_BYTES = 64 << 20  # of a Parquet batch of average rows
 
 
-def parquet(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]:
+def parquet(name: str, path: Path, known: Collection[str], limit: int) -> Generator[Row]:
     """Yield the known columns of each row in file order, with one row group in memory."""
-    digest.set_source(lambda: sha256_file(path))
     try:
         with pa.OSFile(os.fsencode(path)) as raw, pq.ParquetFile(raw) as file:
-            columns = _known_columns(file.schema_arrow.names, digest)
+            columns = [column for column in file.schema_arrow.names if column in known]
             if not columns:
                 yield from _unknown(name, file.schema_arrow.names, file.metadata.num_rows)
                 return
@@ -69,13 +66,6 @@ def parquet(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]
             yield from _numbered(name, batches, limit)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
         raise CorpusError(f"{name}: not a readable Parquet file: {error}") from error
-
-
-def _known_columns(names: Sequence[str], digest: Digest) -> list[str]:
-    """Return the columns to read; the others are named in the digest."""
-    known = {*COLUMNS, *digest.more_columns}
-    digest.unread_columns = [name for name in names if name not in known]
-    return [name for name in names if name in known]
 
 
 def _unknown(name: str, columns: Sequence[str], rows: int) -> Iterator[Row]:
@@ -93,16 +83,15 @@ def _batch_rows(metadata: pq.FileMetaData) -> int:
 
 
 def dataset_rows(
-    name: str, dataset: datasets.Dataset, digest: Digest, limit: int
+    name: str, dataset: datasets.Dataset, known: Collection[str], limit: int
 ) -> Generator[Row]:
     """Yield the known columns of each row of a dataset."""
     try:
-        columns = _known_columns(dataset.column_names, digest)
+        columns = [column for column in dataset.column_names if column in known]
         if not columns:
             yield from _unknown(name, dataset.column_names, dataset.num_rows)
             return
-        known = dataset.select_columns(columns)
-        tables = known.with_format("arrow").iter(batch_size=_ROWS_PER_BATCH)
+        tables = dataset.select_columns(columns).with_format("arrow").iter(_ROWS_PER_BATCH)
         yield from _numbered(name, tables, limit)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
         raise CorpusError(f"{name}: datasets cannot read its rows: {error}") from error
@@ -138,92 +127,6 @@ def _one_by_one(batch: pa.RecordBatch | pa.Table, limit: int) -> Iterator[Any]:
             yield BadRow(f"Arrow cannot convert it: {type(error).__name__}: {error}")
 
 
-# --- directories that `datasets` wrote -----------------------------------------------------------
-
-
-def saved_splits(path: Path) -> list[str]:
-    """Return the splits that dataset_dict.json names.
-
-    Raises:
-        BadRow: the file is broken.
-    """
-    found = _json(path / "dataset_dict.json").get("splits")
-    if not isinstance(found, list) or not all(isinstance(split, str) for split in found):
-        raise BadRow("dataset_dict.json has no list of splits")
-    return found
-
-
-def saved_licence(path: Path) -> str | None:
-    """Return the licence that dataset_info.json names, if there is one."""
-    try:
-        found = _json(path / "dataset_info.json").get("license")
-    except BadRow:
-        return None  # reading the rows reports it
-    return found if isinstance(found, str) and found else None
-
-
-def saved_rows(name: str, path: Path, digest: Digest, limit: int) -> Generator[Row]:
-    """Yield the rows of a directory that `save_to_disk` wrote; one BadRow if it cannot be opened.
-
-    The file formats of such a directory belong to `datasets`, which raises many kinds of errors.
-    """
-    try:
-        if (path / "dataset_info.json").is_file():
-            _json(path / "dataset_info.json")
-        files = _data_files(path)
-        dataset = datasets.load_from_disk(str(path))
-    except BadRow as reason:
-        yield name, reason
-        return
-    except Exception as error:
-        yield name, BadRow(f"datasets cannot open it: {type(error).__name__}: {error}")
-        return
-    digest.set_source(lambda: _saved_hash(path, files))
-    yield from dataset_rows(name, dataset, digest, limit)
-
-
-def _data_files(path: Path) -> list[str]:
-    """Return the names of the Arrow files of a saved dataset, in its order."""
-    entries = _json(path / "state.json").get("_data_files")
-    if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
-        raise BadRow("state.json has no list of data files")
-    names = [entry.get("filename") for entry in entries]
-    if not all(isinstance(file, str) and (path / file).is_file() for file in names):
-        raise BadRow("a file that state.json names is missing")
-    return names
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """Return the table in a JSON file.
-
-    Raises:
-        BadRow: the file is missing, is not JSON, or holds something else.
-    """
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadRow(f"{file.name} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise BadRow(f"{file.name} holds no JSON object")
-    return found
-
-
-def saved_hash(path: Path) -> str | None:
-    """Return the hash that reading a saved dataset sets; None if its files are not named."""
-    try:
-        return _saved_hash(path, _data_files(path))
-    except (BadRow, OSError):
-        return None
-
-
-def _saved_hash(path: Path, files: list[str]) -> str:
-    """Return one hash over the names and contents of the Arrow files, in dataset order."""
-    whole = hashlib.sha256()
-    for file in files:
-        whole.update(f"{file}\0{sha256_file(path / file)}\n".encode())
-    return whole.hexdigest()
-
-
 # -- sources ---------------------------------------------------------------------------------------
 
 
@@ -245,8 +148,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class Source:
     """One file or dataset: how to stream its rows, and what identifies its bytes.
 
-    `rows` sets the hash of the same bytes, and of nothing else, that `digest` returns.
-
+    `rows` takes the names of the columns that are read, of those of a columnar source (`columns`).
     `name` is stored in the dataset, so it must not reveal the directories of this machine: it is
     the path of a file below the given directory, or the file name of a single file. `path` is what
     the user wrote; messages and the `where` of rows use it.
@@ -255,9 +157,10 @@ class Source:
     name: str
     path: str
     kind: str
-    rows: Callable[[Digest], Generator[Row]]
+    rows: Callable[[Collection[str]], Generator[Row]]
+    columns: Callable[[], Sequence[str]] = lambda: ()
     arrow: bool = False
-    digest: Callable[[], str | None]  # the hash of the whole source, without reading its rows
+    digest: Callable[[], str | None]  # the hash of the whole source
     count: Callable[[], int] | None = None  # the number of rows, where it is stored
     licence: str | None = None
 
@@ -320,19 +223,24 @@ def _file_source(name: str, path: Path, root: Path, limit: int) -> Source:
         )
     if kind == "jsonl" and _suffix(path) == ".json" and first_character(path) == b"[":
         kind = "json"
-    readers = {"jsonl": json_lines, "json": json_list, "csv": csv_rows, "parquet": parquet}
-    reader = readers.get(kind, paragraphs)
     name = representable(name)
-    return Source(
+    source = Source(
         name=representable(path.relative_to(root).as_posix()),
         path=name,
         kind=kind,
-        rows=lambda digest: reader(name, path, digest, limit),
+        rows=lambda known: parquet(name, path, known, limit),
         digest=lambda: _file_hash(name, path),
-        arrow=kind == "parquet",
-        count=(lambda: pq.read_metadata(path).num_rows) if kind == "parquet" else None,
         licence=_licence(path.parent) or _licence(root),
     )
+    if kind == "parquet":
+        return replace(
+            source,
+            arrow=True,
+            columns=lambda: pq.read_schema(pa.OSFile(os.fsencode(path))).names,
+            count=lambda: pq.read_metadata(path).num_rows,
+        )
+    reader = {"jsonl": json_lines, "json": json_list, "csv": csv_rows, "text": paragraphs}[kind]
+    return replace(source, rows=lambda _: reader(name, path, limit))
 
 
 def _file_hash(name: str, path: Path) -> str:
@@ -383,33 +291,47 @@ def _licence(directory: Path) -> str | None:
 
 def _saved_dataset(name: str, path: Path, split: str, limit: int) -> Source:
     """Return the source of a directory that `datasets`' `save_to_disk` wrote."""
-    own_name, shown, broken = _last_name(path), representable(name), None
-    if (path / "dataset_dict.json").is_file():
-        try:
-            splits = saved_splits(path)
-        except BadRow as reason:
-            broken, splits = reason, [split]
-        if split not in splits:
+    shown, last = representable(name), _last_name(path)
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except Exception as error:  # the library raises a different class for each cause
+        raise CorpusError(
+            f"corpus {shown}: datasets cannot open it: {type(error).__name__}: {error}"
+        ) from error
+    if isinstance(dataset, datasets.DatasetDict):
+        if split not in dataset:
             raise CorpusError(
                 f"corpus {shown}: no split '{split}'; write {path}@SPLIT with one of: "
-                f"{', '.join(splits)}"
+                f"{', '.join(dataset)}"
             )
-        path, own_name = path / split, f"{own_name}@{split}"
-
-    def rows(digest: Digest) -> Generator[Row]:
-        if broken is None:
-            return saved_rows(shown, path, digest, limit)
-        return (row for row in [(shown, broken)])
-
-    return Source(
-        name=representable(own_name),
+        dataset, last = dataset[split], f"{last}@{split}"
+    return _dataset_source(
+        dataset,
+        limit,
+        name=representable(last),
         path=shown,
         kind="hf dataset directory",
-        rows=rows,
-        digest=lambda: saved_hash(path) if broken is None else None,
+        digest=lambda: _hash_of([Path(file["filename"]) for file in dataset.cache_files]),
+        licence=dataset.info.license or _licence(path),
+    )
+
+
+def _hash_of(files: Sequence[Path]) -> str:
+    """Return one hash over the names and contents of the Arrow files of a dataset."""
+    whole = hashlib.sha256()
+    for file in files:
+        whole.update(f"{file.name}\0{sha256_file(file)}\n".encode())
+    return whole.hexdigest()
+
+
+def _dataset_source(dataset: datasets.Dataset, limit: int, **facts: Any) -> Source:
+    """Return the source of a dataset that the library has opened."""
+    return Source(
+        rows=lambda known: dataset_rows(facts["path"], dataset, known, limit),
+        columns=lambda: dataset.column_names,
         arrow=True,
-        count=lambda: datasets.load_from_disk(str(path)).num_rows,
-        licence=saved_licence(path) or _licence(path) or _licence(path.parent),
+        count=lambda: dataset.num_rows,
+        **facts,
     )
 
 
@@ -441,20 +363,14 @@ def _hub_dataset(name: str, hub: str, config: str | None, split: str, limit: int
             f"{error}\nwrite a Hub name as NAME, NAME:CONFIG, NAME@SPLIT or NAME:CONFIG@SPLIT"
         ) from error
 
-    def rows(digest: Digest) -> Generator[Row]:
-        digest.set_source(lambda: str(dataset._fingerprint))
-        yield from dataset_rows(name, dataset, digest, limit)
-
-    licence = dataset.info.license or None
-    return Source(
+    return _dataset_source(
+        dataset,
+        limit,
         name=name,
         path=name,
         kind="hf dataset",
-        rows=rows,
         digest=lambda: str(dataset._fingerprint),
-        arrow=True,
-        count=lambda: dataset.num_rows,
-        licence=licence,
+        licence=dataset.info.license or None,
     )
 
 

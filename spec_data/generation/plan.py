@@ -43,9 +43,14 @@ from spec_data.corpus.documents import (
     RenderCounts,
     Rendering,
 )
-from spec_data.corpus.file_rows import RawRow, RowResult, parsed_row
 from spec_data.corpus.in_order import default_processes, in_order
-from spec_data.corpus.record_reader import CorpusReader, SourceReport
+from spec_data.corpus.record_reader import (
+    CorpusReader,
+    RawRow,
+    RowResult,
+    SourceReport,
+    parsed_row,
+)
 from spec_data.corpus.records import parse_row
 from spec_data.corpus.sources import expected_rows
 from spec_data.generation.worker_locks import running_workers

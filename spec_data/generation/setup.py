@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -380,10 +380,8 @@ def unit_limit(setup: Setup, tokens: int) -> int:
 
 def corpus_reader(config: GenerateConfig, stored: StoredStates | None = None) -> CorpusReader:
     """Return the reader of the sources of a config, or of the samples that were stored."""
-    bad: Literal["skip", "fail"] = "fail" if config.on_bad_row == "fail" else "skip"
     return CorpusReader(
         config.corpus,
-        on_bad_row=bad,
         limit=config.limit or None,
         max_bad_rows=config.bad_row_limit,
         max_row_bytes=parse_size(config.max_row_bytes),

@@ -12,7 +12,7 @@ from spec_data.options.option_values import (
     at_least,
     parse_codecs,
 )
-from spec_data.options.row_options import max_bad_rows_option, on_bad_row_option
+from spec_data.options.row_options import max_bad_rows_option
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
 from spec_data.terminal.config import option
@@ -58,7 +58,6 @@ class ConvertConfig:
     limit: int = option(
         0, help="convert at most this many samples; 0: all", group=DOCUMENTS, metavar="N"
     )
-    on_bad_row: str = on_bad_row_option("malformed sample")
     max_bad_rows: str = max_bad_rows_option("samples are malformed", "samples")
     on_policy: bool = option(
         False,

@@ -31,7 +31,7 @@ from spec_data.options.placement_options import (
     vllm_memory_option,
     vllm_tensor_parallel_option,
 )
-from spec_data.options.row_options import max_bad_rows_option, on_bad_row_option
+from spec_data.options.row_options import max_bad_rows_option
 from spec_data.options.worker_options import (
     check_workers,
     engine_option,
@@ -208,7 +208,6 @@ class GenerateConfig:
     workers: str = workers_option()
     engine: str = engine_option()
     replicas: int = replicas_option()
-    on_bad_row: str = on_bad_row_option()
     max_bad_rows: str = max_bad_rows_option()
     max_row_bytes: str = option(
         "8MB",

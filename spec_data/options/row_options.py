@@ -1,21 +1,10 @@
-"""Options that several commands have alike: what a bad row does, and which dataset is read."""
+"""Options that several commands have alike: how many rows may be bad, which dataset is read."""
 
 from typing import Any
 
 from spec_data.options.option_values import DOCUMENTS, REQUIRED
 from spec_data.shards.path_kinds import Kind
 from spec_data.terminal.config import option
-
-
-def on_bad_row_option(what: str = "corpus row that cannot be read") -> Any:
-    """The option --on-bad-row; `what` a bad row is."""
-    return option(
-        "skip",
-        help=f"what a {what} does: skip counts it and leaves it out, up to --max-bad-rows; fail "
-        "stops the run at the first",
-        group=DOCUMENTS,
-        choices=("skip", "fail"),
-    )
 
 
 def max_bad_rows_option(

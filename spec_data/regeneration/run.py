@@ -126,10 +126,11 @@ def _complete_record(
             "it; choose another --out (nothing was changed)"
         )
     refuse_other_settings(record["settings"], settings, out, ADVICE)
-    for _ in progress(reader, desc="compare the corpus", unit="rows", leave=False):
-        pass
-    hashes = [source["sha256"] for source in reader.sources]
-    if hashes != [source["sha256"] for source in record["corpus"]]:
+    corpus = [source["sha256"] for source in record["corpus"]]
+    sources = reader.reader.sources
+    if reader.reader.limit:
+        sources = sources[: len(corpus)]  # those that were read
+    if corpus != [source.digest() for source in sources]:
         raise ConfigError(
             f"{out} has the answers to another corpus, or to an earlier state of it; use another "
             "--out, or delete the file"

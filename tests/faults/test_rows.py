@@ -302,8 +302,8 @@ def test_damaged_columns(tmp_path, kind):
         changed = bytearray(whole)
         changed[at] ^= 1 << int(rng.integers(8))
         file.write_bytes(bytes(changed if rng.random() < 0.8 else whole[:at]))
-        reader = CorpusReader([str(path)], max_bad_rows=parse_limit("100%"))
         try:
+            reader = CorpusReader([str(path)], max_bad_rows=parse_limit("100%"))
             list(reader)
         except CorpusError:
             return "refused"

@@ -103,8 +103,8 @@ def test_a_budget_counts_what_its_caller_reads():
     budget.add("prompts.jsonl:31: \ud800")
     with pytest.raises(CorpusError, match="--max-bad-rows 4"):
         budget.check()
-    with pytest.raises(CorpusError, match=r"x:1: no(.|\n)*--on-bad-row skip"):
-        BadRows("x", AUTO, fail=True).add("x:1: no")
+    with pytest.raises(CorpusError, match=r"x:1: no(.|\n)*--max-bad-rows auto"):
+        BadRows("x", parse_limit("0")).add("x:1: no")
 
 
 def test_messages_about_rows_can_be_stored_and_shown():

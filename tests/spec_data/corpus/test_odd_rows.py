@@ -150,7 +150,7 @@ def test_file_names_that_are_not_utf8_have_a_name_that_a_dataset_can_hold(tmp_pa
     with pytest.raises(
         CorpusError, match=r"sav\\xe9d: datasets cannot open it: UnicodeEncodeError"
     ):
-        read(saved)  # the library takes no such path: one bad row
+        read(saved)  # the library takes no such path
     table = os.fsdecode(os.fsencode(tmp_path) + b"/t\xe9.parquet")
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "t.parquet")
     (tmp_path / "t.parquet").rename(table)
@@ -264,7 +264,7 @@ def test_rows_that_arrow_cannot_convert_are_bad_rows(tmp_path):
         ("dataset_info.json", None),
     ],
 )
-def test_a_broken_dataset_directory_is_one_bad_row(tmp_path, file, content):
+def test_a_broken_dataset_directory_is_refused(tmp_path, file, content):
     datasets.Dataset.from_list(rows(5)).save_to_disk(tmp_path / "saved")
     if content is None:
         (tmp_path / "saved" / file).unlink()
@@ -272,20 +272,15 @@ def test_a_broken_dataset_directory_is_one_bad_row(tmp_path, file, content):
         (tmp_path / "saved" / file).write_bytes(content)
     else:
         (tmp_path / "saved" / file).write_text(content)
-    with pytest.raises(CorpusError, match=r"saved: 1 of 1 rows are bad(.|\n)*No row could be"):
+    with pytest.raises(CorpusError, match="saved: datasets cannot open it"):
         read(tmp_path / "saved")
-    write_jsonl(tmp_path / "more.jsonl", rows(3))
-    records, (broken, _) = read(
-        tmp_path / "saved", tmp_path / "more.jsonl", max_bad_rows=parse_limit("1")
-    )
-    assert len(records) == 3 and broken.bad == 1 and broken.source == "saved"
 
 
 @pytest.mark.parametrize("content", ["{", "{}", '{"splits": "train"}', '{"splits": [5]}'])
-def test_a_broken_dataset_dict_is_one_bad_row(tmp_path, content):
+def test_a_broken_dataset_dict_is_refused(tmp_path, content):
     datasets.DatasetDict(train=datasets.Dataset.from_list(rows(2))).save_to_disk(tmp_path / "two")
     (tmp_path / "two" / "dataset_dict.json").write_text(content)
-    with pytest.raises(CorpusError, match=r"two: 1 of 1 rows are bad(.|\n)*dataset_dict\.json"):
+    with pytest.raises(CorpusError, match=r"two: (datasets cannot open it|no split)"):
         read(tmp_path / "two")
 
 

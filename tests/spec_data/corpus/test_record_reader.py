@@ -224,8 +224,6 @@ def test_unknown_files_and_settings_are_refused(tmp_path):
         CorpusReader([str(tmp_path)])
     with pytest.raises(ConfigError, match="no corpus"):
         CorpusReader([])
-    with pytest.raises(ConfigError, match="on_bad_row"):
-        CorpusReader([str(tmp_path)], on_bad_row="hide")
     with pytest.raises(ConfigError, match="limit"):
         CorpusReader([str(tmp_path)], limit=0)
 
@@ -280,7 +278,7 @@ def test_fail_stops_at_the_first_bad_row(tmp_path):
     path = tmp_path / "a.jsonl"
     write_jsonl(path, [*rows(500), "{", "{"])
     with pytest.raises(CorpusError, match=r"a\.jsonl:501: not valid JSON"):
-        read(path, on_bad_row="fail")
+        read(path, max_bad_rows=parse_limit("0"))
 
 
 def test_invalid_utf8_is_a_bad_row(tmp_path):
@@ -332,7 +330,7 @@ def test_rows_that_break_when_rendered_are_bad_rows(tmp_path, caplog):
     with pytest.raises(CorpusError, match=r"101 of 101 rows are bad"):
         refused(path, "unprovable-boundaries", 1)
     with pytest.raises(CorpusError, match=rf"{path}:80: no\nfix the row"):
-        refused(path, "template-error", 80, on_bad_row="fail")
+        refused(path, "template-error", 80, max_bad_rows=parse_limit("0"))
 
 
 @pytest.mark.parametrize("reason", ["no-assistant-turn", "nothing-supervised", "empty"])
@@ -340,7 +338,7 @@ def test_rows_without_anything_to_learn_are_counted_only(tmp_path, caplog, reaso
     path = tmp_path / "a.jsonl"
     write_jsonl(path, rows(300))
     caplog.set_level("INFO")
-    reader = refused(path, reason, 1, on_bad_row="fail")
+    reader = refused(path, reason, 1, max_bad_rows=parse_limit("0"))
     assert reader.refused == {reason: 300} and reader.reports[0].unrendered == 0
     assert len(reader.refused_examples[reason]) == caplog.text.count("row left out") == 1
 

@@ -117,7 +117,7 @@ def test_errors_come_after_the_same_rows(tmp_path, caplog):
     good = [json.dumps(good_row(rng, f"g{i}")).encode() for i in range(30)]
     files = {
         "many.jsonl": (b"\n".join([*good[:9], *[b"{"] * 130, *good]), {"max_bad_rows": "5"}),
-        "first.jsonl": (b"\n".join([*good[:20], b"[]", *good]), {"on_bad_row": "fail"}),
+        "first.jsonl": (b"\n".join([*good[:20], b"[]", *good]), {"max_bad_rows": "0"}),
         "cut.jsonl.gz": (gzip.compress(b"\n".join([*good, b"{", *good]))[:-40], {}),
     }
     caplog.set_level(logging.INFO)
@@ -162,7 +162,7 @@ import sys, time
 from argparse import Namespace
 from spec_data.terminal.console import run_cli
 from spec_data.corpus import in_order as pool
-from spec_data.corpus.file_rows import RawRow, RowResult
+from spec_data.corpus.record_reader import RawRow, RowResult
 pool._FEW = 1
 def make():
     def work(row):

@@ -96,7 +96,7 @@ def test_a_template_that_refuses_many_rows_stops_the_plan(target, tmp_path):
         make_plan(setup_of(strict, file, tmp_path / "out"))
     file = chats(tmp_path / "c.jsonl", good=299, refused=1)
     with pytest.raises(CorpusError, match=r"c\.jsonl:300: .*System role"):
-        make_plan(setup_of(strict, file, tmp_path / "out", on_bad_row="fail"))
+        make_plan(setup_of(strict, file, tmp_path / "out", max_bad_rows="0"))
 
 
 def test_the_few_rows_that_a_template_refuses_are_kept_as_examples(target, tmp_path, caplog):
