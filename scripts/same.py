@@ -249,7 +249,16 @@ class Cases:
 
         data = self.base if draft != "dspark" else self.work / "for all"
         run = self.work / f"run-{name}"
-        spec_train.fit(draft, str(data), str(run), **self.fit_options(draft))
+        options = self.fit_options(draft)
+        if hasattr(spec_train, "Training"):
+            from spec_train.options.draft_options import draft_options
+
+            kind = draft_options(draft)
+            own = {k: options.pop(k) for k in ("ttt_steps",) if k in options}
+            training = spec_train.Training(data=str(data), out=str(run), **options)
+            spec_train.fit(training, kind(**own))
+        else:  # the commit that this one is compared with
+            spec_train.fit(draft, str(data), str(run), **options)
         return run_facts(run)
 
     def fit_words(self, out: Path, torchrun: bool = False) -> list[str]:

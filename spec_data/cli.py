@@ -133,7 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
         if name in _JSON:
             _add_json(command)
         add_common_options(command)
-    for name, text in PROGRAM.commands().items():
+    for name, text in PROGRAM.names().items():
         commands.add_parser(name, help=text.replace("%", "%%"))
     return parser
 
@@ -164,7 +164,7 @@ PROGRAM.add(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `spec-data` and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if any(word in PROGRAM.commands() for word in words):
+    if any(word in PROGRAM.names() for word in words):
         return PROGRAM.main(words)
     args = build_parser().parse_args(join_values(arguments))
     _sort_out_directory(args)

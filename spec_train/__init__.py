@@ -12,25 +12,32 @@ from spec_data import __version__
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from spec_data.shards.errors import SpecDataError
     from spec_train.api import (
-        dry_run,
         evaluate,
         export,
-        fit,
         load_draft,
         simulate_acceptance,
     )
     from spec_train.commands.compare import compare
+    from spec_train.commands.fit import dry_run, fit
     from spec_train.commands.report import write_report
     from spec_train.diagnosis.outcome import Diagnosis
     from spec_train.doctor_api import doctor
+    from spec_train.options.draft_options import (
+        DFlashOptions,
+        DSparkOptions,
+        Eagle3Options,
+        EagleOptions,
+        PeagleOptions,
+    )
+    from spec_train.options.training import Training
     from spec_train.results import AcceptanceResult, DecodingResult, EvalResult, ExportResult
     from spec_train.simulation.intervals import Comparison
     from spec_train.training.result import FitResult
     from spec_train.training.run_cost import DryRun
 
 _PUBLIC = {
-    "fit": "spec_train.api",
-    "dry_run": "spec_train.api",
+    "fit": "spec_train.commands.fit",
+    "dry_run": "spec_train.commands.fit",
     "evaluate": "spec_train.api",
     "compare": "spec_train.commands.compare",
     "write_report": "spec_train.commands.report",
@@ -38,6 +45,12 @@ _PUBLIC = {
     "load_draft": "spec_train.api",
     "doctor": "spec_train.doctor_api",
     "simulate_acceptance": "spec_train.api",
+    "Training": "spec_train.options.training",
+    "EagleOptions": "spec_train.options.draft_options",
+    "Eagle3Options": "spec_train.options.draft_options",
+    "PeagleOptions": "spec_train.options.draft_options",
+    "DSparkOptions": "spec_train.options.draft_options",
+    "DFlashOptions": "spec_train.options.draft_options",
     "FitResult": "spec_train.training.result",
     "Comparison": "spec_train.simulation.intervals",
     "Diagnosis": "spec_train.diagnosis.outcome",
@@ -50,6 +63,12 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "Training",
+    "EagleOptions",
+    "Eagle3Options",
+    "PeagleOptions",
+    "DSparkOptions",
+    "DFlashOptions",
     "fit",
     "dry_run",
     "evaluate",

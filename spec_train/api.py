@@ -4,8 +4,6 @@ Each takes the options of its command as keyword arguments, with the command's d
 what the command does, without printing. Paths are `str` or `Path`. Errors are SpecDataErrors.
 """
 
-import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +12,15 @@ import torch
 from spec_data.models.devices import DTYPES, usable_device
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.terminal.keywords import from_keywords, plain_values, takes_options
+from spec_data.terminal.keywords import from_keywords, takes_options
 from spec_train.drafts import Draft
 from spec_train.drafts import load_draft as read_draft
 from spec_train.evaluation.eval_table import table
 from spec_train.evaluation.exporting import check_draft, export_draft, report
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
 from spec_train.evaluation.report import measure, require_sound
-from spec_train.options.command_options import (
-    EvalConfig,
-    ExportConfig,
-    FitConfig,
-    fit_config,
-    resolve_fit,
-    split_config,
-)
-from spec_train.reports import page_after_eval, run_page
+from spec_train.options.command_options import EvalConfig, ExportConfig
+from spec_train.reports import page_after_eval
 from spec_train.results import (
     AcceptanceResult,
     DecodingResult,
@@ -37,103 +28,9 @@ from spec_train.results import (
     EvalResult,
     ExportResult,
 )
-from spec_train.training.result import FitResult
-from spec_train.training.run_cost import DryRun
-from spec_train.training.setup import dry_run as run_dry
 from spec_train.training.stored import resolve_draft_dir
 
 AnyPath = str | Path
-
-
-@takes_options(FitConfig, more="    Further options are those of the draft.")
-def fit(
-    draft: str,
-    data: AnyPath | Sequence[AnyPath],
-    out: AnyPath,
-    *,
-    preset: str | None = None,
-    **options: Any,
-) -> FitResult:
-    """Fit a draft to a dataset; called again with the same arguments, resume the run.
-
-    Ctrl-C, "interrupt" in a notebook, and SIGTERM save before they act as they do elsewhere: Ctrl-C
-    raises KeyboardInterrupt.
-
-    A bar shows loss, acceptance and the held-out figures; the logger `spec_train` has them at level
-    INFO, and metrics.jsonl and report.html in `out` always.
-
-    Args:
-        draft: "eagle", "eagle3", "peagle", "dspark" or "dflash".
-        data: a dataset directory, or several; "DIR:2" shows each of its documents twice per epoch.
-        out: the run directory, with checkpoints, `best` and `last`.
-        preset: settings for a dataset size: "smoke", "5k", "50k" or "500k"; other options replace
-            them one by one.
-        options: those of `spec-train fit` and of the draft, listed below.
-
-    Returns:
-        The step that the run has reached, its `best` draft, and its figures as lists of dicts:
-        `training` and `validation`.
-
-    Raises:
-        DraftError: an unknown draft, or a bad value of one of its options.
-        OptionError (a ConfigError and a TypeError): an unknown option.
-        ConfigError: a bad value, or a run directory that holds another run.
-        DatasetError, MissingError: the dataset cannot be read.
-        RunError: training failed, such as with a loss that is not finite.
-
-    >>> result = spec_train.fit(
-    ...     "eagle3", "data", "run-2", preset="smoke", steps=4, eval_every=2, seq_len=128,
-    ...     validation=0.2,
-    ... )
-    >>> result.finished, result.step
-    (True, 4)
-    >>> [line["step"] for line in result.validation]
-    [0, 2, 4]
-    >>> result.validation[-1]["loss"] > 0
-    True
-    """
-    given = {"data": data, "out": out, **options} | ({"preset": preset} if preset else {})
-    values = plain_values(fit_config(draft), given, "fit")
-    config = resolve_fit(draft, values, where="fit()")
-    result = run_page.fit(draft, *split_config(draft, config))
-    if result.stopped_by is not None:  # what follows this call is not for a draft of some steps
-        signal.raise_signal(result.stopped_by)
-    return result
-
-
-@takes_options(
-    FitConfig,
-    without=("out", "follow", "follow_timeout", "follow_keep"),
-    more="    Further options are those of the draft.",
-)
-def dry_run(
-    draft: str,
-    data: AnyPath | Sequence[AnyPath],
-    *,
-    preset: str | None = None,
-    **options: Any,
-) -> DryRun:
-    """Prepare a run, train a few of its steps, and return what all of it will cost.
-
-    Nothing is written; what would be trained is logged by the logger `spec_train`.
-
-    Args:
-        draft, data, preset, options: as for `fit`, without `out`.
-
-    Returns:
-        Steps, seconds, memory and disk; printed, it is a table.
-
-    Raises:
-        As `fit`, and ConfigError for `follow` or several processes.
-
-    >>> cost = spec_train.dry_run("eagle3", "data", preset="smoke", seq_len=128, validation=0.2)
-    >>> cost.steps, cost.seconds > 0
-    (10, True)
-    """
-    given = {"data": data, "out": "run", **options} | ({"preset": preset} if preset else {})
-    values = plain_values(fit_config(draft), given, "dry_run")
-    config = resolve_fit(draft, values, where="dry_run()")
-    return run_dry(draft, *split_config(draft, config))
 
 
 @takes_options(EvalConfig)

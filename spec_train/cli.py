@@ -2,8 +2,6 @@
 needs them, so that --help costs nothing."""
 
 import argparse
-import dataclasses
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,12 +11,8 @@ from spec_data import __version__
 from spec_data.shards.path_kinds import Kind, what_is, wrong_kind
 from spec_data.terminal.command import Program
 from spec_data.terminal.config import (
-    COMMAND_LINE,
     add_options,
-    check_paths,
-    flag_of,
     join_values,
-    read_config_file,
     resolve,
 )
 from spec_data.terminal.console import (
@@ -28,22 +22,11 @@ from spec_data.terminal.console import (
     run_cli,
     say_next,
 )
-from spec_data.terminal.paths import check_path
 from spec_train.commands.compare import compare
+from spec_train.commands.fit import add_fit
 from spec_train.commands.report import write_report
-from spec_train.options.command_options import (
-    EvalConfig,
-    ExportConfig,
-    FitConfig,
-    ReplayConfig,
-    fit_config,
-    resolve_fit,
-    split_config,
-)
-from spec_train.options.data_option import parse_sources
+from spec_train.options.command_options import EvalConfig, ExportConfig, ReplayConfig
 from spec_train.options.doctor_options import DoctorConfig
-from spec_train.options.draft_options import DRAFT_OPTIONS
-from spec_train.options.presets import as_flags_over_preset, preset_help
 
 _RAW = argparse.RawDescriptionHelpFormatter
 _DESCRIPTION = "Fit speculative-decoding drafts on stored hidden states, without the target."
@@ -55,41 +38,6 @@ examples, in the order in which they are run:
 
 Every command prints the next one. spec-train COMMAND --help explains all options of a command,
 spec-train fit DRAFT --help those of one kind of draft."""
-_DRY_RUN = (
-    "prepare the run, train a few steps that are thrown away, and print what would be trained, how "
-    "long it takes, and how much memory and disk it needs; write nothing"
-)
-FIT_HELP = """\
-Train a draft on a dataset that `spec-data generate` has written. The target is never opened: its
-embeddings and head are part of the dataset. RUN receives fit.json (every option, resolved),
-metrics.jsonl, checkpoint-<step>/ directories to resume from, and two links: `best` (the draft with
-the longest simulated acceptance length on held-out documents) and `last`. Both are Hugging Face
-directories that inference engines load. report.html shows the run's figures as a page.
-
-Stop it whenever you like: Ctrl-C, SIGTERM and a closed terminal finish the step and save. After a
-crash, the newest whole checkpoint counts. The same command resumes, even in the middle of an
-epoch."""
-
-FIT_EXAMPLES = """\
-examples:
-  spec-train fit {draft} --data DATA --out RUN
-  spec-train fit {draft} --data DATA --out RUN --preset smoke
-      a minute to see that everything works; then --preset 50k --out ANOTHER
-  spec-train fit {draft} --data OWN:2 CHATS CODE:0.25 --out RUN
-      three datasets of one target: each document of OWN twice per epoch, of CODE every 4th time
-  spec-train fit {draft} --data DATA --out RUN --follow
-      beside `spec-data generate --out DATA`: starts with the first units, waits for the others
-  spec-train fit {draft} --data DATA --out RUN --steps 2000 --batch-size 2 --accumulation 4
-      a step of 8 packs, two at a time in memory; the result is that of one batch of 8
-  spec-train fit {draft} --config RUN/fit.json --out AGAIN
-      the same run once more, bit for bit on a CPU; with --epochs 1, a shorter one
-  spec-train fit {draft} --data NEW --out MORE --init-from RUN
-      start with what RUN has learned
-  torchrun --nproc-per-node 8 -m spec_train fit {draft} --data DATA --out RUN --batch-size 1
-      on 8 GPUs: a step of 8 packs; --sharding fsdp2 splits weights and optimizer among them
-  spec-train fit {draft} --data DATA --out ZERO --steps 0
-      the untrained draft, to compare with"""
-
 EVAL_HELP = """\
 Measure a draft: on stored states (--data, no target needed), or by real speculative decoding
 with the target (--target and --prompts), which also checks that greedy output equals the target's
@@ -165,19 +113,6 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", title="commands", prog=parser.prog
     )
-    fit = commands.add_parser(
-        "fit",
-        usage="spec-train fit DRAFT --data DIR --out RUN [options]",
-        help="train a draft",
-        description=FIT_HELP,
-        epilog="The options depend on the kind of draft: spec-train fit DRAFT --help",
-        formatter_class=_RAW,
-    )
-    drafts = fit.add_subparsers(
-        dest="draft", required=True, metavar="DRAFT", title="drafts", prog=fit.prog
-    )
-    for name, options in DRAFT_OPTIONS.items():
-        _add_fit(drafts, name, options)
     _add_command(
         commands, "eval", EvalConfig, _eval, "measure a draft", EVAL_HELP, EVAL_EXAMPLES,
         "--draft RUN --data DIR",
@@ -195,35 +130,9 @@ def build_parser() -> argparse.ArgumentParser:
         REPLAY_EXAMPLES, "RUN/failed-step-N",
     )  # fmt: skip
     again.add_argument("failed", metavar="RUN/failed-step-N", help="what the failed run saved")
-    for name, text in PROGRAM.commands().items():
+    for name, text in PROGRAM.names().items():
         commands.add_parser(name, help=text.replace("%", "%%"))
     return parser
-
-
-def _add_fit(drafts: Any, name: str, options: type) -> None:
-    """Add `fit NAME`, with the options of every draft and of this one."""
-    joined = fit_config(name)
-    leaf = drafts.add_parser(
-        name,
-        usage=f"spec-train fit {name} --data DIR --out RUN [options]",
-        help=(options.__doc__ or "").splitlines()[0],
-        description=FIT_HELP,
-        epilog=FIT_EXAMPLES.format(draft=name)
-        + "\n\n"
-        + preset_help([field.name for field in dataclasses.fields(joined)]),
-        formatter_class=_RAW,
-    )
-    add_options(leaf, joined)
-    own = {field.name for field in dataclasses.fields(joined)}
-    for other, theirs in DRAFT_OPTIONS.items():
-        for field in dataclasses.fields(theirs):
-            if field.name not in own:
-                flag = flag_of(field)
-                also = f"{leaf.elsewhere[flag]}, {other}" if flag in leaf.elsewhere else other
-                leaf.elsewhere[flag] = also
-    leaf.add_argument("--dry-run", action="store_true", help=_DRY_RUN)
-    leaf.set_defaults(run=_fit)
-    add_common_options(leaf)
 
 
 def _add_command(
@@ -248,60 +157,6 @@ def _add_command(
     parser.set_defaults(run=run)
     add_common_options(parser)
     return parser
-
-
-def _resolve_fit(arguments: argparse.Namespace) -> Any:
-    """Flags over --config over --preset over defaults (see `resolve_fit`)."""
-    names = {field.name for field in dataclasses.fields(fit_config(arguments.draft))}
-    flags = {k: v for k, v in vars(arguments).items() if k in names and v is not None}
-    table = read_config_file(Path(arguments.config)) if arguments.config else {}
-    where = f"--config {arguments.config}" if arguments.config else COMMAND_LINE
-    return resolve_fit(arguments.draft, flags, table, where)
-
-
-def _check_fit_paths(config: Any) -> None:
-    """Check that --data and the other paths are what they should be, before torch is imported."""
-    check_paths(config)
-    for source in parse_sources(config.data):
-        if not (config.follow and what_is(source.place) in _BEFORE_FOLLOW):
-            check_path("--data", source.place, Kind.DATASET)
-
-
-_BEFORE_FOLLOW = (Kind.NOTHING, Kind.EMPTY, Kind.UNFINISHED)
-
-
-def _fit(arguments: argparse.Namespace) -> int:
-    joined = _resolve_fit(arguments)
-    _check_fit_paths(joined)
-    config, options = split_config(arguments.draft, joined)
-    from spec_train.reports.run_page import fit
-    from spec_train.training.setup import dry_run
-
-    if arguments.dry_run:
-        print(dry_run(arguments.draft, config, options))
-        say_next("spec-train", "fit", arguments.draft, *as_flags_over_preset(joined))
-        return 0
-    result = fit(arguments.draft, config, options)
-    if os.environ.get("RANK", "0") == "0":
-        _say_after_fit(arguments.draft, config, result.stopped_by is not None)
-    if result.stopped_by is not None:
-        return 128 + result.stopped_by
-    return 0
-
-
-def _say_after_fit(draft: str, config: FitConfig, stopped: bool) -> None:
-    """Name the command that resumes a stopped run, or that measures a finished one."""
-    if not stopped and config.follow_keep:  # its units are deleted: there is no data to measure on
-        say_next("spec-train", "export", "--draft", config.out, "--check")
-        return
-    if not stopped:
-        data = parse_sources(config.data)[0].place
-        say_next("spec-train", "eval", "--draft", config.out, "--data", data)
-        return
-    ranks = os.environ.get("LOCAL_WORLD_SIZE")
-    start = ["torchrun", "--nproc-per-node", ranks, "-m", "spec_train"] if ranks else ["spec-train"]
-    file = str(Path(config.out) / "fit.json")
-    say_next(*start, "fit", draft, "--config", file, label="resume")
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -353,6 +208,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 PROGRAM = Program("spec-train", _DESCRIPTION, _EXAMPLES, __version__)
+add_fit(PROGRAM)
 PROGRAM.add(compare)
 PROGRAM.add(write_report, name="report")
 
@@ -360,7 +216,7 @@ PROGRAM.add(write_report, name="report")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `spec-train` and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if any(word in PROGRAM.commands() for word in words):
+    if any(word in PROGRAM.names() for word in words):
         return PROGRAM.main(words)
     arguments = build_parser().parse_args(join_values(argv))
     run: Callable[[argparse.Namespace], int] = arguments.run

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import spec_data
-import spec_train
 from tests.spec_data.runs import save_target, write_corpus
+from tests.spec_train import flat
 
 FIT = {
     "steps": 4,
@@ -35,5 +35,5 @@ def make_workspace(folder: Path, fitted: bool = True) -> Path:
     spec_data.generate(
         folder / "target", folder / "chats.jsonl", folder / "data", layers=[0, 2, 4], device="cpu"
     )
-    spec_train.fit("eagle3", folder / "data", folder / "run", **FIT)
+    flat.fit("eagle3", folder / "data", folder / "run", **FIT)
     return folder

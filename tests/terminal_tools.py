@@ -72,8 +72,10 @@ def drawings(raw: str) -> list[str]:
 
 def flag_table(parser: argparse.ArgumentParser, program: Program, name: str = "") -> str:
     """Every flag of every command of a program, sorted: `fit eagle3: --batch-size ...`."""
-    if name in program.commands():
-        return "\n".join([f"{name}:", *(f"  {flag}" for flag in program.flags(name))])
+    if name in program.names():
+        commands = [one for one in program.commands() if one.split()[0] == name]
+        parts = [[f"{one}:", *(f"  {flag}" for flag in program.flags(one))] for one in commands]
+        return "\n".join(line for part in parts for line in part)
     flags, children = set(), []
     for action in parser._actions:
         flags |= set(action.option_strings)

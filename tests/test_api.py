@@ -22,7 +22,7 @@ from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, MissingError, OptionError
 from spec_data.terminal.keywords import from_keywords
-from spec_train.options.command_options import EvalConfig, ExportConfig, FitConfig
+from spec_train.options.command_options import EvalConfig, ExportConfig
 from spec_train.options.doctor_options import DoctorConfig
 from tests.api_workspace import make_workspace
 
@@ -92,7 +92,8 @@ def test_type_checkers_see_the_functions(tmp_path):
         "import spec_data, spec_train\n"
         "reveal_type(spec_data.open_dataset('d')[0])\n"
         "reveal_type(spec_data.open_dataset('d')[0:2])\n"
-        "reveal_type(spec_train.fit('eagle3', 'd', 'r').validation)\n"
+        "reveal_type(spec_train.fit(spec_train.Training(data='d', out='r')).validation)\n"
+        "spec_train.fit(spec_train.Training(data='d', out='r', stepz=3))\n"
         "reveal_type(spec_train.evaluate('r').acceptance_length)\n"
     )
     command = [sys.executable, "-m", "mypy", "--no-error-summary", str(program)]
@@ -105,6 +106,7 @@ def test_type_checkers_see_the_functions(tmp_path):
         "list[dict[str, Any]]",
         "float | None",
     ], out
+    assert 'Unexpected keyword argument "stepz"' in out
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
@@ -127,7 +129,6 @@ def test_every_function_is_documented_and_typed(function):
         (spec_data.verify, VerifyConfig, {"data"}),
         (spec_data.convert, ConvertConfig, {"data", "dry_run"}),
         (spec_data.export_dataset, ExportDataConfig, {"data"}),
-        (spec_train.fit, FitConfig, set()),
         (spec_train.evaluate, EvalConfig, set()),
         (spec_train.export, ExportConfig, set()),
         (spec_train.doctor, DoctorConfig, set()),
@@ -189,8 +190,6 @@ def test_unknown_options_are_refused_with_the_nearest_name(here):
         (lambda: spec_data.generate("target", "chats.jsonl", "out", layer="1"), "layers"),
         (lambda: spec_data.estimate("target", "chats.jsonl", "out", max_lenght=5), "max_length"),
         (lambda: spec_data.verify("data", sample=3), "samples"),
-        (lambda: spec_train.fit("eagle3", "data", "out", step=3), "steps"),
-        (lambda: spec_train.fit("peagle", "data", "out", depth=3), "depths"),
         (lambda: spec_train.evaluate("run", data="data", draft_token=3), "draft_tokens"),
         (lambda: spec_train.export("run", checks=True), "check"),
     ):

@@ -17,12 +17,13 @@ import spec_train
 import spec_train.api
 from spec_data.shards.errors import ConfigError, DraftError, MissingError, RunError
 from spec_train.cli import main as train_main
-from spec_train.options.command_options import FitConfig, resolve_fit, split_config
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options, PeagleOptions
 from spec_train.options.presets import PRESETS
+from spec_train.options.training import Training
 from spec_train.training.setup import fit as run_fit
 from spec_train.training.trainer import Trainer
 from tests.api_workspace import FIT, make_workspace
+from tests.spec_train import flat
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,8 @@ def here(workspace, monkeypatch):
 def test_fit_shows_its_validation_without_configured_logging(here, tmp_path):
     program = (
         "import spec_train, json\n"
-        f"result = spec_train.fit('eagle3', 'data', {str(tmp_path / 'run')!r}, **{FIT!r})\n"
+        "from tests.spec_train import flat\n"
+        f"result = flat.fit('eagle3', 'data', {str(tmp_path / 'run')!r}, **{FIT!r})\n"
         "print(json.dumps([line['step'] for line in result.validation]))\n"
         "print(result)\n"
     )
@@ -61,14 +63,14 @@ def test_an_interrupted_fit_saves_and_stops_what_called_it(here, tmp_path, monke
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Trainer, "_train_step", interrupted)
-        spec_train.fit("eagle3", "data", tmp_path / "run", **FIT)
+        flat.fit("eagle3", "data", tmp_path / "run", **FIT)
     assert (tmp_path / "run" / "last").resolve().name == "checkpoint-00000002"
-    assert spec_train.fit("eagle3", "data", tmp_path / "run", **FIT).finished
+    assert flat.fit("eagle3", "data", tmp_path / "run", **FIT).finished
 
 
 def test_fit_logs_its_validation_and_returns_it(here, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="spec_train"):
-        result = spec_train.fit("eagle3", Path("data"), tmp_path / "run", **FIT)
+        result = flat.fit("eagle3", Path("data"), tmp_path / "run", **FIT)
     lines = [m for m in caplog.messages if m.startswith("validation at step ")]
     assert len(lines) == len(result.validation) == 3
     for text, line in zip(lines, result.validation, strict=True):
@@ -77,12 +79,12 @@ def test_fit_logs_its_validation_and_returns_it(here, tmp_path, caplog):
         assert line["serving_like_interval"] is None  # two documents say nothing of others
     assert result.finished and result.step == 4 and result.best["step"] in (0, 2, 4)
     assert result.training[-1]["step"] == 4 and "tokens_per_second" in result.training[-1]
-    again = spec_train.fit("eagle3", "data", tmp_path / "run", **FIT)
+    again = flat.fit("eagle3", "data", tmp_path / "run", **FIT)
     assert again.finished and again.validation == result.validation
 
 
 def test_fit_is_the_command(here, tmp_path):
-    result = spec_train.fit("eagle3", "data", tmp_path / "a", **FIT)
+    result = flat.fit("eagle3", "data", tmp_path / "a", **FIT)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in FIT.items()]
     out = str(tmp_path / "b")
     assert train_main(["fit", "eagle3", "--data", "data", "--out", out, *flags]) == 0
@@ -93,38 +95,24 @@ def test_fit_is_the_command(here, tmp_path):
 
 
 def test_a_preset_is_applied_and_options_replace_it(here, tmp_path):
-    spec_train.fit("eagle3", "data", tmp_path / "run", preset="smoke", steps=1, device="cpu")
+    flat.fit("eagle3", "data", tmp_path / "run", preset="smoke", steps=1, device="cpu")
     table = json.loads((tmp_path / "run" / "fit.json").read_text())
     smoke = PRESETS["smoke"].values
     assert table["steps"] == 1 and table["preset"] == "smoke"
     for name in ("ttt_steps", "batch_size", "log_every", "validation_documents"):
         assert table[name] == smoke[name], name
     with pytest.raises(ConfigError, match="choose from smoke, 5k, 50k, 500k"):
-        spec_train.fit("eagle3", "data", tmp_path / "no", preset="tiny")
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_that_nothing_applied_is_refused(preset):
-    with pytest.raises(ConfigError, match=f"preset '{preset}' has no effect"):
-        FitConfig(data="d", out="o", preset=preset)
-    joined = resolve_fit("eagle3", {"data": "d", "out": "o", "preset": preset})
-    config, options = split_config("eagle3", joined)
-    assert config.preset == preset and options.ttt_steps == PRESETS[preset].values["ttt_steps"]
-    assert dataclasses.replace(config, device="cpu").preset == preset
+        flat.fit("eagle3", "data", tmp_path / "no", preset="tiny")
 
 
 def test_wrong_drafts_and_options_are_errors_in_words(here, tmp_path):
-    with pytest.raises(DraftError, match="unknown draft None; known"):
-        spec_train.fit(None, "data", tmp_path / "run")  # type: ignore[arg-type]
-    with pytest.raises(DraftError, match=r"unknown draft 'eagle4'; known: .*eagle3.*did you mean"):
-        spec_train.fit("eagle4", "data", tmp_path / "no")
-    config = FitConfig(data="data", out=str(tmp_path / "no"), steps=1)
+    config = Training(data="data", out=str(tmp_path / "no"), steps=1)
     with pytest.raises(DraftError, match="unknown draft 'eagle4'"):
         run_fit("eagle4", config, Eagle3Options())
     with pytest.raises(ConfigError, match="eagle3 takes Eagle3Options, not PeagleOptions"):
         run_fit("eagle3", config, PeagleOptions())
     with pytest.raises(DraftError, match="ttt_steps = 0"):
-        spec_train.fit("eagle3", "data", tmp_path / "no", ttt_steps=0)
+        flat.fit("eagle3", "data", tmp_path / "no", ttt_steps=0)
     assert not (tmp_path / "no").exists()
 
 
@@ -138,7 +126,7 @@ def test_every_draft_is_fitted_loaded_and_simulated(kind, here, tmp_path):
         "dflash": {"block_size": 3, "num_draft_layers": 1, "mask_token_id": 3},
     }[kind]
     shared = {k: v for k, v in FIT.items() if k not in ("ttt_steps", "draft_vocab_size")}
-    result = spec_train.fit(kind, "data", tmp_path / "run", **shared | small | {"steps": 1})
+    result = flat.fit(kind, "data", tmp_path / "run", **shared | small | {"steps": 1})
     draft = spec_train.load_draft(result.directory)
     assert draft.name == kind and not draft.training
     open_data = spec_data.open_dataset("data")

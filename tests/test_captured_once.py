@@ -10,7 +10,6 @@ import pytest
 from fsspec.core import url_to_fs
 
 import spec_data
-import spec_train
 from spec_data.generation.setup import make_plan, set_up
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.options.view_options import AppendConfig, MergeConfig, RecodeConfig
@@ -21,6 +20,7 @@ from spec_data.views.recoding import plan_recode
 from spec_data.views.write_view import view_sizes
 from tests.object_store import object_store
 from tests.spec_data.runs import options, run, save_target, write_corpus
+from tests.spec_train import flat
 from tests.spec_train.training.tools import metrics
 
 FIT = {"steps": 3, "eval_every": 1, "ttt_steps": 2, "draft_vocab_size": 64, "batch_size": 1}
@@ -90,8 +90,8 @@ def test_a_capture_travels_and_trains_the_same_draft(store, corpora, tmp_path):
 
     store.put(str(small), "bucket/grown", recursive=True)
     assert not spec_data.verify(f"{url}/grown", samples=2, device="cpu").failures
-    here = spec_train.fit("eagle3", small, tmp_path / "here", **FIT)
-    there = spec_train.fit("eagle3", f"{url}/grown", tmp_path / "there", **FIT)
+    here = flat.fit("eagle3", small, tmp_path / "here", **FIT)
+    there = flat.fit("eagle3", f"{url}/grown", tmp_path / "there", **FIT)
     assert here.validation and here.validation == there.validation
     assert metrics(tmp_path / "here") == metrics(tmp_path / "there")
 

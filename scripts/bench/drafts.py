@@ -20,12 +20,12 @@ from spec_data.terminal.text_table import text_table
 from spec_train.cli import main as spec_train
 from spec_train.drafts import DRAFTS, load_draft
 
-SMALL = "--num-draft-layers 2 --num-anchors 128"
+SMALL = "--num-layers 2 --num-anchors 128"
 OPTIONS = {
     "eagle": "--depth 7",
     "eagle3": "",
-    "peagle": "--draft-layers 2 --depths 7",
-    "dflash": f"{SMALL} --layout anchor --block-size 7",  # DSpark without its heads
+    "peagle": "--num-layers 2 --depths 7",
+    "dflash": f"{SMALL} --block-size 7",  # DSpark without its heads
     "dspark": f"{SMALL} --markov-rank 256",
 }
 """What each draft is trained with beyond the defaults: a small target gets drafts of two layers."""

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import BatchPlan
 from spec_train.data.stream import BatchStream
-from spec_train.options.command_options import FitConfig
+from spec_train.options.training import Training
 from spec_train.training.setup import make_splits
 
 SEQ_LEN, PACKS = 2048, 4
@@ -67,7 +67,7 @@ def columns_of(dataset: HiddenStatesDataset) -> list[str]:
 def make_stream(path: Path) -> BatchStream:
     """Do what `fit` does with a dataset before it reads a batch."""
     dataset = HiddenStatesDataset(path)
-    config = FitConfig(data=str(path), out="none", seq_len=SEQ_LEN, batch_size=PACKS)
+    config = Training(data=str(path), out="none", seq_len=SEQ_LEN, batch_size=PACKS)
     plan = make_splits(dataset, config).train
     return BatchStream(dataset, plan, columns_of(dataset), batch_size=PACKS)
 

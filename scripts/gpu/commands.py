@@ -1,5 +1,6 @@
 """The commands on the device: capture packed and unpacked, fit, real decoding, kill and resume."""
 
+import dataclasses
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import spec_train
 from gpu.bench import Bench
 from gpu.target import capture, corpus_of, dataset_of, target_of
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.training.result import FitResult
 
 STATE_ERROR = {"cuda": 3e-2, "cpu": 1e-4}
 """Largest relative difference of states that were captured packed and one document per row."""
@@ -88,6 +90,14 @@ def _fit_options(bench: Bench, out: Path, steps: int) -> dict[str, Any]:
     return options | {"draft_vocab_size": 128 if bench.tiny else 8192}
 
 
+def _fit(options: dict[str, Any]) -> FitResult:
+    """Fit EAGLE-3 with options of both kinds in one table, as those of the command line."""
+    names = {field.name for field in dataclasses.fields(spec_train.Eagle3Options)}
+    own = {name: value for name, value in options.items() if name in names}
+    training = spec_train.Training(**{k: v for k, v in options.items() if k not in own})
+    return spec_train.fit(training, spec_train.Eagle3Options(**own))
+
+
 def prove_fit(bench: Bench) -> None:
     """Train EAGLE-3 on the captured states: speed, waiting for data, memory."""
 
@@ -95,7 +105,7 @@ def prove_fit(bench: Bench) -> None:
         steps = 6 if bench.tiny else 60
         options = _fit_options(bench, bench.out / "run", steps) | {"save_every": steps}
         bench.reset_memory()
-        result = spec_train.fit("eagle3", options.pop("data"), options.pop("out"), **options)
+        result = _fit(options)
         lines = result.training
         later = lines[len(lines) // 2 :]
         mean = {
@@ -139,7 +149,7 @@ def prove_resume(bench: Bench) -> None:
         steps = 8 if bench.tiny else 40
         whole = _fit_options(bench, bench.out / "whole", steps)
         process = _start(bench, _fit_options(bench, bench.out / "killed", steps))
-        spec_train.fit("eagle3", whole.pop("data"), whole.pop("out"), **whole)
+        _fit(whole)
         killed_at = _kill(process, bench)
         again = _start(bench, _fit_options(bench, bench.out / "killed", steps))
         if again.wait(timeout=max(1, bench.left() + 60)):

@@ -17,9 +17,8 @@ from spec_train.attention.unrolled import default_backend, unrolled_case
 from spec_train.data.mixture import open_documents
 from spec_train.data.splits import make_splits
 from spec_train.data.stream import BatchStream, BufferOptions
-from spec_train.options.command_options import FitConfig
 from spec_train.options.data_option import parse_sources
-from spec_train.training.run_identity import rules_of
+from spec_train.options.training import Training
 
 
 def prove_machine(bench: Bench) -> None:
@@ -124,10 +123,9 @@ def prove_ring(bench: Bench) -> None:
 
     def ring() -> tuple[bool, dict[str, Any]]:
         data = dataset_of(bench)
-        config = FitConfig(data=(str(data),), out="", seq_len=256, batch_size=2, validation=0.0)
+        config = Training(data=(str(data),), out="", seq_len=256, batch_size=2, validation=0.0)
         dataset = open_documents(parse_sources(config.data), config.check, config.mask)
-        config, rules = rules_of(config, None, None)
-        plan = make_splits(dataset, config, 1, rules).train
+        plan = make_splits(dataset, config).train
         columns = tuple(c.name for c in dataset.manifest.columns if c.name.startswith("hidden."))
         places = ((False, None), (bench.on_gpu, bench.device if bench.on_gpu else "cpu"))
         sums = []

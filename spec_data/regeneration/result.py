@@ -25,7 +25,7 @@ class RegenerateResult(Result):
         finish_reasons: answers by the reason for which they ended; "length" is the limit of tokens.
         notes: answers about which something is to be said, by what it is.
         settings: how the answers were sampled, as the sampling record has it.
-        retry: conversations failed, and the same call tries them again.
+        again: conversations failed, and the same call tries them again.
     """
 
     path: Path
@@ -40,7 +40,8 @@ class RegenerateResult(Result):
     finish_reasons: dict[str, int]
     notes: dict[str, int]
     settings: dict[str, Any]
-    retry: bool = False
+    again: Sequence[str] | None = None
+    next_label: str = "next"
     exit_code: int = 0
     next_command: Sequence[str] = ()
 
@@ -55,7 +56,8 @@ class RegenerateResult(Result):
             path=path,
             failures=failures,
             settings=settings,
-            retry=failed,
+            again=() if failed else None,
+            next_label="retry" if failed else "next",
             exit_code=int(failed),
         )
 

@@ -39,21 +39,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import msgspec
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Dict
 from cyclopts.exceptions import MissingArgumentError, UnknownCommandError, UnknownOptionError
 
 from spec_data.shards.errors import ConfigError, SpecDataError
+from spec_data.terminal.checks import checked, flag, notes_of
 from spec_data.terminal.config import read_config_file
 from spec_data.terminal.console import nearest, run_cli, say_next
 from spec_data.terminal.paths import (
-    check_dataset_place,
     check_file_to_write,
-    check_path,
-    check_value,
 )
-from spec_data.terminal.types import Holds
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,13 +60,15 @@ class Result:
 
     Attributes:
         next_command: words of the command to run next, which is named at the end.
-        retry: the same command is worth another try, and is named at the end.
         exit_code: that of the process.
+        again: where it is set, the next command is the same one without the options that it lists.
+        next_label: what stands before the next command.
     """
 
     next_command: Sequence[str] = ()
-    retry: bool = False
     exit_code: int = 0
+    again: Sequence[str] | None = None
+    next_label: str = "next"
 
     def facts(self) -> Mapping[str, Any]:
         """Return what --json writes: the fields of the result, unless a subclass says more."""
@@ -95,7 +93,10 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)  # Python's own error names the function
         try:
             bound.arguments.update(checked_arguments(function, bound.arguments))
             return function(*bound.args, **bound.kwargs)
@@ -106,14 +107,19 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
-def flag(name: str) -> str:
-    """Return the option of a parameter: --max-length of max_length, --for of for_."""
-    return "--" + name.rstrip("_").replace("_", "-")
-
-
 def _as_keywords(message: str, function: Callable[..., Any]) -> str:
     names = {flag(name): name for name in inspect.signature(function).parameters}
-    return re.sub(r"--[a-z][a-z0-9-]*", lambda match: names.get(match[0], match[0]), message)
+    for options in _option_classes(function):
+        names |= {flag(field.name): field.name for field in dataclasses.fields(options)}
+    words = r"`[^`]*`|--[a-z][a-z0-9-]*"  # a command that an error names stays as it is
+    return re.sub(words, lambda match: names.get(match[0], match[0]), message)
+
+
+def _option_classes(function: Callable[..., Any]) -> list[type]:
+    """Return the dataclasses of options that a function takes."""
+    hints = [hint for name, hint in _hints(function).items() if name != "return"]
+    kinds = [kind for hint in hints for kind in (hint, *typing.get_args(hint))]
+    return [kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
 
 
 @functools.cache
@@ -128,72 +134,7 @@ def checked_arguments(function: Callable[..., Any], given: Mapping[str, Any]) ->
         ConfigError: a value of another type, out of its bounds, or a text that is empty;
             MissingError: a path that is not what it should be.
     """
-    return {name: _checked(name, value, _hints(function)[name]) for name, value in given.items()}
-
-
-def _checked(name: str, value: Any, hint: Any) -> Any:
-    value = _plain(value)
-    if isinstance(value, str) and _several_only(hint):
-        value = [value]
-    if not dataclasses.is_dataclass(value):
-        try:
-            value = msgspec.convert(value, hint)
-        except msgspec.ValidationError as error:
-            reason = str(error).replace("`", "").partition(" - at ")[0]
-            choices = _choices(hint)
-            if choices:
-                near = nearest(str(value), choices)
-                reason = f"choose from {', '.join(choices)}"
-                reason += f"; did you mean {near}?" if near else ""
-            text = " ".join(repr(value).split())[:100]
-            raise ConfigError(f"{flag(name)} {text}: {reason[0].lower()}{reason[1:]}") from None
-    holds = next((note for note in _notes(hint) if isinstance(note, Holds)), Holds())
-    for text in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
-        if isinstance(text, str):
-            _check_text(name, text, holds)
-    return value
-
-
-def _plain(value: Any) -> Any:
-    """Return paths as texts, scalars of numpy and torch as numbers, and sequences as lists."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, (list, tuple, range)):
-        return [_plain(item) for item in value]
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return value.item()
-    return value
-
-
-def _check_text(name: str, text: str, holds: Holds) -> None:
-    if holds.dataset:
-        check_dataset_place(flag(name), text, holds.dataset == "write")
-    elif not holds.urls:
-        check_value(flag(name), text)
-    if holds.kind is not None:
-        check_path(flag(name), text, holds.kind)
-
-
-def _notes(hint: Any) -> Iterator[Any]:
-    """All notes of an annotation, also of the parts of a union."""
-    yield from getattr(hint, "__metadata__", ())
-    for part in typing.get_args(hint):
-        if typing.get_origin(hint) is not typing.Literal:
-            yield from _notes(part)
-
-
-def _several_only(hint: Any) -> bool:
-    """Whether an annotation wants several texts, so that a single one means a list of one."""
-    if typing.get_origin(hint) is typing.Annotated:
-        consume = [n.consume_multiple for n in hint.__metadata__ if isinstance(n, Parameter)]
-        return any(consume) or _several_only(typing.get_args(hint)[0])
-    return False
-
-
-def _choices(hint: Any) -> list[str]:
-    if typing.get_origin(hint) is typing.Literal:
-        return [str(choice) for choice in typing.get_args(hint)]
-    return [choice for part in typing.get_args(hint) for choice in _choices(part)]
+    return {name: checked(name, value, _hints(function)[name]) for name, value in given.items()}
 
 
 def words_of(function: Callable[..., Any], values: Mapping[str, Any]) -> list[str]:
@@ -229,6 +170,10 @@ _COMMON = {
 """The options of every command."""
 
 
+_DEFAULT = Parameter(negative_bool=(), negative_iterable=(), negative_none=(), allow_repeating=True)
+"""Switches that are on by default have the note `types.OnOff`. The last of equal options counts."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Entry:
     """A command of a program: its function and what the program knows about it."""
@@ -236,7 +181,6 @@ class _Entry:
     function: Callable[..., Any]
     usage: str
     stopped: Callable[[Mapping[str, Any]], str] | None
-    fill: Callable[[dict[str, Any]], dict[str, Any]] | None
     epilog: str
 
 
@@ -256,7 +200,7 @@ class Program:
             name=name,
             help_flags=(),
             version_flags=(),
-            default_parameter=Parameter(negative_bool=(), negative_iterable=(), negative_none=()),
+            default_parameter=_DEFAULT,
             exit_on_error=False,
             print_error=False,
         )
@@ -268,7 +212,6 @@ class Program:
         name: str = "",
         usage: str = "",
         stopped: Callable[[Mapping[str, Any]], str] | None = None,
-        fill: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
         epilog: str = "",
     ) -> None:
         """Add a function that `command` decorates.
@@ -278,8 +221,7 @@ class Program:
             name: of the command; not given: that of the function. "fit eagle3" is one of a group.
             usage: what follows the name in the usage line; not given: its required arguments.
             stopped: called with the arguments when the command was interrupted; says what is kept.
-            fill: called with the given arguments; returns those for the ones that are missing.
-            epilog: text at the end of the help.
+            epilog: text at the end of the help; its first paragraph is that of -h.
         """
         words = tuple((name or function.__name__.strip("_").replace("_", "-")).split())
         inner = _parsed_function(inspect.unwrap(function))
@@ -289,7 +231,7 @@ class Program:
                 app.command(self._new_app(word))
             app = app[word]
         app.command(inner, name=words[-1])
-        self._entries[words] = _Entry(inner, usage or _usage(inner), stopped, fill, epilog)
+        self._entries[words] = _Entry(inner, usage or _usage(inner), stopped, epilog)
 
     def add_group(self, name: str, description: str) -> None:
         """Describe the group of commands that begin with `name`, such as fit."""
@@ -321,6 +263,11 @@ class Program:
             text = kept(given) if kept and given else "nothing was written yet"
             return f"stopped: {text}\nresume:  {shlex.join([self.name, *words])}"
 
+        flags = _flags_of(self._at(chain))
+        options = [word.partition("=")[0] for word in rest if re.match("--.", word)]
+        if unknown := [self._unknown(chain, name) for name in options if name not in flags]:
+            return self._refuse(chain, "; ".join(unknown))
+
         def run() -> int:
             try:
                 call = self._parsed(chain, rest, common)
@@ -328,7 +275,7 @@ class Program:
                 return self._refuse(chain, self._in_words(chain, error))
             given.update(call.arguments)
             result = self._entries[chain].function(*call.args, **call.kwargs)
-            return _finish(result, common.json, [self.name, *words])
+            return self._finish(result, common.json, words)
 
         return run_cli(run, common, stopped if kept else None)
 
@@ -336,25 +283,44 @@ class Program:
         self, chain: tuple[str, ...], words: list[str], common: Any
     ) -> inspect.BoundArguments:
         """Return the checked arguments of one command: those typed, over --config's table."""
-        entry, app = self._entries[chain], self._app
+        function, app = self._entries[chain].function, self._app
         table = self._table(chain, Path(common.config)) if common.config else {}
+        typed = dict(zip(words, [*words[1:], ""], strict=True))
+        for options in _option_classes(function):
+            for name in options.replaced(typed) if hasattr(options, "replaced") else ():
+                table.pop(name, None)
+        unflagged = self._unflagged(chain, table)
         source = f"--config {common.config}"
         app.config = (Dict(table, source=source, use_commands_as_keys=False),) if table else ()
         if common.json and common.json != "-":
             check_file_to_write("--json", common.json)
-        if common.json and not hasattr(_hints(entry.function).get("return", Result), "facts"):
+        if common.json and not hasattr(_hints(function).get("return", Result), "facts"):
             raise ConfigError("--json: this command has no figures to write")
         _, bound, _ = app.parse_args(words)
-        if entry.fill:
-            bound.arguments.update(entry.fill(dict(bound.arguments)))
-        bound.arguments.update(checked_arguments(entry.function, bound.arguments))
+        for name, values in unflagged.items():
+            options = bound.arguments.get(
+                name, inspect.signature(function).parameters[name].default
+            )
+            bound.arguments[name] = dataclasses.replace(options, **values)
+        bound.arguments.update(checked_arguments(function, bound.arguments))
         return bound
+
+    def _unflagged(self, chain: tuple[str, ...], table: dict[str, Any]) -> dict[str, Any]:
+        """Take those fields of dataclasses out of a table that have no flag, by parameter."""
+        flags = _flags_of(self._at(chain))
+        taken: dict[str, Any] = {}
+        for name, hint in _hints(self._entries[chain].function).items():
+            if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+                for field in dataclasses.fields(hint):
+                    if field.name in table and flag(field.name) not in flags:
+                        taken.setdefault(name, {})[field.name] = table.pop(field.name)
+        return taken
 
     def _table(self, chain: tuple[str, ...], file: Path) -> dict[str, Any]:
         """Return the table of a config file, with one text where an option takes one."""
         several = {
             name.lstrip("-").replace("-", "_")
-            for argument in self._at(chain).assemble_argument_collection()
+            for argument in self._at(chain).assemble_argument_collection(default_parameter=_DEFAULT)
             if argument.parameter.consume_multiple
             for name in argument.names
         }
@@ -366,6 +332,23 @@ class Program:
                 table[name] = ",".join(map(str, value))
         return table
 
+    def _finish(self, result: Any, file: str | None, words: Sequence[str]) -> int:
+        """Show what a command returned, or each of what it yields; return the exit code."""
+        for one in result if isinstance(result, Iterator) else (result,):
+            result = one
+            _show(one, file)
+        if not isinstance(result, Result):
+            return 0
+        if result.again is not None:
+            ranks = os.environ.get("LOCAL_WORLD_SIZE")
+            start = ["torchrun", "--nproc-per-node", ranks, "-m", self.name.replace("-", "_")]
+            left = [word for word in words if word not in result.again]
+            if os.environ.get("RANK", "0") == "0":
+                say_next(*(start if ranks else [self.name]), *left, label=result.next_label)
+        elif result.next_command:
+            say_next(*result.next_command, label=result.next_label)
+        return result.exit_code
+
     def _at(self, chain: Sequence[str]) -> App:
         app = self._app
         for word in chain:
@@ -375,6 +358,10 @@ class Program:
     def commands(self) -> dict[str, str]:
         """Return every command, such as "fit eagle3", and its summary."""
         return {" ".join(words): _summary(e.function) for words, e in self._entries.items()}
+
+    def names(self) -> dict[str, str]:
+        """Return the first word of every command, such as fit, and its summary."""
+        return {name.split()[0]: text for name, text in self.commands().items()} | self._groups
 
     def flags(self, command: str) -> list[str]:
         """Return the options of a command, those of every command included."""
@@ -408,24 +395,26 @@ class Program:
         hint = f"; did you mean {near}?" if near else f"; choose from {', '.join(names)}"
         return f"unknown {what.lower()} {tokens[0]}{hint}"
 
+    def _unknown(self, chain: tuple[str, ...], word: str, where: str = "") -> str:
+        """Return the message about an unknown option, which may be one of a sibling."""
+        siblings = [
+            words[-1]
+            for words in self._entries
+            if len(chain) > 1 and words[:-1] == chain[:-1] and words != chain
+            if word in _flags_of(self._at(words))
+        ]
+        if siblings:
+            return f"unknown option {word}{where}; it is an option of {', '.join(siblings)}"
+        near = nearest(word, sorted(_flags_of(self._at(chain))))
+        return f"unknown option {word}{where}" + (f"; did you mean {near}?" if near else "")
+
     def _in_words(self, chain: tuple[str, ...], error: CycloptsError) -> str:
-        """Return the message of a parse error; an unknown option may be one of a sibling."""
+        """Return the message of a parse error."""
         error.verbose = False
         if isinstance(error, UnknownOptionError) and error.token is not None:
-            word = str(error.token.keyword or error.token.value)
-            siblings = [
-                words[-1]
-                for words, entry in self._entries.items()
-                if len(chain) > 1 and words[:-1] == chain[:-1] and words != chain
-                if word in _flags_of(self._at(words))
-            ]
-            if siblings:
-                return f"unknown option {word}; it is an option of {', '.join(siblings)}"
-            near = nearest(word.strip("[]"), sorted(_flags_of(self._at(chain))))
             where = f" in {error.token.source}" if error.token.source not in ("", "cli") else ""
-            return f"unknown option {word.strip('[]')}{where}" + (
-                f"; did you mean {near}?" if near else ""
-            )
+            word = str(error.token.keyword or error.token.value).strip("[]")
+            return self._unknown(chain, word, where)
         if isinstance(error, MissingArgumentError) and error.argument is not None:
             if error.argument.tokens:
                 return f"{error.argument.name}: expected a value"
@@ -442,11 +431,14 @@ class Program:
             return self._help_of_group(chain)
         entry = self._entries[chain]
         text, examples = _description(entry.function)
+        text = text if everything else text.partition("\n\n")[0]
         lines = [f"usage: {self._usage_line(chain)}", "", *text.splitlines()]
         groups: dict[str, list[str]] = {}
         hidden, positional = 0, _positional(entry.function)
-        for argument in self._at(chain).assemble_argument_collection(parse_docstring=True):
-            if not argument.show or argument.children_recursive:
+        for argument in self._at(chain).assemble_argument_collection(
+            default_parameter=_DEFAULT, parse_docstring=True
+        ):
+            if not argument.show or not argument.parse or argument.children_recursive:
                 continue
             groups_of = typing.cast(Sequence[Group], argument.parameter.group or ())
             title = groups_of[0].name if groups_of else ""
@@ -454,7 +446,7 @@ class Program:
             if title != "options" and not everything:
                 hidden += 1
                 continue
-            groups.setdefault(title, []).extend(_option_lines(argument, positional))
+            groups.setdefault(title, []).extend(_option_lines(argument, positional, everything))
         for title in sorted(groups, key=lambda name: name != "options"):
             lines += ["", f"{title}:", *groups[title]]
         if everything:
@@ -466,8 +458,9 @@ class Program:
             lines += [f"{count}those of every command: {words} --help-all"]
         if examples:
             lines += ["", "examples:", *textwrap.indent(examples, "  ").splitlines()]
-        if entry.epilog:
-            lines += ["", *entry.epilog.splitlines()]
+        epilog = entry.epilog if everything else entry.epilog.partition("\n\n")[0]
+        if epilog:
+            lines += ["", *epilog.splitlines()]
         return "\n".join(lines) + "\n"
 
     def _help_of_group(self, chain: tuple[str, ...]) -> str:
@@ -531,17 +524,23 @@ def _usage(function: Callable[..., Any]) -> str:
 
 
 def _metavar(name: str, hint: Any) -> str:
-    notes = (note for note in _notes(hint) if isinstance(note, Parameter))
+    notes = (note for note in notes_of(hint) if isinstance(note, Parameter))
     return next((note.metavar for note in notes if note.metavar), name.upper())
 
 
 def _takes_several(hint: Any) -> bool:
-    return any(isinstance(note, Parameter) and note.consume_multiple for note in _notes(hint))
+    return any(isinstance(note, Parameter) and note.consume_multiple for note in notes_of(hint))
 
 
 def _flags_of(app: App) -> set[str]:
-    arguments = app.assemble_argument_collection()
-    return {name for argument in arguments for name in argument.names if name.startswith("--")}
+    arguments = app.assemble_argument_collection(default_parameter=_DEFAULT)
+    return {
+        name
+        for argument in arguments
+        if argument.parse
+        for name in argument.names
+        if name.startswith("--")
+    }
 
 
 def _description(function: Callable[..., Any]) -> tuple[str, str]:
@@ -559,8 +558,11 @@ def _summary(function: Callable[..., Any]) -> str:
     return _description(function)[0]
 
 
-def _option_lines(argument: Any, positional: Sequence[str]) -> list[str]:
-    """Return the lines of --help about one option; `positional` ones need no flag."""
+def _option_lines(argument: Any, positional: Sequence[str], whole: bool) -> list[str]:
+    """Return the lines of --help about one option; `positional` ones need no flag.
+
+    Not `whole`: the first sentence of its text.
+    """
     names = [name for name in argument.names if name.startswith("--")]
     kind = _kind(argument.hint)
     metavar = argument.parameter.metavar or (kind.upper() if kind else "")
@@ -570,6 +572,7 @@ def _option_lines(argument: Any, positional: Sequence[str]) -> list[str]:
     many = argument.parameter.consume_multiple
     value = "" if argument.is_flag() else f" {metavar} ..." if many else f" {metavar}"
     text = " ".join((argument.parameter.help or "").split())
+    text = (text if whole else re.split(r"[.;:] (?=\D)", text, maxsplit=1)[0]).removesuffix(".")
     if choices:
         text += f" (one of {', '.join(choices)})"
     default = argument.field_info.default
@@ -598,22 +601,10 @@ def _columns(left: str, right: str) -> list[str]:
     return [head.ljust(indent) + text[0], *(" " * indent + line for line in text[1:])]
 
 
-def _finish(result: Any, file: str | None, words: Sequence[str]) -> int:
-    """Show what a command (`words`) returned, or each of what it yields; return the exit code."""
-    for one in result if isinstance(result, Iterator) else (result,):
-        result = one
-        _show(one, file)
-    if getattr(result, "next_command", ()):
-        say_next(*result.next_command)
-    if getattr(result, "retry", False):
-        say_next(*words, label="retry")
-    return getattr(result, "exit_code", 0)
-
-
 def _show(result: Any, file: str | None) -> None:
     """Print a result as text or JSON, or write its JSON to the file of --json."""
     if file is None:
-        if result is not None:
+        if result is not None and str(result):
             print(result, flush=True)
         return
     text = json.dumps(result.facts(), indent=2, ensure_ascii=False, default=str)

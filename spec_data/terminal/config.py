@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.shards.path_kinds import Kind
+from spec_data.terminal.checks import checked_values as annotated_values
 from spec_data.terminal.console import nearest
 from spec_data.terminal.paths import check_dataset_place, check_path, check_value
 
@@ -286,6 +287,8 @@ def checked_values(cls: type, values: dict[str, Any], where: str) -> dict[str, A
         ConfigError: a value of another type; the message names `where`.
     """
     fields, hints = {f.name: f for f in dataclasses.fields(cls)}, typing.get_type_hints(cls)
+    if not any("help" in field.metadata for field in fields.values()):  # a plain dataclass
+        return annotated_values(cls, values, f"{where}: ")
     return {k: _checked(v, hints[k], fields[k], where) for k, v in values.items()}
 
 

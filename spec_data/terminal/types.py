@@ -43,6 +43,10 @@ def more(title: str) -> Parameter:
     return Parameter(group=Group(title))
 
 
+NO_FLAG = Parameter(parse=False)
+"""The note of a field of a dataclass that is set in Python and by --config, but has no flag."""
+
+
 def _one_text(_: Any, tokens: Sequence[cyclopts.Token]) -> str:
     return tokens[0].value
 
@@ -55,7 +59,8 @@ def _json_object(_: Any, tokens: Sequence[cyclopts.Token]) -> dict[str, Any]:
 
 
 _SEVERAL = Parameter(consume_multiple=True)
-_ONE_TOKEN = Parameter(converter=_one_text, n_tokens=1, allow_leading_hyphen=True)
+ONE_TOKEN = Parameter(converter=_one_text, n_tokens=1, allow_leading_hyphen=True)
+"""The note of a text that may begin with a dash or look like a number, such as -1,3."""
 
 Several = Annotated[Sequence[str], _SEVERAL]
 """One text or several: `--source a b`; in Python also a single text."""
@@ -80,9 +85,9 @@ Draft = Annotated[AnyPath, Holds(Kind.DRAFT), Parameter(metavar="DIR")]
 Directory = Annotated[AnyPath, Parameter(metavar="DIR")]
 File = Annotated[AnyPath, Parameter(metavar="FILE")]
 
-Text = Annotated[str | float, _ONE_TOKEN]
+Text = Annotated[str | float, ONE_TOKEN]
 """A text that may look like a number, such as `--max-bad-rows 5` or `1%`."""
-Layers = Annotated[str | Sequence[int], _ONE_TOKEN, Parameter(metavar="IDS")]
+Layers = Annotated[str | Sequence[int], ONE_TOKEN, Parameter(metavar="IDS")]
 """Layer ids: `1,3,5`, or in Python also [1, 3, 5]."""
 JsonObject = Annotated[
     dict[str, Any],

@@ -1,7 +1,7 @@
 """Which documents a run trains on and which it only measures, of one dataset or several.
 
 The split depends on document ids, so copies of a document in several datasets are all held out or
-all trained on. It depends on --split-seed and not on --seed, so runs of different seeds are
+all trained on. It depends on split_seed and not on --seed, so runs of different seeds are
 measured on the same documents. With several datasets, training uses each with its weight;
 validation measures each separately and counts every document once, because weights change what is
 learned, not what is measured. A run that follows generation measures only held-out documents of its
@@ -22,7 +22,7 @@ from spec_data.shards.follow import FollowedDataset
 from spec_train.data.following import FollowingPlan
 from spec_train.data.mixture import Documents, MixedPlan, Mixture, PartsPlan
 from spec_train.data.order import BatchPlan, below_border, split_border
-from spec_train.options.command_options import FitConfig
+from spec_train.options.training import Training
 
 # -- selection -------------------------------------------------------------------------------------
 # Which documents a run can train on, and why it leaves others out.
@@ -124,8 +124,6 @@ def _without_slot(
 # -- splits ----------------------------------------------------------------------------------------
 
 
-SPLIT_SEED = 0
-"""What --split-seed is where it is not given."""
 LEAST_HELD_OUT = 8
 """Fewer documents would choose the best draft by luck."""
 
@@ -142,7 +140,7 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """What a run trains on and what it measures; document ids and --split-seed decide."""
+    """What a run trains on and what it measures; document ids and split_seed decide."""
 
     selection: Selection
     train: BatchPlan
@@ -152,7 +150,7 @@ class Splits:
 
 
 def make_splits(
-    dataset: Documents, config: FitConfig, world_size: int = 1, rules: Rules | None = None
+    dataset: Documents, config: Training, world_size: int = 1, rules: Rules | None = None
 ) -> Splits:
     """Select, split and plan the documents of a dataset (or of several as one).
 
@@ -165,7 +163,7 @@ def make_splits(
     rules = rules or Rules()
     selection = select(dataset, config.seq_len, rules)
     usable = np.flatnonzero(selection.usable)
-    ids, seed = dataset.id_array, SPLIT_SEED if config.split_seed is None else config.split_seed
+    ids, seed = dataset.id_array, config.split_seed
     border = rules.border
     if border is None:
         border = split_border(ids, config.validation, seed, among=usable, least=LEAST_HELD_OUT)
@@ -211,7 +209,7 @@ def _mask_reader(dataset: Documents, seq_len: int) -> ReadMask:
     return read
 
 
-def _plan_options(config: FitConfig, packs: int) -> dict[str, Any]:
+def _plan_options(config: Training, packs: int) -> dict[str, Any]:
     return {
         "seq_len": config.seq_len,
         "packs_per_batch": packs,
@@ -228,7 +226,7 @@ def _mask(dataset: Documents, rows: np.ndarray) -> np.ndarray:
 
 
 def _train_plan(
-    dataset: Documents, config: FitConfig, rows: np.ndarray, world_size: int
+    dataset: Documents, config: Training, rows: np.ndarray, world_size: int
 ) -> BatchPlan:
     """Plan the training on documents `rows`, int64 [n]."""
     options = _plan_options(config, config.packs_per_step(world_size))
@@ -253,7 +251,7 @@ def early_rows(plan: FollowingPlan, held_out: np.ndarray) -> np.ndarray:
 
 
 def _validation_plan(
-    dataset: Documents, config: FitConfig, held_out: np.ndarray, world_size: int
+    dataset: Documents, config: Training, held_out: np.ndarray, world_size: int
 ) -> BatchPlan:
     """Plan what is measured; with several datasets, each is a part of its own."""
 

@@ -1,12 +1,5 @@
-"""The options of `spec-train`: one frozen dataclass per command; those of the drafts join in.
+"""The options of `eval`, `export` and `replay`, one frozen dataclass per command. No torch here."""
 
-No torch here, so `--help` is instant. `fit_config(draft)` joins FitConfig with the options of one
-draft into a single class, which is the command line of `spec-train fit DRAFT` and the flat table
-in a run's fit.json; `split_config` takes the two parts out again.
-"""
-
-import dataclasses
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +8,7 @@ from spec_data.shards.checking import CHECK_HELP, CHECKS, FIRST
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
 from spec_data.shards.turn_masks import check_policy
-from spec_data.terminal.config import checked_values, from_dict, option
+from spec_data.terminal.config import option
 from spec_train.options.batch_options import batch_prompts_option, check_batch_prompts
 from spec_train.options.benchmark_options import (
     check_benchmark,
@@ -23,92 +16,17 @@ from spec_train.options.benchmark_options import (
     draft_tokens_option,
     prompts_option,
 )
-from spec_train.options.draft_config_file import options_of
-from spec_train.options.draft_options import draft_options
-from spec_train.options.fit_options import (
-    DATA,
-    FILES,
-    REQUIRED,
-    RUNNING,
-    FitConfig,
-    accept_edited_option,
-    at_least,
-    share,
-)
-from spec_train.options.presets import apply_preset
 from spec_train.options.report_options import markdown_option, report_option, samples_option
+from spec_train.options.training import at_least, share
 from spec_train.options.vocabulary_options import (
     CHOICES,
     check_choice,
-    coverage_option,
-    file_option,
-    source_option,
 )
 
 T = TypeVar("T")
 
 LEAST_TEMPERATURE = 1e-6
 """Below this, logits divided by the temperature may overflow, and sampling is greedy anyway."""
-
-
-@functools.cache
-def fit_config(draft: str) -> type:
-    """Return the class whose fields are FitConfig's followed by those of the named draft.
-
-    Raises:
-        DraftError: there is no such draft.
-    """
-    options = draft_options(draft)
-    return dataclasses.make_dataclass(
-        "Fit" + options.__name__,
-        [],
-        bases=(options, FitConfig),
-        namespace={"option_group": f"the draft ({draft})"},
-        frozen=True,
-        kw_only=True,
-    )
-
-
-def part(cls: type[T], joined: Any) -> T:
-    """The `cls` part of a joined config."""
-    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    return cls(**{name: getattr(joined, name) for name in names})
-
-
-def split_config(draft: str, joined: Any) -> tuple[FitConfig, Any]:
-    """The (FitConfig, draft options) parts of a `fit_config(draft)` instance."""
-    return part(FitConfig, joined), part(draft_options(draft), joined)
-
-
-def resolve_fit(
-    draft: str,
-    given: dict[str, Any],
-    table: dict[str, Any] | None = None,
-    where: str = "the command line",
-) -> Any:
-    """Build the joined config of `fit DRAFT`: `given` over `table` over a preset over defaults.
-
-    `table` overrides a --draft-config file, which overrides a preset.
-
-    The command line and the Python API both come through here, so a preset works in both.
-    `given` holds what the caller typed, `table` the content of a config file, and `where` names
-    their place in errors. `split_config` takes the result apart.
-
-    Raises:
-        DraftError: an unknown draft, or a bad value of one of its options.
-        ConfigError: an unknown option, or a value of the wrong type or range.
-    """
-    cls = fit_config(draft)
-    names = {field.name for field in dataclasses.fields(cls)}
-    check_choice(given)
-    values = apply_preset(given, table or {}, names)
-    if values.get("draft_config") is not None:
-        own = {field.name for field in dataclasses.fields(draft_options(draft))}
-        path = str(values["draft_config"])
-        shape = checked_values(cls, options_of(path, draft, own), f"--draft-config {path}")
-        typed = {**(table or {}), **given}
-        values |= {name: value for name, value in shape.items() if name not in typed}
-    return from_dict(cls, values, where, given if table else ())
 
 
 def default_lr(hidden_size: int) -> float:
@@ -120,6 +38,50 @@ def default_lr(hidden_size: int) -> float:
     return float(f"{min(4e-3, 1e-4 * 4096 / hidden_size):.1e}")
 
 
+def file_option(group: str = "") -> Any:
+    """Return the option that reads a vocabulary from a file."""
+    return option(
+        None,
+        help="the tokens that the draft can propose, instead of a size: a JSON list of ids, a "
+        "safetensors file of ids or of d2t/t2d, or any draft (its directory, run or weights file)",
+        group=group,
+        metavar="FILE",
+    )
+
+
+def coverage_option(group: str = "") -> Any:
+    """Return the option that sizes a vocabulary by what it covers."""
+    return option(
+        None,
+        help="the smallest vocabulary that holds this share of the supervised tokens, such as "
+        "0.99, instead of a size",
+        group=group,
+        metavar="SHARE",
+    )
+
+
+def source_option(default: str, group: str = "") -> Any:
+    """Return the option that says in which data tokens are counted; `default`: without it."""
+    return option(
+        None,
+        help="count tokens in this dataset, or take the counts of a JSON object {token id: count}; "
+        f"not given: {default}. A corpus must be captured first",
+        group=group,
+        metavar="DATA",
+    )
+
+
+def accept_edited_option() -> Any:
+    """Return the option, shared by the commands that read a draft, to ignore a broken seal."""
+    return option(
+        False,
+        help="use a draft although its files are not as they were sealed; the differences are "
+        "logged. For drafts that were edited on purpose",
+        group=FILES,
+    )
+
+
+FILES, DATA, RUNNING, REQUIRED = "files", "data", "where it runs", "required"
 _MEASURED = "what is measured"
 _DECODING = "decoding"
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from spec_data.shards.path_kinds import Kind
 from spec_data.terminal.config import option
-from spec_train.options.fit_options import FILES, REQUIRED, RUNNING, at_least
+from spec_train.options.command_options import FILES, REQUIRED, RUNNING
+from spec_train.options.training import at_least
 
 ENGINES = ("vllm", "sglang", "llama.cpp")
 """The engines whose rules the doctor can apply."""

@@ -6,6 +6,7 @@ compared with it when the draft is made, and an unknown key is an error
 (`draft_config_checks`). No torch here: `--help` is instant.
 """
 
+import dataclasses
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.shards.layer_ids import from_block_inputs
+from spec_data.terminal.checks import checked_values
 from spec_data.terminal.paths import check_value
 
 NESTED = ("transformer_layer_config", "dflash_config", "eagle_config")
@@ -62,6 +64,19 @@ def read_draft_config(path: str) -> dict[str, Any]:
                 name = "target_layer_ids"  # nested ids are outputs of blocks, as SGLang reads them
             flat.setdefault(name, value)
     return {name: value for name, value in flat.items() if value is not None}
+
+
+def with_draft_config(options: Any, draft: str, path: str) -> Any:
+    """Return the options of a draft with those that a file sets, where they have defaults.
+
+    Raises:
+        As `options_of`.
+    """
+    default = {field.name: field.default for field in dataclasses.fields(options)}
+    shape = options_of(path, draft, default)
+    changes = {n: v for n, v in shape.items() if getattr(options, n) == default[n]}
+    changes = checked_values(type(options), changes, f"--draft-config {path}: ")
+    return dataclasses.replace(options, **changes)
 
 
 def options_of(path: str, draft: str, names: Collection[str]) -> dict[str, Any]:

@@ -3,34 +3,26 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
+
+from cyclopts import Parameter
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import chosen_layers
-from spec_data.terminal.config import option
 from spec_data.terminal.console import nearest
+from spec_data.terminal.types import NO_FLAG, ONE_TOKEN
 from spec_train.options.loss_options import (
+    DRAFT,
     BlockLossOptions,
+    Kind,
     LossOptions,
     PositionOptions,
-    loss_option,
 )
-from spec_train.options.shape_options import SHAPE, LayerOptions, NormOptions, qk_norm_option
+from spec_train.options.shape_options import SHAPE, LayerOptions, NormOptions
 from spec_train.options.vocabulary_options import VocabularyOptions
 
 _WIDTH, _BLOCKS = 2560, 36
 """Hidden size and decoder blocks of Qwen3-4B, the smallest target of a published block draft."""
-
-
-def layers_option(published: int) -> Any:
-    """Return the option of drafts with several layers."""
-    return option(
-        None,
-        help="decoder layers of the draft; fewer are faster and accept less. Not given: "
-        f"{published} as published, or for a target narrower than {_WIDTH} channels the share of "
-        f"its layers that {published} are of {_BLOCKS}",
-        metavar="N",
-    )
 
 
 def scaled_layers(published: int, hidden: int, blocks: int) -> int:
@@ -44,45 +36,17 @@ def scaled_layers(published: int, hidden: int, blocks: int) -> int:
     return max(1, min(published, round(published * blocks / _BLOCKS)))
 
 
-def slots_option() -> Any:
-    """Return the option of drafts that can be compared with other trainers."""
-    return option(
-        "serving",
-        help="slots that have a loss. serving: known and drafted token are supervised, as when "
-        "serving; shifted: the known token alone, as some other trainers do",
-        choices=("serving", "shifted"),
-    )
-
-
-def head_init_option() -> Any:
-    """Return the option of drafts with an LM head of their own."""
-    return option(
-        "target",
-        help="initial LM head of the draft: the target's rows, or random",
-        choices=("target", "random"),
-    )
-
-
-def fc_norm_option() -> Any:
-    """Return the option of drafts that project captured layers with `fc`."""
-    return option(False, help="normalise every captured layer before fc (EAGLE-3.1)")
-
-
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class AuxOptions(VocabularyOptions, LayerOptions):
     """What drafts over captured layers share."""
 
-    layers: str = option(
-        "auto",
-        help="layer ids that the draft reads, such as 1,3,5; auto reads those that the dataset was "
-        "captured with for this draft (`spec-data generate --for`), else every captured layer",
-        metavar="IDS",
-    )
-    gradient_checkpointing: bool = option(
-        False,
-        help="compute every layer (of EAGLE-3: every unroll step) again in the backward pass: less "
-        "memory, up to a third slower",
-    )
+    layers: Annotated[str, DRAFT, ONE_TOKEN, Parameter(metavar="IDS")] = "auto"
+    """Layer ids that the draft reads, such as 1,3,5; auto reads those that the dataset was captured
+    with for this draft (`spec-data generate --for`), else every captured layer."""
+    gradient_checkpointing: Annotated[bool, DRAFT] = False
+    """Compute every layer (of EAGLE-3: every unroll step) again in the backward pass: less memory,
+    up to a third slower."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
@@ -96,30 +60,29 @@ class AuxOptions(VocabularyOptions, LayerOptions):
         return chosen_layers(self.layers, captured, recorded)
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Options(PositionOptions, AuxOptions, NormOptions):
     """Options of the EAGLE-3 draft (arXiv 2503.01840)."""
 
-    num_layers: int = option(
-        1,
-        help="decoder layers of the draft; 1 as published. Only the first one reads the token and "
-        "the captured layers; llama.cpp serves one layer",
-        group=SHAPE,
-    )
-    ttt_steps: int = option(
-        7,
-        help="unroll steps of the training-time test, and tokens drafted per round. Memory and "
-        "time grow with it; 3 to 7 are common",
-    )
-    step_decay: float = option(
-        0.8,
-        help="with --position-weights auto: the loss of unroll step s, counted from 0, has the "
-        "weight step_decay ** s",
-    )
-    slots: str = slots_option()
-    fc_norm: bool = fc_norm_option()
-    norm_output: bool = option(False, help="feed the normalised output back (EAGLE-3.1)")
-    head_init: str = head_init_option()
+    num_layers: Annotated[int, SHAPE] = 1
+    """Decoder layers of the draft; 1 as published. Only the first one reads the token and the
+    captured layers; llama.cpp serves one layer."""
+    ttt_steps: int = 7
+    """Unroll steps of the training-time test, and tokens drafted per round. Memory and time grow
+    with it; 3 to 7 are common."""
+    step_decay: Annotated[float, NO_FLAG] = 0.8
+    """With --position-weights auto: the loss of unroll step s, counted from 0, has the weight
+    step_decay ** s."""
+    slots: Annotated[Literal["serving", "shifted"], DRAFT] = "serving"
+    """Slots that have a loss. serving: known and drafted token are supervised, as when serving;
+    shifted: the known token alone, as some other trainers do."""
+    fc_norm: Annotated[bool, DRAFT] = False
+    """Normalise every captured layer before fc (EAGLE-3.1)."""
+    norm_output: Annotated[bool, NO_FLAG] = False
+    """Feed the normalised output back (EAGLE-3.1)."""
+    head_init: Annotated[Literal["target", "random"], NO_FLAG] = "target"
+    """Initial LM head of the draft: the target's rows, or random."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
@@ -135,31 +98,27 @@ class Eagle3Options(PositionOptions, AuxOptions, NormOptions):
         self.check_one_rule("step_decay")
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class EagleOptions(LossOptions, LayerOptions):
     """Options of the EAGLE-1/2 draft (arXiv 2401.15077, 2406.16858)."""
 
-    num_layers: int = option(1, help="decoder layers of the draft; 1 as published")
-    regression_weight: float = option(
-        1.0, help="weight of the smooth L1 distance from the target's next final hidden state"
-    )
-    ce_weight: float = option(
-        0.1,
-        help="weight of --loss, between the target's distribution and the draft's, both "
-        "through the target's head",
-    )
-    noise: float = option(
-        0.1, help="half width of the uniform noise on the input states, only in training"
-    )
-    noise_scale: str = option(
-        "fixed",
-        help="fixed: --noise as it is; length: times 512 / tokens of the document",
-        choices=("fixed", "length"),
-    )
-    slots: str = slots_option()
-    depth: int = option(
-        5, help="tokens drafted per round, also in validation; training looks one token ahead"
-    )
+    num_layers: Annotated[int, SHAPE] = 1
+    """Decoder layers of the draft; 1 as published."""
+    regression_weight: Annotated[float, DRAFT] = 1.0
+    """Weight of the smooth L1 distance from the target's next final hidden state."""
+    ce_weight: Annotated[float, DRAFT] = 0.1
+    """Weight of --loss, between the target's distribution and the draft's, both through the
+    target's head."""
+    noise: Annotated[float, DRAFT] = 0.1
+    """Half width of the uniform noise on the input states, only in training."""
+    noise_scale: Annotated[Literal["fixed", "length"], NO_FLAG] = "fixed"
+    """Fixed: --noise as it is; length: times 512 / tokens of the document."""
+    slots: Annotated[Literal["serving", "shifted"], DRAFT] = "serving"
+    """Slots that have a loss. serving: known and drafted token are supervised, as when serving;
+    shifted: the known token alone, as some other trainers do."""
+    depth: int = 5
+    """Tokens drafted per round, also in validation; training looks one token ahead."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
@@ -176,34 +135,39 @@ class EagleOptions(LossOptions, LayerOptions):
         self.check_loss()
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class PeagleOptions(PositionOptions, AuxOptions, NormOptions):
     """Options of the P-EAGLE draft (arXiv 2602.01469): all tokens of a round in one forward."""
 
-    loss: str = loss_option("kl")
+    loss: Annotated[Kind, DRAFT] = "kl"
+    """Loss of a slot. ce: cross-entropy; kl, reverse-kl: KL divergence from and to the target's
+    distribution; jsd: Jensen-Shannon divergence; tv: total variation, the probability that a
+    sampled draft is rejected; lk-alpha, lk-lambda: the acceptance losses of arXiv 2602.23881."""
 
-    depths: int = option(8, help="tokens drafted by one forward; time and memory grow with it")
-    draft_layers: int | None = layers_option(4)
-    cod_ratio: float = option(
-        0.7,
-        help="conditional drop sampling: depth d keeps a share cod_ratio ** d of the slots. Lower "
-        "it when memory runs out",
-    )
-    cod_floor: float = option(0.2, help="smallest share of the slots that any depth keeps")
-    mask_token_id: int = option(
-        -1,
-        help="token that stands for the unknown ones at depth 1 and deeper; -1 chooses one that "
-        "text does not use",
-        metavar="ID",
-    )
-    segments: int = option(
-        1,
-        help="train a row in so many parts, one after another: the same gradient with less memory, "
-        "slower, because a part's documents are computed again up to its start",
-    )
-    slots: str = slots_option()
-    fc_norm: bool = fc_norm_option()
-    head_init: str = head_init_option()
+    depths: int = 8
+    """Tokens drafted by one forward; time and memory grow with it."""
+    draft_layers: Annotated[int | None, SHAPE, Parameter(name="--num-layers", metavar="N")] = None
+    """Decoder layers of the draft; fewer are faster and accept less. Not given: 4 as published, or
+    for a target narrower than 2560 channels the share of its layers that 4 are of 36."""
+    cod_ratio: Annotated[float, DRAFT] = 0.7
+    """Conditional drop sampling: depth d keeps a share cod_ratio ** d of the slots. Lower it when
+    memory runs out."""
+    cod_floor: Annotated[float, NO_FLAG] = 0.2
+    """Smallest share of the slots that any depth keeps."""
+    mask_token_id: Annotated[int, DRAFT, Parameter(metavar="ID")] = -1
+    """Token that stands for the unknown ones at depth 1 and deeper; -1 chooses one that text does
+    not use."""
+    segments: Annotated[int, DRAFT] = 1
+    """Train a row in so many parts, one after another: the same gradient with less memory, slower,
+    because a part's documents are computed again up to its start."""
+    slots: Annotated[Literal["serving", "shifted"], DRAFT] = "serving"
+    """Slots that have a loss. serving: known and drafted token are supervised, as when serving;
+    shifted: the known token alone, as some other trainers do."""
+    fc_norm: Annotated[bool, DRAFT] = False
+    """Normalise every captured layer before fc (EAGLE-3.1)."""
+    head_init: Annotated[Literal["target", "random"], NO_FLAG] = "target"
+    """Initial LM head of the draft: the target's rows, or random."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
@@ -237,42 +201,36 @@ class PeagleOptions(PositionOptions, AuxOptions, NormOptions):
         return False
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class BlockOptions(BlockLossOptions, AuxOptions):
     """What DSpark and DFlash share: drafts that propose a whole block in one forward."""
 
-    draft_vocab_size: int = option(
-        0, help="the draft can propose this many tokens, the most frequent ones; 0 = all"
+    draft_vocab_size: int = 0
+    """The draft can propose this many tokens, the most frequent ones; 0 = all."""
+    qk_norm: Annotated[bool, NO_FLAG] = True
+    """Normalise queries and keys, each head by an RMSNorm (Qwen3's layer)."""
+    sliding_window_non_causal: Annotated[bool, NO_FLAG] = False
+    """Slots see all slots of their block in the layers of --sliding-window as well; without it they
+    see only earlier ones there, as engines serve such layers by default."""
+    num_draft_layers: Annotated[int | None, SHAPE, Parameter(name="--num-layers", metavar="N")] = (
+        None
     )
-    qk_norm: bool = qk_norm_option(True)
-    sliding_window_non_causal: bool = option(
-        False,
-        help="slots see all slots of their block in the layers of --sliding-window as well; "
-        "without it they see only earlier ones there, as engines serve such layers by default",
-        group=SHAPE,
-    )
-    num_draft_layers: int | None = layers_option(5)
-    block_size: int = option(7, help="slots of a block: the anchor token, then mask tokens")
-    layout: str = option(
-        "anchor",
-        help="anchor: every slot drafts the token after its own; mask: the mask slots draft their "
-        "own tokens, the anchor's slot none",
-        choices=("anchor", "mask"),
-    )
-    mask_token_id: int = option(
-        -1,
-        help="token of the slots after the anchor; -1 chooses one that the target's tokenizer "
-        "leaves unused, else a reserved, padding or unseen one",
-        metavar="ID",
-    )
-    num_anchors: int = option(
-        512, help="most blocks sampled per pack in a step. Lower it when memory runs out"
-    )
-    loss_decay_gamma: float = option(
-        4.0,
-        help="with --position-weights auto: the d-th draft of a block, counted from 0, has the "
-        "weight exp(-d / gamma); 0 weighs all alike",
-    )
+    """Decoder layers of the draft; fewer are faster and accept less. Not given: 5 as published, or
+    for a target narrower than 2560 channels the share of its layers that 5 are of 36."""
+    block_size: int = 7
+    """Slots of a block: the anchor token, then mask tokens."""
+    layout: Annotated[Literal["anchor", "mask"], NO_FLAG] = "anchor"
+    """Anchor: every slot drafts the token after its own; mask: the mask slots draft their own
+    tokens, the anchor's slot none."""
+    mask_token_id: Annotated[int, DRAFT, Parameter(metavar="ID")] = -1
+    """Token of the slots after the anchor; -1 chooses one that the target's tokenizer leaves
+    unused, else a reserved, padding or unseen one."""
+    num_anchors: Annotated[int, DRAFT] = 512
+    """Most blocks sampled per pack in a step. Lower it when memory runs out."""
+    loss_decay_gamma: Annotated[float, NO_FLAG] = 4.0
+    """With --position-weights auto: the d-th draft of a block, counted from 0, has the weight
+    exp(-d / gamma); 0 weighs all alike."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
@@ -312,29 +270,21 @@ class BlockOptions(BlockLossOptions, AuxOptions):
         return self.block_size if self.layout == "anchor" else self.block_size - 1
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class DSparkOptions(BlockOptions):
     """Options of the DSpark draft (DeepSpec): a block draft with Markov and confidence heads."""
 
-    confidence_weight: float = option(
-        1.0, help="weight of the confidence head's loss; 0 leaves the head out"
-    )
-    markov_rank: int | None = option(
-        None,
-        help="rank of the Markov head, a bias by the previous token; 0 leaves it out. Not given: "
-        f"256, or for a target narrower than {_WIDTH} channels a tenth of its width",
-        metavar="N",
-    )
-    markov_head_type: str = option(
-        "vanilla",
-        help="form of the Markov head; vLLM and llama.cpp serve only vanilla",
-        choices=("vanilla", "gated", "rnn"),
-    )
-    confidence_head_with_markov: bool = option(
-        True,
-        help="the confidence head also reads the Markov head's embedding of the previous token; "
-        "llama.cpp serves only such a head",
-    )
+    confidence_weight: Annotated[float, DRAFT] = 1.0
+    """Weight of the confidence head's loss; 0 leaves the head out."""
+    markov_rank: Annotated[int | None, DRAFT, Parameter(metavar="N")] = None
+    """Rank of the Markov head, a bias by the previous token; 0 leaves it out. Not given: 256, or
+    for a target narrower than 2560 channels a tenth of its width."""
+    markov_head_type: Annotated[Literal["vanilla", "gated", "rnn"], NO_FLAG] = "vanilla"
+    """Form of the Markov head; vLLM and llama.cpp serve only vanilla."""
+    confidence_head_with_markov: Annotated[bool, NO_FLAG] = True
+    """The confidence head also reads the Markov head's embedding of the previous token; llama.cpp
+    serves only such a head."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
@@ -359,6 +309,7 @@ class DSparkOptions(BlockOptions):
         return wanted and self.confidence_weight > 0
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class DFlashOptions(BlockOptions):
     """Options of the DFlash draft (arXiv 2602.06036): a block draft without further heads."""
@@ -367,22 +318,18 @@ class DFlashOptions(BlockOptions):
     with_markov: ClassVar[bool] = False
     markov_rank: ClassVar[int] = 0
     markov_head_type: ClassVar[str] = "vanilla"
-    block_size: int = option(16, help="slots of a block: the anchor token, then mask tokens")
-    layout: str = option(
-        "mask",
-        help="mask: the mask slots draft their own tokens, the anchor's slot none (what engines "
-        "serve as DFlash); anchor: every slot drafts the token after its own (served as DSpark)",
-        choices=("mask", "anchor"),
-    )
-    loss_decay_gamma: float = option(
-        7.0,
-        help="with --position-weights auto: the d-th draft of a block, counted from 0, has the "
-        "weight exp(-d / gamma); 0 weighs all alike",
-    )
-    ce_weight: float = option(1.0, help="with --loss ce+l1: weight of the cross-entropy")
-    l1_weight: float = option(
-        0.0, help="with --loss ce+l1: weight of the L1 distance to the target's distribution"
-    )
+    block_size: int = 16
+    """Slots of a block: the anchor token, then mask tokens."""
+    layout: Annotated[Literal["mask", "anchor"], NO_FLAG] = "mask"
+    """Mask: the mask slots draft their own tokens, the anchor's slot none (what engines serve as
+    DFlash); anchor: every slot drafts the token after its own (served as DSpark)."""
+    loss_decay_gamma: Annotated[float, NO_FLAG] = 7.0
+    """With --position-weights auto: the d-th draft of a block, counted from 0, has the weight
+    exp(-d / gamma); 0 weighs all alike."""
+    ce_weight: Annotated[float, DRAFT] = 1.0
+    """With --loss ce+l1: weight of the cross-entropy."""
+    l1_weight: Annotated[float, DRAFT] = 0.0
+    """With --loss ce+l1: weight of the L1 distance to the target's distribution."""
 
 
 DRAFT_OPTIONS: dict[str, type] = {
@@ -392,6 +339,9 @@ DRAFT_OPTIONS: dict[str, type] = {
     "dspark": DSparkOptions,
     "dflash": DFlashOptions,
 }
+
+
+AnyDraftOptions = EagleOptions | Eagle3Options | PeagleOptions | DSparkOptions | DFlashOptions
 
 
 def draft_options(name: str) -> type:

@@ -1,53 +1,45 @@
-"""Options of losses and optimizers: mixins of the drafts' options and of `FitConfig`. No torch.
+"""Options of losses: mixins of the drafts' options. No torch.
 
 The menu of losses is here, so that `--help` and `losses` read one list. What each loss computes is
 described in `losses`; which distribution of the target it uses, in docs/drafts.md.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Literal, get_args
 
-from spec_data.shards.errors import ConfigError, DraftError
-from spec_data.terminal.config import option
+from cyclopts import Parameter
 
-KINDS = ("ce", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-lambda")
+from spec_data.shards.errors import DraftError
+from spec_data.terminal.types import NO_FLAG, ONE_TOKEN, more
+
 TARGETS = ("soft", "hard")
 MIXED = "ce+l1"
 """The loss of block drafts as published: cross-entropy and L1, each with its weight."""
 AUTO = "auto"
-LEARNING = "learning"
+DRAFT = more("the draft")
 
-_LOSSES = (
-    "ce: cross-entropy; kl, reverse-kl: KL divergence from and to the target's distribution; jsd: "
-    "Jensen-Shannon divergence; tv: total variation, the probability that a sampled draft is "
-    "rejected; lk-alpha, lk-lambda: the acceptance losses of arXiv 2602.23881"
-)
+Kind = Literal["ce", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-lambda"]
+BlockKind = Literal["ce+l1", "ce", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-lambda"]
 
-
-def loss_option(default: str = "ce", of: str = "loss of a slot", more: Sequence[str] = ()) -> Any:
-    """Return the option that chooses the loss. `more` are names of losses beside KINDS."""
-    return option(default, help=f"{of}. {_LOSSES}", choices=(*more, *KINDS))
+KINDS = get_args(Kind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
     """The menu of losses, which every draft has."""
 
-    loss: str = loss_option()
-    loss_target: str = option(
-        "soft",
-        help="what the loss compares the draft with. soft: the target's distribution; hard: its "
-        "most probable token alone",
-        choices=TARGETS,
-    )
-    lambda_scale: float = option(
-        1.0, help="with --loss lk-lambda: scale of the cross-entropy's share, 0 to 1"
-    )
-    lambda_decay: float = option(
-        3.0, help="with --loss lk-lambda: how fast that share falls as acceptance rises"
-    )
+    loss: Annotated[Kind, DRAFT] = "ce"
+    """Loss of a slot. ce: cross-entropy; kl, reverse-kl: KL divergence from and to the target's
+    distribution; jsd: Jensen-Shannon divergence; tv: total variation, the probability that a
+    sampled draft is rejected; lk-alpha, lk-lambda: the acceptance losses of arXiv 2602.23881."""
+    loss_target: Annotated[Literal["soft", "hard"], DRAFT] = "soft"
+    """What the loss compares the draft with. soft: the target's distribution; hard: its most
+    probable token alone."""
+    lambda_scale: Annotated[float, NO_FLAG] = 1.0
+    """With --loss lk-lambda: scale of the cross-entropy's share, 0 to 1."""
+    lambda_decay: Annotated[float, NO_FLAG] = 3.0
+    """With --loss lk-lambda: how fast that share falls as acceptance rises."""
 
     def check_loss(self) -> None:
         """Reject values outside their range, and a loss that is infinite."""
@@ -67,14 +59,10 @@ class LossOptions:
 class PositionOptions(LossOptions):
     """The menu of losses, of drafts that train several tokens per round."""
 
-    position_weights: str = option(
-        AUTO,
-        help="weights of the losses of a round's tokens (unroll step, depth, place in the block), "
-        "first token first. auto: as published for this draft; one number D above 0 and at most 1: "
-        "D ** d for token d, counted from 0; a list such as 1,0.8,0.5: one weight per token",
-        metavar="D|W,W,...",
-        numbers=True,
-    )
+    position_weights: Annotated[str, DRAFT, ONE_TOKEN, Parameter(metavar="D|W,W,...")] = "auto"
+    """Weights of the losses of a round's tokens (unroll step, depth, place in the block), first
+    token first. auto: as published for this draft; one number D above 0 and at most 1: D ** d for
+    token d, counted from 0; a list such as 1,0.8,0.5: one weight per token."""
 
     def check_positions(self, count: int) -> None:
         """Refuse position weights that are not those of `count` tokens per round."""
@@ -124,29 +112,23 @@ class PositionOptions(LossOptions):
 class BlockLossOptions(PositionOptions):
     """The menu of losses of block drafts, with the published mixture as default."""
 
-    loss: str = loss_option(
-        MIXED,
-        "loss of a draft. ce+l1: --ce-weight times the cross-entropy plus --l1-weight times the L1 "
-        "distance, as published; another one replaces both",
-        (MIXED,),
-    )
-    loss_target: str = option(
-        AUTO,
-        help="what the loss (of ce+l1, its cross-entropy) compares the draft with. soft: the "
-        "target's distribution; hard: its most probable token; tokens: the document's token. auto: "
-        "--ce-target for cross-entropies, else soft",
-        choices=(AUTO, *TARGETS, "tokens"),
-    )
-    ce_target: str = option(
-        "tokens",
-        help="cross-entropy with the document's tokens (as published), or with the teacher's "
-        "distribution; --loss-target replaces it",
-        choices=("tokens", "teacher"),
-    )
-    ce_weight: float = option(0.1, help="with --loss ce+l1: weight of the cross-entropy")
-    l1_weight: float = option(
-        0.9, help="with --loss ce+l1: weight of the L1 distance to the target's distribution"
-    )
+    loss: Annotated[BlockKind, DRAFT] = "ce+l1"  # type: ignore[assignment]
+    """Loss of a draft. ce+l1: --ce-weight times the cross-entropy plus --l1-weight times the L1
+    distance, as published; another one replaces both. ce: cross-entropy; kl, reverse-kl: KL
+    divergence from and to the target's distribution; jsd: Jensen-Shannon divergence; tv: total
+    variation, the probability that a sampled draft is rejected; lk-alpha, lk-lambda: the acceptance
+    losses of arXiv 2602.23881."""
+    loss_target: Annotated[Literal["auto", "soft", "hard", "tokens"], DRAFT] = "auto"  # type: ignore[assignment]
+    """What the loss (of ce+l1, its cross-entropy) compares the draft with. soft: the target's
+    distribution; hard: its most probable token; tokens: the document's token. auto: --ce-target for
+    cross-entropies, else soft."""
+    ce_target: Annotated[Literal["tokens", "teacher"], NO_FLAG] = "tokens"
+    """Cross-entropy with the document's tokens (as published), or with the teacher's distribution;
+    --loss-target replaces it."""
+    ce_weight: Annotated[float, DRAFT] = 0.1
+    """With --loss ce+l1: weight of the cross-entropy."""
+    l1_weight: Annotated[float, DRAFT] = 0.9
+    """With --loss ce+l1: weight of the L1 distance to the target's distribution."""
 
     @property
     def mixed(self) -> bool:
@@ -177,45 +159,3 @@ class BlockLossOptions(PositionOptions):
                 f"ce_target = teacher and loss_target = {self.loss_target} contradict each other; "
                 "leave ce_target out"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
-    """How the weights move: the optimizer, and the learning rate over the steps."""
-
-    optimizer: str = option(
-        "adamw",
-        help="adamw; muon: torch's Muon for the matrices of the draft's layers, AdamW for "
-        "embeddings, heads, norms and biases, both with --lr (Muon's step has AdamW's size)",
-        group=LEARNING,
-        choices=("adamw", "muon"),
-    )
-    betas: str = option(
-        "0.9,0.95",
-        help="decay rates of AdamW's averages of the gradient and of its square",
-        group=LEARNING,
-        metavar="B1,B2",
-    )
-    schedule: str = option(
-        "cosine",
-        help="learning rate after the warm-up: cosine or linear, down to --min-lr-ratio at the "
-        "last step, or constant",
-        group=LEARNING,
-        choices=("cosine", "linear", "constant"),
-    )
-
-    def beta_pair(self) -> tuple[float, float]:
-        """Return both decay rates.
-
-        Raises:
-            ConfigError: they are not two numbers from 0 to below 1.
-        """
-        try:
-            first, second = (float(part) for part in self.betas.split(","))
-        except ValueError:
-            first = second = math.nan
-        if not (0 <= first < 1 and 0 <= second < 1):
-            raise ConfigError(
-                f"--betas {self.betas}: expected two numbers from 0 to below 1, such as 0.9,0.95"
-            )
-        return first, second

@@ -35,27 +35,25 @@ Validation and checkpoints follow from the length of the run. This module must n
 """
 
 import textwrap
-from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from spec_data.terminal.config import as_flags, flag_of
 from spec_train.options.vocabulary_options import CHOICES
 
-EXCLUSIVE = (frozenset({"steps", "epochs"}), frozenset(CHOICES))
-"""Groups of options that exclude each other: setting one of a group overrides all of it."""
-
-_EXCLUSIVE = frozenset().union(*EXCLUSIVE)
+OF_DRAFTS = ("ttt_steps", "draft_vocab_size")
+"""Options of drafts that presets set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
     """Values of options, of the trainer and of drafts, and what to expect of such a run.
 
-    `expect` is how good the draft is, `time` how long the run takes, as measured or reported.
+    `brief` and `expect` say how good the draft is, `time` how long the run takes, as measured or
+    reported.
     """
 
     values: dict[str, Any]
+    brief: str
     expect: str
     time: str
 
@@ -71,6 +69,7 @@ PRESETS: dict[str, Preset] = {
             "validation_documents": 8,
             "log_every": 5,
         },
+        brief="to see in a minute that everything works",
         expect="shows that data, draft and disk work together. The draft is no better than an "
         "untrained one",
         time="86 CPU-seconds were measured on one thread at hidden size 1024 (EAGLE-3)",
@@ -85,6 +84,7 @@ PRESETS: dict[str, Preset] = {
             "draft_vocab_size": 32000,
             "validation": 0.05,
         },
+        brief="enough to trust the pipeline, not to serve",
         expect="some 1,500 steps. The loss falls and acceptance rises clearly above 1 (speculators "
         "report 1.57 with 3 drafted tokens), enough to trust the pipeline, not to serve",
         time="speculators report 10 minutes on two H100 with the capture (Llama-3.1-8B, 5 epochs)",
@@ -99,6 +99,7 @@ PRESETS: dict[str, Preset] = {
             "draft_vocab_size": 32000,
             "validation": 0.01,
         },
+        brief="a useful draft for text like its corpus",
         expect="some 9,000 steps. A useful draft for text like its corpus (a user of SpecForge "
         "reports 1.94 on GSM8K); EAGLE-3 may be at its best before the end, which `best` keeps",
         time="SpecForge reports 30 minutes per epoch of 68,000 chats on eight H100 (Llama-3.1-8B)",
@@ -113,6 +114,7 @@ PRESETS: dict[str, Preset] = {
             "draft_vocab_size": 32000,
             "validation": 0.002,
         },
+        brief="what published drafts are made with",
         expect="some 11,000 steps: what published drafts are made with (acceptance lengths of 2 "
         "with 3 drafted tokens are reported, and above 3 on the target's own answers)",
         time="TorchSpec reports 28 hours for one epoch of 600,000 chats on 16 H200, and 16 more "
@@ -121,77 +123,47 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def preset_values(name: str | None, names: Collection[str]) -> dict[str, Any]:
-    """Return the values of a preset that a draft with the options `names` takes; {} without one.
+def training_values(name: str | None) -> dict[str, Any]:
+    """Return what a preset sets of the options of training; {} without one."""
+    values = PRESETS[name].values if name in PRESETS else {}
+    return {key: value for key, value in values.items() if key not in OF_DRAFTS}
 
-    A block draft keeps the target's vocabulary: engines serve its reduced one in part only.
+
+def with_preset(options: Any, name: str | None) -> Any:
+    """Return the options of a draft with what a preset sets of them, where they have defaults.
+
+    A block draft keeps the target's vocabulary: engines serve its reduced one in part only. A
+    vocabulary that another option chooses has no size.
     """
-    whole = {"draft_vocab_size"} if "block_size" in names else set()
-    found = PRESETS[name].values if name in PRESETS else {}
-    return {k: value for k, value in found.items() if k in names and k not in whole}
+    values = PRESETS[name].values if name in PRESETS else {}
+    default = {field.name: field.default for field in fields(options)}
+    chosen = any(getattr(options, other, None) is not None for other in CHOICES[1:])
+    skipped = {"draft_vocab_size"} if chosen or "block_size" in default else set()
+    changes = {
+        key: values[key]
+        for key in OF_DRAFTS
+        if key in values and key in default and key not in skipped
+        if getattr(options, key) == default[key]
+    }
+    return replace(options, **changes)
 
 
-def as_flags_over_preset(config: Any) -> list[str]:
-    """Write a config as command-line words, from which `apply_preset` makes the same config.
-
-    Values of the preset that it names are left out. Defaults that replace one are not, although
-    `as_flags` leaves out defaults.
-    """
-    values = preset_values(config.preset, [field.name for field in fields(config)])
-    of_preset, typed = {}, []
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name not in values or value is None:
-            continue
-        if value == values[field.name]:
-            of_preset[field.name] = field.default
-        elif value == field.default and not _replaced(config, field.name):
-            typed += [flag_of(field), str(value)]
-    return as_flags(replace(config, **of_preset)) + typed
-
-
-def _replaced(config: Any, name: str) -> bool:
-    """Whether another option of the group of EXCLUSIVE that `name` is in was set instead of it."""
-    others = {other for group in EXCLUSIVE if name in group for other in group - {name}}
-    return any(getattr(config, other, None) is not None for other in others)
-
-
-def apply_preset(
-    flags: dict[str, Any], table: dict[str, Any], names: Collection[str]
-) -> dict[str, Any]:
-    """Merge options: flags override the config file's `table`, which overrides a preset.
-
-    A preset named by a flag (not in the file) overrides the file, because it was typed for this
-    run. A preset sets only options in `names`, those that the draft has. A source that sets one
-    of a group of EXCLUSIVE removes the group from the sources that it overrides; None sets nothing.
-    """
-    preset = flags.get("preset", table.get("preset"))
-    values = preset_values(preset, names)
-    layers = [table, values] if "preset" in flags else [values, table]
-    merged: dict[str, Any] = {}
-    for source in (*layers, flags):
-        layer = {k: v for k, v in source.items() if v is not None or k not in _EXCLUSIVE}
-        for group in EXCLUSIVE:
-            if layer.keys() & group:
-                merged = {name: value for name, value in merged.items() if name not in group}
-        merged |= layer
-    return merged
-
-
-def preset_help(names: Collection[str]) -> str:
-    """Return the text of --help on presets: what each sets, what to expect of it, and its time.
-
-    `names` are the options that the draft has.
-    """
-    lines = ["presets (other flags override them):"]
+def preset_help() -> str:
+    """Return the text of --help on presets: what each sets, what to expect of it, and its time."""
+    lines = ["presets, for a dataset of about so many documents:"]
+    for name, preset in PRESETS.items():
+        steps = ", ".join(
+            f"{preset.values[n]} {n}" for n in ("steps", "epochs") if n in preset.values
+        )
+        lines.append(f"  {name:<6} {steps}, {preset.brief}")
+    lines += ["", "presets in detail (other options replace their values):"]
     for name, preset in PRESETS.items():
         flags = " ".join(
-            f"--{option.replace('_', '-')} {value}"
-            for option, value in preset_values(name, names).items()
+            f"--{option.replace('_', '-')} {value}" for option, value in preset.values.items()
         )
         for text in (flags, preset.expect, f"time: {preset.time}"):
             start = f"  {name:<6} " if text is flags else " " * 9
-            lines.append(textwrap.fill(text, 90, initial_indent=start, subsequent_indent=" " * 9,
+            lines.append(textwrap.fill(text, 80, initial_indent=start, subsequent_indent=" " * 9,
                                        break_on_hyphens=False))  # fmt: skip
     lines.append("  --dry-run measures the time of a run on this machine.")
     return "\n".join(lines)

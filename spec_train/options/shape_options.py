@@ -8,90 +8,51 @@ here: `--help` is instant.
 """
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
+
+from cyclopts import Parameter
 
 from spec_data.shards.errors import DraftError
-from spec_data.terminal.config import option
+from spec_data.terminal.types import NO_FLAG, more
 from spec_train.options.initial_options import InitialOptions
 
-SHAPE = "shape of the draft"
+SHAPE = more("shape of the draft")
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The two values of `layer_types`."""
 AUTO = "auto"
 _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
-def qk_norm_option(default: bool) -> Any:
-    """Return the option for norms of queries and keys; the default depends on the draft."""
-    return option(
-        default,
-        help="normalise queries and keys, each head by an RMSNorm (Qwen3's layer)",
-        group=SHAPE,
-    )
-
-
-def _bias_option(of: str) -> Any:
-    return option(
-        AUTO,
-        help=f"biases of {of}; auto: as the target's config says",
-        group=SHAPE,
-        choices=(AUTO, "true", "false"),
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions(InitialOptions):
     """The shape of a decoder layer, and the embedding."""
 
-    intermediate_size: int = option(
-        0, help="width inside the MLP. 0 = the target's", group=SHAPE, metavar="N"
-    )
-    num_attention_heads: int = option(
-        0, help="query heads. 0 = the target's", group=SHAPE, metavar="N"
-    )
-    num_key_value_heads: int = option(
-        0,
-        help="key and value heads; they divide the query heads. 0 = the target's",
-        group=SHAPE,
-        metavar="N",
-    )
-    head_dim: int = option(
-        0,
-        help="size of a head. 0 = the target's. With another one, the rotary frequencies "
-        "are those of this size, as engines compute them from the draft's own config",
-        group=SHAPE,
-        metavar="N",
-    )
-    hidden_act: str = option(
-        "silu",
-        help="activation of the MLP, by its name in transformers, such as silu or "
-        "gelu_pytorch_tanh",
-        group=SHAPE,
-        metavar="NAME",
-    )
-    qk_norm: bool = qk_norm_option(False)
-    attention_bias: str = _bias_option("the four attention projections")
-    mlp_bias: str = _bias_option("the three projections of the MLP")
-    sliding_window: int = option(
-        0,
-        help="a token sees the last N positions only, its own one included, in the layers of "
-        "--layer-types. 0 = every earlier position",
-        group=SHAPE,
-        metavar="N",
-    )
-    layer_types: str = option(
-        AUTO,
-        help=f"one of {FULL} and {SLIDING} per layer of the draft, with commas; auto: every layer "
-        "slides if --sliding-window is given",
-        group=SHAPE,
-        metavar="TYPES",
-    )
-    train_embeddings: bool = option(
-        False,
-        help="train an embedding of its own, which starts as the target's; SGLang replaces it by "
-        "the target's",
-        group=SHAPE,
-    )
+    intermediate_size: Annotated[int, NO_FLAG] = 0
+    """Width inside the MLP. 0 = the target's."""
+    num_attention_heads: Annotated[int, NO_FLAG] = 0
+    """Query heads. 0 = the target's."""
+    num_key_value_heads: Annotated[int, NO_FLAG] = 0
+    """Key and value heads; they divide the query heads. 0 = the target's."""
+    head_dim: Annotated[int, NO_FLAG] = 0
+    """Size of a head. 0 = the target's. With another one, the rotary frequencies are those of this
+    size, as engines compute them from the draft's own config."""
+    hidden_act: Annotated[str, NO_FLAG] = "silu"
+    """Activation of the MLP, by its name in transformers, such as silu or gelu_pytorch_tanh."""
+    qk_norm: Annotated[bool, NO_FLAG] = False
+    """Normalise queries and keys, each head by an RMSNorm (Qwen3's layer)."""
+    attention_bias: Annotated[Literal["auto", "true", "false"], NO_FLAG] = "auto"
+    """Biases of the four attention projections; auto: as the target's config says."""
+    mlp_bias: Annotated[Literal["auto", "true", "false"], NO_FLAG] = "auto"
+    """Biases of the three projections of the MLP; auto: as the target's config says."""
+    sliding_window: Annotated[int, SHAPE, Parameter(metavar="N")] = 0
+    """A token sees the last N positions only, its own one included, in the layers of layer_types.
+    0 = every earlier position."""
+    layer_types: Annotated[str, NO_FLAG] = "auto"
+    """One of full_attention and sliding_attention per layer of the draft, with commas; auto: every
+    layer slides if --sliding-window is given."""
+    train_embeddings: Annotated[bool, SHAPE] = False
+    """Train an embedding of its own, which starts as the target's; SGLang replaces it by the
+    target's."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
@@ -166,14 +127,10 @@ def _switch(value: str, target: Any) -> bool:
 class NormOptions(LayerOptions):
     """The norms of EAGLE-3's first layer."""
 
-    norm_before_fc: bool = option(
-        False, help="normalise all captured layers together, by one RMSNorm, before fc", group=SHAPE
-    )
-    norm_before_residual: bool = option(
-        False,
-        help="add the attention of the first layer to its normalised input instead of to the input",
-        group=SHAPE,
-    )
+    norm_before_fc: Annotated[bool, NO_FLAG] = False
+    """Normalise all captured layers together, by one RMSNorm, before fc."""
+    norm_before_residual: Annotated[bool, NO_FLAG] = False
+    """Add the attention of the first layer to its normalised input instead of to the input."""
 
     def layer_fields(self, target: dict[str, Any], count: int) -> dict[str, Any]:
         """Return the fields of `LayerOptions.layer_fields` and the switches of the norms."""

@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from cyclopts import Parameter
 
 from spec_data.shards.errors import ConfigError, DraftError
-from spec_data.terminal.config import option
+from spec_data.terminal.types import more
 
 CHOICES = ("draft_vocab_size", "draft_vocab", "draft_vocab_coverage")
 """Options that exclude each other: each of them alone decides the size of the vocabulary."""
+
+DRAFT = more("the draft")
 
 PATHS = ("draft_vocab", "draft_vocab_from")
 """Options that are paths of this machine; a draft's config.json does not repeat them."""
@@ -25,51 +29,22 @@ class VocabularyChoice(Protocol):
     def draft_vocab_coverage(self) -> float | None: ...
 
 
-def file_option(group: str = "") -> Any:
-    """Return the option that reads a vocabulary from a file."""
-    return option(
-        None,
-        help="the tokens that the draft can propose, instead of a size: a JSON list of ids, a "
-        "safetensors file of ids or of d2t/t2d, or any draft (its directory, run or weights file)",
-        group=group,
-        metavar="FILE",
-    )
-
-
-def coverage_option(group: str = "") -> Any:
-    """Return the option that sizes a vocabulary by what it covers."""
-    return option(
-        None,
-        help="the smallest vocabulary that holds this share of the supervised tokens, such as "
-        "0.99, instead of a size",
-        group=group,
-        metavar="SHARE",
-    )
-
-
-def source_option(default: str, group: str = "") -> Any:
-    """Return the option that says in which data tokens are counted; `default`: without it."""
-    return option(
-        None,
-        help="count tokens in this dataset, or take the counts of a JSON object {token id: count}; "
-        f"not given: {default}. A corpus must be captured first",
-        group=group,
-        metavar="DATA",
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class VocabularyOptions:
     """Which tokens a new draft can propose."""
 
-    draft_vocab_size: int = option(
-        32000,
-        help="the draft can propose this many tokens, the most frequent supervised ones; 0 = all. "
-        "Fewer are faster; raise it for many languages",
-    )
-    draft_vocab: str | None = file_option()
-    draft_vocab_coverage: float | None = coverage_option()
-    draft_vocab_from: str | None = source_option("in the training documents")
+    draft_vocab_size: int = 32000
+    """The draft can propose this many tokens, the most frequent supervised ones; 0 = all. Fewer are
+    faster; raise it for many languages."""
+    draft_vocab: Annotated[str | None, DRAFT, Parameter(metavar="FILE")] = None
+    """The tokens that the draft can propose, instead of a size: a JSON list of ids, a safetensors
+    file of ids or of d2t/t2d, or any draft (its directory, run or weights file)."""
+    draft_vocab_coverage: Annotated[float | None, DRAFT, Parameter(metavar="SHARE")] = None
+    """The smallest vocabulary that holds this share of the supervised tokens, such as 0.99, instead
+    of a size."""
+    draft_vocab_from: Annotated[str | None, DRAFT, Parameter(metavar="DATA")] = None
+    """Count tokens in this dataset, or take the counts of a JSON object {token id: count}; not
+    given: in the training documents. A corpus must be captured first."""
 
     def __post_init__(self) -> None:
         """Reject options that contradict each other, and values outside their range."""

@@ -33,7 +33,8 @@ from spec_data.pages.token_texts import Joiner
 from spec_data.shards.errors import ConfigError, DraftError, MissingError
 from spec_data.shards.even_sample import even_sample
 from spec_data.terminal.paths import check_file_to_write
-from spec_train.options.command_options import FitConfig, fit_config
+from spec_train.options.draft_options import draft_options
+from spec_train.options.training import DEFAULTS, Training
 from spec_train.reports.results import (
     Bins,
     Context,
@@ -153,7 +154,7 @@ def report_page(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> Page:
     )
 
 
-def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
+def fit(draft_name: str, config: Training, options: Any) -> FitResult:
     """Fit a draft (see `training.setup.fit`), then write report.html into the run directory."""
     result = setup.fit(draft_name, config, options)
     if os.environ.get("RANK", "0") == "0":
@@ -447,10 +448,10 @@ def _settings(runs: Sequence[Run]) -> Section:
 def _defaults(draft: str) -> dict[str, Any]:
     """Return the defaults of the options of `fit` for a kind of draft; none if it is unknown."""
     try:
-        fields = dataclasses.fields(fit_config(draft))
+        fields = (*dataclasses.fields(Training), *dataclasses.fields(draft_options(draft)))
     except DraftError:
         return {}
-    return {field.name: field.default for field in fields}
+    return {field.name: field.default for field in fields} | DEFAULTS
 
 
 def _option(value: Any) -> str:

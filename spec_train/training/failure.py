@@ -34,7 +34,7 @@ from spec_train.data.order import Pack
 from spec_train.data.stream import BatchStream
 from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import FitConfig
+from spec_train.options.training import Training
 from spec_train.training.saving import Saver
 
 # -- seeds -----------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def describe_failure(
     draft: Draft,
     head: TargetHead,
     stream: BatchStream,
-    config: FitConfig,
+    config: Training,
     saver: Saver,
 ) -> str:
     """Save the responsible micro-batch; return the message of the error to raise.
@@ -150,7 +150,7 @@ def describe_failure(
 
 
 def _state(
-    failed: FailedStep, index: int, draft: Draft, config: FitConfig, dataset: Documents
+    failed: FailedStep, index: int, draft: Draft, config: Training, dataset: Documents
 ) -> dict[str, Any]:
     """Return the contents of failure.json for micro-batch `index`, except its documents."""
     return {

@@ -17,7 +17,7 @@ from spec_data.shards.resumable import differing_settings
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.order import BatchPlan
 from spec_train.data.splits import Splits
-from spec_train.options.command_options import FitConfig
+from spec_train.options.training import Training
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.stored import Saved, dump_checked, read_run_json
 
@@ -41,7 +41,7 @@ def accept_growth(
     run: RunDirectory,
     started: dict[str, Any] | None,
     identity: dict[str, Any],
-    config: FitConfig,
+    config: Training,
     dataset: Documents,
     splits: Splits,
 ) -> None:

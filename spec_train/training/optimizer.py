@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spec_data.shards.errors import ConfigError
 from spec_train.drafts import Draft
-from spec_train.options.command_options import FitConfig
+from spec_train.options.training import Training
 
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 NOT_HIDDEN = ("embed_tokens", "lm_head", "markov_w1", "markov_w2", "confidence_head", "mask_hidden")
@@ -34,7 +34,7 @@ NOT_HIDDEN = ("embed_tokens", "lm_head", "markov_w1", "markov_w2", "confidence_h
 class Masters:
     """The trained parameters of a run's draft and their optimizer."""
 
-    def __init__(self, draft: Draft, config: FitConfig) -> None:
+    def __init__(self, draft: Draft, config: Training) -> None:
         """Use the trainable parameters of a draft after `Ranks.prepare`."""
         self.params: list[nn.Parameter] = draft.trainable_parameters()
         names = {id(p): name for name, p in draft.named_parameters()}
@@ -61,7 +61,7 @@ class Masters:
         pairs = zip(self.names, self.params, strict=True)
         return [p for name, p in pairs if p.ndim == 2 and not _has(name, NOT_HIDDEN)]
 
-    def _adamw(self, others: list[nn.Parameter], config: FitConfig) -> torch.optim.AdamW:
+    def _adamw(self, others: list[nn.Parameter], config: Training) -> torch.optim.AdamW:
         """Return the optimizer of all parameters except `others`."""
         other = {id(p) for p in others}
         own = [p for p in self.params if id(p) not in other]
@@ -152,7 +152,7 @@ def _has(name: str, parts: tuple[str, ...]) -> bool:
     return any(part in parts for part in name.split("."))
 
 
-def learning_rate(step: int, total: int, config: FitConfig) -> float:
+def learning_rate(step: int, total: int, config: Training) -> float:
     """Return the rate of step 0..total-1: linear warm-up to lr, then --schedule.
 
     cosine and linear end at min_lr_ratio * lr with the last step; constant stays at lr.

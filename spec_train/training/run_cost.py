@@ -10,14 +10,15 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from spec_data.terminal.command import Result
 from spec_data.terminal.progress import quiet_progress, size
 from spec_train.data.release import KeepAll
-from spec_train.options.command_options import FitConfig
+from spec_train.options.training import Training
 from spec_train.training.trainer import Trainer
 
 STEPS = 6
@@ -27,7 +28,7 @@ _WARM = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRun:
+class DryRun(Result):
     """The expected cost of a run.
 
     Attributes:
@@ -55,6 +56,11 @@ class DryRun:
     checkpoint_bytes: int
     checkpoints: int
     tokens_per_step: int
+
+    @property
+    def again(self) -> Sequence[str]:  # type: ignore[override]
+        """The next command: the same one, without --dry-run."""
+        return ("--dry-run",)
 
     @property
     def seconds(self) -> float | None:
@@ -104,7 +110,7 @@ class _Clock(KeepAll):
         return False
 
 
-def probe(trainer: Trainer, config: FitConfig, total: int) -> DryRun:
+def probe(trainer: Trainer, config: Training, total: int) -> DryRun:
     """Run the few steps of `trainer`, which has no run directory, and return what a run costs.
 
     `config` and `total` are the options of that run and its number of steps.

@@ -9,8 +9,8 @@ from typing import Any
 from spec_data.terminal.config import to_dict
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.order import SPLIT_RULE
-from spec_train.data.splits import SPLIT_SEED, Rules
-from spec_train.options.command_options import FitConfig
+from spec_train.data.splits import Rules
+from spec_train.options.training import Training
 
 TIMES, INTERVAL = 5, 500
 """By default a run validates and saves TIMES times, or after every INTERVAL steps if more often."""
@@ -28,23 +28,20 @@ MAY_CHANGE = (
 """Options that a resumed run may change: locations, how often files are written, memory use."""
 
 
-def rules_of(
-    config: FitConfig, options: Any, started: dict[str, Any] | None
-) -> tuple[FitConfig, Rules]:
-    """Return the config with its --split-seed, and the rules that decide the batches.
+def rules_of(options: Any, started: dict[str, Any] | None) -> Rules:
+    """Return the rules that decide the batches.
 
     `started` is the identity of the run to resume, None for a new run.
     """
     slots = getattr(options, "slots", "serving")  # drafts of blocks have no other slots
-    seed = SPLIT_SEED if config.split_seed is None else config.split_seed
     border = None if started is None else started["split_border"]
-    return dataclasses.replace(config, split_seed=seed), Rules(slots=slots, border=border)
+    return Rules(slots=slots, border=border)
 
 
 def run_identity(
     draft_name: str,
     dataset: Documents,
-    config: FitConfig,
+    config: Training,
     options: Any,
     border: int,
     world_size: int,
@@ -75,7 +72,7 @@ def _data_identity(dataset: Documents) -> dict[str, Any]:
     }
 
 
-def with_intervals(config: FitConfig, total: int) -> FitConfig:
+def with_intervals(config: Training, total: int) -> Training:
     """Set the steps between validations and between checkpoints where they are not given.
 
     A run of `total` steps then has five of each or more, and at most INTERVAL steps between two.

@@ -16,8 +16,8 @@ import numpy as np
 
 from spec_data.shards.errors import ConfigError
 from spec_train.data.mixture import Documents, Mixture
-from spec_train.options.command_options import FitConfig
 from spec_train.options.presets import PRESETS
+from spec_train.options.training import Training
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ LEAST_PER_EPOCH = 100
 
 
 def sized(
-    config: FitConfig, dataset: Documents, world_size: int, started: dict[str, Any] | None
-) -> FitConfig:
+    config: Training, dataset: Documents, world_size: int, started: dict[str, Any] | None
+) -> Training:
     """Return the config with its batch size and its epochs, if --steps does not decide them.
 
     Options that the user gave stay as they are, but for those that equal the preset's: the values
@@ -82,7 +82,7 @@ class Free:
     epochs: bool
 
 
-def packs_of_epoch(config: FitConfig, dataset: Documents) -> float:
+def packs_of_epoch(config: Training, dataset: Documents) -> float:
     """Return about how many full packs an epoch of the training documents fills."""
     used = np.minimum(dataset.lengths, config.seq_len) * (dataset.supervised > 0)  # int64 [N]
     if isinstance(dataset, Mixture):
@@ -95,14 +95,12 @@ def packs_of_epoch(config: FitConfig, dataset: Documents) -> float:
     return tokens * (1 - config.validation) / config.seq_len
 
 
-def _of_preset(config: FitConfig, preset: dict[str, Any], *names: str) -> bool:
+def _of_preset(config: Training, preset: dict[str, Any], *names: str) -> bool:
     """Whether these options have the values of the preset, and it sets them."""
     return all(name in preset and getattr(config, name) == preset[name] for name in names)
 
 
-def _as_started(
-    config: FitConfig, free: Free, world_size: int, started: dict[str, Any]
-) -> FitConfig:
+def _as_started(config: Training, free: Free, world_size: int, started: dict[str, Any]) -> Training:
     """Return the config with the size of the run that it resumes, where that is free."""
     batch, accumulation, epochs = config.micro_batch, config.accumulation, config.epochs
     if free.batch:

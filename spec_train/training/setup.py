@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,10 +36,11 @@ from spec_train.drafts.config import special_ids, target_architectures
 from spec_train.drafts.vocabulary import vocabulary_coverage
 from spec_train.formats.names import HARMLESS, KNOWN
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import FitConfig, default_lr
+from spec_train.options.command_options import default_lr
 from spec_train.options.data_option import parse_sources
 from spec_train.options.draft_config_file import OPTION_KEYS, read_draft_config
 from spec_train.options.draft_options import draft_options
+from spec_train.options.training import Training
 from spec_train.training.announce import announce, log_vocabulary
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.grown import accept_growth, continued
@@ -68,7 +69,7 @@ _COMPARED = (*_OF_TARGET, "num_target_layers", "rope_theta", "rope_scaling", "ro
 _OWN = frozenset({"spec_train", "transformer_layer_config"})
 
 
-def check_keys(config: FitConfig) -> None:
+def check_keys(config: Training) -> None:
     """Refuse unknown keys of the file; log those that have no effect.
 
     Raises:
@@ -90,7 +91,7 @@ def check_keys(config: FitConfig) -> None:
         )
 
 
-def check_target(config: FitConfig, draft: Any) -> None:
+def check_target(config: Training, draft: Any) -> None:
     """Refuse a file that describes another target than that of the fresh `draft`.
 
     Raises:
@@ -167,7 +168,7 @@ def _rate(value: float) -> str:
 # -- setup -----------------------------------------------------------------------------------------
 
 
-def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
+def fit(draft_name: str, config: Training, options: Any) -> FitResult:
     """Fit the draft `draft_name` with `config` and its own `options`, or resume that run.
 
     Raises:
@@ -203,7 +204,7 @@ def fit(draft_name: str, config: FitConfig, options: Any) -> FitResult:
         return _fit(draft_name, config, options, dataset, run, ranks)
 
 
-def dry_run(draft_name: str, config: FitConfig, options: Any) -> DryRun:
+def dry_run(draft_name: str, config: Training, options: Any) -> DryRun:
     """Prepare a new run with `config`, run a few of its steps, and return what it will cost.
 
     Nothing is written, and a run that --out already holds is ignored. One process, no --follow.
@@ -236,24 +237,24 @@ def dry_run(draft_name: str, config: FitConfig, options: Any) -> DryRun:
 
 def _settled(
     draft_name: str,
-    config: FitConfig,
+    config: Training,
     options: Any,
     dataset: Documents,
     world_size: int,
     started: dict[str, Any] | None,
-) -> tuple[FitConfig, Any, Splits]:
+) -> tuple[Training, Any, Splits]:
     """Return the settings that depend on the dataset and on a started run, and the splits."""
     options = with_shape_of_start(draft_name, config, options, dataset, started)
     raw = dataset.target_config()
     options = options.sized(dataset.manifest.hidden_size, block_count(raw) or 0)
-    config, rules = rules_of(config, options, started)
     config = sized(config, dataset, world_size, started)
+    rules = rules_of(options, started)
     return config, options, make_splits(dataset, config, world_size, rules)
 
 
 def _fit(
     draft_name: str,
-    config: FitConfig,
+    config: Training,
     options: Any,
     dataset: Documents,
     run: RunDirectory | None,
@@ -306,7 +307,7 @@ def _fit(
 
 
 def _record(
-    run: RunDirectory, identity: dict[str, Any], config: FitConfig, options: Any, splits: Splits
+    run: RunDirectory, identity: dict[str, Any], config: Training, options: Any, splits: Splits
 ) -> int:
     """Write the run's identity, or check that it has not changed; return the total of steps."""
     table = _repeatable(config, options)
@@ -319,7 +320,7 @@ def _record(
     return total
 
 
-def _repeatable(config: FitConfig, options: Any) -> dict[str, Any]:
+def _repeatable(config: Training, options: Any) -> dict[str, Any]:
     """Return the content of fit.json, which repeats the run without the file of --draft-config."""
     return {**to_dict(config), **to_dict(options), "draft_config": None}
 
@@ -343,7 +344,7 @@ def _note_missing_mass(run: RunDirectory, draft: Draft, dataset: Documents, spli
         run.note(missing_mass=found.note())
 
 
-def open_data(config: FitConfig) -> Documents:
+def open_data(config: Training) -> Documents:
     """Open the data of a run: one dataset, several, or one that is still being generated."""
     sources = parse_sources(config.data)
     if config.follow:
@@ -361,7 +362,7 @@ def open_data(config: FitConfig) -> Documents:
     return open_documents(sources, config.check, config.mask)
 
 
-def _follow(config: FitConfig, dataset: FollowedDataset, splits: Splits) -> KeepAll:
+def _follow(config: Training, dataset: FollowedDataset, splits: Splits) -> KeepAll:
     """Wait for the validation documents of a dataset that is still being generated.
 
     Return what deletes used units under --follow-keep.
@@ -379,7 +380,7 @@ def _follow(config: FitConfig, dataset: FollowedDataset, splits: Splits) -> Keep
     return release
 
 
-def resolve_config(config: FitConfig, dataset: Documents) -> FitConfig:
+def resolve_config(config: Training, dataset: Documents) -> Training:
     """Replace each automatic option by its value, so that fit.json alone repeats the run."""
     device = usable_device(config.device)
     return dataclasses.replace(
@@ -388,7 +389,7 @@ def resolve_config(config: FitConfig, dataset: Documents) -> FitConfig:
             str(source.absolute()) for source in parse_sources(config.data)
         ),
         device=str(device),
-        dtype=compute_dtype_name(config.dtype, device),
+        dtype=cast(Any, compute_dtype_name(config.dtype, device)),
         lr=config.lr if config.lr is not None else default_lr(dataset.manifest.hidden_size),
     )
 
@@ -427,7 +428,7 @@ def _positions(dataset: Documents) -> Positions:
     return next((found for found in recorded if found.kind != UNKNOWN), recorded[0])
 
 
-def _total_steps(config: FitConfig, splits: Splits) -> int:
+def _total_steps(config: Training, splits: Splits) -> int:
     if config.steps is not None:
         return config.steps
     epochs = 1 if config.follow_keep else config.epochs or 0
@@ -441,7 +442,7 @@ def _class(name: str, dataset: Documents) -> type[Draft]:
 
 def _make_draft(
     name: str,
-    config: FitConfig,
+    config: Training,
     options: Any,
     dataset: Documents,
     head: TargetHead,

@@ -19,7 +19,7 @@ from spec_train.data.mixture import Documents
 from spec_train.drafts import Draft, load_draft
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import FitConfig
+from spec_train.options.training import Training
 from spec_train.options.vocabulary_options import CHOICES, PATHS
 from spec_train.training.stored import resolve_draft_dir
 
@@ -38,7 +38,7 @@ _SHAPE = (
 
 
 def with_shape_of_start(
-    name: str, config: FitConfig, options: Any, dataset: Documents, started: dict[str, Any] | None
+    name: str, config: Training, options: Any, dataset: Documents, started: dict[str, Any] | None
 ) -> Any:
     """Return the options of the draft `name` with the shape of --init-from.
 
@@ -85,7 +85,7 @@ def _filled(options: Any, known: dict[str, Any]) -> Any:
 
 def start_from(
     name: str,
-    config: FitConfig,
+    config: Training,
     options: Any,
     dataset: Documents,
     head: TargetHead,
@@ -121,7 +121,7 @@ def start_from(
     return loaded
 
 
-def _load(name: str, config: FitConfig, dataset: Documents, head: TargetHead) -> Draft:
+def _load(name: str, config: Training, dataset: Documents, head: TargetHead) -> Draft:
     """Read the draft of --init-from; `head` is the target's.
 
     Raises:

@@ -41,7 +41,7 @@ from spec_train.data.stream import BatchStream, BufferOptions, Step
 from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import Sums, add_sums, shown
-from spec_train.options.command_options import FitConfig
+from spec_train.options.training import Training
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.failure import (
     FailedStep,
@@ -141,7 +141,7 @@ class Trainer:
         self,
         draft: Draft,
         head: TargetHead,
-        config: FitConfig,
+        config: Training,
         dataset: Documents,
         splits: Splits,
         total: int,

@@ -18,8 +18,8 @@ from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.drafts import load_draft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy
-from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.factory import tiny_dataset
 
@@ -73,7 +73,7 @@ def make_dataset(model: Any, prompts: list[list[int]], folder: Path, **changes: 
 
 def fitted(kind: str, data: Path, out: Path, steps: int = 120, **options: Any) -> Path:
     """Fit a draft; gives its directory."""
-    config = FitConfig(
+    config = Training(
         data=str(data),
         out=str(out),
         steps=steps,

@@ -17,8 +17,8 @@ import pytest
 from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import SpecDataError
 from spec_data.verification.run import examine
-from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import Eagle3Options
+from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.factory import tiny_dataset, tiny_llama
 from tests.faults.tools import report, trials
@@ -114,7 +114,7 @@ def test_verify_names_every_damaged_file(source, request, tmp_path):
 
 def fitted(data: Path, out: Path, check: str = "first") -> dict[str, bytes]:
     """Fit for an epoch; return the bytes of all weights it leaves."""
-    config = FitConfig(
+    config = Training(
         data=str(data), out=str(out), epochs=1, batch_size=2, seq_len=64, lr=1e-3, device="cpu",
         validation=0.2, eval_every=100, save_every=100, check=check,
     )  # fmt: skip

@@ -26,8 +26,8 @@ from spec_train.formats.draft_files import read_files
 from spec_train.formats.draft_seal import same_value
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.training import Training
 from spec_train.training.stored import read_checkpoint, read_run_json
 from tests.factory import tiny_dataset, tiny_llama
 from tests.faults.tools import count, report, trials
@@ -212,9 +212,9 @@ def swaps(file: Path, name: str) -> Iterator[bytes]:
 
 
 @pytest.fixture(scope="module")
-def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> FitConfig:
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
     """A run of 6 steps with a checkpoint every 2."""
-    config = FitConfig(
+    config = Training(
         data=str(data), out=str(tmp_path_factory.mktemp("run") / "run"), steps=6, batch_size=2,
         seq_len=48, lr=1e-3, validation=0.15, log_every=2, eval_every=3, save_every=2, keep=9,
     )  # fmt: skip
@@ -223,7 +223,7 @@ def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> FitConfig:
 
 
 def test_a_flipped_bit_of_a_checkpoint_is_damage_or_decides_nothing(
-    finished: FitConfig, tmp_path: Path
+    finished: Training, tmp_path: Path
 ) -> None:
     place = tmp_path / "checkpoint-00000006"
     shutil.copytree(Path(finished.out) / place.name, place)
@@ -263,7 +263,7 @@ def damage_something(folder: Path, rng: np.random.Generator) -> str:
 
 
 def test_a_run_with_damaged_checkpoints_resumes_to_the_same_weights(
-    finished: FitConfig, tmp_path: Path
+    finished: Training, tmp_path: Path
 ) -> None:
     wanted, outcomes = masters(finished.out), collections.Counter()
     for trial, rng in trials("resumed from damage", 3):
@@ -290,7 +290,7 @@ def test_a_run_with_damaged_checkpoints_resumes_to_the_same_weights(
     ],
 )
 def test_an_edited_state_is_not_resumed_from(
-    finished: FitConfig, tmp_path: Path, old: str, new: str, caplog: Any
+    finished: Training, tmp_path: Path, old: str, new: str, caplog: Any
 ) -> None:
     """Before: other weights with exit code 0, "finished" at step 94, and a KeyError."""
     out = tmp_path / "run"
@@ -307,7 +307,7 @@ def test_an_edited_state_is_not_resumed_from(
 
 
 def test_eval_refuses_a_damaged_best_draft_and_contradicting_settings(
-    finished: FitConfig, data: Path, tmp_path: Path, capsys: Any
+    finished: Training, data: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "run"
     shutil.copytree(finished.out, out, symlinks=True)
@@ -326,7 +326,7 @@ def test_eval_refuses_a_damaged_best_draft_and_contradicting_settings(
 
 
 def test_a_flipped_bit_of_a_runs_settings_is_refused_or_decides_nothing(
-    finished: FitConfig, tmp_path: Path
+    finished: Training, tmp_path: Path
 ) -> None:
     """run.json decides how a run resumes, and with fit.json which documents eval measures."""
     place = tmp_path / "run"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spec_train.options.command_options import FitConfig
+from spec_train.options.training import Training
 from spec_train.training import checkpoint
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.trainer import Trainer
@@ -43,8 +43,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_dataset(tmp_path_factory.mktemp("kills") / "data", n_docs=40)
 
 
-def config_of(data: Path, out: Path) -> FitConfig:
-    return FitConfig(
+def config_of(data: Path, out: Path) -> Training:
+    return Training(
         data=str(data), out=str(out), steps=STEPS, batch_size=1, accumulation=1, seq_len=48,
         lr=1e-3, validation=0.15, log_every=3, eval_every=4, save_every=2, keep=2, device="cpu",
     )  # fmt: skip
@@ -105,7 +105,7 @@ def test_a_run_that_is_killed_anywhere_ends_with_the_same_bytes(
 
 
 def kill(
-    config: FitConfig, world: int, rng: np.random.Generator, outcomes: collections.Counter
+    config: Training, world: int, rng: np.random.Generator, outcomes: collections.Counter
 ) -> None:
     """Run until a random event of a random process, or to the end if there are fewer."""
     rank = int(rng.integers(world))

@@ -21,8 +21,8 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_train.data.mixture import common_manifest
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import FitConfig
 from spec_train.options.data_option import parse_sources
+from spec_train.options.training import Training
 from spec_train.training.setup import open_data, resolve_config
 from tests.faults.datasets import linked_copy, use
 from tests.faults.tools import report, trials
@@ -75,7 +75,7 @@ def everywhere(data) -> str:
         dataset = HiddenStatesDataset(data)
         dataset_text(dataset.manifest)
         _ = FollowedDataset(data).manifest
-        config = FitConfig(data=str(data), out=str(data.parent / "run"), device="cpu")
+        config = Training(data=str(data), out=str(data.parent / "run"), device="cpu")
         documents = open_data(dataclasses.replace(config, data=f"{parse_sources(str(data))[0]}:2"))
         resolve_config(config, documents)
         common_manifest([dataset.manifest, dataset.manifest])

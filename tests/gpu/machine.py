@@ -23,8 +23,8 @@ from spec_data.models.devices import usable_device
 from spec_data.models.loading import load_model
 from spec_train.attention import unrolled as unrolled_backends
 from spec_train.attention.unrolled import default_backend
-from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.training import Training
 from spec_train.training import setup, trainer, validation
 from tests.gpu.fake_cuda import FakeCuda, Syncs, counting, cuda_autocast, upload
 from tests.spec_train.drafts.any_draft import SMALL
@@ -173,7 +173,7 @@ def gpu() -> Iterator[pytest.MonkeyPatch]:
 def fit_on(device: str, name: str, data: Path, out: Path, steps: int = 1) -> Trained:
     """Run `spec-train fit` of a small draft: two micro-batches per step, bfloat16 on the GPU."""
     done = Trained()
-    config = FitConfig(
+    config = Training(
         data=(str(data),),
         out=str(out),
         device=device,

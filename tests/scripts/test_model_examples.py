@@ -11,7 +11,7 @@ from spec_data.models.families import find_spec
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.terminal.config import from_dict, read_config_file
-from spec_train.options.command_options import resolve_fit
+from tests.spec_train import flat
 
 FOLDER = Path(__file__).parents[2] / "docs" / "examples" / "models"
 NAMES = ("llama-3.1-8b", "qwen3-8b", "gpt-oss-20b", "llama-3.3-70b")
@@ -59,11 +59,9 @@ def test_generate(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_fit(name: str) -> None:
     path = FOLDER / f"{name}-fit.yaml"
-    options = resolve_fit(
-        "eagle3", {"data": "DIR", "out": "RUN"}, read_config_file(path), str(path)
-    )
+    training, options = flat.split("eagle3", data="DIR", out="RUN", **read_config_file(path))
     assert options.draft_vocab_size < config(name).vocab_size
-    packs = options.batch_size * options.accumulation
+    packs = training.batch_size * training.accumulation
     assert packs == 16  # the preset's step, however it is split
     if name == "gpt-oss-20b":
         assert config(name).attention_bias and options.attention_bias == "false"

@@ -9,11 +9,12 @@ from tests.api_workspace import make_workspace
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "examples" / "first_hour.ipynb"
 PARAMETERS = """
-TARGET, CORPUS, PROMPTS, DRAFT = "target", "chats.jsonl", "prompts.jsonl", "eagle3"
+TARGET, CORPUS, PROMPTS = "target", "chats.jsonl", "prompts.jsonl"
+DRAFT = {"ttt_steps": 4, "draft_vocab_size": 64}
 DOCUMENTS, STEPS, LAYERS = 12, 6, [0, 2, 4]
 GENERATE = {"device": "cpu"}
 FIT = {
-    "eval_every": 3, "ttt_steps": 4, "draft_vocab_size": 64, "batch_size": 1, "seq_len": 128,
+    "eval_every": 3, "batch_size": 1, "seq_len": 128,
     "validation": 0.4, "device": "cpu",
 }
 """

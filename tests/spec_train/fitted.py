@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import Eagle3Options
+from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.spec_data.runs import run, save_target, write_corpus
 
@@ -29,7 +29,7 @@ def place(tmp_path_factory) -> Path:
     (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "p.jsonl").write_text('{"prompt": "question 99"}\n')
     run(folder / "target", folder / "c.jsonl", folder / "data", layers="0,2")
-    config = FitConfig(
+    config = Training(
         data=str(folder / "data"), out=str(folder / "run"), steps=1, seq_len=128, device="cpu"
     )
     fit("eagle3", config, Eagle3Options(ttt_steps=2, draft_vocab_size=100))

@@ -13,8 +13,9 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
 from spec_train.evaluation.report import run_eval
 from spec_train.formats.origin import differing_rows, origin_warnings, require_same_embedding
-from spec_train.options.command_options import EvalConfig, FitConfig
+from spec_train.options.command_options import EvalConfig
 from spec_train.options.draft_options import Eagle3Options
+from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.draft_tools import read_json, reseal, write_json
 from tests.spec_data.runs import run, save_target, write_corpus
@@ -35,7 +36,7 @@ def place(tmp_path_factory):
     (folder / "prompts.jsonl").write_text('{"prompt": "question 99"}\n')
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        config = FitConfig(data="data", out="run", steps=1, seq_len=128, device="cpu")
+        config = Training(data="data", out="run", steps=1, seq_len=128, device="cpu")
         fit("eagle3", config, Eagle3Options(ttt_steps=2, draft_vocab_size=100))
     return folder
 

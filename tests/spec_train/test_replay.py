@@ -13,7 +13,8 @@ from spec_data.shards.errors import DatasetError, DraftError, MissingError, RunE
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
 from spec_train.drafts import DRAFTS
-from spec_train.options.command_options import FitConfig, ReplayConfig
+from spec_train.options.command_options import ReplayConfig
+from spec_train.options.training import Training
 from spec_train.training.replay import one_document, read_batch, read_failure, replay
 from spec_train.training.setup import make_splits
 from tests import factory
@@ -23,21 +24,21 @@ from tests.tolerance import close, network
 CPU = ReplayConfig(device="cpu")
 
 
-def config_of(data: Path, out: Path, **changes) -> FitConfig:
+def config_of(data: Path, out: Path, **changes) -> Training:
     options = dict(
         data=str(data), out=str(out), steps=12, batch_size=2, accumulation=2, seq_len=48, lr=1e-3,
         validation=0.15, log_every=5, eval_every=40, save_every=2,
     )  # fmt: skip
-    return FitConfig(**(options | changes))
+    return Training(**(options | changes))
 
 
-def step_of(data: Path, row: int, config: FitConfig) -> int:
+def step_of(data: Path, row: int, config: Training) -> int:
     """Return the step, from 1, in which a training document is used first."""
     plan = make_splits(HiddenStatesDataset(data), config).train
     return next(i for i, batch in enumerate(plan.batches(0), 1) if any(row in p for p in batch))
 
 
-def training_row(data: Path, config: FitConfig, step: int) -> int:
+def training_row(data: Path, config: Training, step: int) -> int:
     plan = make_splits(HiddenStatesDataset(data), config).train
     return plan.batches(0)[step - 1][2][0]
 

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import spec_data
-import spec_train
 from spec_data.capture.model import Target
 from spec_data.cli import main
 from spec_data.generation.sealing import seal_directory
@@ -24,6 +23,7 @@ from spec_train.data.mixture import common_manifest
 from tests.families import _COMMON
 from tests.spec_data.corpus.templates import tokenizer
 from tests.spec_data.runs import options, run, save_target, verify, write_corpus
+from tests.spec_train import flat
 
 BLOCKS = 10
 EAGLE3, BLOCK = (1, 4, 6), (1, 3, 4, 6, 8)
@@ -53,7 +53,7 @@ def fitted(place, tmp_path, draft: str, data: str, caplog, **changes):
     given = {"ttt_steps": 2} if draft == "eagle3" else {}
     given |= {"num_draft_layers": 1, "markov_rank": 4} if draft == "dspark" else {}
     with caplog.at_level(logging.INFO, "spec_train"):
-        result = spec_train.fit(
+        result = flat.fit(
             draft, place / data, tmp_path / draft, steps=1, seq_len=64, device="cpu",
             validation=0.2, **given, **changes,
         )  # fmt: skip
@@ -83,7 +83,7 @@ def test_a_dataset_for_eagle_alone_has_no_layer(place, tmp_path, caplog):
     assert verify(VerifyConfig(data=str(place / "eagle"), target=str(place / "target"))) == 0
     fitted(place, tmp_path, "eagle", "eagle", caplog)
     with pytest.raises(DraftError, match="no captured layer"):
-        spec_train.fit("eagle3", place / "eagle", tmp_path / "run", steps=1, device="cpu")
+        flat.fit("eagle3", place / "eagle", tmp_path / "run", steps=1, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_targets_that_engines_cannot_serve_are_named_before_the_run(tmp_path, ca
     warned = [line for line in caplog.messages if "Olmo2ForCausalLM" in line and "serve" in line]
     assert [line.split()[1] for line in warned] == ["SGLang", "llama.cpp"]
     caplog.clear()
-    spec_train.fit(
+    flat.fit(
         "eagle3", tmp_path / "data", tmp_path / "run", steps=1, seq_len=64, device="cpu",
         validation=0.2, ttt_steps=1,
     )  # fmt: skip

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-import spec_train
 from spec_data.capture.backend import BackendOptions, open_backend
 from spec_data.capture.model import Target
 from spec_data.generation import setup as generation_setup
@@ -30,6 +29,7 @@ from spec_data.shards.schema import Quantised
 from spec_data.verification.run import examine
 from tests.families import VOCAB
 from tests.spec_data.runs import options, save_target, write_corpus
+from tests.spec_train import flat
 
 BLOCK = 16
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -106,9 +106,7 @@ def test_datasets_verify_and_fit_say_that_the_target_was_quantised(fp8, tmp_path
     found = examine(VerifyConfig(data=str(tmp_path / "data"), target=str(folder), samples=3))
     assert not found.failures and f"captured quantised: {said}" in found.text()
     caplog.set_level(logging.INFO)
-    spec_train.fit(
-        *("eagle3", tmp_path / "data", tmp_path / "run"), steps=1, seq_len=64, device="cpu"
-    )
+    flat.fit(*("eagle3", tmp_path / "data", tmp_path / "run"), steps=1, seq_len=64, device="cpu")
     assert f"captured quantised: {said}" in caplog.text
     config = json.loads((tmp_path / "run" / "best" / "config.json").read_text())
     assert config["spec_train"]["origin"]["quantization"]["quant_method"] == "fp8"

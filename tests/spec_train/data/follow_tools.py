@@ -12,8 +12,8 @@ import pytest
 from spec_data.generation import replica as replica_module
 from spec_data.generation.run import generate
 from spec_data.options.generate_options import GenerateConfig
-from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import Eagle3Options
+from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.forked import Forked, fork_program
 from tests.spec_data.runs import flags, options, save_target, write_corpus
@@ -32,16 +32,16 @@ def made(source, out: Path, **changes) -> dict:
     return options(*source, out, max_shard_size="30KB", **changes)
 
 
-def config_of(data: Path, out: Path, **changes) -> FitConfig:
+def config_of(data: Path, out: Path, **changes) -> Training:
     given = dict(
         data=str(data), out=str(out), epochs=2, batch_size=2, accumulation=1, seq_len=128, lr=1e-3,
         validation=0.2, log_every=5, eval_every=7, save_every=2, device="cpu", window_tokens=300,
         follow=True, follow_timeout=60.0,
     )  # fmt: skip
-    return FitConfig(**(given | changes))
+    return Training(**(given | changes))
 
 
-def run(config: FitConfig):
+def run(config: Training):
     return fit("eagle3", config, OPTIONS)
 
 

@@ -22,8 +22,9 @@ from spec_train.data.splits import Rules, even_shares
 from spec_train.drafts import load_draft
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.report import run_eval
-from spec_train.options.command_options import EvalConfig, FitConfig
+from spec_train.options.command_options import EvalConfig
 from spec_train.options.data_option import Source, parse_source, parse_sources
+from spec_train.options.training import Training
 from spec_train.training.setup import count_supervised_tokens, make_splits
 from spec_train.training.trainer import Trainer
 from tests.factory import random_documents, tiny_dataset, tiny_llama
@@ -57,15 +58,15 @@ def place(tmp_path_factory):
     return folder
 
 
-def config_of(place, out, *data: str, **changes) -> FitConfig:
+def config_of(place, out, *data: str, **changes) -> Training:
     options = dict(
         out=str(out), steps=8, batch_size=2, accumulation=2, seq_len=48, lr=1e-3, validation=0.2,
         log_every=4, eval_every=4, save_every=5,
     )  # fmt: skip
-    return FitConfig(data=tuple(str(place / name) for name in data), **(options | changes))
+    return Training(data=tuple(str(place / name) for name in data), **(options | changes))
 
 
-def opened(config: FitConfig):
+def opened(config: Training):
     return open_documents(parse_sources(config.data))
 
 

@@ -26,14 +26,16 @@ from spec_train.data.policy_masks import PolicyDataset, open_with_mask
 from spec_train.data.splits import Rules, has_slot, make_splits, select
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
-from spec_train.options.command_options import EvalConfig, FitConfig
+from spec_train.options.command_options import EvalConfig
 from spec_train.options.data_option import parse_sources
+from spec_train.options.training import Training
 from spec_train.training.setup import count_supervised_tokens
 from tests.spec_data.corpus.chat_cases import CASES
 from tests.spec_data.corpus.templates import tokenizer
 from tests.spec_data.corpus.test_chat import chat
 from tests.spec_data.runs import run as generate
 from tests.spec_data.runs import save_target
+from tests.spec_train import flat
 
 POLICIES = ("assistant", "last-turn", "all", "first-1", "first-2", "roles=assistant", "roles=text")
 ROWS = [
@@ -95,7 +97,7 @@ def fit(data, out: Path, **changes):
         steps=2, batch_size=2, seq_len=64, validation=0.25, ttt_steps=2, draft_vocab_size=64,
         device="cpu",
     )  # fmt: skip
-    return spec_train.fit("eagle3", data, out, **given | changes)
+    return flat.fit("eagle3", data, out, **given | changes)
 
 
 @pytest.mark.parametrize("policy", ["assistant", "last-turn", "all"])
@@ -159,7 +161,7 @@ def test_masks_and_their_statistics_are_those_of_plain_loops(place, policy):
 
 
 def test_selection_splits_and_counts_are_those_of_the_new_masks(place):
-    config = FitConfig(data=str(place / "all"), out="x", seq_len=64, validation=0.25)
+    config = Training(data=str(place / "all"), out="x", seq_len=64, validation=0.25)
     dataset = open_documents(parse_sources(config.data), mask="roles=text")
     chosen = select(dataset, 64, Rules())
     documents = list(HiddenStatesDataset(place / "all"))
@@ -228,7 +230,7 @@ def test_a_run_keeps_its_mask_and_eval_uses_it(place, tmp_path, caplog):
         fit(place / "assistant", tmp_path / "run")
     facts = read_run(run.directory, run.directory / "best")
     dataset = PolicyDataset(place / "assistant", "last-turn")
-    config = FitConfig(
+    config = Training(
         data=str(place / "assistant"), out="x", seq_len=64, validation=0.25, mask="last-turn"
     )
     held_out = set(range(len(dataset))) - set(make_splits(dataset, config).train.rows.tolist())
@@ -251,7 +253,7 @@ def test_documents_are_selected_by_the_mask_of_the_run(place, tmp_path):
     given = {"mask": "roles=assistant", "validation": 0.25}
     run = fit(place / "assistant", tmp_path / "run", **given)
     facts = read_run(run.directory, run.directory / "best")
-    config = FitConfig(data=str(place / "assistant"), out="x", seq_len=64, **given)
+    config = Training(data=str(place / "assistant"), out="x", seq_len=64, **given)
     splits = make_splits(PolicyDataset(place / "assistant", "roles=assistant"), config)
     assert splits.selection.left_out == {"no supervised token": 2}
     train, _ = choose_documents(HiddenStatesDataset(place / "assistant"), "train", facts)
@@ -334,7 +336,7 @@ def test_masks_that_are_not_those_of_the_turns_are_refused(place, tmp_path):
 @pytest.mark.parametrize("policy", ["user", "first-0", "first-n", "roles=", "last"])
 def test_unknown_policies_are_refused(policy):
     for make in (
-        lambda: FitConfig(data="d", out="o", mask=policy),
+        lambda: Training(data="d", out="o", mask=policy),
         lambda: EvalConfig(draft="d", data="d", mask=policy),
         lambda: supervised_spans(3, [], policy),
     ):
@@ -344,7 +346,7 @@ def test_unknown_policies_are_refused(policy):
 
 def test_a_mask_needs_all_documents_and_a_dataset():
     with pytest.raises(ConfigError, match="--mask all and --follow"):
-        FitConfig(data="d", out="o", mask="all", follow=True)
+        Training(data="d", out="o", mask="all", follow=True)
     with pytest.raises(ConfigError, match="--mask all is about --data"):
         EvalConfig(draft="d", target="t", prompts="p", mask="all")
 

@@ -12,8 +12,9 @@ from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.evaluation.on_dataset import check_fit, read_pack
 from spec_train.evaluation.report import run_eval
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import EvalConfig, FitConfig
+from spec_train.options.command_options import EvalConfig
 from spec_train.options.draft_options import Eagle3Options
+from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.spec_data.runs import run, save_target
 from tests.tolerance import close, close_in_norm, network
@@ -157,8 +158,8 @@ def test_stored_logits_teach_what_final_states_and_head_teach(whole, logits, dra
     assert abs(figures["product_limit_length"] - others["product_limit_length"]) < 0.05  # ties
 
 
-def fit_config_of(data, out) -> FitConfig:
-    return FitConfig(
+def fit_config_of(data, out) -> Training:
+    return Training(
         data=str(data), out=str(out), steps=3, seq_len=128, device="cpu", validation=0.2
     )
 

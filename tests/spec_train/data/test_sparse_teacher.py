@@ -23,6 +23,7 @@ from spec_train.data.policy_masks import PolicyDataset
 from spec_train.drafts.draft import check_teachers
 from tests.factory import tiny_dataset
 from tests.spec_data.shards.integrity_tools import change_manifest
+from tests.spec_train import flat
 
 _NAMES = ("path", "text", "figures")  # of a result: where the data are, and what names them
 # The drafts that are trained from either form, by supervision.
@@ -138,7 +139,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(sparse, change, message):
 def _trained(draft: str, data: Path, out: Path) -> tuple[dict[str, torch.Tensor], dict]:
     vocabulary = {} if draft == "eagle" else {"draft_vocab_size": 32}
     given = dict(steps=2, batch_size=2, seq_len=64, validation=0.25, device="cpu", seed=3)
-    result = spec_train.fit(draft, data, out, **given | vocabulary)
+    result = flat.fit(draft, data, out, **given | vocabulary)
     assert result.finished
     found = spec_train.evaluate(out, data=data).data
     assert found is not None

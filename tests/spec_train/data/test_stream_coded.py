@@ -9,8 +9,8 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.shard import CodedRows
 from spec_train.data.order import BatchPlan
 from spec_train.data.stream import BatchStream, BufferOptions
-from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import Eagle3Options
+from spec_train.options.training import Training
 from spec_train.training import trainer as trainer_module
 from spec_train.training.setup import fit
 from tests.spec_data.runs import run
@@ -114,7 +114,7 @@ def test_training_is_the_same_wherever_states_are_decoded(
             return BufferOptions(**(given | {"decode_on": place}))
 
         monkeypatch.setattr(trainer_module, "BufferOptions", made)
-        config = FitConfig(
+        config = Training(
             data=str(tmp_path / "data"),
             out=str(tmp_path / f"run-{place}"),
             steps=3,

@@ -14,8 +14,8 @@ from spec_train.data.token_counts import count_dataset
 from spec_train.diagnosis.outcome import FINDING, OK, UNDECIDED, Diagnosis
 from spec_train.doctor_api import doctor
 from spec_train.drafts.layers import RMSNorm
-from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
+from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.spec_train.diagnosis.trained import MASK, VOCAB, make_data, train_draft
 
@@ -312,7 +312,7 @@ def test_too_few_documents_decide_nothing(sound_dir, target, tmp_path, capsys):
 def test_documents_that_a_run_was_trained_on_are_named(data, tmp_path):
     def run(validation):
         out = tmp_path / str(validation)
-        config = FitConfig(
+        config = Training(
             data=str(data), out=str(out), steps=1, seq_len=64, device="cpu", validation=validation
         )
         fit("eagle3", config, Eagle3Options(ttt_steps=1, layers="1,3"))

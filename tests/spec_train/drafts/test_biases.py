@@ -10,12 +10,13 @@ from safetensors.torch import load_file
 from spec_train.drafts import DRAFTS
 from spec_train.evaluation.exporting import check_draft
 from spec_train.formats.preflight import REFUSE, refusing
-from spec_train.options.command_options import ExportConfig, fit_config, split_config
+from spec_train.options.command_options import ExportConfig
 from spec_train.options.shape_options import LayerOptions
 from spec_train.training.setup import fit
 from tests.current_families import current_config
 from tests.families import FAMILIES, MORE_FAMILIES
 from tests.spec_data.runs import run, save_target, write_corpus
+from tests.spec_train import flat
 
 SMALL: dict[str, dict[str, Any]] = {
     "eagle3": {"ttt_steps": 2, "draft_vocab_size": 64},
@@ -39,8 +40,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(draft: str, data: Path, out: Path, **options: Any) -> tuple[dict[str, Any], set[str]]:
     """Fit one step; return config.json and the names of the tensors that are biases."""
     values = {"steps": 1, "batch_size": 1, "validation": 0, "device": "cpu"} | SMALL.get(draft, {})
-    joined = fit_config(draft)(data=str(data), out=str(out), **values | options)
-    result = fit(draft, *split_config(draft, joined))
+    joined = flat.split(draft, data=str(data), out=str(out), **values | options)
+    result = fit(draft, *joined)
     assert result.step == 1 or result.finished
     config = json.loads((out / "last" / "config.json").read_text())
     names = {n for n in load_file(out / "last" / "model.safetensors") if n.endswith("proj.bias")}

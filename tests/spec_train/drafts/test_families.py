@@ -14,7 +14,7 @@ from spec_data.shards.errors import TargetError
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.layers import RopeSettings, Rotary
 from spec_train.evaluation.report import run_eval
-from spec_train.options.command_options import EvalConfig, fit_config, split_config
+from spec_train.options.command_options import EvalConfig
 from spec_train.training.setup import fit
 from tests.current_families import (
     CURRENT,
@@ -27,6 +27,7 @@ from tests.current_families import (
 )
 from tests.families import tiny_model
 from tests.spec_data.runs import run, save_target, write_corpus
+from tests.spec_train import flat
 
 SMALL: dict[str, dict[str, Any]] = {
     "eagle3": {"ttt_steps": 2, "draft_vocab_size": 64},
@@ -43,8 +44,8 @@ def train(draft: str, place: Path, steps: int = 1) -> Path:
     """Fit a draft to the dataset in `place`; return its run."""
     options = {"steps": steps, "batch_size": 1, "validation": 0, "device": "cpu"}
     values = options | SMALL.get(draft, {}) | {"data": str(place / "data")}
-    joined = fit_config(draft)(**values, out=str(place / draft))
-    assert fit(draft, *split_config(draft, joined)).finished
+    joined = flat.split(draft, **values, out=str(place / draft))
+    assert fit(draft, *joined).finished
     return place / draft
 
 

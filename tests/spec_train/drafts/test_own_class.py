@@ -10,9 +10,10 @@ from spec_data.shards.errors import DraftError
 from spec_train.drafts import DRAFTS, draft_class, load_draft
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.evaluation.exporting import run_export
-from spec_train.options.command_options import ExportConfig, fit_config, split_config
+from spec_train.options.command_options import ExportConfig
 from spec_train.training.setup import fit
 from tests.spec_data.runs import run, save_target, write_corpus
+from tests.spec_train import flat
 
 NAME = "LlamaForCausalLM"
 
@@ -41,8 +42,8 @@ def test_fit_and_load_draft_use_the_class_of_the_family(tmp_path: Path, monkeypa
     run(tmp_path / "target", tmp_path / "chats.jsonl", tmp_path / "data")
     out = str(tmp_path / "run")
     settings = {"steps": 1, "batch_size": 1, "seq_len": 128, "device": "cpu", "ttt_steps": 2}
-    config = fit_config("eagle3")(data=str(tmp_path / "data"), out=out, **settings)
-    assert fit("eagle3", *split_config("eagle3", config)).finished
+    config = flat.split("eagle3", data=str(tmp_path / "data"), out=out, **settings)
+    assert fit("eagle3", *config).finished
     folder = tmp_path / "run" / "last"
     assert type(load_draft(folder)) is OwnDraft
     with pytest.raises(DraftError, match=r"does not know .*OwnDraft, the draft class of Own"):

@@ -19,9 +19,10 @@ from spec_data.shards.position_data import POSITIONS, Positions, load_positions
 from spec_data.shards.schema import Manifest, RopeRecord, fingerprint
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.evaluation.exporting import run_export
-from spec_train.options.command_options import ExportConfig, fit_config, split_config
+from spec_train.options.command_options import ExportConfig
 from spec_train.training.setup import fit
 from tests.spec_data.runs import run, save_target, verify, write_corpus
+from tests.spec_train import flat
 
 STEP = {"steps": 1, "batch_size": 1, "seq_len": 128, "device": "cpu"}
 SMALL: dict[str, dict[str, Any]] = {
@@ -49,8 +50,8 @@ def made(folder: Path, family: str = "llama") -> Path:
 def settings(data: Path, draft: str = "eagle3", out: str = "run", **changes: Any) -> Any:
     """The options of a fit of one step, in a directory beside the dataset."""
     place = {"data": str(data), "out": str(data.parent / f"{draft}-{out}")}
-    config = fit_config(draft)(**place, **STEP, **SMALL.get(draft, {}), **changes)
-    return split_config(draft, config)
+    config = flat.split(draft, **place, **STEP, **SMALL.get(draft, {}), **changes)
+    return config
 
 
 def fitted(data: Path, draft: str = "eagle3", out: str = "run") -> Path:
@@ -181,8 +182,8 @@ def test_of_several_datasets_the_one_that_has_the_rope_decides(
     _without_positions(older)
     sources = tuple(map(str, (older, newer) if older_first else (newer, older)))
     given = {"data": sources, "out": str(tmp_path / "run")}
-    config = fit_config("eagle3")(**given, **STEP, **SMALL["eagle3"])
-    assert fit("eagle3", *split_config("eagle3", config)).finished
+    config = flat.split("eagle3", **given, **STEP, **SMALL["eagle3"])
+    assert fit("eagle3", *config).finished
     stored = load_positions(newer, Manifest.read(newer / "manifest.json"))
     draft = load_draft(tmp_path / "run" / "last")
     assert torch.equal(draft.rotary.inv_freq, stored.of_draft.inv_freq)

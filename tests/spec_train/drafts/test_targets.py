@@ -15,10 +15,11 @@ from spec_train.drafts.config import target_shape
 from spec_train.drafts.layers import Rotary
 from spec_train.evaluation.report import run_eval
 from spec_train.formats.target_facts import read_target
-from spec_train.options.command_options import EvalConfig, fit_config, split_config
+from spec_train.options.command_options import EvalConfig
 from spec_train.training.setup import fit
 from tests.families import FAMILIES, LAYERS, MORE_FAMILIES, tiny_model
 from tests.spec_data.runs import run, save_target, write_corpus
+from tests.spec_train import flat
 from tests.tolerance import close
 
 ROTARY = sorted(set(FAMILIES | MORE_FAMILIES) - {"gpt2"})  # which has learned positions
@@ -106,8 +107,8 @@ def test_generate_fit_and_eval(family: str, draft: str, tmp_path_factory, workpl
     place = workplaces(family)
     out = tmp_path_factory.mktemp("run") / draft
     options = {"steps": 2, "batch_size": 1, "device": "cpu", **SMALL.get(draft, {})}
-    joined = fit_config(draft)(data=str(place / "data"), out=str(out), **options)
-    assert fit(draft, *split_config(draft, joined)).finished
+    joined = flat.split(draft, data=str(place / "data"), out=str(out), **options)
+    assert fit(draft, *joined).finished
     settings = {"data": str(place / "data"), "target": str(place / "target"), "max_new_tokens": 8}
     prompts = {"prompts": str(place / "chats.jsonl"), "limit": 2, "device": "cpu"}
     report = run_eval(EvalConfig(draft=str(out), **settings, **prompts))

@@ -209,9 +209,9 @@ def test_bounds_of_options_weigh_their_terms() -> None:
 
 SMALL: dict[str, tuple[str, ...]] = {
     "eagle3": ("--ttt-steps", "2"),
-    "peagle": ("--draft-layers", "1", "--depths", "2"),
-    "dspark": ("--num-draft-layers", "1", "--markov-rank", "4", "--block-size", "4"),
-    "dflash": ("--num-draft-layers", "1", "--block-size", "4", "--ce-target", "teacher"),
+    "peagle": ("--num-layers", "1", "--depths", "2"),
+    "dspark": ("--num-layers", "1", "--markov-rank", "4", "--block-size", "4"),
+    "dflash": ("--num-layers", "1", "--block-size", "4", "--loss-target", "soft"),
 }
 
 

@@ -1,6 +1,5 @@
 """Draft vocabularies: by coverage, from files and other data, and pruned from a trained draft."""
 
-import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -19,9 +18,11 @@ from spec_train.cli import main
 from spec_train.drafts.vocabulary import choose_draft_vocabulary, prune, smallest_vocabulary
 from spec_train.formats.vocabulary_maps import read_vocabulary
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import ExportConfig, resolve_fit
+from spec_train.options.command_options import ExportConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS, DSparkOptions, Eagle3Options
+from spec_train.options.presets import with_preset
 from tests.factory import tiny_dataset
+from tests.spec_train import flat
 from tests.tolerance import close, network
 
 VOCAB = 64
@@ -53,7 +54,7 @@ def runs(data, tmp_path_factory) -> dict[tuple[str, int], Path]:
 
 def fit(kind: str, data: Path, out: Path, **changes):
     given = dict(steps=1, batch_size=2, seq_len=48, validation=0.2, device="cpu")
-    return spec_train.fit(kind, data, out, **given | SMALL[kind] | changes)
+    return flat.fit(kind, data, out, **given | SMALL[kind] | changes)
 
 
 def counts_of(data: Path) -> Tensor:
@@ -218,7 +219,6 @@ def test_data_of_another_tokenizer_is_refused(data, tmp_path):
     ("given", "named"),
     [
         ({"draft_vocab": "f", "draft_vocab_coverage": 0.9}, "each of them chooses"),
-        ({"draft_vocab": "f", "draft_vocab_size": 32000}, "each of them chooses"),
         ({"draft_vocab_coverage": 0.9, "draft_vocab_size": 9}, "each of them chooses"),
         ({"draft_vocab": "f", "draft_vocab_from": "d"}, "a file names the tokens"),
         ({"draft_vocab_coverage": 0.0}, "above 0 and at most 1"),
@@ -227,17 +227,12 @@ def test_data_of_another_tokenizer_is_refused(data, tmp_path):
 )
 def test_options_that_exclude_each_other_are_refused(kind, given, named):
     with pytest.raises(ConfigError, match=named):
-        resolve_fit(kind, {"data": "d", "out": "o", **given})
-    if given.get("draft_vocab_size") != 32000:  # the class cannot tell a default from a flag
-        with pytest.raises(ConfigError, match=named):
-            DRAFT_OPTIONS[kind](**given)
+        DRAFT_OPTIONS[kind](**given)
 
 
 def test_a_preset_gives_way_to_a_file():
-    found = resolve_fit("eagle3", {"data": "d", "out": "o", "preset": "5k", "draft_vocab": "f"})
-    assert found.draft_vocab == "f"
-    again = resolve_fit("eagle3", {}, dataclasses.asdict(found))  # as from fit.json
-    assert again.draft_vocab == "f"
+    found = with_preset(Eagle3Options(draft_vocab="f"), "smoke")
+    assert found.draft_vocab == "f" and found.ttt_steps == 2
 
 
 def test_a_draft_to_start_from_keeps_its_vocabulary(data, runs, tmp_path):
@@ -380,7 +375,7 @@ def test_a_vocabulary_that_prunes_nothing_is_refused(runs, data, tmp_path):
             spec_train.export(runs["eagle3", 40], data=data, **given)
     with pytest.raises(DraftError, match="the draft itself holds only"):
         spec_train.export(runs["eagle3", 40], data=data, draft_vocab_coverage=1.0)
-    spec_train.fit("eagle", data, tmp_path / "e", steps=1, seq_len=48, device="cpu", validation=0.2)
+    flat.fit("eagle", data, tmp_path / "e", steps=1, seq_len=48, device="cpu", validation=0.2)
     with pytest.raises(DraftError, match="no vocabulary to prune"):
         spec_train.export(tmp_path / "e", data=data, draft_vocab_size=9)
 

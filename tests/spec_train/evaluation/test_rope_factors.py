@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_train.api import export, fit
+from spec_train.api import export
 from spec_train.evaluation import report
 from spec_train.evaluation.report import run_eval
 from spec_train.options.command_options import EvalConfig
 from tests.spec_data.runs import run, save_target, write_corpus
+from tests.spec_train import flat
 
 LIMIT = 128
 
@@ -33,7 +34,7 @@ def test_eval_decodes_with_the_factors_of_the_capture(
 ) -> None:
     target, corpus = made
     run(target, corpus, tmp_path / "data", rope_factors=factors)
-    fit("eagle3", tmp_path / "data", tmp_path / "run", steps=1, ttt_steps=2, device="cpu")
+    flat.fit("eagle3", tmp_path / "data", tmp_path / "run", steps=1, ttt_steps=2, device="cpu")
     origin = json.loads((tmp_path / "run/last/config.json").read_text())["spec_train"]["origin"]
     assert origin["rope_factors"] == factors
     loaded = []

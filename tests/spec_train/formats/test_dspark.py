@@ -14,8 +14,9 @@ from spec_train.drafts import DRAFTS, load_draft
 from spec_train.evaluation.exporting import run_export
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import ExportConfig, FitConfig
+from spec_train.options.command_options import ExportConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.draft_tools import unseal
 from tests.factory import tiny_llama
@@ -235,7 +236,7 @@ def test_fit_starts_from_every_form(
     options = {**SMALL, "markov_rank": 8}
     own = saved(dataset, head, tmp_path / "own", "dspark", markov_rank=8)
     start = written(own, form, tmp_path / form, target)
-    config = FitConfig(
+    config = Training(
         data=str(dataset.path),
         out=str(tmp_path / "run"),
         steps=0,
@@ -250,7 +251,7 @@ def test_fit_starts_from_every_form(
     with pytest.raises(DraftError, match="holds a draft of the kind dspark"):
         fit(
             "dflash",
-            FitConfig(
+            Training(
                 data=str(dataset.path),
                 out=str(tmp_path / "other"),
                 steps=0,

@@ -17,8 +17,9 @@ from spec_train.evaluation import exporting as export_module
 from spec_train.evaluation.exporting import run_export
 from spec_train.formats.target_facts import read_target
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import ExportConfig, FitConfig
+from spec_train.options.command_options import ExportConfig
 from spec_train.options.draft_options import Eagle3Options
+from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.draft_tools import reseal
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
@@ -221,7 +222,7 @@ def test_the_command_line(own: Path, tmp_path: Path, target: Path, capsys: Any) 
 
 
 def fitted(dataset: HiddenStatesDataset, out: Path, start: Path, **changes: Any) -> Path:
-    config = FitConfig(
+    config = Training(
         data=str(dataset.path),
         out=str(out),
         steps=0,

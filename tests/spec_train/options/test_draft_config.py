@@ -9,11 +9,15 @@ import pytest
 
 from spec_data.shards.errors import ConfigError, DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.cli import main
+from spec_train.commands.fit import shaped
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import resolve_fit, split_config
+from spec_train.options.draft_config_file import with_draft_config
+from spec_train.options.draft_options import Eagle3Options
 from spec_train.training.setup import check_keys, check_target, fit
 from tests.factory import tiny_dataset
+from tests.spec_train import flat
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
 
@@ -24,8 +28,8 @@ RUN = {"data": "d", "out": "o"}
 def resolved(tmp_path: Path, draft: str, raw: Any, **given: Any) -> tuple[Any, Any]:
     path = tmp_path / "shape.json"
     path.write_text(json.dumps(raw))
-    joined = resolve_fit(draft, RUN | {"draft_config": str(path)} | given)
-    return split_config(draft, joined)
+    training, options = flat.split(draft, **RUN | {"draft_config": str(path)} | given)
+    return training, shaped(training, draft, options)
 
 
 PUBLISHED = {  # a draft of EAGLE-3 as its authors published them
@@ -163,13 +167,11 @@ def test_causal_full_layers_of_a_block_are_refused(tmp_path: Path, table: str) -
     assert resolved(tmp_path, "dflash", raw | {"sliding_window": 32})[1].sliding_window == 32
 
 
-def test_flags_and_config_files_replace_its_keys_and_it_replaces_presets(tmp_path: Path) -> None:
-    path = tmp_path / "shape.json"
-    path.write_text(json.dumps({"intermediate_size": 80, "draft_vocab_size": 64, "head_dim": 8}))
-    given = RUN | {"draft_config": str(path), "preset": "smoke", "intermediate_size": 20}
-    joined = resolve_fit("eagle3", given, {"head_dim": 4})
-    assert (joined.intermediate_size, joined.head_dim) == (20, 4)
-    assert joined.draft_vocab_size == 64 and joined.ttt_steps == 2  # smoke: 2048 and 2
+def test_options_replace_its_keys_and_it_replaces_presets(tmp_path: Path) -> None:
+    raw = {"intermediate_size": 80, "draft_vocab_size": 64, "head_dim": 8}
+    _, options = resolved(tmp_path, "eagle3", raw, preset="smoke", intermediate_size=20)
+    assert (options.intermediate_size, options.head_dim) == (20, 8)
+    assert options.draft_vocab_size == 64 and options.ttt_steps == 2  # smoke: 2048 and 2
 
 
 @pytest.mark.parametrize(
@@ -178,7 +180,7 @@ def test_flags_and_config_files_replace_its_keys_and_it_replaces_presets(tmp_pat
         ("eagle3", {"block_size": 7}, "block_size: eagle3 drafts have no such option"),
         ("eagle", {"norm_before_fc": True}, "norm_before_fc: eagle drafts have no such option"),
         ("eagle3", [1], "expected an object, found list"),
-        ("eagle3", {"intermediate_size": "80"}, "intermediate_size"),
+        ("eagle3", {"intermediate_size": "80"}, "intermediate-size"),
     ],
 )
 def test_what_the_draft_cannot_have_is_refused(
@@ -205,7 +207,7 @@ def test_keys_without_effect_are_logged(tmp_path: Path, caplog: pytest.LogCaptur
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingError, match=r"--draft-config .*no such file"):
-        resolve_fit("eagle3", RUN | {"draft_config": str(tmp_path / "no.json")})
+        with_draft_config(Eagle3Options(), "eagle3", str(tmp_path / "no.json"))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,7 @@ def test_our_own_config_makes_the_same_shape_again(
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
-        ({"num_hidden_layers": "x"}, "num_layers = 'x' in --draft-config .*: expected int"),
+        ({"num_hidden_layers": "x"}, "--draft-config .*: --num-layers 'x': expected int"),
         ({"hidden_size": 32, "num_attention_heads": "4"}, "not of the type"),
         ({"hidden_size": 32, "num_attention_heads": [4]}, "not of the type"),
         ({"layer_types": 5}, "not of the type"),
@@ -274,8 +276,7 @@ def test_fit_json_repeats_the_run_without_the_file(tmp_path: Path) -> None:
     given["out"] = str(tmp_path / "first")
     fit("eagle3", *resolved(tmp_path, "eagle3", shape, **given))
     (tmp_path / "shape.json").unlink()
-    table = json.loads((tmp_path / "first" / "fit.json").read_text())
-    again = resolve_fit("eagle3", {"out": str(tmp_path / "again")}, table)
-    fit("eagle3", *split_config("eagle3", again))
+    file = str(tmp_path / "first" / "fit.json")
+    assert main(["fit", "eagle3", "--config", file, "--out", str(tmp_path / "again")]) == 0
     first, second = (load_draft(tmp_path / name / "last") for name in ("first", "again"))
     assert first.config.intermediate_size == 24 and first.config == second.config

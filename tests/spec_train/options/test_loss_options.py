@@ -78,9 +78,9 @@ def test_defaults_are_the_published_losses() -> None:
 EXACT = {  # every draft with another loss than its own; nothing is drawn at random
     "eagle": ("--loss", "tv", "--ce-weight", "1", "--noise", "0", "--loss-target", "hard"),
     "eagle3": ("--loss", "jsd", "--ttt-steps", "3", "--position-weights", "1,0,0.5"),
-    "peagle": ("--loss", "lk-lambda", "--depths", "1", "--draft-layers", "1"),
-    "dspark": ("--loss", "reverse-kl", "--num-draft-layers", "1", "--markov-rank", "4"),
-    "dflash": ("--loss", "ce", "--loss-target", "hard", "--num-draft-layers", "1"),
+    "peagle": ("--loss", "lk-lambda", "--depths", "1", "--num-layers", "1"),
+    "dspark": ("--loss", "reverse-kl", "--num-layers", "1", "--markov-rank", "4"),
+    "dflash": ("--loss", "ce", "--loss-target", "hard", "--num-layers", "1"),
 }
 
 

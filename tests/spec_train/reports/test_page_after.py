@@ -14,7 +14,7 @@ from spec_train.reports import run_page as page_after_fit
 from spec_train.reports.page_after_eval import page_of as page_of_eval
 from spec_train.reports.results import evaluations
 from spec_train.reports.run_page import page_of
-from tests.spec_train import fitted
+from tests.spec_train import fitted, flat
 
 place = fitted.place
 FIT = {"steps": 2, "seq_len": 128, "device": "cpu", "validation": 0.4, "draft_vocab_size": 100}
@@ -23,7 +23,7 @@ FIT = {"steps": 2, "seq_len": 128, "device": "cpu", "validation": 0.4, "draft_vo
 @pytest.fixture(scope="module")
 def run(place) -> Path:
     """A run that has ended, of the public function."""
-    spec_train.fit("eagle3", place / "data", place / "public", ttt_steps=2, **FIT)
+    flat.fit("eagle3", place / "data", place / "public", ttt_steps=2, **FIT)
     return place / "public"
 
 
@@ -45,7 +45,7 @@ def test_a_page_that_fails_is_a_warning(place, tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(page_after_fit, "write_report", broken)
     monkeypatch.setattr(page_after_eval, "write_page", broken)
-    result = spec_train.fit("eagle3", place / "data", tmp_path / "run", ttt_steps=2, **FIT)
+    result = flat.fit("eagle3", place / "data", tmp_path / "run", ttt_steps=2, **FIT)
     assert result.finished and (tmp_path / "run" / "best").is_dir()
     text = f"warning: {tmp_path / 'run' / 'report.html'} was not written: OSError: no space left"
     assert text in caplog.text
@@ -62,7 +62,7 @@ def test_only_the_first_rank_writes_pages(place, tmp_path, monkeypatch):
         return result
 
     monkeypatch.setattr(page_after_fit.setup, "fit", as_rank_1)
-    spec_train.fit("eagle3", place / "data", tmp_path / "run", ttt_steps=2, **FIT)
+    flat.fit("eagle3", place / "data", tmp_path / "run", ttt_steps=2, **FIT)
     assert not (tmp_path / "run" / "report.html").exists()
 
 

@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
-from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.spec_train import fitted
 
@@ -18,7 +18,7 @@ place = fitted.place
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_the_size_of_the_draft_is_compared_with_its_target(place, tmp_path, caplog, kind):
     caplog.set_level(logging.INFO)
-    config = FitConfig(
+    config = Training(
         data=str(place / "data"), out=str(tmp_path / "run"), steps=1, seq_len=128, device="cpu"
     )
     fit(kind, config, DRAFT_OPTIONS[kind](draft_vocab_size=100))

@@ -12,7 +12,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.views.appending import append, plan_append
 from spec_data.views.joining import plan_merge
 from spec_data.views.write_view import write_view
-from spec_train.options.command_options import FitConfig
+from spec_train.options.training import Training
 from spec_train.training.stored import dump_checked
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_train.training.test_trainer_resume import assert_same_run, stop_after
@@ -33,9 +33,9 @@ def sets(tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def begun(sets, tmp_path) -> FitConfig:
+def begun(sets, tmp_path) -> Training:
     """The options of a run that is finished on the smaller dataset."""
-    config = FitConfig(
+    config = Training(
         data=str(sets[0]),
         out=str(tmp_path / "run"),
         steps=3,

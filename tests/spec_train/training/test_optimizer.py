@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from spec_data.shards.errors import ConfigError
 from spec_train.drafts import DRAFTS
-from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.training import Training
 from spec_train.training.optimizer import Masters, learning_rate
 from spec_train.training.setup import fit
 from spec_train.training.trainer import Trainer
@@ -31,7 +31,7 @@ data, config = trainer_tools.data, trainer_tools.config
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize("total", [1, 2, 40])
 def test_rates_are_those_of_the_formula(schedule: str, total: int) -> None:
-    plan = FitConfig(
+    plan = Training(
         data="d", out="o", lr=0.1, warmup_ratio=0.1, min_lr_ratio=0.2, schedule=schedule
     )
     warm = -(-total // 10)
@@ -52,7 +52,7 @@ def test_rates_are_those_of_the_formula(schedule: str, total: int) -> None:
 @pytest.mark.parametrize("betas", ["0.9", "0.9,1", "-0.1,0.9", "a,b", "0.9,0.95,0.99", "nan,0.9"])
 def test_betas_that_are_no_decay_rates_are_refused(betas: str) -> None:
     with pytest.raises(ConfigError, match=f"--betas {betas}: expected two numbers"):
-        FitConfig(data="d", out="o", betas=betas)
+        Training(data="d", out="o", betas=betas)
 
 
 class Net(nn.Module):
@@ -84,9 +84,7 @@ def muon_by_definition(weight: Tensor, gradients: Sequence[Tensor], lr: float, d
 
 
 def test_muon_moves_matrices_as_its_definition_says_and_adamw_the_rest() -> None:
-    plan = FitConfig(
-        data="d", out="o", lr=0.02, optimizer="muon", weight_decay=0.1, betas="0.8,0.9"
-    )
+    plan = Training(data="d", out="o", lr=0.02, optimizer="muon", weight_decay=0.1, betas="0.8,0.9")
     net, gradients = Net(), {}
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     masters = Masters(net, plan)  # type: ignore[arg-type]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from spec_data.shards.errors import ConfigError
-from spec_train.options.command_options import resolve_fit
 from spec_train.options.presets import PRESETS
+from spec_train.options.training import Training
 from spec_train.training import run_size
 from spec_train.training.run_size import sized
 from tests.spec_train.training import tools as trainer_tools
@@ -28,9 +28,7 @@ def dataset(packs: float):
 
 
 def options(**given):
-    return resolve_fit(
-        "eagle3", {"data": "d", "out": "o", "seq_len": SEQ, "validation": 0.0, **given}
-    )
+    return Training(**{"data": "d", "out": "o", "seq_len": SEQ, "validation": 0.0, **given})
 
 
 def size(packs: float, world: int = 1, started=None, **given) -> tuple:

@@ -10,10 +10,10 @@ from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
 from spec_train.formats.draft_files import DraftFiles, read_files, write_files
 from spec_train.formats.draft_seal import SECTION
-from spec_train.options.command_options import resolve_fit, split_config
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.training.setup import fit
 from tests.factory import tiny_dataset
+from tests.spec_train import flat
 
 LAYER = {
     "intermediate_size": 24,
@@ -46,14 +46,8 @@ def data(tmp_path_factory) -> str:
 
 def run(name: str, data: str, out: Path, **given):
     """Fit for a step as the command line does, options that are not given are at their default."""
-    config, options = split_config(
-        name,
-        resolve_fit(
-            name,
-            {"data": data, "out": str(out), "steps": 1, "seq_len": 48, "device": "cpu", **given},
-        ),
-    )
-    return fit(name, config, options)
+    common = {"data": data, "out": str(out), "steps": 1, "seq_len": 48, "device": "cpu"}
+    return fit(name, *flat.split(name, **common | given))
 
 
 def foreign(folder: Path, out: Path) -> Path:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from spec_data.shards.errors import DatasetError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, load_draft
-from spec_train.options.command_options import FitConfig
+from spec_train.options.training import Training
 from spec_train.training import trainer as trainer_module
 from spec_train.training.result import BEST_FIGURES
 from spec_train.training.setup import count_supervised_tokens, make_splits
@@ -43,7 +43,7 @@ data, config = trainer_tools.data, trainer_tools.config
 def test_training_teaches(tmp_path):
     """Compares validation metrics with those of the untrained draft."""
     data = learnable_dataset(tmp_path / "set")
-    config = FitConfig(
+    config = Training(
         data=str(data), out=str(tmp_path / "run"), steps=120, seq_len=80, validation=0.2,
         lr=3e-3, eval_every=60, save_every=1000, batch_size=4,
     )  # fmt: skip

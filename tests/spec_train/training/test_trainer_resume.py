@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from spec_data.shards.errors import ConfigError, DraftError
-from spec_data.terminal.config import from_dict
 from spec_train.cli import main
 from spec_train.drafts import load_draft
 from spec_train.drafts.eagle3.draft import Unroll
-from spec_train.options.command_options import fit_config, split_config
 from spec_train.training.stored import HELD_OUT
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
 from tests.forked import Forked
+from tests.spec_train import flat
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import (
     OPTIONS,
@@ -114,7 +113,7 @@ def test_measuring_and_saving_do_not_touch_training(config, tmp_path, monkeypatc
 def test_a_run_is_repeated_by_its_own_config_file(config, tmp_path):
     run(config)
     table = json.loads((Path(config.out) / "fit.json").read_text())
-    again, options = split_config("eagle3", from_dict(fit_config("eagle3"), table))
+    again, options = flat.split("eagle3", **table)
     run(change(again, out=str(tmp_path / "again")), options)
     assert_same_run(config.out, tmp_path / "again")
 

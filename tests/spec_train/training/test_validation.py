@@ -11,8 +11,9 @@ import torch
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.evaluation.report import run_eval
-from spec_train.options.command_options import EvalConfig, FitConfig
+from spec_train.options.command_options import EvalConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.training import Training
 from spec_train.reports.run_page import page_of
 from spec_train.simulation.parting import ENOUGH
 from spec_train.training.result import FitResult, log_result
@@ -31,8 +32,8 @@ def data(tmp_path_factory) -> Path:
     return learnable_dataset(tmp_path_factory.mktemp("data") / "set")
 
 
-def config_of(data: Path, out: Path, **changes: Any) -> FitConfig:
-    config = FitConfig(
+def config_of(data: Path, out: Path, **changes: Any) -> Training:
+    config = Training(
         data=str(data), out=str(out), steps=40, batch_size=4, seq_len=80, lr=1e-2, validation=0.3,
         eval_every=20, save_every=40,
     )  # fmt: skip

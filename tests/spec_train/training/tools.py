@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from spec_data.terminal.config import as_flags
 from spec_train.drafts import DRAFTS
-from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import Eagle3Options
+from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.tolerance import close, close_weights, network
@@ -32,7 +32,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def config(data, tmp_path):
-    return FitConfig(
+    return Training(
         data=str(data),
         out=str(tmp_path / "run"),
         steps=12,
@@ -65,11 +65,11 @@ def learnable_dataset(path: Path) -> Path:
     return tiny_dataset(path, model=model, documents=documents)
 
 
-def change(config: FitConfig, **changes) -> FitConfig:
+def change(config: Training, **changes) -> Training:
     return dataclasses.replace(config, **changes)
 
 
-def run(config: FitConfig, options: Eagle3Options = OPTIONS):
+def run(config: Training, options: Eagle3Options = OPTIONS):
     return fit("eagle3", config, options)
 
 
@@ -97,7 +97,7 @@ def make_noisy(monkeypatch) -> None:
 COMMAND = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3"]
 
 
-def command(config: FitConfig) -> list[str]:
+def command(config: Training) -> list[str]:
     return [*COMMAND, *as_flags(config), "--ttt-steps", "2", "--draft-vocab-size", "40"]
 
 

@@ -18,7 +18,7 @@ from tests.spec_train.evaluation.tools import respond
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
 trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
 
-SMALL = ["--num-draft-layers", "1", "--block-size", "4", "--mask-token-id", "3"]
+SMALL = ["--num-layers", "1", "--block-size", "4", "--mask-token-id", "3"]
 STEPS = ["--batch-size", "2", "--seq-len", "64", "--lr", "0.003", "--validation", "0.15"]
 
 
@@ -31,6 +31,11 @@ def data(tmp_path_factory, target, prompts) -> Path:
 
 
 def fit(name: str, data: Path, out: Path, *more: str) -> int:
+    """Fit with flags; "key=value" is an option without one, in a config file."""
+    table = dict(word.split("=") for word in more if not word.startswith("-") and "=" in word)
+    file = out.with_suffix(".json")
+    file.write_text(json.dumps(table))
+    more = ("--config", str(file), *(word for word in more if word.split("=")[0] not in table))
     return main(
         [
             "fit",
@@ -52,9 +57,9 @@ def fit(name: str, data: Path, out: Path, *more: str) -> int:
     ("name", "more"),
     [
         ("dspark", ("--markov-rank", "8")),
-        ("dspark", ("--markov-rank", "8", "--markov-head-type", "rnn", "--draft-vocab-size", "40")),
+        ("dspark", ("--markov-rank", "8", "--draft-vocab-size", "40", "markov_head_type=rnn")),
         ("dflash", ()),
-        ("dflash", ("--layout", "anchor", "--ce-target", "teacher")),
+        ("dflash", ("layout=anchor", "--loss-target", "soft")),
     ],
     ids=str,
 )

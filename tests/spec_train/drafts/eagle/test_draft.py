@@ -23,8 +23,8 @@ from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import head_loss
 from spec_train.losses.sampling import Greedy, make_sampler
-from spec_train.options.command_options import FitConfig
 from spec_train.options.draft_options import EagleOptions
+from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from spec_train.training.trainer import Trainer
 from tests.draft_tools import read_json, reseal, write_json
@@ -278,7 +278,7 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(config, tmp_path, mo
 
 def test_a_run_begins_from_another_and_refuses_another_shape(config, data, tmp_path) -> None:
     fit("eagle", change(config, steps=2), EagleOptions())
-    more: FitConfig = change(config, steps=0, out=str(tmp_path / "more"), init_from=config.out)
+    more: Training = change(config, steps=0, out=str(tmp_path / "more"), init_from=config.out)
     fit("eagle", more, EagleOptions(noise=0.0))
     old, new = load_draft(Path(config.out) / "best"), load_draft(tmp_path / "more" / "last")
     assert all(torch.equal(a, b) for a, b in zip(old.parameters(), new.parameters(), strict=True))

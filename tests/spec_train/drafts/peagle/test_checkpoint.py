@@ -134,7 +134,7 @@ def test_the_defaults_are_the_papers() -> None:
 
 def test_fit_then_eval(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    flags = ["--depths", "3", "--draft-layers", "2", "--draft-vocab-size", "40", "--segments", "2"]
+    flags = ["--depths", "3", "--num-layers", "2", "--draft-vocab-size", "40", "--segments", "2"]
     flags += ["--steps", "30", "--seq-len", "48", "--validation", "0.2", "--lr", "3e-3"]
     flags += ["--eval-every", "10", "--gradient-checkpointing"]
     assert main(["fit", "peagle", "--data", str(data), "--out", str(out), *flags]) == 0

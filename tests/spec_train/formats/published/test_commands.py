@@ -15,7 +15,7 @@ from spec_train.evaluation.report import draft_to_measure, run_eval
 from spec_train.options.command_options import EvalConfig, ExportConfig
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.formats.published import tiny
-from tests.spec_train.training.tools import OPTIONS, FitConfig, run
+from tests.spec_train.training.tools import OPTIONS, Training, run
 
 HIDDEN, VOCAB, SIZE, INNER = 32, 64, 40, 64  # of tiny_llama
 CONFIG: dict[str, Any] = {
@@ -73,7 +73,7 @@ def test_eval_takes_what_it_lacks_from_the_target(place: Path) -> None:
 
 
 def test_fit_goes_on_from_it(place: Path, tmp_path: Path) -> None:
-    config = FitConfig(
+    config = Training(
         data=str(place / "data"),
         out=str(tmp_path / "run"),
         steps=0,

@@ -13,8 +13,9 @@ from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
 from spec_train.evaluation.exporting import find_target, run_export
 from spec_train.evaluation.report import run_eval
-from spec_train.options.command_options import EvalConfig, ExportConfig, FitConfig
+from spec_train.options.command_options import EvalConfig, ExportConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.formats.published import tiny
@@ -78,7 +79,7 @@ def test_eval_measures_it_on_a_dataset(place: Path) -> None:
 
 
 def test_fit_goes_on_from_it(place: Path, tmp_path: Path) -> None:
-    config = FitConfig(
+    config = Training(
         data=str(place / "data"),
         out=str(tmp_path / "run"),
         steps=0,

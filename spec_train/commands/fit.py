@@ -1,0 +1,181 @@
+"""`spec-train fit DRAFT`: train a draft on a dataset, without its target.
+
+The story: check what was asked (here, before torch is imported), prepare the run
+(`training.setup`: documents, draft, number of steps), train (`training.trainer`), and write the
+page of the run (`reports.run_page`).
+"""
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spec_data.shards.path_kinds import Kind, what_is
+from spec_data.terminal.command import Program, Result, command, specialised
+from spec_data.terminal.paths import check_path
+from spec_train.options.data_option import parse_sources
+from spec_train.options.draft_config_file import with_draft_config
+from spec_train.options.draft_options import DRAFT_OPTIONS, AnyDraftOptions, Eagle3Options
+from spec_train.options.presets import preset_help, with_preset
+from spec_train.options.training import Training
+
+if TYPE_CHECKING:
+    from spec_train.training.result import FitResult
+    from spec_train.training.run_cost import DryRun
+
+
+@command
+def fit(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "FitResult":
+    """Train a draft on a dataset that `spec-data generate` has written.
+
+    The target is never opened: its embeddings and head are part of the dataset. RUN receives
+    fit.json (every option), metrics.jsonl, report.html, checkpoint-<step>/ directories to resume
+    from, and two links: `best` (longest simulated acceptance length on held-out documents) and
+    `last`, both Hugging Face directories that inference engines load.
+
+    Ctrl-C, SIGTERM and a closed terminal finish the step and save; the same command resumes. In
+    Python, the signal is raised again afterwards.
+
+    Examples:
+        spec-train fit eagle3 --data DATA --out RUN --preset smoke
+        spec-train fit eagle3 --data OWN:2 CHATS CODE:0.25 --out RUN --epochs 3
+        torchrun --nproc-per-node 8 -m spec_train fit eagle3 --data DATA --out RUN
+
+    Args:
+        training: data, run directory, length, learning rate, ...
+        draft: the kind of draft, and its own options.
+
+    Returns:
+        The step that the run has reached, its `best` draft, and its figures as lists of dicts:
+        `training` and `validation`.
+
+    Raises:
+        DraftError: a bad value of an option of the draft.
+        ConfigError: a bad value, or a run directory that holds another run.
+        DatasetError, MissingError: the dataset cannot be read.
+        RunError: training failed, such as with a loss that is not finite.
+
+    >>> import spec_train as st
+    >>> result = st.fit(
+    ...     st.Training(data="data", out="run-2", preset="smoke", steps=4, eval_every=2,
+    ...                 seq_len=128, validation=0.2),
+    ...     st.Eagle3Options(ttt_steps=2, draft_vocab_size=0),
+    ... )
+    >>> result.finished, result.step
+    (True, 4)
+    >>> [line["step"] for line in result.validation]
+    [0, 2, 4]
+    >>> result.validation[-1]["loss"] > 0
+    True
+    """
+    result = _fit(training, draft)
+    if result.stopped_by is not None:  # what follows this call is not for a draft of some steps
+        signal.raise_signal(result.stopped_by)
+    return result
+
+
+@command
+def dry_run(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "DryRun":
+    """Prepare a run, train a few of its steps, and return what all of it will cost.
+
+    Nothing is written; what would be trained is logged by the logger `spec_train`.
+
+    Args:
+        training: as for `fit`.
+        draft: as for `fit`.
+
+    Raises:
+        As `fit`, and ConfigError for `follow` or several processes.
+
+    >>> import spec_train as st
+    >>> cost = st.dry_run(
+    ...     st.Training(data="data", out="run", preset="smoke", seq_len=128, validation=0.2)
+    ... )
+    >>> cost.steps, cost.seconds > 0
+    (10, True)
+    """
+    from spec_train.training.setup import dry_run as run
+
+    return run(*settled(training, draft))
+
+
+def _fit(training: Training, draft: Any) -> "FitResult":
+    name, training, draft = settled(training, draft)
+    from spec_train.reports.run_page import fit as run
+
+    return run(name, training, draft)
+
+
+def settled(training: Training, draft: Any) -> tuple[str, Training, Any]:
+    """Return the name of the draft, and both sets of options with --preset and --draft-config.
+
+    Raises:
+        MissingError: --data or another path is not what it should be.
+    """
+    for source in parse_sources(training.data):
+        if not (training.follow and what_is(source.place) in _BEFORE_FOLLOW):
+            check_path("--data", source.place, Kind.DATASET)
+    name = next(name for name, kind in DRAFT_OPTIONS.items() if type(draft) is kind)
+    return name, training, shaped(training, name, draft)
+
+
+def shaped(training: Training, name: str, draft: Any) -> Any:
+    """Return the options of a draft with what --preset and --draft-config say.
+
+    Raises:
+        MissingError, ConfigError: the file cannot be read, or has another type of value.
+    """
+    if training.draft_config is not None:
+        draft = with_draft_config(draft, name, training.draft_config)
+    return with_preset(draft, training.preset)
+
+
+_BEFORE_FOLLOW = (Kind.NOTHING, Kind.EMPTY, Kind.UNFINISHED)
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+class _Finished(Result):
+    """The end of `fit` on the command line, where everything was logged before."""
+
+    def __init__(self, exit_code: int = 0, next_command: Sequence[str] = ()) -> None:
+        self.exit_code, self.next_command = exit_code, next_command
+        if exit_code:
+            self.again, self.next_label = (), "resume"
+
+    def __str__(self) -> str:
+        return ""
+
+
+_DRY_RUN = """\
+prepare the run, train a few steps that are thrown away, and print what would be trained, how long
+            it takes, and how much memory and disk it needs; write nothing"""
+
+
+def _fit_command(
+    training: Training, draft: AnyDraftOptions = Eagle3Options(), *, dry_run: bool = False
+) -> "Result":
+    if dry_run:
+        from spec_train.training.setup import dry_run as run
+
+        return run(*settled(training, draft))
+    result = _fit(training, draft)
+    if os.environ.get("RANK", "0") != "0":
+        return _Finished(0 if result.stopped_by is None else 128 + result.stopped_by)
+    if result.stopped_by is not None:
+        return _Finished(128 + result.stopped_by)
+    if training.follow_keep:  # its units are deleted: there is no data to measure on
+        return _Finished(next_command=["spec-train", "export", "--draft", training.out, "--check"])
+    data = parse_sources(training.data)[0].place
+    return _Finished(next_command=["spec-train", "eval", "--draft", training.out, "--data", data])
+
+
+_fit_command.__doc__ = str(fit.__doc__).replace("Args:\n", f"Args:\n        dry_run: {_DRY_RUN}\n")
+
+
+def add_fit(program: Program) -> None:
+    """Add `fit` to a program, with a command for every kind of draft."""
+    program.add_group("fit", "Train a draft.")
+    for name, options in DRAFT_OPTIONS.items():
+        one: Callable[..., Any] = specialised(_fit_command, "draft", options())
+        program.add(one, name=f"fit {name}", usage="--data DIR --out RUN", epilog=preset_help())

@@ -1,0 +1,244 @@
+"""How a draft is trained: the options of `spec-train fit` for every draft. No torch here."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from spec_data.shards.errors import ConfigError
+from spec_data.shards.path_kinds import Kind
+from spec_data.shards.turn_masks import check_policy
+from spec_data.terminal.config import DOCUMENT_LENGTH
+from spec_data.terminal.types import NO_FLAG, ONE_TOKEN, Holds, more
+from spec_train.options.data_option import parse_sources
+from spec_train.options.presets import PRESETS, training_values
+from spec_train.options.shape_options import SHAPE
+
+SIZE, DATA, LEARNING = more("how long, how large"), more("data and order"), more("learning")
+RUNNING, FILES = more("where it runs"), more("files and figures")
+FOLLOW = more("training while the dataset is generated")
+
+BATCH = 4
+"""Packs per micro-batch for a dataset that has enough tokens."""
+
+NOT_GIVEN: Any = None
+"""The default of an option that a preset may decide; an instance has the preset's value or ours."""
+
+DEFAULTS = {
+    "accumulation": 1,
+    "warmup_ratio": 0.02,
+    "validation": 0.02,
+    "validation_documents": 512,
+    "log_every": 10,
+}
+"""Values of options that a preset may decide."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a draft is trained: the options of `spec-train fit` that every draft shares."""
+
+    data: Annotated[
+        Sequence[str] | str,
+        Holds(dataset="read"),
+        Parameter(metavar="DIR[:WEIGHT]", consume_multiple=True),
+    ]
+    """Dataset that `spec-data generate` has written: a directory, or a URL such as s3://bucket/data
+    (docs/remote.md). Several are mixed: DIR:2 shows each document twice per epoch, DIR:0.25 every
+    fourth time."""
+    out: Annotated[str, Parameter(metavar="RUN")]
+    """Run directory; the same command resumes an interrupted run in it."""
+    follow: Annotated[bool, FOLLOW] = False
+    """Train while `spec-data generate` still writes --data; it may begin later, too. Units are used
+    in their order as they appear, shuffled inside windows of --window-tokens."""
+    follow_timeout: Annotated[float, NO_FLAG] = 3600.0
+    """With --follow: stop with an error after waiting so many seconds for one unit, or for
+    generation to begin."""
+    follow_keep: Annotated[int, FOLLOW, Parameter(metavar="N")] = 0
+    """With --follow, for a small disk: keep at most N units on disk. Each is DELETED after its last
+    epoch; generation pauses meanwhile; the directory cannot be sealed. 0 deletes nothing."""
+    preset: Literal["smoke", "5k", "50k", "500k"] | None = None
+    """Settings for a dataset of about so many documents, listed below; other options replace them.
+    Start with smoke, to see within a minute that everything works."""
+    steps: Annotated[int | None, Parameter(metavar="N")] = None
+    """Optimizer steps in all; 0 writes the untrained draft. Not given: --epochs decides."""
+    epochs: int | None = None
+    """Passes over the training documents, instead of --steps. Neither given: 3, and up to 20 for a
+    dataset so small that the run would have under 1,500 steps."""
+    batch_size: Annotated[int | None, Parameter(metavar="N")] = None
+    """Packs per micro-batch. Halve it and double --accumulation when memory runs out: the result is
+    the same. Not given: 4, and fewer for a dataset so small that an epoch would have under 100
+    steps."""
+    accumulation: Annotated[int, SIZE] = NOT_GIVEN
+    """Micro-batches per optimizer step and process. A step sees --batch-size x --accumulation x
+    processes packs. Not given: 1."""
+    sharding: Annotated[Literal["ddp", "fsdp2"], RUNNING] = "ddp"
+    """With several processes. ddp: each holds the whole draft, the faster choice; fsdp2: weights,
+    gradients and optimizer are split among them, for drafts that do not fit one GPU."""
+    seq_len: int = DOCUMENT_LENGTH
+    """Tokens per pack; longer documents are cut to it, and counted. Set it to the --max-length of
+    the dataset to lose nothing; memory grows with it."""
+    lr: float | None = None
+    """Peak learning rate. Not given: 1e-4 at hidden size 4096 (the EAGLE-3 recipe), growing with
+    1/(hidden size) to at most 4e-3 for small drafts. Lower it if the loss jumps."""
+    optimizer: Annotated[Literal["adamw", "muon"], LEARNING] = "adamw"
+    """Adamw; or muon: torch's Muon for the matrices of the draft's layers, AdamW for embeddings,
+    heads, norms and biases, both with --lr (Muon's step has AdamW's size)."""
+    betas: Annotated[str, LEARNING, ONE_TOKEN, Parameter(metavar="B1,B2")] = "0.9,0.95"
+    """Decay rates of AdamW's averages of the gradient and of its square."""
+    schedule: Annotated[Literal["cosine", "linear", "constant"], LEARNING] = "cosine"
+    """Learning rate after the warm-up: cosine or linear, down to a twentieth of --lr at the last
+    step, or constant."""
+    warmup_ratio: Annotated[float, LEARNING] = NOT_GIVEN
+    """Share of the steps in which the rate rises linearly to --lr. Not given: 0.02."""
+    min_lr_ratio: Annotated[float, NO_FLAG] = 0.05
+    """Rate at the last step of --schedule cosine or linear, as a share of --lr."""
+    weight_decay: Annotated[float, LEARNING] = 0.0
+    """Decoupled decay of matrices; never of norms and biases."""
+    clip: Annotated[float, LEARNING] = 0.5
+    """Largest gradient norm of a step; 0 turns clipping off."""
+    seed: Annotated[int, DATA] = 0
+    """Decides the initial weights and the order; the same seed repeats a run."""
+    split_seed: Annotated[int, NO_FLAG] = 0
+    """Decides which documents are held out. --seed does not, so runs of different seeds are
+    measured on the same documents."""
+    validation: Annotated[float, DATA] = NOT_GIVEN
+    """Share of the documents held out for validation, chosen by a hash of the document id; 8
+    documents at least, or a tenth if that is less. 0: none. Not given: 0.02."""
+    validation_documents: Annotated[int, DATA] = NOT_GIVEN
+    """Measure at most so many held-out documents at each validation; 0 = all. Lower it where
+    validation takes long. Not given: 512."""
+    mask: Annotated[str | None, DATA, Parameter(metavar="POLICY")] = None
+    """Supervised tokens, from the stored turns: assistant (every turn), last-turn, first-N (turns,
+    such as first-2), roles=A,B (such as roles=text), or all. Not given: as generated."""
+    window_tokens: Annotated[int, DATA] = 4_194_304
+    """Documents are shuffled inside windows of so many tokens: a larger window mixes better, a
+    smaller one reads the disk in longer runs."""
+    check: Annotated[Literal["first", "always", "sample", "never"], DATA] = "first"
+    """When data are compared with their checksums. first: before their first use in this process,
+    and 1 read in 64 afterwards; always: at every read; sample: 1 read in 16; never: no read."""
+    dtype: Annotated[Literal["auto", "fp32", "bf16"], RUNNING] = "auto"
+    """Dtype of the arithmetic; weights and optimizer are always fp32. auto: bf16 on a GPU, fp32
+    elsewhere."""
+    device: Annotated[str, RUNNING] = "auto"
+    """Cpu, cuda, cuda:1, ...; auto: a GPU where there is one."""
+    init_from: Annotated[str | None, Parameter(metavar="DIR"), Holds(Kind.DRAFT)] = None
+    """Start from the weights and the shape of this draft: a run, a checkpoint, or a draft directory
+    of any trainer in docs/published-drafts.md. Not given: random weights, or the target's where a
+    draft says so."""
+    draft_config: Annotated[str | None, SHAPE, Parameter(metavar="FILE")] = None
+    """Shape of the draft from a config.json with keys of transformers, any subset, such as that of
+    a published draft. A flag replaces its key; a key that contradicts the target is an error."""
+    accept_edited: Annotated[bool, FILES] = False
+    """Use a draft although its files are not as they were sealed; the differences are logged. For
+    drafts that were edited on purpose."""
+    log_every: Annotated[int, FILES] = NOT_GIVEN
+    """Steps between lines of metrics.jsonl. Not given: 10."""
+    eval_every: Annotated[int | None, FILES, Parameter(metavar="N")] = None
+    """Steps between validations (one also before the first step). Not given: a fifth of the run, at
+    most 500."""
+    save_every: Annotated[int | None, FILES, Parameter(metavar="N")] = None
+    """Steps between checkpoints. Lower it where runs are often interrupted without SIGTERM. Not
+    given: a fifth of the run, at most 500."""
+    keep: Annotated[int, FILES] = 2
+    """Checkpoints that stay on disk, besides the best draft."""
+    track: Annotated[str | None, FILES, Parameter(metavar="NAMES")] = None
+    """Also send the figures to tensorboard (into RUN), wandb, or another tracker of accelerate;
+    several with commas. metrics.jsonl always has them."""
+
+    def __post_init__(self) -> None:
+        """Fill in what a preset decides, and reject values outside their range."""
+        sources = (self.data,) if isinstance(self.data, str) else tuple(self.data)
+        object.__setattr__(self, "data", sources[0] if len(sources) == 1 else sources)
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(
+                f"--steps {self.steps} and --epochs {self.epochs}: give one or the other"
+            )
+        for name, value in (DEFAULTS | training_values(self.preset)).items():
+            long = name in ("steps", "epochs") and (self.steps or self.epochs or self.steps == 0)
+            if getattr(self, name) is None and not long:
+                object.__setattr__(self, name, value)
+        if self.follow and (
+            not isinstance(self.data, str) or parse_sources(self.data)[0].weight != 1
+        ):
+            raise ConfigError("--follow takes one --data without a weight")
+        if self.follow_keep and (not self.follow or self.steps is not None):
+            raise ConfigError(
+                f"--follow-keep {self.follow_keep}: needs --follow, and --epochs rather than "
+                "--steps: they say when a unit was used often enough"
+            )
+        if self.mask is not None:
+            check_policy(self.mask)
+        if self.mask is not None and self.follow:
+            raise ConfigError(
+                f"--mask {self.mask} and --follow: the masks of all documents are needed first; "
+                "train on the sealed dataset, or generate with the mask that you want"
+            )
+        at_least(self, 0, "follow_keep", "follow_timeout")
+        at_least(self, 0, "steps", "clip", "weight_decay", "validation_documents", "seed")
+        at_least(self, 0, "split_seed")
+        at_least(self, 1, "epochs", "batch_size", "accumulation", "window_tokens", "keep")
+        at_least(self, 1, "log_every", "eval_every", "save_every")
+        at_least(self, 4, "seq_len")
+        self.beta_pair()
+        share(self, "warmup_ratio", "min_lr_ratio", "validation")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise ConfigError(f"--lr {self.lr}: a learning rate is above 0")
+
+    def beta_pair(self) -> tuple[float, float]:
+        """Return both decay rates.
+
+        Raises:
+            ConfigError: they are not two numbers from 0 to below 1.
+        """
+        try:
+            first, second = (float(part) for part in self.betas.split(","))
+        except ValueError:
+            first = second = math.nan
+        if not (0 <= first < 1 and 0 <= second < 1):
+            raise ConfigError(
+                f"--betas {self.betas}: expected two numbers from 0 to below 1, such as 0.9,0.95"
+            )
+        return first, second
+
+    @staticmethod
+    def replaced(typed: Mapping[str, str]) -> set[str]:
+        """Return options of a config file that typed ones replace: `typed` are flags and values.
+
+        They are --steps and --epochs, which exclude each other, and what a typed preset sets.
+        """
+        long = {"steps", "epochs"} if {"--steps", "--epochs"} & set(typed) else set()
+        preset = PRESETS.get(typed.get("--preset", ""))
+        return long | (set(preset.values) | {"steps", "epochs"} if preset else set())
+
+    def packs_per_step(self, world_size: int = 1) -> int:
+        """Return the number of packs of one optimizer step of `world_size` processes."""
+        return self.micro_batch * self.accumulation * world_size
+
+    @property
+    def micro_batch(self) -> int:
+        """Number of packs of a micro-batch."""
+        return self.batch_size or BATCH
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def at_least(config: Any, least: int, *names: str) -> None:
+    """Refuse the named options of `config` below `least`; None is accepted."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            raise ConfigError(f"{_flag(name)} {value}: expected at least {least}")
+
+
+def share(config: Any, *names: str) -> None:
+    """Refuse the named options of `config` that are no share from 0 to below 1."""
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < 1:
+            raise ConfigError(f"{_flag(name)} {value}: expected a share from 0 to below 1")
