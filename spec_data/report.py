@@ -15,9 +15,9 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import MANIFEST
 from spec_data.shards.follow import WORK
 from spec_data.shards.likelihood_text import agreement_rows, contradictions, suspicions
-from spec_data.shards.mirror import open_mirror
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.records import plain
+from spec_data.shards.remote import open_mirror
 from spec_data.shards.schema import (
     SUPERVISED,
     Column,

@@ -28,8 +28,8 @@ from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.files import MANIFEST, read_object
 from spec_data.shards.index import index_numbers, read_index
 from spec_data.shards.lossy import Tables
-from spec_data.shards.mirror import Mirror, open_mirror, wrong_size
 from spec_data.shards.path_kinds import Kind, wrong_kind
+from spec_data.shards.remote import Mirror, open_mirror, wrong_size
 from spec_data.shards.schema import Column, Manifest, ShardRecord
 from spec_data.shards.shard import CodedRows, IndexRows, Place, Shard, decode_rows, runs
 

@@ -61,20 +61,39 @@ def in_words(error: msgspec.ValidationError) -> str:
     return text.replace("`", "").encode("ascii", "backslashreplace").decode()
 
 
+def read_file(file: Path, error: type[SpecDataError] = DatasetError) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        MissingError: no such file. An `error`: it cannot be read.
+    """
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise MissingError(f"{file}: no such file") from None
+    except OSError as problem:
+        raise error(f"{file}: cannot be read ({problem.strerror})") from None
+
+
+def parse_json(text: bytes, where: object, error: type[SpecDataError] = DatasetError) -> Any:
+    """Return the value in the text of the JSON file `where`.
+
+    Raises:
+        An `error`: it is not valid JSON.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{where}: not valid JSON ({problem}); restore it") from None
+
+
 def read_json(file: Path, error: type[SpecDataError] = DatasetError) -> Any:
     """Return the value that a JSON file holds.
 
     Raises:
         MissingError: no such file. An `error`: it cannot be read, or is not valid JSON.
     """
-    try:
-        return msgspec.json.decode(file.read_bytes())
-    except FileNotFoundError:
-        raise MissingError(f"{file}: no such file") from None
-    except OSError as problem:
-        raise error(f"{file}: cannot be read ({problem.strerror})") from None
-    except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
-        raise error(f"{file}: not valid JSON ({problem}); restore it") from None
+    return parse_json(read_file(file, error), file, error)
 
 
 def plain(record: Any) -> Any:

@@ -37,8 +37,9 @@ from spec_data.shards.records import (
     check_path,
     explicit,
     in_words,
+    parse_json,
     plain,
-    read_json,
+    read_file,
 )
 
 # -- head spec -------------------------------------------------------------------------------------
@@ -594,10 +595,19 @@ class Manifest(Record, frozen=True, kw_only=True, dict=True):
         Raises:
             MissingError: no such file. DatasetError: not a manifest, or damaged, or edited.
         """
-        raw = read_json(path)
+        return cls.parse(read_file(path), str(path))
+
+    @classmethod
+    def parse(cls, text: bytes, path: str) -> "Manifest":
+        """Return the manifest of a sealed dataset in the text of the file `path`.
+
+        Raises:
+            DatasetError: not a manifest, or damaged, or edited.
+        """
+        raw = parse_json(text, path)
         if not isinstance(raw, dict):
             raise DatasetError(f"{path}: not a spec-data manifest (a JSON {type(raw).__name__})")
-        manifest = cls.of(raw, str(path))
+        manifest = cls.of(raw, path)
         if manifest.fingerprint != fingerprint(raw):
             raise DatasetError(
                 f"{path}: the manifest does not match its own fingerprint; it was edited or "

@@ -12,8 +12,8 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from spec_data.shards.files import sha256_file
-from spec_data.shards.mirror import Mirror
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
+from spec_data.shards.remote import Mirror
 from spec_data.shards.seal import CARD, datasets_files
 from spec_data.shards.storage import Storage
 from spec_data.terminal.progress import progress

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.shard_cache import SIZE_VARIABLE
+from spec_data.shards.remote import SIZE_VARIABLE
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.order import STRETCHES_PER_WINDOW
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.files import MANIFEST
-from spec_data.shards.mirror import open_mirror
+from spec_data.shards.remote import open_mirror
 from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import Manifest
 from spec_data.shards.urls import normal_url, scheme_of

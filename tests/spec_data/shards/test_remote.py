@@ -17,7 +17,7 @@ import torch
 import spec_data
 from spec_data.cli import main
 from spec_data.options.dataset_options import VerifyConfig
-from spec_data.shards import shard_cache, storage
+from spec_data.shards import remote, storage
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.storage import Storage
@@ -78,7 +78,7 @@ def test_every_value_is_that_of_the_local_dataset(system, local):
 
 
 def copies() -> list[Path]:
-    return sorted((shard_cache.remote_directory() / "shards").glob("*.arrow"))
+    return sorted((remote.remote_directory() / "shards").glob("*.arrow"))
 
 
 def test_a_shard_is_downloaded_once_and_whole(system, local, monkeypatch):
@@ -96,7 +96,7 @@ def test_a_shard_is_downloaded_once_and_whole(system, local, monkeypatch):
     records = dataset.manifest.shards[:2]
     assert [file.name for file in copies()] == sorted(f"{r.sha256}.arrow" for r in records)
     for record in records:
-        kept = shard_cache.remote_directory() / "shards" / f"{record.sha256}.arrow"
+        kept = remote.remote_directory() / "shards" / f"{record.sha256}.arrow"
         assert kept.read_bytes() == (local / record.file).read_bytes()
 
 
@@ -132,7 +132,7 @@ def test_shards_on_disk_stay_below_the_limit_and_deleted_ones_are_unmapped(
         assert same(here[index]["hidden.L1"], there[index]["hidden.L1"])
         assert sum(file.stat().st_size for file in copies()) <= limit
         mapped = Path("/proc/self/maps").read_text().splitlines()
-        mine = [line for line in mapped if f"{shard_cache.remote_directory()}/shards" in line]
+        mine = [line for line in mapped if f"{remote.remote_directory()}/shards" in line]
         assert mine and not [line for line in mine if line.endswith("(deleted)")]
 
 
@@ -170,7 +170,7 @@ def test_a_download_that_ends_early_leaves_nothing(system, monkeypatch):
     monkeypatch.setattr(type(system), "get_file", full)
     with pytest.raises(RunError, match=r"the disk is full; lower SPEC_DATA_REMOTE_SIZE"):
         _ = dataset[0]
-    folder = shard_cache.remote_directory() / "shards"
+    folder = remote.remote_directory() / "shards"
     assert not [file for file in folder.iterdir() if file.suffix != ".lock"]
     monkeypatch.setattr(type(system), "get_file", whole)
     assert dataset[0]["doc_id"]
@@ -230,7 +230,7 @@ def test_shards_are_fetched_ahead_and_given_up(system, monkeypatch):
         callback.relative_update(1)
         whole(self, rpath, lpath, callback=callback, **more)
 
-    monkeypatch.setattr(shard_cache, "THREADS", 1)
+    monkeypatch.setattr(remote, "THREADS", 1)
     monkeypatch.setattr(type(system), "get_file", slow)
     assert dataset.fetch_ahead([0, 8, 1]) == records[0].bytes + records[1].bytes
     assert dataset.fetch_ahead([0, 8]) == 0  # on their way
@@ -297,7 +297,7 @@ def test_what_is_missing_is_said_when_it_is_opened(system):
     with pytest.raises(MissingError, match=r"00002.arrow: shard is missing\n.*00001.*truncated"):
         HiddenStatesDataset(URL)
     replace(system, "manifest.json", b"{}")
-    with pytest.raises(DatasetError, match="no manifest of a sealed dataset"):
+    with pytest.raises(DatasetError, match="not a spec-data manifest"):
         HiddenStatesDataset(URL)
     system.rm_file("/bucket/some data/manifest.json")
     with pytest.raises(MissingError, match=r"no manifest.json there"):
@@ -402,4 +402,4 @@ def test_sizes_of_the_cache_that_are_refused(system, monkeypatch):
         with pytest.raises(ConfigError, match="SPEC_DATA_REMOTE_SIZE="):
             HiddenStatesDataset(URL)
     monkeypatch.setenv("SPEC_DATA_REMOTE_SIZE", "1.5GB")
-    assert shard_cache.size_limit() == 1_500_000_000
+    assert remote.size_limit() == 1_500_000_000

@@ -1,0 +1,361 @@
+"""Remote datasets on the local disk: small files of each dataset, and a cache of whole shards.
+
+    $SPEC_DATA_CACHE/remote/s3/bucket/data@1f0e.../    one directory per URL and fingerprint
+        remote.json           URL and fingerprint: the directory opens as the remote dataset does
+        manifest.json, ...    small files, fetched when they are first needed
+    $SPEC_DATA_CACHE/remote/shards/SHA256.arrow        shards, at most SPEC_DATA_REMOTE_SIZE bytes
+
+The manifest is read at every open, and its fingerprint names the directory. So a dataset that was
+replaced has a directory of its own, and everything in a directory is compared with one manifest.
+Datasets that have a shard in common share its file; processes share it through a lock per file. The
+shards that were not used for the longest time are deleted; a mapped one stays readable meanwhile.
+Every file is downloaded under a temporary name, compared with its checksum and renamed: it is whole
+and right, or absent, also after a kill.
+"""
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cached_property
+from pathlib import Path
+from urllib.parse import quote
+
+from filelock import FileLock
+
+from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
+from spec_data.shards.files import (
+    CACHE_VARIABLE,
+    MANIFEST,
+    cache_directory,
+    dump_json,
+    is_temporary,
+    read_object,
+    sha256_file,
+    temporary_name,
+    writing,
+)
+from spec_data.shards.schema import Manifest, ShardRecord
+from spec_data.shards.storage import DISK_FULL, Storage
+from spec_data.shards.urls import scheme_of
+
+MARKER = "remote.json"
+THREADS = 4
+"""Shards that are downloaded ahead at once, per process and dataset."""
+SIZE_VARIABLE = "SPEC_DATA_REMOTE_SIZE"
+_DEFAULT = "50GB"
+_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_LEFT_OVER = 3600.0  # seconds after which a temporary file is one of a killed process
+
+
+def remote_directory() -> Path:
+    """Return where everything that is read from remote storage is kept."""
+    return cache_directory("remote")
+
+
+def size_limit() -> int:
+    """Return how many bytes of shards are kept on disk, from SPEC_DATA_REMOTE_SIZE.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    text = os.environ.get(SIZE_VARIABLE) or _DEFAULT
+    number = text.strip().upper().removesuffix("B")
+    unit = _UNITS.get(number[-1:], 1)
+    try:
+        limit = int(float(number if unit == 1 else number[:-1]) * unit)
+    except (ValueError, OverflowError):
+        limit = 0
+    if limit <= 0:
+        raise ConfigError(f"{SIZE_VARIABLE}={text}: expected a size such as 50GB")
+    return limit
+
+
+class ShardCache:
+    """The shards of one remote dataset. Its methods may be called from any thread.
+
+    Those that download raise FileNotFoundError (there is no such shard), DatasetError (it is not
+    the record's), ConfigError or RunError (as `Storage`; the disk has no room).
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        """Keep shards of `storage`.
+
+        Raises:
+            ConfigError: SPEC_DATA_REMOTE_SIZE is no size, or the folder cannot be written.
+        """
+        self._storage, self.limit = storage, size_limit()
+        self._folder = remote_directory() / "shards"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._folder}: cannot be written ({error.strerror}); set {CACHE_VARIABLE} to a "
+                "folder that can be"
+            ) from None
+        self._coming: dict[str, Future[Path]] = {}
+        self._stop = threading.Event()
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(THREADS, thread_name_prefix="download")
+
+    def path(self, record: ShardRecord) -> Path:
+        """Return the local file of a shard, which is downloaded if it is not there."""
+        coming = self._coming.pop(record.sha256, None)
+        if coming is not None and not coming.cancel():
+            wait((coming,))  # if it failed, the same is tried again below
+        return self._fetch(record, threading.Event())
+
+    def fetch_ahead(self, record: ShardRecord) -> int:
+        """Begin to download a shard; return its bytes, or 0 where it is there or on its way."""
+        coming = self._coming.get(record.sha256)
+        if (coming is not None and not coming.done()) or _used(self._file(record), record):
+            return 0
+        self._coming[record.sha256] = self._pool.submit(self._fetch, record, self._stop)
+        return record.bytes
+
+    def stop(self) -> None:
+        """Give up what `fetch_ahead` began: a run that is stopped must not wait for it."""
+        self._stop.set()
+        self._stop = threading.Event()
+        for coming in list(self._coming.values()):
+            coming.cancel()
+
+    def fetch_again(self, record: ShardRecord) -> str:
+        """Download a shard, also if it is there, and keep it if it is right; return its SHA-256."""
+        with self._locked(record):
+            return self._download(record, threading.Event())
+
+    def _file(self, record: ShardRecord) -> Path:
+        return self._folder / f"{record.sha256}.arrow"
+
+    def _locked(self, record: ShardRecord) -> FileLock:
+        return FileLock(self._file(record).with_suffix(".lock"))
+
+    def _fetch(self, record: ShardRecord, stop: threading.Event) -> Path:
+        file = self._file(record)
+        with self._locked(record):
+            if _used(file, record):
+                return file
+            for _ in range(2):  # what the way has damaged is right the second time
+                if self._download(record, stop) == record.sha256:
+                    return file
+        raise DatasetError(
+            f"{self._storage.where(record.file)}: damaged: its SHA-256 is not the manifest's; "
+            "upload this shard again"
+        )
+
+    def _download(self, record: ShardRecord, stop: threading.Event) -> str:
+        """Download a shard while its lock is held; return its SHA-256, and keep it if right."""
+        self._make_room(record)
+        temporary = temporary_name(self._file(record))
+        try:
+            self._storage.download(record.file, temporary, stop)
+            digest = sha256_file(temporary)
+            if digest == record.sha256:
+                temporary.replace(self._file(record))
+            return digest
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            raise RunError(
+                f"{self._folder}: the disk is full; lower {SIZE_VARIABLE} (now {self.limit:,} "
+                f"bytes), or set {CACHE_VARIABLE} to a folder on another disk"
+            ) from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _make_room(self, record: ShardRecord) -> None:
+        """Delete the files that were not used for the longest time until a shard fits."""
+        if record.bytes > self.limit:
+            raise ConfigError(
+                f"{self._storage.where(record.file)} has {record.bytes:,} bytes, more than "
+                f"{SIZE_VARIABLE} ({self.limit:,}); raise it"
+            )
+        shards, total = [], record.bytes
+        for entry in os.scandir(self._folder):
+            file = Path(entry.path)
+            try:
+                state = entry.stat()
+            except FileNotFoundError:
+                continue  # another process has just deleted it
+            if is_temporary(file) and time.time() - state.st_mtime > _LEFT_OVER:
+                file.unlink(missing_ok=True)  # of a killed process
+                continue
+            total += state.st_size
+            if file.suffix == ".arrow":
+                shards.append((state.st_mtime_ns, state.st_size, file))
+        for _, size, file in sorted(shards):
+            if total <= self.limit:
+                return
+            file.unlink(missing_ok=True)
+            total -= size
+
+
+def _used(file: Path, record: ShardRecord) -> bool:
+    """Make a file the newest; return whether it is there, with the size of the record."""
+    try:
+        os.utime(file)
+        return file.stat().st_size == record.bytes
+    except FileNotFoundError:
+        return False
+
+
+def open_mirror(path: str | Path) -> "Mirror | None":
+    """Open the remote dataset that `path` names, by its URL or by its mirror's directory.
+
+    None: `path` is local. In the directory of a mirror the fingerprint must still be the same.
+
+    Raises:
+        As `Mirror`.
+    """
+    if scheme_of(path) is not None:
+        return Mirror(str(path))
+    marker = Path(path) / MARKER
+    return Mirror(**read_object(marker)) if marker.is_file() else None
+
+
+class Mirror:
+    """The local directory of one remote dataset with one fingerprint.
+
+    Attributes:
+        manifest: of the dataset. directory: of its small files. shards: the cache of its shards.
+    """
+
+    def __init__(self, url: str, fingerprint: str | None = None) -> None:
+        """Read the manifest of the dataset at `url`, and make the directory: one request.
+
+        Raises:
+            MissingError: there is no sealed dataset. DatasetError: the manifest is damaged, or its
+                fingerprint is not `fingerprint`.
+            ConfigError: the URL cannot be read here. RunError: the storage does not answer.
+        """
+        self.storage = Storage(url)
+        self.url = self.storage.url
+        self._text = self._read_manifest()
+        self.manifest = Manifest.parse(self._text, self.storage.where(MANIFEST))
+        if fingerprint not in (None, self.manifest.fingerprint):
+            raise self._replaced(fingerprint or "")
+        scheme, _, rest = self.url.partition("://")
+        folder = remote_directory() / scheme / quote(rest, safe="/ ._-")
+        self.directory = folder.with_name(f"{folder.name}@{self.manifest.fingerprint[:16]}")
+        self._keep(MANIFEST, self._text)
+        pinned = {"url": self.url, "fingerprint": self.manifest.fingerprint}
+        self._keep(MARKER, dump_json(pinned).encode())
+        self.shards = ShardCache(self.storage)
+
+    def sizes(self, shards: Sequence[ShardRecord]) -> tuple[list[str], list[str]]:
+        """Return what to say about remote shards that are missing, and of another size.
+
+        Where the storage cannot list, they are taken to be right until they are read.
+        """
+        if not self.storage.lists:
+            return [], []
+        listed: dict[str, int] = {}
+        for folder in {record.file.rpartition("/")[0] for record in shards}:
+            listed |= self.storage.sizes(folder)
+        missing, wrong = [], []
+        for record in shards:
+            size, where = listed.get(record.file), self.storage.where(record.file)
+            if size != record.bytes:  # a list may be late: ask for the object itself
+                size = self.storage.size(record.file)
+            if size is None:
+                missing.append(f"{where}: shard is missing")
+            elif size != record.bytes:
+                wrong.append(wrong_size(where, size, record))
+        return missing, wrong
+
+    def ensure(self, name: str) -> Path:
+        """Return the local path of a small file, which is fetched if it is not there.
+
+        Raises:
+            MissingError: there is no such file. DatasetError: it is not the manifest's.
+        """
+        file, where = self.directory / name, self.storage.where(name)
+        if file.is_file():
+            return file
+        try:
+            data = self.storage.read(name)
+        except FileNotFoundError:
+            error = MissingError(f"{where}: missing; upload the dataset again")
+            raise self._explained(error) from None
+        record = self.manifest.files.get(name)
+        if record is not None and hashlib.sha256(data).hexdigest() != record.sha256:
+            raise self._explained(
+                DatasetError(
+                    f"{where}: changed or damaged: its checksum is not the manifest's; upload it "
+                    "again"
+                )
+            )
+        self._keep(name, data)
+        return file
+
+    def ensure_target(self) -> Path:
+        """Return the folder of the target, with all files but its head: it may have gigabytes."""
+        for name in self.manifest.files:
+            if name.startswith("target/") and not name.endswith("head.safetensors"):
+                self.ensure(name)
+        return self.directory / "target"
+
+    def shard(self, record: ShardRecord) -> Path:
+        """Return the local copy of a shard, which is downloaded if it is not there.
+
+        Raises:
+            MissingError: there is no such shard. DatasetError: it is not the manifest's.
+        """
+        try:
+            return self.shards.path(record)
+        except FileNotFoundError:
+            error = MissingError(f"{self.storage.where(record.file)}: shard is missing")
+            raise self._explained(error) from None
+        except DatasetError as error:
+            raise self._explained(error) from None
+
+    def sha256(self, record: ShardRecord) -> str | None:
+        """Return the SHA-256 of a remote shard, which is fetched again; None: it is missing."""
+        try:
+            return self.shards.fetch_again(record)
+        except FileNotFoundError:
+            return None
+
+    def _explained(self, error: DatasetError | MissingError) -> DatasetError | MissingError:
+        """Return the error to raise for data that are not the manifest's: why, where known."""
+        try:
+            same = self._read_manifest() == self._text
+        except MissingError:
+            return MissingError(f"{self.url}: the dataset was deleted while it was read")
+        return error if same else self._replaced(self.manifest.fingerprint)
+
+    def _replaced(self, fingerprint: str) -> DatasetError:
+        return DatasetError(
+            f"{self.url}: the dataset was replaced while it was read (its fingerprint was "
+            f"{fingerprint[:16]}); nothing of the new one was mixed in. Start again"
+        )
+
+    def _read_manifest(self) -> bytes:
+        try:
+            return self.storage.read(MANIFEST)
+        except FileNotFoundError:
+            pass
+        if self.storage.lists and self.storage.size(".generate/plan.json") is not None:
+            raise MissingError(
+                f"{self.url}: not sealed yet; run the same `spec-data generate` again to finish it"
+            )
+        raise MissingError(f"{self.url}: no {MANIFEST} there, so this is not a spec-data dataset")
+
+    def _keep(self, name: str, data: bytes) -> None:
+        file = self.directory / name
+        if not file.is_file() or file.read_bytes() != data:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = temporary_name(file)  # not made durable: it can be fetched again
+            with writing(file, temporary):
+                temporary.write_bytes(data)
+                temporary.replace(file)
+
+
+def wrong_size(where: str, size: int, record: ShardRecord) -> str:
+    """Say that a shard has another size than its record."""
+    return f"{where}: {size:,} bytes, the manifest says {record.bytes:,}: truncated or replaced"
