@@ -18,10 +18,10 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
         simulate_acceptance,
     )
     from spec_train.commands.compare import compare
+    from spec_train.commands.doctor import doctor
     from spec_train.commands.fit import dry_run, fit
     from spec_train.commands.report import write_report
-    from spec_train.diagnosis.outcome import Diagnosis
-    from spec_train.doctor_api import doctor
+    from spec_train.diagnosis.checks import Diagnosis
     from spec_train.options.draft_options import (
         DFlashOptions,
         DSparkOptions,
@@ -43,7 +43,7 @@ _PUBLIC = {
     "write_report": "spec_train.commands.report",
     "export": "spec_train.api",
     "load_draft": "spec_train.api",
-    "doctor": "spec_train.doctor_api",
+    "doctor": "spec_train.commands.doctor",
     "simulate_acceptance": "spec_train.api",
     "Training": "spec_train.options.training",
     "EagleOptions": "spec_train.options.draft_options",
@@ -53,7 +53,7 @@ _PUBLIC = {
     "DFlashOptions": "spec_train.options.draft_options",
     "FitResult": "spec_train.training.result",
     "Comparison": "spec_train.simulation.intervals",
-    "Diagnosis": "spec_train.diagnosis.outcome",
+    "Diagnosis": "spec_train.diagnosis.checks",
     "DryRun": "spec_train.training.run_cost",
     "EvalResult": "spec_train.results",
     "AcceptanceResult": "spec_train.results",

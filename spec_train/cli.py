@@ -4,11 +4,9 @@ needs them, so that --help costs nothing."""
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from spec_data import __version__
-from spec_data.shards.path_kinds import Kind, what_is, wrong_kind
 from spec_data.terminal.command import Program
 from spec_data.terminal.config import (
     add_options,
@@ -23,10 +21,11 @@ from spec_data.terminal.console import (
     say_next,
 )
 from spec_train.commands.compare import compare
+from spec_train.commands.doctor import doctor
 from spec_train.commands.fit import add_fit
+from spec_train.commands.replay import replay
 from spec_train.commands.report import write_report
-from spec_train.options.command_options import EvalConfig, ExportConfig, ReplayConfig
-from spec_train.options.doctor_options import DoctorConfig
+from spec_train.options.command_options import EvalConfig, ExportConfig
 
 _RAW = argparse.RawDescriptionHelpFormatter
 _DESCRIPTION = "Fit speculative-decoding drafts on stored hidden states, without the target."
@@ -69,33 +68,6 @@ examples:
   spec-train export --draft PUBLISHED --format hf --out DRAFT --target MODEL
       someone else's draft as a checkpoint of spec-train, for `eval` and `fit --init-from`"""
 
-DOCTOR_HELP = """\
-Why is this draft not accepted? Run the checks that the given draft, dataset and target can decide,
-for drafts of any trainer. With --data, the draft is tried under its declared convention and each
-neighbouring one (layer ids, order, shifts, norms, rope, slots, vocabulary map), on the same
-documents: one that fits clearly better is what it was trained with. Every finding comes with its
-evidence and what to do; a check that cannot be decided says what to give. Exit code 1 with
-findings, 0 without."""
-DOCTOR_EXAMPLES = """\
-examples:
-  spec-train doctor --draft PUBLISHED --data DATA
-  spec-train doctor --draft RUN --data DATA --target MODEL --engine vllm
-      with the target: layers that DATA lacks are tried too, and its identity is compared
-  spec-train doctor --draft PUBLISHED --target MODEL
-      what the files alone decide"""
-
-REPLAY_HELP = """\
-Run a batch that stopped a run again: a loss or gradient was not finite, and `spec-train fit` saved
-the batch with the draft of that moment as RUN/failed-step-<n>. Reports which stored states,
-weights, modules and gradients are not finite, the first ones first, and what every document adds to
-the loss. Works on any machine; of the dataset only the target's head is read."""
-
-REPLAY_EXAMPLES = """\
-examples:
-  spec-train replay RUN/failed-step-1200
-  spec-train replay failed-step-1200 --data COPY --device cpu
-      COPY holds manifest.json and target/ of the dataset"""
-
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the whole command line."""
@@ -121,15 +93,6 @@ def build_parser() -> argparse.ArgumentParser:
         commands, "export", ExportConfig, _export, "write a draft for an engine, or check it",
         EXPORT_HELP, EXPORT_EXAMPLES, "--draft RUN --format NAME --out DIR [--target MODEL]",
     )  # fmt: skip
-    _add_command(
-        commands, "doctor", DoctorConfig, _doctor, "find out why a draft is not accepted",
-        DOCTOR_HELP, DOCTOR_EXAMPLES, "--draft DIR [--data DIR] [--target MODEL]",
-    )  # fmt: skip
-    again = _add_command(
-        commands, "replay", ReplayConfig, _replay, "run a failed batch again", REPLAY_HELP,
-        REPLAY_EXAMPLES, "RUN/failed-step-N",
-    )  # fmt: skip
-    again.add_argument("failed", metavar="RUN/failed-step-N", help="what the failed run saved")
     for name, text in PROGRAM.names().items():
         commands.add_parser(name, help=text.replace("%", "%%"))
     return parser
@@ -178,38 +141,11 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
-    config = resolve(DoctorConfig, arguments)
-    from spec_train.diagnosis.examination import run_doctor
-
-    found, following = run_doctor(config)
-    say_next(*following)
-    return 1 if found.findings else 0
-
-
-def _check_there(*places: str) -> None:
-    for place in places:
-        if what_is(place) is Kind.NOTHING:
-            raise wrong_kind(place, Kind.RUN)
-
-
-def _replay(arguments: argparse.Namespace) -> int:
-    config = resolve(ReplayConfig, arguments)
-    _check_there(arguments.failed)
-    from spec_train.training.replay import replay
-
-    report = replay(Path(arguments.failed), config)
-    if report["states"]:  # the stored data itself is broken
-        say_next("spec-data", "verify", config.data or report["dataset"])
-    else:
-        file = str(Path(arguments.failed).parent / "fit.json")
-        say_next("spec-train", "fit", report["draft"], "--config", file, label="resume")
-    return 0
-
-
 PROGRAM = Program("spec-train", _DESCRIPTION, _EXAMPLES, __version__)
 add_fit(PROGRAM)
 PROGRAM.add(compare)
+PROGRAM.add(doctor)
+PROGRAM.add(replay)
 PROGRAM.add(write_report, name="report")
 
 

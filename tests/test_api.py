@@ -23,7 +23,6 @@ from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, MissingError, OptionError
 from spec_data.terminal.keywords import from_keywords
 from spec_train.options.command_options import EvalConfig, ExportConfig
-from spec_train.options.doctor_options import DoctorConfig
 from tests.api_workspace import make_workspace
 
 ROOT = Path(__file__).parent.parent
@@ -131,7 +130,6 @@ def test_every_function_is_documented_and_typed(function):
         (spec_data.export_dataset, ExportDataConfig, {"data"}),
         (spec_train.evaluate, EvalConfig, set()),
         (spec_train.export, ExportConfig, set()),
-        (spec_train.doctor, DoctorConfig, set()),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from spec_data.conversion.evidence import target_states
 from spec_data.models.families import block_count
 from spec_data.shards.errors import SpecDataError
-from spec_data.shards.packing import PADDING, pack_documents, shift_left
+from spec_data.shards.packing import pack_documents, shift_left
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, layer_column
 from spec_train.data.batch import DraftBatch
@@ -25,16 +25,18 @@ from spec_train.drafts import Draft
 from spec_train.drafts.teacher import LOGITS, TOPK
 from spec_train.evaluation.on_dataset import choose_documents, measured_mask, read_pack
 from spec_train.losses.head import TargetHead
-from spec_train.options.doctor_options import LEAST_DOCUMENTS
-from spec_train.simulation.walk import ServingSums, document_sums
+from spec_train.simulation.walk import document_sums, documents_of
+from spec_train.training.replay import one_document
 
+LEAST_DOCUMENTS = 12
+"""With fewer, no permutation test of some twenty conventions can be clear."""
 _PACK_TOKENS = 2048
 LOGSUMEXP = "target_logsumexp"
 _TOKEN_COLUMNS = ("input_ids", "loss_mask", "target_argmax")
 
 
 class TooFewDocuments(SpecDataError):
-    """A dataset, or its split, has so many documents that can be measured: too few."""
+    """A dataset has so many documents that can be measured: too few."""
 
     def __init__(self, count: int) -> None:
         super().__init__(f"{count} documents")
@@ -78,9 +80,9 @@ class Sample:
         taught = {name: batch.hidden[name] for name in self.teachers if name not in hidden}
         return dataclasses.replace(batch, hidden=hidden | taught)
 
-    def shuffled(self, seed: int) -> "Sample":
+    def shuffled(self) -> "Sample":
         """Return the same documents with the states of other tokens, by chance: a control."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         batches = []
         for batch in self.batches:
             order = torch.randperm(batch.input_ids.shape[1], generator=generator)
@@ -104,7 +106,6 @@ def read_sample(
     dataset: HiddenStatesDataset,
     *,
     run: dict[str, Any] | None,
-    split: str,
     documents: int,
     target: Path | None,
     trust: bool = False,
@@ -115,7 +116,7 @@ def read_sample(
 
     Raises:
         TooFewDocuments: they can decide nothing; none was read.
-        ConfigError, DatasetError: there is no such split, or nothing to measure.
+        DatasetError: there is nothing to measure.
         MissingError, TargetError: the target cannot be run.
     """
     policy = measured_mask(dataset, run, None)
@@ -130,7 +131,7 @@ def read_sample(
     columns = [*_TOKEN_COLUMNS, *dict.fromkeys((*states, *teachers))]
     columns += [LOGSUMEXP] if LOGSUMEXP in needed else []
     opened = open_with_mask(dataset.path, policy, columns)
-    chosen, which = _chosen(opened, split, run, documents)
+    chosen, which = _chosen(opened, run, documents)
     if len(chosen) < LEAST_DOCUMENTS:
         raise TooFewDocuments(len(chosen))
     weight = draft.embed_tokens.weight
@@ -139,7 +140,7 @@ def read_sample(
     for pack in pack_documents(lengths, max(_PACK_TOKENS, max(lengths))):
         batch = read_pack(opened, [chosen[i] for i in pack], columns, weight.dtype)
         batches.append(batch.to(weight.device))
-    blocks = _blocks_of(dataset)
+    blocks = block_count(dataset.target_config())
     if target is not None and blocks is not None:
         batches = _with_target_states(batches, target, blocks, trust)
     return Sample(
@@ -154,15 +155,16 @@ def read_sample(
 
 
 def _chosen(
-    dataset: HiddenStatesDataset, split: str, run: dict[str, Any] | None, wanted: int
+    dataset: HiddenStatesDataset, run: dict[str, Any] | None, wanted: int
 ) -> tuple[list[int], str]:
     """Return at most `wanted` documents, and in words which these are, if that is not expected.
 
-    If the draft's run held out too few documents to conclude anything, those that it was trained on
-    are taken too: a wrong convention shows on them as well.
+    They are those that the draft's run held out, on the dataset that it was trained on. If these
+    are too few to conclude anything, others are taken too: a wrong convention shows on them as
+    well.
     """
-    chosen, used = choose_documents(dataset, split, run)
-    if split != "auto" or used == "all" or len(chosen) >= wanted:
+    chosen, used = choose_documents(dataset, "auto", run)
+    if used == "all" or len(chosen) >= wanted:
         return chosen[:wanted], ""
     if len(chosen) >= LEAST_DOCUMENTS:
         return chosen, f"the run held out no more, {wanted} were asked for"
@@ -175,66 +177,48 @@ def _chosen(
     )
 
 
-def _blocks_of(dataset: HiddenStatesDataset) -> int | None:
-    return block_count(dataset.target_config())
-
-
 def _with_target_states(
     batches: Sequence[DraftBatch], target: Path, blocks: int, trust: bool
 ) -> list[DraftBatch]:
     """Add the layers that a dataset does not have, computed by the target in float32."""
-    documents, places = [], []
-    for b, batch in enumerate(batches):
-        for number in range(int(batch.document_ids.max()) + 1):
-            own = batch.document_ids[0] == number
-            documents.append(batch.input_ids[0, own].cpu())
-            places.append((b, own))
-    found = target_states(target, documents, blocks, dtype="float32", trust=trust)
+    spans = [
+        (number, batch.document_ids[0] == document)
+        for number, batch in enumerate(batches)
+        for document in range(int(batch.document_ids.max()) + 1)
+    ]
+    ids = [batches[number].input_ids[0, span].cpu() for number, span in spans]
+    computed = target_states(target, ids, blocks, dtype="float32", trust=trust)
     hidden: list[dict[str, Tensor]] = [dict(batch.hidden) for batch in batches]
-    for (b, own), states in zip(places, found, strict=True):
-        batch = batches[b]
+    for (number, span), states in zip(spans, computed, strict=True):
+        stored = batches[number].hidden
+        like = next(iter(stored.values()))
         for layer, values in states.layers.items():
-            name = layer_column(layer)
-            if name in batch.hidden:
-                continue
-            like = next(iter(batch.hidden.values()))
-            table = hidden[b].setdefault(name, torch.zeros_like(like))
-            table[0, own] = values.to(like)
+            if (name := layer_column(layer)) not in stored:
+                table = hidden[number].setdefault(name, torch.zeros_like(like))
+                table[0, span] = values.to(like)
     return [dataclasses.replace(b, hidden=h) for b, h in zip(batches, hidden, strict=True)]
 
 
 @torch.inference_mode()
-def drafted_chains(draft: Draft, sample: Sample, reading: Reading, depth: int) -> list[np.ndarray]:
+def drafted_chains(draft: Draft, sample: Sample, reading: Reading, depth: int) -> list[Tensor]:
     """Return the chains that the draft proposes at every slot, int64 [B, T, depth] of each pack."""
     return [
         draft.chains(sample.read(batch, reading, draft), sample.head, depth, scored_only=True)
-        .cpu()
-        .numpy()
         for batch in sample.batches
     ]
 
 
-def slot_counts(sample: Sample, chains: Sequence[np.ndarray], depth: int) -> np.ndarray:
+def slot_counts(sample: Sample, chains: Sequence[Tensor], depth: int) -> np.ndarray:
     """Return supervised slots, and the tokens that a chain there yields, int64 [N, 2] by document.
 
     Only the first `depth` tokens of a chain count, and the one that the target adds.
     """
     rows = []
     for batch, drafted in zip(sample.batches, chains, strict=True):
-        tensors = (batch.input_ids, batch.target_argmax, batch.loss_mask, batch.document_ids)
-        ids, best, mask, documents = (t.cpu().numpy() for t in tensors)
-        for b in range(len(ids)):
-            for number in range(int(documents[b].max()) + 1):
-                own = (documents[b] == number) & (documents[b] != PADDING)
-                found = document_sums(
-                    drafted[b, own, :depth], ids[b, own], best[b, own], mask[b, own]
-                )
-                rows.append(_counts(found))
+        for _, arrays in documents_of(batch, drafted[..., :depth]):
+            sums = document_sums(*arrays)
+            rows.append((sums.slots, sums.slots + int(sums.slot_hits.sum())))
     return np.array(rows, dtype=np.int64).reshape(-1, 2)
-
-
-def _counts(found: ServingSums) -> tuple[int, int]:
-    return found.slots, found.slots + int(found.slot_hits.sum())
 
 
 def document_losses(
@@ -250,25 +234,14 @@ def document_losses(
     """
     if not sample.teachers:
         return None
-    rows, number = [], 0
+    rows: list[tuple[int, float]] = []
     for batch in sample.batches:
+        read = sample.read(batch, reading, draft)
         for document in range(int(batch.document_ids.max()) + 1):
-            count, number = int(weights[number]), number + 1
-            loss = 0.0
-            if count:
-                one = _one_document(sample.read(batch, reading, draft), document)
-                loss = _loss(draft, one, sample.head)
+            count = int(weights[len(rows)])
+            loss = _loss(draft, one_document(read, 0, document), sample.head) if count else 0.0
             rows.append((count, count * loss))
     return np.array(rows)
-
-
-def _one_document(batch: DraftBatch, document: int) -> DraftBatch:
-    """Return one document of a pack as a batch of its own."""
-    own = batch.document_ids[0] == document
-    parts: dict[str, Any] = {name: values[:, own] for name, values in batch.plain().items()}
-    parts["document_ids"] = torch.zeros_like(parts["document_ids"])
-    hidden = {name: values[:, own] for name, values in batch.hidden.items()}
-    return DraftBatch(**parts, hidden=hidden, rows=[[document]])
 
 
 def _loss(draft: Draft, batch: DraftBatch, head: TargetHead) -> float:

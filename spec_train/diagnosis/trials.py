@@ -13,81 +13,24 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.models.families import text_table
 from spec_data.shards.errors import SpecDataError
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.terminal.progress import progress
-from spec_train.diagnosis.conventions import FIXES, Neighbour, Setting, neighbours_of
-from spec_train.diagnosis.outcome import FINDING, Check, Tried, finding, ok, undecided
+from spec_train.diagnosis.checks import FINDING, Check, Tried, judged, undecided
+from spec_train.diagnosis.conventions import (
+    KINDS,
+    Neighbour,
+    Setting,
+    neighbours_of,
+    reads_mask_token,
+)
 from spec_train.diagnosis.sample import document_losses, drafted_chains, slot_counts
 from spec_train.drafts import Draft
-from spec_train.drafts.mask_token import usual_mask_tokens
-from spec_train.losses.head import TargetHead
-from spec_train.options.doctor_options import LEAST_DOCUMENTS
 from spec_train.simulation.intervals import Comparison, compare
-
-# -- mask tokens -----------------------------------------------------------------------------------
-# Which mask tokens are worth trying with a draft.
-#
-# A mask token is the id of an embedding row, and nothing else marks it: the row is the target's and
-# frozen, or the draft's own and trained. So the id decides what the draft computes in both cases.
-# The learned states of a P-EAGLE draft, `mask_hidden`, stand beside that row and do not replace it.
-#
-# V target vocabulary, H hidden size.
-
-
-def reads_mask_token(draft: Draft) -> bool:
-    """Return whether a draft computes anything from its mask token.
-
-    Only a P-EAGLE draft of one depth and a block of one slot do not; other kinds have none.
-    """
-    if getattr(draft.config, "mask_token_id", None) is None:
-        return False
-    return (draft.depth if draft.name == "peagle" else draft.config.block_size) > 1
-
-
-def mask_tokens_to_try(
-    draft: Draft, dataset: HiddenStatesDataset, head: TargetHead, counts: Tensor
-) -> dict[int, str]:
-    """Return ids that may be the mask token of a draft's training, and why; likeliest first.
-
-    Empty for a draft that reads no mask token. Ids with the embedding of the declared one, or of an
-    id before them, are left out: the draft computes the same with them.
-
-    Args:
-        draft: the draft.
-        dataset: a dataset of its target, for the tokenizer.
-        head: the target's embedding.
-        counts: supervised tokens by id, int64 [V].
-    """
-    if not reads_mask_token(draft):
-        return {}
-    raw, config = dataset.target_config(), draft.config
-    tables: dict[str, Any] = {**text_table(raw), **raw}
-    theirs = head.embed_weight  # [V, H]
-    usual = usual_mask_tokens(dataset.path / "target", tables, theirs, counts)
-    own = draft.embed_tokens.weight.detach()  # [V, H]
-    if config.train_embeddings and own.shape == theirs.shape:
-        moved = (own.float() - theirs.to(own.device).float()).norm(dim=-1)  # [V]
-        moved[counts.to(moved.device) > 0] = 0
-        furthest = "of the tokens that no answer contains, the one that training changed most"
-        usual = {int(moved.argmax()): furthest} | usual
-    rows, found = [own[config.mask_token_id]], {}
-    for token, why in usual.items():
-        if not any(torch.equal(own[token], row) for row in rows):
-            rows.append(own[token])
-            found[token] = why
-    return found
-
-
-# -- trials ----------------------------------------------------------------------------------------
-
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +58,6 @@ class Trials:
     """By check: the columns that the conventions not tried lack."""
     declared: float | None = None
     """Acceptance length of the declared convention; None: its states cannot be read."""
-    reached: float | None = None
-    """That of the convention that fits best."""
     control: Comparison | None = None
     """The convention that fits best, compared with states of other tokens."""
 
@@ -142,18 +83,18 @@ class Trials:
         return found.difference >= max(_LEAST_GAIN, share * (found.lengths[0] - 1))
 
 
-def run_trials(setting: Setting, seed: int) -> Trials:
+def run_trials(setting: Setting) -> Trials:
     """Try every neighbour of a setting, then those of the best one, until none is better.
 
     Nothing is tried with a draft that was never trained.
     """
     trials = Trials(_Measured(setting))
     for number in range(1, _ROUNDS + 1):
-        if untouched(setting.draft) or not _one_round(trials, number, seed):
+        if untouched(setting.draft) or not _one_round(trials, number):
             break
     if trials.current.readable:
-        trials.control = _against_control(trials.current, seed)
-        trials.reached = trials.control.lengths[1]
+        trials.control = _against_control(trials.current)
+
     return trials
 
 
@@ -176,7 +117,7 @@ def untouched(draft: Draft) -> bool:
     return bool(norms) and all(bool((value == torch.ones_like(value)).all()) for value in norms)
 
 
-def _one_round(trials: Trials, number: int, seed: int) -> bool:
+def _one_round(trials: Trials, number: int) -> bool:
     """Try the neighbours of the current setting; take the best one over if it is clearly better."""
     base, setting = trials.current, trials.setting
     neighbours = neighbours_of(setting)
@@ -195,11 +136,11 @@ def _one_round(trials: Trials, number: int, seed: int) -> bool:
         if applied is None:
             continue
         other = _Measured(applied)
-        tried = _try(base, other, neighbour, number, len(possible), seed)
+        tried = _try(base, other, neighbour, number, len(possible))
         trials.tried.append(tried)
         if tried.better:
             better.append((tried, other))
-    best = _best([tried for tried, _ in better])
+    best = best_of([tried for tried, _ in better])
     if best is None:
         return False
     trials.current = next(other for tried, other in better if tried is best)
@@ -207,7 +148,7 @@ def _one_round(trials: Trials, number: int, seed: int) -> bool:
     return True
 
 
-def _best(better: list[Tried]) -> Tried | None:
+def best_of(better: list[Tried]) -> Tried | None:
     """Return the best of the better neighbours; None: there is none.
 
     The acceptance length decides. Of those of one check that are accepted about as long, the lower
@@ -236,7 +177,7 @@ def fitting_as_well(trials: Trials, best: Tried) -> list[Tried]:
 
 
 def _as_long(tried: Tried, best: Tried) -> bool:
-    return best.length - tried.length < max(_LEAST_GAIN, _GAIN * (best.length - 1))
+    return best.length - tried.length < _enough(best.length)
 
 
 @dataclass
@@ -254,7 +195,7 @@ class _Measured:
         return not set(self.setting.reading.columns) - self.setting.sample.columns
 
     @cached_property
-    def chains(self) -> list[np.ndarray]:
+    def chains(self) -> list[Tensor]:
         """The chains of every slot (see `drafted_chains`), as long as `chain_length`."""
         setting, depth = self.setting, chain_length(self.setting.draft)
         return drafted_chains(setting.draft, setting.sample, setting.reading, depth)
@@ -283,28 +224,27 @@ class _Measured:
 def _applied(setting: Setting, neighbour: Neighbour) -> Setting | None:
     """Return the setting of a neighbour; None if no such draft can be made."""
     try:
-        draft = neighbour.make() if neighbour.make is not None else setting.draft
+        return neighbour.applied(setting)
     except (SpecDataError, ValueError, RuntimeError) as error:
         log.debug("%s cannot be tried: %s", neighbour.text, error)
         return None
-    return replace(setting, draft=draft, reading=neighbour.reading)
 
 
-def _try(
-    base: _Measured, other: _Measured, neighbour: Neighbour, number: int, tries: int, seed: int
-) -> Tried:
+def _try(base: _Measured, other: _Measured, neighbour: Neighbour, number: int, tries: int) -> Tried:
     """Measure a neighbour against the base, or where that cannot be read against a control."""
     depth = chain_length(base.setting.draft)
     depth = min(depth, neighbour.depth or depth)
     losses = None
     if base.readable:
-        found = compare(base.counts(depth), other.counts(depth), seed)
-        if not _clearly_shorter(found):
-            losses = _compared_losses(base, other, neighbour, seed)
+        found = compare(base.counts(depth), other.counts(depth))
+        if found.interval[1] >= -_GAIN * (found.lengths[0] - 1):  # else it is out of the question
+            losses = _compared_losses(base, other, neighbour)
     else:
-        found = _against_control(other, seed)
-    longer = _clearly_longer(found, tries) and (losses is None or losses.difference <= 0)
-    lower = losses is not None and found.difference >= 0 and _clearly_lower(losses, tries)
+        found = _against_control(other)
+    longer = _clearly(found, 1, _enough(found.lengths[0]), tries)
+    lower = losses is not None and _clearly(losses, -1, _GAIN * losses.lengths[0], tries)
+    if losses is not None:  # the other measure must not be worse
+        longer, lower = longer and losses.difference <= 0, lower and found.difference >= 0
     return Tried(
         round=number,
         check=neighbour.check,
@@ -320,108 +260,86 @@ def _try(
     )
 
 
-def _compared_losses(
-    base: _Measured, other: _Measured, neighbour: Neighbour, seed: int
-) -> Comparison | None:
+def _compared_losses(base: _Measured, other: _Measured, neighbour: Neighbour) -> Comparison | None:
     """Compare the losses, where the neighbour has the same slots and the same vocabulary."""
     if neighbour.check not in _SAME_LOSS or base.losses is None or other.losses is None:
         return None
-    return compare(base.losses, other.losses, seed)
+    return compare(base.losses, other.losses)
 
 
-def _clearly_longer(found: Comparison, tries: int) -> bool:
-    wanted = max(_LEAST_GAIN, _GAIN * (found.lengths[0] - 1))
-    significant = found.interval[0] > 0 and found.p_value * tries <= _LEVEL
-    return significant and found.difference >= wanted
+def _enough(length: float) -> float:
+    """Return the smallest difference from an acceptance length that matters."""
+    return max(_LEAST_GAIN, _GAIN * (length - 1))
 
 
-def _clearly_shorter(found: Comparison) -> bool:
-    """Return whether a neighbour is out of the question, so that its loss need not be computed."""
-    return found.interval[1] < -_GAIN * (found.lengths[0] - 1)
+def _clearly(found: Comparison, sign: int, least: float, tries: int) -> bool:
+    """Return whether the second one is larger (sign 1) or smaller (-1), by `least` and no chance.
+
+    It is one of so many `tries` (Bonferroni).
+    """
+    edge = found.interval[0] if sign > 0 else -found.interval[1]
+    significant = edge > 0 and found.p_value * tries <= _LEVEL
+    return significant and sign * found.difference >= least
 
 
-def _clearly_lower(found: Comparison, tries: int) -> bool:
-    significant = found.interval[1] < 0 and found.p_value * tries <= _LEVEL
-    return significant and -found.difference >= _GAIN * found.lengths[0]
-
-
-def _against_control(measured: _Measured, seed: int) -> Comparison:
+def _against_control(measured: _Measured) -> Comparison:
     """Compare a setting with itself on the states of other tokens."""
     setting = measured.setting
-    control = _Measured(replace(setting, sample=setting.sample.shuffled(seed)))
-    return compare(control.own_counts, measured.own_counts, seed)
+    control = _Measured(replace(setting, sample=setting.sample.shuffled()))
+    return compare(control.own_counts, measured.own_counts)
 
 
-# -- trial checks ----------------------------------------------------------------------------------
-# The checks that the trials decide: one per kind of convention, and whether the draft learned.
-
-
-_AGREES = {
-    "layer-ids": "the declared layers fit best",
-    "layer-order": "the declared order of layers fits best",
-    "state-shift": "each token has its own states",
-    "final-norm": "the final state fits on its side of the norm",
-    "carried-norm": "the declared norms fit best",
-    "rope": "the declared rope fits best",
-    "slot-layout": "the declared slots draft first",
-    "mask-token": "the declared mask token fits best",
-    "vocabulary-map": "the declared map fits best",
-    "head": "the draft's own LM head fits best",
-    "input-order": "token and state enter in the declared order",
-    "embedding": "the draft's own embedding fits best",
-}
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def trial_checks(trials: Trials) -> Iterator[Check]:
-    """Return a check for every kind of convention that was tried or could not be."""
-    found = {tried.check: tried for tried in reversed(trials.found)}
+    """Yield a check for every kind of convention that was tried or could not be, and "trained"."""
+    named = {tried.check: tried for tried in reversed(trials.found)}
     learned = _learned(trials)
     if learned.state == FINDING:  # then a better neighbour is better by luck
         yield learned
         return
-    for name in _AGREES:
+    for name in KINDS:
         tried = [t for t in trials.tried if t.check == name]
-        lacks = trials.missing.get(name, [])
-        if name in found:
-            yield _found(found[name], trials)
-        elif tried and not lacks:
-            yield _agreed(name, tried)
+        lacks = ", ".join(dict.fromkeys(trials.missing.get(name, [])))
+        untried = f"give --target, or a dataset with {lacks}: neighbours that read them were not "
+        more = [f"{untried}tried"] if lacks else []
+        if name in named:
+            yield _better(named[name], trials)
         elif tried:
-            yield _agreed(name, tried, _untried(lacks))
+            yield agreed(name, tried, *more)
         elif lacks:
-            yield undecided(name, _untried(lacks))
-        elif name == "mask-token" and (why := _any_mask_token(trials)):
-            yield ok(name, why)
+            yield undecided(name, *more)
+        elif name == "mask-token" and (why := _no_mask_token(trials)):
+            yield judged(name, [], sound=why)
     yield learned
 
 
-def _found(best: Tried, trials: Trials) -> Check:
+def _better(best: Tried, trials: Trials) -> Check:
     low, high = best.interval
-    against = (
-        "with the states of other tokens, because the declared ones are not in the dataset"
-        if trials.declared is None and best.round == 1
-        else "as declared" if best.round == 1 else "before"
-    )  # fmt: skip
+    against = "before" if best.round > 1 else "as declared"
+    if trials.declared is None and best.round == 1:
+        against = (
+            "with the states of other tokens, because the declared ones are not in the dataset"
+        )
     losses = []
     if best.loss is not None and best.loss_before is not None:
         p = best.loss_p_value
         losses = [
             f"teacher-forced loss {best.loss:.3f}, {best.loss_before:.3f} {against} (p = {p:.2g})"
         ]
-    others = [f"fits about as well: {other.text}" for other in fitting_as_well(trials, best)]
-    return finding(
+    return judged(
         best.check,
-        f"not as declared; what fits is: {best.text}",
+        [f"not as declared; what fits is: {best.text}"],
         f"acceptance length {best.length:.2f}, {best.before:.2f} {against} (difference "
         f"{best.length - best.before:+.2f}, 95 % interval {low:+.2f} to {high:+.2f}, p = "
         f"{best.p_value:.2g})",
         *losses,
-        *others,
-        fix=FIXES[best.check],
+        *(f"fits about as well: {other.text}" for other in fitting_as_well(trials, best)),
     )
 
 
-def _agreed(name: str, tried: list[Tried], *more: str) -> Check:
+def agreed(name: str, tried: list[Tried], *more: str) -> Check:
     """Compare the best of the others with the convention that was found to fit."""
     last = max(t.round for t in tried)
     best = max((t for t in tried if t.round == last), key=lambda t: t.rank)
@@ -431,11 +349,11 @@ def _agreed(name: str, tried: list[Tried], *more: str) -> Check:
     )
     if best.loss is not None and best.loss_before is not None:
         line += f", loss {best.loss:.3f} instead of {best.loss_before:.3f}"
-    text = _AGREES[name] if best.rank <= (0, 0) else "no other one fits clearly better"
-    return ok(name, text, line, *more)
+    text = "" if best.rank <= (0, 0) else "no other one fits clearly better"
+    return judged(name, [], line, *more, sound=text)
 
 
-def _any_mask_token(trials: Trials) -> str | None:
+def _no_mask_token(trials: Trials) -> str | None:
     """Return why no other mask token was tried; None: the draft has none, or nothing was tried."""
     draft = trials.setting.draft
     if trials.declared is None or getattr(draft.config, "mask_token_id", None) is None:
@@ -445,45 +363,24 @@ def _any_mask_token(trials: Trials) -> str | None:
     return "the usual mask tokens have the embedding of the declared one"
 
 
-def _untried(lacks: list[str]) -> str:
-    names = ", ".join(dict.fromkeys(lacks))
-    return f"give --target, or a dataset with {names}: neighbours that read them were not tried"
-
-
 def _learned(trials: Trials) -> Check:
     """Judge whether the draft reads the states of its target at all."""
-    name, control, draft = "trained", trials.control, trials.setting.draft
+    control, setting = trials.control, trials.setting
     if control is None:
-        lacks = sorted(set(trials.setting.reading.columns) - trials.setting.sample.columns)
-        return undecided(name, f"give --target, or a dataset with {', '.join(lacks)}")
+        lacks = sorted(set(setting.reading.columns) - setting.sample.columns)
+        return undecided("trained", f"give --target, or a dataset with {', '.join(lacks)}")
     low, high = control.interval
     figures = (
         f"acceptance length {control.lengths[1]:.2f}, {control.lengths[0]:.2f} with the states of "
         f"other tokens (difference {control.difference:+.2f}, 95 % interval {low:+.2f} to "
         f"{high:+.2f})"
     )
-    if untouched(draft):
-        return finding(
-            name,
-            "untrained: every norm still has its initial weight of 1",
-            figures,
-            fix="train it, or name the trained checkpoint: RUN/best",
-        )
-    if trials.uses_states:
-        return ok(name, "the draft uses the states of the target", figures)
-    return finding(
-        name,
-        "the states of this target make little or no difference: the draft was trained on those "
-        "of another target, or under a convention that is not among the tried ones",
-        figures,
-        fix="give the dataset and target that it was trained with; then train again",
-    )
-
-
-def too_few(documents: int) -> Check:
-    """Return the check of a dataset with too few documents for any trial."""
-    return undecided(
-        "conventions",
-        f"give a dataset of at least {LEAST_DOCUMENTS} documents, or --split all: {documents} can "
-        "decide nothing",
-    )
+    problems = []
+    if untouched(setting.draft):
+        problems = ["untrained: every norm still has its initial weight of 1"]
+    elif not trials.uses_states:
+        problems = [
+            "the states of this target make little or no difference: the draft was trained on "
+            "those of another target, or under a convention that is not among the tried ones"
+        ]
+    return judged("trained", problems, figures)

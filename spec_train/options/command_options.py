@@ -1,4 +1,4 @@
-"""The options of `eval`, `export` and `replay`, one frozen dataclass per command. No torch here."""
+"""The options of `eval` and `export`, one frozen dataclass per command. No torch here."""
 
 import math
 from dataclasses import dataclass
@@ -345,24 +345,3 @@ class ExportConfig:
                     f"--{name.replace('_', '-')} has no effect without --draft-vocab-size, "
                     "--draft-vocab or --draft-vocab-coverage"
                 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayConfig:
-    """Options of `spec-train replay`: the batch that stopped a run, once more."""
-
-    data: str | None = option(
-        None,
-        help="the run's dataset, where it has moved; its manifest.json and target/ are enough. Not "
-        "given: the path that the run used",
-        group=DATA,
-        metavar="DIR",
-    )
-    device: str = option(
-        "auto",
-        help="cpu, cuda, cuda:1, ...; auto: a GPU where there is one. Compare cpu with the GPU",
-        group=RUNNING,
-    )
-    json: str | None = option(
-        None, help="write every figure to this file", group=FILES, metavar="FILE"
-    )

@@ -9,7 +9,7 @@ the run, the numbers equal those of the run.
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +22,14 @@ from torch import Tensor, nn
 
 from spec_data.models.devices import compute_dtype, usable_device
 from spec_data.shards.errors import DatasetError, DraftError, MissingError
-from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.follow import WORK, FollowedDataset
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import Manifest
+from spec_data.terminal.command import Result
 from spec_data.terminal.config import from_dict
-from spec_data.terminal.paths import check_file_to_write
 from spec_train.data.batch import PLAIN, DraftBatch
 from spec_train.drafts import DRAFTS, Draft, draft_class
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import ReplayConfig
 from spec_train.training.failure import (
     BATCH,
     FAILURE,
@@ -65,25 +63,43 @@ class NonFinite:
         )
 
 
-def replay(folder: Path, config: ReplayConfig) -> dict[str, Any]:
-    """Run a failed batch again and print a report; return the report of --json.
+@dataclass(frozen=True, kw_only=True)
+class Replayed(Result):
+    """What a failed batch gives when it is run again; `text` says it in lines."""
+
+    report: dict[str, Any]
+    text: str
+    next_command: Sequence[str]
+
+    def __str__(self) -> str:
+        return self.text
+
+    def facts(self) -> dict[str, Any]:
+        """Return every figure."""
+        return self.report
+
+
+def replay_step(folder: Path, data: Path | None = None, device: str = "auto") -> Replayed:
+    """Run a failed batch again.
+
+    Args:
+        folder: the failed-step-N of a run.
+        data: the run's dataset, where it has moved.
+        device: where to compute.
 
     Raises:
-        ConfigError: the file of --json cannot be written.
         MissingError, DatasetError, DraftError: the directory or the dataset's head is absent, or
             is not the one of the run.
     """
-    if config.json:
-        check_file_to_write("--json", config.json)
     state, tensors = read_failure(folder)
-    device = usable_device(config.device)
-    dtype = compute_dtype(state["dtype"], device)
-    head, manifest = _load_head(state, config.data, dtype, device)
+    used = usable_device(device)
+    dtype = compute_dtype(state["dtype"], used)
+    head, manifest = _load_head(state, data, dtype, used)
     draft = _load_draft(folder, state, head, manifest)
     params = cast_draft(draft, dtype)
     names = {id(p): name for name, p in draft.named_parameters()}
     batch = read_batch(tensors, state)
-    counts = tensors["counts"].to(device)
+    counts = tensors["counts"].to(used)
 
     torch.manual_seed(state["random_seed"])
     with watched(draft) as seen:
@@ -93,8 +109,8 @@ def replay(folder: Path, config: ReplayConfig) -> dict[str, Any]:
     ]
     losses = document_losses(draft, head, batch, counts, state)
     torch.manual_seed(state["random_seed"])
-    with torch.no_grad(), arithmetic(device, dtype):
-        loss = float(draft.loss(batch.to(device, dtype), head, counts).loss)
+    with torch.no_grad(), arithmetic(used, dtype):
+        loss = float(draft.loss(batch.to(used, dtype), head, counts).loss)
     stored = [
         {"doc_id": document["doc_id"], "shard": document["shard"], "column": column}
         | {"tokens": count, "first": first}
@@ -114,10 +130,11 @@ def replay(folder: Path, config: ReplayConfig) -> dict[str, Any]:
         "gradients": gradients,
         "documents": losses,
     }
-    if config.json:
-        write_atomically(Path(config.json), dump_json(report))
-    print(table(report, seen, len(params)))
-    return report
+    following = ["spec-data", "verify", str(data or state["dataset"])]
+    if not stored:  # the stored data itself is sound
+        file = str(folder.parent / "fit.json")
+        following = ["spec-train", "fit", state["draft"], "--config", file]
+    return Replayed(report=report, text=table(report, seen, len(params)), next_command=following)
 
 
 def read_failure(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -160,10 +177,10 @@ def read_batch(tensors: dict[str, Tensor], state: dict[str, Any]) -> DraftBatch:
 
 
 def _load_head(
-    state: dict[str, Any], data: str | None, dtype: torch.dtype, device: torch.device
+    state: dict[str, Any], data: Path | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[TargetHead, Manifest]:
     """Return the head that the run used, and the dataset's manifest."""
-    path = Path(data if data is not None else state["dataset"])
+    path = data or Path(state["dataset"])
     if (path / MANIFEST).is_file():
         manifest = Manifest.read(path / MANIFEST)
     elif (path / WORK / "target.json").is_file():  # still being generated, or not sealed

@@ -13,15 +13,12 @@ from spec_data.shards.errors import DatasetError, DraftError, MissingError, RunE
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
 from spec_train.drafts import DRAFTS
-from spec_train.options.command_options import ReplayConfig
 from spec_train.options.training import Training
-from spec_train.training.replay import one_document, read_batch, read_failure, replay
+from spec_train.training.replay import one_document, read_batch, read_failure, replay_step
 from spec_train.training.setup import make_splits
 from tests import factory
 from tests.spec_train.training.tools import OPTIONS, change, run
 from tests.tolerance import close, network
-
-CPU = ReplayConfig(device="cpu")
 
 
 def config_of(data: Path, out: Path, **changes) -> Training:
@@ -111,7 +108,7 @@ def test_a_learning_rate_that_is_too_large_shows_in_weights_and_modules(tmp_path
         run(config)
     (failed,) = (tmp_path / "run").glob("failed-step-*")
     assert f"replay {failed}" in str(error.value)
-    report = replay(failed, CPU)
+    report = replay_step(failed, device="cpu").facts()
     assert report["reproduced"] and report["states"] == []
     assert report["modules"] and report["modules"][0]["what"] == "output"
     state, _ = read_failure(failed)
@@ -148,7 +145,7 @@ def test_of_a_gradient_that_is_not_finite_the_micro_batch_to_blame_is_saved(grad
     state, _ = read_failure(failed)
     assert state["micro_batch"] == 1
     assert float(state["losses"][1]) == losses[0] == losses[1]  # found again with the same draws
-    report = replay(failed, CPU)
+    report = replay_step(failed, device="cpu").facts()
     assert report["loss"] == report["loss_then"]
 
 
@@ -166,7 +163,7 @@ def test_losses_of_documents_add_up_to_that_of_the_batch(poisoned, tmp_path, mon
     with monkeypatch.context() as patch, pytest.raises(RunError):
         patch.setattr(DRAFTS["eagle3"], "loss", failing)
         run(config_of(data, tmp_path / "run"))
-    report = replay(tmp_path / "run" / "failed-step-1", CPU)
+    report = replay_step(tmp_path / "run" / "failed-step-1", device="cpu").facts()
     assert not report["reproduced"]
     losses = [float(d["loss"]) for d in report["documents"]]
     assert len(losses) > 2 and min(losses) >= 0
@@ -185,7 +182,7 @@ def test_a_bf16_run_fails_again_in_bf16(poisoned, tmp_path):
     data = poisoned[0]
     with pytest.raises(RunError, match="the loss is nan"):
         run(config_of(data, tmp_path / "run", dtype="bf16"))
-    report = replay(tmp_path / "run" / "failed-step-3", CPU)
+    report = replay_step(tmp_path / "run" / "failed-step-3", device="cpu").facts()
     assert report["reproduced"] and report["states"][0]["first"] == 1
 
 
@@ -212,21 +209,21 @@ def test_a_full_disk_does_not_hide_the_cause(poisoned, tmp_path, monkeypatch):
 def test_what_cannot_be_replayed_says_why(poisoned, tmp_path, monkeypatch):
     data, failed, _, _ = poisoned
     with pytest.raises(MissingError, match=r"failure\.json: no such file; pass a failed-step"):
-        replay(data, CPU)
+        replay_step(data, device="cpu")
     gone = tmp_path / "gone"
     with pytest.raises(MissingError, match=r"manifest\.json and target/ are enough"):
-        replay(failed, dataclasses.replace(CPU, data=str(gone)))
+        replay_step(failed, gone, "cpu")
     other = factory.tiny_dataset(tmp_path / "other", n_docs=8, seed=3)
     with pytest.raises(DatasetError, match="not the one that the run used"):
-        replay(failed, dataclasses.replace(CPU, data=str(other)))
+        replay_step(failed, other, "cpu")
     shutil.copytree(failed, tmp_path / "old")
     state = json.loads((failed / "failure.json").read_text())
     (tmp_path / "old" / "failure.json").write_text(json.dumps(state | {"format": 9}))
     with pytest.raises(DraftError, match="another release"):
-        replay(tmp_path / "old", CPU)
+        replay_step(tmp_path / "old", device="cpu")
     (tmp_path / "old" / "batch.safetensors").write_bytes(b"no")
     with pytest.raises(DraftError, match="damaged"):
-        replay(tmp_path / "old", CPU)
+        replay_step(tmp_path / "old", device="cpu")
 
 
 def test_options_of_the_run_come_with_it(poisoned):

@@ -14,8 +14,7 @@ from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.follow import WORK, FollowedDataset
 from spec_data.shards.reclaim import allow_deletion, delete_unit, units_used
 from spec_train.drafts import DRAFTS
-from spec_train.options.command_options import ReplayConfig
-from spec_train.training.replay import replay
+from spec_train.training.replay import replay_step
 from spec_train.training.setup import make_splits
 from spec_train.training.trainer import Trainer
 from tests import forked
@@ -126,7 +125,7 @@ def test_a_batch_that_fails_beside_generation_can_be_replayed(source, tmp_path, 
     with monkeypatch.context() as patch, pytest.raises(RunError, match="loss is nan"):
         patch.setattr(DRAFTS["eagle3"], "loss", failing)
         run(config_of(data, tmp_path / "run"))
-    report = replay(tmp_path / "run" / "failed-step-1", ReplayConfig(device="cpu"))
+    report = replay_step(tmp_path / "run" / "failed-step-1", device="cpu").facts()
     assert not report["reproduced"] and report["documents"]
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from spec_train.diagnosis.outcome import Tried
-from spec_train.diagnosis.trials import Trials, _agreed, _best, fitting_as_well
+from spec_train.diagnosis.checks import Tried
+from spec_train.diagnosis.trials import Trials, agreed, best_of, fitting_as_well
 from spec_train.simulation.intervals import Comparison
 
 
@@ -32,11 +32,11 @@ def test_the_longer_one_is_named_and_the_lower_loss_among_equals():
         tried("equal", 3.0, 0.4),
         tried("short", 2.5, 0.1),
     )
-    assert _best([short, equal, long]) is equal
-    assert _best([short, tried("long", 3.01)]).text == "long", "without losses, by length alone"
+    assert best_of([short, equal, long]) is equal
+    assert best_of([short, tried("long", 3.01)]).text == "long", "without losses, by length alone"
     other = tried("other", 3.0, 0.4, check="layer-ids")
-    assert _best([other, long]) is long, "another check is another mistake"
-    assert _best([]) is None
+    assert best_of([other, long]) is long, "another check is another mistake"
+    assert best_of([]) is None
 
 
 def test_what_fits_as_well_is_listed():
@@ -71,7 +71,7 @@ def test_only_another_reading_of_the_states_is_luck(check, uses):
 
 def test_what_is_a_little_better_is_not_called_worse():
     little = tried("a", 2.01, 1.99, better=False)
-    assert _agreed("rope", [little]).text == "no other one fits clearly better"
+    assert agreed("rope", [little]).text == "no other one fits clearly better"
     later = tried("b", 1.9, round=2, better=False)
-    assert _agreed("rope", [little, later]).text == "the declared rope fits best"
-    assert "b, acceptance length 1.900 instead of 2.000" in _agreed("rope", [later]).evidence[0]
+    assert agreed("rope", [little, later]).text == "the declared rope fits best"
+    assert "b, acceptance length 1.900 instead of 2.000" in agreed("rope", [later]).evidence[0]

@@ -10,9 +10,9 @@ import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
+from spec_train.commands.doctor import doctor
 from spec_train.data.token_counts import count_dataset
-from spec_train.diagnosis.outcome import FINDING, OK, UNDECIDED, Diagnosis
-from spec_train.doctor_api import doctor
+from spec_train.diagnosis.checks import FINDING, OK, UNDECIDED, Diagnosis
 from spec_train.drafts.layers import RMSNorm
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
 from spec_train.options.training import Training
@@ -304,8 +304,7 @@ def test_too_few_documents_decide_nothing(sound_dir, target, tmp_path, capsys):
     assert diagnosis.named("conventions").state == UNDECIDED
     assert not diagnosis.tried and not diagnosis.findings
     assert FINDING not in {check.state for check in diagnosis.checks}
-    nothing = ["doctor", "--draft", str(tmp_path / "none"), "--documents", "11"]
-    assert main(nothing) == 2, "before anything is opened"
+    assert main(["doctor", "--draft", str(sound_dir("eagle3")), "--documents", "11"]) == 2
     assert "--documents 11" in capsys.readouterr().err
 
 

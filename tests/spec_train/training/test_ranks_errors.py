@@ -13,10 +13,9 @@ from spec_data.shards.errors import DatasetError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.draft import DraftLoss
-from spec_train.options.command_options import ReplayConfig
 from spec_train.training import checkpoint, ranks
 from spec_train.training.ranks import Ranks
-from spec_train.training.replay import replay
+from spec_train.training.replay import replay_step
 from spec_train.training.setup import make_splits
 from spec_train.training.trainer import Trainer
 from tests.spec_train.training import tools as trainer_tools
@@ -181,6 +180,6 @@ def test_a_non_finite_number_on_one_rank_stops_all(config, kind, sharding):
     failed = Path(config.out) / "failed-step-3"
     before = load_file(failed / "model.safetensors")  # whole, and of before the step
     assert all(torch.equal(before[n.removeprefix("master.")], saved[n]) for n in saved)
-    report = replay(failed, ReplayConfig(device="cpu"))  # without the poison
+    report = replay_step(failed, device="cpu").facts()  # without the poison
     assert not report["reproduced"]
     assert [d["doc_id"] for d in report["documents"]] == [dataset.doc_ids[r] for r in victim]
