@@ -2,15 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from spec_train.cli import main
 from spec_train.drafts import load_draft
-from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import respond
@@ -116,36 +112,3 @@ def test_fit_and_eval_end_to_end(name, more, data, workplace, tmp_path, capsys) 
         assert main([*common, *real, *threshold]) == 0
         cut = json.loads((tmp_path / "out.json").read_text())
         assert cut["drafted"] < report["drafted"] and cut["identical"] == cut["responses"]
-
-
-def test_a_stopped_run_goes_on_with_the_blocks_it_would_have_drawn(
-    data, tmp_path, monkeypatch
-) -> None:
-    settings = ("--steps", "9", "--save-every", "4", "--num-anchors", "3", "--markov-rank", "4")
-    assert fit("dspark", data, tmp_path / "whole", *settings) == 0
-    original = Trainer._train_step
-
-    def failing(self: Any, step: Any) -> None:
-        if self.step == 6:
-            raise OSError("the machine is gone")
-        original(self, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", failing)
-        assert fit("dspark", data, tmp_path / "run", *settings) == 1
-    torch.rand(5)
-    assert fit("dspark", data, tmp_path / "run", *settings) == 0
-    for name in ("model.safetensors", "training_state.safetensors"):
-        a, b = (load_file(tmp_path / run / "last" / name) for run in ("whole", "run"))
-        assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
-def test_a_run_begins_from_a_draft_of_the_same_shape_only(data, tmp_path, capsys) -> None:
-    first = tmp_path / "first"
-    assert fit("dspark", data, first, "--steps", "2", "--markov-rank", "4") == 0
-    begin = ("--steps", "1", "--init-from", str(first))
-    assert fit("dspark", data, tmp_path / "more", "--markov-rank", "4", *begin) == 0
-    assert fit("dspark", data, tmp_path / "wide", "--markov-rank", "8", *begin) == 2
-    assert "markov_rank: 4 -> 8" in capsys.readouterr().err
-    assert fit("dflash", data, tmp_path / "flash", *begin) == 2
-    assert "holds a draft of the kind dspark" in capsys.readouterr().err

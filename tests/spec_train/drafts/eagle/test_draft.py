@@ -4,8 +4,6 @@ The loss itself is compared with slow loops in `test_reference`.
 """
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spec_data.shards.errors import DatasetError, DraftError
+from spec_data.shards.errors import DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_train.cli import main
 from spec_train.decoding.chains import Request, decode_plain, decode_speculative
-from spec_train.drafts import load_draft
 from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import head_loss
 from spec_train.losses.sampling import Greedy, make_sampler
 from spec_train.options.draft_options import EagleOptions
-from spec_train.options.training import Training
-from spec_train.training.setup import fit
-from spec_train.training.trainer import Trainer
-from tests.draft_tools import read_json, reseal, write_json
-from tests.factory import tiny_dataset, tiny_llama
+from tests.factory import tiny_llama
 from tests.families import VOCAB as FAMILY_VOCAB
 from tests.families import tiny_model
 from tests.spec_train.decoding.test_chains import check_counts, exact_distribution
@@ -39,8 +32,8 @@ from tests.spec_train.drafts.eagle3.tools import packed
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import LIMIT, batch_of, head_of
 from tests.spec_train.training import tools as trainer_tools
-from tests.spec_train.training.tools import change, metrics
-from tests.tolerance import close, close_in_norm, network, roundings, same_but_for_a_tie
+from tests.spec_train.training.tools import metrics
+from tests.tolerance import close, network, same_but_for_a_tie
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
@@ -84,46 +77,6 @@ def test_the_files_are_what_engines_read(dataset, head, tmp_path: Path, layers: 
     }
     assert {key: raw[key] for key in expected} == expected
     assert "null" not in text
-
-
-def test_a_saved_draft_reads_back_and_saves_the_same_bytes(dataset, head, tmp_path: Path) -> None:
-    draft, batch = build(dataset, head, num_layers=2, slots="shifted").eval(), packed(dataset)
-    draft.save_pretrained(tmp_path / "a")
-    again = load_draft(tmp_path / "a").eval()
-    assert isinstance(again, EagleDraft)
-    assert again.options == draft.options and again.config == draft.config
-    counts = draft.slot_counts(batch)
-    assert torch.equal(draft.loss(batch, head, counts).loss, again.loss(batch, head, counts).loss)
-    again.save_pretrained(tmp_path / "b")
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    raw = read_json(tmp_path / "a")
-    raw["spec_train"]["options"]["num_layers"] = 3
-    write_json(tmp_path / "a", raw | {"num_hidden_layers": 3})
-    reseal(tmp_path / "a")
-    with pytest.raises(DraftError, match=r"missing layers\.2\.input_layernorm\.weight"):
-        load_draft(tmp_path / "a")
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"num_layers": 0},
-        {"depth": 0},
-        {"noise": -0.1},
-        {"ce_weight": float("inf")},
-        {"regression_weight": 0.0, "ce_weight": 0.0},
-        {"noise_scale": "document"},
-        {"slots": "all"},
-    ],
-)
-def test_options_out_of_range_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
-    flags = [f"--{k.replace('_', '-')}={v}" for k, v in wrong.items()]
-    try:
-        code = main(["fit", "eagle", "--data", "none", "--out", str(tmp_path / "run"), *flags])
-    except SystemExit as exit:  # argparse itself refuses choices
-        code = exit.code
-    assert code == 2 and not (tmp_path / "run").exists()
 
 
 # --- data ----------------------------------------------------------------------------------------
@@ -210,27 +163,6 @@ def test_no_gradient_is_computed_for_the_head(dataset, head, monkeypatch) -> Non
     }
 
 
-def test_bfloat16_and_autocast_stay_near_float32(dataset, head) -> None:
-    draft, batch = build(dataset, head, noise=0.0), packed(dataset)
-    counts = draft.slot_counts(batch)
-
-    def gradient(loss) -> torch.Tensor:
-        return torch.autograd.grad(loss, draft.fc.weight)[0].float()
-
-    exact = draft.loss(batch, head, counts).loss
-    expected = gradient(exact)
-    low_batch = batch.to("cpu", torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed = draft.loss(low_batch, head.to(torch.bfloat16), counts).loss
-    close_in_norm(gradient(mixed), expected, torch.bfloat16, roundings(1, backward=True))
-    draft.to(torch.bfloat16)
-    low = draft.loss(low_batch, head, counts).loss
-    close_in_norm(gradient(low), expected, torch.bfloat16, roundings(1, backward=True))
-    for loss in (mixed, low):
-        assert loss.dtype == torch.float32
-        close(loss, exact, dtype=torch.bfloat16, terms=roundings(1) / int(counts.sum()))
-
-
 def test_training_from_a_dataset_and_evaluation_on_it(data, tmp_path: Path, capsys) -> None:
     """With the commands: the loss falls, and `eval` reads the run."""
     run = str(tmp_path / "run")
@@ -252,42 +184,6 @@ def test_training_from_a_dataset_and_evaluation_on_it(data, tmp_path: Path, caps
     forced = report["data"]["teacher_forced"]
     close(forced["loss"], best["loss"], **FORWARD)  # saved in the target's dtype, which is float32
     assert len(report["data"]["walk"]["accept_rate"]) == 3
-
-
-def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(config, tmp_path, monkeypatch) -> None:
-    """The noise continues where it stopped."""
-    options = EagleOptions(depth=2)
-    config = change(config, steps=8, eval_every=3)
-    fit("eagle", change(config, out=str(tmp_path / "whole")), options)
-    original = Trainer._train_step
-
-    def signalled(self, step):
-        if self.step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        original(self, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", signalled)
-        assert fit("eagle", config, options).step == 5
-    torch.rand(17)  # other draws of the process must not matter
-    assert fit("eagle", config, options).finished
-    assert metrics(config.out) == metrics(tmp_path / "whole")
-    for file in (tmp_path / "whole" / "last").iterdir():
-        assert file.read_bytes() == (Path(config.out) / "last" / file.name).read_bytes()
-
-
-def test_a_run_begins_from_another_and_refuses_another_shape(config, data, tmp_path) -> None:
-    fit("eagle", change(config, steps=2), EagleOptions())
-    more: Training = change(config, steps=0, out=str(tmp_path / "more"), init_from=config.out)
-    fit("eagle", more, EagleOptions(noise=0.0))
-    old, new = load_draft(Path(config.out) / "best"), load_draft(tmp_path / "more" / "last")
-    assert all(torch.equal(a, b) for a, b in zip(old.parameters(), new.parameters(), strict=True))
-    other = change(more, out=str(tmp_path / "other"))
-    with pytest.raises(DraftError, match="num_hidden_layers: 1 -> 2"):
-        fit("eagle", other, EagleOptions(num_layers=2))
-    strange = tiny_dataset(tmp_path / "data", n_docs=60, seed=7)
-    with pytest.raises(DraftError, match="a draft of another target"):
-        fit("eagle", change(other, data=str(strange)), EagleOptions())
 
 
 # --- decoding ------------------------------------------------------------------------------------

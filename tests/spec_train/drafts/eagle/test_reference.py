@@ -286,31 +286,6 @@ class _Batch:
         self.hidden = {"hidden.final": inputs["final_hidden"]}
 
 
-def test_micro_batches_add_up_to_one_batch() -> None:
-    case = Case()
-    draft = make_draft(case)
-    documents, _, _ = expectation(case)
-    whole = fast(draft, case, lay_out(documents, LAYOUTS["unpacked"]))
-    whole.loss.backward()
-    wanted, losses = gradients(draft), []
-    for rows in ([[3], [0, 1]], [[2], [7]], [[4, 5, 6]]):
-        part = fast(draft, case, lay_out(documents, rows), counts=whole.sums["supervised"])
-        part.loss.backward()  # gradients accumulate
-        losses.append(part.loss.detach())
-    close(sum(losses), whole.loss.detach())
-    close_gradients(gradients(draft), wanted)
-
-
-def test_nothing_supervised_gives_a_zero_that_can_be_differentiated() -> None:
-    case = Case()
-    draft = make_draft(case)
-    documents = make_documents(case, [[0, 0, 0], [1]])
-    result = fast(draft, case, lay_out(documents, [[0, 1]]), steps=2)
-    result.loss.backward()
-    assert float(result.loss.detach()) == 0.0
-    assert all(not gradient.any() for gradient in gradients(draft).values())
-
-
 def test_noise_is_uniform_and_scaled_by_the_length_of_its_document() -> None:
     ids = torch.tensor([[0] * 256 + [1] * 1024 + [-1] * 2])
     states = torch.zeros(1, ids.shape[1], 64)

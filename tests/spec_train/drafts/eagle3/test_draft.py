@@ -14,10 +14,9 @@ from spec_data.shards.packing import pack_documents, shift_left
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.eagle3.draft import Eagle3Draft, Unroll, eagle3_loss
 from spec_train.losses.head import TargetHead
-from spec_train.losses.metrics import add_sums
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import batch_of, build, packed
-from tests.tolerance import close, close_gradients, close_in_norm, network, roundings, same_choice
+from tests.tolerance import close, close_gradients, network, same_choice
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head
 
@@ -89,69 +88,6 @@ def test_packing_and_order_change_neither_loss_nor_gradient(
         close_gradients(other, gradients, **BACKWARD)
         for name, value in first.sums.items():
             close(out.sums[name], value, **FORWARD, magnitude=value.abs(), name=name)
-
-
-def test_micro_batches_with_the_counts_of_the_whole_add_up(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
-    draft = build(dataset, head, loss="lk-lambda")
-    whole = batch_of(dataset, [[i] for i in range(8)], 40)
-    parts = [batch_of(dataset, [[i], [i + 1]], 40) for i in range(0, 8, 2)]
-    counts = torch.stack([draft.slot_counts(part) for part in parts]).sum(0)
-    assert torch.equal(counts, draft.slot_counts(whole))
-    expected = draft.loss(whole, head, counts)
-    outs = [draft.loss(part, head, counts) for part in parts]
-    total = torch.stack([out.loss for out in outs]).sum()
-    close(total, expected.loss, **FORWARD)
-    gradients = _gradients(draft, expected.loss)
-    close_gradients(_gradients(draft, total), gradients, **BACKWARD)
-    figures = Eagle3Draft.summarise(add_sums(out.sums for out in outs))
-    close(figures, Eagle3Draft.summarise(expected.sums), **FORWARD)
-
-
-def test_nothing_supervised_gives_zero_gradients_everywhere(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
-    draft, batch = build(dataset, head), packed(dataset)
-    batch.loss_mask.zero_()
-    out = draft.loss(batch, head, draft.slot_counts(batch))
-    gradients = _gradients(draft, out.loss)
-    assert float(out.loss.detach()) == 0
-    assert all(not g.any() for g in gradients.values())
-    assert Eagle3Draft.summarise(out.sums)["acceptance_length"] is None
-
-
-def test_bfloat16_and_autocast_stay_near_float32(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
-    draft, batch = build(dataset, head), packed(dataset)
-    counts = draft.slot_counts(batch)
-    exact = draft.loss(batch, head, counts)
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed = draft.loss(batch.to("cpu", torch.bfloat16), head, counts)
-    expected, found = (_gradients(draft, out.loss)["fc.weight"] for out in (exact, mixed))
-    close_in_norm(found, expected, torch.bfloat16, roundings(4, backward=True))
-    low = draft.to(torch.bfloat16).loss(batch.to("cpu", torch.bfloat16), head, counts)
-    for out in (mixed, low):
-        assert out.loss.dtype == torch.float32
-        close(out.loss, exact.loss, dtype=torch.bfloat16, terms=roundings(4) / int(counts.sum()))
-
-
-def test_training_lowers_the_loss_and_leaves_the_embedding(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
-    draft, batch = build(dataset, head), packed(dataset)
-    counts, before = draft.slot_counts(batch), head.embed_weight.clone()
-    optimizer = torch.optim.Adam(draft.trainable_parameters(), lr=3e-3)
-    losses = []
-    for _ in range(15):
-        optimizer.zero_grad()
-        loss = draft.loss(batch, head, counts).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.8 * losses[0]
-    assert torch.equal(draft.embed_tokens.weight, before)
 
 
 @pytest.mark.parametrize(

@@ -394,30 +394,3 @@ def test_other_documents_and_later_tokens_change_nothing(case: Case, what: str) 
         assert all(torch.equal(a, b) for a, b in zip(grads, other_grads, strict=True))
     changed, _ = run([documents[0], moved(documents[1], last), documents[2]])
     assert abs(float(changed - loss)) > 1e-9
-
-
-def test_micro_batches_add_up_to_one_batch() -> None:
-    case = Case()
-    draft = make_draft(case)
-    documents, _, _ = expectation(case)
-    whole = fast(draft, case, **lay_out(documents, UNPACKED))
-    whole.loss.backward()
-    wanted = gradients(draft)
-    counts = whole.sums["supervised"]
-    losses = []
-    for rows in ([[3], [0, 1]], [[8], [2], [9]], [[4, 5, 6, 7]]):
-        part = fast(draft, case, **lay_out(documents, rows), counts=counts)
-        part.loss.backward()  # gradients accumulate
-        losses.append(part.loss.detach())
-    close(sum(losses), whole.loss.detach())
-    close_gradients(gradients(draft), wanted)
-
-
-def test_nothing_supervised_gives_a_zero_that_can_be_differentiated() -> None:
-    case = Case()
-    draft = make_draft(case)
-    documents = make_documents(case, draft, [[0, 0, 0], [1]])
-    result = fast(draft, case, **lay_out(documents, [[0, 1]]))
-    result.loss.backward()
-    assert float(result.loss.detach()) == 0.0
-    assert all(not gradient.any() for gradient in gradients(draft).values())

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,8 @@ from spec_train.losses.head import TargetHead
 from spec_train.options.command_options import EvalConfig
 from spec_train.options.draft_options import PeagleOptions
 from spec_train.training.setup import fit
-from spec_train.training.trainer import Trainer
 from tests.draft_tools import reseal, write_json
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
-from tests.spec_train.drafts.eagle3.tools import packed
 from tests.spec_train.drafts.peagle.tools import build
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import change, masters, metrics
@@ -37,24 +33,6 @@ OPTIONS = PeagleOptions(depths=3, draft_layers=2, draft_vocab_size=40)
 
 
 # --- files ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 0}, {"fc_norm": True, "segments": 2}])
-def test_a_saved_draft_reads_back_and_saves_the_same_bytes(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    draft, batch = build(dataset, head, **changes), packed(dataset)
-    draft.save_pretrained(tmp_path / "a")
-    again = load_draft(tmp_path / "a")
-    assert isinstance(again, PeagleDraft) and again.options == draft.options
-    assert again.config == draft.config
-    sample = draft.draw(batch)
-    counts = draft.slot_counts(batch, sample)
-    expected = draft.loss(batch, head, counts, sample).loss
-    assert torch.equal(expected, again.loss(batch, head, counts, sample).loss)
-    again.save_pretrained(tmp_path / "b")
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
 def test_tensor_names_and_shapes_are_those_the_engine_reads(
@@ -104,24 +82,6 @@ def test_the_config_is_the_flat_form_of_parallel_drafting(
         load_draft(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"depths": 0},
-        {"draft_layers": 0},
-        {"segments": 0},
-        {"cod_ratio": 0.0},
-        {"cod_ratio": 1.5},
-        {"cod_floor": -0.1},
-        {"mask_token_id": -2},
-        {"draft_vocab_size": -1},
-    ],
-)
-def test_options_outside_their_range_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(DraftError, match=f"{next(iter(wrong))} = "):
-        PeagleOptions(**wrong)
-
-
 def test_the_defaults_are_the_papers() -> None:
     options = PeagleOptions().sized(2880, 24)
     assert (options.depths, options.draft_layers) == (8, 4)
@@ -149,28 +109,6 @@ def test_fit_then_eval(data: Path, tmp_path: Path) -> None:
         run_eval(EvalConfig(draft=str(out), data=str(data), device="cpu", draft_tokens=4))
 
 
-def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
-    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Samples come from the generator that a checkpoint restores."""
-    fit("peagle", change(config, out=str(tmp_path / "whole")), OPTIONS)
-    original = Trainer._train_step
-
-    def signalled(self: Trainer, step: Any) -> None:
-        if self.step == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-        original(self, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", signalled)
-        assert not fit("peagle", config, OPTIONS).finished
-    torch.rand(17)  # other draws of the process must not matter
-    assert fit("peagle", config, OPTIONS).finished
-    whole, resumed = masters(tmp_path / "whole"), masters(config.out)
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    assert metrics(tmp_path / "whole") == metrics(config.out)
-
-
 def test_segments_and_recomputing_change_no_run(config: Any, tmp_path: Path) -> None:
     runs = []
     for number, changes in enumerate(({}, {"segments": 3}, {"gradient_checkpointing": True})):
@@ -180,14 +118,3 @@ def test_segments_and_recomputing_change_no_run(config: Any, tmp_path: Path) -> 
         runs.append(masters(out))
     for other in runs[1:]:
         close_weights(other, runs[0], config.lr, steps=3)
-
-
-def test_a_run_begins_from_another_draft_of_its_shape(config: Any, tmp_path: Path) -> None:
-    first = change(config, steps=2)
-    fit("peagle", first, OPTIONS)
-    more = change(config, out=str(tmp_path / "more"), init_from=config.out, steps=1)
-    assert fit("peagle", more, OPTIONS).finished
-    wider = dataclasses.replace(OPTIONS, draft_layers=3)
-    other = change(config, out=str(tmp_path / "other"), init_from=config.out, steps=1)
-    with pytest.raises(DraftError, match="num_hidden_layers"):
-        fit("peagle", other, wider)

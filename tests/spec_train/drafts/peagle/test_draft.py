@@ -16,11 +16,10 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.peagle.draft import PeagleDraft
 from spec_train.drafts.peagle.loss import peagle_loss
 from spec_train.losses.head import TargetHead
-from spec_train.losses.metrics import add_sums
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import batch_of, packed
 from tests.spec_train.drafts.peagle.tools import build
-from tests.tolerance import close, close_gradients, close_in_norm, network, roundings
+from tests.tolerance import close, close_gradients, network
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head
 
@@ -102,77 +101,6 @@ def test_evaluation_is_the_same_every_time_and_however_documents_are_packed(
         figures.append(PeagleDraft.summarise(sums))
     close(figures[1], figures[0], **FORWARD)
     close(figures[2], figures[0], **FORWARD)
-
-
-def test_micro_batches_with_the_counts_of_the_whole_add_up(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
-    draft = build(dataset, head, segments=2)
-    whole = batch_of(dataset, [[i] for i in range(8)], 40)
-    sample = draft.draw(whole)
-    parts = [batch_of(dataset, [[i], [i + 1]], 40) for i in range(0, 8, 2)]
-    samples = sample.split(2)
-    pairs = list(zip(parts, samples, strict=True))
-    counts = torch.stack([draft.slot_counts(part, own) for part, own in pairs]).sum(0)
-    assert torch.equal(counts, draft.slot_counts(whole, sample))
-    expected = draft.loss(whole, head, counts, sample)
-    outs = [draft.loss(part, head, counts, own) for part, own in pairs]
-    total = torch.stack([out.loss for out in outs]).sum()
-    close(total, expected.loss, **FORWARD)
-    wanted = gradients(draft, expected.loss)
-    close_gradients(gradients(draft, total), wanted, **BACKWARD)
-    figures = PeagleDraft.summarise(add_sums(out.sums for out in outs))
-    close(figures, PeagleDraft.summarise(expected.sums), **FORWARD)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("segments", [1, 3])
-def test_bfloat16_and_autocast_stay_near_float32(
-    dataset: HiddenStatesDataset, head: TargetHead, segments: int, checkpointing: bool
-) -> None:
-    draft = build(dataset, head, segments=segments, gradient_checkpointing=checkpointing)
-    batch = packed(dataset)
-    sample = draft.draw(batch)
-    counts = draft.slot_counts(batch, sample)
-    exact = draft.loss(batch, head, counts, sample)
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed = draft.loss(batch.to("cpu", torch.bfloat16), head, counts, sample)
-    expected, found = (gradients(draft, out.loss) for out in (exact, mixed))
-    for name in ("fc.weight", "mask_hidden", "layers.1.mlp.up_proj.weight", "lm_head.weight"):
-        close_in_norm(found[name], expected[name], torch.bfloat16, roundings(2, backward=True))
-    low = draft.to(torch.bfloat16).loss(batch.to("cpu", torch.bfloat16), head, counts, sample)
-    low.loss.backward()
-    for out in (mixed, low):
-        assert out.loss.dtype == torch.float32
-        close(out.loss, exact.loss, dtype=torch.bfloat16, terms=roundings(2) / int(counts.sum()))
-
-
-def test_nothing_supervised_gives_zero_gradients_everywhere(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
-    draft, batch = build(dataset, head), packed(dataset)
-    batch.loss_mask.zero_()
-    out = draft.loss(batch, head, draft.slot_counts(batch))
-    assert float(out.loss.detach()) == 0
-    assert all(not g.any() for g in gradients(draft, out.loss).values())
-    assert PeagleDraft.summarise(out.sums)["acceptance_length"] is None
-
-
-def test_training_lowers_the_loss_and_leaves_the_embedding(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
-    draft, batch = build(dataset, head), packed(dataset)
-    before = head.embed_weight.clone()
-    optimizer = torch.optim.Adam(draft.trainable_parameters(), lr=3e-3)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = draft.loss(batch, head, draft.slot_counts(batch)).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.7 * losses[0]
-    assert torch.equal(draft.embed_tokens.weight, before)
 
 
 @pytest.fixture

@@ -289,33 +289,6 @@ def test_an_element_sees_its_past_and_no_other_rollout() -> None:
     assert (losses_of(rest, replace(documents[0], aux=aux)) - alone).abs().min() > 1e-6
 
 
-def test_micro_batches_add_up_to_one_batch() -> None:
-    case = Case()
-    draft = make_draft(case)
-    documents, samples, _, _ = expectation(case)
-    whole = peagle_loss(draft, **lay_out_all(documents, samples, LAYOUTS["unpacked"], DEPTHS))
-    whole.loss.backward()
-    wanted = gradients(draft)
-    count = whole.sums["supervised"].sum()[None]
-    total = torch.zeros((), dtype=torch.float64)
-    for number, rows in enumerate(([[3], [0, 1]], [[8], [2], [9]], [[4, 5, 6, 7]])):
-        inputs = lay_out_all(documents, samples, rows, DEPTHS)
-        part = peagle_loss(draft, count=count, segments=number + 1, **inputs)
-        part.loss.backward()  # gradients accumulate
-        total += part.loss.detach()
-    close(total, whole.loss.detach())
-    close_gradients(gradients(draft), wanted)
-
-
-@pytest.mark.parametrize("segments", [1, 2])
-def test_nothing_supervised_gives_a_zero_that_can_be_differentiated(segments: int) -> None:
-    draft, masks = make_draft(Case()), [[0, 0, 0], [1]]
-    documents, samples = make_documents(Case(), draft, masks), make_samples(Case(), masks)
-    loss, grads = run(draft, documents, samples, segments)
-    assert float(loss) == 0.0
-    assert all(not gradient.any() for gradient in grads)
-
-
 def test_a_sample_of_another_shape_is_refused() -> None:
     documents, samples, _, _ = expectation(Case())
     inputs = lay_out_all(documents, samples, LAYOUTS["one row"], DEPTHS)

@@ -1,0 +1,306 @@
+"""What holds for every kind of draft: files, sums over micro-batches, low precision, resumed runs.
+
+What a loss computes is compared with slow loops in the `test_reference` of each kind.
+"""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from spec_data.shards.errors import ConfigError, DraftError, MissingError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.data.batch import DraftBatch, padding_batch
+from spec_train.drafts import DRAFTS, load_draft
+from spec_train.drafts.draft import Draft, DraftLoss
+from spec_train.losses.head import TargetHead
+from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.training.setup import fit
+from spec_train.training.trainer import Trainer
+from tests.factory import tiny_dataset
+from tests.spec_train.drafts.any_draft import SMALL, build_draft
+from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
+from tests.spec_train.drafts.eagle3.tools import batch_of, packed
+from tests.spec_train.training import tools as trainer_tools
+from tests.spec_train.training.tools import change, masters, metrics
+from tests.tolerance import close, close_gradients, close_in_norm, network, roundings
+
+dataset, head = eagle3_tools.dataset, eagle3_tools.head
+data, config = trainer_tools.data, trainer_tools.config
+
+FORWARD = {"terms": network(4), "dtype": torch.float32}  # sums are kept in float64
+BACKWARD = {"terms": network(4, backward=True, slots=320)}
+Options = dict[str, Any]
+PLAIN: list[tuple[str, Options]] = [(name, {}) for name in DRAFTS]
+VARIANTS: list[tuple[str, Options]] = [
+    ("eagle", {"num_layers": 2, "slots": "shifted"}),
+    ("eagle3", {"draft_vocab_size": 0}),
+    ("eagle3", {"fc_norm": True, "loss": "lk-lambda"}),
+    ("peagle", {"draft_vocab_size": 0, "fc_norm": True}),
+    ("peagle", {"segments": 3, "gradient_checkpointing": True}),
+    ("dspark", {"draft_vocab_size": 40, "markov_head_type": "gated"}),
+    ("dspark", {"markov_head_type": "rnn", "layout": "mask", "num_anchors": 5}),
+    ("dspark", {"markov_rank": 0, "confidence_weight": 0.0}),
+    ("dflash", {"layout": "anchor", "draft_vocab_size": 40}),
+]
+
+
+def loss_of(draft: Draft, batch: DraftBatch, head: TargetHead) -> DraftLoss:
+    """The loss of a batch over its own counts; every call draws the same random numbers."""
+    torch.manual_seed(3)
+    counts = draft.slot_counts(batch)
+    torch.manual_seed(3)
+    return draft.loss(batch, head, counts)
+
+
+def gradients(draft: Draft, loss: Tensor) -> dict[str, Tensor]:
+    names = {k: p for k, p in draft.named_parameters() if p.requires_grad}
+    return dict(zip(names, torch.autograd.grad(loss, list(names.values())), strict=True))
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "options"), PLAIN + VARIANTS, ids=str)
+def test_a_saved_draft_reads_back_and_saves_the_same_bytes(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, name: str, options: Options
+) -> None:
+    draft, batch = build_draft(name, dataset, head, **options), packed(dataset)
+    draft.save_pretrained(tmp_path / "a")
+    again = load_draft(tmp_path / "a")
+    assert type(again) is DRAFTS[name]
+    assert again.options == draft.options and again.config == draft.config
+    assert torch.equal(loss_of(draft, batch, head).loss, loss_of(again, batch, head).loss)
+    assert torch.equal(draft.chains(batch, head, 2), again.chains(batch, head, 2))
+    again.save_pretrained(tmp_path / "b")
+    files = ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == files
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert "null" not in (tmp_path / "a" / "config.json").read_text()
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    assert torch.equal(tensors["embed_tokens.weight"], head.embed_weight)  # the target's dtype
+    if not draft.full_vocabulary:
+        ids = torch.arange(40) + tensors["d2t"]  # offsets, not ids
+        assert torch.equal(ids, tensors["t2d"].nonzero().squeeze(1))
+        assert torch.equal(tensors["lm_head.weight"], head.head_weight[ids])
+    assert ("d2t" in tensors) == ("t2d" in tensors) == (not draft.full_vocabulary)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_damaged_and_foreign_checkpoints_are_refused(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, name: str
+) -> None:
+    build_draft(name, dataset, head).save_pretrained(tmp_path)
+    other = "eagle" if name == "dflash" else "dflash"
+    with pytest.raises(DraftError):
+        DRAFTS[other].from_pretrained(tmp_path)
+    path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    raw = json.loads(path.read_text())
+    section = raw["spec_train"]
+    for wrong in (
+        {"architectures": ["Other"]},
+        {"head_dim": ...},
+        {"spec_train": section | {"draft": "other"}},
+        {"spec_train": {"draft": name}},
+    ):
+        path.write_text(json.dumps({k: v for k, v in (raw | wrong).items() if v is not ...}))
+        with pytest.raises(DraftError, match=r"config\.json"):
+            load_draft(tmp_path, accept_edited=True)
+    path.write_text(json.dumps(raw | {"spec_train": section | {"options": {"x": 1}}}))
+    with pytest.raises(ConfigError, match="unknown option x"):
+        load_draft(tmp_path, accept_edited=True)
+    path.write_text(json.dumps(raw))
+    tensors = load_file(weights)
+    tensors["other.weight"] = tensors.pop("fc.weight")
+    save_file(tensors, weights)
+    with pytest.raises(DraftError, match=r"missing fc\.weight.*unexpected other"):
+        load_draft(tmp_path, accept_edited=True)
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(DraftError, match="damaged"):
+        load_draft(tmp_path, accept_edited=True)
+    weights.unlink()
+    with pytest.raises(MissingError, match=r"model\.safetensors"):
+        load_draft(tmp_path, accept_edited=True)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_another_target_is_refused_and_the_same_one_shares_its_embedding(
+    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, name: str
+) -> None:
+    build_draft(name, dataset, head).save_pretrained(tmp_path / "draft")
+    again = load_draft(tmp_path / "draft")
+    assert again.join(head, dataset.manifest, "here") == []
+    assert again.embed_tokens.weight.data_ptr() == head.embed_weight.data_ptr()
+    other = HiddenStatesDataset(tiny_dataset(tmp_path / "other", n_docs=2, seed=5))
+    with pytest.raises(DraftError, match="a draft of another target"):
+        again.join(TargetHead.from_dataset(other.path), other.manifest, "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *((n, {"draft_vocab_size": -1}) for n in DRAFTS if n != "eagle"),
+        *(("eagle", {k: v}) for k, v in (("num_layers", 0), ("depth", 0), ("noise", -0.1))),
+        ("eagle", {"ce_weight": float("inf")}),
+        ("eagle", {"ce_weight": 0.0, "regression_weight": 0.0}),
+        *(("eagle3", {k: 0}) for k in ("num_layers", "ttt_steps")),
+        *(("peagle", {k: 0}) for k in ("depths", "segments")),
+        *(("peagle", {"cod_ratio": v}) for v in (0.0, 1.5)),
+        *((n, {"mask_token_id": -2}) for n in ("peagle", "dspark", "dflash")),
+        ("dspark", {"block_size": 0}),
+        ("dflash", {"block_size": 1}),
+        *(("dspark", {k: v}) for k, v in (("num_anchors", 0), ("markov_rank", -1))),
+        *(("dspark", {k: v}) for k, v in (("confidence_weight", -0.1), ("ce_weight", -1.0))),
+        ("dspark", {"ce_weight": 0.0, "l1_weight": 0.0}),
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused(name: str, wrong: Options) -> None:
+    with pytest.raises(DraftError, match=next(iter(wrong))):
+        DRAFT_OPTIONS[name](**wrong)
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "options"), PLAIN + VARIANTS, ids=str)
+def test_micro_batches_with_the_counts_of_the_whole_add_up(
+    dataset: HiddenStatesDataset, head: TargetHead, name: str, options: Options
+) -> None:
+    if name == "eagle":
+        options = options | {"noise": 0.0}
+    draft = build_draft(name, dataset, head, **options)
+    draft.train(name != "peagle")  # it draws by the shape of a batch; in evaluation, by document
+    whole = batch_of(dataset, [[i] for i in range(8)], 40)
+    parts = [batch_of(dataset, [[i], [i + 1]], 40) for i in range(0, 8, 2)]
+    counts = torch.stack([draft.slot_counts(part) for part in parts]).sum(0)
+    close(counts, draft.slot_counts(whole), **FORWARD)
+    torch.manual_seed(0)
+    expected = draft.loss(whole, head, counts)
+    torch.manual_seed(0)
+    outs = [draft.loss(part, head, counts) for part in parts]
+    total = torch.stack([out.loss for out in outs]).sum()
+    close(total, expected.loss, **FORWARD)
+    wanted = gradients(draft, expected.loss)
+    assert all(g.abs().max() > 0 for g in wanted.values())
+    close_gradients(gradients(draft, total), wanted, **BACKWARD)
+    for key, value in expected.sums.items():
+        added = torch.stack([out.sums[key] for out in outs]).sum(0)
+        close(added, value, **FORWARD, magnitude=value.abs(), name=key)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_nothing_supervised_gives_zero_gradients_everywhere(
+    dataset: HiddenStatesDataset, head: TargetHead, name: str
+) -> None:
+    draft, batch = build_draft(name, dataset, head), packed(dataset)
+    assert not draft.slot_counts(padding_batch()).any()  # a rank without a batch
+    batch.loss_mask.zero_()
+    out = loss_of(draft, batch, head)
+    assert float(out.loss.detach()) == 0
+    assert all(not g.any() for g in gradients(draft, out.loss).values())
+    metrics = draft.summarise(out.sums)
+    assert metrics["loss"] == 0 and metrics["acceptance_length"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*PLAIN, ("peagle", {"segments": 3, "gradient_checkpointing": True})]
+)
+def test_bfloat16_and_autocast_stay_near_float32(
+    dataset: HiddenStatesDataset, head: TargetHead, name: str, options: Options
+) -> None:
+    draft, batch = build_draft(name, dataset, head, **options), packed(dataset)
+    exact = loss_of(draft, batch, head)
+    expected = gradients(draft, exact.loss)["fc.weight"]
+    low_head = TargetHead.from_dataset(dataset.path, torch.bfloat16)
+    low_batch = batch.to("cpu", torch.bfloat16)
+    draft.embed_tokens.weight.data = low_head.embed_weight
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = loss_of(draft, low_batch, low_head)
+    found = gradients(draft, mixed.loss)
+    assert all(g.dtype == torch.float32 for g in found.values())
+    close_in_norm(found["fc.weight"], expected, torch.bfloat16, roundings(4, backward=True))
+    low = loss_of(draft.to(torch.bfloat16), low_batch, low_head)
+    close_in_norm(
+        gradients(draft, low.loss)["fc.weight"].float(),
+        expected,
+        torch.bfloat16,
+        roundings(4, backward=True),
+    )
+    slots = int(exact.sums["supervised"].sum())
+    for out in (mixed, low):
+        assert out.loss.dtype == torch.float32
+        close(out.loss, exact.loss, dtype=torch.bfloat16, terms=roundings(4) / slots)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_training_lowers_the_loss_and_leaves_the_embedding_and_the_frequencies(
+    dataset: HiddenStatesDataset, head: TargetHead, name: str
+) -> None:
+    draft, batch = build_draft(name, dataset, head), packed(dataset)
+    embedding, exact = head.embed_weight.clone(), draft.rotary.inv_freq.clone()
+    optimizer = torch.optim.Adam(draft.trainable_parameters(), lr=3e-3)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = draft.loss(batch, head, draft.slot_counts(batch)).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+    assert torch.equal(draft.embed_tokens.weight, embedding)
+    draft.to(torch.bfloat16)
+    assert draft.fc.weight.dtype == torch.bfloat16
+    assert torch.equal(draft.rotary.inv_freq, exact)
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+
+def small(name: str, **changes: Any) -> Any:
+    return DRAFT_OPTIONS[name](**SMALL[name] | changes)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
+    config: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise, samples and blocks go on where they stopped."""
+    config = change(config, steps=8, eval_every=3)
+    fit(name, change(config, out=str(tmp_path / "whole")), small(name))
+    original = Trainer._train_step
+
+    def signalled(self: Trainer, step: Any) -> None:
+        if self.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", signalled)
+        assert fit(name, config, small(name)).step == 5
+    torch.rand(17)  # other draws of the process must not matter
+    assert fit(name, config, small(name)).finished
+    whole, resumed = masters(tmp_path / "whole"), masters(config.out)
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+    assert metrics(tmp_path / "whole") == metrics(config.out)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_run_begins_from_another_draft_of_its_shape_only(
+    config: Any, tmp_path: Path, name: str
+) -> None:
+    fit(name, change(config, steps=2), small(name))
+    more = change(config, out=str(tmp_path / "more"), init_from=config.out, steps=0)
+    assert fit(name, more, small(name)).finished
+    old, new = load_draft(Path(config.out) / "best"), load_draft(tmp_path / "more" / "last")
+    assert all(torch.equal(a, b) for a, b in zip(old.parameters(), new.parameters(), strict=True))
+    other = change(more, out=str(tmp_path / "other"))
+    with pytest.raises(DraftError, match="intermediate_size"):
+        fit(name, other, small(name, intermediate_size=40))
