@@ -12,38 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_train.drafts import DRAFTS
 from spec_train.drafts.dspark.loss import Blocks
-from spec_train.drafts.dspark.model import DSparkConfig
-from spec_train.drafts.eagle3.model import Eagle3Config
 from spec_train.drafts.frames import teacher_of
-from spec_train.drafts.peagle.model import PeagleConfig
 from spec_train.losses.sampling import Sampled
-from spec_train.options.draft_options import (
-    DFlashOptions,
-    DSparkOptions,
-    Eagle3Options,
-    PeagleOptions,
-)
+from tests.spec_train.drafts.any_draft import draft_for
 from tests.spec_train.evaluation import tools
-from tests.spec_train.evaluation.tools import LAYERS, VOCAB, batch_of, head_of, respond
+from tests.spec_train.evaluation.tools import VOCAB, batch_of, head_of, respond
 
 target, prompts = tools.target, tools.prompts
 DRAFT_IDS = torch.arange(VOCAB // 2) * 2 + 1
 DRAWS = 80  # of every slot
-OPTIONS: dict[str, tuple[type, Any, dict[str, Any]]] = {
-    "eagle3": (Eagle3Config, Eagle3Options(ttt_steps=2), {}),
-    "peagle": (
-        PeagleConfig,
-        PeagleOptions(depths=2, draft_layers=1),
-        {"mask_token_id": 3},
-    ),
-    "dspark": (
-        DSparkConfig,
-        DSparkOptions(num_draft_layers=1, block_size=3, markov_rank=4),
-        {"mask_token_id": 3},
-    ),
-    "dflash": (DSparkConfig, DFlashOptions(num_draft_layers=1, block_size=4), {"mask_token_id": 3}),
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eagle3": {"ttt_steps": 2},
+    "peagle": {"depths": 2, "draft_layers": 1},
+    "dspark": {"num_draft_layers": 1, "block_size": 3, "markov_rank": 4},
+    "dflash": {"num_draft_layers": 1, "block_size": 4},
 }
 
 
@@ -66,21 +49,7 @@ def model(target) -> Any:
 
 
 def make(kind: str, model: Any) -> Any:
-    config_class, options, own = OPTIONS[kind]
-    torch.manual_seed(0)
-    config = config_class.from_target(
-        model.config.to_dict(),
-        layers=LAYERS,
-        vocab_size=VOCAB,
-        draft_vocab_size=len(DRAFT_IDS),
-        options=options,
-        dtype="float32",
-        **own,
-    )
-    draft = DRAFTS[kind](config, options)
-    draft.set_vocabulary(DRAFT_IDS)
-    draft.adopt(head_of(model))
-    return draft.eval()
+    return draft_for(kind, model, draft_vocab=len(DRAFT_IDS), **OPTIONS[kind])
 
 
 def logits_at(draft: Any, head: Any, batch: Any, anchor: int, count: int) -> list[Tensor]:

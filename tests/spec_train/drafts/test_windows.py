@@ -9,51 +9,20 @@ import pytest
 import torch
 
 from spec_train.decoding.trees import TreeDrafter, TreeShape
-from spec_train.drafts import DRAFTS
-from spec_train.drafts.dspark.model import DSparkConfig
-from spec_train.drafts.eagle.model import EagleConfig
-from spec_train.drafts.eagle3.model import Eagle3Config
-from spec_train.drafts.peagle.model import PeagleConfig
 from spec_train.losses.sampling import Greedy
-from spec_train.options.draft_options import (
-    DFlashOptions,
-    DSparkOptions,
-    Eagle3Options,
-    EagleOptions,
-    PeagleOptions,
-)
+from tests.spec_train.drafts.any_draft import draft_for
 from tests.spec_train.evaluation import tools
-from tests.spec_train.evaluation.tools import LAYERS, VOCAB, batch_of, head_of
+from tests.spec_train.evaluation.tools import VOCAB, batch_of, head_of
 
 target = tools.target
 WINDOW, DEPTH = 4, 3
 MIXED = "full_attention,sliding_attention"
-DRAFTS_OF: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
-    "eagle": (EagleConfig, EagleOptions, {"num_layers": 2, "depth": DEPTH}, {}),
-    "eagle3": (
-        Eagle3Config,
-        Eagle3Options,
-        {"num_layers": 2, "ttt_steps": DEPTH},
-        {"layers": LAYERS},
-    ),
-    "peagle": (
-        PeagleConfig,
-        PeagleOptions,
-        {"depths": DEPTH, "draft_layers": 2},
-        {"layers": LAYERS, "mask_token_id": 3},
-    ),
-    "dspark": (
-        DSparkConfig,
-        DSparkOptions,
-        {"num_draft_layers": 2, "block_size": DEPTH, "markov_rank": 4},
-        {"layers": LAYERS, "mask_token_id": 3},
-    ),
-    "dflash": (
-        DSparkConfig,
-        DFlashOptions,
-        {"num_draft_layers": 2, "block_size": DEPTH + 1, "layout": "mask"},
-        {"layers": LAYERS, "mask_token_id": 3},
-    ),
+DRAFTS_OF: dict[str, dict[str, Any]] = {
+    "eagle": {"num_layers": 2, "depth": DEPTH},
+    "eagle3": {"num_layers": 2, "ttt_steps": DEPTH},
+    "peagle": {"depths": DEPTH, "draft_layers": 2},
+    "dspark": {"num_draft_layers": 2, "block_size": DEPTH, "markov_rank": 4},
+    "dflash": {"num_draft_layers": 2, "block_size": DEPTH + 1, "layout": "mask"},
 }
 CASES = [
     *((kind, "auto", False) for kind in DRAFTS_OF),
@@ -64,15 +33,7 @@ CASES = [
 
 def make(kind: str, model: Any, **changes: Any) -> Any:
     """Return a float64 draft with large weights, so that every position that is seen matters."""
-    config_class, options_class, chosen, own = DRAFTS_OF[kind]
-    options = options_class(**chosen | changes)
-    if kind != "eagle":
-        own = own | {"draft_vocab_size": VOCAB}
-    config = config_class.from_target(
-        model.config.to_dict(), vocab_size=VOCAB, options=options, dtype="float32", **own
-    )
-    draft = DRAFTS[kind](config, options)
-    draft.adopt(head_of(model))
+    draft = draft_for(kind, model, **DRAFTS_OF[kind] | changes)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():

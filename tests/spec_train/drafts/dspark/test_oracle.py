@@ -12,7 +12,7 @@ import torch
 from spec_train.decoding.chains import TargetSession
 from spec_train.drafts.dspark.draft import BlockDrafter
 from spec_train.losses.sampling import Greedy
-from tests.spec_train.drafts.dspark.test_serving import make
+from tests.spec_train.drafts.any_draft import draft_for
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import COLUMNS, head_of
 
@@ -42,7 +42,7 @@ def assistant_of(draft: Any) -> Any:
 
 
 def test_transformers_drafts_the_same_tokens(target, prompts) -> None:
-    draft = make(target, "dflash", block_size=6)
+    draft = draft_for("dflash", target, num_draft_layers=2, block_size=6)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in draft.trainable_parameters():  # far from the trivial start

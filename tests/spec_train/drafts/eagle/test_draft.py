@@ -19,21 +19,19 @@ from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import head_loss
-from spec_train.losses.sampling import Greedy, make_sampler
+from spec_train.losses.sampling import Greedy
 from spec_train.options.draft_options import EagleOptions
-from tests.factory import tiny_llama
 from tests.families import VOCAB as FAMILY_VOCAB
 from tests.families import tiny_model
-from tests.spec_train.decoding.test_chains import check_counts, exact_distribution
 from tests.spec_train.drafts.eagle import tools as eagle_tools
 from tests.spec_train.drafts.eagle.tools import build, make_eagle
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import packed
 from tests.spec_train.evaluation import tools as evaluate_tools
-from tests.spec_train.evaluation.tools import LIMIT, batch_of, head_of
+from tests.spec_train.evaluation.tools import LIMIT
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import metrics
-from tests.tolerance import close, network, same_but_for_a_tie
+from tests.tolerance import close, network
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
@@ -196,32 +194,6 @@ def speculate(model: Any, draft: EagleDraft, prompt: list[int], **changes: Any) 
     return decode_speculative(model, drafter, draft.state_columns, request, draft_tokens)
 
 
-def test_real_decoding_is_lossless_and_is_what_the_dataset_predicts(
-    target, prompts, trained_eagle
-) -> None:
-    """Chains drafted from stored states equal those of decoding: the same rounds."""
-    emitted = rounds = 0
-    predicted, real = [], []
-    for prompt in prompts[8:]:
-        plain = decode_plain(target, Request(prompt, Greedy(), LIMIT))
-        got = speculate(target, trained_eagle, prompt)
-        assert got.tokens == plain.tokens
-        check_counts(got, 4, LIMIT)
-        ids = [*prompt, *got.tokens]
-        batch = batch_of(target, [(ids, [1] * len(ids))])
-        chains = trained_eagle.chains(batch, head_of(target), 4)
-        slot = len(prompt) - 1
-        predicted.append([])
-        for r in got.rounds:
-            right = chains[0, slot, : r.tried] == torch.tensor(ids[slot + 2 : slot + 2 + r.tried])
-            predicted[-1].append((int(right.sum()), int(right.cumprod(0).sum())))
-            slot += r.emitted
-        real.append([(r.accepted, r.accepted) for r in got.rounds])
-        emitted, rounds = emitted + sum(r.emitted for r in got.rounds), rounds + len(got.rounds)
-    same_but_for_a_tie(predicted, real)
-    assert emitted / rounds > 1.3
-
-
 @pytest.mark.parametrize("family", ["gemma2", "granite", "cohere", "gpt2", "mistral-sliding"])
 def test_decoding_is_lossless_with_heads_and_windows_of_all_kinds(family: str) -> None:
     model = tiny_model(family)
@@ -229,34 +201,3 @@ def test_decoding_is_lossless_with_heads_and_windows_of_all_kinds(family: str) -
     prompt = torch.randint(FAMILY_VOCAB, (9,), generator=torch.Generator().manual_seed(0)).tolist()
     plain = decode_plain(model, Request(prompt, Greedy(), LIMIT))
     assert speculate(model, draft, prompt, draft_tokens=3).tokens == plain.tokens
-
-
-def test_sampling_repeats_itself_and_accepts(target, prompts, trained_eagle) -> None:
-    runs = [
-        speculate(target, trained_eagle, prompts[9], sampler=make_sampler(0.7, seed))
-        for seed in (3, 3, 4)
-    ]
-    assert runs[0].tokens == runs[1].tokens != runs[2].tokens
-    assert sum(r.accepted for run in runs for r in run.rounds) > 0
-
-
-def test_sampling_has_the_targets_distribution() -> None:
-    """Compare hundreds of short responses with the exact probabilities of all responses."""
-    torch.manual_seed(0)
-    model = tiny_llama(4, layers=1, hidden=16)
-    draft, prompt, limit, temperature = make_eagle(model, 4), [1, 2], 3, 1.5
-    exact = exact_distribution(model, prompt, limit, stop=0, temperature=temperature)
-    samples, counts, accepted = 800, dict.fromkeys(exact, 0), 0
-    for seed in range(samples):
-        sampler = make_sampler(temperature, seed)
-        got = speculate(model, draft, prompt, sampler=sampler, limit=limit, stop={0})
-        counts[tuple(got.tokens)] += 1
-        accepted += sum(r.accepted for r in got.rounds)
-    assert accepted > samples / 8
-    common = [r for r in exact if exact[r] * samples >= 5]
-    pairs = [(counts[r], exact[r] * samples) for r in common]
-    pairs.append((samples - sum(c for c, _ in pairs), samples - sum(e for _, e in pairs)))
-    chi_square = sum((c - e) ** 2 / max(e, 1e-9) for c, e in pairs)
-    freedom = len(pairs) - 1
-    assert freedom > 10
-    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import shift_left
-from spec_train.decoding.chains import Request, decode_speculative
 from spec_train.drafts.frames import Frame
 from spec_train.drafts.peagle import draft as peagle_serving
 from spec_train.drafts.peagle.draft import ParallelDrafter, PeagleDraft
 from spec_train.drafts.peagle.loss import element_states, segments_of
-from spec_train.losses.sampling import Greedy, make_sampler
-from spec_train.simulation.walk import ServingSums, serving_sums
+from tests.spec_train.drafts.any_draft import draft_for
 from tests.spec_train.drafts.peagle.cases import (
     Case,
     make_documents,
@@ -22,13 +20,9 @@ from tests.spec_train.drafts.peagle.cases import (
 )
 from tests.spec_train.drafts.peagle.cases import make_draft as make_exact
 from tests.spec_train.drafts.peagle.reference import reference_logits
-from tests.spec_train.drafts.peagle.tools import make_draft
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import (
-    COLUMNS,
     LAYERS,
-    LIMIT,
-    STOP,
     VOCAB,
     batch_of,
     head_of,
@@ -55,7 +49,8 @@ class Recorder:
 @pytest.fixture(scope="module")
 def trained(target: Any, prompts: list[list[int]]) -> PeagleDraft:
     """Return a draft that is sometimes right: a few dozen steps on the target's own responses."""
-    draft, head = make_draft(target).train(), head_of(target)
+    draft = draft_for("peagle", target, depths=DEPTHS, draft_layers=2).train()
+    head = head_of(target)
     batch = batch_of(target, [respond(target, p) for p in prompts[:8]])
     optimizer = torch.optim.AdamW(draft.trainable_parameters(), lr=5e-3)
     for _ in range(60):
@@ -156,64 +151,3 @@ def test_training_chains_and_drafter_agree(
             sampler.logits.clear()
         start += len(ids)
     same_but_for_a_tie(served, wanted)
-
-
-def test_packing_changes_no_chain(
-    target: Any, prompts: list[list[int]], trained: PeagleDraft
-) -> None:
-    documents, head = [respond(target, p) for p in prompts[:5]], head_of(target)
-    together = trained.chains(batch_of(target, documents), head, DEPTHS)
-    alone = [trained.chains(batch_of(target, [d]), head, DEPTHS) for d in documents]
-    same_but_for_a_tie(together[0].tolist(), torch.cat(alone, dim=1)[0].tolist())
-
-
-def test_greedy_decoding_loses_nothing_and_is_what_the_dataset_says(
-    target: Any, prompts: list[list[int]], trained: PeagleDraft
-) -> None:
-    """One forward pass of the draft per round; the walk over stored states has the same rounds."""
-    head, total, walked, real = head_of(target), ServingSums.zero(DEPTHS), [], []
-    lengths = set()
-    for prompt in prompts:
-        request = Request(prompt, Greedy(), LIMIT, {STOP})
-        got = decode_speculative(target, trained.drafter(head), COLUMNS, request, DEPTHS)
-        document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
-        assert document == respond(target, prompt)
-        assert got.draft_passes == sum(r.drafted > 0 for r in got.rounds)
-        batch = batch_of(target, [document])
-        sums = serving_sums(batch, trained.chains(batch, head, DEPTHS))
-        total += sums
-        walked.append((sums.emitted, sums.rounds))
-        real.append((sum(r.emitted for r in got.rounds), len(got.rounds)))
-        lengths |= {r.accepted for r in got.rounds}
-    assert len(lengths) >= 4  # rounds of many lengths: else this proves little
-    same_but_for_a_tie(walked, real)
-    assert total.walk_figures().acceptance_length == total.emitted / total.rounds > 1.3
-
-
-@pytest.mark.parametrize("draft_vocab", [24, VOCAB])
-def test_sampling_has_the_targets_distribution(
-    target: Any, prompts: list[list[int]], trained: PeagleDraft, draft_vocab: int
-) -> None:
-    """Compare the first two tokens of many sampled responses with the target's probabilities."""
-    draft = trained
-    if draft_vocab < VOCAB:
-        draft = make_draft(target, draft_vocab)
-        draft.set_vocabulary(torch.arange(draft_vocab) * 2 + 1)
-    prompt, temperature, samples, head = prompts[0], 3.0, 600, head_of(target)
-    counts, accepted = torch.zeros(2, VOCAB, dtype=torch.float64), 0
-    for seed in range(samples):
-        sampler = make_sampler(temperature, seed)
-        request = Request(prompt, sampler, 3)
-        got = decode_speculative(target, draft.drafter(head), COLUMNS, request, DEPTHS)
-        for place in range(2):
-            counts[place, got.tokens[place]] += 1
-        accepted += sum(r.accepted for r in got.rounds)
-    with torch.no_grad():
-        logits = target(torch.tensor([prompt])).logits[0, -1].double()
-        first = torch.softmax(logits / temperature, -1)
-        both = torch.tensor([[*prompt, token] for token in range(VOCAB)])
-        second = torch.softmax(target(both).logits[:, -1].double() / temperature, -1)
-    for found, exact in zip(counts, (first, first @ second), strict=True):
-        chi_square = float(((found - samples * exact) ** 2 / (samples * exact)).sum())
-        assert chi_square < VOCAB - 1 + 5 * (2 * (VOCAB - 1)) ** 0.5
-    assert accepted > samples / 20  # the accepting path is tested too

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts.peagle.draft import PeagleConfig, PeagleDraft
+from spec_train.drafts.peagle.draft import PeagleDraft
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import PeagleOptions
-from tests.spec_train.evaluation.tools import LAYERS, VOCAB, head_of
 
 
 def build(dataset: HiddenStatesDataset, head: TargetHead, **changes: Any) -> PeagleDraft:
@@ -29,24 +28,3 @@ def build(dataset: HiddenStatesDataset, head: TargetHead, **changes: Any) -> Pea
         head=head,
         token_counts=counts,
     )
-
-
-def make_draft(model: Any, draft_vocab: int = VOCAB, **changes: Any) -> PeagleDraft:
-    """Return an untrained draft for the target `model`."""
-    torch.manual_seed(1)
-    options = PeagleOptions(
-        **{"depths": 4, "draft_layers": 2, "draft_vocab_size": draft_vocab} | changes
-    )
-    config = PeagleConfig.from_target(
-        model.config.to_dict(),
-        layers=LAYERS,
-        vocab_size=VOCAB,
-        draft_vocab_size=draft_vocab,
-        options=options,
-        dtype="float32",
-        origin={"chat_template_kwargs": {}},
-        mask_token_id=VOCAB - 1,
-    )
-    draft = PeagleDraft(config, options)
-    draft.adopt(head_of(model))
-    return draft.eval()

@@ -1,0 +1,127 @@
+"""Every kind of draft in decoding: nothing is lost, and data predicts the rounds."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from spec_train.decoding.chains import Request, decode_plain, decode_speculative
+from spec_train.losses.sampling import Greedy, make_sampler
+from spec_train.simulation.walk import ServingSums, serving_sums
+from tests.factory import tiny_llama
+from tests.spec_train.decoding.test_chains import exact_distribution
+from tests.spec_train.drafts.any_draft import draft_for
+from tests.spec_train.evaluation import tools
+from tests.spec_train.evaluation.tools import LIMIT, STOP, batch_of, head_of, respond
+from tests.tolerance import same_but_for_a_tie
+
+target, prompts = tools.target, tools.prompts
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "eagle": {"depth": 4},
+    "eagle3": {"ttt_steps": 4},
+    "peagle": {"depths": 4, "draft_layers": 2},
+    "dspark": {"block_size": 5, "markov_rank": 8, "num_draft_layers": 2},
+    "dspark rnn": {"block_size": 5, "markov_rank": 8, "markov_head_type": "rnn", "layout": "mask"},
+    "dspark small": {"block_size": 5, "markov_rank": 8, "draft_vocab": 24},
+    "dflash": {"block_size": 5, "num_draft_layers": 2},
+}
+
+
+def teach(name: str, model: Any, prompts: list[list[int]]) -> Any:
+    """A draft that is sometimes right: a few dozen steps on the target's own responses."""
+    draft, head = draft_for(name.split()[0], model, **TRAINED[name]).train(), head_of(model)
+    batch = batch_of(model, [respond(model, p) for p in prompts[:8]])
+    optimizer = torch.optim.AdamW(draft.trainable_parameters(), lr=6e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        draft.loss(batch, head, draft.slot_counts(batch)).loss.backward()
+        optimizer.step()
+    return draft.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module", params=TRAINED)
+def draft(request: Any, target: Any, prompts: list[list[int]]) -> Any:
+    return teach(request.param, target, prompts)
+
+
+def test_greedy_decoding_is_the_targets_own_and_the_walk_over_chains_is_the_decoding(
+    draft: Any, target: Any, prompts: list[list[int]]
+) -> None:
+    head, depth = head_of(target), draft.depth
+    total, walked, real, lengths = ServingSums.zero(depth), [], [], set()
+    for prompt in prompts[:10]:
+        request = Request(prompt, Greedy(), LIMIT, {STOP})
+        drafter = draft.drafter(head)
+        got = decode_speculative(target, drafter, draft.state_columns, request, depth)
+        document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
+        assert document == respond(target, prompt)
+        per_round = sum(r.drafted if draft.name.startswith("eagle") else 1
+                        for r in got.rounds if r.drafted)  # fmt: skip
+        assert got.draft_passes == per_round
+        batch = batch_of(target, [document])
+        sums = serving_sums(batch, draft.chains(batch, head, depth))
+        total += sums
+        walked.append((sums.emitted, sums.rounds))
+        real.append((sum(r.emitted for r in got.rounds), len(got.rounds)))
+        lengths |= {r.accepted for r in got.rounds}
+    assert len(lengths) >= 3, "rounds of few lengths prove little"
+    same_but_for_a_tie(walked, real)
+    assert total.walk_figures().acceptance_length == total.emitted / total.rounds > 1.1
+
+
+def test_packing_changes_no_chain(draft: Any, target: Any, prompts: list[list[int]]) -> None:
+    documents, head = [respond(target, p) for p in prompts[:5]], head_of(target)
+    together = draft.chains(batch_of(target, documents), head, draft.depth)
+    alone = [draft.chains(batch_of(target, [d]), head, draft.depth) for d in documents]
+    lengths = [len(ids) for ids, _ in documents]
+    # the last slot of a document has no known token
+    packed, single = (
+        [chain for part in parts for chain in part[0, :-1].tolist()]
+        for parts in (together.split(lengths, dim=1), alone)
+    )
+    same_but_for_a_tie(packed, single)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "threshold"),
+    [
+        ("eagle", {}, 0.0),
+        ("eagle3", {"draft_vocab": 3}, 0.0),
+        ("peagle", {"depths": 3, "draft_layers": 2}, 0.0),
+        *(("dspark", {"block_size": 3, "markov_rank": 4}, cut) for cut in (0.0, 0.5)),
+        ("dflash", {"block_size": 4}, 0.0),
+    ],
+)
+def test_sampling_has_the_targets_distribution(
+    kind: str, options: dict[str, Any], threshold: float
+) -> None:
+    """Compare hundreds of short responses with the exact probabilities of all responses."""
+    torch.manual_seed(0)
+    model = tiny_llama(4, layers=3, hidden=16).requires_grad_(False)
+    draft = draft_for(kind, model, vocab=4, layers=(0, 1), **options).requires_grad_(False)
+    if kind == "dspark":  # drafts that differ from the target's tokens, and are cut by themselves
+        for table in (draft.markov_head.markov_w1, draft.markov_head.markov_w2):
+            table.weight.normal_(std=1.5)
+        draft.confidence_head.proj.weight.zero_()[:, -4:].normal_(std=2.0)
+        draft.stop_below(threshold)
+    prompt, limit, temperature, samples = [1, 2], 3, 1.5, 600
+    exact = exact_distribution(model, prompt, limit, stop=0, temperature=temperature)
+    counts, accepted, cut = dict.fromkeys(exact, 0), 0, 0
+    head = head_of(model)
+    for seed in range(samples):
+        request = Request(prompt, make_sampler(temperature, seed), limit, {0})
+        got = decode_speculative(model, draft.drafter(head), draft.state_columns, request, 3)
+        counts[tuple(got.tokens)] += 1
+        accepted += sum(r.accepted for r in got.rounds)
+        cut += sum(r.drafted == 0 for r in got.rounds)
+    assert accepted > samples / 20  # the accepting path is tested too
+    assert cut > samples / 20 or not threshold
+    common = [r for r in exact if exact[r] * samples >= 5]
+    pairs = [(counts[r], exact[r] * samples) for r in common]
+    pairs.append((samples - sum(c for c, _ in pairs), samples - sum(e for _, e in pairs)))
+    chi_square = sum((c - e) ** 2 / max(e, 1e-9) for c, e in pairs)
+    freedom = len(pairs) - 1
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
+    again = decode_plain(model, Request(prompt, make_sampler(temperature, 0), limit, {0})).tokens
+    assert tuple(again) in exact
