@@ -207,7 +207,7 @@ class Cases:
         return documents(out) | shard_files(out)
 
     def views(self) -> Iterator[tuple[str, Callable[[], Hashes]]]:
-        """Yield views; only values are compared, where their shards lie is the view's affair."""
+        """Yield views, and copies of them; only values are compared."""
         import spec_data
 
         def written(make: Callable[[str], Any], name: str) -> Callable[[], Hashes]:
@@ -224,7 +224,8 @@ class Cases:
             "sample": lambda out: spec_data.select(base, out, sample="50%"),
             "merge": lambda out: spec_data.merge(two_parts(self), out),
             "recode": lambda out: spec_data.recode(bf16, out, "int8c"),
-            "layers": lambda out: spec_data.drop_columns(short, out, layers="1"),
+            "layers": lambda out: spec_data.select(short, out, layers="1"),
+            "copy": lambda out: spec_data.copy(str(self.work / "view merge"), out),
         }
         for name, make in makers.items():
             yield f"view {name}", written(make, f"view {name}")
@@ -328,8 +329,8 @@ def two_parts(cases: Cases) -> list[str]:
     import spec_data
 
     base, short, long = (str(cases.work / name) for name in ("base", "base-short", "base-long"))
-    spec_data.select(base, short, max_length=200)
-    spec_data.select(base, long, min_length=201)
+    spec_data.select(base, short, where="length <= 200")
+    spec_data.select(base, long, where="length > 200")
     return [short, long]
 
 

@@ -18,13 +18,14 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     )
     from spec_data.capture.model import Target
     from spec_data.capture.target_batch import TargetBatch
+    from spec_data.commands.hub import pull, push
     from spec_data.commands.regenerate import regenerate
     from spec_data.commands.report import write_report
+    from spec_data.commands.views import DerivedDataset, copy, join, merge, recode, select
     from spec_data.conversion.export import ExportedStates
     from spec_data.generation.status import Status
     from spec_data.hub.pull import Pulled
     from spec_data.hub.push import Pushed
-    from spec_data.hub_api import pull, push
     from spec_data.regeneration.result import RegenerateResult
     from spec_data.results import (
         EstimateResult,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     )
     from spec_data.shards.errors import SpecDataError
     from spec_data.shards.reader import HiddenStatesDataset, open_dataset
-    from spec_data.view_api import ViewResult, append, drop_columns, gc, merge, recode, select
 
 __version__ = "0.1.0"
 
@@ -48,8 +48,8 @@ _PUBLIC = {
     "verify": "spec_data.api",
     "write_report": "spec_data.commands.report",
     "ExportedStates": "spec_data.conversion.export",
-    "push": "spec_data.hub_api",
-    "pull": "spec_data.hub_api",
+    "push": "spec_data.commands.hub",
+    "pull": "spec_data.commands.hub",
     "Pushed": "spec_data.hub.push",
     "Pulled": "spec_data.hub.pull",
     "Status": "spec_data.generation.status",
@@ -61,13 +61,12 @@ _PUBLIC = {
     "RegenerateResult": "spec_data.regeneration.result",
     "VerifyReport": "spec_data.results",
     "SpecDataError": "spec_data.shards.errors",
-    "select": "spec_data.view_api",
-    "drop_columns": "spec_data.view_api",
-    "merge": "spec_data.view_api",
-    "append": "spec_data.view_api",
-    "gc": "spec_data.view_api",
-    "recode": "spec_data.view_api",
-    "ViewResult": "spec_data.view_api",
+    "select": "spec_data.commands.views",
+    "merge": "spec_data.commands.views",
+    "join": "spec_data.commands.views",
+    "copy": "spec_data.commands.views",
+    "recode": "spec_data.commands.views",
+    "DerivedDataset": "spec_data.commands.views",
 }
 
 __all__ = [
@@ -95,12 +94,11 @@ __all__ = [
     "Status",
     "SpecDataError",
     "select",
-    "drop_columns",
     "merge",
-    "append",
-    "gc",
+    "join",
+    "copy",
     "recode",
-    "ViewResult",
+    "DerivedDataset",
     "__version__",
 ]
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import spec_data
+from spec_data.commands.hub import pull, push
 from spec_data.commands.regenerate import regenerate
 from spec_data.commands.report import write_report
+from spec_data.commands.views import copy, join, merge, recode, select
 from spec_data.conversion_commands import (
     CONVERT_TEXTS,
     EXPORT_TEXTS,
@@ -19,7 +21,6 @@ from spec_data.conversion_commands import (
     run_convert,
     run_export,
 )
-from spec_data.hub_commands import HUB_COMMANDS, HUB_FUNCTIONS, add_bare_words, take_bare_words
 from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.options.dataset_options import InspectConfig, SealConfig, StatusConfig, VerifyConfig
 from spec_data.options.generate_options import EstimateConfig, GenerateConfig
@@ -36,7 +37,6 @@ from spec_data.terminal.console import (
     use_colour,
 )
 from spec_data.terminal.paths import check_file_to_write
-from spec_data.view_commands import VIEW_COMMANDS, VIEW_FUNCTIONS
 
 _RAW = argparse.RawDescriptionHelpFormatter
 _DESCRIPTION = """\
@@ -110,9 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("status", StatusConfig, "DIR", "print how far a generation is", _STATUS, ""),
         ("inspect", InspectConfig, "DIR", "print what is inside a dataset", _INSPECT, ""),
         ("verify", VerifyConfig, "DIR [--target MODEL]", "prove a dataset", _VERIFY, ""),
-        *VIEW_COMMANDS,
         ("export", ExportDataConfig, *EXPORT_TEXTS),
-        *HUB_COMMANDS,
     ):
         command = commands.add_parser(
             name,
@@ -128,7 +126,6 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "positional", nargs=nargs, metavar="DIR", help="same as --data DIR"
             )
-        add_bare_words(command, name)
         add_options(command, config)
         if name in _JSON:
             _add_json(command)
@@ -159,6 +156,8 @@ PROGRAM.add(
     usage="--target MODEL --corpus SRC [SRC ...] --out FILE",
     stopped=lambda given: f"the answers so far are kept in {given['out']}.journal",
 )
+for _function in (select, merge, join, copy, recode, push, pull):
+    PROGRAM.add(_function)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -168,7 +167,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return PROGRAM.main(words)
     args = build_parser().parse_args(join_values(arguments))
     _sort_out_directory(args)
-    take_bare_words(args)
     kept = _KEPT.get(args.command)
     stopped = (lambda: kept(args)) if kept else None
     return run_cli(lambda: _run(args), args, stopped)
@@ -369,6 +367,4 @@ _COMMANDS = {
     "status": _status,
     "inspect": _inspect,
     "verify": _verify,
-    **VIEW_FUNCTIONS,
-    **HUB_FUNCTIONS,
 }

@@ -24,7 +24,7 @@ from spec_data.shards.schema import (
     Manifest,
     PackingRecord,
     PositionsRecord,
-    View,
+    Provenance,
     layer_column,
 )
 from spec_data.shards.urls import scheme_of
@@ -153,7 +153,6 @@ def _tokens_cut(counts: dict[str, Any]) -> str:
 def dataset_lines(manifest: Manifest) -> list[tuple[str, str]]:
     """Return names and values that describe a sealed dataset as a whole."""
     totals, target = manifest.totals, manifest.target
-    tokens = max(totals.tokens, 1)
     return [
         ("target", f"{target.name}, {target.num_layers} blocks, {target.dtype}"),
         ("layers (output of block k, from 0)", ", ".join(map(str, manifest.layers)) or "none"),
@@ -166,12 +165,10 @@ def dataset_lines(manifest: Manifest) -> list[tuple[str, str]]:
         ("documents", f"{totals.documents:,}"),
         ("tokens", f"{totals.tokens:,}"),
         ("supervised tokens", f"{totals.supervised:,}"),
-        ("shards", f"{len(manifest.shards):,}"),
-        ("bytes of all shards", f"{totals.bytes:,} ({size(totals.bytes)})"),
-        ("bytes per token", f"{totals.bytes / tokens:,.1f}"),
+        *_storage_lines(manifest),
         ("captured", _captured_text(manifest)),
         ("responses", manifest.policy),
-        *([("made by", _view_text(manifest.view))] if manifest.view else []),
+        *([("made by", _made_by(manifest.provenance))] if manifest.provenance else []),
         ("fingerprint", manifest.fingerprint[:16]),
     ]
 
@@ -198,9 +195,21 @@ def _captured_text(manifest: Manifest) -> str:
     return f"by {found.tool}; differs from the target's own blocks by {worst:.1e} at most"
 
 
-def _view_text(view: View) -> str:
-    """Which command made a view, and the fingerprints of what it is made of."""
-    return f"{view.command} of {', '.join(part.fingerprint[:16] for part in view.of)}"
+def _storage_lines(manifest: Manifest) -> list[tuple[str, str]]:
+    """Where the documents are stored: in how many bytes of shards, or in which datasets."""
+    totals = manifest.totals
+    if manifest.view is not None:
+        return [("view of", f"{s.path} ({s.fingerprint[:16]})") for s in manifest.view.sources]
+    return [
+        ("shards", f"{len(manifest.shards):,}"),
+        ("bytes of all shards", f"{totals.bytes:,} ({size(totals.bytes)})"),
+        ("bytes per token", f"{totals.bytes / max(totals.tokens, 1):,.1f}"),
+    ]
+
+
+def _made_by(made: Provenance) -> str:
+    """Which command made a dataset of others, and their fingerprints."""
+    return f"{made.command} of {', '.join(part.fingerprint[:16] for part in made.of)}"
 
 
 def _positions_text(positions: PositionsRecord) -> str:

@@ -31,7 +31,7 @@ COMMANDS = {
     "--limit 2 --device cpu",
     "select": "data --out OUT --mask last-turn",
     "merge": "data other --out OUT",
-    "drop-columns": "data --out OUT --layers 2",
+    "copy": "other --out OUT",
     "export": "data --out OUT --to speculators",
     "export.specforge": "data --out OUT --to specforge",
     "fit": "eagle3 --data data --out OUT --steps 2 --ttt-steps 2 --draft-vocab-size 64 "
@@ -48,7 +48,7 @@ def workspace(tmp_path_factory):
     folder = make_workspace(tmp_path_factory.mktemp("workspace"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert spec_data.cli.main(["select", "data", "--out", "other", "--max-length", "40"]) == 0
+        assert spec_data.cli.main(["select", "data", "other", "--where", "length <= 40"]) == 0
         yield folder
 
 

@@ -148,9 +148,9 @@ def _unchanged(setup: Setup, manifest: Manifest, where: str, check: bool) -> Man
 
     `check` also compares its shards with the manifest (see `shards.whole`).
     """
-    if manifest.view:
+    if manifest.provenance:
         raise ConfigError(
-            f"{where} holds a dataset that `spec-data {manifest.view.command}` made of "
+            f"{where} holds a dataset that `spec-data {manifest.provenance.command}` made of "
             "others; choose another --out"
         )
     refuse_changes(changed_settings(setup, manifest.settings), where)

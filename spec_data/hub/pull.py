@@ -13,21 +13,19 @@ from typing import Any
 
 from spec_data.hub.hub_calls import SEALED_CARD, hub, hub_errors
 from spec_data.hub.hub_card import DOCUMENTS
-from spec_data.options.hub_options import PullConfig
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.seal import CARD, check_shard
+from spec_data.terminal.command import Result
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_data.terminal.progress import progress, size
-from spec_data.views.drop_columns import plan_drop_columns
-from spec_data.views.write_view import write_view
 
 _RECORD = ".pull.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pulled:
+class Pulled(Result):
     """What `pull` downloaded, or would download."""
 
     path: Path
@@ -37,6 +35,11 @@ class Pulled:
     documents: int | None
     """None before anything was downloaded."""
 
+    @property
+    def next_command(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Prove what was downloaded."""
+        return ("spec-data", "verify", str(self.path)) if self.documents is not None else ()
+
     def __str__(self) -> str:
         text = f"{self.repo} at {self.commit[:12]}, {size(self.bytes)}"
         if self.documents is None:
@@ -44,7 +47,7 @@ class Pulled:
         return f"{text}: {self.documents:,} documents in {self.path}, every shard is intact"
 
 
-def pull(config: PullConfig) -> Pulled:
+def pull(repo: str, out: Path, *, revision: str | None = None, dry_run: bool = False) -> Pulled:
     """Download a dataset from the Hub, or resume a download that was interrupted.
 
     Raises:
@@ -53,30 +56,28 @@ def pull(config: PullConfig) -> Pulled:
         ConfigError: DIR holds something else. RunError: the Hub cannot be reached, or the disk is
             too small.
     """
-    if config.kept:
-        return _pull_columns(config)
-    out = Path(config.out)
-    begun = _begun(config, out)
+    asked = {"repo": repo, "revision": revision}
+    begun = _begun(asked, out)
     api = hub()
-    with hub_errors(config.repo):
-        revision = begun["commit"] if begun else config.revision
-        info = api.dataset_info(config.repo, revision=revision, files_metadata=True)
+    with hub_errors(repo):
+        commit = begun["commit"] if begun else revision
+        info = api.dataset_info(repo, revision=commit, files_metadata=True)
     files = {f.rfilename: f.size or 0 for f in info.siblings or ()}
     if MANIFEST not in files:
-        raise DatasetError(f"{config.repo}: no {MANIFEST}, so `push` did not upload it, or not all")
+        raise DatasetError(f"{repo}: no {MANIFEST}, so `push` did not upload it, or not all")
     left_out = [".gitattributes", f"{DOCUMENTS}/*", *([CARD] if SEALED_CARD in files else [])]
     wanted = sum(s for n, s in files.items() if not n.startswith(f"{DOCUMENTS}/"))
-    done: dict[str, Any] = {"path": out, "repo": config.repo, "commit": str(info.sha)}
-    if config.dry_run:
+    done: dict[str, Any] = {"path": out, "repo": repo, "commit": str(info.sha)}
+    if dry_run:
         return Pulled(**done, bytes=wanted, documents=None)
     if not begun:
         _check_space(out, wanted)
         make_directory("--out", out)
-        write_atomically(out / _RECORD, dump_json(_asked(config) | {"commit": info.sha}))
+        write_atomically(out / _RECORD, dump_json(asked | {"commit": info.sha}))
     given: dict[str, Any] = {"repo_type": "dataset", "revision": info.sha, "local_dir": str(out)}
-    with hub_errors(config.repo):
-        api.snapshot_download(config.repo, **given, ignore_patterns=[*left_out, MANIFEST])
-        api.snapshot_download(config.repo, **given, allow_patterns=[MANIFEST])
+    with hub_errors(repo):
+        api.snapshot_download(repo, **given, ignore_patterns=[*left_out, MANIFEST])
+        api.snapshot_download(repo, **given, allow_patterns=[MANIFEST])
     if SEALED_CARD in files and (out / SEALED_CARD).is_file():
         (out / SEALED_CARD).replace(out / CARD)
     dataset = HiddenStatesDataset(out)
@@ -94,21 +95,7 @@ def pull(config: PullConfig) -> Pulled:
     return Pulled(**done, bytes=wanted, documents=len(dataset))
 
 
-def _pull_columns(config: PullConfig) -> Pulled:
-    """Write the dataset with fewer columns; its shards are downloaded whole into the cache."""
-    with hub_errors(config.repo):
-        commit = hub().dataset_info(config.repo, revision=config.revision).sha
-    url = f"hf://datasets/{config.repo}@{commit}"
-    view = plan_drop_columns(config.smaller(url, config.out))
-    done: dict[str, Any] = {"path": Path(config.out), "repo": config.repo, "commit": str(commit)}
-    size_of = sum(r.bytes for r in view.parts[0].stored.manifest.shards)
-    if config.dry_run:
-        return Pulled(**done, bytes=size_of, documents=None)
-    write_view(Path(config.out), view)
-    return Pulled(**done, bytes=size_of, documents=view.documents)
-
-
-def _begun(config: PullConfig, out: Path) -> dict[str, Any] | None:
+def _begun(asked: dict[str, Any], out: Path) -> dict[str, Any] | None:
     """Return what an interrupted run was downloading to `out`; None if there is none.
 
     Raises:
@@ -118,7 +105,7 @@ def _begun(config: PullConfig, out: Path) -> dict[str, Any] | None:
     record = out / _RECORD
     if record.is_file():
         begun: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
-        if not _asked(config).items() <= begun.items():
+        if not asked.items() <= begun.items():
             raise ConfigError(
                 f"{out} holds a part of {begun['repo']} at "
                 f"{begun.get('revision') or 'the main branch'}; resume that download, or choose "
@@ -128,11 +115,6 @@ def _begun(config: PullConfig, out: Path) -> dict[str, Any] | None:
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; choose another DIR (nothing was changed)")
     return None
-
-
-def _asked(config: PullConfig) -> dict[str, Any]:
-    """Return what decides the commit that is downloaded."""
-    return {"repo": config.repo, "revision": config.revision}
 
 
 def _check_space(out: Path, needed: int) -> None:

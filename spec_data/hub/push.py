@@ -3,8 +3,8 @@
     DIR-push-FINGERPRINT/   links to the files of the dataset, the card, and documents/*.arrow
 
 The folder is uploaded and then removed. The same command resumes an interrupted upload. The
-first 16 digits of the fingerprint are in its name, so it is neither a directory of the user nor the
-folder of what the dataset was before an `append`.
+first 16 digits of the fingerprint are in its name, so it is no directory of the user. A view is
+copied beside itself first, because the Hub needs its shards.
 """
 
 import json
@@ -20,22 +20,19 @@ from huggingface_hub import HfApi
 from spec_data.hub.hub_calls import SEALED_CARD, hub, hub_errors, upload
 from spec_data.hub.hub_card import DOCUMENTS, hub_card
 from spec_data.models.reading import load_tokenizer
-from spec_data.options.hub_options import PushConfig
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import (
     replace_durably,
-    sha256_json,
     temporary_name,
     write_atomically,
     writing,
 )
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
-from spec_data.shards.schema import Manifest
 from spec_data.shards.seal import CARD, check_shard, datasets_files
+from spec_data.terminal.command import Result
 from spec_data.terminal.paths import make_directory
 from spec_data.terminal.progress import progress, size
-from spec_data.views.drop_columns import plan_drop_columns
-from spec_data.views.write_view import view_sizes, write_view
+from spec_data.views.copy import copy_bytes, plain_copy, write_copy
 
 # -- viewer rows -----------------------------------------------------------------------------------
 # The documents of a dataset without states: what the Hub's viewer and people read.
@@ -104,7 +101,7 @@ def _row(document: dict, tokenizer: object) -> dict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pushed:
+class Pushed(Result):
     """What `push` uploaded, or would upload; `card` is the README.md of the repository."""
 
     repo: str
@@ -113,6 +110,11 @@ class Pushed:
     card: str
     uploaded: bool
 
+    @property
+    def next_command(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Download it somewhere else."""
+        return ("spec-data", "pull", self.repo, "DIR") if self.uploaded else ()
+
     def __str__(self) -> str:
         text = (
             f"{self.files} files, {size(self.bytes)}, and the documents without states: {self.repo}"
@@ -120,7 +122,7 @@ class Pushed:
         return text if self.uploaded else f"{self.card}\n{text}; nothing was uploaded"
 
 
-def push(config: PushConfig) -> Pushed:
+def push(data: Path, repo: str, *, private: bool = False, dry_run: bool = False) -> Pushed:
     """Upload a dataset to the Hub, or resume an upload that was interrupted.
 
     Raises:
@@ -128,29 +130,28 @@ def push(config: PushConfig) -> Pushed:
         ConfigError: no right to write there, or the repository holds another dataset.
         RunError: the Hub cannot be reached.
     """
-    if config.kept:
-        return _push_columns(config)
-    dataset = HiddenStatesDataset(config.data)
+    dataset = HiddenStatesDataset(data)
+    if dataset.view is not None:
+        return _push_view(dataset, repo, private=private, dry_run=dry_run)
     names = dataset_files(dataset)
     done = Pushed(
-        repo=config.repo,
+        repo=repo,
         files=len(names),
         bytes=sum((dataset.path / name).stat().st_size for name in names),
-        card=hub_card(dataset.manifest, config.repo),
-        uploaded=not config.dry_run,
+        card=hub_card(dataset.manifest, repo),
+        uploaded=not dry_run,
     )
-    if config.dry_run:
+    if dry_run:
         return done
     for record in progress(dataset.manifest.shards, desc="check", unit="shards", leave=False):
         check_shard(dataset.path, record)
     folder = staged_folder(dataset)
     _stage(dataset, names, done.card, folder)
     api = hub()
-    with hub_errors(config.repo):
-        given: dict[str, Any] = {"repo_id": config.repo, "repo_type": "dataset"}
-        private = True if config.private else None
-        api.create_repo(**given, private=private, exist_ok=True)
-        _refuse_another(api, config.repo, dataset.manifest.fingerprint)
+    with hub_errors(repo):
+        given: dict[str, Any] = {"repo_id": repo, "repo_type": "dataset"}
+        api.create_repo(**given, private=True if private else None, exist_ok=True)
+        _refuse_another(api, repo, dataset.manifest.fingerprint)
         message = f"Dataset {_short(dataset)}"
         given |= {"folder_path": str(folder), "commit_message": message}
         upload(api, **given, ignore_patterns=[MANIFEST, ".cache/*"])
@@ -159,24 +160,16 @@ def push(config: PushConfig) -> Pushed:
     return done
 
 
-def _push_columns(config: PushConfig) -> Pushed:
-    """Write the dataset with fewer columns beside it, push that, and remove it."""
-    path = Path(config.data).resolve()
-    sealed = Manifest.read(path / MANIFEST).fingerprint
-    name = f"{path.name}-columns-{sha256_json([sealed, config.kept])[:16]}"
-    out = path.with_name(name)
-    view = plan_drop_columns(config.smaller(str(path), str(out)))
-    if config.dry_run:
-        card = f"{view_sizes(view)}\nThe card is printed without --layers, --for and --final."
-        return Pushed(
-            repo=config.repo,
-            files=len(view.units),
-            bytes=view_sizes(view).bytes,
-            card=card,
-            uploaded=False,
-        )
-    write_view(out, view)
-    done = push(PushConfig(data=str(out), repo=config.repo, private=config.private))
+def _push_view(dataset: HiddenStatesDataset, repo: str, *, private: bool, dry_run: bool) -> Pushed:
+    """Write a copy of a view beside it, push that, and remove it."""
+    copy = plain_copy(dataset)
+    if dry_run:
+        text = "A copy of this view would be uploaded; its card is printed when it is made."
+        return Pushed(repo=repo, files=0, bytes=copy_bytes(copy), card=text, uploaded=False)
+    path = dataset.path.resolve()
+    out = path.with_name(f"{path.name}-copy-{_short(dataset)}")
+    write_copy(out, copy)
+    done = push(out, repo, private=private)
     shutil.rmtree(out)
     return done
 

@@ -4,6 +4,7 @@ Arrow itself checks little: offsets outside their buffers crash a process that r
 them. A checksum does not protect from that, as anyone can compute it again.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,11 @@ import pyarrow as pa
 
 from spec_data.shards.checksums import batches_of, numbers
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.schema import Manifest
+from spec_data.shards.schema import Manifest, ShardRecord, Totals
+from spec_data.shards.view import View, view_index_schema
 
-_NUMBERS = ("shard", "row", "tokens", "supervised", "first_supervised")
+_COUNTS = ("tokens", "supervised", "first_supervised")
+_NUMBERS = ("shard", "row", *_COUNTS)
 
 
 INDEX_SCHEMA = pa.schema(
@@ -34,11 +37,12 @@ def read_index(data: pa.Buffer, manifest: Manifest, file: Path) -> pa.Table:
     """
     try:
         found, batches, _ = batches_of(pa.BufferReader(data))
-        if not found.equals(INDEX_SCHEMA, check_metadata=True):
+        schema = INDEX_SCHEMA if manifest.view is None else view_index_schema(manifest.view)
+        if not found.equals(schema, check_metadata=True):
             raise DatasetError(f"{file}: its columns are not those of an index; copy it again")
         for batch in batches:
             batch.validate(full=True)
-        table = pa.Table.from_batches(batches, INDEX_SCHEMA).combine_chunks()
+        table = pa.Table.from_batches(batches, schema).combine_chunks()
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         if isinstance(error, DatasetError):
             raise
@@ -57,20 +61,9 @@ def index_numbers(table: pa.Table, name: str) -> np.ndarray:
 
 def _wrong(table: pa.Table, manifest: Manifest) -> str | None:
     """Return what the index says wrongly about documents, in words; None: nothing."""
-    shards = manifest.shards
-    rows = np.array([record.rows for record in shards], np.int64)
-    if table.num_rows != rows.sum():
-        return f"{table.num_rows} documents, the manifest says {rows.sum()}"
     if any(column.null_count for column in table.columns):
         return "some of its values are null"
-    shard, row, tokens, supervised, first = (
-        index_numbers(table, name).astype(np.int64) for name in _NUMBERS
-    )
-    if not np.array_equal(shard, np.repeat(np.arange(len(rows)), rows)):
-        return "documents are not in the order of the manifest's shards"
-    starts = np.cumsum(rows) - rows
-    if not np.array_equal(row, np.arange(len(row)) - np.repeat(starts, rows)):
-        return "column row does not count the rows of each shard"
+    tokens, supervised, first = (index_numbers(table, name).astype(np.int64) for name in _COUNTS)
     none = supervised == 0
     bad = (tokens <= 0) | (supervised < 0) | (first < 0) | (none & (first != tokens))
     bad |= ~none & (first + supervised > tokens)
@@ -80,13 +73,67 @@ def _wrong(table: pa.Table, manifest: Manifest) -> str | None:
             f"document {number} has {tokens[number]} tokens, {supervised[number]} supervised, the "
             f"first at {first[number]}: impossible"
         )
-    for name, values in (("tokens", tokens), ("supervised", supervised)):
+    if manifest.view is not None:
+        return _wrong_in_view(table, manifest.view, manifest.totals)
+    return _wrong_in_shards(table, manifest.shards)
+
+
+def _wrong_in_shards(table: pa.Table, shards: Sequence[ShardRecord]) -> str | None:
+    """Return where the index of a stored dataset contradicts its shards."""
+    rows = np.array([record.rows for record in shards], np.int64)
+    if table.num_rows != rows.sum():
+        return f"{table.num_rows} documents, the manifest says {rows.sum()}"
+    if not np.array_equal(index_numbers(table, "shard"), np.repeat(np.arange(len(rows)), rows)):
+        return "documents are not in the order of the manifest's shards"
+    starts = np.cumsum(rows) - rows
+    expected = np.arange(table.num_rows) - np.repeat(starts, rows)
+    if not np.array_equal(index_numbers(table, "row"), expected):
+        return "column row does not count the rows of each shard"
+    for name in ("tokens", "supervised"):
+        values = index_numbers(table, name).astype(np.int64)
         found = np.add.reduceat(values, starts) if len(rows) else np.zeros(0, np.int64)
         differs = np.flatnonzero(found != [getattr(record, name) for record in shards])
         if len(differs):
-            place = int(differs[0])
+            shard = shards[int(differs[0])]
+            words = {"tokens": "tokens", "supervised": "supervised tokens"}[name]
             return (
-                f"{found[place]} {name} tokens in {shards[place].file}, the manifest says "
-                f"{getattr(shards[place], name)}"
-            ).replace("tokens tokens", "tokens")
+                f"{found[differs[0]]} {words} in {shard.file}, the manifest says "
+                f"{getattr(shard, name)}"
+            )
     return None
+
+
+def _wrong_in_view(table: pa.Table, view: View, totals: Totals) -> str | None:
+    """Return where the index of a view contradicts its manifest, or itself."""
+    sums = {name: int(index_numbers(table, name).sum()) for name in ("tokens", "supervised")}
+    for name, count in (sums | {"documents": table.num_rows}).items():
+        if count != getattr(totals, name):
+            return f"{count} {name}, the manifest says {getattr(totals, name)}"
+    documents = np.array([source.documents for source in view.sources], np.int64)
+    for group in range(len(view.groups)):
+        source = index_numbers(table, f"source_number.{group}")
+        document = index_numbers(table, f"document.{group}")
+        if ((source < 0) | (source >= len(documents)) | (document < 0)).any() or (
+            document >= documents[source]
+        ).any():
+            return "it names documents that the sources do not have"
+    if not view.remasked:
+        return None
+    offsets, spans = spans_of(table)
+    edges = np.diff(spans, prepend=0) > 0  # ascending, but where a document begins
+    edges[offsets[:-1][np.diff(offsets) > 0]] = True
+    last = spans[offsets[1:][np.diff(offsets) > 0] - 1]
+    covered = np.concatenate([[0], np.cumsum(np.where(np.arange(len(spans)) % 2, spans, -spans))])
+    wrong = (np.diff(offsets) % 2).any() or not edges.all() or (spans < 0).any()
+    if wrong or (last > index_numbers(table, "tokens")[np.diff(offsets) > 0]).any():
+        return "spans are not ascending, or outside their document"
+    if (covered[offsets[1:]] - covered[offsets[:-1]] != index_numbers(table, "supervised")).any():
+        return "spans and supervised tokens differ"
+    return None
+
+
+def spans_of(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Return offsets, int64 [N + 1], and values, int64 [S], of the spans of a view's index."""
+    column = table.column("spans")
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    return array.offsets.to_numpy().astype(np.int64), array.values.to_numpy().astype(np.int64)

@@ -5,13 +5,12 @@ at first use. All returned tensors are copies: mapped memory is read-only withou
 and one in-place operation on it would kill the process.
 """
 
-import logging
 import operator
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, SupportsIndex, overload
+from typing import Any, NamedTuple, SupportsIndex, overload
 
 import numpy as np
 import pyarrow as pa
@@ -26,12 +25,22 @@ from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.codecs import tensor_of
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.files import MANIFEST, read_object
-from spec_data.shards.index import index_numbers, read_index
+from spec_data.shards.index import index_numbers, read_index, spans_of
 from spec_data.shards.lossy import Tables
 from spec_data.shards.path_kinds import Kind, wrong_kind
 from spec_data.shards.remote import Mirror, open_mirror, wrong_size
-from spec_data.shards.schema import Column, Manifest, ShardRecord
-from spec_data.shards.shard import CodedRows, IndexRows, Place, Shard, decode_rows, runs
+from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
+from spec_data.shards.shard import (
+    CodedRows,
+    IndexRows,
+    Place,
+    Shard,
+    StoredRows,
+    decode_rows,
+    runs,
+)
+from spec_data.shards.turn_masks import Turn
+from spec_data.shards.view import View, source_path
 
 # -- document access -------------------------------------------------------------------------------
 # How documents of a dataset are reached from Python: as rows of a dataset of `datasets` are.
@@ -151,6 +160,7 @@ def open_shard(
 
 
 INDEX = "index.arrow"
+MASK = "loss_mask"
 _KEPT_BY = ("supervised", "first_supervised")  # columns that tell the rows of sparse columns
 _SHOWN = 20  # wrong shards that a message names
 
@@ -189,7 +199,7 @@ def open_dataset(
 
 
 class HiddenStatesDataset(DocumentAccess):
-    """A sealed dataset directory: one row per document, token frame, unshifted.
+    """A sealed dataset, or a view of others: one row per document, token frame, unshifted.
 
     Row t of a document holds x_t, m_t, the captured states at t, and what the target predicts for
     x_{t+1}: `hidden.final` (or top-k or logits), `target_argmax`, `target_logsumexp`. Lossy columns
@@ -200,9 +210,13 @@ class HiddenStatesDataset(DocumentAccess):
 
     Attributes:
         mirror: of a remote dataset, its local files; None: the dataset is local.
+        view: what a view refers to; None: the dataset has shards.
+        sources: the stored datasets that are read: those of a view, or this one.
     """
 
     mirror: Mirror | None = None
+    view: View | None = None
+    sources: "tuple[HiddenStatesDataset, ...]" = ()
 
     def __init__(
         self,
@@ -216,9 +230,10 @@ class HiddenStatesDataset(DocumentAccess):
         in this process, and 1 read in 64 afterwards), "always", "sample" (1 read in 16) or "never".
 
         Raises:
-            MissingError: no such directory, the dataset is not sealed, or a shard is missing.
-            DatasetError: the manifest is damaged or foreign, a shard is truncated, or a column is
-                unknown.
+            MissingError: no such directory, the dataset is not sealed, or a shard or a source of a
+                view is missing.
+            DatasetError: the manifest is damaged or foreign, a shard is truncated, a column is
+                unknown, or a source of a view was changed or replaced.
             ConfigError: `check` is not one of these, or the URL cannot be read here.
             RunError: the remote storage does not answer.
         """
@@ -229,15 +244,44 @@ class HiddenStatesDataset(DocumentAccess):
             raise wrong_kind(self.path, Kind.DATASET)
         self.manifest = Manifest.read(self.path / MANIFEST)
         self._check_sizes()
-        known = {c.name: c for c in self.manifest.columns}
-        unknown = [name for name in columns or () if name not in known]
+        unknown = [name for name in columns or () if name not in self.declared]
         if unknown:
             raise DatasetError(
-                f"{self.path}: no column {', '.join(unknown)}; it has {', '.join(known)}"
+                f"{self.path}: no column {', '.join(unknown)}; it has {', '.join(self.declared)}"
             )
-        wanted = columns if columns is not None else tuple(known)
-        self._columns: dict[str, Column] = {name: known[name] for name in wanted}
+        wanted = columns if columns is not None else tuple(self.declared)
+        self._columns: dict[str, Column] = {name: self.declared[name] for name in wanted}
         self._shards: dict[int, Shard] = {}
+        self.view = self.manifest.view
+        self.sources = (self,) if self.view is None else self._open_sources(self.view)
+
+    def _open_sources(self, view: View) -> "tuple[HiddenStatesDataset, ...]":
+        """Open what a view refers to, and prove that it is what it was.
+
+        Raises:
+            MissingError: a source was moved or deleted. DatasetError: it was changed or replaced.
+        """
+        opened = []
+        made = self.manifest.provenance
+        redo = f"or make the view again with `spec-data {made.command if made else 'select'}`"
+        for source in view.sources:
+            where = source_path(self.place, source.path)
+            what = f"{self.place}: a view of {where} (fingerprint {source.fingerprint[:16]})"
+            try:
+                dataset = HiddenStatesDataset(where, check=self._check)
+            except MissingError as error:
+                raise MissingError(
+                    f"{what}, which was moved or deleted: {error}. Put it back, {redo}"
+                ) from None
+            except DatasetError as error:
+                raise DatasetError(f"{what}, which is damaged: {error}") from None
+            if dataset.manifest.fingerprint != source.fingerprint or dataset.view is not None:
+                raise DatasetError(
+                    f"{what}: another dataset is there now (fingerprint "
+                    f"{dataset.manifest.fingerprint[:16]}). Put the first one back, {redo}"
+                )
+            opened.append(dataset)
+        return tuple(opened)
 
     @property
     def place(self) -> str:
@@ -248,6 +292,11 @@ class HiddenStatesDataset(DocumentAccess):
     def columns(self) -> tuple[str, ...]:
         """Token columns after projection."""
         return tuple(self._columns)
+
+    @cached_property
+    def declared(self) -> dict[str, Column]:
+        """All token columns of the manifest, by name."""
+        return {column.name: column for column in self.manifest.columns}
 
     @property
     def final(self) -> str:
@@ -262,6 +311,10 @@ class HiddenStatesDataset(DocumentAccess):
     @cached_property
     def tables(self) -> dict[str, Tables]:
         """Decoding tables of the lossy columns."""
+        if self.view is not None:
+            lossy_names = [c.name for c in self.manifest.columns if c.lossy]
+            first = {n: self._references[self._group_of[n]][0][0] for n in lossy_names}
+            return {name: self.sources[number].tables[name] for name, number in first.items()}
         lossy = [c for c in self.manifest.columns if c.lossy]
         if lossy and self.mirror:
             self.mirror.ensure(TABLES)
@@ -273,6 +326,8 @@ class HiddenStatesDataset(DocumentAccess):
     @property
     def target_dir(self) -> Path:
         """Folder with the target's config.json, tokenizer and head.safetensors."""
+        if self.view is not None:
+            return self.sources[0].target_dir
         return self.mirror.ensure_target() if self.mirror else self.path / "target"
 
     def _check_sizes(self) -> None:
@@ -309,7 +364,8 @@ class HiddenStatesDataset(DocumentAccess):
         return read_object(file)
 
     @cached_property
-    def _index(self) -> pa.Table:
+    def index(self) -> pa.Table:
+        """index.arrow: a row per document, in order."""
         if self.mirror:
             self.mirror.ensure(INDEX)
         data = mapped_file(self.path, INDEX, self.manifest)
@@ -318,30 +374,59 @@ class HiddenStatesDataset(DocumentAccess):
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens per document, int64 [N]."""
-        return index_numbers(self._index, "tokens").astype(np.int64)
+        return index_numbers(self.index, "tokens").astype(np.int64)
 
     @cached_property
     def supervised(self) -> np.ndarray:
         """Supervised tokens per document, int64 [N]."""
-        return index_numbers(self._index, "supervised").astype(np.int64)
+        return index_numbers(self.index, "supervised").astype(np.int64)
 
     @cached_property
     def first_supervised(self) -> np.ndarray:
         """Index of the first supervised token, int64 [N]; the length when there is none."""
-        return index_numbers(self._index, "first_supervised").astype(np.int64)
+        return index_numbers(self.index, "first_supervised").astype(np.int64)
 
     @cached_property
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        return index_numbers(self._index, "shard"), index_numbers(self._index, "row")
+        return index_numbers(self.index, "shard"), index_numbers(self.index, "row")
 
     @cached_property
     def _checksums(self) -> np.ndarray:
-        return index_numbers(self._index, "checksum")
+        return index_numbers(self.index, "checksum")
+
+    @cached_property
+    def _references(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of each group of a view's columns: the source and the document in it, int32 [N] each."""
+        groups = range(len(self.view.groups if self.view else ()))
+        table = self.index
+        return [
+            (index_numbers(table, f"source_number.{g}"), index_numbers(table, f"document.{g}"))
+            for g in groups
+        ]
+
+    @cached_property
+    def _group_of(self) -> dict[str, int]:
+        groups = self.view.groups if self.view else ()
+        return {name: number for number, names in enumerate(groups) for name in names}
+
+    @cached_property
+    def _spans(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Offsets and values of the supervised spans; None: loss masks are those in the shards."""
+        return spans_of(self.index) if self.view and self.view.remasked else None
+
+    @cached_property
+    def _narrowed(self) -> frozenset[str]:
+        """Columns of a view that has fewer tokens of them than a source stores."""
+        if self.view is None:
+            return frozenset()
+        dense = {c.name for source in self.sources for c in source.manifest.columns if not c.sparse}
+        sparse = {c.name for c in self.manifest.columns if c.sparse}
+        return frozenset(sparse if self.view.remasked else sparse & dense)
 
     @cached_property
     def id_array(self) -> pa.StringArray:
         """Content hashes of the documents, as a view of the index, without Python objects."""
-        chunks = self._index.column("doc_id")
+        chunks = self.index.column("doc_id")
         return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
 
     @cached_property
@@ -351,26 +436,51 @@ class HiddenStatesDataset(DocumentAccess):
 
     def source_of(self, index: int) -> str:
         """Return the source of a document: what the corpus called the place that it is from."""
-        return str(self._index.column("source")[index])
+        return str(self.index.column("source")[index])
 
     def __len__(self) -> int:
         return self.manifest.totals.documents
 
+    def locate(self, index: int, group: int = 0) -> "Located":
+        """Return where the columns of a group of a document are stored.
+
+        Raises:
+            IndexError: no such document. DatasetError: its shard is damaged.
+        """
+        if self.view is None:
+            shard, row = self._locate(index)
+            return Located(self, shard, shard.place(row))
+        number = range(len(self))[index]
+        source, document = self._references[group]
+        return self.sources[source[number]].locate(int(document[number]))
+
     def _document(self, index: int) -> dict[str, Any]:
         """Return a document as new tensors (safe to modify), `doc_id`, `source` and `turns`."""
-        shard, row = self._locate(index)
-        place, count = shard.place(row), shard.length(row)
-        out: dict[str, Any] = shard.texts(place)
+        at = self.locate(index)
+        out: dict[str, Any] = at.shard.texts(at.place)
+        if self.view is not None:
+            out["doc_id"] = self.id_array[index].as_py()
         for column in self._columns.values():
-            if column.lossy or column.sparse:
-                kind = torch.bfloat16 if column.lossy else column.coder.logical
-                shape = (count,) if column.width is None else (count, column.width)
-                values = torch.empty(shape, dtype=kind)
-                self._decode(shard, place, column, values)
-                out[column.name] = values
-            else:
-                out[column.name] = column.coder.decode(shard.values(column, place))
+            kind = torch.bfloat16 if column.lossy else column.coder.logical
+            shape = (at.length,) if column.width is None else (at.length, column.width)
+            out[column.name] = torch.empty(shape, dtype=kind)
+        self.read_into(index, {name: out[name] for name in self._columns})
         return out
+
+    def turns_of(self, index: int) -> list[Turn]:
+        """Return the turns of a document: role, start and end."""
+        at = self.locate(index)
+        found = at.shard.texts(at.place)["turns"]
+        return [(turn["role"], turn["start"], turn["end"]) for turn in found]
+
+    def mask_of(self, index: int) -> np.ndarray:
+        """Return the loss mask of a document, bool [T]."""
+        at = self.locate(index)
+        if self._spans is None:
+            return at.shard.mask(at.place)
+        mask = np.zeros(at.length, bool)
+        self._fill_mask(index, mask)
+        return mask
 
     def read_into(
         self,
@@ -389,16 +499,20 @@ class HiddenStatesDataset(DocumentAccess):
         Raises:
             DatasetError: an unknown column, a buffer that is too short, or damage.
         """
-        shard, row = self._locate(index)
-        place, whole = shard.place(row), shard.length(row)
+        located = {0: self.locate(index)}
+        whole = located[0].length
         count = whole if length is None else min(length, whole)
         stop = start + count
+        wanted = self._sparse_tokens(index) if not self._narrowed.isdisjoint(out) else None
         for name, buffer in out.items():
-            column = self._columns.get(name)
-            if column is None:
+            if name not in self._columns:
                 raise DatasetError(f"{self.path}: no column {name!r} to read; {self.columns}")
+            group = self._group_of.get(name, 0)
+            if group not in located:
+                located[group] = self.locate(index, group)
+            at, tokens = located[group], wanted if name in self._narrowed else None
             if isinstance(buffer, CodedRows):
-                self._gather(shard, place, column, buffer, start, count)
+                at.gather(name, buffer, start, count, tokens)
                 continue
             part = buffer[start:stop]
             if part.shape[0] != count:
@@ -406,16 +520,45 @@ class HiddenStatesDataset(DocumentAccess):
                     f"buffer of {len(buffer)} tokens is too short for tokens {start} to "
                     f"{stop} of document {index}"
                 )
-            if column.lossy or column.sparse:
-                values = part if isinstance(part, Tensor) else tensor_of(part)
-                self._decode(shard, place, column, values)
+            if name == MASK and self._spans is not None:
+                self._fill_mask(index, part)
             else:
-                column.coder.decode_into(shard.values(column, place)[:count], part)
+                at.decode(name, part)
+            if tokens is not None:
+                values = part if isinstance(part, Tensor) else tensor_of(part)
+                values[torch.from_numpy(~tokens[:count])] = 0
         return count
 
+    def stored_rows(self, index: int, name: str) -> StoredRows:
+        """Return a document's rows of a column, encoded as the manifest of this dataset says.
+
+        Raises:
+            DatasetError: damage.
+        """
+        column = self._columns[name]
+        at = self.locate(index, self._group_of.get(name, 0))
+        tokens = self._sparse_tokens(index) if name in self._narrowed else None
+        return at.rows(column, tokens)
+
+    def _sparse_tokens(self, index: int) -> np.ndarray:
+        """Return which tokens of a document a sparse column has, bool [T]."""
+        mask = self.mask_of(index)
+        return predicts_supervised(mask, np.array([0, len(mask)]))
+
+    def _fill_mask(self, index: int, out: Tensor | np.ndarray) -> None:
+        """Write the first tokens of a document's own loss mask in a view to `out`, [n]."""
+        assert self._spans is not None
+        offsets, values = self._spans
+        number = range(len(self))[index]
+        spans = values[offsets[number] : offsets[number + 1]].reshape(-1, 2).tolist()
+        out[:] = 0
+        for first, last in spans:
+            out[first:last] = 1
+
     def shard_of(self, index: int) -> str:
-        """Return the name of the shard file that holds a document, relative to the dataset."""
-        return self._locate(index)[0].record.file
+        """Return the shard file that holds a document: relative to the dataset, or whole."""
+        at = self.locate(index)
+        return at.shard.record.file if at.dataset is self else at.shard.name
 
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:
         """Wait until documents can be read; always True at once, as this dataset is complete."""
@@ -426,38 +569,18 @@ class HiddenStatesDataset(DocumentAccess):
 
         Those on the disk, and those on their way, count nothing.
         """
+        if self.view is not None:
+            chosen = np.fromiter(rows, np.int64)
+            return sum(
+                dataset.fetch_ahead(document[chosen][source[chosen] == number].tolist())
+                for source, document in self._references
+                for number, dataset in enumerate(self.sources)
+                if dataset.mirror is not None
+            )
         if self.mirror is None:
             return 0
         numbers = dict.fromkeys(self._places[0][list(rows)].tolist())
         return sum(self.mirror.shards.fetch_ahead(self.manifest.shards[n]) for n in numbers)
-
-    def _decode(self, shard: Shard, place: Place, column: Column, out: Tensor) -> None:
-        """Decode the first n tokens of a lossy or sparse column into `out`, [n] or [n, W].
-
-        Tokens without a row become zero.
-        """
-        stored, lossy = shard.stored(column, place), column.lossy
-        tables = self.tables[column.name] if lossy else None
-        if lossy and tables and not column.sparse:
-            decode_rows(lossy, stored.cut(0, len(out)), tables, out)
-            return
-        first, done = 0, 0
-        for a, b in runs(shard.kept(place)[: len(out)]):
-            part, target = stored.cut(first, first + b - a), out[a:b]
-            if lossy and tables:
-                decode_rows(lossy, part, tables, target)
-            else:
-                column.coder.decode_into(part.values, target)
-            out[done:a] = 0
-            first, done = first + b - a, b
-        out[done:] = 0
-
-    def _gather(
-        self, shard: Shard, place: Place, column: Column, out: CodedRows, start: int, count: int
-    ) -> None:
-        """Append the rows of the first `count` tokens of a lossy column to `out`, undecoded."""
-        tokens = np.flatnonzero(shard.kept(place)[:count]) if column.sparse else np.arange(count)
-        out.add(shard.stored(column, place).cut(0, len(tokens)), tokens + start)
 
     def _locate(self, index: int) -> tuple[Shard, int]:
         if not -len(self) <= index < len(self):
@@ -477,7 +600,7 @@ class HiddenStatesDataset(DocumentAccess):
             before = sum(other.rows for other in self.manifest.shards[:number])
             rows = slice(before, before + record.rows)
             # not of `supervised`: a subclass may have other masks than the stored ones
-            supervised, first = (index_numbers(self._index, n)[rows] for n in _KEPT_BY)
+            supervised, first = (index_numbers(self.index, n)[rows] for n in _KEPT_BY)
             kept = supervised.astype(np.int64) - (first == 0)
             index = IndexRows(
                 rows.start, self.id_array[rows], self.lengths[rows], kept, self._checksums
@@ -495,15 +618,100 @@ class HiddenStatesDataset(DocumentAccess):
                 self._shards.pop(number, None)
 
 
+class Located(NamedTuple):
+    """Where a document is stored: the dataset, the shard, and the row in it.
+
+    A column may be stored there in another way than a view declares it.
+    """
+
+    dataset: HiddenStatesDataset
+    shard: Shard
+    place: Place
+
+    @property
+    def length(self) -> int:
+        """Tokens of the document."""
+        return self.shard.length(self.place.row)
+
+    def decode(self, name: str, out: Tensor | np.ndarray) -> None:
+        """Decode the first n tokens of a column into `out`, [n] or [n, W].
+
+        Tokens without a row become zero.
+        """
+        column, place = self.dataset.declared[name], self.place
+        if not (column.lossy or column.sparse):
+            column.coder.decode_into(self.shard.values(column, place)[: len(out)], out)
+            return
+        values = out if isinstance(out, Tensor) else tensor_of(out)
+        stored, lossy = self.shard.stored(column, place), column.lossy
+        tables = self.dataset.tables[name] if lossy else None
+        if lossy and tables and not column.sparse:
+            decode_rows(lossy, stored.cut(0, len(values)), tables, values)
+            return
+        first, done = 0, 0
+        for a, b in runs(self.shard.kept(place)[: len(values)]):
+            part, target = stored.cut(first, first + b - a), values[a:b]
+            if lossy and tables:
+                decode_rows(lossy, part, tables, target)
+            else:
+                column.coder.decode_into(part.values, target)
+            values[done:a] = 0
+            first, done = first + b - a, b
+        values[done:] = 0
+
+    def gather(
+        self, name: str, out: CodedRows, start: int, count: int, wanted: np.ndarray | None
+    ) -> None:
+        """Append the rows of the first `count` tokens of a lossy column to `out`, undecoded.
+
+        `wanted`, bool [T], leaves out rows of other tokens; None: none.
+        """
+        column, place = self.dataset.declared[name], self.place
+        kept = self.shard.kept(place)[:count] if column.sparse else None
+        tokens = np.arange(count) if kept is None else np.flatnonzero(kept)
+        rows = self.shard.stored(column, place).cut(0, len(tokens))
+        if wanted is not None:
+            chosen = np.flatnonzero(wanted[tokens])
+            rows, tokens = rows.take(chosen), tokens[chosen]
+        out.add(rows, tokens + start)
+
+    def rows(self, declared: Column, wanted: np.ndarray | None) -> StoredRows:
+        """Return the rows of a column as `declared`: those of the tokens `wanted`, bool [T].
+
+        `declared` has the codec of the column, or bf16, to which a lossy one is decoded.
+        """
+        column = self.dataset.declared[declared.name]
+        rows = self.shard.stored(column, self.place)
+        if wanted is not None:
+            tokens = np.flatnonzero(self.shard.kept(self.place)) if column.sparse else slice(None)
+            rows = rows.take(np.flatnonzero(wanted[tokens]))
+        if column.lossy is None or column.codec == declared.codec:
+            return rows
+        states = torch.empty(len(rows), column.width or 1, dtype=torch.bfloat16)
+        decode_rows(column.lossy, rows, self.dataset.tables[column.name], states)
+        bits = declared.coder.encode(states)
+        return StoredRows(bits, bits, np.zeros(0, np.int32), bits)
+
+
+def _small_file(directory: Path, name: str, manifest: Manifest) -> Path:
+    """Return where a small file of a dataset lies: the target's files of a view, in a source."""
+    if manifest.view is None or not name.startswith("target/"):
+        return directory / name
+    mirror = open_mirror(directory)
+    where = source_path(mirror.url if mirror else directory, manifest.view.sources[0].path)
+    source = open_mirror(where)
+    return (source.directory if source else Path(where)) / name
+
+
 def mapped_file(directory: Path, name: str, manifest: Manifest) -> pa.Buffer:
     """Map a small file of a dataset and compare it with the manifest's checksum.
 
     Raises:
         MissingError: no such file. DatasetError: the file was changed.
     """
-    file = directory / name
+    file = _small_file(directory, name, manifest)
     record = manifest.files.get(name)
-    if not file.is_file() and (mirror := open_mirror(directory)):
+    if not file.is_file() and (mirror := open_mirror(file.parents[name.count("/")])):
         mirror.ensure(name)
     if not file.is_file():
         raise MissingError(f"{file}: missing; copy the dataset again")
@@ -519,7 +727,7 @@ def mapped_file(directory: Path, name: str, manifest: Manifest) -> pa.Buffer:
 def checked_file(directory: Path, name: str, manifest: Manifest) -> Path:
     """Return the path of a small file of a dataset, after `mapped_file` has checked it."""
     mapped_file(directory, name, manifest)
-    return directory / name
+    return _small_file(directory, name, manifest)
 
 
 def load_head_tensors(dataset: str | Path, manifest: Manifest | None = None) -> dict[str, Tensor]:
@@ -557,24 +765,14 @@ def load_head_tensors(dataset: str | Path, manifest: Manifest | None = None) -> 
 # stopped half way, and "complete already" would be wrong.
 
 
-logger = logging.getLogger(__name__)
-
-VIEW_WORK, NEXT = ".view", "next"
-"""Where a command works on a dataset of datasets, and what an `append` moves into place last."""
-
-
 def check_whole(place: str | Path) -> None:
     """Compare the shards of a sealed dataset (a directory or a URL) with its manifest, by size.
 
-    The index of a local dataset is compared by its checksum, too. `verify` reads every byte. A
-    dataset to which an `append` was interrupted is left to that command, with a warning.
+    The index of a local dataset is compared by its checksum, too. `verify` reads every byte.
 
     Raises:
         MissingError, DatasetError: a file is missing, truncated or changed.
     """
-    if (Path(place) / VIEW_WORK / NEXT).is_dir():
-        logger.warning("warning: %s: `append` was interrupted; run it again to finish it", place)
-        return
     try:
         dataset = HiddenStatesDataset(place, columns=())
         if dataset.mirror is None:

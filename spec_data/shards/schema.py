@@ -41,6 +41,7 @@ from spec_data.shards.records import (
     plain,
     read_file,
 )
+from spec_data.shards.view import View
 
 # -- head spec -------------------------------------------------------------------------------------
 # The target's LM head as data: logits = softcap(scale * (W f + b)).
@@ -488,23 +489,23 @@ class Ancestor(Record, frozen=True, kw_only=True):
     documents: Count
 
 
-class ViewInput(Record, frozen=True, kw_only=True):
+class ProvenanceInput(Record, frozen=True, kw_only=True):
     """A dataset that another one was made of, and how it was captured if not as the first."""
 
     fingerprint: Sha256
     documents: Count
-    view: "View | None" = None
+    provenance: "Provenance | None" = None
     captured_with: dict[str, Any] = {}
     packing: PackingRecord | None = None
     settings: dict[str, Any] = {}
 
 
-class View(Record, frozen=True, kw_only=True):
+class Provenance(Record, frozen=True, kw_only=True):
     """Of a dataset that was made of others: the command, the options that decide it, the inputs."""
 
     command: str
     options: dict[str, Any]
-    of: list[ViewInput]
+    of: list[ProvenanceInput]
 
 
 class _Settings(msgspec.Struct):
@@ -553,6 +554,7 @@ class Manifest(Record, frozen=True, kw_only=True, dict=True):
     documents: CountsRecord
     agreement: AgreementTable | None = None
     left_out: LeftOut = LeftOut()
+    provenance: Provenance | None = None
     view: View | None = None
     ancestors: list[Ancestor] = []
     files: dict[str, FileRecord] = {}
@@ -663,9 +665,11 @@ def fingerprint(raw: Mapping[str, Any]) -> str:
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
     """Yield what keys of a sealed manifest, each of the right type, say against each other."""
-    if manifest.card is None:
+    if manifest.view is not None and (manifest.shards or manifest.card):
+        yield "view: a view has no shards and no card"
+    if manifest.view is None and manifest.card is None:
         yield "card is missing"
-    if manifest.totals != totals_of(manifest.shards):
+    if manifest.view is None and manifest.totals != totals_of(manifest.shards):
         yield f"totals is {plain(manifest.totals)}, but the shards have others"
     for number, shard in enumerate(manifest.shards):
         if not (shard.supervised <= shard.tokens and 0 < shard.rows <= shard.tokens):

@@ -120,7 +120,7 @@ def check_shard(directory: Path, record: ShardRecord) -> None:
 def index_part(shard: Path) -> bytes:
     """Return what the index says about the documents of a shard, as an Arrow stream."""
     batch = pa.RecordBatch.from_pydict(_index_rows(pa.ipc.open_stream(pa.memory_map(str(shard)))))
-    return _stream(batch)
+    return arrow_stream(batch)
 
 
 def part_name(record: ShardRecord) -> str:
@@ -128,7 +128,8 @@ def part_name(record: ShardRecord) -> str:
     return f"{Path(record.file).stem}.index"
 
 
-def _stream(batch: pa.RecordBatch) -> bytes:
+def arrow_stream(batch: pa.RecordBatch) -> bytes:
+    """Return a record batch as an Arrow stream."""
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, batch.schema) as stream:
         stream.write_batch(batch)
@@ -157,7 +158,7 @@ def _write_index(directory: Path, manifest: Manifest, parts: Path | None) -> Non
         for f in INDEX_SCHEMA
     ]
     batch = pa.RecordBatch.from_arrays(arrays, schema=INDEX_SCHEMA)
-    write_atomically(directory / INDEX, _stream(batch))
+    write_atomically(directory / INDEX, arrow_stream(batch))
 
 
 def _index_rows(stream: pa.RecordBatchStreamReader) -> dict[str, pa.Array]:

@@ -75,6 +75,15 @@ class StoredRows:
             self.escape[a:b],
         )
 
+    def take(self, rows: np.ndarray) -> "StoredRows":
+        """Return some rows, int64 [n] ascending, with their escaped tokens numbered anew."""
+        _, here, there = np.intersect1d(
+            rows, self.escape_index, assume_unique=True, return_indices=True
+        )
+        escape_index = here.astype(np.int32)
+        escape = self.escape[there]
+        return StoredRows(self.values[rows], self.scale[rows], escape_index, escape)
+
 
 def decode_rows(codec: LossyCodec, stored: StoredRows, tables: Tables, out: Tensor) -> None:
     """Decode `stored` (n rows) into the CPU tensor `out` [n, H], bfloat16 or float32."""

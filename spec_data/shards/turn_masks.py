@@ -13,6 +13,7 @@ here; a turn includes its end-of-turn token.
 
 import re
 from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 from spec_data.shards.errors import ConfigError
 
@@ -24,13 +25,18 @@ Turn = tuple[str, int, int]
 """Role, first token, and the token after the last one."""
 
 
+def is_policy(policy: Any) -> TypeGuard[str]:
+    """Return whether a value is a mask policy; a merge of several has the names of all."""
+    return isinstance(policy, str) and _FORM.fullmatch(policy) is not None
+
+
 def check_policy(policy: str) -> str:
     """Return a mask policy.
 
     Raises:
         ConfigError: there is no such policy.
     """
-    if not _FORM.fullmatch(policy):
+    if not is_policy(policy):
         raise ConfigError(f"mask = {policy!r}: choose from {POLICIES}")
     return policy
 

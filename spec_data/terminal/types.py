@@ -100,6 +100,13 @@ OnOff = Annotated[bool, Parameter(negative_bool="no-")]
 """A switch that is on by default: `--no-NAME` turns it off."""
 
 
+def path_list(value: Sequence[AnyPath] | AnyPath) -> list[str]:
+    """Return one path or several as a list of texts."""
+    if isinstance(value, (str, os.PathLike)):
+        return [os.fspath(value)]
+    return [os.fspath(path) for path in value]
+
+
 def comma_list(value: str | Sequence[int]) -> str:
     """Return layer ids as one text, such as 1,3,5."""
     return value if isinstance(value, str) else ",".join(map(str, value))

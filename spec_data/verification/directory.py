@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from spec_data.shards.files import sha256_file
-from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
+from spec_data.shards.reader import INDEX, MANIFEST, HiddenStatesDataset
 from spec_data.shards.remote import Mirror
 from spec_data.shards.seal import CARD, datasets_files
 from spec_data.shards.storage import Storage
@@ -104,7 +104,24 @@ _OWN_FOLDERS = ("shards", "target")  # every file in them must be one of the man
 
 
 def check_files(dataset: HiddenStatesDataset, findings: Findings) -> None:
-    """Compare every file with the manifest, and name those that it does not know."""
+    """Compare every file with the manifest, and name those that it does not know.
+
+    Of a view: its own, and those of every dataset that it reads.
+    """
+    if dataset.view is None:
+        _check_stored(dataset, findings)
+        return
+    own = stored_files(dataset)
+    record = dataset.manifest.files[INDEX]
+    if own.sha256(INDEX) != record.sha256:
+        findings.fail(f"{INDEX}: its SHA-256 is not that of the manifest; make the view again")
+    _name_others(own, {MANIFEST, INDEX}, findings)
+    for source in dataset.sources:
+        findings.passed(f"reads {source.place} ({source.manifest.fingerprint[:16]})")
+        _check_stored(source, findings)
+
+
+def _check_stored(dataset: HiddenStatesDataset, findings: Findings) -> None:
     manifest = dataset.manifest
     expected = {r.file: r.sha256 for r in manifest.shards}
     expected |= {name: record.sha256 for name, record in manifest.files.items()}

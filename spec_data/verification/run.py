@@ -182,12 +182,16 @@ def sample_documents(count: int, samples: int, seed: int) -> list[int]:
 
 
 def _check_chunks(dataset: HiddenStatesDataset, findings: Findings) -> None:
-    """Check every field of every document; continue after a shard that cannot be read."""
+    """Check every field of every stored document; continue after a shard that cannot be read."""
     _ = dataset.lengths  # the index has the names of the documents
-    shards = range(len(dataset.manifest.shards))
-    for number in progress(shards, desc="chunks", unit="shards", leave=False):
+    shards = [
+        (source, number)
+        for source in dataset.sources
+        for number in range(len(source.manifest.shards))
+    ]
+    for source, number in progress(shards, desc="chunks", unit="shards", leave=False):
         try:
-            shard = dataset.shard(number)
+            shard = source.shard(number)
             for row, field in shard.damage():
                 findings.fail(
                     f"{shard.record.file} row {row}, document {shard.index.ids[row].as_py()}, "
@@ -195,7 +199,8 @@ def _check_chunks(dataset: HiddenStatesDataset, findings: Findings) -> None:
                 )
         except DatasetError as error:
             findings.fail(str(error))
-    findings.passed(f"checksums of every column of {len(dataset):,} documents")
+    stored = sum(map(len, dataset.sources))
+    findings.passed(f"checksums of every column of {stored:,} documents")
 
 
 def _check_codecs(dataset: HiddenStatesDataset, findings: Findings) -> None:
@@ -247,11 +252,9 @@ def _check_documents(dataset: HiddenStatesDataset, findings: Findings) -> None:
 
 def _rows(dataset: HiddenStatesDataset) -> Iterator[tuple[int, dict[str, Any], str]]:
     """Yield every document: its index in the dataset, its fields, and its place for messages."""
-    first = 0
-    for record in dataset.manifest.shards:
-        for row in range(record.rows):
-            yield first + row, dataset[first + row], f"{record.file} row {row}"
-        first += record.rows
+    for index in range(len(dataset)):
+        at = dataset.locate(index)
+        yield index, dataset[index], f"{at.shard.record.file} row {at.place.row}"
 
 
 def _check_states(value: Tensor, tokens: Tensor, where: str, findings: Findings) -> None:

@@ -1,8 +1,5 @@
-"""Views and edits of finished datasets. No target is loaded.
+"""Datasets made of datasets, without the target: views, which refer to others, and copies.
 
-`select`, `merge`, `drop-columns` and `recode` write a new dataset from the stored documents of
-others; `append` adds shards to a dataset; `gc` deletes leftovers. `view_units` says which documents
-make a shard of the view, `stored_documents` copies them, `write_view` writes and seals the
-directory, and can be killed at any time. The bytes of a view depend on its options and its inputs
-alone.
+`select` and `merge` (with `join`) say which rows and columns a view has; `rows` writes it. `copy`
+writes shards of its own, `recode` in another codec. `derive` makes the manifests.
 """

@@ -41,8 +41,8 @@ def document_scores(dataset: HiddenStatesDataset, documents: np.ndarray, nll: bo
     """
     if nll and dataset.manifest.supervision.startswith("topk"):
         raise ConfigError(
-            f"--max-nll: {dataset.path} stores {dataset.manifest.supervision}, and the other "
-            "logits cannot be computed from them; use --min-first-choice"
+            f"nll: {dataset.place} stores {dataset.manifest.supervision}, and the other logits "
+            "cannot be computed from them; use first_choice"
         )
     columns = ["input_ids", "loss_mask", "target_argmax"]
     if nll:

@@ -25,7 +25,8 @@ STEPS = 64
 def remote_parts(dataset: Documents) -> list[HiddenStatesDataset]:
     """Return the datasets among the documents that are on remote storage."""
     parts = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
-    return [p for p in parts if isinstance(p, HiddenStatesDataset) and p.mirror is not None]
+    stored = (s for p in parts if isinstance(p, HiddenStatesDataset) for s in p.sources)
+    return [source for source in stored if source.mirror is not None]
 
 
 def fetched_ahead(

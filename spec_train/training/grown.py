@@ -1,4 +1,4 @@
-"""Go on with a run on a dataset that has grown since: `spec-data append`, or a merge.
+"""Go on with a run on a dataset that has grown since: `spec-data merge`.
 
 The manifest of such a dataset names the datasets of which it has all documents, in order. A run on
 one of them goes on if --steps is above its number of steps. Weights, moments and steps stay; the

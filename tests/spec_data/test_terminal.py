@@ -306,7 +306,7 @@ def test_what_has_no_likeness_gets_no_suggestion(capsys):
     assert nearest("--zzz", ["--lr"]) is None
 
 
-@pytest.mark.parametrize("command", ["verify", "inspect", "status", "select --out o"])
+@pytest.mark.parametrize("command", ["verify", "inspect", "status"])
 def test_a_forgotten_directory_is_asked_for_as_it_is_written(capsys, command):
     assert cli.main(command.split()) == 2
     error = capsys.readouterr().err

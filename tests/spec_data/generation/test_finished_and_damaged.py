@@ -4,10 +4,7 @@ import os
 
 import pytest
 
-from spec_data.options.view_options import SelectConfig
 from spec_data.shards.errors import DatasetError, MissingError, SpecDataError
-from spec_data.views.select_view import plan_select
-from spec_data.views.write_view import write_view
 from tests.spec_data.runs import digests, run, save_target, write_corpus
 
 
@@ -56,19 +53,9 @@ def test_generate_refuses_a_finished_dataset_that_is_damaged(source, data, tmp_p
     assert digests(out) == before
 
 
-def test_generate_and_select_accept_one_that_is_whole(source, data, tmp_path, caplog):
+def test_generate_accepts_one_that_is_whole(source, data, tmp_path, caplog):
     caplog.set_level("INFO")
     out = copy(data, tmp_path / "data")
     assert run(*source, out) is not None
     assert "is complete already: nothing to do" in caplog.text
     assert digests(out) == digests(data)
-
-
-def test_select_refuses_a_finished_view_that_is_damaged(data, tmp_path):
-    view = tmp_path / "view"
-    plan = plan_select(SelectConfig(data=str(data), out=str(view), sample="6"))
-    write_view(view, plan)
-    write_view(view, plan)  # whole
-    next(view.glob("shards/*")).unlink()
-    with pytest.raises(MissingError, match="was finished before, and is damaged now"):
-        write_view(view, plan)

@@ -18,7 +18,6 @@ from spec_data.hub.hub_card import hub_card, size_category
 from spec_data.hub.pull import pull
 from spec_data.hub.push import push, staged_folder
 from spec_data.options.dataset_options import VerifyConfig
-from spec_data.options.hub_options import PullConfig, PushConfig
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
@@ -62,7 +61,7 @@ def server(monkeypatch, tmp_path):
 
 @pytest.fixture
 def pushed(server, data):
-    push(PushConfig(data=str(data), repo=REPO, private=True))
+    push(data, REPO, private=True)
     return server
 
 
@@ -71,7 +70,7 @@ def test_what_is_pushed_comes_back_byte_for_byte_and_verifies(pushed, data, tmp_
     assert len(pushed.commits[REPO]) == 3  # empty, all but the manifest, the manifest
     assert "manifest.json" not in pushed.commits[REPO][1]
     out = tmp_path / "copy"
-    found = pull(PullConfig(repo=REPO, out=str(out)))
+    found = pull(REPO, out)
     assert found.documents == 12 and digests(out) == digests(data)
     assert pushed.downloads[-1] == "manifest.json"
     assert not any(name.startswith("documents/") for name in pushed.downloads)
@@ -121,16 +120,16 @@ def test_an_interrupted_download_goes_on_with_its_commit(pushed, data, tmp_path)
     shard = sorted(n for n in pushed.files(REPO) if n.startswith("shards/"))[1]
     pushed.broken.add(shard)
     with pytest.raises(RunError, match="run the same command again to resume"):
-        pull(PullConfig(repo=REPO, out=str(out)))
+        pull(REPO, out)
     assert not (out / "manifest.json").exists()
     with pytest.raises(ConfigError, match="holds a part of me/tiny-states"):
-        pull(PullConfig(repo="me/other", out=str(out)))
+        pull("me/other", out)
     with pytest.raises(ConfigError, match="at the main branch; resume that download"):
-        pull(PullConfig(repo=REPO, out=str(out), revision="v2"))
+        pull(REPO, out, revision="v2")
     pushed.broken.clear()
     pushed.commits[REPO].append({"README.md": b"changed meanwhile"})
     before = len(pushed.downloads)
-    pull(PullConfig(repo=REPO, out=str(out)))
+    pull(REPO, out)
     assert digests(out) == digests(data)
     assert shard in pushed.downloads[before:] and len(pushed.downloads) - before < len(digests(out))
 
@@ -139,17 +138,17 @@ def test_damage_on_the_way_is_found(pushed, tmp_path):
     shard = sorted(n for n in pushed.files(REPO) if n.startswith("shards/"))[0]
     pushed.damaged.add(shard)
     with pytest.raises(DatasetError, match="damaged on the way, so it was deleted"):
-        pull(PullConfig(repo=REPO, out=str(tmp_path / "copy")))
+        pull(REPO, tmp_path / "copy")
     pushed.damaged.clear()
-    assert pull(PullConfig(repo=REPO, out=str(tmp_path / "copy"))).documents == 12
+    assert pull(REPO, tmp_path / "copy").documents == 12
 
 
 def test_pushing_again_and_pushing_another_dataset(pushed, data, tmp_path):
-    push(PushConfig(data=str(data), repo=REPO))  # the same: nothing to refuse
+    push(data, REPO)  # the same: nothing to refuse
     files = pushed.commits[REPO][-1]
     files["manifest.json"] = json.dumps({"fingerprint": "f" * 64}).encode()
     with pytest.raises(ConfigError, match="holds another dataset"):
-        push(PushConfig(data=str(data), repo=REPO))
+        push(data, REPO)
     shutil.rmtree(staged_folder(HiddenStatesDataset(data)))
 
 
@@ -157,7 +156,7 @@ def test_a_directory_of_the_user_beside_the_dataset_stays(server, data):
     own = data.with_name("data-push")
     own.mkdir()
     (own / "notes.txt").write_text("mine")
-    push(PushConfig(data=str(data), repo=REPO))
+    push(data, REPO)
     assert (own / "notes.txt").read_text() == "mine"
     assert "notes.txt" not in server.files(REPO)
     shutil.rmtree(own)
@@ -165,21 +164,21 @@ def test_a_directory_of_the_user_beside_the_dataset_stays(server, data):
 
 def test_what_is_refused(server, data, tmp_path):
     with pytest.raises(MissingError, match="no such dataset on the Hub"):
-        pull(PullConfig(repo="me/nothing", out=str(tmp_path / "a")))
+        pull("me/nothing", tmp_path / "a")
     with pytest.raises(ConfigError, match="not the name of a repository"):
-        pull(PullConfig(repo="a/b/c", out=str(tmp_path / "a")))
+        pull("a/b/c", tmp_path / "a")
     with pytest.raises(MissingError, match="not a spec-data dataset"):
-        push(PushConfig(data=str(tmp_path), repo=REPO))
+        push(tmp_path, REPO)
     server.commits["me/other"] = [{"x.txt": b"x"}]
     with pytest.raises(DatasetError, match=r"no manifest\.json"):
-        pull(PullConfig(repo="me/other", out=str(tmp_path / "a")))
+        pull("me/other", tmp_path / "a")
     with pytest.raises(MissingError, match="no such revision"):
-        pull(PullConfig(repo="me/other", out=str(tmp_path / "a"), revision="v9"))
+        pull("me/other", tmp_path / "a", revision="v9")
     (tmp_path / "x").touch()
     with pytest.raises(ConfigError, match="not empty"):
-        pull(PullConfig(repo=REPO, out=str(tmp_path)))
+        pull(REPO, tmp_path)
     with pytest.raises(ConfigError, match="this is a file"):
-        pull(PullConfig(repo=REPO, out=str(tmp_path / "x")))
+        pull(REPO, tmp_path / "x")
 
 
 def test_the_commands_and_the_functions(server, data, tmp_path, capsys):
@@ -200,9 +199,9 @@ def test_a_hub_that_cannot_be_reached(server, data, tmp_path, monkeypatch):
     for module in ("push", "pull"):
         monkeypatch.setattr(f"spec_data.hub.{module}.hub", lambda: closed)
     with pytest.raises(RunError, match="run the same command again"):
-        pull(PullConfig(repo=REPO, out=str(tmp_path / "a")))
+        pull(REPO, tmp_path / "a")
     with pytest.raises(RunError, match="run the same command again"):
-        push(PushConfig(data=str(data), repo=REPO))
+        push(data, REPO)
     shutil.rmtree(staged_folder(HiddenStatesDataset(data)))
 
 
@@ -237,18 +236,14 @@ def test_a_strangers_names_and_licence_are_only_texts_in_the_cards(data, text, c
         assert bodies[0].count(markup) == bodies[1].count(markup), markup
 
 
-def test_a_push_of_some_layers(server, data, tmp_path, capsys):
-    layer = str(HiddenStatesDataset(data).manifest.layers[0])
-    before = sorted(p.name for p in data.parent.iterdir())
-    assert cli.main(["push", str(data), REPO, "--layers", layer, "--dry-run"]) == 0
+def test_a_view_is_pushed_as_a_copy(server, data, tmp_path, capsys):
+    layer = HiddenStatesDataset(data).manifest.layers[0]
+    spec_data.select(data, tmp_path / "view", layers=[layer])
+    before = sorted(p.name for p in tmp_path.iterdir())
+    assert cli.main(["push", str(tmp_path / "view"), REPO, "--dry-run"]) == 0
     assert not server.commits and "nothing was uploaded" in capsys.readouterr().out
-    assert cli.main(["push", str(data), REPO, "--layers", layer]) == 0
-    assert sorted(p.name for p in data.parent.iterdir()) == before
-    pull(PullConfig(repo=REPO, out=str(tmp_path / "back")))
-    assert (
-        cli.main(["drop-columns", str(data), "--out", str(tmp_path / "own"), "--layers", layer])
-        == 0
-    )
-    assert digests(tmp_path / "back") == digests(tmp_path / "own")
-    with pytest.raises(ConfigError, match="one of them, not both"):
-        PushConfig(data=str(data), repo=REPO, layers="1", for_draft="eagle3")
+    assert cli.main(["push", str(tmp_path / "view"), REPO]) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    pull(REPO, tmp_path / "back")
+    spec_data.copy(tmp_path / "view", tmp_path / "copied")
+    assert digests(tmp_path / "back") == digests(tmp_path / "copied")

@@ -7,17 +7,14 @@ from urllib.parse import parse_qs
 
 import pytest
 import torch
-from huggingface_hub import HfApi, HfFileSystem, constants
+from huggingface_hub import HfFileSystem, constants
 
-from spec_data.cli import main
+import spec_data
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.hub.pull import pull
-from spec_data.options.hub_options import PullConfig
-from spec_data.shards.errors import ConfigError, CorpusError, MissingError
+from spec_data.shards.errors import CorpusError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.factory import tiny_dataset
 from tests.spec_data.hub.hub_server import HubServer, _Handler, _oid
-from tests.spec_data.runs import digests, run, save_target, write_corpus
 
 
 class _Ranged(_Handler):
@@ -97,27 +94,17 @@ def test_one_file_of_a_dataset_is_a_corpus(server, tmp_path, monkeypatch):
             CorpusReader([name])
 
 
-def test_pull_of_some_layers(server, tmp_path, monkeypatch, capsys):
-    """What it writes is, byte for byte, what drop-columns writes of a local copy."""
-    monkeypatch.setattr("spec_data.hub.pull.hub", lambda: HfApi(server.url, token="t"))
-    target = save_target(tmp_path / "target")
-    corpus = write_corpus(tmp_path / "chats.jsonl", 12)
-    local = tmp_path / "data"
-    run(target, corpus, local, codec="lm4c", max_shard_size="20KB")
+def test_a_view_of_a_dataset_on_the_hub(server, tmp_path):
+    local = tiny_dataset(tmp_path / "data", n_docs=8, docs_per_shard=4)
     files = {str(p.relative_to(local)): p.read_bytes() for p in local.rglob("*") if p.is_file()}
     server.commits["me/tiny"] = [files]
-    layer = str(HiddenStatesDataset(local).manifest.layers[1])
-    options = ["--layers", layer, "--final", "supervised"]
-    assert main(["drop-columns", str(local), "--out", str(tmp_path / "here"), *options]) == 0
-    place = str(tmp_path / "there")
-    assert main(["pull", "me/tiny", place, *options, "--dry-run"]) == 0
-    assert "nothing was downloaded" in capsys.readouterr().out
+    spec_data.select("hf://datasets/me/tiny", tmp_path / "view", layers="1", where="number < 4")
     assert not [name for name in server.downloads if name.startswith("shards/")]
-    server.downloads.clear()
-    assert main(["pull", "me/tiny", place, *options]) == 0
-    assert "12 documents" in capsys.readouterr().out
-    assert digests(tmp_path / "there") == digests(tmp_path / "here")
-    shards = [f"{n} {len(data)}" for n, data in files.items() if n.startswith("shards/")]
-    assert len(shards) > 1 and {server.downloads.count(shard) for shard in shards} == {1}
-    with pytest.raises(ConfigError, match="another dataset"):
-        pull(PullConfig(repo="me/tiny", out=place, layers=layer))
+    spec_data.copy(tmp_path / "view", tmp_path / "copied")
+    dataset = HiddenStatesDataset(tmp_path / "copied")
+    for index in range(4):
+        assert torch.equal(
+            dataset[index]["hidden.L1"], HiddenStatesDataset(local)[index]["hidden.L1"]
+        )
+    assert len(dataset) == 4 and dataset.manifest.layers == (1,)
+    assert not [name for name in server.downloads if name.startswith("shards/unit-00001")]

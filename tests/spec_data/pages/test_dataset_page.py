@@ -290,7 +290,7 @@ def test_a_remote_dataset_has_the_page_of_the_local_one(data, page, tmp_path, mo
 
 
 def test_a_view_has_a_page_of_its_documents_and_of_what_it_left_out(data, tmp_path, rows):
-    spec_data.select(data, tmp_path / "view", source=["two.jsonl"])
+    spec_data.select(data, tmp_path / "view", where="source = 'two.jsonl'")
     found = dataset_page(tmp_path / "view", scored=2)
     documents = part(found, "Tokens", "viewer")["data"]["documents"]
     assert [d["id"] for d in documents] == [r["doc_id"] for r in rows if r["source"] == "two.jsonl"]

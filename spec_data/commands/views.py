@@ -1,0 +1,304 @@
+"""Datasets made of datasets, without the target: `select`, `merge`, `join`, `copy`, `recode`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from spec_data.terminal.command import Result, command
+from spec_data.terminal.types import (
+    Corpus,
+    Count,
+    Dataset,
+    Datasets,
+    Directory,
+    File,
+    Layers,
+    Text,
+    comma_list,
+    path_list,
+)
+
+if TYPE_CHECKING:
+    from spec_data.shards.schema import Manifest
+    from spec_data.views.copy import Copy
+    from spec_data.views.rows import Rows
+
+_Sample = Annotated[Text, Parameter(metavar="N|SHARE")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DerivedDataset(Result):
+    """A dataset that was made of others, or would be.
+
+    Attributes:
+        bytes: of its shards; 0: it is a view, which has none.
+        dropped: documents that were left out since the corpus was read, by reason.
+        fingerprint: empty: nothing was written (--dry-run).
+    """
+
+    path: Path
+    documents: int
+    tokens: int
+    supervised_tokens: int
+    bytes: int
+    dropped: dict[str, int]
+    fingerprint: str
+    text: str = field(repr=False)
+
+    @property
+    def next_command(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Prove what was written."""
+        return ("spec-data", "verify", str(self.path)) if self.fingerprint else ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@command
+def select(
+    data: Dataset,
+    out: Directory,
+    *,
+    where: Annotated[str, Parameter(metavar="SQL")] = "",
+    sample: _Sample = "",
+    seed: Count = 0,
+    ids: File = "",
+    not_in: Datasets = (),
+    decontaminate: Corpus = (),
+    mask: Annotated[str, Parameter(metavar="POLICY")] = "",
+    layers: Layers = "",
+    dry_run: bool = False,
+) -> DerivedDataset:
+    """Write a view of some documents or layers of a dataset, with other loss masks if asked.
+
+    A view has no shards: it refers to those of the dataset, which must stay where it is.
+
+    Examples:
+        spec-data select data/all data/short --where "length < 1024 and source = 'gsm8k'"
+        spec-data select data/all data/some --sample 10% --seed 1 --layers eagle3
+        spec-data select data/all data/clean --decontaminate gsm8k_test.jsonl
+
+    Args:
+        data: the dataset or view, a directory or a URL.
+        out: the directory to write.
+        where: keep documents that meet this SQL condition on number, doc_id, source, length,
+            supervised, first_choice (share of supervised tokens that are the target's arg max) and
+            nll (mean negative log-likelihood of supervised tokens in nats).
+        sample: keep a random sample of what is left: 500, 10% or 0.1.
+        seed: decides the sample.
+        ids: keep the documents whose ids this text file lists, one per line.
+        not_in: drop documents that these datasets have too, by their ids.
+        decontaminate: drop documents that share 13 token ids in a row with a prompt of these
+            benchmarks: files as `spec-train eval --prompts` reads them.
+        mask: supervise other tokens, by the stored turns: assistant, last-turn, all, first-N or
+            roles=A,B.
+        layers: keep these layer ids only, such as 1,3; or those captured for a draft: eagle3.
+        dry_run: print documents and tokens, then stop.
+
+    Raises:
+        ConfigError: a bad value, no document is left, or `out` holds something else.
+        DatasetError: damage, or the mask needs a teacher that is not stored.
+    """
+    from spec_data.shards.reader import HiddenStatesDataset
+    from spec_data.views.select import Selection, select_rows
+
+    given = Selection(
+        where=where,
+        ids=str(ids),
+        not_in=path_list(not_in),
+        decontaminate=path_list(decontaminate),
+        sample=_amount(sample),
+        seed=seed,
+        mask=mask,
+        layers=comma_list(layers),
+    )
+    dataset = HiddenStatesDataset(str(data))
+    return _view(Path(out), [dataset], lambda: select_rows(dataset, given), dry_run)
+
+
+@command
+def merge(data: Datasets, out: Directory, *, dry_run: bool = False) -> DerivedDataset:
+    """Write a view of the documents of several datasets of one target, each once.
+
+    It has the columns that all have. Where their codecs or decoding tables differ, a column is
+    decoded to bf16 as it is read. A run on the first dataset goes on with the view: pass more
+    --steps.
+
+    Examples:
+        spec-data merge data/a data/b --out data/both
+
+    Args:
+        data: the datasets, in the order of the result.
+        out: the directory to write.
+        dry_run: print documents and tokens, then stop.
+
+    Raises:
+        ConfigError: fewer than two datasets, or `out` holds something else.
+        DatasetError: damage, or they cannot be one dataset; the message says why.
+    """
+    from spec_data.views.merge import merge_rows
+
+    return _of_several(data, out, merge_rows, dry_run)
+
+
+@command
+def join(data: Datasets, out: Directory, *, dry_run: bool = False) -> DerivedDataset:
+    """Write a view of the layers of several captures of the same documents.
+
+    The first dataset has the documents and all columns but the layers that the others add. Ids
+    prove that tokens and masks are the same; states of another target are refused.
+
+    Examples:
+        spec-data join data/eagle3-layers data/dspark-layers --out data/both
+
+    Args:
+        data: the datasets, captured from one target.
+        out: the directory to write.
+        dry_run: print documents and tokens, then stop.
+
+    Raises:
+        ConfigError: fewer than two datasets, one adds no layer, or `out` holds something else.
+        DatasetError: damage, other targets, or no document in common.
+    """
+    from spec_data.views.merge import join_rows
+
+    return _of_several(data, out, join_rows, dry_run)
+
+
+@command
+def copy(data: Dataset, out: Directory, *, dry_run: bool = False) -> DerivedDataset:
+    """Write a view, or a remote dataset, with shards of its own, so that it stands alone.
+
+    The same command resumes.
+
+    Examples:
+        spec-data copy data/clean data/clean-alone
+
+    Args:
+        data: the view or dataset, a directory or a URL.
+        out: the directory to write.
+        dry_run: print documents, tokens and bytes, then stop.
+
+    Raises:
+        ConfigError: `out` holds something else. DatasetError: damage.
+        RunError: the disk is too small.
+    """
+    from spec_data.shards.reader import HiddenStatesDataset
+    from spec_data.views.copy import plain_copy
+
+    return _copied(Path(out), plain_copy(HiddenStatesDataset(str(data))), dry_run)
+
+
+@command
+def recode(data: Dataset, out: Directory, codec: str, *, dry_run: bool = False) -> DerivedDataset:
+    """Write a dataset with its bf16 states in a smaller codec, whose error is measured first.
+
+    The error must keep the bound of the codec, as in `generate`. States that are lossy already are
+    not encoded again. The same command resumes.
+
+    Examples:
+        spec-data recode data/bf16 data/small --codec aux=lm4c,final=int8c
+
+    Args:
+        data: the dataset or view, a directory or a URL.
+        out: the directory to write.
+        codec: int8c, fp8, lm6c, lm4c, or per kind, such as aux=lm4c,final=int8c; what is not named
+            stays as it is.
+        dry_run: print documents, tokens and bytes, then stop.
+
+    Raises:
+        ConfigError: an unknown codec, or nothing would change.
+        DatasetError: damage, or the states are lossy already.
+        RunError: the error is above the bound of the codec, or the disk is too small.
+    """
+    from spec_data.shards.reader import HiddenStatesDataset
+    from spec_data.views.recode import recoded_copy
+
+    dataset = HiddenStatesDataset(str(data))
+    return _copied(Path(out), recoded_copy(dataset, codec, dry_run), dry_run)
+
+
+def _amount(sample: str | float) -> str:
+    """Return the size of a sample as text: 500 and 500.0 are documents, 0.1 a share."""
+    whole = isinstance(sample, float) and sample.is_integer()
+    return str(int(sample) if whole else sample)
+
+
+def _of_several(
+    data: Any, out: Any, make: Callable[..., "tuple[Rows, Manifest]"], dry_run: bool
+) -> DerivedDataset:
+    from spec_data.shards.reader import HiddenStatesDataset
+
+    inputs = [HiddenStatesDataset(path) for path in path_list(data)]
+    return _view(Path(out), inputs, lambda: make(inputs), dry_run)
+
+
+def _view(
+    out: Path, inputs: Any, make: Callable[[], "tuple[Rows, Manifest]"], dry_run: bool
+) -> DerivedDataset:
+    """Make the rows of a view; write them, or say how many they are."""
+    from spec_data.views.rows import check_out, write_view
+
+    check_out(out, inputs)
+    rows, draft = make()
+    if not dry_run:
+        return _derived(out, write_view(out, rows, draft))
+    counts = {
+        name: int(rows.table.column(name).to_numpy().sum()) for name in ("tokens", "supervised")
+    }
+    return _planned(out, draft, len(rows), counts["tokens"], counts["supervised"], 0)
+
+
+def _copied(out: Path, copy: "Copy", dry_run: bool) -> DerivedDataset:
+    """Write a copy, or say how large it is."""
+    from spec_data.views.copy import copy_bytes, write_copy
+
+    if not dry_run:
+        return _derived(out, write_copy(out, copy))
+    counts = copy.dataset.manifest.totals
+    sizes = (counts.documents, counts.tokens, counts.supervised, copy_bytes(copy))
+    return _planned(out, copy.draft, *sizes)
+
+
+def _derived(out: Path, manifest: "Manifest") -> DerivedDataset:
+    """Describe a dataset that was written."""
+    from spec_data.report import dataset_text
+
+    totals = manifest.totals
+    return DerivedDataset(
+        path=out,
+        documents=totals.documents,
+        tokens=totals.tokens,
+        supervised_tokens=totals.supervised,
+        bytes=totals.bytes,
+        dropped=manifest.documents.dropped,
+        fingerprint=manifest.fingerprint,
+        text=dataset_text(manifest),
+    )
+
+
+def _planned(
+    out: Path, draft: "Manifest", documents: int, tokens: int, supervised: int, size: int
+) -> DerivedDataset:
+    """Describe what --dry-run did not write."""
+    dropped = draft.documents.dropped
+    reasons = ", ".join(f"{name} {count:,}" for name, count in dropped.items()) or "none"
+    lines = [
+        f"documents left out since the corpus was read: {reasons}",
+        f"documents      {documents:,}",
+        f"tokens         {tokens:,}, {supervised:,} of them supervised",
+        f"bytes          {size:,}" + ("" if size else " (a view has no shards)"),
+    ]
+    return DerivedDataset(
+        path=out,
+        documents=documents,
+        tokens=tokens,
+        supervised_tokens=supervised,
+        bytes=size,
+        dropped=dropped,
+        fingerprint="",
+        text="\n".join(lines),
+    )

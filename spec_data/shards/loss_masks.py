@@ -1,0 +1,155 @@
+"""The loss masks that a policy gives the documents of a dataset, from the stored turns.
+
+All that depends on them follows: how many tokens of a document are supervised, and the first one.
+Hidden states are read as they are stored, so a mask that needs states that were not is refused.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from spec_data.shards.errors import DatasetError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import SUPERVISED
+from spec_data.shards.turn_masks import (
+    LAST_TURN,
+    Turn,
+    check_policy,
+    is_policy,
+    needs_whole_conversations,
+    roles_of,
+    supervised_spans,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossMasks:
+    """The loss masks of N documents, as spans of supervised tokens.
+
+    Attributes:
+        offsets: where the spans of a document begin in `spans`, int64 [N + 1].
+        spans: first token and the one after the last, ascending, int64 [S].
+        supervised, first_supervised: as the index has them, int64 [N] each.
+    """
+
+    offsets: np.ndarray
+    spans: np.ndarray
+    supervised: np.ndarray
+    first_supervised: np.ndarray
+
+    def mask(self, document: int, length: int) -> np.ndarray:
+        """Return the mask of a document of `length` tokens, bool [T]."""
+        mask = np.zeros(length, bool)
+        spans = self.spans[self.offsets[document] : self.offsets[document + 1]]
+        for first, last in spans.reshape(-1, 2).tolist():
+            mask[first:last] = True
+        return mask
+
+    @classmethod
+    def of(cls, masks: list[np.ndarray]) -> "LossMasks":
+        """Return the spans of masks, bool [T] each."""
+        edges = [np.flatnonzero(np.diff(mask, prepend=False, append=False)) for mask in masks]
+        firsts = [int(e[0]) if len(e) else len(m) for e, m in zip(edges, masks, strict=True)]
+        return cls(
+            offsets=np.cumsum([0, *map(len, edges)], dtype=np.int64),
+            spans=np.concatenate(edges) if edges else np.zeros(0, np.int64),
+            supervised=np.array([int(mask.sum()) for mask in masks], np.int64),
+            first_supervised=np.array(firsts, np.int64),
+        )
+
+
+def masks_under(
+    dataset: HiddenStatesDataset,
+    policy: str,
+    bar: Callable[[range], Iterable[int]] = iter,
+) -> LossMasks:
+    """Return the loss masks of all documents under a policy; their turns are read once.
+
+    `bar` shows how far it is while it yields the numbers of documents.
+
+    Raises:
+        ConfigError: an unknown policy.
+        DatasetError: the masks cannot be derived from what is stored.
+    """
+    check_policy(policy)
+    _require_conversations(dataset, policy)
+    recorded = dataset.manifest.mask
+    stored_at = {"hidden.final": dataset.final, "target_argmax": dataset.teacher}
+    sparse = [name for name, tokens in stored_at.items() if tokens == SUPERVISED]
+    masks: list[np.ndarray] = []
+    roles: set[str] = set()
+    lacking: list[int] = []
+    for row in bar(range(len(dataset))):
+        turns, stored = dataset.turns_of(row), dataset.mask_of(row)
+        _check_turns(dataset, row, turns, len(stored))
+        roles |= {role for role, _, _ in turns}
+        if is_policy(recorded) and not np.array_equal(_mask(len(stored), turns, recorded), stored):
+            raise DatasetError(
+                f"{dataset.place}: document {row}: its stored mask is not that of its turns under "
+                f"--mask {recorded}, with which the dataset was generated, so --mask {policy} "
+                "cannot be derived; generate the dataset again, or leave --mask out"
+            )
+        masks.append(_mask(len(stored), turns, policy))
+        if sparse and (masks[-1] & ~stored)[1:].any():
+            lacking.append(row)
+    if lacking:
+        raise DatasetError(
+            f"{dataset.place}: --mask {policy} supervises tokens of {len(lacking):,} documents "
+            f"(first: document {lacking[0]}) that have no {' and '.join(sparse)}: they are stored "
+            f"only where the mask of generation ({recorded}) supervises the next token. Use a "
+            "mask within that one, or generate with --final all --teacher all"
+        )
+    absent = [role for role in roles_of(policy) if role not in roles]
+    if absent:
+        raise DatasetError(
+            f"{dataset.place}: --mask {policy}: no document has a turn of role "
+            f"{', '.join(absent)}; stored are turns of {', '.join(sorted(roles)) or 'none'}. "
+            "Turns of other roles are not stored: generate from rows of input_ids with the "
+            "loss_mask that you want"
+        )
+    return LossMasks.of(masks)
+
+
+def _mask(length: int, turns: list[Turn], policy: str) -> np.ndarray:
+    """Return the mask of a document of `length` tokens, bool [T]."""
+    mask = np.zeros(length, bool)
+    for start, end in supervised_spans(length, turns, policy):
+        mask[start:end] = True
+    return mask
+
+
+def _check_turns(dataset: HiddenStatesDataset, row: int, turns: list[Turn], length: int) -> None:
+    if any(not 0 <= start < end <= length for _, start, end in turns):
+        at = dataset.locate(row)
+        raise DatasetError(
+            f"{at.shard.where(at.place.row)}: turns outside its {length} tokens; copy this shard "
+            "again"
+        )
+
+
+def _require_conversations(dataset: HiddenStatesDataset, policy: str) -> None:
+    """Refuse a policy that counts turns where turns of one conversation are several documents.
+
+    Raises:
+        DatasetError: conversations were rendered turn by turn.
+    """
+    counts = dataset.manifest.documents
+    single = counts.rendering.get("turn by turn", 0)
+    if single and needs_whole_conversations(policy):
+        advice = "generate with --mask last-turn" if policy == LAST_TURN else "use --mask assistant"
+        raise DatasetError(
+            f"{dataset.place}: --mask {policy} cannot be derived: {single:,} conversations were "
+            "rendered turn by turn (the chat template rewrites history), each turn as a document "
+            f"that does not say which turn it is; {advice}"
+        )
+    if policy == LAST_TURN and counts.cut:
+        logger.warning(
+            "warning: %s: %s documents were cut at --max-length; in those whose last turn is gone, "
+            "--mask last-turn supervises the last turn that is left. To leave them out, generate "
+            "with --mask last-turn",
+            *(dataset.place, f"{counts.cut:,}"),
+        )

@@ -1,0 +1,249 @@
+"""`spec-data copy`: write the documents of a dataset or a view to shards of their own.
+
+    OUT/.view/begun.json        what is being written; anything else is refused
+    OUT/.view/unit-00000.json   a finished shard: its record
+    OUT/shards/unit-00000.arrow
+
+It can be killed at any time: the same command goes on and ends with the same bytes, which depend on
+the rows of the input alone. Every chunk is compared with its checksum before it is copied, so a
+damaged document is no part of a copy.
+
+Shapes: D documents of a shard.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from spec_data.shards.codec_tables import TABLES, save_tables
+from spec_data.shards.errors import ConfigError, DatasetError, RunError
+from spec_data.shards.files import unit_name, write_atomically
+from spec_data.shards.lossy import Tables, bf16_tensor
+from spec_data.shards.reader import MANIFEST, HiddenStatesDataset, check_whole, checked_file
+from spec_data.shards.records import plain
+from spec_data.shards.resumable import ResumableDirectory, link_or_copy, process_lock
+from spec_data.shards.schema import CodecTables, Column, FileRecord, Manifest, ShardRecord
+from spec_data.shards.seal import check_shard, file_records, seal
+from spec_data.shards.shard import StoredRows
+from spec_data.shards.writer import Escapes, UnitData, write_shard
+from spec_data.terminal.progress import progress
+from spec_data.views.derive import derived
+from spec_data.views.rows import check_out
+
+WORK = ".view"
+_HEAD = "target/head.safetensors"
+_MOST_TOKENS = 1 << 20  # of a shard, where no source says how large its shards are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """What is written: all that decides the bytes.
+
+    Attributes:
+        dataset: the documents.
+        columns: as they are stored in the copy.
+        draft: its manifest without shards, totals and files.
+        encoders: tables of columns that are encoded anew, by name.
+        tables: of all lossy columns of the copy, by name.
+        sample: what made the encoders: documents, tokens, held_out_tokens.
+    """
+
+    dataset: HiddenStatesDataset
+    columns: tuple[Column, ...]
+    draft: Manifest
+    encoders: Mapping[str, Tables] = field(default_factory=dict)
+    tables: Mapping[str, Tables] = field(default_factory=dict)
+    sample: Mapping[str, int] = field(default_factory=dict)
+
+
+def plain_copy(dataset: HiddenStatesDataset) -> Copy:
+    """Return the copy that changes nothing but where the documents lie."""
+    manifest = dataset.manifest
+    draft = derived("copy", {}, [manifest], manifest.columns, {})
+    draft = draft.changed(ancestors=manifest.ancestors)
+    return Copy(dataset=dataset, columns=manifest.columns, draft=draft, tables=dict(dataset.tables))
+
+
+def copy_bytes(copy: Copy) -> int:
+    """Return the bytes of the values in the shards, without what tokens that escape a codec add."""
+    dataset = copy.dataset
+    sparse = int((dataset.supervised - (dataset.first_supervised == 0)).sum())
+    tokens = int(dataset.lengths.sum())
+    return sum(c.bytes_per_token * (sparse if c.sparse else tokens) for c in copy.columns)
+
+
+def write_copy(out: Path, copy: Copy) -> Manifest:
+    """Write a copy, or resume it; return its manifest, also if it is complete already.
+
+    Raises:
+        ConfigError: the directory holds another dataset, or another copy was begun there.
+        MissingError, DatasetError: an input is damaged, or the complete copy is.
+        RunError: the disk is too small, or another process writes.
+    """
+    check_out(out, [copy.dataset])
+    if (out / MANIFEST).is_file():
+        return _complete(out, copy)
+    work = ResumableDirectory(out, WORK)
+    advice = "run that command again, or choose another directory"
+    work.begin(plain(copy.draft.provenance), advice)
+    with process_lock(work.work / "lock", f"{out}: another process is writing here; wait for it"):
+        if (out / MANIFEST).is_file():  # another process has finished it since
+            return _complete(out, copy)
+        (out / "shards").mkdir(exist_ok=True)
+        units = list(_units(copy.dataset))
+        _check_free_space(out, work, copy, units)
+        records = _write_shards(work, copy, units)
+        draft = copy.draft.changed(files=_copy_target(out, copy.dataset))
+        lossy = [column.name for column in copy.columns if column.lossy]
+        if lossy:
+            data = save_tables({name: copy.tables[name] for name in lossy})
+            write_atomically(out / TABLES, data)
+            digest = hashlib.sha256(data).hexdigest()
+            draft = draft.changed(codec=CodecTables(file=TABLES, sha256=digest, **copy.sample))
+        manifest = seal(out, draft, records)
+    work.finish()
+    return manifest
+
+
+def _complete(out: Path, copy: Copy) -> Manifest:
+    """Return the manifest of a finished copy.
+
+    Raises:
+        ConfigError: the directory holds another dataset.
+    """
+    manifest = Manifest.read(out / MANIFEST)
+    if manifest.provenance != copy.draft.provenance:
+        raise ConfigError(
+            f"--out {out}: it holds another dataset, or one made with other options; choose "
+            "another directory, or delete this one"
+        )
+    ResumableDirectory(out, WORK).finish()  # killed after the manifest
+    check_whole(out)
+    return manifest
+
+
+def _units(dataset: HiddenStatesDataset) -> Iterator[np.ndarray]:
+    """Yield the documents of each shard, int64 [D]: in order, as many tokens as shards have now."""
+    records = [record for source in dataset.sources for record in source.manifest.shards]
+    most = max((record.tokens for record in records), default=_MOST_TOKENS)
+    first, ends = 0, np.cumsum(dataset.lengths)
+    while first < len(ends):
+        before = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, before + most, "right")))
+        yield np.arange(first, last)
+        first = last
+
+
+def _check_free_space(
+    out: Path, work: ResumableDirectory, copy: Copy, units: Sequence[np.ndarray]
+) -> None:
+    """Check that the shards that are still to be written fit on the disk.
+
+    Raises:
+        RunError: they do not.
+    """
+    left = sum(len(d) for n, d in enumerate(units) if _finished(work, unit_name(n)) is None)
+    needed, free = copy_bytes(copy) * left // max(1, len(copy.dataset)), shutil.disk_usage(out).free
+    if needed > free:
+        raise RunError(
+            f"{out}: about {needed:,} bytes are still to be written, but only {free:,} are free; "
+            "free some space and run the same command again"
+        )
+
+
+def _write_shards(
+    work: ResumableDirectory, copy: Copy, units: Sequence[np.ndarray]
+) -> list[ShardRecord]:
+    """Write the shards that are missing, and return the records of all."""
+    records = []
+    with progress(total=len(copy.dataset), desc="documents", unit="docs") as bar:
+        for number, documents in enumerate(units):
+            name = unit_name(number)
+            record = _finished(work, name)
+            if record is None:
+                data = _unit_of(copy, documents.tolist())
+                path = work.out / "shards" / f"{name}.arrow"
+                record = write_shard(path, data, copy.columns)
+                work.save(name, plain(record))
+            else:
+                check_shard(work.out, record)
+            records.append(record)
+            bar.update(len(documents))
+    return records
+
+
+def _finished(work: ResumableDirectory, name: str) -> ShardRecord | None:
+    """Return the record of a shard that an earlier run finished, None if it did not."""
+    finished = work.load(name)
+    if finished is None:
+        return None
+    record = msgspec.convert(finished, ShardRecord)
+    file = work.out / record.file
+    return record if file.is_file() and file.stat().st_size == record.bytes else None
+
+
+def _unit_of(copy: Copy, documents: Sequence[int]) -> UnitData:
+    """Return documents as a unit of the copy.
+
+    Raises:
+        DatasetError: damage.
+    """
+    dataset = copy.dataset
+    masks = [dataset.mask_of(document) for document in documents]
+    chosen = pa.array(documents)
+    data = UnitData.allocate(
+        copy.columns,
+        dataset.id_array.take(chosen).to_pylist(),
+        dataset.index.column("source").take(chosen).to_pylist(),
+        [dataset.turns_of(document) for document in documents],
+        [len(mask) for mask in masks],
+        np.concatenate(masks),
+    )
+    for column in copy.columns:
+        if column.name != "loss_mask":
+            _fill(data, column, documents, copy)
+    return data
+
+
+def _fill(data: UnitData, column: Column, documents: Sequence[int], copy: Copy) -> None:
+    """Fill one column of a unit."""
+    bounds = data.row_offsets(column)
+    escapes = [data.escapes[column.name]] if column.lossy else []
+    for number, document in enumerate(documents):
+        first, last = int(bounds[number]), int(bounds[number + 1])
+        rows = copy.dataset.stored_rows(document, column.name)
+        if column.name in copy.encoders and column.lossy:
+            made = column.lossy.encode(bf16_tensor(rows.values), copy.encoders[column.name])
+            index = made.escape_index.astype(np.int32)
+            rows = StoredRows(made.codes, made.scale, index, made.escape)
+        data.tokens[column.name][first:last] = rows.values
+        if column.lossy:
+            data.tokens[column.scale_part.name][first:last] = rows.scale
+            escapes.append(Escapes(rows.escape_index.astype(np.int64) + first, rows.escape))
+    if column.lossy:
+        data.escapes[column.name] = Escapes(
+            np.concatenate([part.rows for part in escapes]),
+            np.concatenate([part.bits for part in escapes]),
+        )
+
+
+def _copy_target(out: Path, dataset: HiddenStatesDataset) -> dict[str, FileRecord]:
+    """Copy the files of the target, and return their records."""
+    names = [name for name in dataset.manifest.files if name.startswith("target/")]
+    for name in names:
+        source = checked_file(dataset.path, name, dataset.manifest)
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        if name == _HEAD:
+            link_or_copy(source, out / name)
+        else:
+            write_atomically(out / name, source.read_bytes())
+    extra = {p for p in (out / "target").rglob("*") if p.is_file()} - {out / n for n in names}
+    if extra:
+        raise DatasetError(f"{min(extra)}: not a file of this copy; delete it and run again")
+    return file_records(out, sorted(names))

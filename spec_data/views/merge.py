@@ -1,0 +1,254 @@
+"""`spec-data merge` and `join`: documents of several datasets of one target, or their columns.
+
+A dataset has one folder of target files, so everything that decides the meaning of a stored number
+must be equal; what differs is refused by name. A column that is stored with several codecs, or with
+several tables, is a bf16 column of the view: its values are decoded, and declared as not exact.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from msgspec import structs
+
+from spec_data.shards.errors import ConfigError, DatasetError
+from spec_data.shards.identity import compare, joined
+from spec_data.shards.lossy import Tables
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.resumable import differing_settings
+from spec_data.shards.schema import (
+    FINAL,
+    SUPERVISED,
+    TEACHERS,
+    Ancestor,
+    Column,
+    Manifest,
+    PositionsRecord,
+    layer_column,
+)
+from spec_data.views.derive import derived, joined_counts, joined_table
+from spec_data.views.rows import Rows, stacked
+
+_KWARGS = "chat_template_kwargs"  # counted per document, so they may differ
+_FILES = ("target/head.safetensors", "target/positions.safetensors")
+
+
+def merge_rows(inputs: Sequence[HiddenStatesDataset]) -> tuple[Rows, Manifest]:
+    """Return the rows of a `merge`, and the draft of its manifest.
+
+    The documents of the first dataset come first. One that an earlier dataset has too, by its id,
+    is left out and counted. The columns are those that all have.
+
+    Raises:
+        ConfigError: fewer than two datasets. DatasetError: they cannot be one.
+    """
+    _check_several("merge", inputs)
+    columns = _common_columns(inputs)
+    seen: set[str] = set()
+    parts: list[Rows] = []
+    for dataset in inputs:
+        ids = dataset.doc_ids
+        new = [n for n, name in enumerate(ids) if name not in seen or not parts]
+        seen.update(ids)
+        parts.append(Rows.of(dataset).take(np.array(new, np.int64)))
+    manifests = [dataset.manifest for dataset in inputs]
+    duplicates = sum(map(len, inputs)) - sum(map(len, parts))
+    draft = _merged(derived("merge", {}, manifests, columns, {}), manifests, duplicates)
+    draft = draft.changed(documents=structs.replace(draft.documents, stored=sum(map(len, parts))))
+    first = manifests[0]
+    if [c.layout for c in columns] == [
+        c.layout for c in first.columns
+    ] and not first.left_out.units:
+        before = Ancestor(fingerprint=first.fingerprint, documents=first.totals.documents)
+        draft = draft.changed(ancestors=[*first.ancestors, before])
+    return stacked(parts, [column.name for column in columns]), draft
+
+
+def join_rows(inputs: Sequence[HiddenStatesDataset]) -> tuple[Rows, Manifest]:
+    """Return the rows of a `join`, and the draft of its manifest.
+
+    The first dataset has the documents, in its order, and all columns but the layers that the
+    others add. Its documents that another dataset lacks are left out and counted. Equal ids prove
+    equal tokens and masks; states of another target are refused.
+
+    Raises:
+        ConfigError: fewer than two datasets, or one adds no layer.
+        DatasetError: of other targets, or they have no document in common.
+    """
+    _check_several("join", inputs)
+    first = inputs[0]
+    common = set(first.doc_ids).intersection(*(other.doc_ids for other in inputs[1:]))
+    keep = np.flatnonzero(np.isin(first.doc_ids, list(common)))
+    if not len(keep):
+        raise DatasetError(
+            f"{first.place} and the other datasets have no document in common: ids depend on "
+            "tokens and loss masks, so capture the same corpus with the same --max-length and "
+            "--mask; `spec-data merge` puts different documents together"
+        )
+    columns = {column.name: column for column in first.manifest.columns}
+    rows = Rows.of(first).take(keep)
+    layers = list(first.manifest.layers)
+    for other in inputs[1:]:
+        added = [k for k in other.manifest.layers if k not in layers]
+        if not added:
+            raise ConfigError(
+                f"join: {other.place} adds no layer to {layers}; `spec-data merge` puts documents "
+                "together"
+            )
+        number = {name: n for n, name in enumerate(other.doc_ids)}
+        same = np.array([number[name] for name in rows.texts("doc_id")], np.int64)
+        names = [layer_column(k) for k in added]
+        rows = rows.beside(Rows.of(other).take(same), names)
+        columns |= {name: other.declared[name] for name in names}
+        layers += added
+    named = [layer_column(k) for k in sorted(layers)]
+    order = [n for n in first.declared if n not in named]
+    at = order.index("loss_mask") + 1
+    ordered = _with_one_codec([columns[n] for n in [*order[:at], *named, *order[at:]]])
+    dropped = {"join:missing": len(first) - len(keep)} if len(keep) < len(first) else {}
+    draft = derived("join", {}, [d.manifest for d in inputs], ordered, dropped)
+    return rows, draft.changed(agreement=None) if dropped else draft
+
+
+def _check_several(command: str, inputs: Sequence[HiddenStatesDataset]) -> None:
+    if len(inputs) < 2:
+        raise ConfigError(f"{command}: name two datasets or more, as in `{command} A B --out C`")
+    for other in inputs[1:]:
+        check_same_target(inputs[0], other)
+
+
+def check_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset) -> None:
+    """Check that two datasets have states, token ids and prompts of one and the same target.
+
+    Raises:
+        DatasetError: they do not; the message lists how they differ.
+    """
+    ours, theirs = first.manifest, other.manifest
+    compared = compare(
+        ours.identity,
+        theirs.identity,
+        of_recorded=f"{first.place} has",
+        of_found=f"{other.place} has",
+        states=True,
+    )
+    differing = [d.text for d in compared.differences if d.name != _KWARGS]
+    differing += differing_settings(structs.asdict(ours.head), structs.asdict(theirs.head))
+    for name in _FILES:
+        files = [m.files.get(name) for m in (ours, theirs)]
+        if None not in files and files[0] != files[1]:
+            differing.append(f"{name}: other bytes")
+    differing += differing_settings(_meaning(ours), _meaning(theirs))
+    if differing:
+        raise DatasetError(
+            f"{other.place} and {first.place} cannot be one dataset:\n  "
+            + "\n  ".join(dict.fromkeys(differing))
+            + "\n`spec-train fit --data A B` trains on several datasets, where only the target and "
+            "its head must be the same"
+        )
+
+
+def _meaning(manifest: Manifest) -> dict[str, object]:
+    """Return what decides the values of a dataset's columns."""
+    return {
+        "dtype": manifest.target.dtype,
+        "quantised_as": manifest.target.quantised_as,
+        "supervision": manifest.supervision,
+    }
+
+
+# -- columns ---------------------------------------------------------------------------------------
+
+
+def _common_columns(inputs: Sequence[HiddenStatesDataset]) -> tuple[Column, ...]:
+    """Return the columns that all datasets have, stored at the tokens at which all store them.
+
+    Raises:
+        DatasetError: they have no layer in common.
+    """
+    manifests = [dataset.manifest for dataset in inputs]
+    first = manifests[0]
+    layers = set.intersection(*(set(m.layers) for m in manifests))
+    if not layers and first.layers:
+        raise DatasetError(
+            "no layer is in all datasets: "
+            + "; ".join(f"{m.where} has {list(m.layers)}" for m in manifests)
+        )
+    sparse = {FINAL} if any(m.final == SUPERVISED for m in manifests) else set()
+    if any(m.teacher == SUPERVISED for m in manifests):
+        sparse |= set(TEACHERS)
+    dropped = {layer_column(k) for k in first.layers if k not in layers}
+    return _with_one_codec(
+        [
+            structs.replace(
+                column,
+                codec=column.codec if _decoded_alike(inputs, column) else "bf16",
+                tokens=SUPERVISED if column.name in sparse else column.tokens,
+            )
+            for column in first.columns
+            if column.name not in dropped
+        ]
+    )
+
+
+def _with_one_codec(columns: Sequence[Column]) -> tuple[Column, ...]:
+    """Return columns of which all layers have one codec: bf16, where they have several."""
+    layers = [column for column in columns if column.name.startswith(layer_column(0)[:-1])]
+    several = len({column.codec for column in layers}) > 1
+    return tuple(
+        structs.replace(c, codec="bf16") if several and c in layers else c for c in columns
+    )
+
+
+def _decoded_alike(inputs: Sequence[HiddenStatesDataset], column: Column) -> bool:
+    """Return whether all datasets store a column with one codec and decode it by equal tables."""
+    if any(dataset.declared[column.name].codec != column.codec for dataset in inputs):
+        return False
+    if not column.lossy:
+        return True
+    own = inputs[0].tables[column.name]
+    return all(_same_tables(own, other.tables[column.name]) for other in inputs[1:])
+
+
+def _same_tables(ours: Tables, theirs: Tables) -> bool:
+    """Return whether two tables decode equally; limits of the encoder may differ."""
+    pairs = ((ours.mean, theirs.mean), (ours.std, theirs.std), (ours.levels, theirs.levels))
+    return all(
+        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in pairs
+    )
+
+
+# -- manifest --------------------------------------------------------------------------------------
+
+
+def _merged(draft: Manifest, inputs: Sequence[Manifest], duplicates: int) -> Manifest:
+    """Return the draft of a union with what depends on all its inputs."""
+    policies = {m.policy for m in inputs}
+    settings = dict(draft.settings)
+    for name, mixed in (("on_policy", False), ("sampling_temperature", None)):
+        if any(m.settings.get(name) != draft.settings.get(name) for m in inputs):
+            settings[name] = mixed
+    agreements = [m.agreement.sources for m in inputs if m.agreement]
+    measured = not duplicates and len(agreements) == len(inputs)
+    masks = dict.fromkeys(m.mask for m in inputs if m.mask)
+    return draft.changed(
+        documents=joined_counts([m.documents for m in inputs], duplicates),
+        corpus=[source for m in inputs for source in m.corpus],
+        mask=" | ".join(masks) or None,
+        identity=joined([m.identity for m in inputs]) if draft.identity else {},
+        policy=policies.pop() if len(policies) == 1 else "off-policy",
+        settings=settings,
+        agreement=joined_table(agreements) if measured else None,
+        positions=_common_positions([m.positions for m in inputs]),
+    )
+
+
+def _common_positions(recorded: Sequence[PositionsRecord]) -> PositionsRecord:
+    """Return what is proven of the positions of all inputs."""
+    return structs.replace(
+        recorded[0],
+        proven=all(p.proven for p in recorded),
+        reason=next((p.reason for p in recorded if not p.proven), recorded[0].reason),
+        proven_to=min(p.proven_to for p in recorded),
+        difference=max(p.difference for p in recorded),
+    )

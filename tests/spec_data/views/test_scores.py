@@ -1,0 +1,111 @@
+"""Likelihoods of documents, and their overlap with a benchmark, against plain Python."""
+
+import json
+
+import numpy as np
+import pytest
+
+import spec_data
+from spec_data.corpus.prompt_overlap import Grams
+from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.views.overlap import read_benchmark
+from spec_data.views.scores import document_scores
+from tests.spec_data.corpus.templates import tokenizer
+from tests.spec_data.runs import write_corpus
+from tests.spec_data.views.view_tools import assert_same_documents, documents_of
+
+
+def test_scores_are_those_of_all_logits(data):
+    dataset = HiddenStatesDataset(data)
+    head = load_head_tensors(data)["lm_head"].double()
+    found = document_scores(dataset, np.arange(len(dataset)), nll=True)
+    for number, row in enumerate(dataset):
+        logits = row["hidden.final"].double() @ head.T
+        pairs = [
+            (
+                int(row["target_argmax"][t]) == int(row["input_ids"][t + 1]),
+                float(row["target_logsumexp"][t]) - logits[t][row["input_ids"][t + 1]].item(),
+                -logits[t].log_softmax(-1)[row["input_ids"][t + 1]].item(),
+            )
+            for t in range(len(logits) - 1)
+            if row["loss_mask"][t + 1]
+        ]
+        if not pairs:
+            assert np.isnan(found.nll[number])
+            continue
+        share, nll, of_stored = (sum(p[i] for p in pairs) / len(pairs) for i in range(3))
+        assert found.first_choice[number] == pytest.approx(share, rel=1e-12)
+        assert found.nll[number] == pytest.approx(nll, rel=1e-9)
+        assert nll == pytest.approx(of_stored, abs=0.02)  # the stored logsumexp is of f32 states
+
+
+def test_likely_documents_are_kept(data, tmp_path):
+    dataset = HiddenStatesDataset(data)
+    scores = document_scores(dataset, np.arange(len(dataset)), nll=True)
+    border = float(np.nanmedian(scores.nll))
+    spec_data.select(data, tmp_path / "v", where=f"nll <= {border!r} or first_choice > 0.5")
+    kept = (scores.nll <= border) | (scores.first_choice > 0.5)
+    assert_same_documents(tmp_path / "v", [d for d, k in zip(dataset, kept, strict=True) if k])
+
+
+def test_overlap_is_that_of_sets_of_tuples():
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 6, size).tolist() for size in (20, 9, 30, 5)]
+    grams = Grams(10)
+    for prompt in prompts:
+        grams.add([prompt])
+    assert grams.short == 1, "5 tokens say nothing"
+    some = 0
+    for _ in range(300):
+        ids = rng.integers(0, 6, 12).tolist()
+        if rng.random() < 0.5:  # plant a part of a prompt
+            source = prompts[int(rng.integers(4))]
+            at = int(rng.integers(max(1, len(source) - 9)))
+            ids = ids[:3] + source[at : at + 10] + ids[3:]
+        plain = set()
+        for number, prompt in enumerate(prompts):
+            size = min(10, len(prompt))
+            known = {tuple(prompt[i : i + size]) for i in range(len(prompt) - size + 1)}
+            own = {tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)}
+            if size >= 8 and known & own:
+                plain.add(number)
+        some += bool(plain)
+        assert grams.matches(np.array(ids, np.int32)) == plain
+    assert 50 < some < 250
+
+
+def test_prompts_are_compared_without_what_all_of_them_share(tmp_path):
+    """The words of the user count; a system prompt and the template are in every document."""
+    tok = tokenizer("chatml")
+    tok.save_pretrained(tmp_path / "tokenizer")
+    asked = "how many apples does each of the seven children carry home today"
+    system = "you are a careful and friendly assistant that answers every question in full"
+    rows = [
+        {"messages": [{"role": "system", "content": system}, {"role": "user", "content": asked}]},
+        {"prompt": "hi"},
+    ]
+    file = tmp_path / "bench.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_benchmark(str(file), tmp_path / "tokenizer")
+    assert (found.grams.prompts, found.grams.short) == (2, 0)
+
+    def matches(text):
+        return found.grams.matches(np.array(tok(text)["input_ids"], np.int32))
+
+    assert matches(f"<|im_start|>user\n{asked}<|im_end|>") == {0}
+    assert matches(f"<|im_start|>system\n{system}<|im_end|>") == set()
+    alone = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello"
+    assert matches(alone) == {1}, "a short prompt is compared as all that serving sends"
+    assert matches("<|im_start|>user\nhello" + alone) == set()
+
+
+def test_documents_with_a_prompt_of_a_benchmark_are_dropped(captured, tmp_path):
+    """The dataset has the rows 0 to 13; the benchmark is row 3 and a row that nobody has."""
+    rows = write_corpus(tmp_path / "all.jsonl", 40).read_text().splitlines()
+    (tmp_path / "bench.jsonl").write_text(f"{rows[3]}\n{rows[33]}\n")
+    made = spec_data.select(
+        captured / "sparse", tmp_path / "v", decontaminate=tmp_path / "bench.jsonl"
+    )
+    assert made.dropped["select:overlap"] >= 1
+    kept = {d["doc_id"] for d in documents_of(tmp_path / "v")}
+    assert HiddenStatesDataset(captured / "sparse").doc_ids[3] not in kept

@@ -1,0 +1,450 @@
+"""Views against plain Python and against copies of themselves: documents, values, sources."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+
+import spec_data
+from spec_data import cli
+from spec_data.shards.errors import ConfigError, DatasetError, DraftError, MissingError
+from spec_data.shards.files import MANIFEST, dump_json
+from spec_data.shards.likelihood import Agreement
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import Ancestor, CountsRecord, Manifest, fingerprint
+from spec_data.shards.seal import seal
+from spec_data.shards.shard import CodedRows
+from spec_data.shards.turn_masks import supervised_spans
+from spec_data.views.derive import joined_counts, joined_total
+from spec_data.views.select import document_id, sample_size
+from tests.factory import tiny_dataset
+from tests.remote_tools import forget_memory, put_in_memory
+from tests.spec_data.runs import digests, run, save_target, write_corpus
+from tests.spec_data.views.view_tools import (
+    assert_same_documents,
+    assert_verified,
+    documents_of,
+)
+from tests.spec_train.training.tools import change, metrics
+from tests.spec_train.training.tools import config as config_fixture
+from tests.spec_train.training.tools import run as fit_run
+
+config = config_fixture
+
+
+# -- a view reads what a copy of it reads ---------------------------------------------------------
+
+VIEWS = {
+    "some": lambda c, out: spec_data.select(c / "sparse", out, sample="50%", layers="0,4"),
+    "coded": lambda c, out: spec_data.select(c / "lm4c", out, where="number % 2 = 0"),
+    "mask": lambda c, out: spec_data.select(c / "lm4c", out, mask="last-turn"),
+    "dense mask": lambda c, out: spec_data.select(c / "dense", out, mask="all", layers="2"),
+    "merge": lambda c, out: spec_data.merge([c / "sparse", c / "dense"], out),
+    "merge codecs": lambda c, out: spec_data.merge([c / "lm4c", c / "int8c", c / "dense"], out),
+    "join": lambda c, out: spec_data.join([c / "sparse", c / "layers"], out),
+    "join codecs": lambda c, out: spec_data.join([c / "lm4c", c / "coded layers"], out),
+    "join alike": lambda c, out: spec_data.join(
+        [c / "lm4c", spec_data.recode(c / "layers", out.with_name("same"), "lm4c").path], out
+    ),
+}
+
+
+def nested(c: Path, out: Path):
+    """A view of views: two that are joined and masked, merged with a capture, and a part of it."""
+    one, two, three = (out.with_name(f"{out.name}-{n}") for n in range(3))
+    spec_data.join([c / "sparse", c / "layers"], one)
+    spec_data.select(one, two, mask="first-1", layers="0,2,3", where="length > 12")
+    spec_data.merge([two, one, c / "sparse"], three)
+    result = spec_data.select(three, out, layers="2", sample="80%")
+    for path in (one, two, three):
+        shutil.rmtree(path)  # only the captures are referred to
+    return result
+
+
+@pytest.mark.parametrize("name", [*VIEWS, "nested"])
+def test_a_view_reads_what_its_copy_reads(captured, tmp_path, name):
+    view, copied = tmp_path / "view", tmp_path / "copied"
+    (nested if name == "nested" else VIEWS[name])(captured, view)
+    assert sorted(p.name for p in view.iterdir()) == ["index.arrow", "manifest.json"]
+    spec_data.copy(view, copied)
+    assert_same_documents(view, documents_of(copied))
+    assert_verified(view)
+    assert_verified(copied)
+    one, other = HiddenStatesDataset(view), HiddenStatesDataset(copied)
+    for facts in ("lengths", "supervised", "first_supervised"):
+        assert np.array_equal(getattr(one, facts), getattr(other, facts))
+    assert one.doc_ids == other.doc_ids and one.features == other.features
+    for index in range(len(one)):
+        assert one.source_of(index) == other.source_of(index)
+        for column in one.manifest.columns:
+            assert torch.equal(*(part_of(d, index, column) for d in (one, other))), column.name
+
+
+def part_of(dataset, index, column):
+    """The first tokens of a column, as the loader reads them: gathered codes, or a buffer."""
+    count = max(1, int(dataset.lengths[index]) - 2)
+    if column.lossy:
+        rows = CodedRows(column, dataset.tables[column.name], count + 1, pin=False)
+        dataset.read_into(index, {column.name: rows}, start=1, length=count)
+        return rows.states(count + 1, "cpu", torch.float32, False)
+    width = () if column.width is None else (column.width,)
+    out = torch.full((count + 1, *width), 7.0)
+    dataset.read_into(index, {column.name: out}, start=1, length=count)
+    return out
+
+
+def test_fit_learns_the_same_from_a_view_and_from_its_copy(config, tmp_path):
+    view, copied = tmp_path / "view", tmp_path / "copied"
+    spec_data.select(config.data, view, sample="60%", mask="first-1")
+    spec_data.copy(view, copied)
+    for name, path in (("a", view), ("b", copied)):
+        fit_run(change(config, data=str(path), out=str(tmp_path / name), steps=6))
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
+    files = [tmp_path / name / "last/model.safetensors" for name in "ab"]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+# -- sources --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def moved(data, tmp_path):
+    """A dataset of its own and a view of it, both in one folder."""
+    shutil.copytree(data, tmp_path / "here/set")
+    spec_data.select(tmp_path / "here/set", tmp_path / "here/views/short", where="number < 22")
+    return tmp_path / "here"
+
+
+def test_a_folder_with_a_view_and_its_source_can_be_moved(moved, tmp_path):
+    before = documents_of(moved / "views/short")
+    moved.rename(tmp_path / "there")
+    assert_same_documents(tmp_path / "there/views/short", before)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "there/views/short")
+    assert_same_documents(link, before)
+
+
+def replaced(source: Path) -> None:
+    shutil.rmtree(source)
+    tiny_dataset(source, n_docs=24, seed=3)
+
+
+def shortened(source: Path) -> None:
+    file = source / "shards/unit-00001.arrow"
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def edited(source: Path) -> None:
+    raw = json.loads((source / MANIFEST).read_text())
+    raw["policy"] = "on-policy"
+    raw["fingerprint"] = fingerprint(raw)
+    (source / MANIFEST).write_text(dump_json(raw))
+
+
+def turned_into_a_view(source: Path) -> None:
+    source.rename(source.with_name("set2"))
+    spec_data.select(source.with_name("set2"), source, sample="100%")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda source: source.rename(source.with_name("x")), MissingError, "moved or deleted"),
+        (lambda source: (source / MANIFEST).unlink(), MissingError, "moved or deleted"),
+        (lambda source: (source / "shards/unit-00000.arrow").unlink(), MissingError, "unit-00000"),
+        (replaced, DatasetError, "another dataset is there now"),
+        (edited, DatasetError, "another dataset is there now"),
+        (turned_into_a_view, DatasetError, "another dataset is there now"),
+        (shortened, DatasetError, "unit-00001"),
+    ],
+)
+def test_a_source_that_changed_is_an_error_that_names_it(moved, change, error, words, capsys):
+    change(moved / "set")
+    with pytest.raises(error, match=words) as refused:
+        HiddenStatesDataset(moved / "views/short")
+    assert str(moved / "set") in str(refused.value) and "views/short" in str(refused.value)
+    assert cli.main(["verify", str(moved / "views/short")]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_damage_of_a_source_is_found_before_it_is_read_or_copied(moved, tmp_path):
+    file = moved / "set/shards/unit-00001.arrow"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(DatasetError, match="unit-00001"):
+        list(HiddenStatesDataset(moved / "views/short"))
+    with pytest.raises(DatasetError, match="unit-00001"):
+        spec_data.copy(moved / "views/short", tmp_path / "copied")
+    with pytest.raises(AssertionError, match="unit-00001"):
+        assert_verified(moved / "views/short")
+    assert not (tmp_path / "copied" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda raw: raw["view"]["sources"][0].update(documents=3), "documents"),
+        (lambda raw: raw["view"]["sources"].clear(), "refers to nothing"),
+        (lambda raw: raw["view"].update(groups=[[1]]), "groups"),
+        (lambda raw: raw["totals"].update(tokens=1), "tokens"),
+    ],
+)
+def test_an_edited_view_is_refused(moved, change, words):
+    file = moved / "views/short" / MANIFEST
+    raw = json.loads(file.read_text())
+    change(raw)
+    raw["fingerprint"] = fingerprint(raw)
+    file.write_text(dump_json(raw))
+    with pytest.raises(DatasetError, match=words):
+        _ = HiddenStatesDataset(moved / "views/short").lengths
+
+
+def test_views_of_remote_datasets(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
+    put_in_memory(data, "memory://bucket/set")
+    try:
+        spec_data.select("memory://bucket/set", tmp_path / "view", where="length < 20")
+        spec_data.select(data, tmp_path / "local", where="length < 20")
+        expected = documents_of(tmp_path / "local")
+        assert_same_documents(tmp_path / "view", expected)
+        assert_verified(tmp_path / "view")
+        spec_data.copy(tmp_path / "view", tmp_path / "copied")
+        assert_same_documents(tmp_path / "copied", expected)
+        view = HiddenStatesDataset(tmp_path / "view")
+        assert view.fetch_ahead(range(len(view))) >= 0 and view.sources[0].mirror is not None
+        put_in_memory(tmp_path / "view", "memory://bucket/view")
+        assert_same_documents("memory://bucket/view", expected)
+    finally:
+        forget_memory()
+
+
+# -- select ---------------------------------------------------------------------------------------
+
+
+def test_a_condition_keeps_the_documents_that_plain_python_keeps(data, tmp_path):
+    documents = documents_of(data)
+    plain = [
+        d
+        for d in documents
+        if 10 <= len(d["input_ids"]) <= 30 and 4 <= int(d["loss_mask"].sum()) <= 12
+    ]
+    assert 0 < len(plain) < len(documents)
+    where = "length between 10 and 30 and supervised >= 4 and supervised <= 12"
+    planned = spec_data.select(data, tmp_path / "v", where=where, dry_run=True)
+    assert not (tmp_path / "v").exists() and planned.documents == len(plain)
+    made = spec_data.select(data, tmp_path / "v", where=where)
+    assert_same_documents(tmp_path / "v", plain)
+    manifest = Manifest.read(tmp_path / "v" / MANIFEST)
+    assert made.dropped == {"select:where": len(documents) - len(plain)}
+    assert manifest.documents.stored == made.documents == len(plain)
+    assert manifest.provenance.options == {"where": where}
+    again = spec_data.select(data, tmp_path / "v", where=where)
+    assert again.fingerprint == made.fingerprint
+
+
+def test_ids_and_samples(data, tmp_path):
+    every = documents_of(data)
+    plain = {d["doc_id"] for d in every}
+    keep = [d for n, d in enumerate(every) if n % 3 == 0]
+    (tmp_path / "ids.txt").write_text("\n".join(d["doc_id"] for d in reversed(keep)))
+    spec_data.select(data, tmp_path / "v", ids=tmp_path / "ids.txt")
+    assert_same_documents(tmp_path / "v", keep)
+    (tmp_path / "ids.txt").write_text("f" * 32)
+    with pytest.raises(DatasetError, match="1 of 1 ids are not in"):
+        spec_data.select(data, tmp_path / "w", ids=tmp_path / "ids.txt")
+    chosen = {}
+    for amount in (6, "50%", 0.5):
+        out = tmp_path / str(amount)
+        spec_data.select(data, out, sample=amount, seed=3)
+        chosen[amount] = {d["doc_id"] for d in documents_of(out)}
+    assert len(chosen[6]) == 6 and chosen[6] < chosen["50%"] == chosen[0.5] < plain
+    spec_data.select(data, tmp_path / "other", sample="6", seed=4)
+    assert {d["doc_id"] for d in documents_of(tmp_path / "other")} != chosen[6]
+    made = spec_data.select(data, tmp_path / "rest", not_in=tmp_path / "6")
+    assert {d["doc_id"] for d in documents_of(tmp_path / "rest")} == plain - chosen[6]
+    assert made.dropped == {"select:not-in": 6}
+
+
+@pytest.mark.parametrize("amount", ["0", "-5", "120%", "1.5", "some", "inf", "1e400", "nan"])
+def test_a_wrong_sample_is_refused(amount):
+    with pytest.raises(ConfigError, match="--sample"):
+        sample_size(amount, 10)
+
+
+def test_a_new_mask_changes_masks_and_ids_alone(data, tmp_path):
+    plain = []
+    for document in documents_of(data):
+        turns = [(t["role"], t["start"], t["end"]) for t in document["turns"]]
+        mask = torch.zeros(len(document["input_ids"]), dtype=torch.bool)
+        for start, end in supervised_spans(len(mask), turns, "roles=user"):
+            mask[start:end] = True
+        name = document_id(document["input_ids"].numpy(), mask.numpy())
+        plain.append(document | {"loss_mask": mask, "doc_id": name})
+    made = spec_data.select(data, tmp_path / "v", mask="roles=user", where="supervised > 3")
+    plain = [d for d in plain if int(d["loss_mask"].sum()) > 3 and d["loss_mask"][1:].any()]
+    assert_same_documents(tmp_path / "v", plain)
+    assert_verified(tmp_path / "v")
+    assert "select:where" in made.dropped, "conditions see the new mask"
+    assert Manifest.read(tmp_path / "v" / MANIFEST).mask == "roles=user"
+
+
+def test_a_mask_that_needs_states_that_are_not_stored_is_refused(captured, tmp_path):
+    with pytest.raises(DatasetError, match=r"mask all supervises tokens of \d+ documents"):
+        spec_data.select(captured / "sparse", tmp_path / "v", mask="all")
+    assert not (tmp_path / "v").exists()
+
+
+def test_fewer_layers(data, captured, tmp_path):
+    spec_data.select(data, tmp_path / "v", layers=[0, 2])
+    expected = [{k: v for k, v in d.items() if k != "hidden.L1"} for d in documents_of(data)]
+    assert_same_documents(tmp_path / "v", expected)
+    assert HiddenStatesDataset(tmp_path / "v").manifest.layers == (0, 2)
+    with pytest.raises(DraftError, match="no layer"):
+        spec_data.select(data, tmp_path / "w", layers="0,5")
+    with pytest.raises(ConfigError, match="records no layers"):
+        spec_data.select(data, tmp_path / "w", layers="eagle3")
+
+
+def test_directories_that_cannot_be_written_are_refused(data, tmp_path):
+    before = digests(data)
+    for out in (data, data / "inside", data.parent):
+        with pytest.raises(ConfigError, match="lies in, or contains"):
+            spec_data.select(data, out, sample="3")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/notes.txt").write_text("mine")
+    spec_data.select(data, tmp_path / "v", sample="3")
+    for name in ("full", "v"):
+        with pytest.raises(ConfigError, match="holds something else"):
+            spec_data.select(data, tmp_path / name, sample="4")
+    with pytest.raises(ConfigError, match="no document is left"):
+        spec_data.select(data, tmp_path / "n", where="length > 1000000")
+    with pytest.raises(ConfigError, match="nothing would change"):
+        spec_data.select(data, tmp_path / "n")
+    target = save_target(tmp_path / "target")
+    with pytest.raises(ConfigError, match="`spec-data select` made of others"):
+        run(target, write_corpus(tmp_path / "chats.jsonl", 1), tmp_path / "v")
+    assert digests(data) == before and (tmp_path / "full/notes.txt").read_text() == "mine"
+
+
+# -- merge and join -------------------------------------------------------------------------------
+
+
+def resealed(source, out, **changes):
+    """Copy a dataset, with other values in its manifest."""
+    shutil.copytree(source, out)
+    manifest = Manifest.read(out / MANIFEST)
+    (out / MANIFEST).unlink()
+    seal(out, manifest.changed(files={}, card=None, **changes), manifest.shards)
+    return out
+
+
+def test_a_union_has_each_document_once_in_order(data, other, tmp_path):
+    some = spec_data.select(data, tmp_path / "some", sample="9").path
+    plain = documents_of(some) + documents_of(other)
+    known = {d["doc_id"] for d in plain}
+    plain += [d for d in documents_of(data) if d["doc_id"] not in known]
+    made = spec_data.merge([some, other, data], tmp_path / "v")
+    assert_same_documents(tmp_path / "v", plain)
+    manifest = Manifest.read(tmp_path / "v" / MANIFEST)
+    assert made.dropped == {"duplicate": 9, "select:sample": 15}
+    first = HiddenStatesDataset(some).manifest.fingerprint
+    assert manifest.ancestors == [Ancestor(fingerprint=first, documents=9)]
+    assert [entry.documents for entry in manifest.provenance.of] == [9, 12, 24]
+    spec_data.select(data, tmp_path / "narrow", layers="1")
+    spec_data.merge([data, tmp_path / "narrow"], tmp_path / "w")
+    dataset = HiddenStatesDataset(tmp_path / "w")
+    assert dataset.manifest.layers == (1,) and not dataset.manifest.ancestors
+
+
+def test_columns_of_other_codecs_are_decoded(captured, tmp_path):
+    spec_data.merge([captured / "lm4c", captured / "int8c"], tmp_path / "v")
+    parts = [documents_of(captured / name) for name in ("lm4c", "int8c")]
+    known = {d["doc_id"] for d in parts[0]}
+    assert_same_documents(
+        tmp_path / "v", parts[0] + [d for d in parts[1] if d["doc_id"] not in known]
+    )
+    manifest = HiddenStatesDataset(tmp_path / "v").manifest
+    declared = next(column for column in manifest.columns if column.name == "hidden.L0")
+    assert declared.codec == "bf16" and not declared.exact and declared.error.mse_median > 0
+    with pytest.raises(DatasetError, match="encoded before"):
+        spec_data.recode(tmp_path / "v", tmp_path / "w", "int8c")
+
+
+def test_a_join_has_the_layers_of_all(captured, tmp_path):
+    spec_data.select(captured / "layers", tmp_path / "few", sample="9")
+    made = spec_data.join([captured / "sparse", tmp_path / "few"], tmp_path / "v")
+    more = {d["doc_id"]: d for d in documents_of(tmp_path / "few")}
+    expected = [
+        {k: (more[d["doc_id"]] | d)[k] for k in HiddenStatesDataset(tmp_path / "v").column_names}
+        for d in documents_of(captured / "sparse")
+        if d["doc_id"] in more
+    ]
+    assert_same_documents(tmp_path / "v", expected)
+    assert HiddenStatesDataset(tmp_path / "v").manifest.layers == (0, 1, 2, 3, 4)
+    assert made.dropped["join:missing"] == 5
+    for names, error, words in (
+        (["sparse", "dense"], ConfigError, "adds no layer"),
+        (["sparse"], ConfigError, "two datasets"),
+    ):
+        with pytest.raises(error, match=words):
+            spec_data.join([captured / name for name in names], tmp_path / "w")
+    rest = spec_data.select(captured / "layers", tmp_path / "rest", not_in=tmp_path / "few").path
+    with pytest.raises(DatasetError, match="no document in common"):
+        spec_data.join([tmp_path / "few", rest], tmp_path / "w")
+
+
+def test_datasets_of_other_targets_are_refused(data, other, tmp_path):
+    foreign = tiny_dataset(tmp_path / "foreign", n_docs=4, seed=3)
+    target = structs.replace(Manifest.read(other / MANIFEST).target, dtype="bfloat16")
+    rounded = resealed(other, tmp_path / "rounded", target=target)
+    one = resealed(data, tmp_path / "one", identity={"weights_hash": "a"})
+    two = resealed(other, tmp_path / "two", identity={"weights_hash": "b"})
+    tokens = resealed(other, tmp_path / "tokens", identity={"tokenizer_hash": "b"})
+    named = resealed(data, tmp_path / "named", identity={"tokenizer_hash": "a"})
+    for make in (spec_data.merge, spec_data.join):
+        for pair, words in (
+            ((data, foreign), "head.safetensors: other"),
+            ((data, rounded), "dtype"),
+            ((one, two), "weights_hash"),
+            ((named, tokens), "tokenizer_hash"),
+        ):
+            with pytest.raises(DatasetError, match=words):
+                make(pair, tmp_path / "v")
+    assert not (tmp_path / "v").exists()
+
+
+def test_counts_and_figures_of_a_union():
+    a = CountsRecord(read=5, dropped={"duplicate": 1}, unrendered_examples={"x": ["1", "2"]})
+    b = CountsRecord(read=2, dropped={"cut": 2}, unrendered_examples={"x": ["3", "4"]})
+    counts = joined_counts([a, b], 4)
+    assert counts.read == 7 and counts.dropped == {"cut": 2, "duplicate": 5}
+    assert counts.unrendered_examples == {"x": ["1", "2"]}
+    names = ("nll", "own_nll", "own_share", "nll_error", "excess_error")
+    one = Agreement(documents=1, tokens=100, first_choice=60, **dict.fromkeys(names, 1.0))
+    two = Agreement(documents=3, tokens=300, first_choice=90, **dict.fromkeys(names, 2.0))
+    total = joined_total([one, two])
+    assert (total.documents, total.tokens, total.first_choice) == (4, 400, 150)
+    assert total.nll == 1.75, "weighted by tokens"
+    assert total.nll_error == pytest.approx((100**2 + 600**2) ** 0.5 / 400, rel=1e-5)
+
+
+def test_the_commands(data, other, tmp_path, capsys):
+    out = str(tmp_path / "v")
+    assert cli.main(["merge", str(data), str(other), "--out", out, "--dry-run"]) == 0
+    assert "documents      36" in capsys.readouterr().out
+    assert cli.main(["merge", str(data), str(other), "--out", out]) == 0
+    printed = capsys.readouterr()
+    assert f"next:  spec-data verify {out}" in printed.err and "view of" in printed.out
+    assert cli.main(["inspect", out]) == 0
+    assert "view of" in capsys.readouterr().out
+    words = ["select", out, str(tmp_path / "w"), "--where", "length < 20 and source = 'tiny'"]
+    assert cli.main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["documents"] < 36
+    assert cli.main(["copy", str(tmp_path / "w"), str(tmp_path / "c")]) == 0
+    assert cli.main(["merge", str(data), "--out", str(tmp_path / "x")]) == 2
+    assert cli.main(["select", str(data), "s3://bucket/set", "--sample", "3"]) == 2
