@@ -209,6 +209,9 @@ class LocalBackend:
     ) -> None:
         self._target, self._sampling, self._size = target, sampling, batch_size
         self._dtype, self._device, self._trust = dtype, device, trust_remote_code
+        self._model: Any = None
+        self._pad = target.stops[0] if target.stops else 0
+        self._padding_exact: bool | None = None  # not proven yet
 
     def settings(self) -> dict[str, Any]:
         """Return what decides the answers beside the options that every backend has."""
@@ -229,29 +232,32 @@ class LocalBackend:
         Raises:
             RunError: the device is out of memory. FileError: the disk is full.
         """
-        model = load_model(
-            str(self._target.directory),
-            dtype=self._dtype,
-            device=self._device,
-            attn="auto",
-            trust=self._trust,
-        )
-        generator = _Generator(model, self._target.stops, self._sampling, self._size)
+        self._load()
         for group in _groups(conversations, self._size * _GROUP, self._sampling.seed):
             if all(journal.count(c.id) == len(c.slots) for c in group):
                 for _ in group:
                     progress.complete(resumed=True)
                 continue
             for turn in range(max(len(c.slots) for c in group)):
-                self._round(generator, group, turn, journal, progress)
+                self._round(group, turn, journal, progress)
+
+    def _load(self) -> None:
+        self._model = load_model(
+            str(self._target.directory),
+            dtype=self._dtype,
+            device=self._device,
+            attn="auto",
+            trust=self._trust,
+        )
+        self._model.generation_config = GenerationConfig()  # nothing but what this run asks for
+        # The head gets the last position of each prompt as a slice. For one that is not contiguous,
+        # torch copies the head's weight once per prompt: 5.7 GB for 100 prompts of a 135 M model.
+        self._model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, given: (given[0].contiguous(), *given[1:])
+        )
 
     def _round(
-        self,
-        generator: "_Generator",
-        group: Sequence[Conversation],
-        turn: int,
-        journal: Journal,
-        progress: Progress,
+        self, group: Sequence[Conversation], turn: int, journal: Journal, progress: Progress
     ) -> None:
         """Answer one turn of the conversations of a group that have it.
 
@@ -267,9 +273,9 @@ class LocalBackend:
                 requests.append(self._target.request(conversation, before))
             except Unanswerable as error:
                 progress.fail(conversation, error)
-        for batch in generator.batches(requests):
+        for batch in self._batches(requests):
             missing = [journal.count(request.conversation.id) <= turn for request in batch]
-            tokens = generator(batch) if any(missing) else []
+            tokens = self._generate(batch) if any(missing) else []
             answers = []
             for request, ids in itertools.compress(zip(batch, tokens, strict=False), missing):
                 try:
@@ -285,59 +291,43 @@ class LocalBackend:
                 if last and request.conversation.id not in progress.failures:
                     progress.complete(resumed=not new)
 
-
-class _Generator:
-    """Cuts requests into batches, and generates the tokens of the answers with `model`."""
-
-    def __init__(self, model: Any, stops: Sequence[int], sampling: Sampling, size: int) -> None:
-        self._model, self._size = model, size
-        self._seed = sampling.seed
-        self._pad = stops[0] if stops else 0
-        self._options: dict[str, Any] = {
-            "do_sample": sampling.temperature > 0,
-            "eos_token_id": list(stops) or None,
-            "pad_token_id": self._pad,
-        }
-        if sampling.temperature > 0:
-            self._options |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
-            self._options["top_k"] = sampling.top_k or 0
-        self._padding: bool | None = None  # not proven yet
-        model.generation_config = GenerationConfig()  # nothing but what this run asks for
-        # The head gets the last position of each prompt as a slice. For one that is not contiguous,
-        # torch copies the head's weight once per prompt: 5.7 GB for 100 prompts of a 135 M model.
-        model.get_output_embeddings().register_forward_pre_hook(
-            lambda _, given: (given[0].contiguous(), *given[1:])
-        )
-
-    def batches(self, requests: Sequence[Request]) -> list[list[Request]]:
+    def _batches(self, requests: Sequence[Request]) -> list[list[Request]]:
         """Cut requests, sorted by length, into batches; of one length each if padding leaks."""
         ordered = sorted(requests, key=lambda request: -len(request.prompt))
-        if self._padding is None and len({len(r.prompt) for r in ordered[: self._size]}) > 1:
-            self._padding = self._padding_is_exact(ordered[: self._size])
+        if self._padding_exact is None and len({len(r.prompt) for r in ordered[: self._size]}) > 1:
+            self._padding_exact = self._padding_is_exact(ordered[: self._size])
         runs: Iterable[list[Request]] = [ordered]
-        if self._padding is False:
+        if self._padding_exact is False:
             runs = (list(run) for _, run in itertools.groupby(ordered, lambda r: len(r.prompt)))
         batches = [run[i : i + self._size] for run in runs for i in range(0, len(run), self._size)]
         if batches:
-            random.Random(self._batch_seed(batches[0])).shuffle(batches)
+            random.Random(_batch_seed(self._sampling.seed, batches[0])).shuffle(batches)
         return batches
 
-    def __call__(self, batch: Sequence[Request]) -> list[list[int]]:
+    def _generate(self, batch: Sequence[Request]) -> list[list[int]]:
         """Return the tokens of the answers of a batch; what follows an end-of-turn is padding.
 
         Raises:
             RunError: the device is out of memory.
         """
         ids, mask = left_padded([r.prompt for r in batch], self._pad, self._model.device)
-        limit = min(request.limit for request in batch)
+        sampling = self._sampling
+        options: dict[str, Any] = {"do_sample": False}
+        if sampling.temperature > 0:
+            options = {"do_sample": True, "temperature": sampling.temperature}
+            options |= {"top_p": sampling.top_p, "top_k": sampling.top_k or 0}
+        config = GenerationConfig(
+            max_new_tokens=min(request.limit for request in batch),
+            eos_token_id=list(self._target.stops) or None,
+            pad_token_id=self._pad,
+            **options,
+        )
         devices = [self._model.device] if self._model.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            torch.manual_seed(self._batch_seed(batch))
+            torch.manual_seed(_batch_seed(sampling.seed, batch))
             try:
                 out = self._model.generate(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    generation_config=GenerationConfig(max_new_tokens=limit, **self._options),
+                    input_ids=ids, attention_mask=mask, generation_config=config
                 )
             except torch.OutOfMemoryError as error:
                 raise RunError(
@@ -345,11 +335,6 @@ class _Generator:
                     f"kept; run the same command again with a --batch-size below {self._size}"
                 ) from None
         return [row[ids.shape[1] :] for row in out.tolist()]
-
-    def _batch_seed(self, batch: Sequence[Request]) -> int:
-        """Return the seed of a batch: another one for each, and the same in a resumed run."""
-        text = f"{self._seed} {batch[0].conversation.id} {batch[0].turn}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
     @torch.no_grad()
     def _padding_is_exact(self, batch: Sequence[Request]) -> bool:
@@ -381,6 +366,12 @@ class _Generator:
         )
         out = self._model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
         return out.logits[0].float()
+
+
+def _batch_seed(seed: int, batch: Sequence[Request]) -> int:
+    """Return the seed of a batch: another one for each, and the same in a resumed run."""
+    text = f"{seed} {batch[0].conversation.id} {batch[0].turn}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 def left_padded(

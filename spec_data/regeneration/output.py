@@ -8,10 +8,8 @@ import hashlib
 import json
 import logging
 import platform
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,76 +18,13 @@ import transformers
 
 import spec_data
 from spec_data.corpus.sampling_record import FAILURES, FORMAT, record_path
-from spec_data.regeneration.conversations import Answer, ConversationReader
+from spec_data.regeneration.conversations import ConversationReader
 from spec_data.regeneration.journal import Journal
 from spec_data.regeneration.progress import Failure
-from spec_data.shards.errors import CorpusError, RunError
+from spec_data.regeneration.result import Counts
+from spec_data.shards.errors import CorpusError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.resumable import atomic_write
-
-
-@dataclass
-class Counts:
-    """What became of every row of the corpus: written + failed + skipped == read.
-
-    Attributes:
-        read: rows read; written: conversations with all of their answers.
-        failed: conversations that were given up; skipped: rows that were left out, by reason.
-        answers, tokens, prompt_tokens: of the conversations that were written.
-        longest: tokens of the longest prompt with its answer.
-        finish_reasons: answers by the reason for which they ended.
-        notes: answers about which something is to be said, by what it is.
-    """
-
-    read: int = 0
-    written: int = 0
-    failed: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-    answers: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    longest: int = 0
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
-
-    def add(self, answers: Sequence[Answer]) -> None:
-        """Count a conversation that is written."""
-        self.written += 1
-        self.answers += len(answers)
-        for answer in answers:
-            self.tokens += answer.tokens
-            self.prompt_tokens += answer.prompt_tokens
-            self.longest = max(self.longest, answer.tokens + answer.prompt_tokens)
-            self.finish_reasons[answer.finish] += 1
-            self.notes.update(answer.notes)
-
-    def check(self, failures: Mapping[str, Failure]) -> None:
-        """Check that every row is accounted for, and that something is written.
-
-        Raises:
-            RunError: rows were lost, or every conversation failed. CorpusError: none is written.
-        """
-        skipped = self.skipped.total()
-        if self.written + self.failed + skipped != self.read:
-            raise RunError(
-                f"{self.read} rows were read, but {self.written} written, {self.failed} failed and "
-                f"{skipped} skipped: rows were lost. The corpus changed while it was read, or this "
-                "is an error of spec-data: please report it"
-            )
-        if not self.written:
-            first = next(iter(failures.values()), None)
-            why = f"; the first: {first.kind}: {first.reason}" if first else ""
-            raise (RunError if self.failed else CorpusError)(
-                f"no conversation has an answer: {self.read} rows read, {self.failed} failed, "
-                f"skipped {dict(self.skipped) or 'none'}{why}"
-            )
-
-    def table(self) -> dict[str, Any]:
-        """Return the counts as the sampling record has them, names sorted."""
-        return {
-            name: dict(sorted(value.items())) if isinstance(value, Counter) else value
-            for name, value in vars(self).items()
-        }
 
 
 def write_output(

@@ -1,65 +1,102 @@
-"""What `regenerate` returns, and what it prints: the counts, and what needs attention."""
+"""What `regenerate` counts, returns and prints."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spec_data.regeneration.conversations import Answer
+from spec_data.regeneration.progress import Failure
+from spec_data.shards.errors import CorpusError, RunError
 from spec_data.terminal.command import Result
 
 _SHOWN = 5  # failed conversations
 
 
-@dataclass(frozen=True, kw_only=True)
-class RegenerateResult(Result):
-    """The conversations that `regenerate` wrote: written + failed + skipped == read.
+@dataclass(kw_only=True)
+class Counts:
+    """What became of every row of the corpus: written + failed + skipped == read.
 
     Attributes:
-        path: the file.
-        read: corpus rows that were read; written: conversations.
-        failed: conversations that were given up; the same call tries them again.
+        read: rows read; written: conversations with all of their answers.
+        failed: conversations that were given up; the same command tries them again.
         skipped: rows that were left out, by reason.
-        failures: the row ("where"), id and reason of the failed conversations; the first 10,000.
-        answers, tokens: how many answers, and the tokens of all of them.
+        answers, tokens, prompt_tokens: of the conversations that were written.
         longest: tokens of the longest prompt with its answer.
         finish_reasons: answers by the reason for which they ended; "length" is the limit of tokens.
         notes: answers about which something is to be said, by what it is.
+    """
+
+    read: int = 0
+    written: int = 0
+    failed: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    answers: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    longest: int = 0
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, answers: Sequence[Answer]) -> None:
+        """Count a conversation that is written."""
+        self.written += 1
+        self.answers += len(answers)
+        for answer in answers:
+            self.tokens += answer.tokens
+            self.prompt_tokens += answer.prompt_tokens
+            self.longest = max(self.longest, answer.tokens + answer.prompt_tokens)
+            self.finish_reasons[answer.finish] += 1
+            self.notes.update(answer.notes)
+
+    def check(self, failures: Mapping[str, Failure]) -> None:
+        """Check that every row is accounted for, and that something is written.
+
+        Raises:
+            RunError: rows were lost, or every conversation failed. CorpusError: none is written.
+        """
+        skipped = sum(self.skipped.values())
+        if self.written + self.failed + skipped != self.read:
+            raise RunError(
+                f"{self.read} rows were read, but {self.written} written, {self.failed} failed and "
+                f"{skipped} skipped: rows were lost. The corpus changed while it was read, or this "
+                "is an error of spec-data: please report it"
+            )
+        if not self.written:
+            first = next(iter(failures.values()), None)
+            why = f"; the first: {first.kind}: {first.reason}" if first else ""
+            raise (RunError if self.failed else CorpusError)(
+                f"no conversation has an answer: {self.read} rows read, {self.failed} failed, "
+                f"skipped {dict(self.skipped) or 'none'}{why}"
+            )
+
+    def table(self) -> dict[str, Any]:
+        """Return the counts as the sampling record has them, names sorted."""
+        return {
+            name: dict(sorted(value.items())) if isinstance(value, dict) else value
+            for name, value in vars(self).items()
+        }
+
+
+@dataclass(kw_only=True)
+class RegenerateResult(Counts, Result):
+    """The conversations that `regenerate` wrote.
+
+    Attributes:
+        path: the file.
+        failures: the row ("where"), id and reason of the failed conversations; the first 10,000.
         settings: how the answers were sampled, as the sampling record has it.
-        again: conversations failed, and the same call tries them again.
     """
 
     path: Path
-    read: int
-    written: int
-    failed: int
-    skipped: dict[str, int]
-    failures: tuple[dict[str, str], ...]
-    answers: int
-    tokens: int
-    longest: int
-    finish_reasons: dict[str, int]
-    notes: dict[str, int]
+    failures: list[dict[str, str]]
     settings: dict[str, Any]
-    again: Sequence[str] | None = None
-    next_label: str = "next"
-    exit_code: int = 0
     next_command: Sequence[str] = ()
 
-    @classmethod
-    def of(cls, path: Path, record: Mapping[str, Any]) -> "RegenerateResult":
-        """Return the result that a sampling record describes."""
-        counts = {name: n for name, n in record["counts"].items() if name != "prompt_tokens"}
-        failures, settings = tuple(record["failed"]), record["settings"]
-        failed = bool(counts["failed"])
-        return cls(
-            **counts,
-            path=path,
-            failures=failures,
-            settings=settings,
-            again=() if failed else None,
-            next_label="retry" if failed else "next",
-            exit_code=int(failed),
-        )
+    def __post_init__(self) -> None:
+        if self.failed:  # the same command tries them again
+            self.again, self.next_label, self.exit_code = (), "retry", 1
 
     def __str__(self) -> str:
         skipped = sum(self.skipped.values())

@@ -88,7 +88,9 @@ def regenerate(
         record = _complete_record(out, settings, reader)
         if record is None:
             record = _answered(out, settings, reader, backend)
-    return RegenerateResult.of(out, record)
+    return RegenerateResult(
+        **record["counts"], path=out, failures=record["failed"], settings=record["settings"]
+    )
 
 
 def _answered(

@@ -16,11 +16,13 @@ import logging
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from spec_data.corpus.bad_rows import BadRow, printable
-from spec_data.corpus.json_values import is_text, parse_json
+import msgspec
+
+from spec_data.corpus.bad_rows import printable
+from spec_data.corpus.json_values import is_text
 from spec_data.corpus.records import REASONING, parse_row
 from spec_data.regeneration.conversations import Answer, Conversation, Message, Sampling
 from spec_data.regeneration.journal import Journal
@@ -41,8 +43,6 @@ _TRIES = 5  # bodies that are no answer, or servers that are left out
 _STOPS = (401, 403, 404)
 _IN_A_ROW = 16  # conversations without an answer after which no server is thought to work
 _SENT = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
-_ENDED = ("stop", "length", "tool_calls", "function_call")
-_MOST_TOKENS = 1 << 31  # of one answer or prompt that a server can mean
 
 
 class MalformedBody(ValueError):
@@ -354,6 +354,34 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", **call, "function": function}
 
 
+class _Message(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    thinking: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call", "content_filter"]
+
+
+_Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: _Tokens | None = None
+    prompt_tokens: _Tokens | None = None
+
+
+class _Completion(msgspec.Struct):
+    """What is read of the body of a chat completion."""
+
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+    usage: _Usage | None = None
+
+
 def read_answer(body: bytes) -> Answer:
     """Return the answer in the body of a chat completion.
 
@@ -364,55 +392,26 @@ def read_answer(body: bytes) -> Answer:
         Unanswerable: the server stopped the answer, such as its content filter.
     """
     try:
-        completion = parse_json(body)
-    except BadRow:
-        raise MalformedBody(f"no JSON: {_start(body)}") from None
-    choices = completion.get("choices") if isinstance(completion, dict) else None
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise MalformedBody(f"no choices: {_start(body)}")
-    message, finish = choices[0].get("message"), choices[0].get("finish_reason")
-    if finish == "content_filter":
+        completion = msgspec.json.decode(body, type=_Completion)
+        choice, usage = completion.choices[0], completion.usage or _Usage()
+        message: Message = {"content": choice.message.content or ""}
+        for name in (*REASONING, "tool_calls"):
+            if value := getattr(choice.message, name):
+                message[name] = value
+        question = {"role": "user", "content": ""}
+        row = {"messages": [question, {"role": "assistant", **message}]}
+        parse_row(row, source="", where="")
+    except (ValueError, RecursionError) as error:  # of msgspec, or a BadRow
+        start = body[:80].decode("utf-8", "replace") + "..." * (len(body) > 80)
+        raise MalformedBody(f"{error}: {start!r}") from None
+    if choice.finish_reason == "content_filter":
         reason = "the server's content filter stopped the answer"
         raise Unanswerable("refused", reason, retry=True)
-    if not isinstance(message, dict) or finish not in _ENDED:
-        raise MalformedBody(f"no message, or no known finish reason: {_start(body)}")
-    answer = _message(message)
-    texts = [value.strip() if isinstance(value, str) else value for value in answer.values()]
-    usage = completion.get("usage")
+    texts = [value.strip() if isinstance(value, str) else value for value in message.values()]
     return Answer(
-        message=answer,
-        finish=finish,
-        tokens=_count(usage, "completion_tokens"),
-        prompt_tokens=_count(usage, "prompt_tokens"),
+        message=message,
+        finish=choice.finish_reason,
+        tokens=usage.completion_tokens or 0,
+        prompt_tokens=usage.prompt_tokens or 0,
         notes=() if any(texts) else (EMPTY,),
     )
-
-
-def _message(message: Mapping[str, Any]) -> Message:
-    """Return what a corpus row holds of a message of a server."""
-    answer: Message = {"content": message.get("content") or ""}
-    answer |= {name: message[name] for name in (*REASONING, "tool_calls") if message.get(name)}
-    if not all(isinstance(value, str) for name, value in answer.items() if name != "tool_calls"):
-        raise MalformedBody("its content is no text")
-    question = {"role": "user", "content": ""}
-    try:
-        parse_row({"messages": [question, {"role": "assistant", **answer}]}, source="", where="")
-        json.dumps(answer, allow_nan=False)
-    except ValueError as error:  # a BadRow, or NaN
-        raise MalformedBody(f"its message is no row of a corpus: {error}") from None
-    return answer
-
-
-def _count(usage: Any, name: str) -> int:
-    """Return a number of tokens; 0 if the server does not tell."""
-    count = usage.get(name) if isinstance(usage, dict) else None
-    if count is None:
-        return 0
-    if not isinstance(count, (int, float)) or not 0 <= count < _MOST_TOKENS:
-        raise MalformedBody(f"its {name} is no number of tokens")
-    return int(count)
-
-
-def _start(body: bytes) -> str:
-    text = body[:80].decode("utf-8", "replace")
-    return repr(text + ("..." if len(body) > 80 else ""))

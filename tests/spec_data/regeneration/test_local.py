@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spec_data.cli import main
-from spec_data.regeneration.local import _Generator
+from spec_data.regeneration.local import LocalBackend
 from spec_data.shards.errors import ConfigError, CorpusError
 from tests.spec_data.generation.trained import TrainedTarget
 from tests.spec_data.regeneration.tools import answered, contents, rows, slow_answers, write_rows
@@ -71,7 +71,7 @@ def test_a_run_that_is_stopped_holds_answers_of_every_kind(target, tmp_path, mon
     """Not the longest prompts first, and not the rows in the order of the corpus."""
     few = [{"prompt": "word " * (1 + n // 2)} for n in range(80)]  # sorted, as by source
     corpus, asked = write_rows(tmp_path / "c.jsonl", few), []
-    generate = _Generator.__call__
+    generate = LocalBackend._generate
 
     def stopped(self, batch):
         asked.append([int(q.conversation.record.where.rpartition(":")[2]) - 1 for q in batch])
@@ -79,7 +79,7 @@ def test_a_run_that_is_stopped_holds_answers_of_every_kind(target, tmp_path, mon
             raise KeyboardInterrupt
         return generate(self, batch)
 
-    monkeypatch.setattr(_Generator, "__call__", stopped)
+    monkeypatch.setattr(LocalBackend, "_generate", stopped)
     given = {"target": str(target), "max_new_tokens": 1, "batch_size": 4}
     with pytest.raises(KeyboardInterrupt):
         answered(corpus, tmp_path / "a.jsonl", **given)
@@ -179,8 +179,8 @@ def test_a_target_whose_padding_leaks_gets_prompts_of_one_length(
 ):
     plain = tmp_path / "a.jsonl"
     answered(corpus, plain, target=str(target))
-    widths, generate = [], _Generator.__call__
-    first = _Generator._first_logits
+    widths, generate = [], LocalBackend._generate
+    first = LocalBackend._first_logits
 
     def leaking(self, ids, mask):
         found = first(self, ids, mask)
@@ -190,8 +190,8 @@ def test_a_target_whose_padding_leaks_gets_prompts_of_one_length(
         widths.append({len(q.prompt) for q in batch})
         return generate(self, batch)
 
-    monkeypatch.setattr(_Generator, "_first_logits", leaking)
-    monkeypatch.setattr(_Generator, "__call__", counted)
+    monkeypatch.setattr(LocalBackend, "_first_logits", leaking)
+    monkeypatch.setattr(LocalBackend, "_generate", counted)
     answered(corpus, tmp_path / "b.jsonl", target=str(target))
     assert widths and all(len(lengths) == 1 for lengths in widths)
     assert "a padded prompt changes this target's logits" in caplog.text
@@ -220,11 +220,11 @@ def test_bad_input_is_refused_before_anything_is_written(
 def test_the_options_are_checked(corpus, tmp_path):
     for changes, message in (
         ({}, "who answers"),
-        ({"target": "t", "temperature": -1.0}, "--temperature"),
-        ({"target": "t", "top_p": 0.0}, "--top-p"),
+        ({"target": "t", "temperature": -1.0}, "temperature"),
+        ({"target": "t", "top_p": 0.0}, "top_p"),
         ({"target": "t", "server_model": "m"}, "add that option"),
         ({"server": ("localhost:8000",)}, "expected a URL"),
-        ({"target": "t", "batch_size": 0}, "--batch-size 0"),
+        ({"target": "t", "batch_size": 0}, "batch_size 0"),
     ):
         with pytest.raises(ConfigError, match=message):
             answered(corpus, tmp_path / "a.jsonl", **changes)
