@@ -13,15 +13,16 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from spec_data.shards.errors import SpecDataError
     from spec_train.api import (
         evaluate,
-        export,
         load_draft,
         simulate_acceptance,
     )
     from spec_train.commands.compare import compare
     from spec_train.commands.doctor import doctor
+    from spec_train.commands.export import export
     from spec_train.commands.fit import dry_run, fit
     from spec_train.commands.report import write_report
     from spec_train.diagnosis.checks import Diagnosis
+    from spec_train.evaluation.exporting import ExportResult
     from spec_train.options.draft_options import (
         DFlashOptions,
         DSparkOptions,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
         PeagleOptions,
     )
     from spec_train.options.training import Training
-    from spec_train.results import AcceptanceResult, DecodingResult, EvalResult, ExportResult
+    from spec_train.results import AcceptanceResult, DecodingResult, EvalResult
     from spec_train.simulation.intervals import Comparison
     from spec_train.training.result import FitResult
     from spec_train.training.run_cost import DryRun
@@ -41,7 +42,7 @@ _PUBLIC = {
     "evaluate": "spec_train.api",
     "compare": "spec_train.commands.compare",
     "write_report": "spec_train.commands.report",
-    "export": "spec_train.api",
+    "export": "spec_train.commands.export",
     "load_draft": "spec_train.api",
     "doctor": "spec_train.commands.doctor",
     "simulate_acceptance": "spec_train.api",
@@ -58,7 +59,7 @@ _PUBLIC = {
     "EvalResult": "spec_train.results",
     "AcceptanceResult": "spec_train.results",
     "DecodingResult": "spec_train.results",
-    "ExportResult": "spec_train.results",
+    "ExportResult": "spec_train.evaluation.exporting",
     "SpecDataError": "spec_data.shards.errors",
 }
 

@@ -16,17 +16,14 @@ from spec_data.terminal.keywords import from_keywords, takes_options
 from spec_train.drafts import Draft
 from spec_train.drafts import load_draft as read_draft
 from spec_train.evaluation.eval_table import table
-from spec_train.evaluation.exporting import check_draft, export_draft, report
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
 from spec_train.evaluation.report import measure, require_sound
-from spec_train.options.command_options import EvalConfig, ExportConfig
+from spec_train.options.command_options import EvalConfig
 from spec_train.reports import page_after_eval
 from spec_train.results import (
     AcceptanceResult,
     DecodingResult,
-    EngineFinding,
     EvalResult,
-    ExportResult,
 )
 from spec_train.training.stored import resolve_draft_dir
 
@@ -216,60 +213,3 @@ def load_draft(
     kind: torch.dtype | None = None if dtype == "auto" else DTYPES[dtype]
     draft.to(usable_device(device), kind)
     return draft
-
-
-@takes_options(ExportConfig)
-def export(
-    draft: AnyPath,
-    out: AnyPath | None = None,
-    format: str | None = None,
-    target: AnyPath | None = None,
-    **options: Any,
-) -> ExportResult:
-    """Write a draft in the form that an engine or another trainer reads.
-
-    It is checked before it is written, and read back afterwards: the same draft, bit for bit.
-
-    Args:
-        draft: a run (its best draft), a checkpoint or a draft directory in any form.
-        out: the new directory; None: only check.
-        format: "vllm", "sglang", "speculators", "deepspec", "transformers" or "hf".
-        target: the draft's target, to be compared with that of the training; formats may name it.
-        options: those of `spec-train export`, listed below.
-
-    Returns:
-        What was written, and what every engine would make of the draft (`findings`).
-
-    Raises:
-        OptionError (a ConfigError and a TypeError): an unknown option.
-        ConfigError: `out` without `format`, or one that exists.
-        DraftError: a draft that cannot be read, or that the format or its engines cannot hold.
-
-    >>> written = spec_train.export("run", "exported", format="vllm", target="target")
-    >>> written.path.name, written.format
-    ('exported', 'vllm')
-    >>> checked = spec_train.export("run")  # nothing is written
-    >>> [finding.level for finding in checked.of("sglang")]
-    ['ok']
-    """
-    given = {"draft": draft, "out": out, "format": format, "target": target, **options}
-    if out is None:
-        given |= {"check": True}
-    config = from_keywords(ExportConfig, given, "export")
-    checked = check_draft(config)
-    written = export_draft(config, checked)
-    tensors = (written or checked.own).tensors
-    return ExportResult(
-        path=None if config.out is None else Path(config.out),
-        format=None if config.out is None else config.format,
-        findings=tuple(
-            EngineFinding(engine=f.engine, level=f.level, text=f.text)
-            for findings in checked.findings.values()
-            for f in findings
-        ),
-        tensors=len(tensors),
-        bytes=sum(value.nbytes for value in tensors.values()),
-        serving={serving.engine: "\n".join(serving.lines) for serving in checked.servings},
-        pruning=None if checked.cost is None else checked.cost.facts(),
-        text=report(checked.findings, checked.own),
-    )

@@ -22,10 +22,11 @@ from spec_data.terminal.console import (
 )
 from spec_train.commands.compare import compare
 from spec_train.commands.doctor import doctor
+from spec_train.commands.export import export
 from spec_train.commands.fit import add_fit
 from spec_train.commands.replay import replay
 from spec_train.commands.report import write_report
-from spec_train.options.command_options import EvalConfig, ExportConfig
+from spec_train.options.command_options import EvalConfig
 
 _RAW = argparse.RawDescriptionHelpFormatter
 _DESCRIPTION = "Fit speculative-decoding drafts on stored hidden states, without the target."
@@ -50,24 +51,6 @@ examples:
       with dynamic trees instead of chains (drafts eagle and eagle3)
 RUN stands for its best draft; name RUN/last or RUN/checkpoint-<step> for another."""
 
-EXPORT_HELP = """\
-Write a draft in the form that an engine or another trainer reads, or only report what each of them
-would make of it. Every export is checked before it is written (does the engine load it, and read
-it as it was trained?) and read back afterwards: it must be the same draft, bit for bit.
-
-These forms can also be read, from any trainer: by --draft here, and by --init-from of
-`spec-train fit`. What a form or an engine cannot represent is refused with the reason."""
-
-EXPORT_EXAMPLES = """\
-examples:
-  spec-train export --draft RUN --format vllm --out my-eagle3 --target MODEL
-  spec-train export --draft RUN --format speculators --out my-eagle3-spec --target Qwen/Qwen3-8B
-      the form that vLLM serves as a model: it names its target
-  spec-train export --draft RUN --check --target MODEL
-      a report on all engines, nothing is written; with --format, exit code 2 if that one refuses
-  spec-train export --draft PUBLISHED --format hf --out DRAFT --target MODEL
-      someone else's draft as a checkpoint of spec-train, for `eval` and `fit --init-from`"""
-
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the whole command line."""
@@ -88,10 +71,6 @@ def build_parser() -> argparse.ArgumentParser:
     _add_command(
         commands, "eval", EvalConfig, _eval, "measure a draft", EVAL_HELP, EVAL_EXAMPLES,
         "--draft RUN --data DIR",
-    )  # fmt: skip
-    _add_command(
-        commands, "export", ExportConfig, _export, "write a draft for an engine, or check it",
-        EXPORT_HELP, EXPORT_EXAMPLES, "--draft RUN --format NAME --out DIR [--target MODEL]",
     )  # fmt: skip
     for name, text in PROGRAM.names().items():
         commands.add_parser(name, help=text.replace("%", "%%"))
@@ -129,21 +108,14 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     run_eval(config, evaluate)
     target = ["--target", config.target] if config.target else []
-    say_next("spec-train", "export", "--draft", config.draft, "--check", *target)
-    return 0
-
-
-def _export(arguments: argparse.Namespace) -> int:
-    config = resolve(ExportConfig, arguments)
-    from spec_train.evaluation.exporting import command_after, run_export
-
-    say_next(*command_after(config, run_export(config)))
+    say_next("spec-train", "export", "--draft", config.draft, *target)
     return 0
 
 
 PROGRAM = Program("spec-train", _DESCRIPTION, _EXAMPLES, __version__)
 add_fit(PROGRAM)
 PROGRAM.add(compare)
+PROGRAM.add(export)
 PROGRAM.add(doctor)
 PROGRAM.add(replay)
 PROGRAM.add(write_report, name="report")

@@ -22,7 +22,7 @@ from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, MissingError, OptionError
 from spec_data.terminal.keywords import from_keywords
-from spec_train.options.command_options import EvalConfig, ExportConfig
+from spec_train.options.command_options import EvalConfig
 from tests.api_workspace import make_workspace
 
 ROOT = Path(__file__).parent.parent
@@ -129,7 +129,6 @@ def test_every_function_is_documented_and_typed(function):
         (spec_data.convert, ConvertConfig, {"data", "dry_run"}),
         (spec_data.export_dataset, ExportDataConfig, {"data"}),
         (spec_train.evaluate, EvalConfig, set()),
-        (spec_train.export, ExportConfig, set()),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -189,7 +188,6 @@ def test_unknown_options_are_refused_with_the_nearest_name(here):
         (lambda: spec_data.estimate("target", "chats.jsonl", "out", max_lenght=5), "max_length"),
         (lambda: spec_data.verify("data", sample=3), "samples"),
         (lambda: spec_train.evaluate("run", data="data", draft_token=3), "draft_tokens"),
-        (lambda: spec_train.export("run", checks=True), "check"),
     ):
         with pytest.raises(OptionError, match=f"did you mean {near}\\?") as caught:
             call()

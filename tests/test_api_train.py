@@ -196,7 +196,7 @@ def test_export_writes_and_checks(here, tmp_path, capsys):
     assert checked.path is None and checked.format is None and "eagle3" in str(checked)
     for engine in ("vllm", "sglang", "speculators", "spec-train"):
         assert checked.of(engine), f"no word about {engine}"
-    assert checked.of("other") == ()
+    assert checked.of("other") == []
     with pytest.raises(ConfigError, match="exists already"):
         spec_train.export("run", tmp_path / "out", "vllm")
     with pytest.raises(ConfigError, match="needs format"):

@@ -125,7 +125,7 @@ def _next_command(
     if data is not None and not names:
         return "spec-train", "eval", "--draft", draft, "--data", data
     served = ("--target", target) if target else ()
-    return "spec-train", "export", "--draft", draft, "--check", *served
+    return "spec-train", "export", "--draft", draft, *served
 
 
 def _target_facts(dataset: HiddenStatesDataset | None, target: TargetFacts | None) -> TargetFacts:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_train.formats.vocabulary_maps import ROWS, read_vocabulary
-from spec_train.options.vocabulary_options import VocabularyChoice
+from spec_train.options.vocabulary_options import VocabularyOptions
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _HEAD = ROWS[0]
 
 
 def choose_vocabulary(
-    options: VocabularyChoice, vocab: int, counts: Tensor | None, special: Sequence[int] = ()
+    options: VocabularyOptions, vocab: int, counts: Tensor | None, special: Sequence[int] = ()
 ) -> Tensor | None:
     """Return the target ids of the draft vocabulary, int64 [Vd] ascending; None: all V tokens.
 

@@ -9,6 +9,8 @@ import json
 import logging
 import shlex
 import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from spec_data.models.identify import identify_files
 from spec_data.models.resolve import cached_model, local_directory
 from spec_data.shards.errors import ConfigError, DraftError, RunError
 from spec_data.shards.files import remove_left_of, temporary_name, write_atomically
+from spec_data.terminal.command import Result
 from spec_data.terminal.paths import check_directory_to_write, make_directory
-from spec_train.drafts import Draft, load_draft, own_files, read_draft
-from spec_train.evaluation.pruning import PruningCost, pruned
+from spec_train.drafts import load_draft, own_files, read_draft
+from spec_train.evaluation.pruning import PruningCost, SmallerVocabulary, pruned
 from spec_train.formats.draft_card import CARD, Serving, draft_card, servings
 from spec_train.formats.draft_files import DraftFiles, write_files
 from spec_train.formats.draft_seal import SECTION
@@ -29,6 +32,7 @@ from spec_train.formats.names import unread_keys
 from spec_train.formats.preflight import (
     NOTE,
     SPEC_TRAIN,
+    WARN,
     Finding,
     Subject,
     preflight,
@@ -36,85 +40,168 @@ from spec_train.formats.preflight import (
     refusals,
 )
 from spec_train.formats.target_facts import TargetFacts, read_target
-from spec_train.options.command_options import ExportConfig
-from spec_train.options.vocabulary_options import CHOICES
 from spec_train.training.stored import resolve_draft_dir
 
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckedDraft:
-    """A draft that was read for export, and what every engine would make of it."""
+@dataclass(frozen=True, kw_only=True)
+class ExportResult(Result):
+    """An exported draft, or one that was only checked, and what every engine would make of it."""
 
-    draft: Draft
-    own: DraftFiles
-    folder: Path
-    target: TargetFacts
+    title: str
+    """What the draft is and reads, in one line."""
+    path: Path | None
+    """The written directory; None: only checked."""
+    format: str | None
     findings: dict[str, list[Finding]]
+    """By engine; "spec-train" has those that hold for every engine."""
     servings: list[Serving]
     """How the engines that read the form serve it."""
     card: str
     """README.md of an export."""
-    cost: PruningCost | None = None
+    tensors: int
+    bytes: int
+    """Bytes of the tensors."""
+    pruning: PruningCost | None = None
     """What its smaller vocabulary costs, if it was pruned."""
+    next_command: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        """Return the report on all engines, or what was written and how it is served."""
+        lines = [self.pruning.text()] if self.pruning else []
+        if self.path is None:
+            lines.append(self.title)
+            found = (finding for findings in self.findings.values() for finding in findings)
+            lines += [f"  {f.level:<7}{f.engine}: {f.text}" for f in found]
+            return "\n".join(lines)
+        size = f"{self.tensors} tensors, {self.bytes / 1e6:.1f} MB"
+        lines.append(f"{self.path}: {self.format} format, {size}; verified by reading it back")
+        for serving in self.servings:
+            note = [f"({serving.note})"] if serving.note else []
+            lines += ["", f"serve with {serving.engine}:", *serving.lines, *note]
+        return "\n".join(lines)
+
+    def of(self, engine: str) -> list[Finding]:
+        """Return the findings about one engine in all its releases, such as "vllm"."""
+        found = (finding for findings in self.findings.values() for finding in findings)
+        return [f for f in found if f.engine.lower().startswith(engine.lower())]
 
 
-def run_export(config: ExportConfig) -> CheckedDraft:
-    """Export or check a draft with `config`, print the report if asked; return what was checked.
+def export_draft(
+    draft: str,
+    out: Path | None = None,
+    form: str | None = None,
+    target: str | None = None,
+    *,
+    vocabulary: SmallerVocabulary | None = None,
+    accept_edited: bool = False,
+) -> ExportResult:
+    """Check a draft for every engine, and write it in a form; arguments as for `export`.
 
     Raises:
-        As `check_draft` and `export_draft`.
-    """
-    checked = check_draft(config)
-    if checked.cost is not None:
-        print(checked.cost.text())
-    if config.check:
-        print(report(checked.findings, checked.own))
-    export_draft(config, checked)
-    return checked
-
-
-def check_draft(config: ExportConfig) -> CheckedDraft:
-    """Read the draft of `config` and check it for every engine.
-
-    Raises:
+        DraftError: the format cannot hold it, or an engine that reads the format would not load it
+            or would compute something else than what was trained.
+        ConfigError: --out exists.
+        RunError: the written files read back as another draft.
         SpecDataError: the draft or the target cannot be read.
     """
-    if config.out is not None:
-        check_directory_to_write("--out", config.out)
-    target = find_target(config.target)
-    folder = resolve_draft_dir(config.draft)
-    draft, files = read_draft(folder, target, config.accept_edited)
+    if out is not None:
+        check_directory_to_write("--out", str(out))
+    facts, folder = find_target(target), resolve_draft_dir(draft)
+    loaded, files = read_draft(folder, facts, accept_edited)
     cost = None
-    if config.prunes:
-        draft, cost = pruned(draft, config, folder, target)
-    own = own_files(draft, str(folder))
-    name = Path(config.out).name if config.out else folder.resolve().name
-    if target.name is None:
-        origin = own.config[SECTION].get("origin") or {}
-        target = dataclasses.replace(target, name=origin.get("target_name"))
-        if config.format == "speculators" and target.name:
-            log.warning(
-                "the target is named %s, as its dataset names it; --target names another one "
-                "(a directory or a Hub id from which it can be served)",
-                target.name,
-            )
-    changed = () if cost else keys_changed(files, own)
-    unread = tuple(unread_keys(files))
-    subject = Subject(own, with_facts_in(files, target), config.format or "vllm", changed, unread)
-    found = preflight(subject, formed=config.format is not None)
-    serve = servings(subject, found, config.out or name, draft.depth)
-    return CheckedDraft(
-        draft=draft,
-        own=own,
-        folder=folder,
-        target=target,
-        findings=found,
+    if vocabulary is not None:
+        loaded, cost = pruned(loaded, Path(draft), folder, vocabulary)
+    own = own_files(loaded, str(folder))
+    facts = _named(facts, own, form)
+    changed, unread = () if cost else keys_changed(files, own), tuple(unread_keys(files))
+    subject = Subject(own, with_facts_in(files, facts), form or "vllm", changed, unread)
+    findings = preflight(subject, formed=form is not None)
+    place = str(out) if out is not None else folder.resolve().name
+    serve = servings(subject, findings, place, loaded.depth)
+    card = draft_card(subject, serve, loaded.depth, {} if cost else _validation(folder))
+    tensors = own.tensors
+    if form is not None:
+        _refuse(findings, form, folder)
+        written = write_form(own, form, facts)
+        tensors = written.tensors
+        if out is not None:
+            _write_once(written, own, facts, card, out)
+            _log_findings(findings, form)
+    return ExportResult(
+        title=_title(own),
+        path=out,
+        format=None if out is None else form,
+        findings=findings,
         servings=serve,
-        card=draft_card(subject, serve, draft.depth, {} if cost else _validation(folder)),
-        cost=cost,
+        card=card,
+        tensors=len(tensors),
+        bytes=sum(value.nbytes for value in tensors.values()),
+        pruning=cost,
+        next_command=_serve_words(out, serve)
+        if out is not None
+        else _write_words(draft, form, target, vocabulary, findings),
     )
+
+
+def _named(target: TargetFacts, own: DraftFiles, form: str | None) -> TargetFacts:
+    """Return the facts of a target with its name, that of the draft's dataset if none was given."""
+    if target.name is not None:
+        return target
+    name = (own.config[SECTION].get("origin") or {}).get("target_name")
+    if form == "speculators" and name:
+        log.warning(
+            "the target is named %s, as its dataset names it; --target names another one "
+            "(a directory or a Hub id from which it can be served)",
+            name,
+        )
+    return dataclasses.replace(target, name=name)
+
+
+def _refuse(findings: dict[str, list[Finding]], form: str, folder: Path) -> None:
+    if refused := refusals(findings, form):
+        lines = "\n  ".join(f"{finding.engine}: {finding.text}" for finding in refused)
+        raise DraftError(f"{folder} cannot be exported as {form}:\n  {lines}")
+
+
+def _title(own: DraftFiles) -> str:
+    layers = own.config[SECTION].get("layers")
+    reads = f"layers {layers} (outputs of decoder blocks)" if layers else "final hidden states"
+    return f"{own.where}: {own.config[SECTION]['draft']}, reads {reads}"
+
+
+def _log_findings(findings: dict[str, list[Finding]], form: str) -> None:
+    """Log the warnings and notes of the engines that read a form."""
+    for finding in (f for engine in (SPEC_TRAIN, *readers(form)) for f in findings[engine]):
+        if finding.level == WARN:
+            log.warning("warning: %s: %s", finding.engine, finding.text)
+        elif finding.level == NOTE:
+            log.info("%s: %s", finding.engine, finding.text)
+
+
+def _write_words(
+    draft: str,
+    form: str | None,
+    target: str | None,
+    vocabulary: SmallerVocabulary | None,
+    findings: dict[str, list[Finding]],
+) -> list[str]:
+    """Return the command that writes a draft that was checked."""
+    fitting = (name for name in ("vllm", "sglang", "speculators") if not refusals(findings, name))
+    form = form or next(fitting, "hf")
+    out = f"{draft.rstrip('/')}-{form}"
+    words = ["spec-train", "export", "--draft", draft, "--format", form, "--out", out]
+    words += ["--target", target] if target else []
+    return words + (vocabulary.words() if vocabulary else [])
+
+
+def _serve_words(out: Path, serve: Sequence[Serving]) -> list[str]:
+    """Return the command that serves an export, or the one that checks it."""
+    commands = [serving for serving in serve if serving.language == "sh"]
+    if not commands:
+        return ["spec-train", "export", "--draft", str(out)]
+    return shlex.split(commands[0].lines[-1])
 
 
 def _validation(folder: Path) -> dict[str, Any]:
@@ -151,47 +238,6 @@ def find_target(name: str | None) -> TargetFacts:
     return dataclasses.replace(found, identity=facts, problems=tuple(problems))
 
 
-def export_draft(config: ExportConfig, checked: CheckedDraft) -> DraftFiles | None:
-    """Write a checked draft with `config`; return the written files, None without a format.
-
-    Raises:
-        DraftError: the format cannot hold it, or an engine that reads the format would not load it
-            or would compute something else than what was trained.
-        ConfigError: --out exists.
-        RunError: the written files read back as another draft.
-    """
-    if config.format is None:
-        return None
-    if refused := refusals(checked.findings, config.format):
-        lines = "\n  ".join(f"{finding.engine}: {finding.text}" for finding in refused)
-        raise DraftError(f"{checked.folder} cannot be exported as {config.format}:\n  {lines}")
-    written = write_form(checked.own, config.format, checked.target)
-    if config.out is not None:
-        _write_once(written, checked, Path(config.out))
-        _log_export(checked, config, written)
-    return written
-
-
-def command_after(config: ExportConfig, checked: CheckedDraft) -> list[str]:
-    """The command that an export or a check leads to: one that serves, writes or checks."""
-    if config.out is None:
-        forms = ("vllm", "sglang", "speculators")
-        fitting = [form for form in forms if not refusals(checked.findings, form)]
-        form = config.format or (fitting[0] if fitting else "hf")
-        out = f"{config.draft.rstrip('/')}-{form}"
-        target = ["--target", config.target] if config.target else []
-        words = ["--draft", config.draft, "--format", form, "--out", out, *target]
-        names = (*CHOICES, "draft_vocab_from", "data")
-        given = {name: getattr(config, name) for name in names}
-        for name, value in given.items():
-            words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-        return ["spec-train", "export", *words]
-    commands = [serving for serving in checked.servings if serving.language == "sh"]
-    if not commands:
-        return ["spec-train", "export", "--draft", config.out, "--check"]
-    return shlex.split(commands[0].lines[-1])
-
-
 def keys_changed(files: DraftFiles, own: DraftFiles) -> tuple[str, ...]:
     """Return the keys of the files, as they are, that an export would write differently."""
     if SECTION not in files.config:
@@ -200,7 +246,9 @@ def keys_changed(files: DraftFiles, own: DraftFiles) -> tuple[str, ...]:
     return (*changed, *odd)
 
 
-def _write_once(written: DraftFiles, checked: CheckedDraft, out: Path) -> None:
+def _write_once(
+    written: DraftFiles, own: DraftFiles, target: TargetFacts, card: str, out: Path
+) -> None:
     """Write next to `out`, verify, then rename, so that `out` is never incomplete."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: exists already; pass a new directory")
@@ -209,8 +257,8 @@ def _write_once(written: DraftFiles, checked: CheckedDraft, out: Path) -> None:
     temporary = temporary_name(out)
     try:
         write_files(written, temporary)
-        _verify(temporary, checked.own, checked.target)
-        write_atomically(temporary / CARD, checked.card)
+        _verify(temporary, own, target)
+        write_atomically(temporary / CARD, card)
         if out.exists():
             out.rmdir()
         temporary.rename(out)
@@ -236,32 +284,3 @@ def _verify(folder: Path, own: DraftFiles, target: TargetFacts) -> None:
 
 def _same(a: torch.Tensor, b: torch.Tensor | None) -> bool:
     return b is not None and a.dtype == b.dtype and torch.equal(a, b)
-
-
-def report(found: dict[str, list[Finding]], own: DraftFiles) -> str:
-    """Return lines with the kind of the draft, its layers and the findings of every engine."""
-    section = own.config["spec_train"]
-    layers = section.get("layers")
-    reads = f"layers {layers} (outputs of decoder blocks)" if layers else "final hidden states"
-    lines = [f"{own.where}: {section['draft']}, reads {reads}"]
-    for findings in found.values():
-        lines += [f"  {f.level:<7}{f.engine}: {f.text}" for f in findings]
-    return "\n".join(lines)
-
-
-def _log_export(checked: CheckedDraft, config: ExportConfig, written: DraftFiles) -> None:
-    """Log what was written, the warnings of the engines that read the format, and how to serve."""
-    found = checked.findings
-    engines = () if config.check else (SPEC_TRAIN, *readers(config.format or "hf"))
-    for finding in (f for engine in engines for f in found[engine] if f.level == "warn"):
-        log.warning("warning: %s: %s", finding.engine, finding.text)
-    for finding in (f for engine in engines for f in found[engine] if f.level == NOTE):
-        log.info("%s: %s", finding.engine, finding.text)
-    size = sum(value.nbytes for value in written.tensors.values())
-    log.info(
-        "%s: %s draft in %s format, %d tensors, %.1f MB; verified by reading it back",
-        *(config.out, checked.draft.name, config.format, len(written.tensors), size / 1e6),
-    )
-    for serving in checked.servings:
-        note = [f"({serving.note})"] if serving.note else []
-        log.info("\nserve with %s:\n  %s", serving.engine, "\n  ".join([*serving.lines, *note]))

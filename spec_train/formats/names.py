@@ -2,7 +2,7 @@
 
 A key that changes the arithmetic of a draft must not be dropped without a word: those that are
 known and neutral are read over, others are refused, and unknown ones are reported when the draft is
-read and by `export --check`. `auto_map` and files of code are never used.
+read and by the report of `export`. `auto_map` and files of code are never used.
 """
 
 import logging

@@ -18,10 +18,6 @@ from spec_train.options.benchmark_options import (
 )
 from spec_train.options.report_options import markdown_option, report_option, samples_option
 from spec_train.options.training import at_least, share
-from spec_train.options.vocabulary_options import (
-    CHOICES,
-    check_choice,
-)
 
 T = TypeVar("T")
 
@@ -256,92 +252,3 @@ class EvalConfig:
         check_benchmark(self.draft_tokens, self.cost_ratio, self.target)
         at_least(self, 0, "limit", "seed", "tree_tokens", "samples")
         at_least(self, 1, "max_new_tokens", "tree_topk")
-
-
-_SMALLER = "a smaller vocabulary"
-FORMATS = ("vllm", "sglang", "speculators", "deepspec", "transformers", "hf")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportConfig:
-    """Options of `spec-train export`: a draft in the form of an engine or another trainer."""
-
-    draft: str = option(
-        help="the draft: a run (its best draft), a checkpoint or a draft directory, in any form",
-        group=REQUIRED,
-        metavar="DIR",
-        holds=Kind.DRAFT,
-    )
-    accept_edited: bool = accept_edited_option()
-    format: str | None = option(
-        None,
-        help="form to write: vllm and sglang (also for llama.cpp's converter) are flat "
-        "directories, speculators has its own layout, deepspec and transformers (only DFlash) "
-        "their classes; hf is spec-train's own",
-        group="what is written",
-        choices=FORMATS,
-    )
-    out: str | None = option(
-        None, help="new directory to write", group="what is written", metavar="DIR"
-    )
-    target: str | None = option(
-        None,
-        help="the draft's target: a directory, or a Hub id in the local cache; compared with the "
-        "target of the training; its name is written where a form names the target",
-        group="what is written",
-        metavar="MODEL",
-        holds=Kind.TARGET,
-    )
-    draft_vocab_size: int | None = option(
-        None,
-        help="write a smaller draft that can propose only this many tokens, those of its own that "
-        "are most frequent in --data. The rows of its head are kept or dropped, never changed",
-        group=_SMALLER,
-        metavar="N",
-    )
-    draft_vocab: str | None = file_option(_SMALLER)
-    draft_vocab_coverage: float | None = coverage_option(_SMALLER)
-    draft_vocab_from: str | None = source_option("in --data", _SMALLER)
-    data: str | None = option(
-        None,
-        help="measure on this dataset what a smaller vocabulary costs: supervised tokens that it "
-        "does not hold, and the simulated acceptance before and after",
-        group=_SMALLER,
-        metavar="DIR",
-        dataset="read",
-        holds=Kind.DATASET,
-    )
-    check: bool = option(
-        False,
-        help="report what every engine would make of the draft; without --out, only that",
-        group="what is checked",
-    )
-
-    def __post_init__(self) -> None:
-        if self.out is None and not self.check:
-            raise ConfigError("nothing to do: give --out with --format, or --check")
-        if self.out is not None and self.format is None:
-            raise ConfigError(f"--out {self.out} needs --format: {', '.join(FORMATS)}")
-        self._check_vocabulary()
-
-    @property
-    def prunes(self) -> bool:
-        """Whether the draft gets a smaller vocabulary."""
-        return any(getattr(self, name) is not None for name in CHOICES)
-
-    def _check_vocabulary(self) -> None:
-        names = (*CHOICES, "draft_vocab_from")
-        check_choice({name: getattr(self, name) for name in names})
-        at_least(self, 1, "draft_vocab_size")
-        counted = self.prunes and self.draft_vocab is None
-        if counted and self.data is None and self.draft_vocab_from is None:
-            raise ConfigError(
-                "a size or share does not say which tokens to keep: add --data DIR or "
-                "--draft-vocab-from DATA, in which they are counted"
-            )
-        for name in ("data", "draft_vocab_from"):
-            if getattr(self, name) is not None and not self.prunes:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} has no effect without --draft-vocab-size, "
-                    "--draft-vocab or --draft-vocab-coverage"
-                )

@@ -1,8 +1,8 @@
-"""The options that choose a draft's vocabulary, of `fit` and of `export`. No torch here."""
+"""The options that choose the vocabulary of a new draft. No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -16,17 +16,6 @@ DRAFT = more("the draft")
 
 PATHS = ("draft_vocab", "draft_vocab_from")
 """Options that are paths of this machine; a draft's config.json does not repeat them."""
-
-
-class VocabularyChoice(Protocol):
-    """What decides a draft vocabulary; see the options of these names."""
-
-    @property
-    def draft_vocab_size(self) -> int | None: ...
-    @property
-    def draft_vocab(self) -> str | None: ...
-    @property
-    def draft_vocab_coverage(self) -> float | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

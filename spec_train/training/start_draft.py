@@ -148,7 +148,7 @@ def _require_vocabulary(options: Any, loaded: Draft, fresh: Draft, folder: Path)
         raise DraftError(
             f"--init-from {folder}: the draft has a vocabulary of its own, with other tokens than "
             f"--{asked[0].replace('_', '-')} chooses; leave that out, or prune the draft with "
-            "`spec-train export --draft-vocab` first"
+            "`spec-train export --draft-vocab-size` first"
         )
 
 

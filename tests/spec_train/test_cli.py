@@ -230,13 +230,13 @@ def test_every_command_names_the_next_one_and_it_runs(data, tmp_path, capsys):
     assert command == ["spec-train", "eval", "--draft", str(run), "--data", str(data)]
     assert main(command[1:]) == 0
     command = next_command(capsys.readouterr().err)
-    assert command == ["spec-train", "export", "--draft", str(run), "--check"]
+    assert command == ["spec-train", "export", "--draft", str(run)]
     assert main(command[1:]) == 0
     command = next_command(capsys.readouterr().err)
     assert command[:5] == ["spec-train", "export", "--draft", str(run), "--format"]
     assert main(["export", "--draft", str(run), "--format", "hf", "--out", str(out)]) == 0
     command = next_command(capsys.readouterr().err)
-    assert command == ["spec-train", "export", "--draft", str(out), "--check"]
+    assert command == ["spec-train", "export", "--draft", str(out)]
     assert main(command[1:]) == 0
 
 
@@ -248,16 +248,11 @@ def test_a_yaml_file_configures_a_run(data, tmp_path):
 
 
 def test_the_command_after_an_export_serves_the_draft():
-    from types import SimpleNamespace
-
-    from spec_train.evaluation.exporting import command_after
+    from spec_train.evaluation.exporting import _serve_words
     from spec_train.formats.draft_card import Serving
-    from spec_train.options.command_options import ExportConfig
 
-    config = ExportConfig(draft="R", format="vllm", out="O", target="T")
     serving = Serving("E", ("convert T", 'serve T --config \'{"model": "O"}\''))
-    checked = SimpleNamespace(servings=[serving, Serving("F", ("other",))])
-    assert command_after(config, checked) == ["serve", "T", "--config", '{"model": "O"}']
+    words = _serve_words(Path("O"), [serving, Serving("F", ("other",))])
+    assert words == ["serve", "T", "--config", '{"model": "O"}']
     for found in ([], [Serving("P", ("import t", "t.run()"), language="python")]):
-        none = SimpleNamespace(servings=found)
-        assert command_after(config, none) == ["spec-train", "export", "--draft", "O", "--check"]
+        assert _serve_words(Path("O"), found) == ["spec-train", "export", "--draft", "O"]

@@ -1,4 +1,4 @@
-"""Biases of a draft follow the target's config; who drops them is said by fit and by --check."""
+"""Biases of a draft follow the target's config; who drops them is said by fit and by export."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+import spec_train
 from spec_train.drafts import DRAFTS
-from spec_train.evaluation.exporting import check_draft
 from spec_train.formats.preflight import REFUSE, refusing
-from spec_train.options.command_options import ExportConfig
 from spec_train.options.shape_options import LayerOptions
 from spec_train.training.setup import fit
 from tests.current_families import current_config
@@ -60,7 +59,7 @@ def test_a_draft_has_the_biases_of_its_target_and_fit_names_who_drops_them(
     assert len(said) == bool(dropped)
     assert all(engine in said[0] for engine in dropped)
 
-    checked = check_draft(ExportConfig(draft=str(tmp_path / "run"), check=True))
+    checked = spec_train.export(draft=str(tmp_path / "run"))
     for engine, findings in checked.findings.items():
         of_bias = [f for f in findings if "attention_bias" in f.text]
         name = findings[0].engine

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 
+import spec_train
 from spec_data.models import families
 from spec_data.models.families import DraftSpec
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import DRAFTS, draft_class, load_draft
 from spec_train.drafts.eagle3.draft import Eagle3Draft
-from spec_train.evaluation.exporting import run_export
-from spec_train.options.command_options import ExportConfig
 from spec_train.training.setup import fit
 from tests.spec_data.runs import run, save_target, write_corpus
 from tests.spec_train import flat
@@ -47,8 +46,8 @@ def test_fit_and_load_draft_use_the_class_of_the_family(tmp_path: Path, monkeypa
     folder = tmp_path / "run" / "last"
     assert type(load_draft(folder)) is OwnDraft
     with pytest.raises(DraftError, match=r"does not know .*OwnDraft, the draft class of Own"):
-        run_export(ExportConfig(draft=str(folder), format="vllm", out=str(tmp_path / "vllm")))
-    run_export(ExportConfig(draft=str(folder), format="hf", out=str(tmp_path / "hf")))
+        spec_train.export(draft=str(folder), format="vllm", out=str(tmp_path / "vllm"))
+    spec_train.export(draft=str(folder), format="hf", out=str(tmp_path / "hf"))
     assert type(load_draft(tmp_path / "hf")) is OwnDraft
 
 

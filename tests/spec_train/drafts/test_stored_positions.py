@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+import spec_train
 from spec_data.models import families
 from spec_data.options.dataset_options import VerifyConfig
 from spec_data.report import dataset_text
@@ -18,8 +19,6 @@ from spec_data.shards.files import dump_json
 from spec_data.shards.position_data import POSITIONS, Positions, load_positions
 from spec_data.shards.schema import Manifest, RopeRecord, fingerprint
 from spec_train.drafts import DRAFTS, load_draft
-from spec_train.evaluation.exporting import run_export
-from spec_train.options.command_options import ExportConfig
 from spec_train.training.setup import fit
 from tests.spec_data.runs import run, save_target, verify, write_corpus
 from tests.spec_train import flat
@@ -167,8 +166,8 @@ def test_a_draft_of_a_config_that_lies_has_the_rope_of_the_data(
     assert loaded.config.positions["inv_freq"] == stored.of_draft.inv_freq.tolist()
     # engines compute rope from config.json, so no form for them is written
     with pytest.raises(DraftError, match="no rope settings express"):
-        run_export(ExportConfig(draft=str(folder), format="vllm", out=str(tmp_path / "vllm")))
-    run_export(ExportConfig(draft=str(folder), format="hf", out=str(tmp_path / "hf")))
+        spec_train.export(draft=str(folder), format="vllm", out=str(tmp_path / "vllm"))
+    spec_train.export(draft=str(folder), format="hf", out=str(tmp_path / "hf"))
     again = load_draft(tmp_path / "hf")
     assert torch.equal(again.rotary.inv_freq, stored.of_draft.inv_freq)
 
@@ -242,7 +241,7 @@ def test_a_draft_of_longrope_has_the_factors_of_the_capture(tmp_path: Path, fact
     table = found.of_draft
     assert (table.factors, table.limit) == (factors, 4096)
     folder = fitted(tmp_path / "data")
-    run_export(ExportConfig(draft=str(folder), format="vllm", out=str(tmp_path / "vllm")))
+    spec_train.export(draft=str(folder), format="vllm", out=str(tmp_path / "vllm"))
     for place in (folder, tmp_path / "vllm"):
         draft = load_draft(place)
         assert draft.config.positions == {"factors": factors}

@@ -18,7 +18,6 @@ from spec_train.cli import main
 from spec_train.drafts.vocabulary import choose_draft_vocabulary, prune, smallest_vocabulary
 from spec_train.formats.vocabulary_maps import read_vocabulary
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import ExportConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS, DSparkOptions, Eagle3Options
 from spec_train.options.presets import with_preset
 from tests.factory import tiny_dataset
@@ -240,7 +239,7 @@ def test_a_draft_to_start_from_keeps_its_vocabulary(data, runs, tmp_path):
     other = torch.cat([same[:-1], torch.tensor([i for i in range(VOCAB) if i not in same][-1:])])
     (tmp_path / "other.json").write_text(json.dumps(other.tolist()))
     given = {"init_from": runs["eagle3", 40]}
-    with pytest.raises(DraftError, match="other tokens than --draft-vocab chooses"):
+    with pytest.raises(DraftError, match="with other tokens than"):
         fit("eagle3", data, tmp_path / "a", draft_vocab=tmp_path / "other.json", **given)
     run = fit("eagle3", data, tmp_path / "b", draft_vocab=runs["eagle3", 40], **given)
     assert torch.equal(load_draft(run.directory / "last").draft_ids, same)
@@ -329,50 +328,40 @@ def test_export_prunes_and_prints_what_it_costs(runs, data, tmp_path, capsys):
 
 
 def test_export_in_python_returns_the_cost(runs, data, tmp_path):
-    (tmp_path / "v.json").write_text(json.dumps(KEPT.tolist()))
     made = spec_train.export(
-        runs["dspark", 0], tmp_path / "small", format="hf", draft_vocab=tmp_path / "v.json",
-        data=data,
-    )  # fmt: skip
+        runs["dspark", 0], tmp_path / "small", "hf", draft_vocab_size=20, data=data
+    )
     assert made.pruning is not None
-    assert (made.pruning["tokens_before"], made.pruning["tokens"]) == (VOCAB, len(KEPT))
-    assert made.pruning["coverage_before"] == 1.0 > made.pruning["coverage"] > 0
+    assert (made.pruning.tokens_before, made.pruning.tokens) == (VOCAB, 20)
+    assert made.pruning.coverage_before == 1.0 > made.pruning.coverage > 0
     whole = spec_train.simulate_acceptance(runs["dspark", 0], data)
     small = spec_train.simulate_acceptance(tmp_path / "small", data, split="all")
-    assert made.pruning["acceptance_before"] == whole.acceptance_length
+    assert made.pruning.acceptance_before == whole.acceptance_length
     assert small.acceptance_length >= 1
     share = spec_train.export(runs["peagle", 0], draft_vocab_coverage=0.5, data=data)
-    assert 0.5 <= share.pruning["coverage"] < 0.6
-    alone = spec_train.export(runs["dflash", 40], draft_vocab=_half(runs, tmp_path), target=None)
-    assert alone.pruning["coverage"] is None
-
-
-def _half(runs, tmp_path) -> Path:
-    ids = read_vocabulary(runs["dflash", 40], VOCAB)[::2]
-    (tmp_path / "half.json").write_text(json.dumps(ids.tolist()))
-    return tmp_path / "half.json"
+    assert 0.5 <= share.pruning.coverage < 0.6
 
 
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"draft_vocab_size": 9}, "which tokens to keep: add --data"),
-        ({"draft_vocab_coverage": 0.9}, "which tokens to keep: add --data"),
-        ({"data": "d"}, "--data has no effect without"),
-        ({"draft_vocab_from": "d"}, "--draft-vocab-from has no effect without"),
-        ({"draft_vocab_size": 9, "draft_vocab": "f"}, "each of them chooses"),
-        ({"draft_vocab_size": 0, "data": "d"}, "expected at least 1"),
+        ({"draft_vocab_size": 9}, "which tokens to keep: add data"),
+        ({"draft_vocab_coverage": 0.9}, "which tokens to keep: add data"),
+        ({"data": "DATA"}, "data has no effect without"),
+        ({"draft_vocab_size": 9, "draft_vocab_coverage": 0.9, "data": "DATA"}, "each of them"),
+        ({"draft_vocab_size": 0, "data": "DATA"}, "draft_vocab_size 0"),
+        ({"draft_vocab_coverage": 1.5, "data": "DATA"}, "draft_vocab_coverage 1.5"),
     ],
 )
-def test_export_options_that_mean_nothing_are_refused(given, named):
+def test_export_options_that_mean_nothing_are_refused(runs, data, given, named):
+    given = {name: data if value == "DATA" else value for name, value in given.items()}
     with pytest.raises(ConfigError, match=named):
-        ExportConfig(draft="d", check=True, **given)
+        spec_train.export(runs["dspark", 0], **given)
 
 
 def test_a_vocabulary_that_prunes_nothing_is_refused(runs, data, tmp_path):
-    for given in ({"draft_vocab_size": 40}, {"draft_vocab": str(runs["eagle3", 40])}):
-        with pytest.raises(ConfigError, match="nothing to prune"):
-            spec_train.export(runs["eagle3", 40], data=data, **given)
+    with pytest.raises(ConfigError, match="nothing to prune"):
+        spec_train.export(runs["eagle3", 40], data=data, draft_vocab_size=40)
     with pytest.raises(DraftError, match="the draft itself holds only"):
         spec_train.export(runs["eagle3", 40], data=data, draft_vocab_coverage=1.0)
     flat.fit("eagle", data, tmp_path / "e", steps=1, seq_len=48, device="cpu", validation=0.2)

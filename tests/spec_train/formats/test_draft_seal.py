@@ -137,7 +137,7 @@ def test_every_command_refuses_it(
     commands = [
         ["eval", "--draft", str(own), "--data", data],
         ["export", "--draft", str(own), "--format", "vllm", "--out", out],
-        ["export", "--draft", str(own), "--check"],
+        ["export", "--draft", str(own)],
         ["fit", "eagle3", "--data", data, "--out", out, "--init-from", str(own), "--seq-len", "64"],
     ]
     for command in commands:

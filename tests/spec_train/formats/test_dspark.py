@@ -8,13 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import spec_train
 from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, load_draft
-from spec_train.evaluation.exporting import run_export
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import ExportConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.setup import fit
@@ -68,7 +67,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def written(own: Path, form: str, out: Path, target: Path) -> Path:
-    run_export(ExportConfig(draft=str(own), format=form, out=str(out), target=str(target)))
+    spec_train.export(draft=str(own), format=form, out=str(out), target=str(target))
     return out
 
 
@@ -270,7 +269,7 @@ def test_the_preflight_knows_the_engines_rules(
         own = saved(
             dataset, head, tmp_path / f"{kind}{len(list(tmp_path.iterdir()))}", kind, **changes
         )
-        checked = run_export(ExportConfig(draft=str(own), check=True, target=str(target)))
+        checked = spec_train.export(draft=str(own), target=str(target))
         return {
             engine: [f"{f.level}: {f.text}" for f in findings]
             for engine, findings in checked.findings.items()

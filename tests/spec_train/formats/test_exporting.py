@@ -9,15 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import spec_train
 from spec_data.shards.errors import ConfigError, DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
 from spec_train.drafts import load_draft
 from spec_train.evaluation import exporting as export_module
-from spec_train.evaluation.exporting import run_export
 from spec_train.formats.target_facts import read_target
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import ExportConfig
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.setup import fit
@@ -33,7 +32,7 @@ own, target = own_draft.own, own_draft.target
 
 def findings(folder: Path, **options: Any) -> dict[str, list[tuple[str, str]]]:
     """Level and text of every finding, by engine."""
-    found = run_export(ExportConfig(draft=str(folder), check=True, **options)).findings
+    found = spec_train.export(draft=str(folder), **options).findings
     return {engine: [(f.level, f.text) for f in some] for engine, some in found.items()}
 
 
@@ -197,7 +196,7 @@ def test_speculators_needs_a_name_for_the_target(own: Path, tmp_path: Path, capl
     assert written["verifier"]["name_or_path"] == name
     assert f"the target is named {name}" in caplog.text
     edit(own, spec_train={"origin": {}})
-    with pytest.raises(ConfigError, match="pass --target"):
+    with pytest.raises(ConfigError, match="pass target"):
         export(own, "speculators", tmp_path / "out")
     with pytest.raises(MissingError, match="no such directory"):
         export(own, "speculators", tmp_path / "out", "/nowhere/at/all")
@@ -205,15 +204,14 @@ def test_speculators_needs_a_name_for_the_target(own: Path, tmp_path: Path, capl
 
 def test_the_command_line(own: Path, tmp_path: Path, target: Path, capsys: Any) -> None:
     common = ["export", "--draft", str(own), "--target", str(target)]
-    assert main([*common, "--check"]) == 0
+    assert main(common) == 0
     printed = capsys.readouterr().out
     for engine in ("vLLM 0.33.0", "SGLang 0.5.23", "llama.cpp 0.5.0", "speculators 0.9.0"):
         assert engine in printed
-    assert main([*common, "--check", "--format", "deepspec"]) == 2
-    assert main([*common, "--check", "--format", "vllm"]) == 0
+    assert main([*common, "--format", "deepspec"]) == 2
+    assert main([*common, "--format", "vllm"]) == 0
     assert main([*common, "--format", "vllm", "--out", str(tmp_path / "out")]) == 0
     assert same_draft(own, tmp_path / "out")
-    assert main(common) == 2
     assert main([*common, "--out", str(tmp_path / "more")]) == 2
     assert not (tmp_path / "more").exists()
 

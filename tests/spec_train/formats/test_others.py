@@ -8,13 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import spec_train
 from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, load_draft
-from spec_train.evaluation.exporting import run_export
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import ExportConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from tests.factory import tiny_llama
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
@@ -163,7 +162,7 @@ def test_sglang_gets_the_bias_that_it_would_make_up(
     assert torch.equal(tensors["fc.bias"], torch.zeros(32))
     raw, tensors = read(export(own, "vllm", tmp_path / "vllm", target))
     assert raw["architectures"] == ["EagleLlamaForCausalLM"] and "fc.bias" not in tensors
-    found = run_export(ExportConfig(draft=str(own), check=True)).findings
+    found = spec_train.export(draft=str(own)).findings
     assert "--format sglang" in found["sglang"][0].text
     assert found["llama.cpp"][0].level == "refuse"
 

@@ -5,17 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import spec_train
 from spec_data.models.engines import engines, served
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
-from spec_train.evaluation.exporting import check_draft
 from spec_train.formats.draft_card import draft_card, servings
 from spec_train.formats.draft_files import DraftFiles, write_files
 from spec_train.formats.forms import with_facts_in, write_form
 from spec_train.formats.preflight import OF_TARGET, OK, REFUSE, SPEC_TRAIN, WARN, Subject, preflight
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import ExportConfig
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
 
@@ -75,7 +74,7 @@ def test_what_the_files_say_of_their_target_is_known(
 
     draft = build_draft("eagle3", dataset, head)
     draft.save_pretrained(tmp_path / "any name")
-    found = check_draft(ExportConfig(draft=str(tmp_path / "any name"), check=True)).findings
+    found = spec_train.export(draft=str(tmp_path / "any name")).findings
     assert not [f.text for f in found["spec-train"] if "decoder blocks is unknown" in f.text]
     assert not [f.text for f in found["vllm"] if "any name" in f.text or "method" in f.text]
     own = draft.files(torch.float32, "x")
@@ -84,5 +83,5 @@ def test_what_the_files_say_of_their_target_is_known(
     written = write_form(bare, "vllm", TargetFacts())
     config = {k: v for k, v in written.config.items() if k != "spec_train"}
     write_files(DraftFiles(config | {"num_target_layers": 4}, written.tensors, "x"), tmp_path / "p")
-    found = check_draft(ExportConfig(draft=str(tmp_path / "p"), check=True)).findings
+    found = spec_train.export(draft=str(tmp_path / "p")).findings
     assert not [f.text for f in found["spec-train"] if "decoder blocks is unknown" in f.text]

@@ -1,7 +1,7 @@
 """What engines read of the windows in exported files, by readers written from their sources.
 
-`export --check` must refuse a draft for an engine exactly where its reader finds another attention
-than the draft was trained with.
+`export` must refuse a draft for an engine exactly where its reader finds another attention than the
+draft was trained with.
 """
 
 from pathlib import Path

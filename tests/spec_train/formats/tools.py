@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
+import spec_train
 from spec_train.drafts import load_draft
-from spec_train.evaluation.exporting import run_export
-from spec_train.options.command_options import ExportConfig
 
 
 def vllm_states(config: dict[str, Any], blocks: int) -> list[int]:
@@ -46,11 +45,7 @@ ENGINES: dict[str, Callable[[dict[str, Any], int], list[int]]] = {
 
 def export(draft: Path, form: str, out: Path, target: Path | str | None = None) -> Path:
     """Run the export; return `out`."""
-    run_export(
-        ExportConfig(
-            draft=str(draft), format=form, out=str(out), target=str(target) if target else None
-        )
-    )
+    spec_train.export(draft, out, form, target)
     return out
 
 

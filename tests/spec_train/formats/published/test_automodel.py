@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+import spec_train
 from spec_train.drafts.unroll import Unroll
-from spec_train.evaluation.exporting import run_export
-from spec_train.options.command_options import ExportConfig
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.published.tiny import VD, H, L, V
 
@@ -128,6 +127,6 @@ def test_eagle1_predicts_the_states_of_its_own_class(
     want = tiny.eagle_states(tensors, tokens, states, facts.embedding)
     tiny.assert_same(found, want)
     tiny.assert_same(trained_states(draft, tokens, states), want)  # what a fit goes on from
-    engines = run_export(ExportConfig(draft=str(folder), check=True)).findings
+    engines = spec_train.export(draft=str(folder)).findings
     for engine in ("vllm", "sglang"):  # none has these norms
         assert [f.level for f in engines[engine]].count("refuse") == 2

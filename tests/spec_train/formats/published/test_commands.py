@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+import spec_train
 from spec_train.drafts import load_draft
-from spec_train.evaluation.exporting import run_export
 from spec_train.evaluation.report import draft_to_measure, run_eval
-from spec_train.options.command_options import EvalConfig, ExportConfig
+from spec_train.options.command_options import EvalConfig
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.training.tools import OPTIONS, Training, run
@@ -92,8 +92,7 @@ def test_fit_goes_on_from_it(place: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["vllm", "sglang", "speculators"])
 def test_export_writes_it_for_an_engine(place: Path, tmp_path: Path, form: str) -> None:
     out, target = tmp_path / form, str(place / "target")
-    given = ExportConfig(draft=str(place / "draft"), format=form, out=str(out), target=target)
-    checked = run_export(given)
+    checked = spec_train.export(place / "draft", out, form, target)
     assert "refuse" not in [finding.level for finding in checked.findings[form]]
     tensors = tiny.read_tensors(out)
     ids = tensors["d2t"] + torch.arange(SIZE)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+import spec_train
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
-from spec_train.evaluation.exporting import find_target, run_export
+from spec_train.evaluation.exporting import find_target
 from spec_train.evaluation.report import run_eval
-from spec_train.options.command_options import EvalConfig, ExportConfig
+from spec_train.options.command_options import EvalConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.setup import fit
@@ -100,8 +101,7 @@ def test_fit_goes_on_from_it(place: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["vllm", "sglang"])
 def test_export_writes_it_for_an_engine(place: Path, tmp_path: Path, form: str) -> None:
     out, target = tmp_path / form, str(place / "target")
-    given = ExportConfig(draft=str(place / "draft"), format=form, out=str(out), target=target)
-    checked = run_export(given)
+    checked = spec_train.export(place / "draft", out, form, target)
     assert "refuse" not in [finding.level for finding in checked.findings[form]]
     raw, facts = tiny.read_config(out), find_target(target)
     assert raw["target_layer_ids"] == [0, 2] and raw["sliding_window"] == 6
@@ -113,7 +113,5 @@ def test_export_writes_it_for_an_engine(place: Path, tmp_path: Path, form: str) 
 def test_a_form_that_vllm_would_misread_is_refused(place: Path, tmp_path: Path) -> None:
     """vLLM makes every layer of a speculators file causal, or none."""
     draft, target = str(place / "draft"), str(place / "target")
-    out = str(tmp_path / "out")
-    given = ExportConfig(draft=draft, format="speculators", out=out, target=target)
     with pytest.raises(DraftError, match="causal attention in the full layers"):
-        run_export(given)
+        spec_train.export(draft, tmp_path / "out", "speculators", target)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+import spec_train
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
-from spec_train.evaluation.exporting import run_export
-from spec_train.options.command_options import ExportConfig
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.published.tiny import H, L, V
 
@@ -81,7 +80,7 @@ def test_what_is_read_can_be_written_back(tmp_path: Path) -> None:
     torch.manual_seed(42)
     facts = tiny.target()
     folder = tiny.write(tmp_path / "draft", CONFIG, published(facts))
-    run_export(ExportConfig(draft=str(folder), format="deepspec", out=str(tmp_path / "out")))
+    spec_train.export(draft=str(folder), format="deepspec", out=str(tmp_path / "out"))
     old, new = load_draft(folder), load_draft(tmp_path / "out")
     assert old.config == new.config
     for name, value in old.state_dict().items():

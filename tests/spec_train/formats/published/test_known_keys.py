@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+import spec_train
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
-from spec_train.evaluation.exporting import run_export
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.names import HARMLESS, READ, unread_keys
-from spec_train.options.command_options import ExportConfig
 from tests.spec_train.formats.published import (
     test_automodel,
     test_deepspec,
@@ -63,7 +62,7 @@ def test_an_unknown_key_is_named_when_the_draft_is_read(folder: Path, caplog: An
 
 
 def test_check_does_not_call_such_a_draft_sound(folder: Path) -> None:
-    found = run_export(ExportConfig(draft=str(folder), check=True)).findings["spec-train"]
+    found = spec_train.export(draft=str(folder)).findings["spec-train"]
     assert "ok" not in [finding.level for finding in found]
     (text,) = [f.text for f in found if "residual_power" in f.text]
     assert "another draft than the one that was trained" in text

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import spec_train
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
-from spec_train.evaluation.exporting import run_export
-from spec_train.options.command_options import ExportConfig
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.published.tiny import VD
 
@@ -89,11 +88,11 @@ def test_a_bias_of_fc_is_served_by_sglang_only(tmp_path: Path) -> None:
     torch.manual_seed(16)
     facts = tiny.target()
     folder = tiny.write(tmp_path / "draft", EAGLE, eagle_draft("with a bias of fc", facts))
-    found = run_export(ExportConfig(draft=str(folder), check=True)).findings
+    found = spec_train.export(draft=str(folder)).findings
     assert "a bias of fc" in found["vllm"][0].text and found["vllm"][0].level == "refuse"
     assert "refuse" not in [finding.level for finding in found["sglang"]]
     out = tmp_path / "sglang"
-    run_export(ExportConfig(draft=str(folder), format="sglang", out=str(out)))
+    spec_train.export(draft=str(folder), format="sglang", out=str(out))
     old, new = load_draft(folder), load_draft(out)
     assert old.config == new.config and torch.equal(old.fc.bias, new.fc.bias)
 

@@ -1,4 +1,4 @@
-"""The column "served by" of docs/published-drafts.md is what `export --check` says of each form."""
+"""The column "served by" of docs/published-drafts.md is what `export` reports of each form."""
 
 from collections.abc import Callable
 from pathlib import Path

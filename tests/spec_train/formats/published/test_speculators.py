@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+import spec_train
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
-from spec_train.evaluation.exporting import run_export
-from spec_train.options.command_options import ExportConfig
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.published.tiny import VD, H, V
 
@@ -160,12 +159,12 @@ def test_what_is_read_can_be_written_for_vllm(tmp_path: Path, form: str) -> None
     for written in ("hf",) if form == "gelu" else ("speculators", "hf"):
         out = tmp_path / written
         given = {"target": None} if written == "hf" else {"target": "Some/Target"}
-        run_export(ExportConfig(draft=str(folder), format=written, out=str(out), **given))
+        spec_train.export(draft=str(folder), format=written, out=str(out), **given)
         old, new = load_draft(folder), load_draft(out)
         assert old.config == new.config and old.options == new.options
         for name, value in old.state_dict().items():
             assert torch.equal(value, new.state_dict()[name]), name
-        found = run_export(ExportConfig(draft=str(out), check=True)).findings["spec-train"]
+        found = spec_train.export(draft=str(out)).findings["spec-train"]
         assert not [f.text for f in found if "keys that engines read" in f.text]
 
 
