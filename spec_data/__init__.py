@@ -14,13 +14,14 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
         export_dataset,
         generate,
         status,
-        verify,
     )
     from spec_data.capture.model import Target
     from spec_data.capture.target_batch import TargetBatch
     from spec_data.commands.hub import pull, push
+    from spec_data.commands.inspect import inspect
     from spec_data.commands.regenerate import regenerate
     from spec_data.commands.report import write_report
+    from spec_data.commands.verify import verify
     from spec_data.commands.views import DerivedDataset, copy, join, merge, recode, select
     from spec_data.conversion.export import ExportedStates
     from spec_data.generation.status import Status
@@ -30,10 +31,10 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from spec_data.results import (
         EstimateResult,
         GenerateResult,
-        VerifyReport,
     )
     from spec_data.shards.errors import SpecDataError
     from spec_data.shards.reader import HiddenStatesDataset, open_dataset
+    from spec_data.verification.findings import VerifyReport
 
 __version__ = "0.1.0"
 
@@ -45,7 +46,8 @@ _PUBLIC = {
     "regenerate": "spec_data.commands.regenerate",
     "convert": "spec_data.api",
     "export_dataset": "spec_data.api",
-    "verify": "spec_data.api",
+    "verify": "spec_data.commands.verify",
+    "inspect": "spec_data.commands.inspect",
     "write_report": "spec_data.commands.report",
     "ExportedStates": "spec_data.conversion.export",
     "push": "spec_data.commands.hub",
@@ -59,7 +61,7 @@ _PUBLIC = {
     "EstimateResult": "spec_data.results",
     "GenerateResult": "spec_data.results",
     "RegenerateResult": "spec_data.regeneration.result",
-    "VerifyReport": "spec_data.results",
+    "VerifyReport": "spec_data.verification.findings",
     "SpecDataError": "spec_data.shards.errors",
     "select": "spec_data.commands.views",
     "merge": "spec_data.commands.views",
@@ -80,6 +82,7 @@ __all__ = [
     "push",
     "pull",
     "verify",
+    "inspect",
     "write_report",
     "Pushed",
     "Pulled",

@@ -17,15 +17,13 @@ from spec_data.estimation import estimate_size, estimate_text
 from spec_data.generation.run import generate as run_generation
 from spec_data.generation.status import Status, read_status
 from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import EstimateConfig, GenerateConfig
 from spec_data.report import dataset_text
-from spec_data.results import EstimateResult, GenerateResult, VerifyReport
+from spec_data.results import EstimateResult, GenerateResult
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.likelihood_text import suspicions
 from spec_data.shards.schema import Manifest
 from spec_data.terminal.keywords import from_keywords, takes_options
-from spec_data.verification.run import examine
 
 AnyPath = str | Path
 
@@ -232,37 +230,3 @@ def export_dataset(path: AnyPath, to: str, out: AnyPath, **options: Any) -> Expo
     given = {"data": path, "to": to, "out": out, **options}
     config = from_keywords(ExportDataConfig, given, "export_dataset")
     return run_export(path, to, Path(out), config.layer_ids)
-
-
-@takes_options(VerifyConfig, without=("data",))
-def verify(path: AnyPath, target: AnyPath | None = None, **options: Any) -> VerifyReport:
-    """Prove a dataset, from the checksums up to a fresh forward of its target.
-
-    Args:
-        path: the dataset directory.
-        target: also run this model on sampled documents and compare every stored column.
-        options: those of `spec-data verify`, listed below.
-
-    Returns:
-        What was proven and what failed; `ok` is True if nothing failed.
-
-    Raises:
-        SpecDataError: the dataset cannot be opened, or `target` is no model. Damage inside a
-        dataset is no error: it is in `failures`.
-
-    >>> report = spec_data.verify("data", target="target", samples=4)
-    >>> report.ok, report.failures
-    (True, ())
-    """
-    given = {"data": path, "target": target, **options}
-    found = examine(from_keywords(VerifyConfig, given, "verify"))
-    return VerifyReport(
-        path=Path(path),
-        ok=not found.failures,
-        facts=tuple(found.facts),
-        failures=tuple(found.failures),
-        warnings=tuple(found.warnings),
-        figures=found.figures,
-        fingerprint=found.fingerprint,
-        text=found.text(),
-    )

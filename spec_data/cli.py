@@ -11,8 +11,10 @@ from typing import Any
 
 import spec_data
 from spec_data.commands.hub import pull, push
+from spec_data.commands.inspect import inspect
 from spec_data.commands.regenerate import regenerate
 from spec_data.commands.report import write_report
+from spec_data.commands.verify import verify
 from spec_data.commands.views import copy, join, merge, recode, select
 from spec_data.conversion_commands import (
     CONVERT_TEXTS,
@@ -22,7 +24,7 @@ from spec_data.conversion_commands import (
     run_export,
 )
 from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
-from spec_data.options.dataset_options import InspectConfig, SealConfig, StatusConfig, VerifyConfig
+from spec_data.options.dataset_options import SealConfig, StatusConfig
 from spec_data.options.generate_options import EstimateConfig, GenerateConfig
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.urls import scheme_of
@@ -34,7 +36,6 @@ from spec_data.terminal.console import (
     add_completion_option,
     run_cli,
     say_next,
-    use_colour,
 )
 from spec_data.terminal.paths import check_file_to_write
 
@@ -77,12 +78,6 @@ _STATUS = """\
 Print how far `generate` is in a directory: finished units, tokens per second, the time that is
 left, what each worker does, and what failed. It reads files of the directory, so it runs on any
 machine that sees them, and changes nothing."""
-_INSPECT = """\
-Print what is inside a dataset, or one document with its supervised tokens marked."""
-_VERIFY = """\
-Prove a dataset: checksums of every file and document, consistent masks, finite states, logits
-computed again from the stored states, and with --target a fresh forward of sampled documents.
-Each line states what was found and the bound that it must keep. Exit code 1 if a check fails."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -108,8 +103,6 @@ def build_parser() -> argparse.ArgumentParser:
         ("convert", ConvertConfig, *CONVERT_TEXTS),
         ("seal", SealConfig, "--out DIR", "finish the dataset of several workers", _SEAL, ""),
         ("status", StatusConfig, "DIR", "print how far a generation is", _STATUS, ""),
-        ("inspect", InspectConfig, "DIR", "print what is inside a dataset", _INSPECT, ""),
-        ("verify", VerifyConfig, "DIR [--target MODEL]", "prove a dataset", _VERIFY, ""),
         ("export", ExportDataConfig, *EXPORT_TEXTS),
     ):
         command = commands.add_parser(
@@ -135,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-_JSON = ("estimate", "status", "inspect", "verify")
+_JSON = ("estimate", "status")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -150,6 +143,8 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 PROGRAM = Program("spec-data", _DESCRIPTION, _EXAMPLES, spec_data.__version__)
+PROGRAM.add(inspect)
+PROGRAM.add(verify)
 PROGRAM.add(write_report, name="report")
 PROGRAM.add(
     regenerate,
@@ -321,42 +316,6 @@ def _append(file: str, line: str) -> None:
 _WATCH_SECONDS = 2.0
 
 
-def _inspect(args: argparse.Namespace) -> int:
-    config = resolve(InspectConfig, args)
-    from spec_data.report import dataset_facts, dataset_text, document_facts, document_text
-    from spec_data.shards.reader import HiddenStatesDataset
-
-    dataset = HiddenStatesDataset(config.data)
-    if config.doc is None:
-        _show(args, dataset_text(dataset.manifest), lambda: dataset_facts(dataset))
-        say_next("spec-data", "inspect", config.data, "--doc", "0")
-    else:
-        document = document_facts(dataset, config.doc)
-        _show(args, document_text(document, use_colour(config.color)), lambda: document)
-        _say_fit(config.data)
-    return 0
-
-
-def _verify(args: argparse.Namespace) -> int:
-    config = resolve(VerifyConfig, args)
-    from spec_data.verification.run import examine
-
-    findings = examine(config)
-    _show(args, findings.text(), findings.to_json)
-    if findings.failures:
-        return 1
-    _say_fit(config.data)
-    return 0
-
-
-def _say_fit(data: str) -> None:
-    """Name the command that trains on a dataset."""
-    from spec_data.report import draft_to_fit
-
-    draft, run = draft_to_fit(data)
-    say_next("spec-train", "fit", draft, "--data", data, "--out", run)
-
-
 _KEPT = {"generate": _kept, "convert": kept_conversion}
 _COMMANDS = {
     "estimate": _estimate,
@@ -365,6 +324,4 @@ _COMMANDS = {
     "export": run_export,
     "seal": _seal,
     "status": _status,
-    "inspect": _inspect,
-    "verify": _verify,
 }

@@ -83,25 +83,3 @@ class GenerateResult:
 
     def __str__(self) -> str:
         return self.text
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyReport:
-    """The outcome of `verify`: `ok` if nothing failed."""
-
-    path: Path
-    ok: bool
-    facts: tuple[str, ...]
-    """What was proven, in words."""
-    failures: tuple[str, ...]
-    """What is wrong: shard, row, document and column, in words."""
-    warnings: tuple[str, ...]
-    """What needs attention although the dataset is sound: answers that are not the target's,
-    another tokenizer of the target, a file that does not belong to the dataset."""
-    figures: dict[str, dict[str, float]]
-    """Measured differences by name: what was "found" and what is "allowed"."""
-    fingerprint: str
-    text: str = field(repr=False)
-
-    def __str__(self) -> str:
-        return self.text

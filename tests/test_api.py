@@ -18,7 +18,6 @@ import spec_data.api
 import spec_train
 import spec_train.api
 from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, MissingError, OptionError
 from spec_data.terminal.keywords import from_keywords
@@ -125,7 +124,6 @@ def test_every_function_is_documented_and_typed(function):
     [
         (spec_data.generate, GenerateConfig, {"dry_run"}),
         (spec_data.estimate, GenerateConfig, {"dry_run"}),
-        (spec_data.verify, VerifyConfig, {"data"}),
         (spec_data.convert, ConvertConfig, {"data", "dry_run"}),
         (spec_data.export_dataset, ExportDataConfig, {"data"}),
         (spec_train.evaluate, EvalConfig, set()),

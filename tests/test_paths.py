@@ -59,7 +59,6 @@ DATA_COMMANDS = [
     ("estimate --target t --corpus c --out o --json", "--json"),
     ("generate --target t --corpus c --out o --log-file", "--log-file"),
     ("seal --out", "--out"),
-    ("verify d --target", "--target"),
 ]
 TRAIN_COMMANDS = [
     ("fit eagle3 --data d --out", "--out"),

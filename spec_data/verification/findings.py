@@ -1,6 +1,6 @@
 """Collect what verify found, and read what a dataset declares about its columns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,21 +11,38 @@ from torch import Tensor
 from spec_data.shards.errors import SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import predicts_supervised
+from spec_data.terminal.command import Result
 
 _SHOWN = 20
 
 
-@dataclass
-class Findings:
-    """The results of the checks: failures, warnings, one fact per check without a failure."""
+@dataclass(kw_only=True)
+class VerifyReport(Result):
+    """What `verify` proved and found. Damage inside a dataset is no error: it is in `failures`."""
 
-    data: str = ""
-    fingerprint: str = ""
+    data: str
+    fingerprint: str
+    proven: list[str] = field(default_factory=list)
+    """What was proven, in words: one line per check without a failure."""
     failures: list[str] = field(default_factory=list)
-    facts: list[str] = field(default_factory=list)
+    """What is wrong: shard, row, document and column, in words."""
     warnings: list[str] = field(default_factory=list)
+    """What needs attention although the dataset is sound: answers that are not the target's,
+    another tokenizer of the target, a file that does not belong to the dataset."""
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
-    _failures_before: int = 0
+    """Measured differences by name: what was "found" and what is "allowed"."""
+    next_command: Sequence[str] = ()
+    _failures_before: int = field(default=0, repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return not self.failures
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        """1 with failures, else 0."""
+        return int(not self.ok)
 
     def check(self, check: Callable[[], None]) -> None:
         """Run a check. If it cannot read the data, that is a failure, and verify continues."""
@@ -46,37 +63,28 @@ class Findings:
     def passed(self, fact: str) -> None:
         """Add what the current check has proven, unless it has a failure."""
         if len(self.failures) == self._failures_before:
-            self.facts.append(fact)
+            self.proven.append(fact)
 
     def measured(self, name: str, found: float, allowed: float) -> str:
         """Keep a figure and its bound; return both in words."""
         self.figures[name] = {"found": found, "allowed": allowed}
         return f"{found:.1e} (allowed {allowed:.1e})"
 
-    def text(self) -> str:
-        """Describe every fact, the first warnings and failures and the verdict, one line each."""
-        lines = [f"ok    {fact}" for fact in self.facts]
-        for word, found in (("warn", self.warnings), ("FAIL", self.failures)):
-            lines += [f"{word}  {message}" for message in found[:_SHOWN]]
-            if len(found) > _SHOWN:
-                lines.append(f"{word}  and {len(found) - _SHOWN} more")
+    def __str__(self) -> str:
+        lines = [f"ok    {fact}" for fact in self.proven]
+        for word, messages in (("warn", self.warnings), ("FAIL", self.failures)):
+            lines += [f"{word}  {message}" for message in messages[:_SHOWN]]
+            if len(messages) > _SHOWN:
+                lines.append(f"{word}  and {len(messages) - _SHOWN} more")
+        verdict = f"verified, fingerprint {self.fingerprint[:16]}"
         if self.failures:
-            lines.append(f"{self.data}: {len(self.failures)} failures")
-        else:
-            lines.append(f"{self.data}: verified, fingerprint {self.fingerprint[:16]}")
-        return "\n".join(lines)
+            verdict = f"{len(self.failures)} failures"
+        return "\n".join([*lines, f"{self.data}: {verdict}"])
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values: verdict, facts, warnings, failures, and figures with bounds."""
-        return {
-            "data": self.data,
-            "verified": not self.failures,
-            "fingerprint": self.fingerprint,
-            "facts": self.facts,
-            "warnings": self.warnings,
-            "failures": self.failures,
-            "figures": self.figures,
-        }
+    def facts(self) -> dict[str, Any]:
+        """Return plain values: verdict, what was proven, warnings, failures, and figures."""
+        names = ("data", "fingerprint", "proven", "warnings", "failures", "figures")
+        return {"verified": self.ok} | {name: getattr(self, name) for name in names}
 
 
 def stored_tokens(dataset: HiddenStatesDataset, name: str, row: dict[str, Any]) -> Tensor:

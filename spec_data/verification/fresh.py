@@ -19,14 +19,14 @@ from spec_data.shards.position_data import load_positions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, TEACHERS, Manifest, layer_column
 from spec_data.terminal.progress import progress
-from spec_data.verification.findings import Findings, declared_error, stored_tokens
+from spec_data.verification.findings import VerifyReport, declared_error, stored_tokens
 
 # Largest plausible rounding difference between two kernels, relative, by the dtype of capture.
 STATE_TOLERANCE = {"float32": 6e-3, "float16": 1e-2, "bfloat16": 5e-2}
 LOGIT_TOLERANCE = {"float32": 2e-2, "float16": 2e-2, "bfloat16": 4e-2}
 
 
-def check_identity(manifest: Manifest, path: Path, trust: bool, findings: Findings) -> None:
+def check_identity(manifest: Manifest, path: Path, trust: bool, findings: VerifyReport) -> None:
     """Compare the model in `path` with the target that the manifest records, fact by fact.
 
     What decides the states is a failure. Another tokenizer or chat template is a warning: the
@@ -55,7 +55,7 @@ def check_identity(manifest: Manifest, path: Path, trust: bool, findings: Findin
 
 
 def check_positions(
-    dataset: HiddenStatesDataset, target: TargetBackend, findings: Findings
+    dataset: HiddenStatesDataset, target: TargetBackend, findings: VerifyReport
 ) -> None:
     """Compare the stored rotary frequencies and final norm with those of `target`."""
     stored = load_positions(dataset.path, dataset.manifest)
@@ -74,7 +74,7 @@ def check_positions(
 
 
 def check_fresh(
-    dataset: HiddenStatesDataset, sampled: list[int], target: TargetBackend, findings: Findings
+    dataset: HiddenStatesDataset, sampled: list[int], target: TargetBackend, findings: VerifyReport
 ) -> None:
     """Compare sampled documents with what `target` computes for them now.
 
@@ -119,7 +119,7 @@ def compare_states(
     name: str,
     fresh: Tensor,
     where: str,
-    findings: Findings,
+    findings: VerifyReport,
 ) -> tuple[float, float]:
     """Return the relative difference of a column from `fresh`, both [T, H], and its bound.
 
@@ -148,7 +148,7 @@ def compare_states(
 
 
 def _compare_logits(
-    dataset: HiddenStatesDataset, document: dict, logits: Tensor, where: str, findings: Findings
+    dataset: HiddenStatesDataset, document: dict, logits: Tensor, where: str, findings: VerifyReport
 ) -> float:
     """Compare argmax, logsumexp, top-k and full logits with fresh logits, float32 [T, V].
 

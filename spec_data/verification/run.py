@@ -17,7 +17,6 @@ ones that the manifest names. A "row" is the position of a document in its shard
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,10 +24,9 @@ import torch
 from torch import Tensor
 
 from spec_data.capture.backend import BackendOptions, open_backend
-from spec_data.capture.tensor_parallel import leading
 from spec_data.models.devices import check_devices, usable_device
 from spec_data.models.resolve import local_directory, resolve_model
-from spec_data.options.dataset_options import VerifyConfig
+from spec_data.options.placement_options import Spread
 from spec_data.shards.codec_tables import error_text
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.likelihood import Agreement
@@ -37,7 +35,7 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import FINAL, apply_head, logit_error
 from spec_data.terminal.progress import progress
 from spec_data.verification.directory import check_files
-from spec_data.verification.findings import Findings, declared_error, stored_tokens
+from spec_data.verification.findings import VerifyReport, declared_error, stored_tokens
 from spec_data.verification.fresh import (
     LOGIT_TOLERANCE,
     check_fresh,
@@ -55,7 +53,7 @@ from spec_data.verification.fresh import (
 _COLUMNS = ("input_ids", "loss_mask", "target_argmax")
 
 
-def check_first_choices(dataset: HiddenStatesDataset, findings: Findings) -> None:
+def check_first_choices(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
     """Compare first choices and supervised tokens of each source with the manifest.
 
     What generation found suspicious becomes a warning.
@@ -85,7 +83,7 @@ def check_first_choices(dataset: HiddenStatesDataset, findings: Findings) -> Non
 
 
 def _compare(
-    name: str, first: int, tokens: int, measured: Agreement | None, findings: Findings
+    name: str, first: int, tokens: int, measured: Agreement | None, findings: VerifyReport
 ) -> None:
     """Compare the counts of one source with the manifest."""
     if measured is None or (first, tokens) != (measured.first_choice, measured.tokens):
@@ -107,81 +105,83 @@ median."""
 _FEW_TOKENS = 8  # have no median that could be judged
 
 
-def examine(config: VerifyConfig) -> Findings:
-    """Run every check of a dataset and return the findings.
+def examine(
+    data: str,
+    target: str | None = None,
+    *,
+    samples: int = 16,
+    backend: str = "hf",
+    device: str = "auto",
+    spread: Spread | None = None,
+    tensor_parallel: int = 1,
+    engine_memory: float = 0.8,
+    trust: bool = False,
+) -> VerifyReport:
+    """Run every check of a dataset.
+
+    Args:
+        data: the dataset.
+        target: also run this model on the sampled documents; None: only its own files are read.
+        samples: documents that are computed again.
+        backend, device, spread, tensor_parallel, engine_memory, trust: of the target, see
+            `BackendOptions`; `device` also computes logits.
 
     Raises:
-        SpecDataError: the dataset cannot be opened, `--target` is not a model, or `--device` is not
+        SpecDataError: the dataset cannot be opened, `target` is not a model, or `device` is not
             usable here.
     """
-    with leading(config.spread):
-        return _examine(config)
-
-
-def _examine(config: VerifyConfig) -> Findings:
-    """Run every check in this process; see `examine`."""
-    check_devices(config.device, config.spread.device_map)  # before any work
-    dataset = HiddenStatesDataset(config.data)
+    spread = spread or Spread()
+    check_devices(device, spread.device_map)  # before any work
+    dataset = HiddenStatesDataset(data)
     path = None
-    if config.target is not None:  # report a wrong name before any work
-        local = local_directory(config.target) is not None
-        revision = None if local else dataset.manifest.target.revision
-        path, _ = resolve_model(config.target, revision)
-    findings = Findings(data=config.data, fingerprint=dataset.manifest.fingerprint)
+    if target is not None:  # report a wrong name before any work
+        local = local_directory(target) is not None
+        path, _ = resolve_model(target, None if local else dataset.manifest.target.revision)
+    findings = VerifyReport(data=data, fingerprint=dataset.manifest.fingerprint)
     findings.check(lambda: check_files(dataset, findings))
     findings.check(lambda: _check_chunks(dataset, findings))
-    if not findings.failures:
+    if findings.ok:
         findings.check(lambda: _check_codecs(dataset, findings))
-    if not findings.failures:
-        findings.check(lambda: _check_documents(dataset, findings))
-        findings.check(lambda: check_first_choices(dataset, findings))
-        sampled = sample_documents(len(dataset), config.samples, config.seed)
-        findings.check(lambda: _check_logits(dataset, sampled, config.device, findings))
-        if path is not None:
-            _verify_target(dataset, sampled, path, config, findings)
-    return findings
-
-
-def _verify_target(
-    dataset: HiddenStatesDataset,
-    sampled: list[int],
-    path: Path,
-    config: VerifyConfig,
-    findings: Findings,
-) -> None:
-    """Check the identity of the target in `path`, then run the fresh forward."""
-    recorded = dataset.manifest.target
-    trust = config.trust_remote_code
+    if not findings.ok:
+        return findings
+    findings.check(lambda: _check_documents(dataset, findings))
+    findings.check(lambda: check_first_choices(dataset, findings))
+    sampled = sample_documents(len(dataset), samples)
+    findings.check(lambda: _check_logits(dataset, sampled, device, findings))
+    if path is None:
+        return findings
     findings.check(lambda: check_identity(dataset.manifest, path, trust, findings))
-    if findings.failures:
-        return
+    if not findings.ok:
+        return findings
+    recorded = dataset.manifest.target
     # The attention of another engine is none of transformers, and the reverse.
-    by_transformers = recorded.backend == config.backend == "hf"
+    by_transformers = recorded.backend == backend == "hf"
     options = BackendOptions(
         path=path,
         layers=dataset.manifest.layers,
         dtype=recorded.dtype,
-        device=config.device,
+        device=device,
         attn=recorded.attn if by_transformers else "auto",
         trust_remote_code=trust,
         rope_factors=recorded.rope_factors,
-        spread=config.spread,
+        spread=spread,
         longest=int(dataset.lengths.max()),
-        tensor_parallel=config.vllm_tensor_parallel,
-        engine_memory=config.vllm_memory,
+        tensor_parallel=tensor_parallel,
+        engine_memory=engine_memory,
     )
-    with closing(open_backend(config.backend, options)) as target:
-        findings.check(lambda: check_positions(dataset, target, findings))
-        findings.check(lambda: check_fresh(dataset, sampled, target, findings))
+    with closing(open_backend(backend, options)) as opened:
+        findings.check(lambda: check_positions(dataset, opened, findings))
+        findings.check(lambda: check_fresh(dataset, sampled, opened, findings))
+    return findings
 
 
-def sample_documents(count: int, samples: int, seed: int) -> list[int]:
-    """Return `samples` different indices of documents, ascending; the same for the same seed."""
-    rng = np.random.default_rng(seed)
+def sample_documents(count: int, samples: int) -> list[int]:
+    """Return `samples` different indices of documents, ascending, drawn alike every time."""
+    rng = np.random.default_rng(0)
     return sorted(rng.choice(count, size=min(samples, count), replace=False).tolist())
 
 
-def _check_chunks(dataset: HiddenStatesDataset, findings: Findings) -> None:
+def _check_chunks(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
     """Check every field of every stored document; continue after a shard that cannot be read."""
     _ = dataset.lengths  # the index has the names of the documents
     shards = [
@@ -203,7 +203,7 @@ def _check_chunks(dataset: HiddenStatesDataset, findings: Findings) -> None:
     findings.passed(f"checksums of every column of {stored:,} documents")
 
 
-def _check_codecs(dataset: HiddenStatesDataset, findings: Findings) -> None:
+def _check_codecs(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
     """Check the codec tables by reading them; report the error of each lossy column."""
     _ = dataset.tables
     for column in dataset.manifest.columns:
@@ -214,7 +214,7 @@ def _check_codecs(dataset: HiddenStatesDataset, findings: Findings) -> None:
             )
 
 
-def _check_documents(dataset: HiddenStatesDataset, findings: Findings) -> None:
+def _check_documents(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
     """Check index, mask, turns, token ids and the states of every token of every document."""
     vocab = dataset.manifest.vocab_size
     bar = progress(total=int(dataset.lengths.sum()), desc="states", unit="tok", leave=False)
@@ -257,7 +257,7 @@ def _rows(dataset: HiddenStatesDataset) -> Iterator[tuple[int, dict[str, Any], s
         yield index, dataset[index], f"{at.shard.record.file} row {at.place.row}"
 
 
-def _check_states(value: Tensor, tokens: Tensor, where: str, findings: Findings) -> None:
+def _check_states(value: Tensor, tokens: Tensor, where: str, findings: VerifyReport) -> None:
     """Check that `value`, [T] or [T, W], is finite, and not constant at `tokens`, bool [T]."""
     low, high = (value, value) if value.ndim == 1 else (value.amin(-1), value.amax(-1))
     bad = ~(torch.isfinite(low) & torch.isfinite(high))
@@ -268,7 +268,7 @@ def _check_states(value: Tensor, tokens: Tensor, where: str, findings: Findings)
 
 
 def _check_logits(
-    dataset: HiddenStatesDataset, sampled: list[int], device: str, findings: Findings
+    dataset: HiddenStatesDataset, sampled: list[int], device: str, findings: VerifyReport
 ) -> None:
     """Compare argmax and logsumexp with head(hidden.final), or with the stored logits.
 
@@ -336,7 +336,7 @@ def _check_logits(
     )
 
 
-def _check_topk(dataset: HiddenStatesDataset, sampled: list[int], findings: Findings) -> None:
+def _check_topk(dataset: HiddenStatesDataset, sampled: list[int], findings: VerifyReport) -> None:
     """Compare the stored top-k ids and logits, [T, K] each, with argmax and logsumexp, [T] each."""
     for index in sampled:
         row = dataset[index]

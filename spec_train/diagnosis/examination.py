@@ -17,7 +17,6 @@ import torch
 from spec_data.models.devices import compute_dtype, usable_device
 from spec_data.models.families import block_count, text_table
 from spec_data.models.resolve import cached_model, local_directory
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import DatasetError, DraftError, SpecDataError
 from spec_data.shards.identity import compare
 from spec_data.shards.likelihood_text import figures_text, suspicions
@@ -330,7 +329,7 @@ def _data_checks(dataset: HiddenStatesDataset, place: str, device: str) -> list[
         text = f"run `spec-data verify {place}`: {size / 1e9:.0f} GB"
         return [undecided("data", text), agreement]
     try:
-        found = verify_dataset(VerifyConfig(data=place, device=device))
+        found = verify_dataset(place, device=device)
     except SpecDataError as error:
         return [judged("data", [str(error)]), agreement]
     warnings = [] if found.failures else [w for w in found.warnings if "first choice" not in w]

@@ -24,7 +24,6 @@ from spec_data.capture import vllm_engine, vllm_worker
 from spec_data.capture.backend import BackendOptions, open_backend
 from spec_data.capture.mask_forms import REQUESTS, SINGLE
 from spec_data.generation.run import generate
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 from spec_data.verification.run import examine
@@ -180,11 +179,9 @@ def test_the_dataset_is_that_of_transformers(
     assert max(proof.values()) < (1e-4 if dtype == "float32" else 0.1)
     for backend in ("hf", "vllm"):
         report = examine(
-            VerifyConfig(
                 data=str(tmp_path / "vllm"), target=str(place[0]), samples=6,
                 device="cpu", backend=backend,
-            )
-        )  # fmt: skip
+            )  # fmt: skip
         assert not report.failures, report.failures
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pyarrow as pa
 from xxhash import xxh3_64
 
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, row_checksums
 from spec_data.shards.errors import SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
@@ -98,6 +97,6 @@ def read_everything(data: Path) -> None:
 
 def verify_everything(data: Path) -> None:
     """Run `verify`; its failures are an error here."""
-    found = examine(VerifyConfig(data=str(data), device="cpu", samples=2))
+    found = examine(data=str(data), device="cpu", samples=2)
     if found.failures:
         raise SpecDataError("; ".join(found.failures))

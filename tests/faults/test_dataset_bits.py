@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import SpecDataError
 from spec_data.verification.run import examine
 from spec_train.options.draft_options import Eagle3Options
@@ -84,7 +83,7 @@ def same(name: str, a: Path, b: Path) -> bool:
 def verified(data: Path) -> list[str]:
     """What `verify` says is wrong: failures and warnings, or why it cannot begin."""
     try:
-        found = examine(VerifyConfig(data=str(data), device="cpu", samples=2))
+        found = examine(data=str(data), device="cpu", samples=2)
     except SpecDataError as error:
         return [str(error)]
     return found.failures + found.warnings

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from spec_data.generation.run import generate
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.verification.run import examine
 from tests.families import tiny_model
@@ -71,11 +70,11 @@ def with_teacher(row: dict) -> torch.Tensor:
     return torch.tensor([t + 1 < len(mask) and bool(mask[t + 1]) for t in range(len(mask))])
 
 
-def verify(config: VerifyConfig) -> int:
-    """Run every check and print the findings; return 0 if all pass, else 1."""
-    findings = examine(config)
-    print(findings.text())
-    return 1 if findings.failures else 0
+def verify(**given) -> int:
+    """Run every check and print the report; return 0 if all pass, else 1."""
+    report = examine(**given)
+    print(report)
+    return report.exit_code
 
 
 PAUSED = """

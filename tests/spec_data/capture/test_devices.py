@@ -22,7 +22,6 @@ from spec_data.models.devices import usable_device
 from spec_data.models.loading import check_tied_places
 from spec_data.models.placement import device_of, shares_weight, whole
 from spec_data.models.reading import load_config
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import EstimateConfig, GenerateConfig
 from spec_data.options.placement_options import Spread
 from spec_data.shards.errors import ConfigError, SpecDataError
@@ -136,9 +135,6 @@ def test_contradicting_options_are_refused(changes, message):
     needed = {"target": "t", "corpus": ("c",), "out": "o"}
     with pytest.raises(ConfigError, match=message):
         GenerateConfig(**needed | changes)
-    if "workers" not in changes:
-        with pytest.raises(ConfigError, match=message):
-            VerifyConfig(data="d", **changes)
 
 
 def test_tensor_parallelism_asks_for_torchrun(monkeypatch):
@@ -202,7 +198,7 @@ def test_two_processes_capture_one_target(tmp_path):
             terms = network(LAYERS)
             close(row[name].float(), other[name].float(), terms=terms, stored=torch.bfloat16)
     assert ours.manifest.head == theirs.manifest.head
-    found = examine(VerifyConfig(data=str(tmp_path / "both"), target=str(target), samples=4))
+    found = examine(data=str(tmp_path / "both"), target=str(target), samples=4)
     assert not found.failures
 
 

@@ -10,7 +10,6 @@ import torch
 from spec_data.capture.backend import BACKENDS, BackendOptions, open_backend
 from spec_data.capture.hf_backend import HFBackend
 from spec_data.capture.mask_forms import SINGLE
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import GenerateConfig
 from tests.spec_data.capture.backend_contract import (
     BackendContract,
@@ -62,7 +61,7 @@ class TestOfAShiftedBackend:
             )
 
 
-@pytest.mark.parametrize("config", [GenerateConfig, VerifyConfig])
-def test_the_option_names_every_backend(config):
-    (choices,) = [f.metadata["choices"] for f in dataclasses.fields(config) if f.name == "backend"]
+def test_the_option_names_every_backend():
+    fields = dataclasses.fields(GenerateConfig)
+    (choices,) = [f.metadata["choices"] for f in fields if f.name == "backend"]
     assert tuple(choices) == tuple(BACKENDS)

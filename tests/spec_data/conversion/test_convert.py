@@ -16,7 +16,6 @@ from spec_data.conversion import run as conversion
 from spec_data.conversion.export import export_dataset
 from spec_data.conversion.run import convert, plan_conversion
 from spec_data.options.conversion_options import ConvertConfig
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.report import dataset_text
 from spec_data.shards.errors import (
     ConfigError,
@@ -72,7 +71,7 @@ def check_states(path, samples, exact=True):
 
 def test_a_converted_dataset_has_the_stored_states_and_verifies(data, target, samples, capsys):
     check_states(data, samples)
-    assert verify(VerifyConfig(data=str(data), target=str(target), samples=4, device="cpu")) == 0
+    assert verify(data=str(data), target=str(target), samples=4, device="cpu") == 0
     assert "fresh forward of 4 documents" in capsys.readouterr().out
     raw = json.loads((data / "manifest.json").read_text())
     found = raw["target"]["converted"]
@@ -88,7 +87,7 @@ def test_states_before_the_norm_become_final_states(tmp_path, target, samples):
     out = tmp_path / "set"
     convert(options(target, src, out, "speculators"))
     check_states(out, samples, exact=False)
-    assert verify(VerifyConfig(data=str(out), target=str(target), samples=3, device="cpu")) == 0
+    assert verify(data=str(out), target=str(target), samples=3, device="cpu") == 0
 
 
 def test_a_sample_that_was_not_compared_is_found_by_verify(tmp_path, target, samples, capsys):
@@ -99,7 +98,7 @@ def test_a_sample_that_was_not_compared_is_found_by_verify(tmp_path, target, sam
     planted = [replace(s, layers=states) if i == wrong else s for i, s in enumerate(samples)]
     convert(options(target, write.specforge(tmp_path / "src", planted), tmp_path / "set"))
     given = {"data": str(tmp_path / "set"), "target": str(target)}
-    assert verify(VerifyConfig(**given, samples=12, device="cpu")) == 1
+    assert verify(**given, samples=12, device="cpu") == 1
     assert "differs from a fresh forward" in capsys.readouterr().out
 
 

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 import spec_data
 from spec_data.cli import main
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import ConfigError, CorpusError
 from spec_data.shards.files import dump_json
 from spec_data.shards.likelihood import Agreement, DocumentFigures
@@ -141,7 +140,7 @@ def test_ids_of_another_tokenizer_are_refused_early_and_a_flag_goes_on(trained, 
     assert made.agreement["foreign.jsonl"].nll > math.log(391) + 1
     for text in (made.text, (tmp_path / "data" / "README.md").read_text()):
         assert "not this tokenizer's" in text
-    found = examine(VerifyConfig(data=str(tmp_path / "data"), device="cpu"))
+    found = examine(data=str(tmp_path / "data"), device="cpu")
     assert not found.failures
     assert any("not this tokenizer's" in w for w in found.warnings)
 

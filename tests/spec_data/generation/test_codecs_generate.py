@@ -14,7 +14,6 @@ import spec_data.generation.calibrate as calibrate_module
 from spec_data.estimation import Estimate, estimate_text
 from spec_data.generation.fitting import fitting
 from spec_data.generation.setup import make_plan, set_up
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.report import dataset_text
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
@@ -105,7 +104,7 @@ def test_what_a_codec_cannot_meet_goes_to_a_finer_one(
         target, corpus, tmp_path / "finer", codec="lm4c", **one_unit
     )  # it is what was asked for
     assert again.fingerprint == manifest.fingerprint
-    assert verify(VerifyConfig(data=str(tmp_path / "finer"), device="cpu")) == 0
+    assert verify(data=str(tmp_path / "finer"), device="cpu") == 0
 
 
 def test_what_no_codec_can_meet_is_stored_in_bf16(target, corpus, tmp_path, monkeypatch):
@@ -116,7 +115,7 @@ def test_what_no_codec_can_meet_is_stored_in_bf16(target, corpus, tmp_path, monk
     assert manifest.codec is None and not (tmp_path / "data" / "codec.safetensors").exists()
     columns = [c for c in manifest.columns if "hidden" in c.name]
     assert all(list(c.instead_of) == ["lm4c", "lm6c", "int8c"] for c in columns)
-    assert verify(VerifyConfig(data=str(tmp_path / "data"), device="cpu", target=str(target))) == 0
+    assert verify(data=str(tmp_path / "data"), device="cpu", target=str(target)) == 0
 
 
 def test_states_with_a_large_mean_are_no_task_for_fp8(corpus, tmp_path, caplog):
@@ -154,8 +153,8 @@ def test_inspect_shows_the_error_of_the_codecs(mixed):
 
 
 def test_verify_passes_and_reports_tables_of_another_dataset(mixed, target, tmp_path, capsys):
-    given = VerifyConfig(data=str(mixed), device="cpu", target=str(target), samples=40)
-    assert verify(given) == 0
+    given = {"data": str(mixed), "device": "cpu", "target": str(target), "samples": 40}
+    assert verify(**given) == 0
     out = capsys.readouterr().out
     assert "hidden.L0: lm4c: error / channel variance" in out and "FAIL" not in out
     file = mixed / "codec.safetensors"
@@ -164,7 +163,7 @@ def test_verify_passes_and_reports_tables_of_another_dataset(mixed, target, tmp_
         tables = load_file(file)
         tables["hidden.L0.mean"][3] += 1
         save_file(tables, file)
-        assert verify(given) == 1
+        assert verify(**given) == 1
         assert "FAIL  codec.safetensors: sha256" in capsys.readouterr().out
         with pytest.raises(DatasetError, match="another dataset"):
             _ = HiddenStatesDataset(mixed)[0]

@@ -14,7 +14,6 @@ import spec_data
 from spec_data.capture.model import Target
 from spec_data.cli import main
 from spec_data.generation.sealing import seal_directory
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, TargetError
 from spec_data.shards.follow import FollowedDataset
@@ -69,7 +68,7 @@ def test_the_union_is_captured_and_recorded(place):
         "dspark": BLOCK,
         "eagle": (),
     }
-    assert verify(VerifyConfig(data=str(place / "both"), target=str(place / "target"))) == 0
+    assert verify(data=str(place / "both"), target=str(place / "target")) == 0
     old = spec_data.open_dataset(place / "old")
     assert not old.manifest.draft_layers
     for name in old.columns:  # --for changes which layers there are, not what is in them
@@ -80,7 +79,7 @@ def test_a_dataset_for_eagle_alone_has_no_layer(place, tmp_path, caplog):
     dataset = spec_data.open_dataset(place / "eagle")
     assert dataset.manifest.layers == ()
     assert [name for name in dataset.columns if name.startswith("hidden")] == ["hidden.final"]
-    assert verify(VerifyConfig(data=str(place / "eagle"), target=str(place / "target"))) == 0
+    assert verify(data=str(place / "eagle"), target=str(place / "target")) == 0
     fitted(place, tmp_path, "eagle", "eagle", caplog)
     with pytest.raises(DraftError, match="no captured layer"):
         flat.fit("eagle3", place / "eagle", tmp_path / "run", steps=1, device="cpu")

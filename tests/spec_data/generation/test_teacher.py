@@ -4,7 +4,6 @@ import pytest
 import torch
 from msgspec import structs
 
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import TEACHERS
 from tests.spec_data.runs import (
@@ -54,4 +53,4 @@ def test_a_teacher_at_every_token_agrees_with_one_where_it_is_read(
                 assert torch.equal(a[name][there], b[name][there])
     figures = [structs.asdict(m.agreement.total) for m in (some, every)]
     assert figures[0] == pytest.approx(figures[1], rel=1e-4)
-    assert verify(VerifyConfig(data=str(tmp_path / "some"), target=str(target), device="cpu")) == 0
+    assert verify(data=str(tmp_path / "some"), target=str(target), device="cpu") == 0

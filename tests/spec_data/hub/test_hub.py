@@ -17,7 +17,6 @@ from spec_data.hub import hub_calls
 from spec_data.hub.hub_card import hub_card, size_category
 from spec_data.hub.pull import pull
 from spec_data.hub.push import push, staged_folder
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
@@ -74,7 +73,7 @@ def test_what_is_pushed_comes_back_byte_for_byte_and_verifies(pushed, data, tmp_
     assert found.documents == 12 and digests(out) == digests(data)
     assert pushed.downloads[-1] == "manifest.json"
     assert not any(name.startswith("documents/") for name in pushed.downloads)
-    assert verify(VerifyConfig(data=str(out), samples=2, device="cpu")) == 0
+    assert verify(data=str(out), samples=2, device="cpu") == 0
     assert "warning" not in capsys.readouterr().out
 
 

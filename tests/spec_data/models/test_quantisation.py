@@ -21,7 +21,6 @@ from spec_data.generation import setup as generation_setup
 from spec_data.generation.run import generate
 from spec_data.models.loading import load_model
 from spec_data.models.quantisation import check_head, quantisation_of
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import TargetError
 from spec_data.shards.reader import HiddenStatesDataset
@@ -103,8 +102,8 @@ def test_datasets_verify_and_fit_say_that_the_target_was_quantised(fp8, tmp_path
     said = "fp8, 8 bits, dequantised when it was loaded"
     assert str(manifest.target.quantised_as) == said
     assert manifest.identity["quantization"]["quant_method"] == "fp8"
-    found = examine(VerifyConfig(data=str(tmp_path / "data"), target=str(folder), samples=3))
-    assert not found.failures and f"captured quantised: {said}" in found.text()
+    found = examine(data=str(tmp_path / "data"), target=str(folder), samples=3)
+    assert not found.failures and f"captured quantised: {said}" in str(found)
     caplog.set_level(logging.INFO)
     flat.fit(*("eagle3", tmp_path / "data", tmp_path / "run"), steps=1, seq_len=64, device="cpu")
     assert f"captured quantised: {said}" in caplog.text

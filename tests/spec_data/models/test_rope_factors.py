@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine
@@ -56,8 +55,8 @@ def test_every_document_has_the_chosen_factors(choice, target, tmp_path, caplog)
         assert close(row["hidden.L4"], states(target, row["input_ids"], used))
         other = "short" if used == "long" else "long"
         assert not close(row["hidden.L4"], states(target, row["input_ids"], other))
-    checked = VerifyConfig(data=str(tmp_path / "data"), target=str(target), device="cpu")
-    assert not examine(checked).failures
+    given = {"data": str(tmp_path / "data"), "target": str(target), "device": "cpu"}
+    assert not examine(**given).failures
 
 
 def test_a_long_document_decides_for_all_and_batches_decide_nothing(target, tmp_path):

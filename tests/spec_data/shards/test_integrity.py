@@ -12,7 +12,6 @@ import pytest
 import torch
 import xxhash
 
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import DatasetError, MissingError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.factory import tiny_dataset
@@ -92,7 +91,7 @@ def test_a_flipped_bit_is_named_by_reader_and_verify(data, column, capsys):
     out = {column: torch.zeros((64, 32) if "hidden" in column else 64)}
     with pytest.raises(DatasetError, match=said):
         HiddenStatesDataset(data).read_into(6, out)
-    assert verify(VerifyConfig(data=str(data), device="cpu")) == 1
+    assert verify(data=str(data), device="cpu") == 1
     out = capsys.readouterr().out
     assert f"FAIL  shards/unit-00001.arrow row 2, document {document}, column {column}" in out
     assert out.count("FAIL") == 2, out  # this and the sha256 of the shard
@@ -101,7 +100,7 @@ def test_a_flipped_bit_is_named_by_reader_and_verify(data, column, capsys):
 def test_verify_lists_all_damage(data, capsys):
     for number, column, row in [(0, "hidden.L0", 3), (0, "input_ids", 1), (2, "hidden.L2", 0)]:
         flip(shard_file(data, number), place_of(data, number, column, row)[0])
-    verify(VerifyConfig(data=str(data), device="cpu"))
+    verify(data=str(data), device="cpu")
     out = capsys.readouterr().out
     for number, column, row in [(0, "hidden.L0", 3), (0, "input_ids", 1), (2, "hidden.L2", 0)]:
         found = rf"unit-0000{number}.arrow row {row}, document"
@@ -167,14 +166,14 @@ def test_a_shard_copied_over_another_is_named(data, capsys):
     shutil.copy(shard_file(data, 2), shard_file(data, 0))
     with pytest.raises(DatasetError, match=r"this is a row of shards/unit-00002\.arrow: .*copied"):
         HiddenStatesDataset(data)[0]
-    assert verify(VerifyConfig(data=str(data), device="cpu")) == 1
+    assert verify(data=str(data), device="cpu") == 1
     assert "this is a row of shards/unit-00002.arrow" in capsys.readouterr().out
 
 
 def test_a_copy_beside_the_shards_is_not_read_and_verify_says_so(data, whole, capsys):
     shutil.copy(shard_file(data, 2), data / "shards" / "unit-00002 (copy).arrow")
     assert all(map(equal, read_all(data), read_all(whole)))
-    assert verify(VerifyConfig(data=str(data), device="cpu")) == 1
+    assert verify(data=str(data), device="cpu") == 1
     assert "FAIL  shards/unit-00002 (copy).arrow: not a file of this" in capsys.readouterr().out
 
 

@@ -16,7 +16,6 @@ import torch
 
 import spec_data
 from spec_data.cli import main
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards import remote, storage
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
@@ -271,7 +270,7 @@ def test_damage_in_the_storage_is_named(system):
     with pytest.raises(DatasetError, match=r"some data/shards/unit-00001.arrow: damaged: its SHA"):
         _ = dataset[7 + 2]
     assert dataset[0]["doc_id"] and len(copies()) == 1
-    found = examine(VerifyConfig(data=URL, device="cpu", samples=2))
+    found = examine(data=URL, device="cpu", samples=2)
     assert hashlib.sha256(shard).hexdigest()[:16] in found.failures[0]
     assert all("unit-00001.arrow" in failure for failure in found.failures)
 

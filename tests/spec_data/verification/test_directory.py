@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
@@ -18,7 +17,7 @@ whole, data = integrity_tools.whole, integrity_tools.data
 
 
 def found(data: Path):
-    return examine(VerifyConfig(data=str(data), device="cpu", samples=2))
+    return examine(data=str(data), device="cpu", samples=2)
 
 
 @pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
@@ -39,7 +38,7 @@ def test_an_edited_card_is_a_warning(data, whole):
     card.write_text(card.read_text() + "\nA line of mine.\n")
     result = found(data)
     assert not result.failures and "README.md: edited or damaged" in result.warnings[0]
-    assert "warn  README.md" in result.text() and result.to_json()["warnings"]
+    assert "warn  README.md" in str(result) and result.facts()["warnings"]
     card.unlink()
     assert "README.md: missing" in found(data).warnings[0]
 

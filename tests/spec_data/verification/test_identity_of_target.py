@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.errors import TargetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine
@@ -37,9 +36,7 @@ def target(place, tmp_path) -> Path:
 
 
 def verified(place: Path, target: Path):
-    found = examine(
-        VerifyConfig(data=str(place / "data"), target=str(target), samples=2, device="cpu")
-    )
+    found = examine(data=str(place / "data"), target=str(target), samples=2, device="cpu")
     (random,) = [w for w in found.warnings if "behaves like a random model" in w]  # and it is one
     found.warnings.remove(random)
     return found
@@ -90,7 +87,7 @@ def test_another_tokenizer_or_template_is_a_warning_that_names_the_fact(place, t
     template_line, tokenizer_line = found.warnings
     assert "chat_template_hash: the dataset was captured with" in template_line
     assert "tokenizer.pre_tokenizer: the dataset was captured with 'Sequence " in tokenizer_line
-    assert "warn  " in found.text() and found.to_json()["warnings"] == found.warnings
+    assert "warn  " in str(found) and found.facts()["warnings"] == found.warnings
 
 
 def test_identities_are_compared_as_far_as_they_tell(place, target, tmp_path):

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spec_data.cli import main
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, row_checksums
 from spec_data.shards.files import sha256_file, unit_name
 from spec_data.shards.records import plain
@@ -33,7 +32,7 @@ def data(target, tmp_path):
 
 
 def failures(data: Path, capsys, **changes) -> str:
-    code = verify(VerifyConfig(data=str(data), device="cpu", **changes))
+    code = verify(data=str(data), device="cpu", **changes)
     out = capsys.readouterr().out
     assert code == int("FAIL" in out)
     return out

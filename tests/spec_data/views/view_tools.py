@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine
 
@@ -44,7 +43,7 @@ def assert_same_documents(path: Path, expected: Sequence[dict[str, Any]]) -> Non
 
 def assert_verified(path: Path) -> None:
     """Run every check of `verify`."""
-    found = examine(VerifyConfig(data=str(path), samples=4, device="cpu"))
-    assert not found.failures, found.text()
+    found = examine(data=str(path), samples=4, device="cpu")
+    assert not found.failures, str(found)
     odd = [text for text in found.warnings if "behaves like a random model" not in text]
-    assert not odd, found.text()
+    assert not odd, str(found)

@@ -12,7 +12,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import spec_train
 from spec_data.models import families
-from spec_data.options.dataset_options import VerifyConfig
 from spec_data.report import dataset_text
 from spec_data.shards.errors import DatasetError, DraftError, MissingError
 from spec_data.shards.files import dump_json
@@ -87,7 +86,7 @@ def test_a_dataset_says_how_its_target_tells_positions_apart(plain: Path) -> Non
     assert (found.kind, found.proven, found.proven_to) == ("rope", True, 256)
     assert found.tables == {"full_attention": RopeRecord(dimensions=8)}
     assert POSITIONS in manifest.files
-    assert verify(VerifyConfig(data=str(plain / "data"), device="cpu")) == 0
+    assert verify(data=str(plain / "data"), device="cpu") == 0
     loaded = load_positions(plain / "data", manifest)
     assert loaded is not None and loaded.of_draft is not None
     draft = load_draft(fitted(plain / "data"))
@@ -101,7 +100,7 @@ def test_a_flipped_bit_of_the_stored_frequencies_is_refused(data: Path, capsys) 
     (data / POSITIONS).write_bytes(raw)
     with pytest.raises(DatasetError, match=r"positions.safetensors: changed or damaged"):
         fitted(data)
-    assert verify(VerifyConfig(data=str(data), device="cpu")) == 1
+    assert verify(data=str(data), device="cpu") == 1
     assert "positions.safetensors" in capsys.readouterr().out
     (data / POSITIONS).unlink()
     with pytest.raises(MissingError, match=r"positions.safetensors"):
@@ -254,8 +253,8 @@ def test_a_draft_of_longrope_has_the_factors_of_the_capture(tmp_path: Path, fact
 
 def test_verify_compares_the_stored_frequencies_with_the_target(odd: Path, capsys) -> None:
     """Here the target's class computes what its config says, unlike when it was captured."""
-    config = VerifyConfig(data=str(odd / "data"), target=str(odd / "target"), device="cpu")
-    assert verify(config) == 1
+    given = {"data": str(odd / "data"), "target": str(odd / "target"), "device": "cpu"}
+    assert verify(**given) == 1
     assert (
         "the rotary frequencies of full_attention are not this target's" in capsys.readouterr().out
     )
