@@ -121,9 +121,9 @@ def test_every_draft_is_fitted_loaded_and_simulated(kind, here, tmp_path):
     small = {
         "eagle": {"depth": 2},
         "eagle3": {"ttt_steps": 2},
-        "peagle": {"depths": 2, "draft_layers": 1},
-        "dspark": {"block_size": 2, "num_draft_layers": 1, "mask_token_id": 3},
-        "dflash": {"block_size": 3, "num_draft_layers": 1, "mask_token_id": 3},
+        "peagle": {"depths": 2, "num_layers": 1},
+        "dspark": {"block_size": 2, "num_layers": 1, "mask_token_id": 3},
+        "dflash": {"block_size": 3, "num_layers": 1, "mask_token_id": 3},
     }[kind]
     shared = {k: v for k, v in FIT.items() if k not in ("ttt_steps", "draft_vocab_size")}
     result = flat.fit(kind, "data", tmp_path / "run", **shared | small | {"steps": 1})

@@ -78,7 +78,7 @@ def make_draft(kind: str, dataset: HiddenStatesDataset, head: TargetHead) -> Any
     drafts = {"dspark": (DSparkDraft, DSparkOptions), "dflash": (DFlashDraft, DFlashOptions)}
     cls, options = drafts[kind]
     return cls.build(
-        options(num_draft_layers=1, block_size=4, mask_token_id=63),
+        options(num_layers=1, block_size=4, mask_token_id=63),
         target_config=dataset.target_config(),
         manifest=dataset.manifest,
         head=head,

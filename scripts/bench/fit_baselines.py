@@ -105,8 +105,8 @@ def layer_by_layer(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     options, documents, states = draft.options, batch.document_ids, batch.hidden[FINAL]
     fed = states
     if draft.training and options.noise > 0:
-        fed = states + input_noise(states, documents, options.noise, options.noise_scale)
-    x = draft.fuse(shifted(batch.input_ids, batch), fed)
+        fed = states + input_noise(states, options.noise)
+    (x,) = draft.layer_inputs(shifted(batch.input_ids, batch), fed)
     cos, sin = draft.rotary.cos_sin(batch.position_ids, None, x.dtype)
     attend = attend_masked(causal_mask(documents), draft.scale)
     for layer in draft.layers:

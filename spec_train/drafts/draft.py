@@ -574,8 +574,7 @@ class AuxDraft(LayersDraft):
 
     @torch.no_grad()
     def adopt(self, head: TargetHead) -> None:
-        """Share the target's embedding and, with `head_init = "target"`, copy its head rows."""
+        """Share the target's embedding, and start with its head rows."""
         super().adopt(head)
-        if self.options.head_init == "target":
-            rows = head.head_weight[self.draft_ids] * head.spec.scale  # [Vd, H]
-            self.lm_head.weight.copy_(rows.to(self.lm_head.weight.dtype))
+        rows = head.head_weight[self.draft_ids] * head.spec.scale  # [Vd, H]
+        self.lm_head.weight.copy_(rows.to(self.lm_head.weight.dtype))

@@ -272,7 +272,7 @@ def _options(
     common: dict[str, Any] = {
         "layers": ",".join(map(str, layers)),
         "draft_vocab_size": config["draft_vocab_size"],
-        "num_draft_layers": config["num_hidden_layers"],
+        "num_layers": config["num_hidden_layers"],
         "block_size": config["block_size"],
         "layout": "anchor" if config[ANCHOR] else "mask",
         "mask_token_id": config["mask_token_id"],

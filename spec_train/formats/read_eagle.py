@@ -248,7 +248,7 @@ def _peagle_config(
         layers=",".join(map(str, layers)),
         draft_vocab_size=config["draft_vocab_size"],
         depths=depth or raw.get("num_depths") or PeagleOptions.depths,
-        draft_layers=config["num_hidden_layers"],
+        num_layers=config["num_hidden_layers"],
         mask_token_id=config["mask_token_id"],
         fc_norm=config["fc_norm"],
         **shape_options(config, PeagleOptions),

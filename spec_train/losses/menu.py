@@ -91,8 +91,7 @@ class LossKind:
     def of(cls, options: Any) -> Self:
         """Return the loss that the options of a draft name (see `loss_options`)."""
         hard = getattr(options, "compared_with", options.loss_target) != "soft"
-        scale, decay = options.lambda_scale, options.lambda_decay
-        return cls(name=options.loss, hard=hard, scale=scale, decay=decay)
+        return cls(name=options.loss, hard=hard)
 
 
 def wide(x: Tensor) -> Tensor:

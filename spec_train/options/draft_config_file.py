@@ -22,7 +22,6 @@ NESTED = ("transformer_layer_config", "dflash_config", "eagle_config")
 _MASKS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 _INPUTS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 _OUTPUTS = ("target_layer_ids", "dspark_target_layer_ids")
-_LAYERS = {"eagle": "num_layers", "eagle3": "num_layers", "peagle": "draft_layers"}
 _SAME = (
     *("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act"),
     *("qk_norm", "norm_before_fc", "norm_before_residual", "fc_norm", "norm_output"),
@@ -183,7 +182,7 @@ def _layers(raw: dict[str, Any], draft: str) -> dict[str, Any]:
     """Return the number of layers of the draft, and the captured layers that it reads."""
     count, found = raw.get("draft_num_hidden_layers", raw.get("num_hidden_layers")), {}
     if count is not None and "LlamaEagle3DraftModel" not in (raw.get("architectures") or ()):
-        found[_LAYERS.get(draft, "num_draft_layers")] = count  # AutoModel's is the target's number
+        found["num_layers"] = count  # AutoModel's is the target's number
     inputs = next((raw[name] for name in _INPUTS if raw.get(name)), None)
     outputs = next((raw[name] for name in _OUTPUTS if raw.get(name)), None)
     ids = from_block_inputs(inputs) if inputs else outputs

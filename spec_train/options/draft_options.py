@@ -12,6 +12,7 @@ from spec_data.shards.layer_ids import chosen_layers
 from spec_data.terminal.console import nearest
 from spec_data.terminal.types import NO_FLAG, ONE_TOKEN
 from spec_train.options.loss_options import (
+    AUTO,
     DRAFT,
     BlockLossOptions,
     Kind,
@@ -81,8 +82,6 @@ class Eagle3Options(PositionOptions, AuxOptions, NormOptions):
     """Normalise every captured layer before fc (EAGLE-3.1)."""
     norm_output: Annotated[bool, NO_FLAG] = False
     """Feed the normalised output back (EAGLE-3.1)."""
-    head_init: Annotated[Literal["target", "random"], NO_FLAG] = "target"
-    """Initial LM head of the draft: the target's rows, or random."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
@@ -95,7 +94,11 @@ class Eagle3Options(PositionOptions, AuxOptions, NormOptions):
             raise DraftError(f"step_decay = {self.step_decay}: above 0 and at most 1")
         self.check_loss()
         self.check_positions(self.ttt_steps)
-        self.check_one_rule("step_decay")
+        if self.position_weights != AUTO and self.step_decay != type(self).step_decay:
+            raise DraftError(
+                f"position_weights = {self.position_weights} and step_decay = {self.step_decay}: "
+                "both decide the weights of a round's tokens; give one of them"
+            )
 
 
 @Parameter(name="*")
@@ -112,8 +115,6 @@ class EagleOptions(LossOptions, LayerOptions):
     target's head."""
     noise: Annotated[float, DRAFT] = 0.1
     """Half width of the uniform noise on the input states, only in training."""
-    noise_scale: Annotated[Literal["fixed", "length"], NO_FLAG] = "fixed"
-    """Fixed: --noise as it is; length: times 512 / tokens of the document."""
     slots: Annotated[Literal["serving", "shifted"], DRAFT] = "serving"
     """Slots that have a loss. serving: known and drafted token are supervised, as when serving;
     shifted: the known token alone, as some other trainers do."""
@@ -147,13 +148,13 @@ class PeagleOptions(PositionOptions, AuxOptions, NormOptions):
 
     depths: int = 8
     """Tokens drafted by one forward; time and memory grow with it."""
-    draft_layers: Annotated[int | None, SHAPE, Parameter(name="--num-layers", metavar="N")] = None
+    num_layers: Annotated[int | None, SHAPE, Parameter(metavar="N")] = None
     """Decoder layers of the draft; fewer are faster and accept less. Not given: 4 as published, or
     for a target narrower than 2560 channels the share of its layers that 4 are of 36."""
     cod_ratio: Annotated[float, DRAFT] = 0.7
     """Conditional drop sampling: depth d keeps a share cod_ratio ** d of the slots. Lower it when
     memory runs out."""
-    cod_floor: Annotated[float, NO_FLAG] = 0.2
+    cod_floor: ClassVar[float] = 0.2
     """Smallest share of the slots that any depth keeps."""
     mask_token_id: Annotated[int, DRAFT, Parameter(metavar="ID")] = -1
     """Token that stands for the unknown ones at depth 1 and deeper; -1 chooses one that text does
@@ -166,13 +167,11 @@ class PeagleOptions(PositionOptions, AuxOptions, NormOptions):
     shifted: the known token alone, as some other trainers do."""
     fc_norm: Annotated[bool, DRAFT] = False
     """Normalise every captured layer before fc (EAGLE-3.1)."""
-    head_init: Annotated[Literal["target", "random"], NO_FLAG] = "target"
-    """Initial LM head of the draft: the target's rows, or random."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
         super().__post_init__()
-        for name in ("depths", "draft_layers", "segments"):
+        for name in ("depths", "num_layers", "segments"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DraftError(f"{name} = {value}: at least 1")
@@ -180,20 +179,13 @@ class PeagleOptions(PositionOptions, AuxOptions, NormOptions):
             raise DraftError(f"mask_token_id = {self.mask_token_id}: -1 or more")
         if not 0 < self.cod_ratio <= 1:
             raise DraftError(f"cod_ratio = {self.cod_ratio}: above 0 and at most 1")
-        if not 0 <= self.cod_floor <= 1:
-            raise DraftError(f"cod_floor = {self.cod_floor}: from 0 to 1")
         self.check_loss()
         self.check_positions(self.depths)
 
     def sized(self, hidden: int, blocks: int) -> Self:
         """Return the options with a number of layers."""
-        layers = self.draft_layers or len(self.types) or scaled_layers(4, hidden, blocks)
-        return dataclasses.replace(self, draft_layers=layers)
-
-    @property
-    def num_layers(self) -> int | None:
-        """Its layers, under EAGLE-3's name."""
-        return self.draft_layers
+        layers = self.num_layers or len(self.types) or scaled_layers(4, hidden, blocks)
+        return dataclasses.replace(self, num_layers=layers)
 
     @property
     def norm_output(self) -> bool:
@@ -213,9 +205,7 @@ class BlockOptions(BlockLossOptions, AuxOptions):
     sliding_window_non_causal: Annotated[bool, NO_FLAG] = False
     """Slots see all slots of their block in the layers of --sliding-window as well; without it they
     see only earlier ones there, as engines serve such layers by default."""
-    num_draft_layers: Annotated[int | None, SHAPE, Parameter(name="--num-layers", metavar="N")] = (
-        None
-    )
+    num_layers: Annotated[int | None, SHAPE, Parameter(metavar="N")] = None
     """Decoder layers of the draft; fewer are faster and accept less. Not given: 5 as published, or
     for a target narrower than 2560 channels the share of its layers that 5 are of 36."""
     block_size: int = 7
@@ -228,9 +218,8 @@ class BlockOptions(BlockLossOptions, AuxOptions):
     unused, else a reserved, padding or unseen one."""
     num_anchors: Annotated[int, DRAFT] = 512
     """Most blocks sampled per pack in a step. Lower it when memory runs out."""
-    loss_decay_gamma: Annotated[float, NO_FLAG] = 4.0
-    """With --position-weights auto: the d-th draft of a block, counted from 0, has the weight
-    exp(-d / gamma); 0 weighs all alike."""
+    loss_decay_gamma: ClassVar[float] = 4.0
+    """The d-th draft of a block, counted from 0, has the weight exp(-d / gamma) as published."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
@@ -241,10 +230,9 @@ class BlockOptions(BlockLossOptions, AuxOptions):
                 f"block_size = {self.block_size}: at least {least} in layout {self.layout}"
             )
         for name, value, bound in (
-            ("num_draft_layers", self.num_draft_layers, 1),
+            ("num_layers", self.num_layers, 1),
             ("num_anchors", self.num_anchors, 1),
             ("mask_token_id", self.mask_token_id, -1),
-            ("loss_decay_gamma", self.loss_decay_gamma, 0),
             ("ce_weight", self.ce_weight, 0),
             ("l1_weight", self.l1_weight, 0),
         ):
@@ -252,17 +240,11 @@ class BlockOptions(BlockLossOptions, AuxOptions):
                 raise DraftError(f"{name} = {value}: {bound} or more")
         self.check_mixture()
         self.check_positions(self.drafts_per_block)
-        self.check_one_rule("loss_decay_gamma")
 
     def sized(self, hidden: int, blocks: int) -> Self:
         """Return the options with a number of layers."""
-        layers = self.num_draft_layers or len(self.types) or scaled_layers(5, hidden, blocks)
-        return dataclasses.replace(self, num_draft_layers=layers)
-
-    @property
-    def num_layers(self) -> int | None:
-        """Its layers, under EAGLE-3's name."""
-        return self.num_draft_layers
+        layers = self.num_layers or len(self.types) or scaled_layers(5, hidden, blocks)
+        return dataclasses.replace(self, num_layers=layers)
 
     @property
     def drafts_per_block(self) -> int:
@@ -323,9 +305,8 @@ class DFlashOptions(BlockOptions):
     layout: Annotated[Literal["mask", "anchor"], NO_FLAG] = "mask"
     """Mask: the mask slots draft their own tokens, the anchor's slot none (what engines serve as
     DFlash); anchor: every slot drafts the token after its own (served as DSpark)."""
-    loss_decay_gamma: Annotated[float, NO_FLAG] = 7.0
-    """With --position-weights auto: the d-th draft of a block, counted from 0, has the weight
-    exp(-d / gamma); 0 weighs all alike."""
+    loss_decay_gamma: ClassVar[float] = 7.0
+    """The d-th draft of a block, counted from 0, has the weight exp(-d / gamma) as published."""
     ce_weight: Annotated[float, DRAFT] = 1.0
     """With --loss ce+l1: weight of the cross-entropy."""
     l1_weight: Annotated[float, DRAFT] = 0.0

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, get_args
 from cyclopts import Parameter
 
 from spec_data.shards.errors import DraftError
-from spec_data.terminal.types import NO_FLAG, ONE_TOKEN, more
+from spec_data.terminal.types import ONE_TOKEN, more
 
 TARGETS = ("soft", "hard")
 MIXED = "ce+l1"
@@ -36,17 +36,9 @@ class LossOptions:
     loss_target: Annotated[Literal["soft", "hard"], DRAFT] = "soft"
     """What the loss compares the draft with. soft: the target's distribution; hard: its most
     probable token alone."""
-    lambda_scale: Annotated[float, NO_FLAG] = 1.0
-    """With --loss lk-lambda: scale of the cross-entropy's share, 0 to 1."""
-    lambda_decay: Annotated[float, NO_FLAG] = 3.0
-    """With --loss lk-lambda: how fast that share falls as acceptance rises."""
 
     def check_loss(self) -> None:
-        """Reject values outside their range, and a loss that is infinite."""
-        if not 0 <= self.lambda_scale <= 1:  # else a share of the loss is negative
-            raise DraftError(f"lambda_scale = {self.lambda_scale}: from 0 to 1")
-        if not 0 <= self.lambda_decay < math.inf:
-            raise DraftError(f"lambda_decay = {self.lambda_decay}: 0 or more")
+        """Reject a loss that is infinite."""
         if self.loss == "reverse-kl" and self.loss_target not in ("soft", AUTO):
             raise DraftError(
                 f"loss = reverse-kl with loss_target = {self.loss_target}: the reverse KL "
@@ -67,15 +59,6 @@ class PositionOptions(LossOptions):
     def check_positions(self, count: int) -> None:
         """Refuse position weights that are not those of `count` tokens per round."""
         self.weights_of(count)
-
-    def check_one_rule(self, name: str) -> None:
-        """Refuse position weights together with another value than the default of option `name`."""
-        value = getattr(self, name)
-        if self.position_weights != AUTO and value != getattr(type(self), name):
-            raise DraftError(
-                f"position_weights = {self.position_weights} and {name} = {value}: both decide the "
-                "weights of a round's tokens; give one of them"
-            )
 
     def weights_of(self, count: int) -> tuple[float, ...] | None:
         """Return the weights of the `count` tokens of a round; None: as published.
@@ -120,11 +103,8 @@ class BlockLossOptions(PositionOptions):
     losses of arXiv 2602.23881."""
     loss_target: Annotated[Literal["auto", "soft", "hard", "tokens"], DRAFT] = "auto"  # type: ignore[assignment]
     """What the loss (of ce+l1, its cross-entropy) compares the draft with. soft: the target's
-    distribution; hard: its most probable token; tokens: the document's token. auto: --ce-target for
-    cross-entropies, else soft."""
-    ce_target: Annotated[Literal["tokens", "teacher"], NO_FLAG] = "tokens"
-    """Cross-entropy with the document's tokens (as published), or with the teacher's distribution;
-    --loss-target replaces it."""
+    distribution; hard: its most probable token; tokens: the document's token. auto: tokens for
+    cross-entropies, as published, else soft."""
     ce_weight: Annotated[float, DRAFT] = 0.1
     """With --loss ce+l1: weight of the cross-entropy."""
     l1_weight: Annotated[float, DRAFT] = 0.9
@@ -140,7 +120,7 @@ class BlockLossOptions(PositionOptions):
         """What the loss compares a draft with: "soft", "hard" or "tokens"."""
         if self.loss_target != AUTO:
             return self.loss_target
-        return "tokens" if self.loss in (MIXED, "ce") and self.ce_target == "tokens" else "soft"
+        return "tokens" if self.loss in (MIXED, "ce") else "soft"
 
     def check_mixture(self) -> None:
         """Reject weights and targets that have no effect, or that train nothing."""
@@ -154,8 +134,3 @@ class BlockLossOptions(PositionOptions):
                     f"{name} = {value} has no effect with loss = {self.loss}: it weighs a term of "
                     f"--loss {MIXED}"
                 )
-        if self.ce_target == "teacher" and self.loss_target not in (AUTO, "soft"):
-            raise DraftError(
-                f"ce_target = teacher and loss_target = {self.loss_target} contradict each other; "
-                "leave ce_target out"
-            )

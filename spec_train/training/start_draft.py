@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _SHAPE = (
     *_SIZES,
-    *("num_layers", "draft_layers", "num_draft_layers", "layers", "hidden_act", "qk_norm"),
+    *("num_layers", "layers", "hidden_act", "qk_norm"),
     *("sliding_window", "layer_types", "sliding_window_non_causal", "train_embeddings"),
     *("norm_before_fc", "norm_before_residual", "fc_norm", "norm_output"),
     *("block_size", "layout", "mask_token_id", "markov_rank", "markov_head_type"),

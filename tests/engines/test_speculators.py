@@ -86,7 +86,7 @@ def test_eagle3(place: Path, tmp_path: Path, options: dict[str, Any]) -> None:
 
 def test_peagle(place: Path, tmp_path: Path) -> None:
     """The library's forward samples depths at random: depth 0, a causal pass, is compared."""
-    options = {"depths": 3, "draft_layers": 2, "mask_token_id": 2, "draft_vocab_size": 128}
+    options = {"depths": 3, "num_layers": 2, "mask_token_id": 2, "draft_vocab_size": 128}
     draft = fitted("peagle", place / "data", tmp_path / "run", 5, **options)
     model = load_speculators(export(draft, "speculators", tmp_path / "out", place / "target"))
     assert model.target_layer_ids == [k + 1 for k in LAYERS]
@@ -123,7 +123,7 @@ def test_peagle(place: Path, tmp_path: Path) -> None:
 )
 def test_block_drafts(place: Path, tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     """States, logits and Markov bias of one block after a context."""
-    options = {"block_size": 4, "num_draft_layers": 2, "mask_token_id": 2} | options
+    options = {"block_size": 4, "num_layers": 2, "mask_token_id": 2} | options
     options |= {"num_anchors": 8}
     draft = fitted(kind, place / "data", tmp_path / "run", 5, **options)
     out = export(draft, "speculators", tmp_path / "out", place / "target")

@@ -74,7 +74,7 @@ def test_dflash(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         tmp_path / "run",
         100,
         block_size=5,
-        num_draft_layers=2,
+        num_layers=2,
         mask_token_id=2,
         num_anchors=16,
     )

@@ -92,7 +92,7 @@ def test_peagle(
     places: dict[str, Path], tmp_path: Path, family: str, form: str, options: dict[str, Any]
 ) -> None:
     place, depth = places[family], 4
-    options = {"depths": depth, "draft_layers": 2, "mask_token_id": 2} | options
+    options = {"depths": depth, "num_layers": 2, "mask_token_id": 2} | options
     draft = fitted("peagle", place / "data", tmp_path / "run", **options)
     out = export(draft, form, tmp_path / "parallel", place / "target")
     served, how = str(out), None
@@ -123,7 +123,7 @@ PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 def block_draft(place: Path, folder: Path, **options: Any) -> Path:
     """A DSpark draft of a few steps."""
-    sizes = {"block_size": 4, "num_draft_layers": 2, "mask_token_id": 2, "num_anchors": 4}
+    sizes = {"block_size": 4, "num_layers": 2, "mask_token_id": 2, "num_anchors": 4}
     return fitted("dspark", place / "data", folder, 2, **sizes, **options)
 
 
@@ -168,7 +168,7 @@ def test_dspark_loads(
 def test_dflash(places: dict[str, Path], tmp_path: Path) -> None:
     """One layer: with more, vLLM's CPU kernel norms the context keys of all with layer 0's."""
     place, block = places["qwen3"], 4
-    sizes = {"block_size": block, "num_draft_layers": 1, "mask_token_id": 2, "num_anchors": 16}
+    sizes = {"block_size": block, "num_layers": 1, "mask_token_id": 2, "num_anchors": 16}
     draft = fitted("dflash", place / "data", tmp_path / "run", **sizes)
     out = export(draft, "vllm", tmp_path / "my-dflash", place / "target")
     how = {"method": "dflash", "model": str(out), "num_speculative_tokens": block - 1}

@@ -35,11 +35,11 @@ from tests.spec_train.formats.tools import export
 from tests.spec_train.training.tools import OPTIONS, change, masters, run
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-SMALL = {"num_draft_layers": 1, "block_size": 4, "mask_token_id": 5}
+SMALL = {"num_layers": 1, "block_size": 4, "mask_token_id": 5}
 KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "eagle": ("eagle", {}, ("sglang",)),
     "eagle3": ("eagle3", {"draft_vocab_size": 40}, ("vllm", "speculators")),
-    "peagle": ("peagle", {"draft_layers": 1, "depths": 3, "mask_token_id": 5}, ("speculators",)),
+    "peagle": ("peagle", {"num_layers": 1, "depths": 3, "mask_token_id": 5}, ("speculators",)),
     "dspark": ("dspark", {**SMALL, "markov_rank": 4}, ("sglang", "speculators", "deepspec")),
     "dflash": ("dflash", SMALL, ("vllm",)),
 }

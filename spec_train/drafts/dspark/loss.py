@@ -293,14 +293,14 @@ def batch_block_frame(
 def draft_weights(draft: DSparkModel) -> Tensor:
     """Return the weights of the drafts of a block, float64 [D].
 
-    They are exp(-d / gamma), 1 for gamma 0, or the options' `position_weights`.
+    They are exp(-d / gamma), or the options' `position_weights`.
     """
-    gamma, depth = draft.options.loss_decay_gamma, draft.config.depth
-    steps = torch.arange(depth, dtype=torch.float64, device=draft.fc.weight.device)
+    device, depth = draft.fc.weight.device, draft.config.depth
     given = draft.options.weights_of(depth)
     if given is not None:
-        return torch.tensor(given, dtype=torch.float64, device=steps.device)
-    return torch.exp(-steps / gamma) if gamma else torch.ones_like(steps)
+        return torch.tensor(given, dtype=torch.float64, device=device)
+    steps = torch.arange(depth, dtype=torch.float64, device=device)
+    return torch.exp(-steps / draft.options.loss_decay_gamma)
 
 
 def learnable(

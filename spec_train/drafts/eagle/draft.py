@@ -35,7 +35,7 @@ from spec_train.drafts.draft import DraftLoss
 from spec_train.drafts.drafting import ChainDrafter
 from spec_train.drafts.eagle.model import EagleModel, EagleWithHead
 from spec_train.drafts.frames import TokenInputs
-from spec_train.drafts.slots import document_lengths, slot_masks, step_masks
+from spec_train.drafts.slots import slot_masks, step_masks
 from spec_train.drafts.unroll import Unroll
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind, RowStats, TeacherRows, head_loss, wide
@@ -73,7 +73,7 @@ class EagleDraft(EagleModel):
         """
         options, states, noise = self.options, batch.hidden[FINAL], None
         if self.training and options.noise > 0:
-            noise = input_noise(states, batch.document_ids, options.noise, options.noise_scale)
+            noise = input_noise(states, options.noise)
         return eagle_loss(
             self,
             final_hidden=states,
@@ -102,9 +102,6 @@ class EagleDraft(EagleModel):
             if name in sums
         }
         return summarise(sums) | parts
-
-
-NOISE_LENGTH = 512  # document length for which "length" noise is as wide as "fixed" noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,19 +143,12 @@ class StepFigures:
         return cls(index, none[:, 0], RowStats(none, none, none.long()), index)
 
 
-def input_noise(states: Tensor, document_ids: Tensor, width: float, scale: str) -> Tensor:
-    """Return uniform noise in (-width, width), float32 [B, T, H], from torch's generator.
+def input_noise(states: Tensor, width: float) -> Tensor:
+    """Return uniform noise in (-width, width), float32, of the shape of `states`.
 
-    Args:
-        states: final hidden states [B, T, H]; only their shape counts.
-        document_ids: int64 [B, T].
-        width: half the width of the interval.
-        scale: "fixed", or "length" to multiply by 512 / tokens of the slot's document.
+    Drawn from torch's default generator of their device.
     """
-    noise = (torch.rand(states.shape, device=states.device) * 2 - 1) * width
-    if scale == "length":
-        noise *= (NOISE_LENGTH / document_lengths(document_ids))[..., None]
-    return noise
+    return (torch.rand(states.shape, device=states.device) * 2 - 1) * width
 
 
 def supervised_slots(loss_mask: Tensor, document_ids: Tensor, slots: str, steps: int = 1) -> Tensor:

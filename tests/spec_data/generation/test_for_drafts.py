@@ -50,7 +50,7 @@ def place(tmp_path_factory) -> Path:
 def fitted(place, tmp_path, draft: str, data: str, caplog, **changes):
     """Fit one step; return the layers of the draft and the log."""
     given = {"ttt_steps": 2} if draft == "eagle3" else {}
-    given |= {"num_draft_layers": 1, "markov_rank": 4} if draft == "dspark" else {}
+    given |= {"num_layers": 1, "markov_rank": 4} if draft == "dspark" else {}
     with caplog.at_level(logging.INFO, "spec_train"):
         result = flat.fit(
             draft, place / data, tmp_path / draft, steps=1, seq_len=64, device="cpu",

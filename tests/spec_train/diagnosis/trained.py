@@ -25,9 +25,9 @@ STEPS = {"eagle": 100, "eagle3": 100, "peagle": 80, "dspark": 80, "dflash": 80}
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle": {},
     "eagle3": {"layers": LAYERS, "draft_vocab_size": 32, "ttt_steps": 3},
-    "peagle": {"layers": LAYERS, "draft_vocab_size": 32, "depths": 3, "draft_layers": 2},
-    "dspark": {"layers": LAYERS, "num_draft_layers": 2, "block_size": 3, "markov_rank": 4},
-    "dflash": {"layers": LAYERS, "num_draft_layers": 2, "block_size": 3},
+    "peagle": {"layers": LAYERS, "draft_vocab_size": 32, "depths": 3, "num_layers": 2},
+    "dspark": {"layers": LAYERS, "num_layers": 2, "block_size": 3, "markov_rank": 4},
+    "dflash": {"layers": LAYERS, "num_layers": 2, "block_size": 3},
 }
 MASK = {"peagle", "dspark", "dflash"}
 ROPE = {"rope_type": "default", "rope_theta": 100.0}

@@ -19,9 +19,9 @@ from tests.spec_train.evaluation import tools
 SMALL: dict[str, dict[str, Any]] = {
     "eagle": {},
     "eagle3": {"draft_vocab_size": 40, "ttt_steps": 3},
-    "peagle": {"draft_vocab_size": 40, "depths": 3, "draft_layers": 2, "mask_token_id": 5},
-    "dspark": {"num_draft_layers": 2, "block_size": 3, "markov_rank": 4, "mask_token_id": 5},
-    "dflash": {"num_draft_layers": 2, "block_size": 3, "mask_token_id": 5},
+    "peagle": {"draft_vocab_size": 40, "depths": 3, "num_layers": 2, "mask_token_id": 5},
+    "dspark": {"num_layers": 2, "block_size": 3, "markov_rank": 4, "mask_token_id": 5},
+    "dflash": {"num_layers": 2, "block_size": 3, "mask_token_id": 5},
 }
 """Options of a small draft of each kind."""
 

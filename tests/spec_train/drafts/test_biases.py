@@ -19,9 +19,9 @@ from tests.spec_train import flat
 
 SMALL: dict[str, dict[str, Any]] = {
     "eagle3": {"ttt_steps": 2, "draft_vocab_size": 64},
-    "peagle": {"draft_layers": 1, "draft_vocab_size": 64},
-    "dspark": {"num_draft_layers": 1, "markov_rank": 4},
-    "dflash": {"num_draft_layers": 1},
+    "peagle": {"num_layers": 1, "draft_vocab_size": 64},
+    "dspark": {"num_layers": 1, "markov_rank": 4},
+    "dflash": {"num_layers": 1},
 }
 BIASES = ("attention_bias", "mlp_bias")
 

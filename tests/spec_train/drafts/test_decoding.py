@@ -20,11 +20,11 @@ target, prompts = tools.target, tools.prompts
 TRAINED: dict[str, dict[str, Any]] = {
     "eagle": {"depth": 4},
     "eagle3": {"ttt_steps": 4},
-    "peagle": {"depths": 4, "draft_layers": 2},
-    "dspark": {"block_size": 5, "markov_rank": 8, "num_draft_layers": 2},
+    "peagle": {"depths": 4, "num_layers": 2},
+    "dspark": {"block_size": 5, "markov_rank": 8, "num_layers": 2},
     "dspark rnn": {"block_size": 5, "markov_rank": 8, "markov_head_type": "rnn", "layout": "mask"},
     "dspark small": {"block_size": 5, "markov_rank": 8, "draft_vocab": 24},
-    "dflash": {"block_size": 5, "num_draft_layers": 2},
+    "dflash": {"block_size": 5, "num_layers": 2},
 }
 
 
@@ -88,7 +88,7 @@ def test_packing_changes_no_chain(draft: Any, target: Any, prompts: list[list[in
     [
         ("eagle", {}, 0.0),
         ("eagle3", {"draft_vocab": 3}, 0.0),
-        ("peagle", {"depths": 3, "draft_layers": 2}, 0.0),
+        ("peagle", {"depths": 3, "num_layers": 2}, 0.0),
         *(("dspark", {"block_size": 3, "markov_rank": 4}, cut) for cut in (0.0, 0.5)),
         ("dflash", {"block_size": 4}, 0.0),
     ],

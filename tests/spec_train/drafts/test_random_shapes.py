@@ -28,7 +28,6 @@ dataset, head = any_draft.dataset, any_draft.head
 SEEDS = range(3)
 BLOCKS = ("dspark", "dflash")
 TYPES = ("full_attention", "sliding_attention")
-COUNT = {"eagle": "num_layers", "eagle3": "num_layers", "peagle": "draft_layers"}
 NORMS = ("norm_before_fc", "norm_before_residual", "fc_norm")
 EVERY: dict[str, dict[str, Any]] = {  # every slot counts, without noise
     "eagle": {"noise": 0.0},
@@ -40,7 +39,7 @@ EVERY: dict[str, dict[str, Any]] = {  # every slot counts, without noise
 def random_options(name: str, seed: int) -> dict[str, Any]:
     draw = random.Random(f"{name} {seed}")
     count = draw.randint(1, 3)
-    options: dict[str, Any] = {COUNT.get(name, "num_draft_layers"): count}
+    options: dict[str, Any] = {"num_layers": count}
     options |= {
         "intermediate_size": draw.choice([0, 20]),
         "num_attention_heads": draw.choice([0, 2]),

@@ -27,9 +27,9 @@ from tests.tolerance import close, network
 VOCAB = 64
 SMALL: dict[str, dict[str, Any]] = {
     "eagle3": {"ttt_steps": 2},
-    "peagle": {"depths": 2, "draft_layers": 1},
-    "dspark": {"num_draft_layers": 1, "block_size": 3, "markov_rank": 4},
-    "dflash": {"num_draft_layers": 1, "block_size": 4},
+    "peagle": {"depths": 2, "num_layers": 1},
+    "dspark": {"num_layers": 1, "block_size": 3, "markov_rank": 4},
+    "dflash": {"num_layers": 1, "block_size": 4},
 }
 KEPT = torch.arange(3, 60, 3)
 

@@ -20,9 +20,9 @@ MIXED = "full_attention,sliding_attention"
 DRAFTS_OF: dict[str, dict[str, Any]] = {
     "eagle": {"num_layers": 2, "depth": DEPTH},
     "eagle3": {"num_layers": 2, "ttt_steps": DEPTH},
-    "peagle": {"depths": DEPTH, "draft_layers": 2},
-    "dspark": {"num_draft_layers": 2, "block_size": DEPTH, "markov_rank": 4},
-    "dflash": {"num_draft_layers": 2, "block_size": DEPTH + 1, "layout": "mask"},
+    "peagle": {"depths": DEPTH, "num_layers": 2},
+    "dspark": {"num_layers": 2, "block_size": DEPTH, "markov_rank": 4},
+    "dflash": {"num_layers": 2, "block_size": DEPTH + 1, "layout": "mask"},
 }
 CASES = [
     *((kind, "auto", False) for kind in DRAFTS_OF),

@@ -24,7 +24,7 @@ from tests.spec_train.formats.tools import nulls
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head
 
-SMALL = {"num_draft_layers": 2, "block_size": 4, "mask_token_id": 5}
+SMALL = {"num_layers": 2, "block_size": 4, "mask_token_id": 5}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("dspark", {"markov_rank": 8}),
     ("dspark", {"markov_rank": 8, "markov_head_type": "gated", "confidence_weight": 0.0}),

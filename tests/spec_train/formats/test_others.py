@@ -21,7 +21,7 @@ from tests.spec_train.formats.tools import ENGINES, export, nulls
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head
 
-PEAGLE = {"draft_layers": 2, "depths": 4, "mask_token_id": 5, "draft_vocab_size": 40}
+PEAGLE = {"num_layers": 2, "depths": 4, "mask_token_id": 5, "draft_vocab_size": 40}
 
 
 @pytest.fixture(scope="module")

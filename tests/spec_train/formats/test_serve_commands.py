@@ -28,12 +28,12 @@ from tests.spec_train.formats import test_others
 dataset, target = eagle3_tools.dataset, test_others.target
 saved = test_others.saved
 
-BLOCK = {"num_draft_layers": 1, "block_size": 4, "mask_token_id": 5}
+BLOCK = {"num_layers": 1, "block_size": 4, "mask_token_id": 5}
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle": {"depth": 5},
     "eagle3": {"ttt_steps": 3},
     "eagle3 deep": {"ttt_steps": 3, "num_layers": 2},
-    "peagle": {"depths": 4, "draft_layers": 1, "mask_token_id": 5},
+    "peagle": {"depths": 4, "num_layers": 1, "mask_token_id": 5},
     "dspark": BLOCK | {"markov_rank": 8},
     "dflash": BLOCK,
     "dflash anchor": BLOCK | {"layout": "anchor"},

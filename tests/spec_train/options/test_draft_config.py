@@ -88,12 +88,12 @@ def test_a_published_config_sets_the_shape(tmp_path: Path) -> None:
         (
             "peagle",
             {"transformer_layer_config": {"num_hidden_layers": 2}, "ptd_token_id": 7},
-            {"draft_layers": 2, "mask_token_id": 7},
+            {"num_layers": 2, "mask_token_id": 7},
         ),
         (
             "dspark",
             {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
-            {"num_draft_layers": 2, "layer_types": "sliding_attention,sliding_attention"},
+            {"num_layers": 2, "layer_types": "sliding_attention,sliding_attention"},
         ),
         (
             "dflash",

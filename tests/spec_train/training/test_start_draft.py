@@ -29,13 +29,13 @@ SHAPES = {
         **{"qk_norm": True, "norm_before_fc": True, "norm_before_residual": True},
         **{"norm_output": True, "sliding_window": 9},
     },
-    "peagle": {**LAYER, "draft_layers": 2, "draft_vocab_size": 40, "depths": 3, "fc_norm": True},
+    "peagle": {**LAYER, "num_layers": 2, "draft_vocab_size": 40, "depths": 3, "fc_norm": True},
     "dspark": {
         **LAYER,
-        **{"num_draft_layers": 1, "block_size": 4, "markov_rank": 6, "markov_head_type": "gated"},
+        **{"num_layers": 1, "block_size": 4, "markov_rank": 6, "markov_head_type": "gated"},
         **{"confidence_weight": 0.0, "draft_vocab_size": 40, "mask_token_id": 5},
     },
-    "dflash": {**LAYER, "num_draft_layers": 1, "block_size": 4},
+    "dflash": {**LAYER, "num_layers": 1, "block_size": 4},
 }
 
 

@@ -38,8 +38,6 @@ class Case:
     reduced: bool = False
     block_size: int = 4
     draft_layers: int = 2
-    gamma: float = 4.0
-    ce_target: str = "tokens"
     loss: SlotLoss | None = None
     against: str = "auto"
     weights: tuple[float, ...] = ()
@@ -52,10 +50,9 @@ class Case:
     def options(self) -> Any:
         common: dict[str, Any] = {
             **dict(self.shape),
-            "num_draft_layers": self.draft_layers,
+            "num_layers": self.draft_layers,
             "block_size": self.block_size,
             "layout": self.layout,
-            "ce_target": self.ce_target,
             "loss_target": self.against,
             "mask_token_id": MASK,
             "sliding_window": self.window,
@@ -66,8 +63,6 @@ class Case:
             common["loss"] = self.loss.name
         if self.weights:
             common["position_weights"] = ",".join(map(str, self.weights))
-        else:
-            common["loss_decay_gamma"] = self.gamma
         if self.dflash:
             return DFlashOptions(**common)
         return DSparkOptions(
@@ -134,11 +129,11 @@ def reference_config(case: Case) -> ReferenceConfig:
         kind="none" if case.dflash else case.kind,
         confidence=case.confidence and not case.dflash,
         confidence_reads_markov=case.confidence_reads_markov,
-        gamma=case.gamma,
+        gamma=options.loss_decay_gamma,
         ce_weight=options.ce_weight,
         l1_weight=options.l1_weight,
         confidence_weight=options.confidence_weight,
-        ce_target=case.ce_target,
+        ce_target="teacher" if options.compared_with == "soft" else "tokens",
         loss=case.loss,
         against=options.compared_with,
         weights=case.weights,

@@ -123,7 +123,7 @@ def reference_loss(
                 accepted = float(rate)
                 if wanted in ids:
                     out.trained += 1
-                    w = math.exp(-d / config.gamma) if config.gamma else 1.0
+                    w = math.exp(-d / config.gamma)
                     w = config.weights[d] if config.weights else w
                     p = torch.softmax(document.z[anchor + d][ids], 0)  # renormalised
                     distance = (log_q.exp() - p).abs().sum()

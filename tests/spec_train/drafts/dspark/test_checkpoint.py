@@ -160,26 +160,26 @@ def test_each_layout_of_dflash_is_in_the_form_of_those_who_read_it(
 
 def test_published_defaults() -> None:
     spark, flash = DSparkOptions().sized(2560, 36), DFlashOptions().sized(4096, 28)
-    assert (spark.block_size, spark.num_draft_layers, spark.num_anchors) == (7, 5, 512)
+    assert (spark.block_size, spark.num_layers, spark.num_anchors) == (7, 5, 512)
     assert (spark.ce_weight, spark.l1_weight, spark.confidence_weight) == (0.1, 0.9, 1.0)
     assert (spark.markov_rank, spark.markov_head_type, spark.loss_decay_gamma) == (
         256, "vanilla", 4.0,
     )  # fmt: skip
     assert (flash.ce_weight, flash.l1_weight, flash.confidence_weight) == (1.0, 0.0, 0.0)
     assert (flash.block_size, flash.layout, flash.markov_rank) == (16, "mask", 0)
-    assert flash.num_draft_layers == 5 and PeagleOptions().sized(2560, 36).draft_layers == 4
+    assert flash.num_layers == 5 and PeagleOptions().sized(2560, 36).num_layers == 4
 
 
 def test_a_draft_of_a_small_target_has_the_published_share_of_its_depth_and_width() -> None:
     small = DSparkOptions().sized(576, 30)  # SmolLM2-135M
-    assert (small.num_draft_layers, small.markov_rank) == (4, 56)
-    assert DSparkOptions().sized(64, 2).num_draft_layers == 1
-    assert DFlashOptions().sized(576, 30).num_draft_layers == 4
-    assert PeagleOptions().sized(576, 30).draft_layers == 3
-    given = DSparkOptions(num_draft_layers=2, markov_rank=0)
+    assert (small.num_layers, small.markov_rank) == (4, 56)
+    assert DSparkOptions().sized(64, 2).num_layers == 1
+    assert DFlashOptions().sized(576, 30).num_layers == 4
+    assert PeagleOptions().sized(576, 30).num_layers == 3
+    given = DSparkOptions(num_layers=2, markov_rank=0)
     assert given.sized(576, 30) == given
     types = ",".join(["full_attention"] * 3)
-    assert DSparkOptions(layer_types=types).sized(576, 30).num_draft_layers == 3
+    assert DSparkOptions(layer_types=types).sized(576, 30).num_layers == 3
 
 
 def test_data_that_cannot_teach_is_refused(

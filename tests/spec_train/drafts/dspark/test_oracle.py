@@ -42,7 +42,7 @@ def assistant_of(draft: Any) -> Any:
 
 
 def test_transformers_drafts_the_same_tokens(target, prompts) -> None:
-    draft = draft_for("dflash", target, num_draft_layers=2, block_size=6)
+    draft = draft_for("dflash", target, num_layers=2, block_size=6)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in draft.trainable_parameters():  # far from the trivial start

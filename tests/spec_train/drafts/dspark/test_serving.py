@@ -87,7 +87,7 @@ def test_decoding_has_the_logits_of_training_at_every_slot(case: Case, pieces: l
         assert drafter.passes == rounds
 
 
-SMALL: dict[str, Any] = {"num_draft_layers": 2, "block_size": 5, "markov_rank": 8}
+SMALL: dict[str, Any] = {"num_layers": 2, "block_size": 5, "markov_rank": 8}
 OPTIONS: dict[str, dict[str, Any]] = {
     "dspark": {},
     "rnn": {"markov_head_type": "rnn", "layout": "mask"},

@@ -14,7 +14,7 @@ from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead
 from tests.factory import tiny_dataset
 
-SMALL: dict[str, Any] = {"num_draft_layers": 2, "block_size": 4}
+SMALL: dict[str, Any] = {"num_layers": 2, "block_size": 4}
 RANK: dict[str, Any] = {"markov_rank": 8}
 
 

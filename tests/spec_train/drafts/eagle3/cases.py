@@ -48,8 +48,6 @@ class Case:
             step_decay=0.8 if self.loss.weights else self.decay,
             loss=self.loss.name,
             loss_target="hard" if self.loss.hard else "soft",
-            lambda_scale=self.loss.scale,
-            lambda_decay=self.loss.decay,
             position_weights=",".join(map(str, self.loss.weights)) or "auto",
             slots=self.slots,
             fc_norm=self.fc_norm,

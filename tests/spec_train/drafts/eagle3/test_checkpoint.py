@@ -96,7 +96,6 @@ def test_options_that_the_dataset_cannot_serve_are_refused(
         with pytest.raises(DraftError, match=message):
             build(dataset, head, **changes)
     assert build(dataset, head, layers="2,0,2").config.layers == (0, 2)
-    assert not build(dataset, head, head_init="random").lm_head.weight.isnan().any()
 
 
 # Cosines and sines of equal angles, times a factor; they depend on the place in a block.

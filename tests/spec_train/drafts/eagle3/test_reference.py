@@ -83,7 +83,12 @@ def fast(draft: Eagle3Draft, case: Case, **inputs: Tensor | TargetHead | None) -
         slots=case.slots,
         steps=case.steps,
         decay=case.decay,
-        kind=LossKind.of(draft.options),
+        kind=LossKind(
+            name=case.loss.name,
+            hard=case.loss.hard,
+            scale=case.loss.scale,
+            decay=case.loss.decay,
+        ),
         position_weights=case.loss.weights or None,
         **inputs,
     )

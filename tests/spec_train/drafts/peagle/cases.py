@@ -68,9 +68,8 @@ def make_draft(case: Case, **options: object) -> PeagleDraft:
     """Return a random float64 draft with weights so large that every term matters."""
     chosen = PeagleOptions(
         depths=case.depths,
-        draft_layers=case.layers,
+        num_layers=case.layers,
         cod_ratio=case.ratio,
-        cod_floor=case.floor,
         slots=case.slots,
         fc_norm=case.fc_norm,
         loss=case.loss.name,

@@ -29,7 +29,7 @@ from tests.tolerance import close_weights
 dataset, head = eagle3_tools.dataset, eagle3_tools.head
 data, config = trainer_tools.data, trainer_tools.config
 
-OPTIONS = PeagleOptions(depths=3, draft_layers=2, draft_vocab_size=40)
+OPTIONS = PeagleOptions(depths=3, num_layers=2, draft_vocab_size=40)
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_the_config_is_the_flat_form_of_parallel_drafting(
 
 def test_the_defaults_are_the_papers() -> None:
     options = PeagleOptions().sized(2880, 24)
-    assert (options.depths, options.draft_layers) == (8, 4)
+    assert (options.depths, options.num_layers) == (8, 4)
     assert (options.cod_ratio, options.cod_floor) == (0.7, 0.2)
     assert DRAFTS["peagle"] is PeagleDraft
 

@@ -49,7 +49,7 @@ class Recorder:
 @pytest.fixture(scope="module")
 def trained(target: Any, prompts: list[list[int]]) -> PeagleDraft:
     """Return a draft that is sometimes right: a few dozen steps on the target's own responses."""
-    draft = draft_for("peagle", target, depths=DEPTHS, draft_layers=2).train()
+    draft = draft_for("peagle", target, depths=DEPTHS, num_layers=2).train()
     head = head_of(target)
     batch = batch_of(target, [respond(target, p) for p in prompts[:8]])
     optimizer = torch.optim.AdamW(draft.trainable_parameters(), lr=5e-3)

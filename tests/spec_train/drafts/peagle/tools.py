@@ -20,7 +20,7 @@ def build(dataset: HiddenStatesDataset, head: TargetHead, **changes: Any) -> Pea
     for i in range(len(dataset)):
         row = dataset[i]
         counts += torch.bincount(row["input_ids"][row["loss_mask"]], minlength=len(counts))
-    options = {"draft_vocab_size": 40, "depths": 4, "draft_layers": 2} | changes
+    options = {"draft_vocab_size": 40, "depths": 4, "num_layers": 2} | changes
     return PeagleDraft.build(
         PeagleOptions(**options),
         target_config=json.loads((dataset.target_dir / "config.json").read_text()),

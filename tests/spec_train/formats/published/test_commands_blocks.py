@@ -88,7 +88,7 @@ def test_fit_goes_on_from_it(place: Path, tmp_path: Path) -> None:
         init_from=str(place / "draft"),
         device="cpu",
     )
-    options = {"num_draft_layers": LAYERS, "block_size": SIZE, "mask_token_id": 5}
+    options = {"num_layers": LAYERS, "block_size": SIZE, "mask_token_id": 5}
     window = {"sliding_window": 6, "layer_types": ",".join(CONFIG["layer_types"])}
     fit("dflash", config, DRAFT_OPTIONS["dflash"](layers="0,2", **options, **window))
     new = load_draft(tmp_path / "run" / "last")
