@@ -29,8 +29,7 @@ import spec_data
 from spec_data.generation.run import generate
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.codec_tables import make_tables
-from spec_data.shards.codecs import CODECS
-from spec_data.shards.lossy import LOSSY
+from spec_data.shards.codecs import CODECS, LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.records import plain
 from spec_data.shards.schema import Manifest

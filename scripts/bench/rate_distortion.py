@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.codec_tables import make_tables
-from spec_data.shards.lossy import LOSSY
+from spec_data.shards.codecs import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.terminal.text_table import text_table
 

@@ -9,7 +9,7 @@ import torch
 
 from gpu.bench import Bench
 from gpu.target import dataset_of
-from spec_data.shards.lossy import LOSSY, Tables
+from spec_data.shards.codecs import LOSSY, Tables
 from spec_data.shards.schema import Column
 from spec_data.shards.shard import CodedRows, StoredRows
 from spec_train.attention.flex import Case, flex_works

@@ -30,10 +30,10 @@ from spec_data.shards.codec_tables import (
     make_tables,
     save_tables,
 )
+from spec_data.shards.codecs import LOSSY, LossyCodec, Tables
 from spec_data.shards.errors import RunError
 from spec_data.shards.even_sample import sample_documents
 from spec_data.shards.files import sha256_file, write_once
-from spec_data.shards.lossy import LOSSY, LossyCodec, Tables
 from spec_data.shards.schema import (
     FINAL,
     CodecError,

@@ -21,9 +21,9 @@ from spec_data.capture.mask_forms import REQUESTS, ROWS, SINGLE
 from spec_data.generation.plan import Plan
 from spec_data.generation.transfers import Arrival, PlainTransfers, Transfers, encode_columns, store
 from spec_data.models.devices import sent
+from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import RunError
 from spec_data.shards.likelihood import DocumentFigures
-from spec_data.shards.lossy import Tables
 from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.shards.schema import FINAL, TEACHERS, Column, layer_column, predicts_supervised
 from spec_data.shards.writer import UnitData

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from spec_data.capture.backend import ForwardBatch
-from spec_data.shards.lossy import Tables, bf16_bits
+from spec_data.shards.codecs import Tables, bf16_bits
 from spec_data.shards.schema import Column
 from spec_data.shards.writer import UnitData
 

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from spec_data.shards.codecs import ESCAPE_FACTOR, LOSSY, LossyCodec, Tables
 from spec_data.shards.errors import DatasetError, MissingError
-from spec_data.shards.lossy import ESCAPE_FACTOR, LOSSY, LossyCodec, Tables
 from spec_data.shards.schema import CodecError, Column
 
 TABLES = "codec.safetensors"

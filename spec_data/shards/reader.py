@@ -22,11 +22,10 @@ from xxhash import xxh3_64_hexdigest
 
 from spec_data.shards.checking import FIRST, known_policy
 from spec_data.shards.codec_tables import TABLES, load_tables
-from spec_data.shards.codecs import tensor_of
+from spec_data.shards.codecs import Tables, tensor_of
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.files import MANIFEST, read_object
 from spec_data.shards.index import index_numbers, read_index, spans_of
-from spec_data.shards.lossy import Tables
 from spec_data.shards.path_kinds import Kind, wrong_kind
 from spec_data.shards.remote import Mirror, open_mirror, wrong_size
 from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised

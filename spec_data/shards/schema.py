@@ -20,11 +20,10 @@ from msgspec import Meta, structs
 from torch import Tensor
 from torch.nn import functional as F
 
-from spec_data.shards.codecs import Codec, codec_named, lossy_codec
+from spec_data.shards.codecs import Codec, LossyCodec, codec_named, lossy_codec
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.files import MANIFEST, sha256_json
 from spec_data.shards.likelihood import AgreementTable
-from spec_data.shards.lossy import LossyCodec
 from spec_data.shards.records import (
     Count,
     LayerId,

@@ -27,8 +27,8 @@ from spec_data.shards.checksums import (
     string_views,
     turns_bytes,
 )
+from spec_data.shards.codecs import LossyCodec, Tables, bf16_tensor
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.lossy import LossyCodec, Tables, bf16_tensor
 from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
 
 # -- coded -----------------------------------------------------------------------------------------

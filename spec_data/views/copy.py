@@ -22,9 +22,9 @@ import numpy as np
 import pyarrow as pa
 
 from spec_data.shards.codec_tables import TABLES, save_tables
+from spec_data.shards.codecs import Tables, bf16_tensor
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import unit_name, write_atomically
-from spec_data.shards.lossy import Tables, bf16_tensor
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset, check_whole, checked_file
 from spec_data.shards.records import plain
 from spec_data.shards.resumable import ResumableDirectory, link_or_copy, process_lock

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from msgspec import structs
 
+from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.identity import compare, joined
-from spec_data.shards.lossy import Tables
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import (

@@ -19,9 +19,9 @@ from torch import Tensor
 from spec_data.generation.calibrate import check_bounds, measure, sample_budget, sample_documents
 from spec_data.options.option_values import parse_codecs
 from spec_data.shards.codec_tables import error_text, make_tables, save_tables
+from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.files import sha256_json
-from spec_data.shards.lossy import Tables
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import (
     FINAL,

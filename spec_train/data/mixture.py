@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.checking import FIRST
+from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.identity import compare, joined
-from spec_data.shards.lossy import Tables
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.records import plain
 from spec_data.shards.resumable import differing_settings

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from spec_data.generation import replica
-from spec_data.shards.lossy import LOSSY, Tables
+from spec_data.shards.codecs import LOSSY, Tables
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Column
 from spec_data.shards.shard import CodedRows, StoredRows

@@ -16,8 +16,8 @@ from spec_data.generation.fitting import fitting
 from spec_data.generation.setup import make_plan, set_up
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.report import dataset_text
+from spec_data.shards.codecs import LOSSY
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
-from spec_data.shards.lossy import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
 from tests import forked
 from tests.spec_data.runs import digests, fork_cli, options, run, save_target, verify, write_corpus

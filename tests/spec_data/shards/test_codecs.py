@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from spec_data.shards.codecs import LOSSY, bf16_bits
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.lossy import LOSSY, bf16_bits
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.spec_data.runs import run
 from tests.spec_data.shards import codec_tools

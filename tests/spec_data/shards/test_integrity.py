@@ -18,6 +18,7 @@ from tests.factory import tiny_dataset
 from tests.spec_data.runs import verify
 from tests.spec_data.shards import codec_tools, integrity_tools
 from tests.spec_data.shards.integrity_tools import (
+    change_manifest,
     equal,
     flip,
     place_of,
@@ -27,10 +28,8 @@ from tests.spec_data.shards.integrity_tools import (
 )
 
 target, corpus, mixed = codec_tools.target, codec_tools.corpus, codec_tools.mixed
-LISTS = ("input_ids", "loss_mask", "hidden.L1", "hidden.final", "target_argmax")
-
-
 whole, data = integrity_tools.whole, integrity_tools.data
+LISTS = ("input_ids", "loss_mask", "hidden.L1", "hidden.final", "target_argmax")
 
 
 # -- what is stored -------------------------------------------------------------------------------
@@ -290,3 +289,29 @@ def test_what_would_decode_to_garbage_is_an_error_without_checksums(
     shard_file(data, 0).write_bytes(raw)
     with pytest.raises(DatasetError, match=rf"row {row} .*column {field}: {said}"):
         HiddenStatesDataset(data, check="never")[row]
+
+
+# -- the manifest ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["1.1", "2.0", "0.9", 1.0, None])
+def test_other_versions_are_refused(data, version):
+    change_manifest(data, format_version=version)
+    with pytest.raises(DatasetError, match=rf"format version {version}, this release reads 1\.0"):
+        HiddenStatesDataset(data)
+
+
+def test_a_manifest_without_fingerprint_is_refused(data):
+    raw = json.loads((data / "manifest.json").read_text())
+    del raw["fingerprint"]
+    (data / "manifest.json").write_text(json.dumps(raw))
+    with pytest.raises(DatasetError, match="own fingerprint"):
+        HiddenStatesDataset(data)
+
+
+def test_shards_in_another_order_than_the_index_are_refused(data):
+    shards = json.loads((data / "manifest.json").read_text())["shards"]
+    change_manifest(data, shards=shards[::-1])
+    for row in (0, 8):
+        with pytest.raises(DatasetError, match="swapped, renamed or copied"):
+            HiddenStatesDataset(data)[row]

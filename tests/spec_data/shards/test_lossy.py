@@ -16,9 +16,8 @@ from spec_data.shards.codec_tables import (
     make_tables,
     save_tables,
 )
-from spec_data.shards.codecs import CODECS
+from spec_data.shards.codecs import CODECS, LOSSY, bf16_tensor
 from spec_data.shards.errors import ConfigError, DatasetError
-from spec_data.shards.lossy import LOSSY, bf16_tensor
 from spec_data.shards.schema import Column, predicts_supervised, token_columns
 from spec_data.shards.shard import StoredRows, decode_rows, runs
 from tests.tolerance import close

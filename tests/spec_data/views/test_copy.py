@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import spec_data
+from spec_data.shards.codecs import LOSSY, Bound
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import MANIFEST
-from spec_data.shards.lossy import LOSSY, Bound
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import ResumableDirectory, process_lock
 from spec_data.views import copy as copying

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from spec_data.shards.lossy import LOSSY
+from spec_data.shards.codecs import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.shard import CodedRows
 from spec_train.data.order import BatchPlan
