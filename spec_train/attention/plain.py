@@ -15,20 +15,6 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attend from every query to every key.
-
-    Args:
-        q: queries [B, h, n, d].
-        k, v: keys and values [B, g, T, d], of the dtype of `q`.
-        scale: multiplies the scores.
-
-    Returns:
-        Heads [B, h, n, d].
-    """
-    return _attend(q, k, v, scale, None)
-
-
 def attend_block(
     q: Tensor,
     k: Tensor,

@@ -7,6 +7,7 @@ them, under the same names; the number of layers and the mask token are options 
 here: `--help` is instant.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -14,7 +15,6 @@ from cyclopts import Parameter
 
 from spec_data.shards.errors import DraftError
 from spec_data.terminal.types import NO_FLAG, more
-from spec_train.options.initial_options import InitialOptions
 
 SHAPE = more("shape of the draft")
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -24,9 +24,12 @@ _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "he
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerOptions(InitialOptions):
-    """The shape of a decoder layer, and the embedding."""
+class LayerOptions:
+    """The shape of a decoder layer, the embedding, and how random matrices start."""
 
+    initializer_range: Annotated[float, NO_FLAG] = 0.0
+    """Standard deviation of the draft's random initial matrices; 0: torch's default, which falls
+    with the width of a matrix's input (0.58 / sqrt(width))."""
     intermediate_size: Annotated[int, NO_FLAG] = 0
     """Width inside the MLP. 0 = the target's."""
     num_attention_heads: Annotated[int, NO_FLAG] = 0
@@ -56,7 +59,8 @@ class LayerOptions(InitialOptions):
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
-        super().__post_init__()
+        if not 0 <= self.initializer_range < math.inf:
+            raise DraftError(f"initializer_range = {self.initializer_range}: 0 or more")
         for name in (*_SIZES, "sliding_window"):
             if getattr(self, name) < 0:
                 raise DraftError(f"{name} = {getattr(self, name)}: 0 or more")

@@ -2,13 +2,14 @@
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from spec_train.attention.plain import attend_all
+from spec_train.attention.plain import attend_block
 from spec_train.drafts import load_draft
 from spec_train.losses.head import TargetHead
 from tests.engines.engine_tools import (
@@ -148,7 +149,9 @@ def test_block_drafts(place: Path, tmp_path: Path, kind: str, options: dict[str,
         context = ours.context(aux[:, :anchor], torch.arange(anchor)[None])
         block = torch.tensor([[int(tokens[0, anchor]), 2, 2, 2]])
         positions = anchor + torch.arange(4)[None]
-        states = ours.forward_blocks(block, positions, context, [attend_all] * len(context))
+        states = ours.forward_blocks(
+            block, positions, context, [partial(attend_block, window=None)] * len(context)
+        )
         close(hidden, states, terms=network(4))
         head = TargetHead.from_dataset(place / "data")
         mine = states @ ours.head_rows(head).T
