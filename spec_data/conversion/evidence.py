@@ -155,10 +155,10 @@ def matches(
     }
     finals = states[FINAL_STATE] = [document.final for document in computed]
     found = []
-    for place in range(stored[0].aux.shape[1]):
-        chunks = [document.aux[:, place] for document in stored]
+    for number in range(stored[0].aux.shape[1]):
+        chunks = [document.aux[:, number] for document in stored]
         pairs = {state: (chunks, values) for state, values in states.items()}
-        found.append(_nearest(f"stored layer {place + 1}", pairs, None))
+        found.append(_nearest(f"stored layer {number + 1}", pairs, None))
     last = [document.last for document in stored]
     pairs = {state: (last, values) for state, values in states.items()}
     pairs[blocks - 1] = (list(normed), finals)

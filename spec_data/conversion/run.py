@@ -313,8 +313,8 @@ class StoredBackend(Head):
         real = batch.input_ids[batch.document_ids >= 0]  # int64 [N]
         read = [self._read(ids) for ids in real.split(batch.lengths)]
         layers = {
-            k: torch.cat([aux[:, place] for aux, _ in read])
-            for k, place in zip(self.layers, self._order.tolist(), strict=True)
+            k: torch.cat([aux[:, number] for aux, _ in read])
+            for k, number in zip(self.layers, self._order.tolist(), strict=True)
         }
         return CapturedStates(layers=layers, final=torch.cat([final for _, final in read]))
 

@@ -119,12 +119,12 @@ def _check_card(dataset: HiddenStatesDataset, files: StoredFiles, findings: Veri
         )
 
 
-def _name_others(files: StoredFiles, known: set[str], findings: VerifyReport) -> None:
+def _name_others(files: StoredFiles, expected: set[str], findings: VerifyReport) -> None:
     """Name every other file: a failure in shards/ and target/, else a warning by top-level name."""
     warned: Counter[str] = Counter()
     for text in files.names():
         path = PurePosixPath(text)
-        if text in known:
+        if text in expected:
             continue
         if path.name.startswith(".") and path.name.endswith(".tmp"):
             findings.warn(f"{path}: left by a process that was killed; delete it")

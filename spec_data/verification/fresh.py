@@ -126,8 +126,8 @@ def compare_states(
     The difference is averaged over tokens. One token in a hundred may differ by much, because
     rounding can select another expert; more such tokens are a failure.
     """
-    kept = stored_tokens(dataset, name, document)  # bool [T], n of them True
-    a, b = document[name][kept].float(), fresh[kept].float()  # [n, H]
+    present = stored_tokens(dataset, name, document)  # bool [T], n of them True
+    a, b = document[name][present].float(), fresh[present].float()  # [n, H]
     error = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)
     allowed = STATE_TOLERANCE.get(dataset.manifest.target.dtype, 5e-2)
     allowed += 1.5 * math.sqrt(declared_error(dataset, name, "mse_max"))
@@ -142,7 +142,7 @@ def compare_states(
         findings.fail(
             f"{where}, column {name}: {int(far.sum())} of {len(error)} tokens differ from a fresh "
             f"forward by more than {5 * allowed:.0e} (first: token "
-            f"{int(kept.nonzero()[far.nonzero()[0]])})"
+            f"{int(present.nonzero()[far.nonzero()[0]])})"
         )
     return mean, allowed
 
@@ -155,9 +155,9 @@ def _compare_logits(
     Return the largest difference of a column relative to the largest |logit| of its token, averaged
     over tokens.
     """
-    kept = stored_tokens(dataset, "target_argmax", document)  # bool [T], n of them True
-    document = {n: v[kept] for n, v in document.items() if n in TEACHERS}
-    logits = logits[kept]  # [n, V]
+    present = stored_tokens(dataset, "target_argmax", document)  # bool [T], n of them True
+    document = {n: v[present] for n, v in document.items() if n in TEACHERS}
+    logits = logits[present]  # [n, V]
     scale = logits.abs().amax(-1).clamp_min(1e-6)  # [n]
     chosen = logits.gather(-1, document["target_argmax"][:, None])[:, 0]
     errors = {  # [n] each
@@ -179,7 +179,7 @@ def _compare_logits(
         worst = max(worst, float(relative.mean()))
         if int(far.sum()) > len(far) // 100:
             findings.fail(
-                f"{where}, column {name}: token {int(kept.nonzero()[far.nonzero()[0]])} and "
+                f"{where}, column {name}: token {int(present.nonzero()[far.nonzero()[0]])} and "
                 f"{int(far.sum()) - 1} more differ from a fresh forward by over {allowed:.0e} of "
                 "the largest logit"
             )

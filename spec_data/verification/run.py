@@ -276,7 +276,7 @@ def _check_logits(
     much, so the bounds are what generation measured: of a token, of the median of a document, and
     of all tokens together.
     """
-    place = usable_device(device)
+    used = usable_device(device)
     manifest = dataset.manifest
     if manifest.supervision.startswith("topk"):
         _check_topk(dataset, sampled, findings)
@@ -285,7 +285,7 @@ def _check_logits(
     allowed = allowed_document = allowed_together = rounding
     head: dict[str, Tensor] = {}
     if FINAL in dataset.columns:
-        head = {k: v.float().to(place) for k, v in load_head_tensors(dataset.path).items()}
+        head = {k: v.float().to(used) for k, v in load_head_tensors(dataset.path).items()}
         allowed += _TAIL * declared_error(dataset, FINAL, "logit_max")
         allowed_document += declared_error(dataset, FINAL, "logit_q99")
         allowed_together += _TAIL * declared_error(dataset, FINAL, "logit_median")
@@ -294,25 +294,25 @@ def _check_logits(
     for index in sampled:
         row = dataset[index]
         # bool [T], n of them True
-        kept = stored_tokens(dataset, FINAL, row) & stored_tokens(dataset, "target_argmax", row)
-        if not bool(kept.any()):
+        present = stored_tokens(dataset, FINAL, row) & stored_tokens(dataset, "target_argmax", row)
+        if not bool(present.any()):
             continue
         if head:  # logits: float32 [n, V]
             logits = apply_head(
-                row[FINAL].float().to(place)[kept],
+                row[FINAL].float().to(used)[present],
                 head["lm_head"],
                 head.get("lm_head_bias"),
                 manifest.head,
             )
         else:
-            logits = row["logits"].float().to(place)[kept]
+            logits = row["logits"].float().to(used)[present]
         error = logit_error(  # [n]
-            logits.cpu(), row["target_argmax"][kept], row["target_logsumexp"][kept]
+            logits.cpu(), row["target_argmax"][present], row["target_logsumexp"][present]
         )
         errors.append(error)
         if float(error.max()) > allowed:
             findings.fail(
-                f"document {index}, {columns}: token {int(kept.nonzero()[error.argmax()])} "
+                f"document {index}, {columns}: token {int(present.nonzero()[error.argmax()])} "
                 f"disagrees by {float(error.max()):.1e} of the largest logit (allowed "
                 f"{allowed:.0e})"
             )
@@ -340,13 +340,13 @@ def _check_topk(dataset: HiddenStatesDataset, sampled: list[int], findings: Veri
     """Compare the stored top-k ids and logits, [T, K] each, with argmax and logsumexp, [T] each."""
     for index in sampled:
         row = dataset[index]
-        kept = stored_tokens(dataset, "topk_logits", row)
-        ids, logits = row["topk_ids"][kept], row["topk_logits"][kept]
-        if not torch.equal(ids[:, 0], row["target_argmax"][kept]) and bool(
+        present = stored_tokens(dataset, "topk_logits", row)
+        ids, logits = row["topk_ids"][present], row["topk_logits"][present]
+        if not torch.equal(ids[:, 0], row["target_argmax"][present]) and bool(
             (logits[:, 0] != logits.amax(-1)).any()
         ):
             findings.fail(f"document {index}, column topk_ids: the first id is not the argmax")
-        if bool((logits.logsumexp(-1) > row["target_logsumexp"][kept] + 1e-3).any()):
+        if bool((logits.logsumexp(-1) > row["target_logsumexp"][present] + 1e-3).any()):
             findings.fail(
                 f"document {index}, column topk_logits: its logsumexp is larger than that of all "
                 "logits"

@@ -228,8 +228,8 @@ def _rope(setting: Setting) -> Iterator[Neighbour]:
     else:
         others["partial_rotary_factor = 0.5"] = declared | {"partial_rotary_factor": 0.5}
     if declared["rope_type"] != "default":
-        kept = ("rope_theta", "partial_rotary_factor")
-        plain = {k: v for k, v in declared.items() if k in kept}
+        unscaled = ("rope_theta", "partial_rotary_factor")
+        plain = {k: v for k, v in declared.items() if k in unscaled}
         others["no rope scaling"] = plain | {"rope_type": "default"}
     seen = [_plain_rope(declared)]
     for text, rope in others.items():

@@ -100,8 +100,12 @@ def examine(
         else:
             read.draft.to(used, compute_dtype("auto", used)).eval()
             given = {"run": read_run(Path(draft), folder), "documents": documents, "trust": trust}
-            place = None if target is None else local_directory(target) or cached_model(target)
-            more, trials = _try_conventions(read.draft, dataset, sound, target=place, **given)
+            target_folder = (
+                None if target is None else local_directory(target) or cached_model(target)
+            )
+            more, trials = _try_conventions(
+                read.draft, dataset, sound, target=target_folder, **given
+            )
             checks += more
     found = Diagnosis(
         draft=str(folder),
@@ -231,18 +235,18 @@ def _warnings() -> Iterator[list[logging.LogRecord]]:
 def _file_checks(read: _ReadDraft, folder: Path, facts: TargetFacts) -> Iterator[Check]:
     """Name what the rules for every engine find."""
     assert read.draft is not None and read.files is not None
-    own = own_files(read.draft, str(folder))
+    exported = own_files(read.draft, str(folder))
     alone = dataclasses.replace(facts, identity={}, problems=())  # the target has its own checks
-    changed, unread = keys_changed(read.files, own), tuple(unread_keys(read.files))
-    subject = Subject(own, with_facts_in(read.files, alone), "vllm", changed, unread)
+    changed, unread = keys_changed(read.files, exported), tuple(unread_keys(read.files))
+    subject = Subject(exported, with_facts_in(read.files, alone), "vllm", changed, unread)
     found = [f for f in general(subject) if f.level in (REFUSE, WARN)]
     by_rule = {rule: [f.text for f in found if f.rule == rule] for rule in {f.rule for f in found}}
     yield judged(WEIGHTS, by_rule.get(WEIGHTS, []))
-    for rule, known in (
+    for rule, value in (
         (MAX_POSITIONS, subject.target.max_positions),
         (EMBEDDING, subject.target.embedding),
     ):
-        if known is None and rule not in by_rule:
+        if value is None and rule not in by_rule:
             yield undecided(rule, "give --target or --data, with which it is compared")
         else:
             yield judged(rule, by_rule.get(rule, []))

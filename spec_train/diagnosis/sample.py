@@ -124,8 +124,8 @@ def read_sample(
     layers = {layer_column(k) for k in dataset.manifest.layers}
     states = [name for name in stored if name in layers or name == FINAL]
     needed = draft.columns(dataset.manifest.supervision)
-    own = (*_TOKEN_COLUMNS, *draft.state_columns, LOGSUMEXP)
-    teachers = tuple(name for name in needed if name not in own)
+    inputs = (*_TOKEN_COLUMNS, *draft.state_columns, LOGSUMEXP)
+    teachers = tuple(name for name in needed if name not in inputs)
     if FINAL in draft.state_columns:  # the teachers of an EAGLE-1/2 draft are what it reads
         teachers = ()
     columns = [*_TOKEN_COLUMNS, *dict.fromkeys((*states, *teachers))]
@@ -168,8 +168,8 @@ def _chosen(
         return chosen[:wanted], ""
     if len(chosen) >= LEAST_DOCUMENTS:
         return chosen, f"the run held out no more, {wanted} were asked for"
-    held_out, known = len(chosen), set(chosen)
-    others = [d for d in choose_documents(dataset, "all", run)[0] if d not in known]
+    held_out, validation = len(chosen), set(chosen)
+    others = [d for d in choose_documents(dataset, "all", run)[0] if d not in validation]
     trained = others[: wanted - held_out]
     return sorted(chosen + trained), (
         f"{held_out} that the run held out, which are too few, and {len(trained)} that it was "
