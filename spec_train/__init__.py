@@ -12,12 +12,12 @@ from spec_data import __version__
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from spec_data.shards.errors import SpecDataError
     from spec_train.api import (
-        evaluate,
         load_draft,
         simulate_acceptance,
     )
     from spec_train.commands.compare import compare
     from spec_train.commands.doctor import doctor
+    from spec_train.commands.eval import evaluate
     from spec_train.commands.export import export
     from spec_train.commands.fit import dry_run, fit
     from spec_train.commands.report import write_report
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
 _PUBLIC = {
     "fit": "spec_train.commands.fit",
     "dry_run": "spec_train.commands.fit",
-    "evaluate": "spec_train.api",
+    "evaluate": "spec_train.commands.eval",
     "compare": "spec_train.commands.compare",
     "write_report": "spec_train.commands.report",
     "export": "spec_train.commands.export",

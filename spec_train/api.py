@@ -12,108 +12,16 @@ import torch
 from spec_data.models.devices import DTYPES, usable_device
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.terminal.keywords import from_keywords, takes_options
+from spec_data.terminal.command import checked_arguments
+from spec_train.commands.eval import draft_depths, evaluate
 from spec_train.drafts import Draft
 from spec_train.drafts import load_draft as read_draft
-from spec_train.evaluation.eval_table import table
+from spec_train.evaluation.evaluate import Documents, measure
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
-from spec_train.evaluation.report import measure, require_sound
-from spec_train.options.command_options import EvalConfig
-from spec_train.reports import page_after_eval
-from spec_train.results import (
-    AcceptanceResult,
-    DecodingResult,
-    EvalResult,
-)
+from spec_train.results import AcceptanceResult
 from spec_train.training.stored import resolve_draft_dir
 
 AnyPath = str | Path
-
-
-@takes_options(EvalConfig)
-def evaluate(
-    draft: AnyPath,
-    data: AnyPath | None = None,
-    target: AnyPath | None = None,
-    prompts: AnyPath | None = None,
-    **options: Any,
-) -> EvalResult:
-    """Measure a draft: on a dataset without its target, by real decoding with it, or both.
-
-    Args:
-        draft: a run (its best draft), a checkpoint or a draft directory.
-        data: a dataset to simulate acceptance on.
-        target: a model directory or name, to decode `prompts` with.
-        prompts: what it is asked, as `spec-train eval --prompts` takes it.
-        options: those of `spec-train eval`, listed below.
-
-    Returns:
-        The acceptance length, and all figures of `decoding` and `data`.
-
-    Raises:
-        OptionError (a ConfigError and a TypeError): an unknown option.
-        SpecDataError: draft, dataset, target or prompts do not exist or do not fit together.
-        RunError: greedy decoding with the draft was not what the target alone says, or no prompt
-            could be answered.
-
-    >>> held_out = spec_train.evaluate("run", data="data")
-    >>> held_out.data.split, held_out.acceptance_length >= 1
-    ('validation', True)
-    >>> real = spec_train.evaluate(
-    ...     "run", target="target", prompts="prompts.jsonl", max_new_tokens=8, device="cpu"
-    ... )
-    >>> real.decoding.identical == real.decoding.responses  # greedy decoding is lossless
-    True
-    """
-    given = {"draft": draft, "data": data, "target": target, "prompts": prompts, **options}
-    figures = page_after_eval.evaluate(from_keywords(EvalConfig, given, "evaluate"))
-    require_sound(figures)
-    return _evaluated(figures)
-
-
-def _evaluated(figures: dict[str, Any]) -> EvalResult:
-    decoding = None
-    if "target" in figures:
-        decoding = DecodingResult(
-            accept_rate=tuple(figures["accept_rate"]),
-            **{name: figures[name] for name in _DECODING},
-        )
-    return EvalResult(
-        draft=Path(figures["draft"]),
-        acceptance_length=figures["acceptance_length"],
-        draft_tokens=figures["draft_tokens"],
-        dtype=figures["dtype"],
-        device=figures["device"],
-        warnings=tuple(figures["warnings"]),
-        decoding=decoding,
-        data=_accepted(figures["data"]) if "data" in figures else None,
-        figures=figures,
-        text=table(figures),
-    )
-
-
-_DECODING = (
-    *("target", "acceptance_length", "rounds", "responses", "tokens", "tokens_per_second"),
-    *("plain_tokens_per_second", "speedup", "identical", "ties"),
-)
-
-
-def _accepted(found: dict[str, Any]) -> AcceptanceResult:
-    walk = found["walk"]
-    return AcceptanceResult(
-        path=Path(found["path"]),
-        split=found["split"],
-        documents=found["documents"],
-        supervised_tokens=found["supervised_tokens"],
-        acceptance_length=walk["acceptance_length"],
-        accept_rate=tuple(walk["accept_rate"]),
-        rounds=walk["rounds"],
-        all_slots_length=found["slots"]["acceptance_length"],
-        teacher_forced_length=(found["teacher_forced"] or {}).get("acceptance_length"),
-        on_policy=found["on_policy"],
-        figures=found,
-        text=table({"data": found}),
-    )
 
 
 def simulate_acceptance(
@@ -154,16 +62,20 @@ def simulate_acceptance(
     (4, True)
     """
     path = dataset.path if isinstance(dataset, HiddenStatesDataset) else Path(dataset)
-    stored = isinstance(draft, (str, Path))
-    given = {
-        "draft": draft if stored else "(in memory)",
-        **{"data": path, "split": split, "limit": limit, "draft_tokens": draft_tokens},
-        "mask": mask,
-        "accept_edited": accept_edited,
-    }
-    config = from_keywords(EvalConfig, given, "simulate_acceptance")
+    options = {"split": split, "limit": limit, "draft_tokens": draft_tokens, "mask": mask}
+    checked_arguments(evaluate, options)
+    draft_depths(str(draft_tokens))
     if isinstance(draft, (str, Path)):
-        return _accepted(measure(config)["data"])
+        documents = Documents(data=str(path), split=split, mask=mask)
+        report = measure(
+            draft,
+            documents,
+            None,
+            draft_tokens=[draft_tokens],
+            limit=limit,
+            accept_edited=accept_edited,
+        )
+        return AcceptanceResult.of(report["data"])
     depth = draft_tokens or draft.depth
     if draft.max_depth is not None and depth > draft.max_depth:
         raise ConfigError(
@@ -179,7 +91,7 @@ def simulate_acceptance(
         )
     finally:
         module.train(training)
-    return _accepted(found)
+    return AcceptanceResult.of(found)
 
 
 def load_draft(

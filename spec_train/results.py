@@ -3,14 +3,18 @@
 `print` shows them as the commands do.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from spec_data.terminal.command import Result
+from spec_train.evaluation.eval_table import table
+
 
 @dataclass(frozen=True, kw_only=True)
-class AcceptanceResult:
-    """Acceptance of a draft simulated on stored states, without the target.
+class AcceptanceResult(Result):
+    """Acceptance of a draft by simulated decoding on stored hidden states, without the target.
 
     Lengths are tokens per verification of the target, its own token included; None: nothing was
     measured. Rates are by depth, from 1, given that all earlier drafts were accepted.
@@ -21,21 +25,36 @@ class AcceptanceResult:
     documents: int
     supervised_tokens: int
     acceptance_length: float | None
-    """Of rounds as serving makes them, the draft on its own tokens: predicts real decoding."""
+    """Of verifications as serving makes them, the draft on its own tokens: predicts decoding."""
     accept_rate: tuple[float | None, ...]
     rounds: int
     all_slots_length: float | None
-    """The same from every supervised token, not only from those where a round begins."""
+    """The same from every supervised token, not only from those where a verification begins."""
     teacher_forced_length: float | None
-    """On the document's own tokens at every depth, as in training; None with `walk_only`."""
+    """On the document's own tokens at every depth, as in training."""
     on_policy: float
     """Share of the supervised tokens that are the target's own greedy choice."""
     figures: dict[str, Any] = field(repr=False)
-    """Every figure, as under "data" in the file of `spec-train eval --json`."""
-    text: str = field(repr=False)
+    """Every metric, as under "data" in the file of `spec-train eval --json`."""
+
+    @classmethod
+    def of(cls, figures: dict[str, Any]) -> "AcceptanceResult":
+        """Return the result with the metrics of `evaluation.on_dataset`."""
+        walk = figures["walk"]
+        names = ("split", "documents", "supervised_tokens", "on_policy")
+        return cls(
+            path=Path(figures["path"]),
+            acceptance_length=walk["acceptance_length"],
+            accept_rate=tuple(walk["accept_rate"]),
+            rounds=walk["rounds"],
+            all_slots_length=figures["slots"]["acceptance_length"],
+            teacher_forced_length=figures["teacher_forced"].get("acceptance_length"),
+            figures=figures,
+            **{name: figures[name] for name in names},
+        )
 
     def __str__(self) -> str:
-        return self.text
+        return table({"data": self.figures})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +63,7 @@ class DecodingResult:
 
     target: str
     acceptance_length: float | None
-    accept_rate: tuple[float | None, ...]
+    accept_rate: list[float | None]
     rounds: int
     responses: int
     tokens: int
@@ -58,8 +77,8 @@ class DecodingResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalResult:
-    """The figures of a draft: of real decoding where a target was given, and on a dataset."""
+class EvalResult(Result):
+    """The metrics of a draft: of real decoding where a target was given, and on a dataset."""
 
     draft: Path
     acceptance_length: float | None
@@ -67,12 +86,30 @@ class EvalResult:
     draft_tokens: int
     dtype: str
     device: str
-    warnings: tuple[str, ...]
+    warnings: list[str]
     decoding: DecodingResult | None
     data: AcceptanceResult | None
     figures: dict[str, Any] = field(repr=False)
-    """Every figure, as in the file of `spec-train eval --json`."""
-    text: str = field(repr=False)
+    """Every metric, as in the file of `spec-train eval --json`."""
+    next_command: Sequence[str] = field(default=(), repr=False)
+
+    @classmethod
+    def of(cls, figures: dict[str, Any], next_command: Sequence[str] = ()) -> "EvalResult":
+        """Return the result with the metrics of `evaluation.evaluate.measure`."""
+        names = ("acceptance_length", "draft_tokens", "dtype", "device", "warnings")
+        decoding: dict[str, Any] = {f.name: figures.get(f.name) for f in fields(DecodingResult)}
+        return cls(
+            draft=Path(figures["draft"]),
+            decoding=DecodingResult(**decoding) if "target" in figures else None,
+            data=AcceptanceResult.of(figures["data"]) if "data" in figures else None,
+            figures=figures,
+            next_command=next_command,
+            **{name: figures[name] for name in names},
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Return every metric."""
+        return self.figures
 
     def __str__(self) -> str:
-        return self.text
+        return table(self.figures)

@@ -70,12 +70,14 @@ def drawings(raw: str) -> list[str]:
     return [part for line in raw.replace("\r\n", "\n").split("\n") for part in line.split("\r")]
 
 
-def flag_table(parser: argparse.ArgumentParser, program: Program, name: str = "") -> str:
+def flag_table(parser: argparse.ArgumentParser | None, program: Program, name: str = "") -> str:
     """Every flag of every command of a program, sorted: `fit eagle3: --batch-size ...`."""
     if name in program.names():
         commands = [one for one in program.commands() if one.split()[0] == name]
         parts = [[f"{one}:", *(f"  {flag}" for flag in program.flags(one))] for one in commands]
         return "\n".join(line for part in parts for line in part)
+    if parser is None:
+        return "\n".join(flag_table(None, program, name) for name in program.names())
     flags, children = set(), []
     for action in parser._actions:
         flags |= set(action.option_strings)

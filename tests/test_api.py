@@ -21,7 +21,6 @@ from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
 from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, MissingError, OptionError
 from spec_data.terminal.keywords import from_keywords
-from spec_train.options.command_options import EvalConfig
 from tests.api_workspace import make_workspace
 
 ROOT = Path(__file__).parent.parent
@@ -32,10 +31,7 @@ FUNCTIONS = [
     spec_data.status,
     spec_data.convert,
     spec_data.export_dataset,
-    *(
-        getattr(spec_train, name)
-        for name in ("fit", "dry_run", "evaluate", "compare", "export", "load_draft")
-    ),
+    *(getattr(spec_train, name) for name in ("fit", "dry_run", "export", "load_draft")),
     spec_train.simulate_acceptance,
     spec_train.doctor,
 ]
@@ -126,7 +122,6 @@ def test_every_function_is_documented_and_typed(function):
         (spec_data.estimate, GenerateConfig, {"dry_run"}),
         (spec_data.convert, ConvertConfig, {"data", "dry_run"}),
         (spec_data.export_dataset, ExportDataConfig, {"data"}),
-        (spec_train.evaluate, EvalConfig, set()),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -220,9 +215,7 @@ def test_python_values_become_the_texts_of_the_command():
 
 def test_a_wrong_value_is_shown_in_one_line(here):
     draft = spec_train.load_draft("run")
-    with pytest.raises(
-        ConfigError, match=r"draft = Eagle3Draft\(.{,90}\.\.\. in evaluate\(\): exp"
-    ):
+    with pytest.raises(ConfigError, match=r"^draft Eagle3Draft\(.{,90}: expected"):
         spec_train.evaluate(draft, data="data")
 
 

@@ -44,6 +44,7 @@ from cyclopts.config import Dict
 from cyclopts.exceptions import MissingArgumentError, UnknownCommandError, UnknownOptionError
 
 from spec_data.shards.errors import ConfigError, SpecDataError
+from spec_data.shards.files import write_atomically
 from spec_data.terminal.checks import checked, flag, notes_of
 from spec_data.terminal.config import read_config_file
 from spec_data.terminal.console import nearest, run_cli, say_next
@@ -612,10 +613,7 @@ def _show(result: Any, file: str | None) -> None:
         print(text, flush=True)
         return
     print(result, flush=True)
-    try:
-        Path(file).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {file}: {error.strerror}") from None
+    write_atomically(Path(file).absolute(), text + "\n")
 
 
 def specialised(function: Callable[..., Any], name: str, value: Any) -> Callable[..., Any]:

@@ -59,7 +59,7 @@ class TreeShape:
     """Size of a tree: `nodes` in total; `topk` nodes expanded per level, `topk` children each."""
 
     nodes: int
-    topk: int
+    topk: int = 10
 
 
 @dataclass(frozen=True)
@@ -283,8 +283,8 @@ class TreeMasks:
         self._window = getattr(config, "sliding_window", None)
         if self._attn not in ("sdpa", "eager"):
             raise TargetError(
-                f"{type(model).__name__} with {self._attn} attention accepts no tree mask; pass "
-                "--attn sdpa or --attn eager, or leave --tree-tokens out to draft chains"
+                f"{type(model).__name__} with {self._attn} attention accepts no tree mask; "
+                "leave --tree-tokens out to draft chains"
             )
         for form in self._candidates():
             self._form = form

@@ -4,7 +4,6 @@ In: two files of `spec-train eval --json`, made by real decoding. Out: both acce
 their intervals, and the difference with its interval and p-value.
 """
 
-import json
 import logging
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,12 +13,12 @@ import numpy as np
 
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.terminal.command import Result
+from spec_train.reports.results import Decoded, convert, read_json
 from spec_train.simulation.intervals import LEVEL, Comparison, compare
 
 log = logging.getLogger(__name__)
 
 _SETTINGS = ("target", "temperature", "dtype", "tree_tokens", "draft_tokens")
-_OPTIONS = ("max_new_tokens",)
 
 
 @dataclass(frozen=True)
@@ -67,16 +66,14 @@ def compare_files(first: str, second: str, seed: int) -> ComparedDrafts:
             "warning: %d prompts have no verification with one of the drafts, and are left out",
             len(common) - figures.prompts,
         )
-    return ComparedDrafts(
-        **vars(figures), files=(first, second), drafts=(str(a.get("draft")), str(b.get("draft")))
-    )
+    return ComparedDrafts(**vars(figures), files=(first, second), drafts=(a.draft, b.draft))
 
 
-def differing_settings(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+def differing_settings(a: Decoded, b: Decoded) -> list[str]:
     """Return a line for each setting in which two evaluations differ."""
-    pairs = [(name, a.get(name), b.get(name)) for name in _SETTINGS]
-    options = [one.get("options") or {} for one in (a, b)]
-    pairs += [(name, options[0].get(name), options[1].get(name)) for name in _OPTIONS]
+    pairs = [(name, getattr(a, name), getattr(b, name)) for name in _SETTINGS]
+    name = "max_new_tokens"
+    pairs.append((name, a.options.get(name), b.options.get(name)))
     return [f"{name} differs: {x!r} and {y!r}" for name, x, y in pairs if x != y]
 
 
@@ -98,37 +95,17 @@ def comparison_table(found: Comparison, a: str, b: str) -> str:
     return "\n".join(lines)
 
 
-def _read(name: str | Path) -> dict[str, Any]:
+def _read(name: str | Path) -> Decoded:
     path = Path(name)
     if not path.is_file():
         raise MissingError(f"{path}: no such file; `spec-train eval --json FILE` writes one")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(raw, dict) or not isinstance(raw.get("per_prompt"), list):
-        raise ConfigError(
-            f"{path}: no counts by prompt; `spec-train eval --target ... --json` of this release "
-            "writes them"
-        )
-    if not all(map(_is_count, raw["per_prompt"])):
-        raise ConfigError(f"{path}: a line of per_prompt is damaged; run `spec-train eval` again")
-    return raw
+    return convert(read_json(path), Decoded, str(path))
 
 
-def _is_count(line: Any) -> bool:
-    """Whether an entry of per_prompt has a prompt's digest and its counts."""
-    return (
-        isinstance(line, dict)
-        and isinstance(line.get("prompt"), str)
-        and all(isinstance(line.get(name), int) for name in ("rounds", "emitted"))
-    )
-
-
-def _by_prompt(report: dict[str, Any]) -> dict[str, tuple[int, int]]:
+def _by_prompt(report: Decoded) -> dict[str, tuple[int, int]]:
     """Return verifications and tokens by prompt; a prompt that is there twice is added up."""
-    found: dict[str, tuple[int, int]] = {}
-    for line in report["per_prompt"]:
-        rounds, emitted = found.get(line["prompt"], (0, 0))
-        found[line["prompt"]] = rounds + line["rounds"], emitted + line["emitted"]
-    return found
+    counts: dict[str, tuple[int, int]] = {}
+    for line in report.per_prompt:
+        rounds, emitted = counts.get(line.prompt, (0, 0))
+        counts[line.prompt] = rounds + line.rounds, emitted + line.emitted
+    return counts

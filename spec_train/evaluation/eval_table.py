@@ -1,7 +1,6 @@
 """The figures of an evaluation as a table for people: name, value, meaning."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from spec_data.terminal.text_table import text_table
@@ -18,31 +17,6 @@ _ROWS = 8  # sets and contexts are lines of their own up to so many; --json has 
 def table(report: dict[str, Any]) -> str:
     """Return the metrics as aligned lines: name, value, meaning."""
     return text_table(_lines(report), "<><")
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """Return the metrics and what decides them as Markdown."""
-    made = report["versions"]
-    settings = [
-        ("draft", f"`{Path(report['draft']).name}`"),
-        ("drafted tokens", str(report["draft_tokens"])),
-        ("dtype, device", f"{report['dtype']}, {report['device']}"),
-        ("releases", ", ".join(f"{name} {version}" for name, version in made.items())),
-    ]
-    rows = [(name.strip(), value, meaning) for name, value, meaning in _lines(report)]
-    text = ["| | | |", "| --- | --: | --- |"]
-    text += [f"| {' | '.join(map(_cell, row))} |" for row in rows]
-    text += ["", "| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in settings)]
-    text += ["", *(f"- warning: {_cell(line)}" for line in report["warnings"])]
-    return "\n".join(text).rstrip() + "\n"
-
-
-def _cell(text: str) -> str:
-    """Return a text that ends no cell of a table and starts no markup."""
-    text = " ".join(text.split())
-    for mark in "\\`*_|<>[]":
-        text = text.replace(mark, "\\" + mark)
-    return text
 
 
 def _lines(report: dict[str, Any]) -> list[Line]:
@@ -204,9 +178,7 @@ def _of_those_alone(report: dict[str, Any]) -> str:
 
 def _drafted(report: dict[str, Any]) -> str:
     depth, nodes = report["draft_tokens"], report["tree_tokens"]
-    if not nodes:
-        return f"{depth} drafted each"
-    return f"trees of {nodes} drafted tokens, depth {depth}, top {report['tree_topk']} per node"
+    return f"trees of {nodes} drafted tokens, depth {depth}" if nodes else f"{depth} drafted each"
 
 
 def _data_lines(data: dict[str, Any], real: bool = False) -> list[Line]:
@@ -231,7 +203,7 @@ def _data_lines(data: dict[str, Any], real: bool = False) -> list[Line]:
             f"the same if a round began at every supervised token, {slots['rounds']:,} chains; "
             "decoding meets hard tokens more often",
         ),
-        *([] if forced is None else _forced_lines(forced)),
+        *_forced_lines(forced),
         (
             "  on-policy",
             f"{data['on_policy']:.1%}",

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.shards.checking import FIRST
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.even_sample import even_sample
 from spec_data.shards.follow import FollowedDataset
@@ -40,6 +39,8 @@ from spec_train.simulation.walk import ServingSums, documents_of
 log = logging.getLogger(__name__)
 
 _PACK_TOKENS = 2048
+SAMPLES = 8
+"""Documents that are returned with every drafted token."""
 
 
 def choose_documents(
@@ -218,22 +219,19 @@ def evaluate_data(
     run: dict[str, Any] | None,
     depth: int,
     limit: int = 0,
-    check: str = FIRST,
     mask: str | None = None,
-    walk_only: bool = False,
-    samples: int = 0,
+    samples: int = SAMPLES,
 ) -> dict[str, Any]:
     """Return the metrics of `draft` on the dataset at `path`, on the draft's device and dtype.
 
-    `check_fit` must have accepted the two before. `check` is as for HiddenStatesDataset. `mask` is
-    a mask policy; None: that of the run on the run's own data, otherwise the stored masks.
-    `walk_only` leaves out the loss and the teacher-forced metrics. So many `samples` of the
-    documents, evenly spread, are returned with every drafted token (see `samples`).
+    `check_fit` must have accepted the two before. `mask` is a mask
+    policy; None: that of the run on the run's own data, otherwise the stored masks.
+    So many `samples` of the documents, evenly spread, are returned with every drafted token.
     """
     dataset = HiddenStatesDataset(path)
     policy = measured_mask(dataset, run, mask)
     columns = draft.columns(dataset.manifest.supervision)
-    dataset = open_with_mask(path, policy, columns, check)
+    dataset = open_with_mask(path, policy, columns)
     documents, split = choose_documents(dataset, split, run, limit)
     weight = draft.embed_tokens.weight
     head = TargetHead.from_dataset(dataset.path, weight.dtype, weight.device)
@@ -244,9 +242,8 @@ def evaluate_data(
     with progress(total=len(documents), unit="documents", desc="data", leave=False) as bar:
         for pack in _packs(dataset, documents):
             batch = read_pack(dataset, pack, columns, weight.dtype).to(weight.device)
-            if not walk_only:
-                forced = draft.loss(batch, head, draft.slot_counts(batch)).sums
-                teacher_forced = add_sums([teacher_forced, forced])
+            forced = draft.loss(batch, head, draft.slot_counts(batch)).sums
+            teacher_forced = add_sums([teacher_forced, forced])
             missing += _missing(batch)
             chains = draft.chains(batch, head, depth, scored_only=True)
             for document, arrays in documents_of(batch, chains):
@@ -260,9 +257,7 @@ def evaluate_data(
         "path": dataset.place,
         "split": split,
         "mask": policy or dataset.manifest.mask,
-        "teacher_forced": None
-        if walk_only
-        else summarise_parts({"": teacher_forced}, draft.summarise),
+        "teacher_forced": summarise_parts({"": teacher_forced}, draft.summarise),
         "missing_mass": float(missing[0] / missing[1]) if missing[1] else None,
         **found,
         "texts": token_texts(found["samples"], tokenizer),

@@ -23,30 +23,34 @@ from spec_data.shards.even_sample import even_sample
 from spec_data.terminal.progress import progress
 from spec_train.decoding.chains import check_target
 from spec_train.drafts import Draft
-from spec_train.evaluation import both_ways
-from spec_train.evaluation.both_ways import Bench, PlainResponses
+from spec_train.evaluation import paired_decoding
+from spec_train.evaluation.on_dataset import SAMPLES
+from spec_train.evaluation.paired_decoding import Bench, Decoding, PlainResponses
 from spec_train.evaluation.prompt_batches import answer_in_batches
 from spec_train.evaluation.prompts import Prompts
 from spec_train.evaluation.speed_model import with_model
 from spec_train.evaluation.tally import figures
 from spec_train.formats.origin import embedding_warnings
 from spec_train.losses.metrics import shown
-from spec_train.options.command_options import EvalConfig
 from spec_train.simulation.sample_texts import token_texts
 
 
-def find_target(config: EvalConfig) -> tuple[Path, Any]:
+def find_target(decoding: Decoding) -> tuple[Path, Any]:
     """Return the directory and the tokenizer of the target.
 
     Raises:
         MissingError: the model does not exist. TargetError: its tokenizer cannot be loaded.
     """
-    directory, _ = resolve_model(str(config.target))
-    return directory, load_tokenizer(directory, config.trust_remote_code)
+    directory, _ = resolve_model(decoding.target)
+    return directory, load_tokenizer(directory, decoding.trust_remote_code)
 
 
 def load_target(
-    config: EvalConfig, directory: Path, device: torch.device, rope_factors: str | None = None
+    decoding: Decoding,
+    directory: Path,
+    device: torch.device,
+    dtype: str = "auto",
+    rope_factors: str | None = None,
 ) -> Any:
     """Load the target in evaluation mode on `device`.
 
@@ -57,13 +61,12 @@ def load_target(
         TargetError: it cannot be loaded.
     """
     # on a GPU "auto" is the dtype of the weights; half precision is slow on CPUs
-    on_gpu = config.dtype == "auto" and device.type == "cuda"
+    on_gpu = dtype == "auto" and device.type == "cuda"
     model = load_model(
         str(directory),
-        dtype="auto" if on_gpu else compute_dtype(config.dtype, device),
+        dtype="auto" if on_gpu else compute_dtype(dtype, device),
         device=str(device),
-        attn=config.attn,
-        trust=config.trust_remote_code,
+        trust=decoding.trust_remote_code,
     )
     if short_positions(model.config) is not None:
         fix_rope_factors(model, rope_factors)
@@ -98,24 +101,24 @@ def evaluate_target(
     draft: Draft,
     model: Any,
     tokenizer: Any,
-    config: EvalConfig,
+    decoding: Decoding,
     prompts: Prompts,
     known: PlainResponses,
     *,
     depth: int,
     width: int = 1,
 ) -> tuple[dict[str, Any], list[dict[str, list[int]]]]:
-    """Decode the prompts; return the metrics, and the responses if --save-responses is set.
+    """Decode the prompts; return the metrics, and the responses if they are to be saved.
 
     `known` are the responses of the target alone; new ones are added and saved. The prompts after
     the timed pairs are decoded `width` at a time.
     """
-    sampled = [prompt.where for prompt in even_sample(prompts.found, config.samples)]
-    bench = Bench(draft, model, tokenizer, config, depth, known, sampled, prompts.groups)
+    sampled = [prompt.where for prompt in even_sample(prompts.found, SAMPLES)]
+    bench = Bench(draft, model, tokenizer, decoding, depth, known, sampled, prompts.groups)
     bench.warm_up([0])
     with progress(total=len(prompts), unit="prompts", desc="decode", leave=False) as bar:
         for number, prompt in enumerate(prompts.found):
-            if width > 1 and bench.tally.responses >= both_ways.TIMED_PAIRS:
+            if width > 1 and bench.tally.responses >= paired_decoding.TIMED_PAIRS:
                 answer_in_batches(bench, prompts, prompts.found[number:], width, bar)
                 break
             bench.converse(prompt, prompts)
@@ -123,11 +126,10 @@ def evaluate_target(
             bar.set_postfix_str(f"acceptance {length}", refresh=False)
             bar.update(1)
     known.save()
-    result = figures(bench.tally, depth, config.temperature)
+    result = figures(bench.tally, depth, decoding.temperature)
     result["texts"] = token_texts(result["samples"], tokenizer)
-    result["modelled"] = with_model(result, config.cost_ratio)
+    result["modelled"] = with_model(result, decoding.cost_ratio)
     result["batch_prompts"] = width
     result["plain_responses_kept"] = known.used
-    result["tree_tokens"] = config.tree_tokens
-    result["tree_topk"] = config.tree_topk if config.tree_tokens else None
+    result["tree_tokens"] = decoding.tree_tokens
     return result, bench.saved

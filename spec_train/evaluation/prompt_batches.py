@@ -16,10 +16,9 @@ import torch
 from spec_data.corpus.documents import RenderError
 from spec_train.decoding.batches import Drafting, decode_batch, why_alone
 from spec_train.decoding.chains import Generation, decoder_config
-from spec_train.evaluation import both_ways
-from spec_train.evaluation.both_ways import Bench
+from spec_train.evaluation import paired_decoding
+from spec_train.evaluation.paired_decoding import SEED, Bench, Decoding
 from spec_train.evaluation.prompts import Message, Prompt, Prompts
-from spec_train.options.command_options import EvalConfig
 
 log = logging.getLogger(__name__)
 
@@ -28,28 +27,28 @@ _WIDTH = 8
 _AT_ONCE = 16  # batches of prompts in memory before they are counted
 
 
-def batch_width(config: EvalConfig, model: Any, prompts: Prompts) -> int:
+def batch_width(decoding: Decoding, model: Any, prompts: Prompts) -> int:
     """Return how many prompts share a forward; 1: they are decoded one by one.
 
     Half precision has many near-ties, which another batch shape may decide otherwise. So batches
     are the default in float32 alone.
     """
     exact = model.dtype in (torch.float32, torch.float64)
-    width = config.batch_prompts or (_WIDTH if exact and not config.tree_tokens else 1)
-    if width == 1 or len(prompts) <= both_ways.TIMED_PAIRS:
+    width = decoding.batch_prompts or (_WIDTH if exact and not decoding.tree_tokens else 1)
+    if width == 1 or len(prompts) <= paired_decoding.TIMED_PAIRS:
         return 1
     chats = any(prompt.record.follow_ups for prompt in prompts)
-    if config.temperature and chats:
+    if decoding.temperature and chats:
         # the seed of a response is its number, which depends on the chats before it
         reason: str | None = "the samples of chats with several turns depend on their order"
     else:
         context = getattr(decoder_config(model), "max_position_embeddings", None) or 1 << 62
-        longest = max(len(prompt.ids) for prompt in prompts) + config.max_new_tokens
+        longest = max(len(prompt.ids) for prompt in prompts) + decoding.max_new_tokens
         reason = why_alone(model, None if chats else min(longest, context))
     if reason is None:
         return width
     log.log(
-        logging.WARNING if config.batch_prompts else logging.INFO,
+        logging.WARNING if decoding.batch_prompts else logging.INFO,
         "prompts are decoded one by one: %s",
         reason,
     )
@@ -95,7 +94,7 @@ def _wave(bench: Bench, prompts: Prompts, chats: Sequence[_Chat], width: int, ba
             chat.too_long = chat.ended = True
             bar.update(1)
     plain = _plain(bench, asked, width, bar)
-    first = bench.config.seed + bench.tally.responses
+    first = SEED + bench.tally.responses
 
     def done(number: int, generation: Generation) -> None:
         chat = asked[number]
@@ -133,9 +132,7 @@ def _plain(
         if found[number] is None:
             unknown[tuple(chat.ids)] = number
     numbers = list(unknown.values())
-    requests = [
-        bench.request(asked[n].ids, bench.room(asked[n].ids), bench.config.seed) for n in numbers
-    ]
+    requests = [bench.request(asked[n].ids, bench.room(asked[n].ids), SEED) for n in numbers]
     ended = 0
 
     def done(number: int, generation: Generation) -> None:

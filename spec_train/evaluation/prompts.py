@@ -3,10 +3,9 @@
 Rows are read and rendered by the code that reads and renders a corpus (`spec_data.corpus`), so a
 prompt equals the beginning of the document that `spec-data generate` makes of the same row, token
 for token. A bad row is left out, counted and named; the metrics have the number, so a benchmark
-cannot shrink unnoticed, and too many bad rows are an error (`--max-bad-rows`).
+cannot shrink unnoticed, and too many bad rows are an error.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -222,8 +221,7 @@ def read_prompts(
         max_bad_rows: how many rows may be left out: "auto", a count or a share.
 
     Raises:
-        MissingError: a source does not exist. ConfigError: `max_bad_rows` is none of these, or
-            `source` names one twice.
+        MissingError: a source does not exist. ConfigError: `source` names one twice.
         CorpusError: it cannot be read, has too many bad rows, or no prompt.
     """
     bad = parse_limit(max_bad_rows)
@@ -298,14 +296,3 @@ def prompt_ids(record: Record, template: Template) -> list[int]:
     if not ids:
         raise render_error(record, "empty", "renders to no tokens")
     return ids
-
-
-def parse_template_kwargs(text: str) -> dict[str, Any]:
-    """Read the JSON object of `--chat-template-kwargs`."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--chat-template-kwargs {text!r}: not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"--chat-template-kwargs {text!r}: expected a JSON object")
-    return value

@@ -80,15 +80,11 @@ def modelled_speedup(
 def with_model(figures: Mapping[str, Any], cost_ratio: float) -> dict[str, Any]:
     """Return the modelled speed-up of some figures of `tally.figures`, and the costs it is for.
 
-    Args:
-        figures: of one number of drafted tokens.
-        cost_ratio: that of the serving machine; 0: that measured here, with the measured time of
-            a verification.
+    `cost_ratio` is that of the serving machine, where a verification costs one pass of the target;
+    0: both as measured here.
     """
-    speed = figures["speed"]
-    given = cost_ratio > 0
-    draft = cost_ratio if given else speed["cost_ratio"]
-    verification = 1.0 if given else speed["verification_ratio"]
+    measured = figures["speed"]["cost_ratio"], figures["speed"]["verification_ratio"]
+    draft, verification = (cost_ratio, 1.0) if cost_ratio else measured
     known = None not in (figures["acceptance_length"], draft, verification)
     passes = figures["draft_passes"] / figures["rounds"] if figures["rounds"] else None
     return {

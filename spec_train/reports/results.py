@@ -174,12 +174,12 @@ class Decoded(Acceptance, kw_only=True):
     tree_tokens: int = 0
     identical: int | None = None
     speedup: float | None = None
-    draft: str = ""
-    per_prompt: list[Prompt] = []
-    temperature: float = 0.0
-    dtype: str = ""
-    draft_tokens: int = 0
-    options: dict[str, Any] = {}
+    draft: str
+    per_prompt: list[Prompt]
+    temperature: float
+    dtype: str
+    draft_tokens: int
+    options: dict[str, Any]
 
     @property
     def acceptance(self) -> Acceptance:

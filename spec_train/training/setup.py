@@ -36,7 +36,6 @@ from spec_train.drafts.config import special_ids, target_architectures
 from spec_train.drafts.vocabulary import vocabulary_coverage
 from spec_train.formats.names import HARMLESS, KNOWN
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import default_lr
 from spec_train.options.data_option import parse_sources
 from spec_train.options.draft_config_file import OPTION_KEYS, read_draft_config
 from spec_train.options.draft_options import draft_options
@@ -67,6 +66,15 @@ log = logging.getLogger(__name__)
 _OF_TARGET = ("vocab_size", "hidden_size", "target_hidden_size", "rms_norm_eps")
 _COMPARED = (*_OF_TARGET, "num_target_layers", "rope_theta", "rope_scaling", "rope_parameters")
 _OWN = frozenset({"spec_train", "transformer_layer_config"})
+
+
+def default_lr(hidden_size: int) -> float:
+    """Peak learning rate by draft width, to two digits: 1e-4 at 4096, 4e-4 at 1024, at most 4e-3.
+
+    1e-4 is what EAGLE-3 trainers use for targets of 4096 and more; the rate of a matrix under Adam
+    goes with 1/width (maximal-update parametrisation, arXiv 2203.03466).
+    """
+    return float(f"{min(4e-3, 1e-4 * 4096 / hidden_size):.1e}")
 
 
 def check_keys(config: Training) -> None:

@@ -21,7 +21,7 @@ from spec_data.shards.errors import DraftError, RunError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
 from spec_train.drafts import DRAFTS, load_draft
-from spec_train.evaluation.report import read_run
+from spec_train.evaluation.run_record import read_run
 from spec_train.formats.draft_files import read_files
 from spec_train.formats.draft_seal import same_value
 from spec_train.formats.target_facts import TargetFacts

@@ -11,14 +11,13 @@ from msgspec import structs
 from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
-from spec_train.evaluation.report import run_eval
 from spec_train.formats.origin import differing_rows, origin_warnings, require_same_embedding
-from spec_train.options.command_options import EvalConfig
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.draft_tools import read_json, reseal, write_json
 from tests.spec_data.runs import run, save_target, write_corpus
+from tests.spec_train.evaluation.tools import run_eval
 
 KWARGS = {"enable_thinking": False}
 
@@ -44,7 +43,7 @@ def place(tmp_path_factory):
 def decode(place: Path, draft: Path, **changes):
     options = {"max_new_tokens": 4, "device": "cpu"} | changes
     target, prompts = str(place / "target"), str(place / "prompts.jsonl")
-    return run_eval(EvalConfig(draft=str(draft), target=target, prompts=prompts, **options))
+    return run_eval(dict(draft=str(draft), target=target, prompts=prompts, **options))
 
 
 def test_a_draft_names_its_target_and_its_rendering(place):
@@ -68,7 +67,7 @@ def test_prompts_are_rendered_as_the_data_was_wherever_eval_runs(place, tmp_path
     for draft in (place / "run", tmp_path / "alone"):
         report = decode(place, draft)
         assert (report["chat_template_kwargs"], report["warnings"]) == (KWARGS, [])
-    (warning,) = decode(place, tmp_path / "alone", chat_template_kwargs="{}")["warnings"]
+    (warning,) = decode(place, tmp_path / "alone", chat_template_kwargs={})["warnings"]
     assert warning.startswith(
         'chat_template_kwargs: the draft was fitted with {"enable_thinking": false}, this target '
         "has {}: "
@@ -92,7 +91,7 @@ def test_eval_on_data_of_another_template_or_other_kwargs_says_so(place, tmp_pat
         (place / "data", []),
         (tmp_path / "other", ["chat_template_hash", "chat_template_kwargs"]),
     ):
-        report = run_eval(EvalConfig(draft=str(place / "run"), data=str(data), device="cpu"))
+        report = run_eval(dict(draft=str(place / "run"), data=str(data), device="cpu"))
         assert sorted(line.split(":")[0] for line in report["warnings"]) == facts
 
 
@@ -111,11 +110,11 @@ def test_drafts_without_an_origin_ask_the_data_and_else_say_that_they_do_not_kno
     assert (report["chat_template_kwargs"], report["warnings"]) == (KWARGS, [])
     file = tmp_path / "run" / "fit.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"data": "gone"}))
-    report = decode(place, tmp_path / "run", json=str(tmp_path / "out.json"))
+    report = decode(place, tmp_path / "run")
     assert report["chat_template_kwargs"] == {}
-    (warning,) = json.loads((tmp_path / "out.json").read_text())["warnings"]
+    (warning,) = report["warnings"]
     assert "prompts are rendered without any" in warning
-    explicit = decode(place, tmp_path / "run", chat_template_kwargs=json.dumps(KWARGS))
+    explicit = decode(place, tmp_path / "run", chat_template_kwargs=KWARGS)
     assert explicit["warnings"] == []
 
 

@@ -18,8 +18,6 @@ from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.follow import LEFT_OUT, WORK, FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
-from spec_train.evaluation.report import run_eval
-from spec_train.options.command_options import EvalConfig
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.training.setup import count_supervised_tokens, make_splits, open_data
 from spec_train.training.start_draft import with_shape_of_start
@@ -38,6 +36,7 @@ from tests.spec_train.data.follow_tools import (
     start_generate,
     wait_until,
 )
+from tests.spec_train.evaluation.tools import run_eval
 from tests.spec_train.training.test_trainer_resume import assert_same_run
 from tests.spec_train.training.tools import command
 
@@ -238,7 +237,7 @@ def test_documents_that_capture_leaves_out_keep_their_place(source, tmp_path, mo
 
 
 def test_eval_knows_the_held_out_documents_of_a_followed_run(sealed, reference):
-    report = run_eval(EvalConfig(draft=str(reference), data=str(sealed), device="cpu"))["data"]
+    report = run_eval(dict(draft=str(reference), data=str(sealed), device="cpu"))["data"]
     config = config_of(sealed, reference)
     splits = make_splits(open_data(config), config)
     assert report["split"] == "validation" and report["documents"] == splits.held_out

@@ -21,14 +21,13 @@ from spec_train.data.order import split_border
 from spec_train.data.splits import Rules, even_shares
 from spec_train.drafts import load_draft
 from spec_train.evaluation.on_dataset import choose_documents
-from spec_train.evaluation.report import run_eval
-from spec_train.options.command_options import EvalConfig
 from spec_train.options.data_option import Source, parse_source, parse_sources
 from spec_train.options.training import Training
 from spec_train.training.setup import count_supervised_tokens, make_splits
 from spec_train.training.trainer import Trainer
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_data.runs import options, save_target, write_corpus
+from tests.spec_train.evaluation.tools import run_eval
 from tests.spec_train.training.test_trainer_resume import assert_same_run
 from tests.spec_train.training.tools import OPTIONS, change, metrics, run
 from tests.tolerance import close, network
@@ -172,7 +171,7 @@ def test_figures_of_a_dataset_are_those_of_its_held_out_documents(place, tmp_pat
     report = {}
     for name in "ab":
         report[name] = run_eval(
-            EvalConfig(draft=str(tmp_path / "run" / "last"), data=str(place / name), device="cpu")
+            dict(draft=str(tmp_path / "run" / "last"), data=str(place / name), device="cpu")
         )["data"]
         assert report[name]["split"] == "validation"
         forced = report[name]["teacher_forced"]

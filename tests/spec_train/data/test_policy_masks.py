@@ -26,7 +26,6 @@ from spec_train.data.policy_masks import PolicyDataset, open_with_mask
 from spec_train.data.splits import Rules, has_slot, make_splits, select
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
-from spec_train.options.command_options import EvalConfig
 from spec_train.options.data_option import parse_sources
 from spec_train.options.training import Training
 from spec_train.training.setup import count_supervised_tokens
@@ -337,7 +336,6 @@ def test_masks_that_are_not_those_of_the_turns_are_refused(place, tmp_path):
 def test_unknown_policies_are_refused(policy):
     for make in (
         lambda: Training(data="d", out="o", mask=policy),
-        lambda: EvalConfig(draft="d", data="d", mask=policy),
         lambda: supervised_spans(3, [], policy),
     ):
         with pytest.raises(ConfigError, match="choose from assistant, last-turn, all, first-N"):
@@ -347,8 +345,6 @@ def test_unknown_policies_are_refused(policy):
 def test_a_mask_needs_all_documents_and_a_dataset():
     with pytest.raises(ConfigError, match="--mask all and --follow"):
         Training(data="d", out="o", mask="all", follow=True)
-    with pytest.raises(ConfigError, match="--mask all is about --data"):
-        EvalConfig(draft="d", target="t", prompts="p", mask="all")
 
 
 def test_the_command_takes_a_mask(place, tmp_path):

@@ -10,13 +10,12 @@ from spec_data.shards.errors import DatasetError, DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.evaluation.on_dataset import check_fit, read_pack
-from spec_train.evaluation.report import run_eval
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import EvalConfig
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.spec_data.runs import run, save_target
+from tests.spec_train.evaluation.tools import run_eval
 from tests.tolerance import close, close_in_norm, network
 
 DRAFT = {"draft_vocab_size": 0, "ttt_steps": 4}
@@ -167,7 +166,7 @@ def fit_config_of(data, out) -> Training:
 def test_fit_and_eval_run_on_logits(logits, tmp_path):
     result = fit("eagle3", fit_config_of(logits.path, tmp_path / "run"), Eagle3Options(**DRAFT))
     assert result.step == 3
-    config = EvalConfig(draft=str(tmp_path / "run"), data=str(logits.path), device="cpu")
+    config = dict(draft=str(tmp_path / "run"), data=str(logits.path), device="cpu")
     report = run_eval(config)["data"]
     kept = json.loads((tmp_path / "run" / "best" / "validation.json").read_text())
     assert report["split"] == "validation"

@@ -310,5 +310,5 @@ def test_models_that_ignore_tree_masks_are_refused(monkeypatch) -> None:
     with pytest.raises(TargetError, match="in every known form"):
         TreeMasks(model)
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(TargetError, match=r"flash_attention_2 .*--attn sdpa"):
+    with pytest.raises(TargetError, match="flash_attention_2"):
         TreeMasks(model)

@@ -1,13 +1,11 @@
 """Decoding with draft trees: the target's own output for every draft, and longer acceptance."""
 
 import functools
-import json
 from typing import Any
 
 import pytest
 import torch
 
-from spec_data.shards.errors import ConfigError
 from spec_train.decoding.chains import Generation, Request, decode_plain, decode_speculative
 from spec_train.decoding.trees import (
     ROOT,
@@ -17,15 +15,13 @@ from spec_train.decoding.trees import (
     TreeShape,
     decode_tree,
 )
-from spec_train.evaluation.report import run_eval
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy, make_sampler
-from spec_train.options.command_options import EvalConfig
 from tests.families import FAMILIES, VOCAB, WINDOW, tiny_model
 from tests.spec_train.decoding.test_chains import COLUMNS, FORWARD, prompt_of, states
 from tests.spec_train.drafts.eagle import tools as eagle_tools
 from tests.spec_train.evaluation import tools as evaluate_tools
-from tests.spec_train.evaluation.tools import LIMIT, config_of, decodes_alike_everywhere
+from tests.spec_train.evaluation.tools import LIMIT, config_of, decodes_alike_everywhere, run_eval
 from tests.tolerance import close, same_but_for_a_tie
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
@@ -192,25 +188,17 @@ def test_stop_tokens_and_limits_are_kept(target, prompts, trained_eagle) -> None
 def test_eval_decodes_with_trees(workplace, capsys) -> None:
     with_chains = run_eval(config_of(workplace))
     chains_shown = capsys.readouterr().out
-    config = config_of(workplace, tree_tokens=20, tree_topk=4, json=str(workplace / "tree.json"))
+    config = config_of(workplace, tree_tokens=20)
     report = run_eval(config)
     shown = capsys.readouterr().out
     assert report["identical"] + report["ties"] == report["responses"] == 8
     assert report["ties"] <= 1 and report["different"] == []
     assert report["acceptance_length"] > with_chains["acceptance_length"]
-    assert (report["tree_tokens"], report["tree_topk"], report["draft_tokens"]) == (20, 4, 4)
-    assert (with_chains["tree_tokens"], with_chains["tree_topk"]) == (0, None)
+    assert (report["tree_tokens"], report["draft_tokens"]) == (20, 4)
+    assert with_chains["tree_tokens"] == 0 and report["options"]["tree_tokens"] == 20
     assert (
         report["draft_passes"] <= 4 * report["rounds"] < report["drafted"] <= 20 * report["rounds"]
     )
-    assert json.loads((workplace / "tree.json").read_text())["options"]["tree_tokens"] == 20
-    assert "trees of 20 drafted tokens, depth 4, top 4 per node" in shown
+    assert "trees of 20 drafted tokens, depth 4" in shown
     assert "4 drafted each" in chains_shown
     assert f"{report['draft_passes']:,} passes of the draft" in shown
-
-
-def test_trees_need_a_target(workplace) -> None:
-    with pytest.raises(ConfigError, match=r"--tree-tokens decodes for real: it needs --target"):
-        EvalConfig(draft="d", data="x", tree_tokens=8)
-    with pytest.raises(ConfigError, match="--tree-topk 0: expected at least 1"):
-        config_of(workplace, tree_topk=0)

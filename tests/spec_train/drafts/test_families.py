@@ -13,8 +13,6 @@ from spec_data.models.reading import text_config
 from spec_data.shards.errors import TargetError
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.layers import RopeSettings, Rotary
-from spec_train.evaluation.report import run_eval
-from spec_train.options.command_options import EvalConfig
 from spec_train.training.setup import fit
 from tests.current_families import (
     CURRENT,
@@ -28,6 +26,7 @@ from tests.current_families import (
 from tests.families import tiny_model
 from tests.spec_data.runs import run, save_target, write_corpus
 from tests.spec_train import flat
+from tests.spec_train.evaluation.tools import run_eval
 
 SMALL: dict[str, dict[str, Any]] = {
     "eagle3": {"ttt_steps": 2, "draft_vocab_size": 64},
@@ -85,7 +84,7 @@ def test_generate_fit_and_eval(family: str, places) -> None:
     assert (manifest["packing"]["form"] == "rows") == (family in ONE_PER_ROW)
     for draft in drafts_of(family):
         at = train(draft, place)
-        report = run_eval(EvalConfig(draft=str(at), data=data, split="all", device="cpu"))
+        report = run_eval(dict(draft=str(at), data=data, split="all", device="cpu"))
         assert report["data"]["walk"]["acceptance_length"] >= 1
 
 
@@ -98,7 +97,7 @@ def test_decoding_with_the_target_is_lossless(family: str, places) -> None:
     settings = {"prompts": str(place / "chats.jsonl"), "limit": 2, "device": "cpu"}
     settings |= {"target": str(place / "target")}
     for draft in DRAFTS:
-        config = EvalConfig(draft=str(train(draft, place)), max_new_tokens=8, **settings)
+        config = dict(draft=str(train(draft, place)), max_new_tokens=8, **settings)
         if family in NOT_DECODED:
             with pytest.raises(TargetError, match="rejected drafts cannot be removed"):
                 run_eval(config)

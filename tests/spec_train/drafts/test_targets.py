@@ -13,13 +13,12 @@ from spec_data.shards.layer_ids import build_target_layer_ids, capturable_layer_
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.config import target_shape
 from spec_train.drafts.layers import Rotary
-from spec_train.evaluation.report import run_eval
 from spec_train.formats.target_facts import read_target
-from spec_train.options.command_options import EvalConfig
 from spec_train.training.setup import fit
 from tests.families import FAMILIES, LAYERS, MORE_FAMILIES, tiny_model
 from tests.spec_data.runs import run, save_target, write_corpus
 from tests.spec_train import flat
+from tests.spec_train.evaluation.tools import run_eval
 from tests.tolerance import close
 
 ROTARY = sorted(set(FAMILIES | MORE_FAMILIES) - {"gpt2"})  # which has learned positions
@@ -111,7 +110,7 @@ def test_generate_fit_and_eval(family: str, draft: str, tmp_path_factory, workpl
     assert fit(draft, *joined).finished
     settings = {"data": str(place / "data"), "target": str(place / "target"), "max_new_tokens": 8}
     prompts = {"prompts": str(place / "chats.jsonl"), "limit": 2, "device": "cpu"}
-    report = run_eval(EvalConfig(draft=str(out), **settings, **prompts))
+    report = run_eval(dict(draft=str(out), **settings, **prompts))
     assert report["identical"] + report["ties"] == report["responses"] == 2
     assert report["acceptance_length"] >= 1
 

@@ -9,11 +9,10 @@ import torch
 
 from spec_data.shards.errors import RunError
 from spec_data.shards.files import cache_directory
-from spec_train.evaluation import both_ways
-from spec_train.evaluation.both_ways import PlainResponses
-from spec_train.evaluation.report import run_eval
+from spec_train.evaluation import paired_decoding
+from spec_train.evaluation.paired_decoding import PlainResponses
 from tests.spec_train.evaluation import tools
-from tests.spec_train.evaluation.tools import VOCAB, config_of
+from tests.spec_train.evaluation.tools import VOCAB, config_of, run_eval
 
 target, prompts, trained, workplace = tools.target, tools.prompts, tools.trained, tools.workplace
 
@@ -21,7 +20,7 @@ target, prompts, trained, workplace = tools.target, tools.prompts, tools.trained
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(both_ways, "TIMED_PAIRS", 1)
+    monkeypatch.setattr(paired_decoding, "TIMED_PAIRS", 1)
 
 
 def kept_file() -> Path:
@@ -32,8 +31,8 @@ def kept_file() -> Path:
 def test_a_second_evaluation_decodes_only_the_timed_pairs(workplace, monkeypatch):
     first = run_eval(config_of(workplace, limit=4, batch_prompts=1))
     calls = []
-    honest = both_ways.decode_plain
-    monkeypatch.setattr(both_ways, "decode_plain", lambda *a: calls.append(a) or honest(*a))
+    honest = paired_decoding.decode_plain
+    monkeypatch.setattr(paired_decoding, "decode_plain", lambda *a: calls.append(a) or honest(*a))
     second = run_eval(config_of(workplace, limit=4, batch_prompts=1))
     assert (first["timed_pairs"], first["plain_responses_kept"]) == (4, 0)
     assert (second["timed_pairs"], second["plain_responses_kept"]) == (1, 3)

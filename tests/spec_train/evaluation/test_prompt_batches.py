@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from spec_data.shards.errors import ConfigError, RunError
-from spec_train.evaluation import both_ways, prompt_batches
-from spec_train.evaluation.report import run_eval
+from spec_data.shards.errors import RunError
+from spec_train.evaluation import paired_decoding, prompt_batches
 from tests.spec_train.evaluation import tools
-from tests.spec_train.evaluation.tools import VOCAB, config_of
+from tests.spec_train.evaluation.tools import VOCAB, config_of, run_eval
 
 target, prompts, trained, workplace = tools.target, tools.prompts, tools.trained, tools.workplace
 
@@ -28,7 +27,7 @@ TIMES += ("sweep",)
 @pytest.fixture(autouse=True)
 def pairs(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(both_ways, "TIMED_PAIRS", 2)
+    monkeypatch.setattr(paired_decoding, "TIMED_PAIRS", 2)
 
 
 def counted(report: dict[str, Any]) -> dict[str, Any]:
@@ -113,18 +112,11 @@ def test_a_wrong_token_of_a_batch_fails_the_run(workplace, monkeypatch):
 
 def test_the_width_that_is_chosen(workplace, monkeypatch, caplog):
     """8 in float32, 1 in half precision and for trees; 1 for a target that cannot share."""
-    monkeypatch.setattr(both_ways, "TIMED_PAIRS", 1)
+    monkeypatch.setattr(paired_decoding, "TIMED_PAIRS", 1)
     assert run_eval(config_of(workplace, limit=2))["batch_prompts"] == 8
     assert run_eval(config_of(workplace, limit=2, dtype="bf16"))["batch_prompts"] == 1
-    trees = config_of(workplace, limit=2, tree_tokens=6, tree_topk=2)
+    trees = config_of(workplace, limit=2, tree_tokens=6)
     assert run_eval(trees)["batch_prompts"] == 1
     monkeypatch.setattr(prompt_batches, "why_alone", lambda model, longest: "it is strange")
     assert run_eval(config_of(workplace, limit=2, batch_prompts=2))["batch_prompts"] == 1
     assert "prompts are decoded one by one: it is strange" in caplog.text
-
-
-def test_values_that_cannot_be_used_are_refused(workplace):
-    with pytest.raises(ConfigError, match=r"--batch-prompts -1: expected 0"):
-        config_of(workplace, batch_prompts=-1)
-    with pytest.raises(ConfigError, match="trees are decoded one by one"):
-        config_of(workplace, batch_prompts=2, tree_tokens=6)

@@ -15,8 +15,8 @@ from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.template import Template
-from spec_data.shards.errors import ConfigError, CorpusError, MissingError
-from spec_train.evaluation.prompts import parse_template_kwargs, read_prompts
+from spec_data.shards.errors import CorpusError, MissingError
+from spec_train.evaluation.prompts import read_prompts
 from tests.spec_data.corpus import templates
 
 TEMPLATE = (
@@ -253,7 +253,7 @@ def test_turns_open_with_the_first_and_keep_the_rest(tmp_path, tokenizer):
 
 
 def test_template_kwargs_of_the_run_and_of_rows_reach_the_template(tmp_path, tokenizer):
-    kwargs = parse_template_kwargs('{"shout": true}')
+    kwargs = {"shout": True}
     quiet = {"prompt": "a", "chat_template_kwargs": {"shout": False}}
     path = write(tmp_path / "p.jsonl", {"prompt": "a"}, quiet, {"text": "a"})
     prompts = read_prompts(path, Template(tokenizer, kwargs))
@@ -303,7 +303,6 @@ def test_a_bad_row_is_counted_and_named(tmp_path, tokenizer, row, said):
         CorpusError, match=rf"(?s)--prompts .*few.jsonl: 1 of 2 rows .*:2: .*{said}"
     ):
         read_prompts(path, Template(tokenizer))
-    assert len(read_prompts(path, Template(tokenizer), max_bad_rows="1")) == 1
 
 
 def test_prompts_that_the_template_rejects_are_counted(tmp_path, tokenizer):
@@ -333,12 +332,6 @@ def test_missing_and_empty_sources_and_bad_options(tmp_path, tokenizer):
         read_prompts(str(tmp_path / "none.jsonl"), template)
     with pytest.raises(CorpusError, match="no usable row"):
         read_prompts(write(tmp_path / "empty.jsonl"), template)
-    with pytest.raises(ConfigError, match="--max-bad-rows"):
-        read_prompts(write(tmp_path / "p.jsonl", {"prompt": "a"}), template, max_bad_rows="many")
-    with pytest.raises(ConfigError, match="not valid JSON"):
-        parse_template_kwargs("{")
-    with pytest.raises(ConfigError, match="JSON object"):
-        parse_template_kwargs("[1]")
 
 
 def test_chats_without_a_template_and_empty_renderings(tmp_path, tokenizer):

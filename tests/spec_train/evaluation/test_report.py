@@ -15,9 +15,7 @@ from spec_train.decoding.chains import Request, decode_speculative
 from spec_train.drafts.drafting import ChainDrafter
 from spec_train.evaluation import on_dataset as evaluate_data
 from spec_train.evaluation.on_dataset import choose_documents
-from spec_train.evaluation.report import run_eval
 from spec_train.losses.sampling import Greedy, make_sampler
-from spec_train.options.command_options import EvalConfig
 from spec_train.simulation.walk import judge_chains, serving_sums, supervised_spans, walk_rounds
 from spec_train.training.stored import dump_checked
 from tests.factory import tiny_dataset, tiny_llama
@@ -33,6 +31,7 @@ from tests.spec_train.evaluation.tools import (
     head_of,
     make_draft,
     respond,
+    run_eval,
 )
 from tests.tolerance import close, network, same_but_for_a_tie
 
@@ -110,7 +109,7 @@ def data(tmp_path_factory, target) -> Path:
 def test_pack_size_changes_no_figure_and_teacher_forcing_is_the_drafts_own(
     workplace, data, target, trained, monkeypatch
 ):
-    config = EvalConfig(draft=str(workplace / "draft"), data=str(data), device="cpu")
+    config = dict(draft=str(workplace / "draft"), data=str(data), device="cpu")
     forward = {"terms": network(STEPS), "dtype": torch.float32}
     whole = run_eval(config)["data"]
     monkeypatch.setattr(evaluate_data, "_PACK_TOKENS", 1)
@@ -157,17 +156,17 @@ def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
     table = {"identity": identity, "notes": {"split_border": known["split_border"]}}
     (run / "run.json").write_text(dump_checked(table))
     for draft in (run, run / "best"):
-        report = run_eval(EvalConfig(draft=str(draft), data=str(data), device="cpu"))
+        report = run_eval(dict(draft=str(draft), data=str(data), device="cpu"))
         assert report["data"]["split"] == "validation"
         assert report["data"]["documents"] == len(held_out)
     (run / "run.json").write_text(
         dump_checked(table | {"identity": identity | {"split_rule": "x"}})
     )
     with pytest.raises(ConfigError, match=f"by rule 'x', this release uses '{SPLIT_RULE}'"):
-        run_eval(EvalConfig(draft=str(run), data=str(data), device="cpu"))
+        run_eval(dict(draft=str(run), data=str(data), device="cpu"))
     (run / "run.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"run\.json is damaged"):
-        run_eval(EvalConfig(draft=str(run), data=str(data), device="cpu"))
+        run_eval(dict(draft=str(run), data=str(data), device="cpu"))
 
 
 def test_a_dataset_of_another_target_or_without_a_layer_is_refused(workplace, tmp_path):
@@ -176,11 +175,11 @@ def test_a_dataset_of_another_target_or_without_a_layer_is_refused(workplace, tm
     other = tiny_llama(VOCAB, seed=9)
     tiny_dataset(tmp_path / "other", n_docs=2, layers=(0, 1, 2), model=other)
     for name, said in (
-        ("other", r"--draft: a draft of another target than that of .*other \(100"),
+        ("other", r"draft: a draft of another target than that of .*other \(100"),
         ("wide", "target of vocabulary 64, .*wide has 80"),
         ("few", r"layers \[0, 2\]; .*few holds \[0, 1\], without \[2\]"),
     ):
-        config = EvalConfig(draft=str(workplace / "draft"), data=str(tmp_path / name), device="cpu")
+        config = dict(draft=str(workplace / "draft"), data=str(tmp_path / name), device="cpu")
         with pytest.raises(DraftError, match=said):
             run_eval(config)
 
@@ -189,24 +188,36 @@ def test_a_dataset_of_another_target_or_without_a_layer_is_refused(workplace, tm
     ("options", "said"),
     [
         ({}, "nothing to evaluate on"),
-        ({"target": "t"}, "--target needs --prompts"),
-        ({"prompts": "p", "data": "d"}, "--prompts needs --target"),
-        ({"data": "d", "save_responses": "f"}, "--save-responses writes greedy"),
+        ({"target": True}, "prompts"),
+        ({"prompts": True, "data": True}, "target"),
+        ({"data": True, "save_responses": "f"}, "save_responses"),
+        ({"data": True, "tree_tokens": 8}, "tree_tokens"),
+        ({"data": True, "draft_tokens": "2,3"}, "draft_tokens"),
         (
-            {"target": "t", "prompts": "p", "save_responses": "f", "temperature": 1.0},
-            "--save-responses writes greedy",
+            {"target": True, "prompts": True, "save_responses": "f", "temperature": 1.0},
+            "save_responses",
         ),
-        ({"data": "d", "temperature": -1.0}, "--temperature -1.0"),
-        ({"data": "d", "temperature": 1e-320}, "--temperature 1e-320: .* at least 1e-06"),
-        ({"data": "d", "temperature": float("nan")}, "--temperature nan"),
-        ({"data": "d", "max_new_tokens": 0}, "--max-new-tokens 0"),
+        ({"data": True, "temperature": -1.0}, "temperature -1.0"),
+        ({"data": True, "temperature": 1e-320}, "temperature 1e-320"),
+        ({"data": True, "temperature": float("nan")}, "temperature nan"),
+        ({"data": True, "max_new_tokens": 0}, "max_new_tokens 0"),
+        ({"data": True, "batch_prompts": -1}, "batch_prompts -1"),
+        ({"target": True, "prompts": True, "mask": "all"}, "mask all"),
+        ({"target": True, "prompts": True, "batch_prompts": 2, "tree_tokens": 6}, "trees"),
+        *(
+            ({"data": True, "draft_tokens": text}, "draft_tokens")
+            for text in ("-1", "x", "2,", "2,0", "2.5", "²")
+        ),
     ],
 )
-def test_options_that_contradict_each_other(options, said):
+def test_options_that_contradict_each_other(workplace, data, options, said):
+    paths = {"target": workplace / "target", "prompts": workplace / "prompts.jsonl", "data": data}
+    given = {name: paths.get(name, value) for name, value in options.items()}
     with pytest.raises(ConfigError, match=said):
-        EvalConfig(draft="x", **options)
+        run_eval({"draft": workplace / "draft", **given})
 
 
-def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path):
-    with pytest.raises(ConfigError, match=r"--json .*: pass a file name in an existing directory"):
-        run_eval(EvalConfig(draft="none", data="none", json=str(tmp_path / "no" / "out.json")))
+@pytest.mark.parametrize("name", ["page", "save_responses"])
+def test_an_output_that_cannot_be_written_is_said_before_the_work(workplace, tmp_path, name):
+    with pytest.raises(ConfigError, match=name):
+        run_eval(config_of(workplace, **{name: str(tmp_path / "no" / "out")}))

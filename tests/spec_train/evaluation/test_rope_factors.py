@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from spec_train.api import export
-from spec_train.evaluation import report
-from spec_train.evaluation.report import run_eval
-from spec_train.options.command_options import EvalConfig
+from spec_train.evaluation import evaluate
 from tests.spec_data.runs import run, save_target, write_corpus
 from tests.spec_train import flat
+from tests.spec_train.evaluation.tools import run_eval
 
 LIMIT = 128
 
@@ -38,14 +37,14 @@ def test_eval_decodes_with_the_factors_of_the_capture(
     origin = json.loads((tmp_path / "run/last/config.json").read_text())["spec_train"]["origin"]
     assert origin["rope_factors"] == factors
     loaded = []
-    load = report.load_target
+    load = evaluate.load_target
 
     def loading(*arguments: object) -> object:
         loaded.append(load(*arguments))  # type: ignore[arg-type]
         return loaded[-1]
 
-    monkeypatch.setattr(report, "load_target", loading)
-    given = EvalConfig(
+    monkeypatch.setattr(evaluate, "load_target", loading)
+    given = dict(
         draft=str(tmp_path / "run"),
         target=str(target),
         prompts=str(corpus),

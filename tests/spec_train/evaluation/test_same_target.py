@@ -8,10 +8,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from spec_data.shards.errors import MissingError, TargetError
-from spec_train.evaluation.report import run_eval, system_warnings
-from spec_train.options.command_options import EvalConfig
+from spec_train.evaluation.same_target import system_warnings
 from tests.draft_tools import read_json, reseal, write_json
 from tests.spec_train import fitted
+from tests.spec_train.evaluation.tools import run_eval
 from tests.spec_train.fitted import (
     ROWS,
     fine_tune,
@@ -26,7 +26,7 @@ place, target = fitted.place, fitted.target
 def evaluated(place: Path, target: Path | str, **changes) -> dict:
     options = {"max_new_tokens": 2, "device": "cpu", "draft": str(place / "run")} | changes
     options = {"prompts": str(place / "p.jsonl")} | options
-    return run_eval(EvalConfig(target=str(target), **options))
+    return run_eval(dict(target=str(target), **options))
 
 
 def warned(place: Path, target: Path, **changes) -> list[str]:
@@ -37,11 +37,11 @@ def test_the_right_kwargs_of_rows_are_used_and_no_false_warning(place, target):
     report = evaluated(place, target)
     assert (report["chat_template_kwargs"], report["warnings"]) == (ROWS, [])
     assert report["not_compared"] == []
-    assert warned(place, target, chat_template_kwargs=json.dumps(ROWS)) == []
+    assert warned(place, target, chat_template_kwargs=ROWS) == []
 
 
 def test_other_kwargs_than_those_of_the_rows_are_named(place, target):
-    (line,) = warned(place, target, chat_template_kwargs="{}")
+    (line,) = warned(place, target, chat_template_kwargs={})
     assert line.startswith(
         'chat_template_kwargs: the draft was fitted with {"enable_thinking": false}, this target '
         "has {}: prompts are rendered in another way"
@@ -113,8 +113,8 @@ def test_a_draft_with_fewer_facts_says_what_was_not_compared(place, target, tmp_
 
 
 def test_a_target_that_cannot_be_loaded_whole_is_refused_in_words(place, target):
-    for name in ("", "/nowhere", "./nowhere"):
-        with pytest.raises(MissingError, match="--target"):
+    for name in ("/nowhere", "./nowhere"):
+        with pytest.raises(MissingError, match="target"):
             evaluated(place, name)
     file = target / "model.safetensors"
     whole = file.read_bytes()

@@ -15,8 +15,8 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import SPLIT_RULE, split_border
 from spec_train.data.splits import Rules
 from spec_train.evaluation.on_dataset import choose_documents
-from spec_train.evaluation.report import kwargs_for, run_eval
 from spec_train.evaluation.run_record import read_run
+from spec_train.evaluation.same_target import kwargs_for
 from spec_train.evaluation.trained_prompts import find_trained
 from spec_train.training.stored import dump_checked
 from tests.factory import tiny_dataset
@@ -24,7 +24,7 @@ from tests.spec_data.corpus import templates
 from tests.spec_data.corpus.chat_cases import answer, user
 from tests.spec_data.corpus.test_template import chat
 from tests.spec_train.evaluation import tools as evaluate_tools
-from tests.spec_train.evaluation.tools import config_of, respond
+from tests.spec_train.evaluation.tools import config_of, respond, run_eval
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
 workplace = evaluate_tools.workplace
@@ -197,4 +197,4 @@ def test_kwargs_of_the_training_data_that_the_target_does_not_read_are_named(wor
     kept, (warning,) = kwargs_for(None, None, tokenizer)
     assert kept == {} and "pass --chat-template-kwargs" in warning
     with pytest.raises(ConfigError, match=r"does not read loud \(it reads"):
-        run_eval(config_of(workplace, chat_template_kwargs='{"loud": true}'))
+        run_eval(config_of(workplace, chat_template_kwargs={"loud": True}))

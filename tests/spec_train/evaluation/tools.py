@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import spec_train
 from spec_data.shards.packing import row_layout
 from spec_data.shards.schema import HeadSpec, layer_column
 from spec_train.data.batch import DraftBatch
@@ -21,7 +22,6 @@ from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.drafts.eagle3.model import Eagle3Config
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy
-from spec_train.options.command_options import EvalConfig
 from spec_train.options.draft_options import Eagle3Options
 from tests.factory import states_of, tiny_llama
 from tests.tolerance import decided, network
@@ -151,7 +151,14 @@ def workplace(tmp_path_factory, target, trained, prompts) -> Path:
     return folder
 
 
-def config_of(folder: Path, **changes: Any) -> EvalConfig:
+def run_eval(options: dict[str, Any]) -> dict[str, Any]:
+    """Evaluate with the options of `eval`, print the table, and return all metrics."""
+    result = spec_train.evaluate(**options)
+    print(result)
+    return result.figures
+
+
+def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
     options = {
         "draft": str(folder / "draft"),
         "target": str(folder / "target"),
@@ -159,4 +166,4 @@ def config_of(folder: Path, **changes: Any) -> EvalConfig:
         "max_new_tokens": LIMIT,
         "device": "cpu",
     }
-    return EvalConfig(**options | changes)
+    return options | changes

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 import spec_train
-from spec_data.shards.errors import ConfigError
 from spec_train.cli import main
-from spec_train.reports import page_after_eval
+from spec_train.evaluation import evaluate
 from spec_train.reports import run_page as page_after_fit
-from spec_train.reports.page_after_eval import page_of as page_of_eval
 from spec_train.reports.results import evaluations
 from spec_train.reports.run_page import page_of
 from tests.spec_train import fitted, flat
@@ -44,7 +42,7 @@ def test_a_page_that_fails_is_a_warning(place, tmp_path, monkeypatch, caplog):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(page_after_fit, "write_report", broken)
-    monkeypatch.setattr(page_after_eval, "write_page", broken)
+    monkeypatch.setattr(evaluate, "write_page", broken)
     result = flat.fit("eagle3", place / "data", tmp_path / "run", ttt_steps=2, **FIT)
     assert result.finished and (tmp_path / "run" / "best").is_dir()
     text = f"warning: {tmp_path / 'run' / 'report.html'} was not written: OSError: no space left"
@@ -66,31 +64,21 @@ def test_only_the_first_rank_writes_pages(place, tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "report.html").exists()
 
 
-def test_eval_writes_the_page_that_its_option_names(run, place, tmp_path, capsys):
-    common = ["eval", "--data", str(place / "data"), "--limit", "2", "--walk-only"]
-    common += ["--device", "cpu"]
-    files = {
-        ("--draft", str(run)): run / "eval.html",
-        ("--draft", str(run / "best"), "--json", str(tmp_path / "r.json")): tmp_path / "r.html",
-        ("--draft", str(run), "--report", str(tmp_path / "p.html")): tmp_path / "p.html",
-    }
-    for more, file in files.items():
+def test_eval_writes_its_page_into_the_run_or_where_it_is_told(run, place, tmp_path, capsys):
+    common = ["eval", "--data", str(place / "data"), "--limit", "2", "--device", "cpu"]
+    for more, file in (
+        (("--draft", str(run)), run / "eval.html"),
+        (("--draft", str(run / "best"), "--page", str(tmp_path / "p.html")), tmp_path / "p.html"),
+    ):
         file.unlink(missing_ok=True)
-        assert main([*common, *more]) == 0
+        assert main([*common, *more, "--json", str(tmp_path / "r.json")]) == 0
         assert {"Acceptance", "Drafted tokens"} <= set(titles(file))
+        written = json.loads((tmp_path / "r.json").read_text())
+        assert titles(spec_train.write_report(tmp_path / "r.json").path) == titles(file)
+        assert f"{written['acceptance_length']:.3f}" in capsys.readouterr().out
     (run / "eval.html").unlink()
-    assert main([*common, "--draft", str(run), "--report", "none"]) == 0
     assert main([*common, "--draft", str(run / "best")]) == 0
     assert not (run / "eval.html").exists() and not list((run / "best").glob("*.html"))
-    missing = str(tmp_path / "no" / "p.html")
-    assert main([*common, "--draft", str(run), "--report", missing]) == 2
-    assert "--report" in capsys.readouterr().err
-    assert (
-        main([*common, "--draft", str(run), "--samples", "0", "--json", str(tmp_path / "0.json")])
-        == 0
-    )
-    assert json.loads((tmp_path / "0.json").read_text())["data"]["samples"] == []
-    assert "Drafted tokens" not in titles(run / "eval.html")
 
 
 def test_eval_with_a_target_shows_its_responses(run, place):
@@ -107,14 +95,3 @@ def test_eval_with_a_target_shows_its_responses(run, place):
     ]
     assert len(told) == found.decoding.tokens
     assert all(one.result.texts[str(token)] for token in told)
-
-
-def test_which_page_is_meant(tmp_path):
-    from spec_train.options.command_options import EvalConfig
-
-    assert page_of_eval(EvalConfig(draft="d", data="x")) is None
-    assert page_of_eval(EvalConfig(draft="d", data="x", json="a.json")) == Path("a.html")
-    assert page_of_eval(EvalConfig(draft="d", data="x", json="a.json", report="none")) is None
-    assert page_of_eval(EvalConfig(draft="d", data="x", report="b.html")) == Path("b.html")
-    with pytest.raises(ConfigError):
-        EvalConfig(draft="d", data="x", samples=-1)

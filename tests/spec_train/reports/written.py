@@ -118,6 +118,8 @@ def real_figures(text: str = "") -> dict[str, Any]:
     return {
         **{"draft": "run/best", "warnings": [f"a warning {text}"], "target": f"target {text}"},
         **{"acceptance_length": 2.5, "interval": [2.25, 2.75], "accept_rate": [0.5, None, None]},
+        **{"temperature": 0.0, "dtype": "float32", "draft_tokens": 3, "options": {}},
+        "per_prompt": [{"prompt": "0f", "rounds": 40, "emitted": 100}],
         **{"rounds": 40, "responses": 8, "identical": 8, "speedup": 1.5, "tree_tokens": 0},
         "by_position": [{"start": 0, "end": 16, "rounds": 40, "acceptance_length": 2.5}],
         "by_context": [{"start": 128, "end": 256, "rounds": 40, "acceptance_length": 2.5}],

@@ -11,9 +11,8 @@ from spec_data.shards.storage import Storage
 from spec_train.cli import main
 from spec_train.data.fetch_ahead import fetched_ahead, remote_parts, warn_of_small_cache
 from spec_train.data.mixture import open_documents
-from spec_train.evaluation.report import measure
+from spec_train.evaluation.evaluate import Documents, measure
 from spec_train.evaluation.run_record import read_run
-from spec_train.options.command_options import EvalConfig
 from spec_train.options.data_option import parse_source, parse_sources
 from spec_train.training.setup import log_bandwidth
 from tests.remote_tools import forget_memory, put_in_memory
@@ -44,7 +43,9 @@ def test_a_run_on_remote_data_has_the_same_bits(remote, data, config, tmp_path, 
     runs = [read_run(Path(out), Path(out) / "best") for out in (config.out, there.out)]
     assert runs[0]["identity"] and runs[0]["identity"] == runs[1]["identity"]
     figures = [
-        measure(EvalConfig(draft=there.out, data=place, device="cpu", limit=6))["data"]
+        measure(there.out, Documents(data=place), None, draft_tokens=[0], device="cpu", limit=6)[
+            "data"
+        ]
         for place in (str(data), remote)
     ]
     assert figures[0] | {"path": ""} == figures[1] | {"path": ""}
@@ -121,7 +122,7 @@ def test_following_needs_a_local_directory(remote, config):
         run(change(config, data=remote, follow=True))
 
 
-@pytest.mark.parametrize("words", ["fit eagle3 --out o --data", "eval --draft d --data"])
+@pytest.mark.parametrize("words", ["fit eagle3 --out o --data"])
 def test_unknown_storage_is_refused_by_name(words, capsys):
     assert main([*words.split(), "ftp://host/data"]) == 2
     assert "--data ftp://host/data: ftp:// is not supported" in capsys.readouterr().err

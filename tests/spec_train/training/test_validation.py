@@ -10,8 +10,6 @@ import torch
 
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.eagle3.draft import Eagle3Draft
-from spec_train.evaluation.report import run_eval
-from spec_train.options.command_options import EvalConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.reports.run_page import page_of
@@ -21,6 +19,7 @@ from spec_train.training.setup import fit
 from spec_train.training.stored import HELD_OUT
 from spec_train.training.validation import SAMPLES
 from tests.spec_train.drafts.any_draft import SMALL
+from tests.spec_train.evaluation.tools import run_eval
 from tests.spec_train.training.ranks_tools import fit_well
 from tests.spec_train.training.tools import learnable_dataset, metrics
 
@@ -47,7 +46,7 @@ def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
     result = fit(kind, config, DRAFT_OPTIONS[kind](**SMALL[kind]))
     lines = [line for line in metrics(config.out) if line["split"] == "validation"]
     assert [line["step"] for line in lines] == [0, 20, 40]
-    measured = run_eval(EvalConfig(draft=config.out, data=str(data), device="cpu", dtype="fp32"))
+    measured = run_eval(dict(draft=config.out, data=str(data), device="cpu", dtype="fp32"))
     walk = measured["data"]["walk"]
     best = next(line for line in lines if line["step"] == result.best["step"])
     assert best["serving_like_length"] == result.best["serving_like_length"]

@@ -14,14 +14,13 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.peagle.draft import PeagleDraft
-from spec_train.evaluation.report import run_eval
 from spec_train.losses.head import TargetHead
-from spec_train.options.command_options import EvalConfig
 from spec_train.options.draft_options import PeagleOptions
 from spec_train.training.setup import fit
 from tests.draft_tools import reseal, write_json
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.peagle.tools import build
+from tests.spec_train.evaluation.tools import run_eval
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import change, masters, metrics
 from tests.tolerance import close_weights
@@ -101,12 +100,12 @@ def test_fit_then_eval(data: Path, tmp_path: Path) -> None:
     lines = [line for line in metrics(out) if line["split"] == "validation"]
     assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
     assert load_draft(out / "best").depth == 3
-    report = run_eval(EvalConfig(draft=str(out), data=str(data), device="cpu"))["data"]
+    report = run_eval(dict(draft=str(out), data=str(data), device="cpu"))["data"]
     assert report["split"] == "validation"
     assert report["walk"]["acceptance_length"] >= 1
     assert len(report["slots"]["accept_rate"]) == 3
     with pytest.raises(ConfigError, match="drafts at most 3 tokens per round"):
-        run_eval(EvalConfig(draft=str(out), data=str(data), device="cpu", draft_tokens=4))
+        run_eval(dict(draft=str(out), data=str(data), device="cpu", draft_tokens=4))
 
 
 def test_segments_and_recomputing_change_no_run(config: Any, tmp_path: Path) -> None:

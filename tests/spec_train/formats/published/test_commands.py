@@ -11,9 +11,9 @@ import torch
 
 import spec_train
 from spec_train.drafts import load_draft
-from spec_train.evaluation.report import draft_to_measure, run_eval
-from spec_train.options.command_options import EvalConfig
+from spec_train.evaluation.evaluate import draft_to_measure
 from tests.factory import tiny_dataset, tiny_llama
+from tests.spec_train.evaluation.tools import run_eval
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.training.tools import OPTIONS, Training, run
 
@@ -61,13 +61,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_eval_measures_it_on_a_dataset(place: Path) -> None:
-    config = EvalConfig(draft=str(place / "draft"), data=str(place / "data"), device="cpu")
+    config = dict(draft=str(place / "draft"), data=str(place / "data"), device="cpu")
     assert run_eval(config)["acceptance_length"] >= 1
 
 
 def test_eval_takes_what_it_lacks_from_the_target(place: Path) -> None:
-    config = EvalConfig(draft=str(place / "draft"), target=str(place / "target"), prompts="none")
-    draft: Any = draft_to_measure(config, place / "draft")
+    draft: Any = draft_to_measure(place / "draft", None, str(place / "target"))
     embedding = tiny.read_tensors(place / "target")["model.embed_tokens.weight"]
     assert torch.equal(draft.embed_tokens.weight, embedding)
 
@@ -82,9 +81,7 @@ def test_fit_goes_on_from_it(place: Path, tmp_path: Path) -> None:
     )
     assert run(config, OPTIONS).finished
     new = load_draft(tmp_path / "run" / "last")
-    old = draft_to_measure(
-        EvalConfig(draft=str(place / "draft"), data=str(place / "data")), place / "draft"
-    )
+    old = draft_to_measure(place / "draft", str(place / "data"), None)
     for name, value in old.state_dict().items():  # type: ignore[attr-defined]
         assert torch.equal(value, new.state_dict()[name]), name  # type: ignore[attr-defined]
 

@@ -13,12 +13,11 @@ import spec_train
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
 from spec_train.evaluation.exporting import find_target
-from spec_train.evaluation.report import run_eval
-from spec_train.options.command_options import EvalConfig
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.factory import tiny_dataset, tiny_llama
+from tests.spec_train.evaluation.tools import run_eval
 from tests.spec_train.formats.published import tiny
 
 HIDDEN, VOCAB, INNER, LAYERS, SIZE = 32, 64, 64, 2, 4  # of tiny_llama, and of the draft
@@ -75,7 +74,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_eval_measures_it_on_a_dataset(place: Path) -> None:
-    config = EvalConfig(draft=str(place / "draft"), data=str(place / "data"), device="cpu")
+    config = dict(draft=str(place / "draft"), data=str(place / "data"), device="cpu")
     assert run_eval(config)["acceptance_length"] >= 1
 
 

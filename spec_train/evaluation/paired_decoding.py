@@ -1,4 +1,4 @@
-"""Answer prompts one by one, with and without the draft, and count the results.
+"""Paired decoding: answer prompts one by one, with and without the draft, and count the results.
 
 The first responses are always decoded both ways in turn, so that their times can be compared.
 Later ones are decoded without the draft only if that response is not known.
@@ -9,6 +9,7 @@ import json
 import logging
 import platform
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from spec_train.evaluation.prompts import Message, Prompt, Prompts
 from spec_train.evaluation.tally import Tally
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import make_sampler
-from spec_train.options.command_options import EvalConfig
 
 # -- plain responses -------------------------------------------------------------------------------
 # Greedy responses of a target without a draft, kept between evaluations.
@@ -149,12 +149,30 @@ def _read(file: Path) -> dict[str, list[int]]:
     return responses
 
 
-# -- both ways -------------------------------------------------------------------------------------
+# -- paired decoding -------------------------------------------------------------------------------
 
 
 _WARM_UP_TOKENS = 8
+SEED = 0
+"""Of the first sampled response; later ones count on."""
 TIMED_PAIRS = 16
 """Responses that are decoded both ways, even if the one without a draft is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How prompts are answered, as the options of `spec-train eval` say it."""
+
+    target: str
+    prompts: str
+    chat_template_kwargs: dict[str, Any] | None = None
+    temperature: float = 0.0
+    max_new_tokens: int = 256
+    tree_tokens: int = 0
+    batch_prompts: int = 0
+    cost_ratio: float = 0.0
+    save_responses: str | None = None
+    trust_remote_code: bool = False
 
 
 def stop_ids(model: Any, tokenizer: Any) -> set[int]:
@@ -180,7 +198,7 @@ class Bench:
         draft: Draft,
         model: Any,
         tokenizer: Any,
-        config: EvalConfig,
+        decoding: Decoding,
         depth: int,
         known: PlainResponses,
         sampled: Collection[str] = (),
@@ -193,7 +211,7 @@ class Bench:
         """
         self.draft, self.model, self.tokenizer = draft, model, tokenizer
         self.head = TargetHead.from_model(model, draft.config.origin.get("head"))
-        self.config, self.depth = config, depth
+        self.decoding, self.depth = decoding, depth
         self.stop = stop_ids(model, tokenizer)
         self.known = known
         self.tally = Tally(
@@ -204,15 +222,15 @@ class Bench:
         )
         self.saved: list[dict[str, list[int]]] = []
         self._context = getattr(decoder_config(model), "max_position_embeddings", None) or 1 << 62
-        self._shape = TreeShape(nodes=config.tree_tokens, topk=config.tree_topk)
+        self._shape = TreeShape(nodes=decoding.tree_tokens)
         self._masks: TreeMasks | None = None
-        if config.tree_tokens:
+        if decoding.tree_tokens:
             TreeDrafter.of(draft, self.head, self._shape)  # raises if the draft has no trees
             self._masks = TreeMasks(model)
 
     def request(self, ids: Sequence[int], limit: int, seed: int) -> Request:
         """Return what is decoded: a prompt, its limit and a sampler of this seed."""
-        return Request(ids, make_sampler(self.config.temperature, seed), limit, self.stop)
+        return Request(ids, make_sampler(self.decoding.temperature, seed), limit, self.stop)
 
     def _plain(self, ids: Sequence[int], limit: int, seed: int) -> Generation:
         return decode_plain(self.model, self.request(ids, limit, seed))
@@ -239,11 +257,11 @@ class Bench:
         timed = self.tally.responses < TIMED_PAIRS
         plain = self.known.find(ids, limit) if self.greedy and not timed else None
         if timed or (self.greedy and plain is None):
-            plain, speculative = self._both_ways(ids, limit)
+            plain, speculative = self._paired(ids, limit)
             if self.greedy:
                 self.known.keep(ids, limit, plain)
         else:
-            seed = self.config.seed + self.tally.responses
+            seed = SEED + self.tally.responses
             speculative = self._speculative(ids, limit, seed)
         self.record(ids, where, plain, speculative)
         return speculative.tokens
@@ -251,11 +269,11 @@ class Bench:
     @property
     def greedy(self) -> bool:
         """Whether nothing is sampled."""
-        return self.config.temperature == 0
+        return self.decoding.temperature == 0
 
     def room(self, ids: Sequence[int]) -> int:
         """Return the longest response to a prompt, in tokens; below 1: there is no room for one."""
-        return min(self.config.max_new_tokens, self._context - len(ids))
+        return min(self.decoding.max_new_tokens, self._context - len(ids))
 
     def skip(self, ids: Sequence[int], where: str) -> None:
         """Count a prompt that fills the context."""
@@ -278,15 +296,15 @@ class Bench:
         self.tally.add(speculative, where, ids, alone=alone)
         if self.greedy and plain is not None:
             self._compare(ids, plain, speculative.tokens, where)
-        if self.config.save_responses:
+        if self.decoding.save_responses:
             response = speculative.tokens
             mask = [0] * len(ids) + [1] * len(response)
             self.saved.append({"input_ids": [*ids, *response], "loss_mask": mask})
 
-    def _both_ways(self, ids: list[int], limit: int) -> tuple[list[int], Generation]:
+    def _paired(self, ids: list[int], limit: int) -> tuple[list[int], Generation]:
         """Decode without and with the draft, and count the times; return both responses."""
         number = self.tally.responses
-        seed = self.config.seed + number
+        seed = SEED + number
         first, second = (self._plain, self._speculative)
         if number % 2:  # alternate, so that neither way always runs first
             first, second = second, first

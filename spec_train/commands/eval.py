@@ -1,0 +1,198 @@
+"""`spec-train eval`: acceptance of a draft, on a dataset or by real decoding."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+from msgspec import Meta
+
+from spec_data.shards.errors import ConfigError
+from spec_data.shards.path_kinds import Kind
+from spec_data.shards.turn_masks import check_policy
+from spec_data.terminal.command import command
+from spec_data.terminal.paths import check_file_to_write, check_path
+from spec_data.terminal.types import (
+    AnyPath,
+    Count,
+    Dataset,
+    Draft,
+    File,
+    JsonObject,
+    Positive,
+    Share,
+    Target,
+    more,
+)
+
+if TYPE_CHECKING:
+    from spec_train.results import EvalResult
+
+Prompts = Annotated[AnyPath, Parameter(metavar="PATH[,PATH]")]
+DraftTokens = Annotated[
+    str | int,
+    Parameter(converter=lambda _, tokens: tokens[0].value, n_tokens=1, metavar="N[,N]"),
+]
+_RUNNING = more("where it runs, and what it reads")
+_DECODING = more("real decoding")
+
+
+@command
+def evaluate(
+    draft: Draft,
+    *,
+    data: Dataset | None = None,
+    target: Target | None = None,
+    prompts: Prompts | None = None,
+    draft_tokens: DraftTokens = 0,
+    limit: Count = 0,
+    split: Literal["auto", "validation", "train", "all"] = "auto",
+    mask: str | None = None,
+    temperature: Annotated[float, Meta(ge=0)] = 0.0,
+    max_new_tokens: Positive = 256,
+    tree_tokens: Annotated[Count, _DECODING] = 0,
+    batch_prompts: Annotated[Count, _DECODING] = 0,
+    cost_ratio: Annotated[float, Meta(ge=0), _DECODING] = 0.0,
+    confidence_threshold: Annotated[Share, _DECODING] = 0.0,
+    chat_template_kwargs: Annotated[JsonObject | None, _DECODING] = None,
+    save_responses: Annotated[File | None, _DECODING] = None,
+    page: File | None = None,
+    dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], _RUNNING] = "auto",
+    device: Annotated[str, _RUNNING] = "auto",
+    accept_edited: Annotated[bool, _RUNNING] = False,
+    trust_remote_code: Annotated[bool, _RUNNING] = False,
+) -> "EvalResult":
+    """Measure a draft: on stored hidden states, or by real decoding with the target.
+
+    With --data no target is needed. With --target and --prompts, it is also checked that greedy
+    output equals the target's own.
+
+    Examples:
+        spec-train eval --draft RUN --data DATA
+        spec-train eval --draft RUN --target MODEL --prompts prompts.jsonl --json result.json
+        spec-train eval --draft RUN --target MODEL --prompts prompts.jsonl --tree-tokens 60
+            with dynamic trees instead of chains (drafts eagle and eagle3)
+        RUN stands for its best draft; name RUN/last or RUN/checkpoint-<step> for another.
+
+    Args:
+        draft: a run (its best draft), a checkpoint or a draft directory, in any form.
+        data: dataset to measure on.
+        target: model to decode with for real, together with prompts: what to trust before serving.
+        prompts: what the target is asked: files, directories or datasets in any format of
+            `spec-data generate --corpus`, with commas between them; answers are left out, and rows
+            may also have prompt alone or turns. Named sets of the Hub: mt-bench, humaneval, mbpp,
+            gsm8k, math-500, spec-bench, speculators, speed-bench. Every set, every part of one and
+            every `category` of a file has metrics of its own.
+        draft_tokens: tokens drafted per verification; 0: as the draft was trained. Several, such as
+            2,4,6,8, are compared by real decoding: the report names the fastest.
+        limit: the first N prompts of each source or part of a named set, and the first N documents
+            only; 0: all.
+        split: with data: documents that the run held out (validation), trained on (train), or all.
+            auto: validation on the dataset that it was trained on, else all.
+        mask: with data: supervised tokens, as --mask of fit. Not given: those of the run on its own
+            data, else the stored ones.
+        temperature: 0 decodes greedily; above, samples without changing the target's distribution.
+        max_new_tokens: longest response, in tokens.
+        tree_tokens: decode with dynamic trees (EAGLE-2) of so many drafted tokens, --draft-tokens
+            deep; 0: with chains. EAGLE-2 and EAGLE-3 use 60.
+        batch_prompts: prompts that are decoded together, after those that are timed one by one;
+            0: 8 in float32, else 1.
+        cost_ratio: time of a pass of the draft, divided by that of the target, where it will be
+            served: the speed-up to expect there is modelled with it; 0: as measured here.
+        confidence_threshold: end the drafted tokens before the first one whose confidence is below
+            it, for drafts that forecast it (DSpark); 0: never.
+        chat_template_kwargs: for the chat template, such as {"enable_thinking": false}; not given:
+            as the training data was rendered, where that is known.
+        save_responses: write the greedy responses as input_ids and loss_mask: a corpus for
+            `spec-data generate` in the target's own words.
+        page: write the metrics as an HTML page; not given: eval.html in the run, if draft is one.
+        dtype: of target and draft. auto: the target's own on a GPU, else fp32, in which greedy
+            decoding can be proven lossless.
+        device: cpu, cuda, cuda:1, ...; auto: a GPU where there is one.
+        accept_edited: measure a draft that is not as it was sealed, with a warning.
+        trust_remote_code: run Python code that comes with the target; only for authors you trust.
+
+    Raises:
+        SpecDataError: draft, dataset, target or prompts do not exist or do not fit together.
+        RunError: greedy decoding with the draft was not what the target alone says, or no prompt
+            could be answered.
+    """
+    depths = draft_depths(str(draft_tokens))
+    if data is None and target is None:
+        raise ConfigError("nothing to evaluate on: give --data, or --target with --prompts")
+    if (target is None) != (prompts is None):
+        raise ConfigError("--target and --prompts need each other: real decoding takes both")
+    if target is None and (tree_tokens or save_responses or len(depths) > 1):
+        raise ConfigError(
+            "--tree-tokens, --save-responses and several --draft-tokens are of real decoding: they "
+            "need --target and --prompts"
+        )
+    if mask is not None:
+        check_policy(mask)
+        if data is None:
+            raise ConfigError(f"--mask {mask} is about --data; give it, or leave it out")
+    if temperature and not _LEAST_TEMPERATURE <= temperature < math.inf:
+        least = f"0 (greedy) or at least {_LEAST_TEMPERATURE:g}"
+        raise ConfigError(f"--temperature {temperature}: expected {least}")
+    if temperature and save_responses:
+        raise ConfigError("--save-responses writes greedy responses: leave out --temperature")
+    if batch_prompts > 1 and tree_tokens:
+        raise ConfigError("--batch-prompts: trees are decoded one prompt at a time; leave it out")
+    if prompts is not None and not Path(prompts).exists():
+        for part in str(prompts).split(","):
+            check_path("--prompts", part.strip(), Kind.CORPUS)
+    for name, file in (("--page", page), ("--save-responses", save_responses)):
+        if file is not None:
+            check_file_to_write(name, str(file))
+    from spec_train.evaluation.evaluate import Documents, measure, require_sound, write_eval_page
+    from spec_train.evaluation.paired_decoding import Decoding
+    from spec_train.reports.results import is_run
+    from spec_train.results import EvalResult
+
+    decoding = target and Decoding(
+        target=str(target),
+        prompts=str(prompts),
+        chat_template_kwargs=chat_template_kwargs,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        tree_tokens=tree_tokens,
+        batch_prompts=batch_prompts,
+        cost_ratio=cost_ratio,
+        save_responses=None if save_responses is None else str(save_responses),
+        trust_remote_code=trust_remote_code,
+    )
+    report = measure(
+        str(draft),
+        None if data is None else Documents(data=str(data), split=split, mask=mask),
+        decoding or None,
+        draft_tokens=depths,
+        limit=limit,
+        confidence_threshold=confidence_threshold,
+        dtype=dtype,
+        device=device,
+        accept_edited=accept_edited,
+    )
+    if page is not None or is_run(Path(draft)):
+        write_eval_page(Path(page or Path(draft) / "eval.html"), Path(draft), report)
+    export = ("spec-train", "export", "--draft", str(draft))
+    target_words = ("--target", str(target)) if target else ()
+    result = EvalResult.of(report, next_command=(*export, *target_words))
+    require_sound(report)
+    return result
+
+
+_LEAST_TEMPERATURE = 1e-6
+"""Below this, logits divided by the temperature may overflow, and sampling is greedy anyway."""
+
+
+def draft_depths(text: str) -> list[int]:
+    """Return the numbers of --draft-tokens in ascending order; [0]: as the draft was trained."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise ConfigError(
+            f"--draft-tokens {text}: expected at least 0, or several numbers such as 2,4,6,8"
+        )
+    depths = sorted({int(part) for part in parts})
+    if len(depths) > 1 and not depths[0]:
+        raise ConfigError(f"--draft-tokens {text}: 0 stands alone; name the length instead")
+    return depths
