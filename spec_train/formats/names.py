@@ -158,7 +158,7 @@ def draft_keys(files: DraftFiles) -> DraftFiles:
         return files
     raw, tables = files.config, NAMES.keys.of_target_copies
     names = f"{tables['shape']} {tables[writer]}".split()
-    result = {name: raw[name] for name in names if name in raw}
+    result = {name: raw[name] for name in (*names, SECTION) if name in raw}
     result["num_hidden_layers"] = count_layers(files.tensors)
     if writer == "LlamaEagle3DraftModel":
         if not raw.get("parallel_drafting"):  # P-EAGLE writes the draft's own number

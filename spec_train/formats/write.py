@@ -131,8 +131,8 @@ def dflash_to_transformers(own: DraftFiles, target: TargetFacts) -> DraftFiles:
         "architectures": [MUSE],
         "model_type": "muse_glimmer_assistant",
     }
-    if raw.get("sliding_window"):
-        config["sliding_window"] = raw["sliding_window"]
+    if raw.get("sliding_window"):  # its positions see those at this distance: one more than ours
+        config["sliding_window"] = raw["sliding_window"] - 1
     tensors = written_tensors("transformers", blocks_to_flat(own, target).tensors)
     return DraftFiles(config | {SECTION: raw[SECTION]}, tensors, own.where)
 

@@ -1,4 +1,4 @@
-"""P-EAGLE and EAGLE-1/2 in every form: what engines read, and that they read back equal."""
+"""P-EAGLE and EAGLE-1/2: what engines read, and drafts of other trainers."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from tests.factory import tiny_llama
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
-from tests.spec_train.formats.tools import ENGINES, export, nulls
+from tests.spec_train.formats.tools import ENGINES, export
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head
 
@@ -61,59 +61,6 @@ def rewrite(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tenso
     return folder
 
 
-@pytest.mark.parametrize(
-    ("kind", "form", "options"),
-    [
-        ("peagle", "hf", PEAGLE),
-        ("peagle", "vllm", PEAGLE),
-        ("peagle", "speculators", PEAGLE),
-        ("peagle", "speculators", PEAGLE | {"fc_norm": True, "draft_vocab_size": 0}),
-        ("eagle", "hf", {}),
-        ("eagle", "vllm", {"num_layers": 2}),
-        ("eagle", "sglang", {"num_layers": 2}),
-    ],
-    ids=str,
-)
-def test_every_form_comes_back_as_the_same_draft(
-    dataset: HiddenStatesDataset,
-    head: TargetHead,
-    tmp_path: Path,
-    target: Path,
-    kind: str,
-    form: str,
-    options: dict[str, Any],
-) -> None:
-    own = saved(dataset, head, tmp_path / "own", kind, **options)
-    out = export(own, form, tmp_path / form, target)
-    assert nulls(read(out)[0]) == []
-    load_draft(out, facts(head)).save_pretrained(tmp_path / "again")
-    for name in ("config.json", "model.safetensors"):
-        assert (own / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("kind", "form", "options"),
-    [
-        ("peagle", "sglang", PEAGLE),
-        ("peagle", "deepspec", PEAGLE),
-        ("eagle", "speculators", {}),
-        ("eagle", "deepspec", {}),
-    ],
-)
-def test_forms_without_such_a_draft_are_refused(
-    dataset: HiddenStatesDataset,
-    head: TargetHead,
-    tmp_path: Path,
-    target: Path,
-    kind: str,
-    form: str,
-    options: dict[str, Any],
-) -> None:
-    own = saved(dataset, head, tmp_path / "own", kind, **options)
-    with pytest.raises(DraftError, match=f"does not support {kind} drafts"):
-        export(own, form, tmp_path / form, target)
-
-
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
 def test_vllm_reads_a_peagle_draft_as_it_was_trained(
     dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, target: Path, form: str
@@ -127,7 +74,7 @@ def test_vllm_reads_a_peagle_draft_as_it_was_trained(
     assert seen["fc_norm"] is True and seen["num_hidden_layers"] == 2
     if form == "vllm":
         assert raw["ptd_token_id"] == 5 and raw["norm_before_residual"] is False
-        assert raw["architectures"] == ["Eagle3LlamaForCausalLM"]  # see formats/peagle.py
+        assert raw["architectures"] == ["Eagle3LlamaForCausalLM"]  # see formats/write.py
     else:
         assert seen["num_aux_hidden_states"] == 2
         (method,) = raw["speculators_config"]["proposal_methods"]

@@ -1,16 +1,13 @@
 """Shapes of drafts in the forms of engines: what each form holds, and which engine serves it."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts import load_draft
 from spec_train.evaluation.exporting import find_target
-from spec_train.formats.draft_files import write_files
 from spec_train.formats.forms import write_form
 from spec_train.formats.preflight import REFUSE, WARN, Subject, preflight
 from spec_train.losses.head import TargetHead
@@ -26,47 +23,6 @@ def own_files(name: str, dataset: HiddenStatesDataset, head: TargetHead, **optio
         for number, parameter in enumerate(draft.trainable_parameters()):
             parameter += 0.01 * (number + 1)
     return draft.files(torch.float32, "own")
-
-
-FORMS = [
-    ("eagle", {"qk_norm": True, "hidden_act": "gelu"}, ("hf",)),
-    ("eagle", {"attention_bias": "true", "mlp_bias": "true"}, ("hf", "vllm", "sglang")),
-    ("eagle3", {"num_layers": 2}, ("hf", "vllm", "sglang", "speculators")),
-    ("eagle3", {"num_layers": 3, "qk_norm": True}, ("hf", "vllm", "sglang", "speculators")),
-    ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}, ("vllm", "speculators")),
-    ("eagle3", {"train_embeddings": True, "hidden_act": "relu"}, ("vllm", "speculators")),
-    ("eagle3", {"attention_bias": "true", "mlp_bias": "true", "head_dim": 16}, ("vllm",)),
-    ("peagle", {"norm_before_fc": True, "norm_before_residual": True}, ("vllm", "speculators")),
-    ("peagle", {"qk_norm": True, "train_embeddings": True}, ("hf", "vllm", "speculators")),
-    ("dspark", {"train_embeddings": True}, ("hf", "vllm", "speculators")),
-    ("dspark", {"attention_bias": "true", "intermediate_size": 20}, ("vllm", "speculators")),
-    ("dflash", {"num_attention_heads": 2, "train_embeddings": True}, ("vllm", "speculators")),
-]
-
-
-@pytest.mark.parametrize(("name", "options", "forms"), FORMS)
-def test_every_form_comes_back_as_the_same_draft(
-    dataset: HiddenStatesDataset,
-    head: TargetHead,
-    tmp_path: Path,
-    name: str,
-    options: dict[str, Any],
-    forms: tuple[str, ...],
-) -> None:
-    own, target = own_files(name, dataset, head, **options), find_target(str(dataset.target_dir))
-    facts = target if target.embedding is not None else _facts(target, head)
-    for form in forms:
-        write_files(write_form(own, form, facts), tmp_path / form)
-        back = load_draft(tmp_path / form, facts).files(torch.float32, "own")
-        assert back.config == own.config, form
-        assert back.tensors.keys() == own.tensors.keys(), form
-        assert all(torch.equal(value, back.tensors[k]) for k, value in own.tensors.items()), form
-
-
-def _facts(target: Any, head: TargetHead) -> Any:
-    return dataclasses.replace(
-        target, name="target", embedding=head.embed_weight, head=head.head_weight
-    )
 
 
 def test_sglang_reads_the_input_norm_of_later_layers_under_another_name(

@@ -1,0 +1,103 @@
+"""Every draft in every form: refused, or written and read back as the same draft, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import spec_train
+from spec_data.shards.errors import DraftError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts import load_draft
+from spec_train.formats.target_facts import TargetFacts
+from spec_train.losses.head import TargetHead
+from tests.draft_tools import read_json
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.drafts.any_draft import build_draft
+from tests.spec_train.formats import own_draft
+from tests.spec_train.formats.tools import nulls
+
+dataset, head, target = any_draft.dataset, any_draft.head, own_draft.target
+FORMS = ("hf", "vllm", "sglang", "speculators", "deepspec", "transformers")
+BIASES = {"attention_bias": "true", "mlp_bias": "true"}
+MASK = {"layout": "mask", "block_size": 4}
+MIXED = {"sliding_window": 6, "layer_types": "sliding_attention,full_attention"}
+BOTH_WAYS = {"sliding_window_non_causal": True}
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    ("eagle", {}, "hf vllm sglang"),
+    ("eagle", {"num_layers": 2, "attention_bias": "true"}, "hf vllm sglang"),
+    ("eagle", {"qk_norm": True, "hidden_act": "gelu"}, "hf"),
+    ("eagle", BIASES, "hf vllm"),
+    ("eagle3", {}, "hf vllm sglang speculators"),
+    ("eagle3", {"draft_vocab_size": 0}, "hf vllm sglang speculators"),
+    ("eagle3", {"layers": "0,2", "ttt_steps": 3, "loss": "lk-alpha"}, "hf vllm sglang speculators"),
+    ("eagle3", {"num_layers": 2}, "hf vllm sglang speculators"),
+    ("eagle3", {"num_layers": 3, "qk_norm": True}, "hf vllm speculators"),
+    ("eagle3", {"draft_vocab_size": 0, "qk_norm": True}, "hf vllm speculators deepspec"),
+    ("eagle3", {"fc_norm": True, "norm_output": True}, "hf vllm sglang speculators"),
+    ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}, "hf vllm speculators"),
+    ("eagle3", {"train_embeddings": True}, "hf vllm speculators"),
+    ("eagle3", {**BIASES, "head_dim": 16}, "hf vllm speculators"),
+    ("eagle3", {"num_layers": 2} | MIXED, "hf vllm speculators"),
+    ("peagle", {}, "hf vllm speculators"),
+    ("peagle", {"qk_norm": True, "train_embeddings": True}, "hf vllm speculators"),
+    ("peagle", {"norm_before_fc": True, "norm_before_residual": True}, "hf vllm speculators"),
+    ("peagle", {"fc_norm": True, "draft_vocab_size": 0}, "hf vllm speculators"),
+    ("dspark", {}, "hf vllm sglang speculators deepspec"),
+    ("dspark", {"markov_head_type": "gated", "confidence_weight": 0.0}, "hf sglang deepspec"),
+    ("dspark", {"draft_vocab_size": 40}, "hf vllm speculators"),
+    (
+        "dspark",
+        {"layout": "mask", "confidence_head_with_markov": False},
+        "hf vllm sglang speculators",
+    ),
+    ("dspark", {"train_embeddings": True}, "hf vllm speculators deepspec"),
+    (
+        "dspark",
+        {"attention_bias": "true", "intermediate_size": 20},
+        "hf vllm sglang speculators deepspec",
+    ),
+    ("dspark", MIXED, "hf vllm sglang speculators"),
+    ("dflash", MASK, "hf vllm sglang speculators transformers"),
+    ("dflash", {"layout": "anchor"}, "hf vllm sglang speculators deepspec"),
+    ("dflash", MASK | {"num_attention_heads": 2, "train_embeddings": True}, "hf vllm speculators"),
+    ("dflash", MASK | MIXED, "hf vllm sglang"),
+    ("dflash", MASK | MIXED | BOTH_WAYS, "hf vllm sglang speculators transformers"),
+]
+"""(kind, options, the forms that hold it and whose engines read it right)."""
+
+
+@pytest.mark.parametrize(("kind", "options", "forms"), CASES, ids=str)
+def test_a_draft_is_the_same_in_every_form_that_holds_it(
+    dataset: HiddenStatesDataset,
+    head: TargetHead,
+    target: Path,
+    tmp_path: Path,
+    kind: str,
+    options: dict[str, Any],
+    forms: str,
+) -> None:
+    draft, own = build_draft(kind, dataset, head, **options), tmp_path / "own"
+    with torch.no_grad():
+        for number, parameter in enumerate(draft.trainable_parameters()):
+            parameter += 0.01 * (number + 1)
+    draft.save_pretrained(own)
+    facts = TargetFacts(
+        name=str(target), num_layers=4, embedding=head.embed_weight, head=head.head_weight
+    )
+    for form in FORMS:
+        out = tmp_path / form
+        if form not in forms.split():
+            with pytest.raises(DraftError, match=f"cannot be exported as {form}"):
+                spec_train.export(own, out, form, target)
+            assert not out.exists()
+            continue
+        spec_train.export(own, out, form, target)
+        assert nulls(read_json(out)) == [] or form == "transformers"
+        load_draft(out, facts).save_pretrained(tmp_path / f"{form}-again")
+        spec_train.export(out, tmp_path / f"{form}-twice", form, target)  # is the form itself
+        for name in ("config.json", "model.safetensors"):
+            again, twice = tmp_path / f"{form}-again" / name, tmp_path / f"{form}-twice" / name
+            assert again.read_bytes() == (own / name).read_bytes(), form
+            assert twice.read_bytes() == (out / name).read_bytes(), form
