@@ -22,12 +22,10 @@ from spec_data.hub.hub_card import DOCUMENTS, hub_card
 from spec_data.models.reading import load_tokenizer
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import (
-    replace_durably,
-    temporary_name,
     write_atomically,
-    writing,
 )
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
+from spec_data.shards.resumable import atomic_write
 from spec_data.shards.seal import CARD, check_shard, datasets_files
 from spec_data.terminal.command import Result
 from spec_data.terminal.paths import make_directory
@@ -68,9 +66,8 @@ def write_viewer_rows(dataset: HiddenStatesDataset, folder: Path) -> None:
             if file.is_file():
                 bar.update(last - first)
                 continue
-            temporary = temporary_name(file)
             with (
-                writing(file, temporary),
+                atomic_write(file) as temporary,
                 pa.OSFile(str(temporary), "wb") as sink,
                 pa.ipc.new_stream(sink, _SCHEMA) as writer,
             ):
@@ -79,7 +76,6 @@ def write_viewer_rows(dataset: HiddenStatesDataset, folder: Path) -> None:
                     rows = [_row(reader[i], tokenizer) for i in range(start, stop)]
                     writer.write_table(pa.Table.from_pylist(rows, _SCHEMA))
                     bar.update(stop - start)
-            replace_durably(temporary, file)
 
 
 def _row(document: dict, tokenizer: object) -> dict:

@@ -35,7 +35,7 @@ from spec_data.shards.files import (
     read_object,
     sha256_file,
     temporary_name,
-    writing,
+    write_atomically,
 )
 from spec_data.shards.schema import Manifest, ShardRecord
 from spec_data.shards.storage import DISK_FULL, Storage
@@ -350,10 +350,7 @@ class Mirror:
         file = self.directory / name
         if not file.is_file() or file.read_bytes() != data:
             file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = temporary_name(file)  # not made durable: it can be fetched again
-            with writing(file, temporary):
-                temporary.write_bytes(data)
-                temporary.replace(file)
+            write_atomically(file, data)
 
 
 def wrong_size(where: str, size: int, record: ShardRecord) -> str:

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import logging
 import shlex
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,8 @@ import torch
 from spec_data.models.identify import identify_files
 from spec_data.models.resolve import cached_model, local_directory
 from spec_data.shards.errors import ConfigError, DraftError, RunError
-from spec_data.shards.files import remove_left_of, temporary_name, write_atomically
+from spec_data.shards.files import remove_left_of, write_atomically
+from spec_data.shards.resumable import atomic_write
 from spec_data.terminal.command import Result
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_train.drafts import load_draft, own_files, read_draft
@@ -254,16 +254,10 @@ def _write_once(
         raise ConfigError(f"--out {out}: exists already; pass a new directory")
     make_directory("--out", out.parent)
     remove_left_of(out)
-    temporary = temporary_name(out)
-    try:
+    with atomic_write(out) as temporary:
         write_files(written, temporary)
         _verify(temporary, own, target)
         write_atomically(temporary / CARD, card)
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _verify(folder: Path, own: DraftFiles, target: TargetFacts) -> None:

@@ -7,7 +7,6 @@ else in it (`weights_only=True`), so reading one runs no code of the file.
 
 import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,11 @@ from spec_data.shards.errors import DraftError, MissingError
 from spec_data.shards.files import (
     canonical_json,
     dump_json,
-    replace_durably,
-    temporary_name,
     use_default_mode,
     write_atomically,
-    writing,
 )
 from spec_data.shards.records import safe_path
+from spec_data.shards.resumable import atomic_write
 from spec_train.formats.draft_seal import (
     MARK,
     SECTION,
@@ -103,14 +100,10 @@ def write_files(files: DraftFiles, directory: str | Path) -> None:
     config, metadata = files.config, {"format": "pt"}
     if SECTION in config:
         config, metadata = sealed_config(config, files.tensors), metadata | MARK
-    temporary = temporary_name(folder / WEIGHTS)
-    with writing(folder / WEIGHTS, temporary):
+    with atomic_write(folder / WEIGHTS) as temporary:
         save_file(files.tensors, temporary, metadata=metadata)
         _sort_metadata(temporary, metadata)
         use_default_mode(temporary)  # safetensors writes files with mode 0600
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        replace_durably(temporary, folder / WEIGHTS)
     write_atomically(folder / CONFIG, dump_json(config))
 
 
