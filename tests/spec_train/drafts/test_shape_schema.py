@@ -1,4 +1,4 @@
-"""The fields of a draft's shape in config.json: absent where they are the default, else kept."""
+"""Other shapes than the target's: written, read, or refused."""
 
 from typing import Any
 
@@ -7,26 +7,14 @@ import torch
 
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts import DRAFTS
 from spec_train.drafts.eagle3.model import Eagle3Config
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
+from spec_train.options.draft_options import Eagle3Options
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
 from tests.spec_train.drafts.shared import small_target
 
 dataset, head = any_draft.dataset, any_draft.head
-
-NEW = ("qk_norm", "sliding_window", "train_embeddings")
-
-
-@pytest.mark.parametrize("name", DRAFTS)
-def test_a_draft_of_the_default_shape_writes_no_new_key(
-    dataset: HiddenStatesDataset, head: TargetHead, name: str
-) -> None:
-    raw = build_draft(name, dataset, head).files(torch.float32, "here").config
-    assert not set(NEW) & set(raw)
-    assert (raw["hidden_act"], raw["attention_bias"]) == ("silu", False)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +75,3 @@ def test_longrope_has_no_factors_for_another_head_size() -> None:
     assert Eagle3Config.from_target(target, options=Eagle3Options(), **sizes).head_dim == 6
     with pytest.raises(DraftError, match=r"head_dim = 4: .* has 3 numbers in short_factor"):
         Eagle3Config.from_target(target, options=Eagle3Options(head_dim=4), **sizes)
-
-
-def test_the_fields_of_the_schema_have_one_name_each() -> None:
-    """Options and configuration use the same names, which are those of transformers."""
-    options = {name for kind in DRAFT_OPTIONS.values() for name in kind.__dataclass_fields__}
-    fields = set(Eagle3Config.__dataclass_fields__)
-    assert {*Eagle3Config.switches, "head_dim", "intermediate_size"} <= options & fields
