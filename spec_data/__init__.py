@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from spec_data.api import (
         convert,
-        estimate,
         export_dataset,
-        generate,
-        status,
     )
     from spec_data.capture.model import Target
     from spec_data.capture.target_batch import TargetBatch
+    from spec_data.commands.estimate import estimate
+    from spec_data.commands.generate import generate
     from spec_data.commands.hub import pull, push
     from spec_data.commands.inspect import inspect
     from spec_data.commands.regenerate import regenerate
     from spec_data.commands.report import write_report
+    from spec_data.commands.status import status
     from spec_data.commands.verify import verify
     from spec_data.commands.views import DerivedDataset, copy, join, merge, recode, select
     from spec_data.conversion.export import ExportedStates
@@ -40,9 +40,9 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "open_dataset": "spec_data.shards.reader",
-    "generate": "spec_data.api",
-    "estimate": "spec_data.api",
-    "status": "spec_data.api",
+    "generate": "spec_data.commands.generate",
+    "estimate": "spec_data.commands.estimate",
+    "status": "spec_data.commands.status",
     "regenerate": "spec_data.commands.regenerate",
     "convert": "spec_data.api",
     "export_dataset": "spec_data.api",

@@ -1,6 +1,5 @@
 """What the commands print: sizes, counts and documents as plain aligned text."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,10 @@ from msgspec import structs
 
 from spec_data.corpus.documents import WITH_SYSTEM, WITHOUT_SYSTEM
 from spec_data.generation.plan import count_warnings
-from spec_data.generation.sealing import finished_unit
+from spec_data.generation.status import read_status
 from spec_data.models.reading import load_tokenizer
-from spec_data.shards.errors import DatasetError
+from spec_data.shards.errors import DatasetError, SpecDataError
 from spec_data.shards.files import MANIFEST
-from spec_data.shards.follow import WORK
 from spec_data.shards.likelihood_text import agreement_rows, contradictions, suspicions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.records import plain
@@ -358,14 +356,13 @@ def kept_text(place: str | Path) -> str:
     """Say how much of an interrupted run is kept: units, tokens, bytes."""
     if scheme_of(place):
         return f"the units that were uploaded are kept in {place}"
-    out = Path(place)
-    plan = out / WORK / "plan.json"
-    if not plan.is_file():
+    try:
+        status = read_status(Path(place))
+    except SpecDataError:
         return "nothing was captured yet"
-    count = len(json.loads(plan.read_text(encoding="utf-8"))["units"])
-    done = [unit for unit in (finished_unit(out, u) for u in range(count)) if unit is not None]
-    tokens, written = (sum(getattr(u.record, n) for u in done) for n in ("tokens", "bytes"))
+    if not status.units:
+        return "nothing was captured yet"
     return (
-        f"{len(done)} of {count} units are done and kept ({tokens:,} tokens, {size(written)}) "
-        f"in {out}"
+        f"{status.units_done} of {status.units} units are done and kept ({status.tokens_done:,} "
+        f"tokens, {size(status.bytes)}) in {place}"
     )

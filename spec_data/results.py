@@ -3,24 +3,34 @@
 `print` shows them as the commands do.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from spec_data.generation.probe import Probe
+from spec_data.report import dataset_text, refused_label
 from spec_data.shards.likelihood import Agreement
+from spec_data.shards.likelihood_text import suspicions
+from spec_data.shards.schema import Manifest
+from spec_data.shards.urls import scheme_of
+from spec_data.terminal.command import Result
+from spec_data.terminal.progress import size
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateResult:
+class EstimateResult(Result):
     """What `generate` would write. Sizes are in bytes and exact but for tokens that escape."""
 
     target: str
+    blocks: int
     fitting: dict[str, str | None]
     """By draft, why it cannot be fitted on the dataset; None if it can."""
     layers: tuple[int, ...]
     drafts: dict[str, dict[str, Any]]
-    """What each draft of `for_drafts` reads: "layers", "bytes_per_token" and "bytes" of payload."""
+    """What each draft of `for_` reads: "layers", "bytes_per_token" and "bytes" of payload."""
     documents: int
     tokens: int
     supervised_tokens: int
@@ -41,16 +51,44 @@ class EstimateResult:
     """Documents that are left out, by reason."""
     skipped_rows: dict[str, int]
     """Corpus rows that are left out, by reason; "bad" are those that cannot be read."""
+    columns: list[dict[str, Any]]
+    """Name, codec and payload bytes per token of each column."""
+    corpus: list[dict[str, Any]]
+    """What was read of each source. `counts` are those of all."""
+    counts: dict[str, Any]
     probe: Probe | None
     """Tokens per second, time and memory, where a probe was asked for."""
     text: str = field(repr=False)
+    next_command: Sequence[str] = field(default=(), repr=False)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the figures without the text."""
+        return {k: v for k, v in asdict(self).items() if k not in ("text", "next_command")}
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        """1 where the disk is too small."""
+        return int(not self.fits)
 
     def __str__(self) -> str:
-        return self.text
+        if self.fits:
+            return self.text
+        needed, free = self.bytes_needed, self.bytes_free
+        return (
+            f"{self.text}\n\nthe dataset does not fit: it needs {size(needed)}, and the disk has "
+            f"{size(free)} free: {size(needed - free)} too little. Free some space, lower --limit "
+            "or --max-length, or capture fewer --layers"
+        )
+
+
+def skipped_rows(counts: Mapping[str, Any]) -> dict[str, int]:
+    """Return the corpus rows that are left out, by reason, from the counts of a manifest."""
+    bad = counts.get("bad_rows", 0)
+    return ({"bad": bad} if bad else {}) | counts.get("unrendered", {})
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateResult:
+class GenerateResult(Result):
     """A dataset directory after `generate`.
 
     It is not `sealed` where other workers, or a trainer that deletes what it has used, share it;
@@ -73,6 +111,8 @@ class GenerateResult:
     fingerprint: str = ""
     policy: str = ""
     """Either "on-policy" or "off-policy", as far as the measurement allows."""
+    refused_policy: str = field(repr=False, default="")
+    """Why the label `on_policy` was not accepted; empty if it was."""
     agreement: dict[str, Agreement] = field(default_factory=dict)
     """Per source: how often supervised tokens are the target's first choice, and their NLL."""
     warnings: tuple[str, ...] = ()
@@ -80,6 +120,44 @@ class GenerateResult:
     text: str = field(
         repr=False, default="not sealed: units of other processes are not done, or used"
     )
+    next_command: Sequence[str] = field(default=(), repr=False)
+
+    @classmethod
+    def of(cls, out: str, manifest: Manifest | None, target: str) -> "GenerateResult":
+        """Return what a manifest says; None: the dataset is not finished."""
+        if manifest is None:
+            command = () if scheme_of(out) else ("spec-data", "status", out)
+            return cls(path=Path(out), sealed=False, next_command=command)
+        totals = manifest.totals
+        return cls(
+            path=Path(out),
+            sealed=True,
+            layers=manifest.layers,
+            documents=totals.documents,
+            tokens=totals.tokens,
+            supervised_tokens=totals.supervised,
+            shards=len(manifest.shards),
+            bytes=totals.bytes,
+            dropped=manifest.documents.dropped,
+            skipped_rows=skipped_rows(structs.asdict(manifest.documents)),
+            fingerprint=manifest.fingerprint,
+            policy=manifest.policy,
+            refused_policy=refused_label(manifest),
+            agreement=manifest.agreement.sources if manifest.agreement else {},
+            warnings=tuple(suspicions(manifest)),
+            text=dataset_text(manifest),
+            next_command=("spec-data", "verify", out, "--target", target),
+        )
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        """1 where the data contradict the label --on-policy."""
+        return int(bool(self.refused_policy))
+
+    def facts(self) -> dict[str, Any]:
+        """Return the figures without the text."""
+        hidden = ("text", "next_command", "refused_policy")
+        return {k: v for k, v in asdict(self).items() if k not in hidden}
 
     def __str__(self) -> str:
-        return self.text
+        return "\n".join(filter(None, (self.text, self.refused_policy)))

@@ -9,18 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 import spec_data
 import spec_data.api
 import spec_train
 import spec_train.api
 from spec_data.options.conversion_options import ConvertConfig, ExportDataConfig
-from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, MissingError, OptionError
-from spec_data.terminal.keywords import from_keywords
 from tests.api_workspace import make_workspace
 
 ROOT = Path(__file__).parent.parent
@@ -118,8 +114,6 @@ def test_every_function_is_documented_and_typed(function):
 @pytest.mark.parametrize(
     "function, config, positional",
     [
-        (spec_data.generate, GenerateConfig, {"dry_run"}),
-        (spec_data.estimate, GenerateConfig, {"dry_run"}),
         (spec_data.convert, ConvertConfig, {"data", "dry_run"}),
         (spec_data.export_dataset, ExportDataConfig, {"data"}),
     ],
@@ -177,8 +171,6 @@ def test_the_examples_of_the_page_run_in_order(workspace, tmp_path, monkeypatch)
 
 def test_unknown_options_are_refused_with_the_nearest_name(here):
     for call, near in (
-        (lambda: spec_data.generate("target", "chats.jsonl", "out", layer="1"), "layers"),
-        (lambda: spec_data.estimate("target", "chats.jsonl", "out", max_lenght=5), "max_length"),
         (lambda: spec_data.verify("data", sample=3), "samples"),
         (lambda: spec_train.evaluate("run", data="data", draft_token=3), "draft_tokens"),
     ):
@@ -188,29 +180,9 @@ def test_unknown_options_are_refused_with_the_nearest_name(here):
         assert caught.value.exit_code == 2
     with pytest.raises(OptionError, match=r"its options: .*samples"):
         spec_data.verify("data", zzz=1)
-    with pytest.raises(ConfigError, match=r"limit = 'many' in generate\(\): expected int"):
+    with pytest.raises(ConfigError, match="limit 'many': expected int"):
         spec_data.generate("target", "chats.jsonl", "out", limit="many")
-    with pytest.raises(ConfigError, match=r"call spec_data\.estimate"):
-        spec_data.generate("target", "chats.jsonl", "out", dry_run=True)
     assert not Path("out").exists()
-
-
-def test_python_values_become_the_texts_of_the_command():
-    given = {
-        "target": Path("a"),
-        "corpus": [Path("b"), "c"],
-        "out": Path("d"),
-        "layers": (1, 3, 5),
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
-    config = from_keywords(GenerateConfig, given, "generate")
-    assert (config.target, config.corpus, config.out) == ("a", ("b", "c"), "d")
-    assert config.layers == "1,3,5" and config.template_kwargs == {"enable_thinking": False}
-    one = from_keywords(GenerateConfig, given | {"corpus": "b"}, "generate")
-    assert one.corpus == ("b",)
-    numbers = {"limit": np.int64(3), "max_length": torch.tensor(64)}
-    config = from_keywords(GenerateConfig, given | numbers, "generate")
-    assert (config.limit, config.max_length) == (3, 64) and type(config.limit) is int
 
 
 def test_a_wrong_value_is_shown_in_one_line(here):

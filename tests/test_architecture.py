@@ -146,7 +146,6 @@ def test_modules_explain_themselves(file):
         "spec_data estimate --help",
         "spec_data generate --help",
         "spec_data regenerate --help",
-        "spec_data seal --help",
         "spec_data inspect --help",
         "spec_data verify --help",
         "spec_data select --help",

@@ -8,11 +8,10 @@ import pytest
 from fsspec.core import url_to_fs
 
 import spec_data
-from spec_data.generation.setup import make_plan, set_up
-from spec_data.options.generate_options import GenerateConfig
+from spec_data.generation.setup import make_plan
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.object_store import object_store
-from tests.spec_data.runs import options, run, save_target, write_corpus
+from tests.spec_data.runs import options, run, save_target, setup_of, write_corpus
 from tests.spec_train import flat
 from tests.spec_train.training.tools import metrics
 
@@ -54,7 +53,7 @@ def test_a_capture_travels_and_trains_the_same_draft(store, corpora, tmp_path):
     both, small, url = tmp_path / "both", tmp_path / "small", "s3://bucket"
 
     given = {"layers": "0,2,4", "max_shard_size": "40KB"}
-    setup = set_up(GenerateConfig(**options(target, corpora[0], tmp_path / "none", **given)))
+    setup = setup_of(**options(target, corpora[0], tmp_path / "none", **given))
     plan = make_plan(setup)
     planned = sum(plan.unit_bytes(unit, setup.columns) for unit in range(len(plan.units)))
     run(target, corpora[0], f"{url}/a", **given)

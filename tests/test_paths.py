@@ -58,7 +58,6 @@ DATA_COMMANDS = [
     ("generate --target t --corpus c --out o --config", "--config"),
     ("estimate --target t --corpus c --out o --json", "--json"),
     ("generate --target t --corpus c --out o --log-file", "--log-file"),
-    ("seal --out", "--out"),
 ]
 TRAIN_COMMANDS = [
     ("fit eagle3 --data d --out", "--out"),

@@ -26,11 +26,9 @@ from pathlib import Path
 import torch
 
 import spec_data
-from spec_data.generation.run import generate
-from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.codec_tables import make_tables
 from spec_data.shards.codecs import CODECS, LOSSY
-from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.records import plain
 from spec_data.shards.schema import Manifest
 from spec_data.terminal.text_table import text_table
@@ -64,21 +62,19 @@ def make_dataset(args: argparse.Namespace, name: str) -> tuple[Path, Manifest]:
     """Generate the dataset of a codec, unless it exists already."""
     codec, _, final = name.partition("/")
     out = Path(args.out) / "data" / folder_name(name)
-    manifest = generate(
-        GenerateConfig(
-            target=args.target,
-            corpus=(args.corpus,),
-            out=str(out),
-            limit=args.limit,
-            layers=args.layers,
-            device=args.device,
-            codec=codec,
-            final=final or "all",
-        )
+    made = spec_data.generate(
+        args.target,
+        args.corpus,
+        out,
+        limit=args.limit,
+        layers=args.layers,
+        device=args.device,
+        codec=codec,
+        final="supervised" if final == "supervised" else "all",
     )
-    if manifest is None:
+    if not made.sealed:
         raise SystemExit(f"{out}: not sealed")
-    return out, manifest
+    return out, Manifest.read(out / MANIFEST)
 
 
 def folder_name(name: str) -> str:

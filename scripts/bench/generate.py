@@ -38,9 +38,18 @@ from spec_data.capture.long_rows import attention_per_document
 from spec_data.capture.mask_forms import PER_DOCUMENT, ROWS, SINGLE, packed_mask
 from spec_data.generation.capture import CaptureSettings, capture_unit
 from spec_data.generation.plan import Plan
-from spec_data.generation.replica import Replica, backend_options
-from spec_data.generation.setup import Setup, make_plan, set_up
-from spec_data.options.generate_options import GenerateConfig
+from spec_data.generation.replica import Replica, load_target
+from spec_data.generation.setup import (
+    AnswerOptions,
+    CaptureOptions,
+    CorpusRows,
+    RenderOptions,
+    RunOptions,
+    Setup,
+    backend_options,
+    make_plan,
+    set_up,
+)
 from spec_data.shards.files import unit_name
 from spec_data.shards.follow import WORK
 from spec_data.shards.writer import write_shard
@@ -53,27 +62,25 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, work: Path, packing: str) -> None:
         self.work = work
-        config = GenerateConfig(
-            target=args.target,
-            corpus=(args.corpus,),
-            out=str(work),
-            limit=args.limit,
-            max_shard_size=args.max_shard_size,
-            codec=args.codec,
-            teacher=args.teacher,
-            batch_tokens=str(args.batch_tokens),
-            device=args.device,
-            dtype=args.dtype,
-            packing=packing,
+        tokens = None if str(args.batch_tokens) == "auto" else int(args.batch_tokens)
+        self.setup: Setup = set_up(
+            args.target,
+            CorpusRows(sources=(args.corpus,), limit=args.limit),
+            RenderOptions(),
+            CaptureOptions(
+                codec=args.codec, teacher=args.teacher, max_shard_size=args.max_shard_size
+            ),
+            RunOptions(device=args.device, dtype=args.dtype, packing=packing, batch_tokens=tokens),
+            AnswerOptions(),
         )
-        self.setup: Setup = set_up(config)
         self.plan: Plan = make_plan(self.setup)
         (work / WORK).mkdir(parents=True)
         start = clock()
-        replica = Replica(self.setup, self.plan, work)
+        target = load_target(self.setup, self.plan)
+        replica = Replica(self.setup, self.plan, work, target)
         self.proofs = clock() - start
         self.settings: CaptureSettings = replica.settings
-        replica.close()
+        target.close()
         self.backend = HFBackend.open(backend_options(self.setup, self.plan))
         self.units = range(len(self.plan.units))
 

@@ -53,25 +53,31 @@ def measure(target: Path, length: int, attn: str, codec: str) -> dict[str, float
     from spec_data.capture.hf_backend import HFBackend
     from spec_data.generation.capture import CaptureSettings, capture_unit
     from spec_data.generation.plan import BATCH_TOKENS
-    from spec_data.generation.replica import backend_options, prove_target
-    from spec_data.generation.setup import make_plan, set_up
-    from spec_data.options.generate_options import GenerateConfig
+    from spec_data.generation.replica import prove_target
+    from spec_data.generation.setup import (
+        AnswerOptions,
+        CaptureOptions,
+        CorpusRows,
+        RenderOptions,
+        RunOptions,
+        backend_options,
+        make_plan,
+        set_up,
+    )
     from spec_data.shards.writer import write_shard
 
     torch.set_num_threads(1)
     work = Path(tempfile.mkdtemp())
     try:
         write_corpus(work / "corpus.jsonl", length)
-        config = GenerateConfig(
-            target=str(copy_target(target, work / "target", length)),
-            corpus=(str(work / "corpus.jsonl"),),
-            out=str(work / "out"),
-            max_length=length,
-            codec=codec,
-            device="cpu",
-            attn=attn,
+        setup = set_up(
+            str(copy_target(target, work / "target", length)),
+            CorpusRows(sources=(str(work / "corpus.jsonl"),)),
+            RenderOptions(max_length=length),
+            CaptureOptions(codec=codec),
+            RunOptions(device="cpu", attn=attn),
+            AnswerOptions(),
         )
-        setup = set_up(config)
         plan = make_plan(setup)
         backend = HFBackend.open(backend_options(setup, plan))
         model = backend.target

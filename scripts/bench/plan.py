@@ -58,17 +58,28 @@ def one_case(target: str, corpus: str, processes: int) -> dict:
 
     from spec_data.corpus.record_reader import CorpusReader
     from spec_data.generation.plan import end_token_ids
-    from spec_data.generation.setup import make_plan, set_up
-    from spec_data.options.generate_options import GenerateConfig
-
-    out = Path(corpus).parent / "out"
-    config = GenerateConfig(
-        target=target, corpus=(corpus,), out=str(out), device="cpu", num_proc=max(1, processes)
+    from spec_data.generation.setup import (
+        AnswerOptions,
+        CaptureOptions,
+        CorpusRows,
+        RenderOptions,
+        RunOptions,
+        make_plan,
+        set_up,
     )
-    setup = set_up(config, weights=False)
+
+    setup = set_up(
+        target,
+        CorpusRows(sources=(corpus,)),
+        RenderOptions(),
+        CaptureOptions(),
+        RunOptions(device="cpu"),
+        AnswerOptions(),
+        weights=False,
+    )
     before, cpu, wall = peak_bytes(), cpu_seconds(), time.monotonic()
     if processes:
-        plan = make_plan(setup)
+        plan = make_plan(setup, processes)
         documents, tokens, ids = len(plan.documents), plan.tokens, plan.documents.doc_ids()
     else:
         renderer = slow_renderer(
@@ -76,7 +87,7 @@ def one_case(target: str, corpus: str, processes: int) -> dict:
             eot_token_ids=end_token_ids(setup.model_dir),
             vocab_size=setup.vocab_size,
         )
-        found = one_by_one(CorpusReader([corpus]), renderer, setup.config.max_length)
+        found = one_by_one(CorpusReader([corpus]), renderer, setup.rendering.max_length)
         documents, tokens, ids = len(found.ids), sum(map(len, found.ids)), iter(found.doc_ids)
     took = time.monotonic() - wall, cpu_seconds() - cpu, peak_bytes() - before
     same = hashlib.sha256("".join(ids).encode()).hexdigest()

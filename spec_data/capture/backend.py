@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spec_data.capture.proofs import IsolationProof
-from spec_data.options.placement_options import Spread
+from spec_data.models.spread import Spread
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import HeadSpec

@@ -28,7 +28,7 @@ from spec_data.capture.backend import BackendOptions
 from spec_data.capture.hf_backend import HFBackend
 from spec_data.capture.hooks import Captured
 from spec_data.capture.model import Target
-from spec_data.options.placement_options import Spread, processes
+from spec_data.models.spread import Spread, processes
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.position_data import Positions
 

@@ -1,6 +1,5 @@
 """`spec-data verify`: is a dataset intact, and does its target still produce it?"""
 
-import json
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
@@ -69,25 +68,19 @@ def verify(
     >>> report.ok, report.failures
     (True, [])
     """
-    from types import SimpleNamespace
-
     from spec_data.capture.tensor_parallel import leading
-    from spec_data.options.placement_options import spread_of
+    from spec_data.generation.setup import RunOptions
+    from spec_data.models.spread import parse_spread
     from spec_data.report import draft_to_fit
     from spec_data.verification.run import examine
 
-    spread = spread_of(
-        SimpleNamespace(
-            device=device,
-            backend=backend,
-            device_map=device_map,
-            max_memory=None if max_memory is None else json.dumps(max_memory),
-            offload_dir=None,
-            tp_plan=tp_plan,
-            vllm_tensor_parallel=vllm_tensor_parallel,
-            vllm_memory=vllm_memory,
-        )
-    )
+    spread = RunOptions(
+        backend=backend,
+        device=device,
+        spread=parse_spread(device_map, max_memory, tp_plan),
+        vllm_tensor_parallel=vllm_tensor_parallel,
+        vllm_memory=vllm_memory,
+    ).spread
     with leading(spread):  # of the processes of --tp-plan, only the first comes here
         report = examine(
             str(data),

@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from spec_data.conversion.samples import FOLDER, IDS, SPECFORGE_AUX, SPECFORGE_LAST, STATES
-from spec_data.generation.explained_failures import explained_failures
+from spec_data.generation.units import explained_failures
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import write_atomically, writing
 from spec_data.shards.layer_ids import as_block_inputs

@@ -37,15 +37,26 @@ from spec_data.corpus.bad_rows import BadRow
 from spec_data.corpus.documents import Document
 from spec_data.corpus.file_rows import Row
 from spec_data.corpus.sources import Source
+from spec_data.generation.output import LocalOutput
 from spec_data.generation.plan import Plan, refuse_other_files, truncate
-from spec_data.generation.run import capture_into
-from spec_data.generation.setup import Setup, StoredStates, context_length, make_plan, set_up
+from spec_data.generation.setup import (
+    AnswerOptions,
+    CaptureOptions,
+    CorpusRows,
+    RenderOptions,
+    RunOptions,
+    Setup,
+    StoredStates,
+    context_length,
+    make_plan,
+    set_up,
+)
 from spec_data.generation.target_files import other_files
+from spec_data.generation.workers import Worker
 from spec_data.models.devices import check_devices, usable_device
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.options.conversion_options import ConvertConfig
-from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.follow import WORK
@@ -85,7 +96,7 @@ def plan_conversion(config: ConvertConfig) -> PlannedConversion:
         As `convert`.
     """
     setup, evidence = _set_up(config)
-    plan = make_plan(setup)
+    plan = make_plan(setup, processes=1)
     shards = sum(plan.unit_bytes(unit, setup.columns) for unit in range(len(plan.units)))
     return PlannedConversion(
         documents=len(plan.documents),
@@ -107,12 +118,15 @@ def convert(config: ConvertConfig) -> Manifest:
         TargetError: the target cannot be loaded, or has other sizes.
         RunError: the states are not those of the target, or the disk is full.
     """
+    from spec_data.commands.generate import generate_into
+
     out = Path(config.out)
     setup, evidence = _set_up(config)
     if not (out / MANIFEST).is_file():
         make_directory("--out", out / WORK)
         write_atomically(out / WORK / _EVIDENCE, dump_json(msgspec.to_builtins(evidence)))
-    manifest = capture_into(setup, out)
+    worker = Worker(index=0, count=1, device=config.device)
+    manifest = generate_into(lambda: setup, LocalOutput(out), worker, processes=1)
     assert manifest is not None  # only `generate` leaves a directory unsealed
     return manifest
 
@@ -142,20 +156,25 @@ def _set_up(config: ConvertConfig) -> tuple[Setup, Evidence]:
             trust=trust,
         )
     context = context_length(text)
-    shared = (
-        *("target", "out", "codec", "final", "teacher", "dtype", "device"),
-        *("revision", "limit", "max_bad_rows", "max_shard_size", "on_policy"),
-        *("allow_high_nll", "trust_remote_code"),
-    )
     setup = set_up(
-        GenerateConfig(
-            corpus=(config.data,),
-            layers=",".join(map(str, sorted(evidence.stored_layers))),
-            max_length=context if context >= 2 else _LONGEST,
+        config.target,
+        CorpusRows(
+            sources=(config.data,), limit=config.limit, max_bad_rows=str(config.max_bad_rows)
+        ),
+        RenderOptions(
             mask="all" if config.mask == "all" else "assistant",
-            num_proc=1,
-            **{name: getattr(config, name) for name in shared},
-        )
+            max_length=context if context >= 2 else _LONGEST,
+        ),
+        CaptureOptions(
+            layers=",".join(map(str, sorted(evidence.stored_layers))),
+            codec=config.codec,
+            final=config.final,
+            teacher=config.teacher,
+            max_shard_size=config.max_shard_size,
+        ),
+        RunOptions(dtype=config.dtype, device=config.device, trust_remote_code=trust),
+        AnswerOptions(on_policy=config.on_policy, allow_high_nll=config.allow_high_nll),
+        revision=config.revision,
     )
     corpus = SampleCorpus(samples, evidence.mask_frame, config.mask == "all")
 
@@ -265,9 +284,9 @@ class StoredBackend(Head):
         Raises:
             MissingError, TargetError, ConfigError: the target or the device cannot be used.
         """
-        config = setup.config
-        device, trust = usable_device(config.device), config.trust_remote_code
-        super().__init__(setup.model_dir, setup.layers, config.dtype, device, trust)
+        run = setup.run
+        device, trust = usable_device(run.device), run.trust_remote_code
+        super().__init__(setup.model_dir, setup.layers, run.dtype, device, trust)
         self._samples, self._evidence, self._documents = corpus.samples, evidence, plan.documents
         self._order = np.argsort(evidence.stored_layers)  # of the chunks, ascending
         self._numbers = _sample_numbers(corpus, setup, plan)
@@ -360,7 +379,7 @@ def _sample_numbers(corpus: SampleCorpus, setup: Setup, plan: Plan) -> dict[byte
         if int(ids.min()) >= 0 and int(ids.max()) < setup.vocab_size:
             row = {"input_ids": ids.tolist(), "loss_mask": mask.tolist()}
             document = Document(**row, turns=(), source="", where="")
-            planned = truncate(document, setup.config.max_length)
+            planned = truncate(document, setup.rendering.max_length)
             missing.discard(planned.digest.hex())
             numbers.setdefault(_digest(np.frombuffer(planned.ids, np.int32)), number)
     return numbers

@@ -53,7 +53,7 @@ from spec_data.corpus.record_reader import (
 )
 from spec_data.corpus.records import parse_row
 from spec_data.corpus.sources import expected_rows
-from spec_data.generation.worker_locks import running_workers
+from spec_data.generation.workers import running_workers
 from spec_data.options.option_values import parse_size
 from spec_data.shards.checksums import list_views, numbers, read_batches
 from spec_data.shards.codec_tables import TABLES

@@ -11,11 +11,10 @@ import torch
 
 from spec_data.capture.backend import TargetBackend
 from spec_data.generation.batch_size import choose_batch_tokens
-from spec_data.generation.fitting import find_positions
 from spec_data.generation.plan import Plan
 from spec_data.generation.replica import documents_to_prove, load_target
 from spec_data.generation.sample_check import LONGEST, measure_documents
-from spec_data.generation.setup import Setup
+from spec_data.generation.setup import Setup, find_positions
 from spec_data.shards.even_sample import sample_documents
 
 _BATCHES = 3
@@ -56,14 +55,14 @@ def run_probe(setup: Setup, plan: Plan) -> Probe:
 
 def _measure(setup: Setup, plan: Plan, target: TargetBackend) -> Probe:
     """Prove a mask form and time a few batches, see `run_probe`."""
-    config = setup.config
+    run, temperature = setup.run, setup.answers.own_temperature
     find_positions(setup, plan, target)
     _, documents = documents_to_prove(setup, plan)
-    form = target.prove(documents, plan.pack_length, config.packing).form
-    asked = config.forward_tokens
+    form = target.prove(documents, plan.pack_length, run.packing).form
+    asked = run.batch_tokens
     batch_tokens = choose_batch_tokens(target, plan, form, setup.columns, asked)
     sample = sample_documents(plan.lengths, _BATCHES * batch_tokens)
-    given = (batch_tokens, config.own_temperature)
+    given = (batch_tokens, temperature)
     measure_documents(plan, target, form, sample[:1], *given)  # warm-up
     start = time.perf_counter()
     measure_documents(plan, target, form, sample, *given)

@@ -9,24 +9,22 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from spec_data.generation.explained_failures import explained_failures
 from spec_data.generation.plan import Plan, load_plan
-from spec_data.generation.replica import Replica
-from spec_data.generation.setup import Setup, data_settings, set_up, settings
-from spec_data.generation.status import FAILED, FactsWriter, read_facts
-from spec_data.options.generate_options import GenerateConfig
+from spec_data.generation.replica import Replica, load_target
+from spec_data.generation.setup import RunOptions, Setup, differences, settings
+from spec_data.generation.status import FAILED, ProgressFile, read_progress
+from spec_data.generation.units import explained_failures, finish_unit
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 from spec_data.shards.follow import WORK
 from spec_data.shards.reclaim import wait_for_room
-from spec_data.shards.resumable import differing_settings
 from spec_data.terminal.progress import progress, size
 
 logger = logging.getLogger(__name__)
@@ -35,6 +33,15 @@ RETRIES = 3
 """How often Ray repeats a unit whose replica was lost."""
 _POLL = 0.5  # seconds between two looks at the progress of the replicas
 _AT_ONCE = 2  # units per replica: one is captured while the other is written
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """How many replicas share a cluster, with how many GPUs each, and their --device."""
+
+    count: int
+    gpus: int
+    device: str
 
 
 def import_ray() -> Any:
@@ -52,10 +59,15 @@ def import_ray() -> Any:
 
 
 @contextmanager
-def connected(config: GenerateConfig) -> Iterator[GenerateConfig]:
-    """Connect to the cluster of RAY_ADDRESS or start one; yield the config with --replicas set.
+def connected(replicas: int, run: RunOptions) -> Iterator[Replicas]:
+    """Connect to the cluster of RAY_ADDRESS or start one; yield the replicas that fit it.
 
     A cluster that was started here ends with the block; a connection of the caller stays.
+
+    Args:
+        replicas: of --replicas; 0: one per free GPU; one per machine without GPUs, or with
+            --device-map.
+        run: how each of them runs its target.
 
     Raises:
         ConfigError: there is no such cluster, it has too few GPUs, or Ray is missing.
@@ -65,8 +77,8 @@ def connected(config: GenerateConfig) -> Iterator[GenerateConfig]:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         if ours:
-            _connect(ray, config.replicas)
-        yield _with_replicas(ray, config)
+            _connect(ray, replicas)
+        yield place_replicas(ray, replicas, run)
     finally:
         if ours:
             ray.shutdown()
@@ -90,26 +102,25 @@ def _connect(ray: Any, replicas: int) -> None:
     logger.info("ray: %s", "a cluster of this machine" if address == "local" else address)
 
 
-def _with_replicas(ray: Any, config: GenerateConfig) -> GenerateConfig:
-    """Set --replicas: one per free GPU; one per machine without GPUs, or with --device-map."""
+def place_replicas(ray: Any, replicas: int, run: RunOptions) -> Replicas:
+    """Return how many replicas share the cluster, with how many GPUs; see `connected`."""
     machines = sum(node["Alive"] for node in ray.nodes())
     free, every = ray.available_resources().get("GPU", 0), ray.cluster_resources().get("GPU", 0)
-    if not every or config.device not in ("auto", "cuda"):
-        return replace(config, replicas=config.replicas or machines)
-    alone = config.device_map is None  # Ray shows each actor its own GPUs only
-    replicas = config.replicas or max(1, int(free) if alone else machines)
+    if not every or run.device not in ("auto", "cuda"):
+        return Replicas(replicas or machines, 0, run.device)
+    alone = run.spread.device_map is None  # Ray shows each actor its own GPUs only
+    replicas = replicas or max(1, int(free) if alone else machines)
     if replicas > every:
         raise ConfigError(f"--replicas {replicas}: the cluster has {every:.0f} GPUs")
-    return replace(config, replicas=replicas, device="cuda" if alone else config.device)
+    return Replicas(replicas, 1 if alone else int(every) // replicas, "cuda" if alone else "auto")
 
 
-def _gpus_of_a_replica(ray: Any, config: GenerateConfig) -> int:
-    gpus = int(ray.cluster_resources().get("GPU", 0)) if config.device in ("auto", "cuda") else 0
-    return min(1, gpus) if config.device_map is None else gpus // config.replicas
-
-
-def capture_on_ray(setup: Setup, plan: Plan, out: Path, todo: list[int]) -> None:
+def capture_on_ray(
+    prepare: Callable[[], Setup], replicas: Replicas, plan: Plan, out: Path, todo: list[int]
+) -> None:
     """Capture the units `todo` on the replicas of a cluster that is connected already.
+
+    `prepare` sets up the target on the machine of a replica.
 
     Raises:
         SpecDataError: what the proof of the target, or a unit, raised; at once.
@@ -118,19 +129,18 @@ def capture_on_ray(setup: Setup, plan: Plan, out: Path, todo: list[int]) -> None
     ray = import_ray()
     from ray.util import ActorPool
 
-    config = setup.config
     actor = ray.remote(
-        num_gpus=_gpus_of_a_replica(ray, config),
+        num_gpus=replicas.gpus,
         num_cpus=1,
         max_restarts=-1,
         max_task_retries=RETRIES,
         max_concurrency=_AT_ONCE,
     )(RayReplica)
     threads = torch.get_num_threads()
-    replicas = [actor.remote(config, number, threads) for number in range(config.replicas)]
-    pool = ActorPool(replicas * _AT_ONCE)
+    actors = [actor.remote(prepare, str(out), n, threads) for n in range(replicas.count)]
+    pool = ActorPool(actors * _AT_ONCE)
     for unit in todo:
-        pool.submit(lambda replica, unit: replica.capture.remote(unit), unit)
+        pool.submit(lambda actor, unit: actor.capture.remote(unit), unit)
     left = plan.unit_set_tokens(todo)
     finished, written, lines = set[int](), 0, dict[str, None]()
     with progress(total=plan.tokens, initial=plan.tokens - left, desc="capture", unit="tok") as bar:
@@ -144,16 +154,15 @@ def capture_on_ray(setup: Setup, plan: Plan, out: Path, todo: list[int]) -> None
                         if line not in lines:
                             logger.info("%s", line)
                         lines[line] = None
-                working = {f.unit: f.unit_done for f in read_facts(out) if f.unit in set(todo)}
-                done = plan.unit_set_tokens(finished)
-                done += sum(n for unit, n in working.items() if unit not in finished)
-                bar.n = plan.tokens - left + done
+                parts = {p.unit: p.unit_done for p in read_progress(out)}
+                working = sum(parts.get(unit, 0) for unit in todo if unit not in finished)
+                bar.n = plan.tokens - left + plan.unit_set_tokens(finished) + working
                 bar.set_postfix_str(f"shard {len(finished)}/{len(todo)}, {size(written)}")
         finally:
             with suppress(Exception):
-                ray.wait([r.close.remote() for r in replicas], num_returns=len(replicas), timeout=5)
-            for replica in replicas:
-                ray.kill(replica)
+                ray.wait([a.close.remote() for a in actors], num_returns=len(actors), timeout=5)
+            for one in actors:
+                ray.kill(one)
 
 
 def _next(ray: Any, pool: Any, out: Path) -> tuple[int, int, list[str]] | None:
@@ -163,7 +172,7 @@ def _next(ray: Any, pool: Any, out: Path) -> tuple[int, int, list[str]] | None:
     except ray.exceptions.RayTaskError as error:
         raise error.cause if error.cause is not None else error from None
     except ray.exceptions.RayError as error:
-        reasons = [f"unit {f.unit}: {f.error}" for f in read_facts(out) if f.phase == FAILED]
+        reasons = [f"unit {p.unit}: {p.error}" for p in read_progress(out) if p.phase == FAILED]
         reason = reasons[-1] if reasons else str(error).strip().splitlines()[0]
         raise RunError(
             f"a replica was lost {RETRIES + 1} times with the same unit ({reason}); finished units "
@@ -179,18 +188,18 @@ class RayReplica:
     Its methods run in threads: the shard of one unit is written while the next one is captured.
     """
 
-    def __init__(self, config: GenerateConfig, number: int, threads: int) -> None:
-        """Take the options of the run; the target is loaded with the first unit.
+    def __init__(self, prepare: Callable[[], Setup], out: str, number: int, threads: int) -> None:
+        """Take what a run needs; the target is loaded with the first unit.
 
         So whatever fails there is an error of a task, which Ray counts and hands on.
         """
-        self.config, self.out, self.threads = config, Path(config.out), threads
+        self.prepare, self.out, self.threads = prepare, Path(out), threads
         self.name = f"ray-{number}"
         self._capturing, self._writing = threading.Lock(), threading.Lock()
-        self._loaded: tuple[Replica, FactsWriter] | None = None
+        self._loaded: tuple[Replica, ProgressFile] | None = None
         self._lines: list[str] = []
 
-    def _load(self) -> tuple[Replica, FactsWriter]:
+    def _load(self) -> tuple[Replica, ProgressFile]:
         """Load the target and prove it, once.
 
         Raises:
@@ -200,20 +209,19 @@ class RayReplica:
             return self._loaded
         torch.set_num_threads(self.threads)
         with _collected(self._lines):
-            setup, plan = set_up(self.config), load_plan(self.out / WORK)
-            of_the_plan = {name: plan.settings[name] for name in ("corpus", "max_shard_size")}
-            here = settings(setup, []) | of_the_plan
-            changed = differing_settings(data_settings(plan.settings), data_settings(here))
-            if changed:
+            setup, plan = self.prepare(), load_plan(self.out / WORK)
+            here = settings(setup, []) | {"corpus": plan.settings["corpus"]}
+            if changed := differences(here, plan.settings):
                 raise ConfigError(
                     f"the machine of replica {self.name} differs from that of the driver:\n  "
                     + "\n  ".join(changed)
                 )
-            facts = FactsWriter(self.out, plan, self.name, "0/1")  # the driver holds this lock
+            state = ProgressFile(self.out, plan, self.name, "0/1")  # the driver holds this lock
             try:
-                self._loaded = Replica(setup, plan, self.out), facts
+                target = load_target(setup, plan)
+                self._loaded = Replica(setup, plan, self.out, target), state
             except BaseException as error:
-                facts.end(error)
+                state.end(error)
                 raise
         return self._loaded
 
@@ -230,13 +238,14 @@ class RayReplica:
         try:
             with explained_failures(self.out):
                 with self._capturing:
-                    replica, facts = self._load()
-                    facts.begin(unit)
-                    captured = replica.capture(unit, facts.add)
+                    replica, state = self._load()
+                    state.begin(unit)
+                    captured = replica.capture(unit, state.add)
                     self._writing.acquire()
                 try:
-                    written = replica.finish(unit, captured)
-                    facts.finish(unit, written)
+                    columns = replica.settings.columns
+                    written = finish_unit(self.out, unit, captured, columns)
+                    state.finish(unit, written)
                 finally:
                     self._writing.release()
         except SpecDataError:

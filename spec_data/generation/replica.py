@@ -1,18 +1,25 @@
 """A replica: one loaded target, proven, that captures units of a plan.
 
-Every engine uses it: the local worker in its own process, and others in processes of a cluster. It
-decides nothing about which units it captures.
+Every engine uses it: the local worker in its own process, and Ray in processes of a cluster. It
+decides nothing about which units it captures. What was proven is stored once per directory, in
+OUT/.generate/target.json, so that every worker and every resumed run captures in the same way.
 """
 
+import hashlib
+import json
 import logging
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import load_file, save
 from torch import Tensor
 
-from spec_data.capture.backend import BackendOptions, TargetBackend, open_backend
+from spec_data.capture.backend import TargetBackend, open_backend
 from spec_data.capture.proofs import proof_documents, proof_length
 from spec_data.generation.batch_size import choose_batch_tokens, longest_row
 from spec_data.generation.calibrate import calibrate
@@ -20,25 +27,25 @@ from spec_data.generation.capture import (
     CapturedUnit,
     CaptureSettings,
     capture_unit,
+    forward_batches,
 )
-from spec_data.generation.fitting import find_positions
-from spec_data.generation.plan import BATCH_TOKENS, Plan
-from spec_data.generation.running import Witness, check_running, running_facts
+from spec_data.generation.plan import ALSO, WITNESS, Plan
 from spec_data.generation.sample_check import check_agreement
-from spec_data.generation.sealing import finish_unit
-from spec_data.generation.setup import Setup
-from spec_data.generation.target_files import manifest_draft, rope_factors, save_target_files
+from spec_data.generation.setup import Setup, backend_options, find_positions
+from spec_data.generation.target_files import manifest_draft, save_target_files
 from spec_data.generation.transfers import transfers_for
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.errors import RunError
 from spec_data.shards.files import dump_json, write_once
 from spec_data.shards.follow import WORK
 from spec_data.shards.records import read_json
-from spec_data.shards.schema import Manifest
+from spec_data.shards.schema import FINAL, Manifest, layer_column
 from spec_data.shards.seal import file_records, target_file_names
 
-# -- loaded target ---------------------------------------------------------------------------------
-# The target of a plan: load it as the plan asks, and choose the documents that prove its masks.
+logger = logging.getLogger(__name__)
+
+PROOF = "target.json"
+_REFERENCE_DOCUMENTS, _REFERENCE_TOKENS = 8, 256  # and tokens of each of them
 
 
 def load_target(setup: Setup, plan: Plan) -> TargetBackend:
@@ -49,40 +56,53 @@ def load_target(setup: Setup, plan: Plan) -> TargetBackend:
     """
     if setup.stored is not None:
         return setup.stored.load(setup, plan)
-    return open_backend(setup.config.backend, backend_options(setup, plan))
-
-
-def backend_options(setup: Setup, plan: Plan) -> BackendOptions:
-    """Return which target a backend loads, and how."""
-    config = setup.config
-    return BackendOptions(
-        path=setup.model_dir,
-        layers=setup.layers,
-        dtype=config.dtype,
-        device=config.device,
-        attn=config.attn,
-        trust_remote_code=config.trust_remote_code,
-        rope_factors=rope_factors(setup, plan),
-        spread=config.spread,
-        longest=int(plan.lengths.max()),
-        batch_tokens=config.forward_tokens or BATCH_TOKENS,
-        tensor_parallel=config.vllm_tensor_parallel,
-        engine_memory=config.vllm_memory,
-    )
+    return open_backend(setup.run.backend, backend_options(setup, plan))
 
 
 def documents_to_prove(setup: Setup, plan: Plan) -> tuple[list[int], list[Tensor]]:
     """Return the documents of the proofs: their numbers in the plan, and their ids int64 [T_d]."""
-    offsets, ids = plan.documents.offsets, plan.documents.tokens["input_ids"]
     limit = proof_length(setup.model_config, plan.pack_length)
     chosen = proof_documents(plan.lengths.tolist(), plan.pack_length, limit=limit)
-    return chosen, [torch.from_numpy(ids[offsets[d] : offsets[d + 1]]).long() for d in chosen]
+    offsets, tokens = plan.documents.beginnings(chosen)
+    ids = torch.from_numpy(tokens["input_ids"]).long()
+    return chosen, list(ids.split(np.diff(offsets).tolist()))
 
 
-# -- replica ---------------------------------------------------------------------------------------
+def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> Manifest:
+    """Return what was proven about a target in `out`; prove it, if nobody has.
 
+    The proof: head and packing; a sample of the corpus; the codecs and their tables; reference
+    states. The files of the target are saved. The result is a manifest without shards.
 
-logger = logging.getLogger(__name__)
+    Raises:
+        TargetError, RunError: a proof fails.
+        CorpusError, ConfigError: the target could not have written the corpus.
+    """
+    file = out / WORK / PROOF
+    if file.is_file():
+        return Manifest.of(read_json(file), str(file))
+    positions = find_positions(setup, plan, target)
+    chosen, documents = documents_to_prove(setup, plan)
+    head_error = None
+    if not setup.capture.supervision.startswith("logits"):
+        head_error = target.prove_head(documents)
+    proof = target.prove(documents, plan.pack_length, setup.run.packing)
+    level = logging.INFO if "rows" not in proof.form else logging.WARNING
+    logger.log(level, "packing: %s", proof)
+    asked = setup.run.batch_tokens
+    batch_tokens = choose_batch_tokens(target, plan, proof.form, setup.columns, asked)
+    check_agreement(setup, plan, target, proof.form, batch_tokens, chosen)
+    save_target_files(setup, target, positions, out / "target")
+    columns, codec = calibrate(setup, plan, target, proof.form, batch_tokens, out)
+    setup = replace(setup, columns=columns)
+    reference = reference_states(documents, target, proof.form, plan.pack_length, batch_tokens)
+    write_once(out / WORK / WITNESS, save(reference))
+    draft = manifest_draft(setup, plan, target, proof, head_error, positions, codec).changed(
+        captured_with=running_facts(target, batch_tokens),
+        files=file_records(out, target_file_names(out)),
+    )
+    write_once(file, dump_json(draft.to_json()))
+    return Manifest.of(read_json(file), str(file))
 
 
 class Replica:
@@ -93,53 +113,43 @@ class Replica:
         setup: Setup,
         plan: Plan,
         out: Path,
-        share: Callable[[], bool] | None = None,
+        target: TargetBackend,
+        share: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Load the target of `setup` and prove it, or read what was proven before, in `out`.
+        """Prove a loaded target, or read what was proven before, in `out`.
 
-        `share` is called after the proof; it returns False if it has replaced the proof in `out`
-        by that of another worker.
+        `share` is called after the proof; it returns False if it has replaced the proof in `out` by
+        that of another worker.
 
         Raises:
-            TargetError, RunError, CorpusError, ConfigError: as `prove_target`.
+            TargetError, RunError, CorpusError, ConfigError: as `prove_target`; or this run captures
+                other states than the one that proved the target.
         """
-        self.setup, self.plan, self.out = setup, plan, out
-        self.target = load_target(setup, plan)
-        try:
-            self.draft = draft = prove_target(setup, plan, self.target, out)
-            if share is not None and not share():
-                self.draft = draft = prove_target(setup, plan, self.target, out)
-        except BaseException:
-            self.close()
-            raise
-        self.setup = setup = replace(setup, columns=draft.columns)
-        lossy = [c for c in setup.columns if c.lossy]
-        sha256 = draft.codec.sha256 if draft.codec else None
-        tables = load_tables(out / TABLES, lossy, sha256) if lossy else {}
+        self.plan, self.out, self.target = plan, out, target
+        self._asked = setup.run.batch_tokens
+        self._documents = documents_to_prove(setup, plan)[1]
+        self.draft = prove_target(setup, plan, target, out)
+        if not share():
+            self.draft = prove_target(setup, plan, target, out)
+        columns, codec = self.draft.columns, self.draft.codec
+        lossy = [c for c in columns if c.lossy]
+        tables = load_tables(out / TABLES, lossy, codec.sha256 if codec else None) if lossy else {}
         self.settings = CaptureSettings(
-            columns=setup.columns,
-            form=draft.packing.form,
-            batch_tokens=self._batch_tokens(),
+            columns=columns,
+            form=self.draft.packing.form,
+            batch_tokens=self._batch_tokens(columns),
             tables=tables,
-            temperature=setup.config.own_temperature,
-            transfers=transfers_for(self.target.device, [c.name for c in setup.columns]),
+            temperature=setup.answers.own_temperature,
+            transfers=transfers_for(target.device, [c.name for c in columns]),
         )
         self._check_running()
 
-    def _batch_tokens(self) -> int:
+    def _batch_tokens(self, columns: Any) -> int:
         """Return the tokens per forward: those of the proof, unless this run has other devices."""
-        asked, form = self.setup.config.forward_tokens, self.draft.packing.form
-        proven = self.draft.captured_with
-        if proven | {"batch_tokens": 0} == running_facts(self.target, 0):
-            return asked or proven["batch_tokens"]
-        return choose_batch_tokens(self.target, self.plan, form, self.setup.columns, asked)
-
-    def _check_running(self) -> None:
-        """Prove, and record, that this run captures what the proven one did; see `running`."""
-        _, documents = documents_to_prove(self.setup, self.plan)
-        witness = Witness(self.out, documents, self.settings.form, self.plan.pack_length)
-        mine = running_facts(self.target, self.settings.batch_tokens)
-        check_running(self.out, self.draft, mine, witness, self.target)
+        proven, form = self.draft.captured_with, self.draft.packing.form
+        if proven == running_facts(self.target, proven["batch_tokens"]):
+            return self._asked or proven["batch_tokens"]
+        return choose_batch_tokens(self.target, self.plan, form, columns, self._asked)
 
     def capture(self, unit: int, done: Callable[[int], None]) -> CapturedUnit:
         """Capture a unit; `done` is called with the tokens of each batch.
@@ -181,63 +191,103 @@ class Replica:
                 "warning: out of device memory (%s): forwards have %d tokens from now on, not %d",
                 *(problem, self.settings.batch_tokens, before),
             )
-            fits = self._proves_running()
+            self.target.peak_memory(lambda: None)  # frees what the allocator keeps
+            try:
+                self._check_running()
+                fits = True
+            except torch.OutOfMemoryError:
+                pass
 
-    def _proves_running(self) -> bool:
-        """Free what the allocator keeps, and run `_check_running`; return whether that fits."""
-        self.target.peak_memory(lambda: None)
-        try:
-            self._check_running()
-        except torch.OutOfMemoryError:
-            return False
-        return True
+    # -- what a run captures with, beside what decides the data --
+    # Device, batch size and releases change states by rounding at most, so a directory may be
+    # resumed with others. That is measured, not assumed: the run that proved the target keeps the
+    # states of a few documents, and one with other settings captures them again before its first
+    # unit. Both settings and the difference are recorded in the manifest.
 
-    def finish(self, unit: int, captured: CapturedUnit) -> int:
-        """Write the shard of a captured unit, then its record; return the bytes written."""
-        return finish_unit(self.out, unit, captured, self.setup.columns)
+    def _check_running(self) -> None:
+        """Prove, and record, that this run captures what the proven one did.
 
-    def close(self) -> None:
-        """Free the memory of the target; nothing can be captured afterwards."""
-        self.target.close()
+        Raises:
+            RunError: the states differ by more than rounding.
+        """
+        proven = self.draft.captured_with
+        here = running_facts(self.target, self.settings.batch_tokens)
+        if here == proven:
+            return
+        changes = "; ".join(f"{k} {proven[k]}, now {v}" for k, v in here.items() if proven[k] != v)
+        packing = self.draft.packing
+        difference = largest_difference(
+            load_file(self.out / WORK / WITNESS),
+            reference_states(
+                self._documents, self.target, self.settings.form, self.plan.pack_length,
+                self.settings.batch_tokens,
+            ),
+        )  # fmt: skip
+        if not difference <= packing.tolerance:
+            raise RunError(
+                f"{self.out} was begun with other settings ({changes}), and with these the states "
+                f"differ by {difference:.1e}, more than rounding (allowed "
+                f"{packing.tolerance:.1e}). Use the old settings, or another --out"
+            )
+        noise = float(f"{max(difference, packing.noise or 0.0):.2g}")
+        logger.warning(
+            "warning: finished units were captured with other settings (%s). The states are equal "
+            "up to rounding of %.1e, and the manifest records both",
+            *(changes, noise),
+        )
+        digest = hashlib.sha256(json.dumps(here, sort_keys=True).encode()).hexdigest()[:12]
+        file = self.out / WORK / ALSO.replace("*", digest)
+        write_once(file, dump_json(here | {"difference": noise}))
 
 
-def prove_target(
-    setup: Setup,
-    plan: Plan,
+def running_facts(target: TargetBackend, batch_tokens: int) -> dict[str, Any]:
+    """Return what a run captures with, as the manifest records it."""
+    about = target.describe()
+    return {
+        "device": about["devices"],
+        "batch_tokens": batch_tokens,
+        "backend": about["backend"],
+        "backend_version": about["backend_version"],
+        "torch": torch.__version__.split("+")[0],
+        "machine": platform.machine(),
+    }
+
+
+def reference_states(
+    documents: Sequence[Tensor],
     target: TargetBackend,
-    out: Path,
-) -> Manifest:
-    """Prove head and packing, check a sample of the corpus, choose codecs, make their tables, and
-    save the files of the target, once.
+    form: str,
+    pack_length: int,
+    batch_tokens: int,
+) -> dict[str, Tensor]:
+    """Return the states of the beginnings of the first documents, int64 [T_d], in a proven form.
 
-    The result, a manifest without shards, is stored in target.json, so that every worker and every
-    resumed run captures in the same way.
-
-    Raises:
-        TargetError, RunError: a proof fails.
-        CorpusError, ConfigError: the target could not have written the corpus.
+    They are [N, H] per column, in the dtype of the target.
     """
-    file = out / WORK / "target.json"
-    if file.is_file():
-        return Manifest.of(read_json(file), str(file))
-    positions = find_positions(setup, plan, target)
-    chosen, documents = documents_to_prove(setup, plan)
-    head_error = None
-    if not setup.config.supervision.startswith("logits"):
-        head_error = target.prove_head(documents)
-    proof = target.prove(documents, plan.pack_length, setup.config.packing)
-    level = logging.INFO if "rows" not in proof.form else logging.WARNING
-    logger.log(level, "packing: %s", proof)
-    asked = setup.config.forward_tokens
-    batch_tokens = choose_batch_tokens(target, plan, proof.form, setup.columns, asked)
-    check_agreement(setup, plan, target, proof.form, batch_tokens, chosen)
-    save_target_files(setup, target, positions, out / "target")
-    columns, codec = calibrate(setup, plan, target, proof.form, batch_tokens, out)
-    setup = replace(setup, columns=columns)
-    Witness(out, documents, proof.form, plan.pack_length).save(target, batch_tokens)
-    draft = manifest_draft(setup, plan, target, proof, head_error, positions, codec).changed(
-        captured_with=running_facts(target, batch_tokens),
-        files=file_records(out, target_file_names(out)),
-    )
-    write_once(file, dump_json(draft.to_json()))
-    return Manifest.of(read_json(file), str(file))
+    documents = [ids[:_REFERENCE_TOKENS] for ids in documents[:_REFERENCE_DOCUMENTS]]
+    offsets = np.concatenate([[0], np.cumsum([len(d) for d in documents])])
+    parts: dict[str, list[Tensor]] = {}
+    ids = torch.cat(documents).numpy()
+    for batch in forward_batches(offsets, ids, form, pack_length, batch_tokens):
+        states = target.capture(batch, form)
+        columns = {layer_column(k): v for k, v in states.layers.items()}
+        for name, value in (columns | {FINAL: states.final}).items():
+            parts.setdefault(name, []).append(value.cpu())
+    return {name: torch.cat(values) for name, values in parts.items()}
+
+
+def largest_difference(before: dict[str, Tensor], now: dict[str, Tensor]) -> float:
+    """Return the largest relative difference of a column, the mean over its tokens."""
+    worst = 0.0
+    for name, values in before.items():
+        a, b = values.float(), now[name].float()
+        relative = (a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-30)  # [N]
+        value = float(relative.mean())
+        worst = max(worst, value if value == value else float("inf"))  # NaN never passes
+    return worst
+
+
+def also_captured_with(work: Path) -> list[dict[str, Any]]:
+    """Return the other settings that units were captured with, in a fixed order."""
+    files = sorted(work.glob(ALSO))
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]

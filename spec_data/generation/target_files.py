@@ -17,11 +17,10 @@ from spec_data.capture.head_form import head_parts
 from spec_data.capture.proofs import IsolationProof
 from spec_data.corpus.documents import WITH_SYSTEM, WITHOUT_SYSTEM
 from spec_data.generation.plan import Plan
-from spec_data.generation.setup import Setup
+from spec_data.generation.setup import Setup, config_json
 from spec_data.models.devices import DTYPES
 from spec_data.models.parameter_counts import empty_model, parameter_counts
 from spec_data.models.reading import text_config
-from spec_data.models.rope_factors import chosen_factors
 from spec_data.shards.files import dump_json, write_atomically, writing
 from spec_data.shards.position_data import POSITIONS, Positions
 from spec_data.shards.schema import (
@@ -35,12 +34,6 @@ from spec_data.shards.schema import (
 
 GENERATION_CONFIG = "generation_config.json"
 _NAMED = ("architectures",)  # in the manifest's `target` and in its `identity`
-
-
-def rope_factors(setup: Setup, plan: Plan) -> str | None:
-    """Return the RoPE factors of every document, see `models.rope_factors`."""
-    longest = int(plan.lengths.max())
-    return chosen_factors(setup.config.rope_factors, setup.model_config, longest)
 
 
 def save_target_files(
@@ -63,16 +56,6 @@ def save_target_files(
     write_atomically(folder / "head.safetensors", save(target.head_tensors()))
     if positions.tables:
         write_atomically(folder / Path(POSITIONS).name, save(positions.tensors()))
-
-
-def config_json(setup: Setup, dtype: torch.dtype, architecture: str = "") -> Any:
-    """Return the text of target/config.json; `architecture` is used where the config has none."""
-    # All defaults are written: a draft takes its shape from this file, without the family's code.
-    full = setup.model_config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
-    full["architectures"] = full.get("architectures") or [architecture]
-    for table in (full, *(v for v in full.values() if isinstance(v, dict))):
-        table.pop("_name_or_path", None)  # a path of this machine
-    return dump_json(full)
 
 
 def manifest_draft(
@@ -98,19 +81,19 @@ def manifest_draft(
     used = {"template_kwargs_used": counts.pop("kwargs_used")}
     about = target.describe()
     facts = {k: about[k] for k in ("dtype", "rope_factors") if k in about}
-    parameters = parameter_counts(setup.model_config, setup.config.trust_remote_code)
+    parameters = parameter_counts(setup.model_config, setup.run.trust_remote_code)
     described = {k: v for k, v in setup.target.items() if k not in setup.identity or k in _NAMED}
     return Manifest(
         settings=plan.settings,
         target=msgspec.convert(described | about | parameters, TargetRecord),
         identity=setup.identity | facts | used | _system_messages(counts["rendering"]),
         corpus=msgspec.convert(plan.corpus, list[SourceRecord]),
-        mask=setup.config.mask,
+        mask=setup.rendering.mask,
         layers=tuple(setup.layers),
         draft_layers={draft: tuple(own) for draft, own in setup.draft_layers.items()},
-        supervision=setup.config.supervision,
-        final=setup.config.final,
-        teacher=setup.config.teacher,
+        supervision=setup.capture.supervision,
+        final=setup.capture.final,
+        teacher=setup.capture.teacher,
         codec=codec,
         columns=tuple(
             replace(c, exact=not c.lossy and (c.codec != "bf16" or target.dtype == torch.bfloat16))
@@ -125,7 +108,7 @@ def manifest_draft(
             pack_length=plan.pack_length,
             utilisation=round(plan.utilisation(), 4),
         ),
-        policy="on-policy" if setup.config.on_policy else "off-policy",
+        policy="on-policy" if setup.answers.on_policy else "off-policy",
         documents=CountsRecord(**counts),
     )
 
@@ -176,7 +159,7 @@ def head_bytes(setup: Setup) -> int:
     """Return the size of target/head.safetensors; no weights are read."""
     width = torch.empty(0, dtype=_dtype(setup)).element_size()
     try:
-        model = empty_model(setup.model_config, setup.config.trust_remote_code)
+        model = empty_model(setup.model_config, setup.run.trust_remote_code)
         tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
         sizes = [p.numel() for p in head_parts(model, tied).values()]
     except Exception:
@@ -189,8 +172,8 @@ def head_bytes(setup: Setup) -> int:
 
 def _dtype(setup: Setup) -> torch.dtype:
     """Return the dtype in which the target will run, as far as its config tells."""
-    if setup.config.dtype != "auto":
-        return DTYPES[setup.config.dtype]
+    if setup.run.dtype != "auto":
+        return DTYPES[setup.run.dtype]
     for config in (setup.model_config, text_config(setup.model_config)):
         found: Any = getattr(config, "dtype", None)
         if isinstance(found, str):

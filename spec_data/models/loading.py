@@ -4,7 +4,10 @@ transformers fills a missing tensor with random numbers and logs it, and decides
 the head is tied to the embedding. Both change the states without an error, so both are refused.
 """
 
+import atexit
 import logging
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -26,9 +29,10 @@ from spec_data.models.placement import shares_weight
 from spec_data.models.quantisation import check_quantisation
 from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import resolve_model
+from spec_data.models.spread import Spread
 from spec_data.models.weight_files import weight_files
-from spec_data.options.placement_options import Spread
 from spec_data.shards.errors import ConfigError, TargetError
+from spec_data.shards.files import cache_directory
 
 # -- slow dtypes -----------------------------------------------------------------------------------
 # Which dtypes this CPU computes slowly: half precision, where it has no instructions for it.
@@ -201,10 +205,22 @@ def _where(device: torch.device, spread: Spread) -> dict[str, Any]:
         return {
             "device_map": spread.device_map,
             "max_memory": spread.max_memory,
-            "offload_folder": spread.offload_dir,
+            "offload_folder": _offload_folder(),
         }
     # Without a map, weights are read to the CPU: nothing would move them to another device.
     return {} if device.type == "cpu" else {"device_map": {"": device}}
+
+
+def _offload_folder() -> str:
+    """Return a new folder for weights on disk that run in another form than they are stored in.
+
+    It is removed at the end of the program.
+    """
+    cache = cache_directory("offload")
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.mkdtemp(dir=cache)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _tensor_parallel() -> Any:

@@ -12,7 +12,6 @@ from spec_data.options.option_values import (
     at_least,
     parse_codecs,
 )
-from spec_data.options.row_options import max_bad_rows_option
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
 from spec_data.terminal.config import option
@@ -58,7 +57,14 @@ class ConvertConfig:
     limit: int = option(
         0, help="convert at most this many samples; 0: all", group=DOCUMENTS, metavar="N"
     )
-    max_bad_rows: str = max_bad_rows_option("samples are malformed", "samples")
+    max_bad_rows: str = option(
+        "auto",
+        help="stop if more samples are malformed: a count such as 5, or a share such as 1%. auto "
+        "is 1 %; below 1,000 samples it is 10 samples, but not more than 10 %",
+        group=DOCUMENTS,
+        metavar="N|SHARE",
+        numbers=True,
+    )
     on_policy: bool = option(
         False,
         help="state that this very target wrote the responses; it is measured, as by generate",

@@ -77,6 +77,8 @@ def parse_drafts(text: str) -> tuple[str, ...]:
     Raises:
         ConfigError: a name that is no draft.
     """
+    if not text:
+        return ()
     if text.strip() == "all":
         return tuple(RECIPES)
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))

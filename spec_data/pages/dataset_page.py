@@ -104,7 +104,7 @@ def plan_page(setup: Setup, plan: Plan, documents: int = DOCUMENTS) -> Page:
     shown = shown_documents(plan.lengths, documents)
     note = sample_text(len(shown), len(plan.lengths))
     viewer = token_viewer(setup.tokenizer, [_planned(plan, n) for n in shown], note)
-    names = [Path(source.rstrip("/")).name or source for source in setup.config.corpus]
+    names = [Path(source.rstrip("/")).name or source for source in setup.rows.sources]
     return Page(
         title=", ".join(names),
         kind="Plan of a dataset",
@@ -148,7 +148,7 @@ def _overview(manifest: Manifest) -> Section:
 
 
 def _plan_overview(setup: Setup, plan: Plan) -> Section:
-    config = setup.config
+    rendering = setup.rendering
     figures = Figures(
         items=[
             ("documents", len(plan.lengths), "count"),
@@ -164,9 +164,9 @@ def _plan_overview(setup: Setup, plan: Plan) -> Section:
         columns=[("", "text"), ("", "text")],
         rows=[
             ["target", setup.target["name"]],
-            ["supervised tokens (--mask)", config.mask],
-            ["cut at (--max-length)", f"{config.max_length:,} tokens"],
-            ["chat template kwargs", str(config.template_kwargs)],
+            ["supervised tokens (--mask)", rendering.mask],
+            ["cut at (--max-length)", f"{rendering.max_length:,} tokens"],
+            ["chat template kwargs", str(rendering.template_kwargs)],
         ],
     )
     fields = ("source", "kind", "format", "rows", "bad", "unrendered")
@@ -176,7 +176,7 @@ def _plan_overview(setup: Setup, plan: Plan) -> Section:
         rows=[[source[name] for name in fields] for source in plan.corpus],
     )
     parts: list[Part] = [figures, settings, sources]
-    if config.limit and plan.counts.rows >= config.limit:
+    if 0 < setup.rows.limit <= plan.counts.rows:
         parts.append(Note(text=f"Only the first {plan.counts.rows:,} rows were read (--limit)."))
     for source in plan.corpus:
         parts += _source_notes(source)

@@ -11,19 +11,17 @@ of a run without a kill, if the answers have.
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from spec_data.corpus.sampling_record import read_record, record_path
 from spec_data.corpus.sources import expected_rows
-from spec_data.regeneration.conversations import ConversationReader
+from spec_data.regeneration.conversations import Conversation, ConversationReader
 from spec_data.regeneration.journal import ADVICE, Journal, journal_path
-from spec_data.regeneration.local import LocalBackend
 from spec_data.regeneration.output import write_output
 from spec_data.regeneration.progress import Progress
 from spec_data.regeneration.result import RegenerateResult
-from spec_data.regeneration.servers import ServerBackend
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import remove_left_of
 from spec_data.shards.resumable import process_lock, refuse_other_settings
@@ -33,7 +31,18 @@ from spec_data.terminal.progress import progress
 logger = logging.getLogger(__name__)
 
 
-Backend = LocalBackend | ServerBackend
+class Backend(Protocol):
+    """A source of answers: the local target, or servers."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return what decides the answers beside the options that every backend has."""
+        ...
+
+    def run(
+        self, conversations: Iterable[Conversation], journal: Journal, progress: Progress
+    ) -> None:
+        """Answer every turn that the journal does not hold."""
+        ...
 
 
 def check_out(out: Path, corpus: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ and from `left_out.arrow`, which holds the planned documents that capture left o
 states were not usable. Left-out documents keep their place in the order, and are read as documents
 without a supervised token.
 
-    .generate/plan.{json,arrow}, target.json, unit-00000.json    see spec_data/generation/run.py
+    .generate/plan.{json,arrow}, target.json, unit-00000.json    see spec_data/commands/generate.py
     .generate/follow-keep.json      units are deleted after their use (see reclaim.py): never seal
 """
 

@@ -144,8 +144,7 @@ _ADVICE: dict[Any, str] = {
         "run `spec-data generate --target MODEL --corpus {path} --out DIR` first, and pass DIR"
     ),
     (Kind.DATASET, Kind.UNFINISHED): (
-        "run the same `spec-data generate` again to finish it, or `spec-data seal` once all its "
-        "workers are done"
+        "run the same `spec-data generate` again to finish it, once all its workers are done"
     ),
     (Kind.DATASET, Kind.TARGET): (
         "run `spec-data generate --target {path} --corpus FILE --out DIR` first, and pass DIR"

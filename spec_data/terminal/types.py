@@ -85,10 +85,12 @@ Draft = Annotated[AnyPath, Holds(Kind.DRAFT), Parameter(metavar="DIR")]
 Directory = Annotated[AnyPath, Parameter(metavar="DIR")]
 File = Annotated[AnyPath, Parameter(metavar="FILE")]
 
-Text = Annotated[str | float, ONE_TOKEN]
+Text = Annotated[str | int | float, ONE_TOKEN]
 """A text that may look like a number, such as `--max-bad-rows 5` or `1%`."""
 Layers = Annotated[str | Sequence[int], ONE_TOKEN, Parameter(metavar="IDS")]
 """Layer ids: `1,3,5`, or in Python also [1, 3, 5]."""
+Names = Annotated[str | Sequence[str], ONE_TOKEN, Parameter(metavar="NAMES")]
+"""Names: `a,b`, or in Python also ["a", "b"]."""
 JsonObject = Annotated[
     dict[str, Any],
     Parameter(converter=_json_object, n_tokens=1, accepts_keys=False, metavar="JSON"),
@@ -107,6 +109,6 @@ def path_list(value: Sequence[AnyPath] | AnyPath) -> list[str]:
     return [os.fspath(path) for path in value]
 
 
-def comma_list(value: str | Sequence[int]) -> str:
-    """Return layer ids as one text, such as 1,3,5."""
+def comma_list(value: str | Sequence[int] | Sequence[str]) -> str:
+    """Return layer ids or names as one text, such as 1,3,5."""
     return value if isinstance(value, str) else ",".join(map(str, value))

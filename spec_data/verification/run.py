@@ -26,7 +26,7 @@ from torch import Tensor
 from spec_data.capture.backend import BackendOptions, open_backend
 from spec_data.models.devices import check_devices, usable_device
 from spec_data.models.resolve import local_directory, resolve_model
-from spec_data.options.placement_options import Spread
+from spec_data.models.spread import Spread
 from spec_data.shards.codec_tables import error_text
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.likelihood import Agreement

@@ -23,8 +23,6 @@ from spec_data import open_dataset
 from spec_data.capture import vllm_engine, vllm_worker
 from spec_data.capture.backend import BackendOptions, open_backend
 from spec_data.capture.mask_forms import REQUESTS, SINGLE
-from spec_data.generation.run import generate
-from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 from spec_data.verification.run import examine
 from tests.engines.engine_tools import _SHAPE, CONFIGS
@@ -36,7 +34,7 @@ from tests.spec_data.capture.backend_contract import (
     documents_of,
 )
 from tests.spec_data.corpus.templates import tokenizer
-from tests.spec_data.runs import options, write_corpus
+from tests.spec_data.runs import generate_with, options, write_corpus
 from tests.tolerance import close_in_norm, network, roundings
 
 pytestmark = [
@@ -148,7 +146,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def run(place: tuple[Path, Path], out: Path, **changes: Any) -> Any:
     """Generate a dataset; it takes the last block too."""
-    return generate(GenerateConfig(**options(*place, out, layers="-1,0,3,5", **changes)))
+    return generate_with(**options(*place, out, layers="-1,0,3,5", **changes))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -302,10 +300,8 @@ def test_two_workers_that_share_each_layer_capture_the_same_states(
 
 _GENERATE = """
 import json, sys
-from spec_data.options.generate_options import GenerateConfig
-from spec_data.generation.run import generate
 if __name__ == "__main__":
     options = json.loads(sys.argv[1]) | {"backend": "vllm", "vllm_tensor_parallel": 2}
     options["corpus"] = tuple(options["corpus"])
-    generate(GenerateConfig(**options))
+    generate_with(**options)
 """

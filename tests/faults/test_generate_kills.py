@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from spec_data.cli import main as generate
-from spec_data.generation.sealing import seal_directory
+from spec_data.generation.finalize import finalize
 from spec_train.cli import main as fit
 from tests import forked
 from tests.faults.tools import report, trials
@@ -116,7 +116,7 @@ def test_killed_workers_end_in_the_same_bytes(source, whole, tmp_path):
         out = tmp_path / f"data{trial}"
         words = [generate_words(source, out, workers=f"{i}/2") for i in range(2)]
         hit = killed_until_done([(generate, w) for w in words], rng, 2, tmp_path / "log")
-        seal_directory(out)
+        finalize(out, set())
         assert digests(out) == digests(whole)
         outcomes["kills"] += hit
         outcomes["equal directories"] += 1

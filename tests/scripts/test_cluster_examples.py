@@ -8,24 +8,27 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spec_data.cli import build_parser
-from spec_data.generation.worker_place import find_place
-from spec_data.options.generate_options import GenerateConfig
-from spec_data.terminal.config import resolve
+from spec_data.cli import PROGRAM, build_parser
+from spec_data.generation.workers import find_rank
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCRIPTS = sorted((DOCS / "examples").glob("*.sh"))
 
 
-def parsed(words: list[str]):
-    """The parsed command line; a flag that does not exist ends the test."""
-    return build_parser().parse_args(words)
+def flags_of(command: str) -> set[str]:
+    """The options of a command; one that does not exist raises an error."""
+    if command in PROGRAM.commands():
+        return set(PROGRAM.flags(command))
+    return set(build_parser()._subparsers._group_actions[0].choices[command]._option_string_actions)
 
 
-@pytest.fixture(autouse=True)
-def paths_of_a_cluster(monkeypatch):
-    """The examples name files that are not on this machine."""
-    monkeypatch.setattr("spec_data.terminal.config.check_paths", lambda *_: None)
+def check(words: list[str]) -> None:
+    """Check the options of a command line."""
+    words = [part for word in words for part in word.split("=", 1)]
+    used = {word for word in words if word.startswith("--")}
+    assert used <= flags_of(words[0]), words
+    if words[0] == "generate":
+        assert words[words.index("--workers") + 1].startswith("auto") or "torchrun" in words
 
 
 @pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
@@ -36,9 +39,7 @@ def test_the_commands_of_a_script_parse(file):
     assert commands
     for command in commands:
         words = shlex.split(re.sub(r"\$\{?\w+(:-([^}]*))?\}?", r"x\2", command))
-        args = parsed(words[1:])
-        if args.command == "generate":
-            assert resolve(GenerateConfig, args).places_itself
+        check(words[1:])
     for option in re.findall(r"^#SBATCH (\S+)", text, re.M):
         assert re.fullmatch(r"--[a-z-]+(=\S+)?", option)
 
@@ -47,20 +48,19 @@ def test_the_job_of_kubernetes_parses_and_counts_its_pods():
     job = yaml.safe_load((DOCS / "examples" / "kubernetes-job.yaml").read_text())
     container = job["spec"]["template"]["spec"]["containers"][0]
     assert container["command"] == ["spec-data"]
-    config = resolve(GenerateConfig, parsed(container["args"]))
+    check(container["args"])
+    (workers,) = (w.partition("=")[2] for w in container["args"] if w.startswith("--workers"))
     given = {entry["name"]: entry["value"] for entry in container["env"]}
     assert job["spec"]["completionMode"] == "Indexed"
     assert int(given["JOB_COMPLETIONS"]) == job["spec"]["completions"]
-    place = find_place(config.workers, environ=given | {"JOB_COMPLETION_INDEX": "7"})
-    assert place.workers == "7/8"
+    assert str(find_rank(workers, environ=given | {"JOB_COMPLETION_INDEX": "7"})) == "7/8"
 
 
 def test_the_page_names_flags_that_exist_and_every_example():
     page = (DOCS / "clusters.md").read_text()
     for file in (*SCRIPTS, *(DOCS / "examples").glob("*.yaml")):
         assert f"(examples/{file.name})" in page
-    known = set()
-    for parser in build_parser()._subparsers._group_actions[0].choices.values():
-        known |= set(parser._option_string_actions)
+    commands = build_parser()._subparsers._group_actions[0].choices
+    known = set().union(*map(flags_of, [*commands, *PROGRAM.commands()]))
     launchers = {"--nproc-per-node", "--no-python"}
     assert set(re.findall(r"--[a-z][a-z-]+", page)) - launchers <= known

@@ -8,9 +8,9 @@ import pytest
 from transformers import GptOssConfig, LlamaConfig, Qwen3Config
 
 from spec_data.models.families import find_spec
-from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.layer_ids import choose_layers
-from spec_data.terminal.config import from_dict, read_config_file
+from spec_data.terminal.config import read_config_file
+from tests.spec_data.runs import prepared
 from tests.spec_train import flat
 
 FOLDER = Path(__file__).parents[2] / "docs" / "examples" / "models"
@@ -43,17 +43,19 @@ def test_there_are_two_files_for_each_model() -> None:
 def test_generate(name: str) -> None:
     path = FOLDER / f"{name}-generate.yaml"
     table = read_config_file(path)
-    options = from_dict(GenerateConfig, table | {"out": "DIR"}, where=str(path))
+    given = {name.replace("-", "_").replace("for", "for_"): v for name, v in table.items()}
+    setup = prepared(**given | {"out": "DIR"})
+    rendering, capture = setup.args[2], setup.args[3]
     model = config(name)
     assert find_spec(model.architectures) is not None  # every draft can be built for it
-    drafts = options.drafts
+    drafts = capture.drafts
     layers, by_draft = choose_layers("auto", drafts, model.num_hidden_layers)
     said = re.search(r"layers (\d+), (\d+) and (\d+) of (\d+)", path.read_text())
     assert said is not None
     *ids, count = map(int, said.groups())
     assert tuple(ids) == tuple(by_draft["eagle3"]) and count == model.num_hidden_layers
     assert set(by_draft["eagle3"]) <= set(layers)
-    assert options.max_length <= model.max_position_embeddings or name.startswith("llama")
+    assert rendering.max_length <= model.max_position_embeddings or name.startswith("llama")
 
 
 @pytest.mark.parametrize("name", NAMES)

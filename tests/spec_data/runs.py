@@ -1,15 +1,18 @@
 """A tiny target with a real tokenizer, a corpus, and functions that run and compare generate."""
 
 import hashlib
+import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-from spec_data.generation.run import generate
-from spec_data.options.generate_options import GenerateConfig
+import spec_data
+from spec_data.shards.reader import open_dataset
+from spec_data.terminal.command import checked_arguments
 from spec_data.verification.run import examine
 from tests.families import tiny_model
 from tests.forked import Forked, fork_program
@@ -59,9 +62,61 @@ def options(target: Path, corpus: Path | tuple[Path, ...], out: Path, **changes)
     } | changes
 
 
+def arguments(given: dict) -> dict:
+    """Return options as keyword arguments of `spec_data.generate`: JSON texts become objects."""
+    objects = {"chat_template_kwargs", "max_memory"}
+    return {
+        name: json.loads(value) if name in objects and isinstance(value, str) else value
+        for name, value in given.items()
+    }
+
+
+def call(function, given: dict):
+    """Call a command as the command line does: errors name its flags."""
+    function = inspect.unwrap(function)
+    return function(**checked_arguments(function, arguments(given)))
+
+
+def generate_with(**given):
+    """Generate in this process; return the manifest, or None if the dataset is not finished."""
+    made = call(spec_data.generate, given)
+    return open_dataset(made.path).manifest if made.sealed else None
+
+
 def run(target: Path, corpus: Path | tuple[Path, ...], out: Path, **changes):
     """Generate in this process and return the manifest."""
-    return generate(GenerateConfig(**options(target, corpus, out, **changes)))
+    return generate_with(**options(target, corpus, out, **changes))
+
+
+class _Prepared(BaseException):
+    """Carries what `generate` was about to do."""
+
+
+def prepared(**given):
+    """Check options as `generate` does, but no paths; return the function that makes the setup."""
+
+    def stop(prepare, *_rest):
+        raise _Prepared(prepare)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spec_data.terminal.checks.check_path", lambda *_: None)
+        patch.setattr("spec_data.commands.generate.generate_into", stop)
+        try:
+            call(spec_data.generate, given)
+        except _Prepared as found:
+            return found.args[0]
+    raise AssertionError("generate did not come so far")
+
+
+def setup_of(*, weights: bool = True, **given):
+    """Return the setup of a `generate` with these options."""
+    return prepared(**given)(weights=weights)
+
+
+def estimate_with(**given):
+    """Estimate with options of `generate`; those that `estimate` does not have are left out."""
+    names = inspect.signature(spec_data.estimate).parameters
+    return call(spec_data.estimate, {name: v for name, v in given.items() if name in names})
 
 
 def with_teacher(row: dict) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Commands as a user runs them: results, errors, signals, and the command to run next."""
 
+import inspect
 import json
 import logging
 import math
@@ -16,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
+import spec_data
 from spec_data import cli
-from spec_data.options.generate_options import GenerateConfig
 from spec_data.report import kept_text
-from spec_data.terminal.config import as_flags, resolve
+from spec_data.terminal.command import words_of
 from spec_data.terminal.console import run_cli
 from tests.spec_data.runs import options, run, save_target, start_cli, write_corpus
 from tests.terminal_tools import environment
@@ -43,7 +44,7 @@ def data(tmp_path_factory, target, corpus):
 
 
 def words(target: Path, corpus: Path, out: Path, **changes) -> list[str]:
-    return as_flags(GenerateConfig(**options(target, corpus, out, **changes)))
+    return words_of(inspect.unwrap(spec_data.generate), options(target, corpus, out, **changes))
 
 
 def next_command(text: str, label: str = "next") -> list[str]:
@@ -166,7 +167,7 @@ def test_estimate_that_does_not_fit_is_an_error(tmp_path, target, corpus, capsys
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     assert cli.main(["estimate", *given, "--json", str(tmp_path / "e.json")]) == 1
     shown = capsys.readouterr()
-    assert "NOT ENOUGH" in shown.out and "25.00 kB too little" in shown.err
+    assert "NOT ENOUGH" in shown.out and "25.00 kB too little" in shown.out
     assert "next:" not in shown.err
     assert json.loads((tmp_path / "e.json").read_text())["fits"] is False
 
@@ -220,10 +221,13 @@ def test_a_failed_verify_is_json_too_and_names_no_next_command(data, tmp_path, c
     assert not facts["verified"] and facts["failures"] and "next:" not in shown.err
 
 
-def test_after_a_dry_run_the_next_command_generates(target, corpus, tmp_path, capsys):
+def test_after_an_estimate_the_next_command_generates(target, corpus, tmp_path, capsys):
     given = words(target, corpus, tmp_path / "set")
-    assert cli.main(["generate", *given, "--dry-run"]) == 0
-    assert next_command(capsys.readouterr().err) == ["spec-data", "generate", *given]
+    assert cli.main(["estimate", *given]) == 0
+    following = next_command(capsys.readouterr().err)
+    assert following[:2] == ["spec-data", "generate"]
+    pairs = list(zip(given[::2], given[1::2], strict=True))
+    assert sorted(zip(following[2::2], following[3::2], strict=True)) == sorted(pairs)
 
 
 def test_a_json_file_that_cannot_be_written_is_named_before_the_work(data, tmp_path, capsys):
@@ -254,12 +258,3 @@ def test_an_out_that_is_a_file_is_named(target, corpus, tmp_path, capsys):
     (tmp_path / "set").write_text("")
     assert cli.main(["generate", *words(target, corpus, tmp_path / "set")]) == 2
     assert f"--out {tmp_path / 'set'}: this is a file" in capsys.readouterr().err
-
-
-def test_flags_of_a_config_build_it_again():
-    config = GenerateConfig(
-        target="t", corpus=("a b", "c"), out="o", layers="-1,3", on_policy=True, limit=3,
-    )  # fmt: skip
-    args = cli.build_parser().parse_args(["generate", *as_flags(config)])
-    assert resolve(GenerateConfig, args) == config
-    assert "--codec" not in as_flags(config)  # it has its default

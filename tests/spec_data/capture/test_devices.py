@@ -12,24 +12,29 @@ from typing import Any
 import pytest
 import torch
 
-import spec_data.generation.run as run_module
 import spec_data.generation.setup as generation_setup
 from spec_data.capture.model import Target
 from spec_data.capture.tensor_parallel import leading
-from spec_data.estimation import estimate_size
 from spec_data.models import loading
 from spec_data.models.devices import usable_device
 from spec_data.models.loading import check_tied_places
 from spec_data.models.placement import device_of, shares_weight, whole
 from spec_data.models.reading import load_config
-from spec_data.options.generate_options import EstimateConfig, GenerateConfig
-from spec_data.options.placement_options import Spread
+from spec_data.models.spread import Spread
 from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine
 from tests.families import LAYERS, VOCAB, tiny_model
 from tests.spec_data.capture.backend_contract import BackendContract
-from tests.spec_data.runs import options, run, save_target, write_corpus
+from tests.spec_data.runs import (
+    estimate_with,
+    generate_with,
+    options,
+    prepared,
+    run,
+    save_target,
+    write_corpus,
+)
 from tests.tolerance import close, network
 
 
@@ -62,7 +67,7 @@ def test_offloading_changes_no_bit(family, place, tmp_path):
     """
     tiny_model(family).save_pretrained(tmp_path)
     plain = Target.from_pretrained(tmp_path, (-1, 0, 3, 5), device="cpu")
-    spread = Spread(device_map=offloaded(place, place), offload_dir=str(tmp_path / "offload"))
+    spread = Spread(device_map=offloaded(place, place))
     target = Target.from_pretrained(tmp_path, (-1, 0, 3, 5), spread=spread)
     assert target.head == plain.head
     ids = torch.randint(3, VOCAB, (1, 30), generator=torch.Generator().manual_seed(0))
@@ -125,7 +130,7 @@ def test_parts_of_a_model_are_found_wherever_they_are(tmp_path):
     [
         ({"device_map": "everywhere"}, "--device-map everywhere: expected auto"),
         ({"device_map": "{broken"}, "--device-map"),
-        ({"max_memory": '{"0": "1GB"}'}, "go with --device-map"),
+        ({"max_memory": '{"0": "1GB"}'}, "goes with --device-map"),
         ({"device_map": "auto", "device": "cpu"}, "leave --device cpu out"),
         ({"tp_plan": "auto", "device_map": "auto"}, "exclude each other"),
         ({"tp_plan": "auto", "workers": "auto"}, "are one worker"),
@@ -134,7 +139,7 @@ def test_parts_of_a_model_are_found_wherever_they_are(tmp_path):
 def test_contradicting_options_are_refused(changes, message):
     needed = {"target": "t", "corpus": ("c",), "out": "o"}
     with pytest.raises(ConfigError, match=message):
-        GenerateConfig(**needed | changes)
+        prepared(**needed | changes)
 
 
 def test_tensor_parallelism_asks_for_torchrun(monkeypatch):
@@ -160,21 +165,22 @@ def test_a_device_that_is_not_there_is_refused_before_the_corpus_is_read(tmp_pat
     with monkeypatch.context() as patch:
         for name in ("make_plan", "changed_settings"):
             patch.setattr(generation_setup, name, reads)
-        patch.setattr("spec_data.estimation.make_plan", reads)
         with pytest.raises(ConfigError, match=missing):
-            run_module.generate(GenerateConfig(**given | {"device": "cuda"}))
+            generate_with(**given | {"device": "cuda"})
         with pytest.raises(ConfigError, match=missing):
-            estimate_size(EstimateConfig(**given | {"device": "cuda"}, probe=True))
-    assert estimate_size(EstimateConfig(**given | {"device": "cuda"})).plan.tokens  # no GPU needed
+            estimate_with(**given | {"device": "cuda"}, probe=True)
+    assert estimate_with(**given | {"device": "cuda"}).tokens  # no GPU needed
     stop = RuntimeError("stopped before the first unit")
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "run_units", lambda *_, **__: (_ for _ in ()).throw(stop))
+        patch.setattr(
+            "spec_data.commands.generate._capture", lambda *_, **__: (_ for _ in ()).throw(stop)
+        )
         with pytest.raises(RuntimeError, match="stopped"):
-            run_module.generate(GenerateConfig(**given))
+            generate_with(**given)
     with monkeypatch.context() as patch:  # a saved plan changes nothing
         patch.setattr(generation_setup, "changed_settings", reads)
         with pytest.raises(ConfigError, match=missing):
-            run_module.generate(GenerateConfig(**given | {"device": "cuda"}))
+            generate_with(**given | {"device": "cuda"})
 
 
 @pytest.mark.long

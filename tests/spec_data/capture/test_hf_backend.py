@@ -2,15 +2,17 @@
 
 import dataclasses
 import gc
+import inspect
+import typing
 import weakref
 
 import pytest
 import torch
 
+import spec_data
 from spec_data.capture.backend import BACKENDS, BackendOptions, open_backend
 from spec_data.capture.hf_backend import HFBackend
 from spec_data.capture.mask_forms import SINGLE
-from spec_data.options.generate_options import GenerateConfig
 from tests.spec_data.capture.backend_contract import (
     BackendContract,
     captured,
@@ -61,7 +63,8 @@ class TestOfAShiftedBackend:
             )
 
 
-def test_the_option_names_every_backend():
-    fields = dataclasses.fields(GenerateConfig)
-    (choices,) = [f.metadata["choices"] for f in fields if f.name == "backend"]
-    assert tuple(choices) == tuple(BACKENDS)
+@pytest.mark.parametrize("function", [spec_data.generate, spec_data.estimate])
+def test_the_option_names_every_backend(function):
+    hint = typing.get_type_hints(inspect.unwrap(function), localns={"GenerateResult": None,
+        "EstimateResult": None})["backend"]  # fmt: skip
+    assert typing.get_args(hint) == tuple(BACKENDS)

@@ -9,15 +9,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from spec_data.capture.model import Target
 from spec_data.capture.proofs import prove_head
-from spec_data.estimation import estimate_size
-from spec_data.generation.run import generate
 from spec_data.models.reading import residual_streams
-from spec_data.options.generate_options import EstimateConfig, GenerateConfig
 from spec_data.shards.errors import TargetError
 from tests.current_families import CURRENT, STREAMS, current_config
 from tests.families import tiny_model
 from tests.spec_data.corpus.templates import tokenizer
-from tests.spec_data.runs import options, write_corpus
+from tests.spec_data.runs import estimate_with, generate_with, options, write_corpus
 
 REASON = r"{} residual streams per token \(hyper-connections\), not one state"
 
@@ -40,9 +37,9 @@ def test_generate_and_estimate_refuse_before_the_weights_are_loaded(family: str,
     given = options(folder, corpus, tmp_path / "data", layers="0,1")
     reason = r"config\.json: .*" + REASON.format(residual_streams(current_config(family)))
     with pytest.raises(TargetError, match=reason):
-        estimate_size(EstimateConfig(**given))
+        estimate_with(**given)
     with pytest.raises(TargetError, match=reason):
-        generate(GenerateConfig(**given))
+        generate_with(**given)
     assert not (tmp_path / "data").exists()
 
 

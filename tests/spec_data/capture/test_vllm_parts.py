@@ -14,8 +14,8 @@ from spec_data.capture.mask_forms import REQUESTS
 from spec_data.capture.vllm_engine import spans_of, vllm_version
 from spec_data.capture.vllm_worker import Recorder, block_output, head_input
 from spec_data.generation.capture import unit_batches
-from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, MissingError, RunError, TargetError
+from tests.spec_data.runs import prepared
 
 H = 4
 
@@ -154,8 +154,8 @@ def test_a_model_without_a_logits_processor_is_refused():
         ({"attn": "sdpa"}, "vLLM has attention of its own"),
         ({"packing": "block-causal"}, "packs requests itself"),
         ({"device_map": "auto"}, "--vllm-tensor-parallel N"),
-        ({"vllm_tensor_parallel": 0}, "expected 1 or more"),
-        ({"vllm_memory": 1.5}, "a share between 0 and 1"),
+        ({"vllm_tensor_parallel": 0}, "vllm-tensor-parallel 0: expected"),
+        ({"vllm_memory": 1.5}, "vllm-memory 1.5: expected"),
         ({"backend": "hf", "vllm_tensor_parallel": 2}, "go with --backend vllm"),
         ({"backend": "hf", "packing": "requests"}, "go with --backend vllm"),
     ],
@@ -164,7 +164,7 @@ def test_options_that_contradict_the_backend_are_refused(options, words):
     """Before anything is read."""
     given = {"backend": "vllm", "target": "t", "corpus": ("c",), "out": "o"} | options
     with pytest.raises(ConfigError, match=words):
-        GenerateConfig(**given)
+        prepared(**given)
 
 
 def test_requests_of_a_batch_have_its_tokens_together():

@@ -5,10 +5,9 @@ import json
 import pytest
 
 from spec_data.corpus.bad_rows import AUTO, BadRows, parse_limit, printable
-from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, CorpusError
-from spec_data.terminal.config import from_dict
 from tests.spec_data.corpus.reading import read, rows, write_jsonl
+from tests.spec_data.runs import prepared
 
 
 @pytest.mark.parametrize(
@@ -41,8 +40,8 @@ def test_other_limits_are_refused_by_the_name_of_the_flag(text):
 
 @pytest.mark.parametrize(("value", "allowed"), [(5, 5), (0.05, 15), ("5%", 15), ("auto", 10)])
 def test_config_files_and_python_may_write_numbers(value, allowed):
-    given = {"target": "t", "corpus": ["c"], "out": "o", "max_bad_rows": value}
-    assert from_dict(GenerateConfig, given).bad_row_limit.allowed(307) == allowed
+    rows = prepared(target="t", corpus=["c"], out="o", max_bad_rows=value).args[1]
+    assert parse_limit(rows.max_bad_rows).allowed(307) == allowed
 
 
 def test_five_bad_rows_of_307_go_on_and_what_is_refused_names_the_value_that_goes_on(tmp_path):

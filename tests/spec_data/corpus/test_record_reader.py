@@ -267,6 +267,13 @@ def test_more_than_a_tenth_bad_stops_even_small_files(tmp_path, good):
         read(path)
 
 
+def test_a_file_with_many_bad_rows_is_not_read_to_its_end(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [*rows(200), *["{"] * 5000])
+    with pytest.raises(CorpusError, match="201 of 401 rows are bad so far"):
+        read(path)
+
+
 def test_fail_stops_at_the_first_bad_row(tmp_path):
     path = tmp_path / "a.jsonl"
     write_jsonl(path, [*rows(500), "{", "{"])
@@ -289,6 +296,13 @@ def test_mixed_formats_are_recognised_per_row_and_reported(tmp_path):
     assert records[3].text == "hi"
     assert (report.format, report.formats) == ("messages", {"messages": 3, "text": 1})
     assert "1 text" in str(report)
+
+
+def test_a_corpus_without_rows_is_an_error(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n\n")
+    with pytest.raises(CorpusError, match="no usable row"):
+        read(path)
 
 
 def refused(path, reason, every, **options):

@@ -19,13 +19,19 @@ from spec_data.capture.hf_backend import HFBackend
 from spec_data.capture.mask_forms import PER_DOCUMENT, ROWS, mask_forms
 from spec_data.generation.batch_size import SAFE, choose_batch_tokens, largest_batch
 from spec_data.generation.replica import load_target
-from spec_data.generation.run import generate
-from spec_data.generation.setup import make_plan, set_up
-from spec_data.options.generate_options import GenerateConfig
+from spec_data.generation.setup import make_plan
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
-from tests.spec_data.runs import digests, options, save_target, write_corpus
+from tests.spec_data.runs import (
+    digests,
+    generate_with,
+    options,
+    prepared,
+    save_target,
+    setup_of,
+    write_corpus,
+)
 from tests.tolerance import close, network
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation"
@@ -74,7 +80,7 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def planned(files, tmp_path):
-    setup = set_up(GenerateConfig(**options(*files, tmp_path / "out")))
+    setup = setup_of(**options(*files, tmp_path / "out"))
     return setup, make_plan(setup)
 
 
@@ -102,7 +108,7 @@ def test_a_document_that_does_not_fit_is_refused_with_the_length_that_does(
     files, tmp_path, gpu, monkeypatch
 ):
     given = options(*files, tmp_path / "out", packing="rows", batch_tokens="auto")
-    setup = set_up(GenerateConfig(**given))
+    setup = setup_of(**given)
     longest = int(make_plan(setup).lengths.max())
     target = PretendedGPU(load_target(setup, make_plan(setup)).target)
     monkeypatch.setattr(gpu, "room", longest - 10)
@@ -113,8 +119,7 @@ def test_a_document_that_does_not_fit_is_refused_with_the_length_that_does(
     peak = WEIGHTS + (1 - WEIGHTS) * fits / (longest - 10)
     assert SAFE - 0.05 < peak <= SAFE and "--tp-plan auto" in text
     # what the error says works
-    shorter = GenerateConfig(**given | {"max_length": fits})
-    plan = make_plan(set_up(shorter))
+    plan = make_plan(setup_of(**given | {"max_length": fits}))
     assert choose_batch_tokens(target, plan, ROWS, setup.columns, None) >= fits
 
 
@@ -131,14 +136,14 @@ def test_an_explicit_size_that_does_not_fit_is_refused_before_the_first_shard(
 
     monkeypatch.setattr(gpu, "prove", proving)
     with pytest.raises(RunError, match=r"--batch-tokens 4096: .*the largest safe size here is \d"):
-        generate(GenerateConfig(**given))
+        generate_with(**given)
     assert not list((tmp_path / "out").rglob("*.arrow.*")) + list(
         (tmp_path / "out/shards").iterdir()
     )
     # the plan stays usable with another size: the number of tokens per forward decides no data
     monkeypatch.setattr(gpu, "room", 1 << 30)
     monkeypatch.setattr(gpu, "prove", real)
-    assert generate(GenerateConfig(**given | {"batch_tokens": 256})) is not None
+    assert generate_with(**given | {"batch_tokens": 256}) is not None
 
 
 def test_without_a_measured_device_the_size_is_the_default(planned, gpu, monkeypatch):
@@ -155,7 +160,7 @@ def test_out_of_memory_in_the_middle_halves_the_batches_and_loses_nothing(
     """The unit at hand is captured again; the states are those of a run that never failed."""
     given = options(*files, tmp_path / "plain", packing="rows", batch_tokens=512)
     monkeypatch.setattr(gpu, "measures", False)
-    plain = generate(GenerateConfig(**given))
+    plain = generate_with(**given)
     assert plain is not None and not plain.also_captured_with
     capture = replica_module.capture_unit
     finished: list[int] = []
@@ -169,7 +174,7 @@ def test_out_of_memory_in_the_middle_halves_the_batches_and_loses_nothing(
 
     monkeypatch.setattr(replica_module, "capture_unit", fails_later)
     caplog.set_level("WARNING")
-    manifest = generate(GenerateConfig(**given | {"out": str(tmp_path / "halved")}))
+    manifest = generate_with(**given | {"out": str(tmp_path / "halved")})
     assert manifest is not None and finished == list(range(len(manifest.shards)))
     (other,) = manifest.also_captured_with
     assert manifest.captured_with["batch_tokens"] == 512 and other["batch_tokens"] == 256
@@ -187,10 +192,12 @@ def test_out_of_memory_in_the_middle_halves_the_batches_and_loses_nothing(
 def test_progress_counts_tokens_once(files, tmp_path, gpu, monkeypatch):
     given = options(*files, tmp_path / "out", packing="rows", batch_tokens=512)
     monkeypatch.setattr(gpu, "measures", False)
-    setup = set_up(GenerateConfig(**given))
+    setup = setup_of(**given)
     plan = make_plan(setup)
     (tmp_path / "out" / ".generate").mkdir(parents=True)
-    replica = replica_module.Replica(setup, plan, tmp_path / "out")
+    replica = replica_module.Replica(
+        setup, plan, tmp_path / "out", replica_module.load_target(setup, plan)
+    )
     monkeypatch.setattr(gpu, "room", 300)
     counted: list[int] = []
     replica.capture(0, counted.append)
@@ -211,12 +218,12 @@ def test_one_row_that_does_not_fit_ends_the_run_and_keeps_finished_shards(
 
     monkeypatch.setattr(replica_module, "capture_unit", fails_later)
     with pytest.raises(RunError, match="with one row of"):
-        generate(GenerateConfig(**given))
+        generate_with(**given)
     kept = {f.name: f.read_bytes() for f in (tmp_path / "out" / "shards").iterdir()}
     assert "unit-00000.arrow" in kept
     monkeypatch.setattr(replica_module, "capture_unit", capture)
     monkeypatch.setattr(gpu, "room", 1 << 30)
-    assert generate(GenerateConfig(**given)) is not None  # the same command resumes
+    assert generate_with(**given) is not None  # the same command resumes
     for name, content in kept.items():
         assert (tmp_path / "out" / "shards" / name).read_bytes() == content
 
@@ -232,7 +239,7 @@ def interrupted(given: dict, monkeypatch) -> None:
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(replica_module, "capture_unit", stops)
-        generate(GenerateConfig(**given))
+        generate_with(**given)
 
 
 def test_a_run_resumes_with_another_size_device_or_release(files, tmp_path, monkeypatch, caplog):
@@ -244,7 +251,7 @@ def test_a_run_resumes_with_another_size_device_or_release(files, tmp_path, monk
     saved["settings"]["versions"]["torch"] = patch_release
     saved["settings"]["device"] = "cuda"
     (work / "plan.json").write_text(json.dumps(saved))
-    manifest = generate(GenerateConfig(**given | {"batch_tokens": 256}))
+    manifest = generate_with(**given | {"batch_tokens": 256})
     assert isinstance(manifest, Manifest)
     (other,) = manifest.also_captured_with
     assert (other["batch_tokens"], manifest.captured_with["batch_tokens"]) == (256, 512)
@@ -259,14 +266,14 @@ def test_a_run_of_an_older_release_goes_on_in_its_own_mask_form(files, tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(proofs, "mask_forms", older)
-        whole = generate(GenerateConfig(**options(*files, tmp_path / "whole")))
+        whole = generate_with(**options(*files, tmp_path / "whole"))
         given = options(*files, tmp_path / "out")
         interrupted(given, monkeypatch)
-    resumed, new = generate(GenerateConfig(**given)), options(*files, tmp_path / "new")
+    resumed, new = generate_with(**given), options(*files, tmp_path / "new")
     assert whole is not None and resumed is not None
     assert whole.packing.form == resumed.packing.form == "block-causal"
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
-    fresh = generate(GenerateConfig(**new))
+    fresh = generate_with(**new)
     assert fresh is not None and fresh.packing.form == PER_DOCUMENT
 
 
@@ -283,21 +290,17 @@ def test_a_run_whose_states_differ_by_more_is_refused(files, tmp_path, monkeypat
 
     with monkeypatch.context() as patch, pytest.raises(RunError, match="more than rounding"):
         patch.setattr(HFBackend, "capture", wrong)
-        generate(GenerateConfig(**given | {"batch_tokens": 256}))
+        generate_with(**given | {"batch_tokens": 256})
     assert digests(tmp_path / "out" / "shards") == before  # nothing was written
     with pytest.raises(ConfigError, match="layers"):  # what decides the data is refused as ever
-        generate(GenerateConfig(**given | {"layers": "0,1"}))
-    # A directory of an older release has no witness: nothing can be compared.
-    (tmp_path / "out" / ".generate" / "witness.safetensors").unlink()
-    with pytest.raises(ConfigError, match="batch_tokens 512, now 256"):
-        generate(GenerateConfig(**given | {"batch_tokens": 256}))
-    assert generate(GenerateConfig(**given)) is not None
+        generate_with(**given | {"layers": "0,1"})
+    assert generate_with(**given) is not None
 
 
 def test_a_complete_dataset_is_complete_with_any_size(files, tmp_path):
     given = options(*files, tmp_path / "out", batch_tokens=512)
-    manifest = generate(GenerateConfig(**given))
-    again = generate(GenerateConfig(**given | {"batch_tokens": "auto"}))
+    manifest = generate_with(**given)
+    again = generate_with(**given | {"batch_tokens": "auto"})
     assert manifest is not None and again is not None
     assert again.fingerprint == manifest.fingerprint
     assert np.all(HiddenStatesDataset(tmp_path / "out").lengths > 0)
@@ -306,4 +309,4 @@ def test_a_complete_dataset_is_complete_with_any_size(files, tmp_path):
 @pytest.mark.parametrize("value", ["many", 0, -5, "1.5"])
 def test_sizes_that_are_none_are_refused(value):
     with pytest.raises(ConfigError, match="--batch-tokens"):
-        GenerateConfig(target="t", corpus=("c",), out="o", batch_tokens=value)
+        prepared(target="t", corpus=("c",), out="o", batch_tokens=value)

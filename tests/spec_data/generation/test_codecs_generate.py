@@ -11,16 +11,23 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import spec_data.generation.calibrate as calibrate_module
-from spec_data.estimation import Estimate, estimate_text
-from spec_data.generation.fitting import fitting
-from spec_data.generation.setup import make_plan, set_up
-from spec_data.options.generate_options import GenerateConfig
+from spec_data.commands.estimate import estimated
+from spec_data.generation.setup import CaptureOptions, fitting, make_plan
 from spec_data.report import dataset_text
 from spec_data.shards.codecs import LOSSY
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests import forked
-from tests.spec_data.runs import digests, fork_cli, options, run, save_target, verify, write_corpus
+from tests.spec_data.runs import (
+    digests,
+    fork_cli,
+    options,
+    run,
+    save_target,
+    setup_of,
+    verify,
+    write_corpus,
+)
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.codec_tools import MIXED
 from tests.tolerance import close, network
@@ -32,14 +39,14 @@ target, corpus, mixed = codec_tools.target, codec_tools.corpus, codec_tools.mixe
 @pytest.mark.parametrize("given", [{"final": "supervised"}, {"codec": "int8c"}, MIXED])
 def test_estimate_is_exact_but_for_escaped_tokens(target, corpus, tmp_path, given):
     run(target, corpus, tmp_path / "data", **given)
-    setup = set_up(GenerateConfig(**options(target, corpus, tmp_path / "none", **given)))
+    setup = setup_of(**options(target, corpus, tmp_path / "none", **given))
     plan = make_plan(setup)
     predicted = [plan.unit_bytes(u, setup.columns) for u in range(len(plan.units))]
     found = [s.bytes for s in HiddenStatesDataset(tmp_path / "data").manifest.shards]
     if "codec" not in given:
         assert predicted == found
     assert sum(predicted) == pytest.approx(sum(found), rel=0.01)
-    text = estimate_text(Estimate(setup, plan, fitting(setup)))
+    text = estimated(setup, plan, fitting(setup), tmp_path).text
     assert "per massive token and lossy column" in text or "codec" not in given
     assert "tail tokens trimmed" in text and "hidden.final" in text
 
@@ -186,12 +193,12 @@ def test_verify_passes_and_reports_tables_of_another_dataset(mixed, target, tmp_
 )
 def test_contradictions_are_refused(change):
     with pytest.raises(ConfigError):
-        GenerateConfig(**{"target": "t", "corpus": ("c",), "out": "o"} | change)
+        CaptureOptions(**change)
 
 
 def test_codecs_by_kind():
     def codecs(**change):
-        return GenerateConfig(**{"target": "t", "corpus": ("c",), "out": "o"} | change).codecs
+        return CaptureOptions(**change).codecs
 
     assert codecs() == {"aux": "lm4c", "final": "lm4c"}
     assert codecs(codec="lm4c") == {"aux": "lm4c", "final": "lm4c"}

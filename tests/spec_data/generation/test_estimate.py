@@ -8,13 +8,10 @@ from huggingface_hub import constants
 
 import spec_data
 from spec_data.cli import main
-from spec_data.estimation import estimate_size
-from spec_data.generation.setup import set_up
 from spec_data.generation.target_files import head_bytes
 from spec_data.models import resolve
-from spec_data.options.generate_options import EstimateConfig, GenerateConfig
 from spec_data.shards.errors import SpecDataError
-from tests.spec_data.runs import options, run, save_target, write_corpus
+from tests.spec_data.runs import estimate_with, options, run, save_target, setup_of, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +26,7 @@ def test_every_file_is_counted_from_config_and_tokenizer_alone(family, codec, co
     given = options(target, corpus, tmp_path / "data", codec=codec, dtype="float32")
     run(target, corpus, tmp_path / "data", codec=codec, dtype="float32")
     (target / "model.safetensors").unlink()
-    found = estimate_size(EstimateConfig(**given | {"out": str(tmp_path / "none")}))
+    found = estimate_with(**given | {"out": str(tmp_path / "none")})
     head = (tmp_path / "data" / "target" / "head.safetensors").stat().st_size
     assert found.other_bytes["head"] == pytest.approx(head, abs=1024)
     index = (tmp_path / "data" / "index.arrow").stat().st_size
@@ -39,7 +36,7 @@ def test_every_file_is_counted_from_config_and_tokenizer_alone(family, codec, co
         sum(p.stat().st_size for p in files), abs=1024
     )
     written = sum(p.stat().st_size for p in (tmp_path / "data").rglob("*") if p.is_file())
-    assert abs(found.needed - written) <= 0.01 * written + (64 << 10)
+    assert abs(found.bytes_needed - written) <= 0.01 * written + (64 << 10)
 
 
 def test_the_head_of_an_untied_8b_target_is_counted(corpus, tmp_path):
@@ -53,7 +50,7 @@ def test_the_head_of_an_untied_8b_target_is_counted(corpus, tmp_path):
     config |= {"layer_types": None}
     (target / "config.json").write_text(json.dumps(config))
     given = options(target, corpus, tmp_path / "data", layers="auto")
-    setup = set_up(GenerateConfig(**given), weights=False)
+    setup = setup_of(weights=False, **given)
     assert head_bytes(setup) == pytest.approx(2 * 151936 * 4096 * 2 + 4096 * 2, abs=1024)
 
 

@@ -13,11 +13,9 @@ from spec_data.generation.setup import (
     find_or_make_plan,
     make_plan,
     refuse_changes,
-    set_up,
 )
-from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, CorpusError
-from tests.spec_data.runs import digests, options, run, save_target, write_corpus
+from tests.spec_data.runs import digests, options, run, save_target, setup_of, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +39,11 @@ class Process:
         saying.close()
 
     def _work(self, given, held, saying):
-        def slow(setup, work):
+        def slow(setup, processes, work):
             saying.send("making")
             if held is not None:
                 held.wait()
-            return make_plan(setup, work)
+            return make_plan(setup, processes, work)
 
         class Saying(logging.Handler):
             def emit(self, record):
@@ -55,7 +53,7 @@ class Process:
         logging.getLogger().addHandler(Saying())
         logging.getLogger().setLevel(logging.INFO)
         generation_setup.make_plan = slow
-        find_or_make_plan(set_up(GenerateConfig(**given)), Path(given["out"]))
+        find_or_make_plan(setup_of(**given), Path(given["out"]))
         saying.send("planned")
 
     def next(self):
@@ -93,7 +91,7 @@ def test_a_corpus_that_cannot_be_planned_leaves_no_directory(target, tmp_path):
     file = tmp_path / "c.jsonl"
     file.write_text('{"messages": [{"role": "user", "content": "alone"}]}\n')
     for out in (tmp_path / "data", tmp_path / "deep" / "data"):
-        setup = set_up(GenerateConfig(**options(target, file, out)))
+        setup = setup_of(**options(target, file, out))
         with pytest.raises(CorpusError, match="no document is left"):
             find_or_make_plan(setup, out)
         assert not out.exists()
@@ -107,7 +105,7 @@ def test_resuming_hashes_the_corpus_without_parsing_it(target, tmp_path, monkeyp
     (folder / "b.jsonl").write_text((folder / "b.jsonl").read_text().replace("question", "q"))
     for limit in (0, 8, 6):
         out = tmp_path / f"data{limit}"
-        setup = set_up(GenerateConfig(**options(target, folder, out, limit=limit)))
+        setup = setup_of(**options(target, folder, out, limit=limit))
         plan = find_or_make_plan(setup, out)
         assert len(plan.corpus) == {0: 3, 8: 2, 6: 1}[limit]
         with monkeypatch.context() as patch:
@@ -123,7 +121,7 @@ def test_resuming_hashes_the_corpus_without_parsing_it(target, tmp_path, monkeyp
         second.write_text(before)
     with pytest.raises(ConfigError, match="limit: 8 -> 7"):
         settings = plan.settings | {"limit": 8}
-        setup = set_up(GenerateConfig(**options(target, folder, out, limit=7)))
+        setup = setup_of(**options(target, folder, out, limit=7))
         refuse_changes(changed_settings(setup, settings), out)
 
 
@@ -132,6 +130,6 @@ def test_the_number_of_processes_is_no_setting(target, corpus, tmp_path):
     for processes in (1, 2):
         out = tmp_path / str(processes)
         given = options(target, corpus, out, num_proc=processes)
-        plans.append(find_or_make_plan(set_up(GenerateConfig(**given)), out))
+        plans.append(find_or_make_plan(setup_of(**given), out))
     assert plans[0].settings == plans[1].settings
     assert plans[0].documents.sha256 == plans[1].documents.sha256

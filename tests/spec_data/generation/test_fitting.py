@@ -8,14 +8,12 @@ import pytest
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_data.cli import main
-from spec_data.estimation import estimate_size, estimate_text
 from spec_data.models import families
-from spec_data.options.generate_options import EstimateConfig
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import RECIPES
 from spec_data.shards.schema import data_problem
 from spec_train.drafts import DRAFTS
-from tests.spec_data.runs import options, run, save_target, write_corpus
+from tests.spec_data.runs import estimate_with, options, run, save_target, write_corpus
 from tests.spec_train.fitted import edit
 
 ALL = "eagle, eagle3, peagle, dspark, dflash"
@@ -34,7 +32,7 @@ def place(tmp_path_factory) -> Path:
 def estimated(place: Path, target: str = "llama", **changes: Any) -> Any:
     """An estimate of a dataset of a target."""
     given = options(place / target, place / "chats.jsonl", place / "never", **changes)
-    return estimate_size(EstimateConfig(**given))
+    return estimate_with(**given)
 
 
 def test_the_drafts_of_both_programs_are_the_same() -> None:
@@ -43,7 +41,7 @@ def test_the_drafts_of_both_programs_are_the_same() -> None:
 
 def test_estimate_says_first_which_drafts_can_be_fitted(place: Path) -> None:
     found = estimated(place)
-    first = estimate_text(found).splitlines()[:2]
+    first = found.text.splitlines()[:2]
     assert first == [
         "drafts that can be fitted",
         f"  {ALL} (the target is registered as Llama)",
@@ -54,7 +52,7 @@ def test_estimate_says_first_which_drafts_can_be_fitted(place: Path) -> None:
 def test_what_an_option_rules_out_is_named(place: Path, caplog) -> None:
     with caplog.at_level(logging.INFO):
         found = estimated(place, final="supervised")
-    lines = estimate_text(found).splitlines()
+    lines = found.text.splitlines()
     assert lines[1].startswith("  eagle3, peagle, dspark, dflash (")
     assert lines[2].startswith("  not eagle: --final supervised keeps hidden.final only where")
     logged = [line for line in caplog.messages if not line.startswith("documents are cut")]
@@ -77,14 +75,15 @@ def test_what_no_draft_can_use_is_refused_before_the_corpus_is_read(
     assert f"not {ALL}: the target's config.json has no num_attention_heads" in text
     assert "render" not in text and not (tmp_path / "out").exists()
     if command == "estimate":
-        assert main([*arguments, "--layers", "0,2,4"]) == 0
+        arguments[arguments.index("spread:3")] = "0,2,4"
+        assert main(arguments) == 0
         text = capsys.readouterr().out
         assert "none (MambaForCausalLM is not registered" in text.splitlines()[1]
 
 
 def test_an_unregistered_family_is_named_and_derived(place: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.delitem(families.TARGETS, "LlamaForCausalLM")
-    lines = estimate_text(estimated(place)).splitlines()
+    lines = estimated(place).text.splitlines()
     assert lines[1] == (
         f"  {ALL} (LlamaForCausalLM is not registered: its shape is derived, and proven or refused "
         "before the capture)"
@@ -117,9 +116,10 @@ def test_an_unregistered_family_that_is_not_proven_is_refused_before_the_first_s
 def test_a_config_without_a_size_is_refused(place: Path, tmp_path: Path) -> None:
     save_target(tmp_path / "target")
     edit(tmp_path / "target" / "config.json", num_attention_heads=4, num_key_value_heads=3)
-    given = options(tmp_path / "target", place / "chats.jsonl", tmp_path / "data")
+    where = tmp_path / "target", place / "chats.jsonl", tmp_path / "data"
+    given = options(*where, layers="spread:3")
     with pytest.raises(TargetError, match="not a multiple of num_key_value_heads = 3"):
-        estimate_size(EstimateConfig(**given))
+        estimate_with(**given)
 
 
 def test_a_complete_dataset_is_not_refused_later(

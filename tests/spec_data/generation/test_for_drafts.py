@@ -13,15 +13,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import spec_data
 from spec_data.capture.model import Target
 from spec_data.cli import main
-from spec_data.generation.sealing import seal_directory
-from spec_data.options.generate_options import GenerateConfig
+from spec_data.generation.finalize import finalize
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, TargetError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.schema import Manifest, fingerprint
 from spec_train.data.mixture import common_manifest
 from tests.families import _COMMON
 from tests.spec_data.corpus.templates import tokenizer
-from tests.spec_data.runs import options, run, save_target, verify, write_corpus
+from tests.spec_data.runs import options, prepared, run, save_target, verify, write_corpus
 from tests.spec_train import flat
 
 BLOCKS = 10
@@ -40,7 +39,7 @@ def place(tmp_path_factory) -> Path:
     model.save_pretrained(folder / "target")
     tok.save_pretrained(folder / "target")
     write_corpus(folder / "c.jsonl", 12)
-    made = {"both": {"for_drafts": "eagle3,dspark,eagle"}, "eagle": {"for_drafts": "eagle"}}
+    made = {"both": {"for_": "eagle3,dspark,eagle"}, "eagle": {"for_": "eagle"}}
     for name, given in made.items():
         run(folder / "target", folder / "c.jsonl", folder / name, **given | {"layers": "auto"})
     run(folder / "target", folder / "c.jsonl", folder / "old", layers="1,3,4,6,8")
@@ -121,7 +120,7 @@ def test_what_all_drafts_would_cost_is_said_beside_what_is_captured(place, tmp_p
     with caplog.at_level(logging.INFO):
         spec_data.estimate(place / "target", place / "c.jsonl", tmp_path / "out", **given)
         spec_data.estimate(
-            place / "target", place / "c.jsonl", tmp_path / "out", for_drafts=["all"], **given
+            place / "target", place / "c.jsonl", tmp_path / "out", for_=["all"], **given
         )
     said = [line for line in caplog.messages if line.startswith("layers: ")]
     assert said[0].startswith("layers: 1, 4, 6 (up to 269 bytes per token), the recipe of eagle, ")
@@ -159,7 +158,7 @@ def test_estimate_prints_the_bytes_of_each_draft(place, tmp_path, capsys):
     assert "--for eagle3,dspark,eagle" in printed.out + printed.err  # the next command
     found = spec_data.estimate(
         place / "target", place / "c.jsonl", tmp_path / "out", codec="bf16",
-        for_drafts=["eagle3", "dspark", "eagle"], teacher="all",
+        for_=["eagle3", "dspark", "eagle"], teacher="all",
     )  # fmt: skip
     plain = 4 + 1 + 4 + 4  # ids, mask, argmax, logsumexp
     for draft, layers in (("eagle3", EAGLE3), ("dspark", BLOCK), ("eagle", ())):
@@ -177,13 +176,13 @@ def test_estimate_prints_the_bytes_of_each_draft(place, tmp_path, capsys):
         ({"layers": "1,2"}, "--layers 1,2 and --for eagle,dspark"),
         ({"final": "supervised"}, "--for eagle with --final supervised"),
         ({"supervision": "topk:4"}, "--for eagle with --supervision topk:4"),
-        ({"for_drafts": "dsparkle"}, "no draft 'dsparkle'.*did you mean dspark"),
+        ({"for_": "dsparkle"}, "no draft 'dsparkle'.*did you mean dspark"),
     ],
 )
 def test_options_that_contradict_for_are_refused(changes, named):
-    given = {"target": "t", "corpus": ("c",), "out": "o", "for_drafts": "eagle,dspark"}
+    given = {"target": "t", "corpus": ("c",), "out": "o", "for_": "eagle,dspark"}
     with pytest.raises(ConfigError, match=named):
-        GenerateConfig(**given | changes)
+        prepared(**given | changes)
 
 
 def test_a_config_file_may_say_for(place, tmp_path, capsys):
@@ -208,14 +207,14 @@ def test_a_run_that_follows_reads_the_same_layers(place):
 
 def test_a_resumed_capture_keeps_its_drafts(place, tmp_path):
     given = dict(layers="auto", workers="0/2")
-    run(place / "target", place / "c.jsonl", tmp_path / "d", for_drafts="dspark", **given)
+    run(place / "target", place / "c.jsonl", tmp_path / "d", for_="dspark", **given)
     with pytest.raises(ConfigError, match="draft_layers"):
-        run(place / "target", place / "c.jsonl", tmp_path / "d", for_drafts="dflash", **given)
+        run(place / "target", place / "c.jsonl", tmp_path / "d", for_="dflash", **given)
     run(
-        place / "target", place / "c.jsonl", tmp_path / "d", for_drafts="dspark", layers="auto",
+        place / "target", place / "c.jsonl", tmp_path / "d", for_="dspark", layers="auto",
         workers="1/2",
     )  # fmt: skip
-    assert seal_directory(tmp_path / "d").draft_layers == {"dspark": BLOCK}
+    assert finalize(tmp_path / "d", set()).draft_layers == {"dspark": BLOCK}
 
 
 def test_a_mixture_has_the_recipes_that_all_its_datasets_record(place):

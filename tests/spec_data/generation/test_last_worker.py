@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spec_data.generation import run as run_module
-from spec_data.generation.sealing import seal_if_last
-from spec_data.generation.worker_locks import worker_lock
+from spec_data.generation.finalize import finalize
+from spec_data.generation.workers import worker_lock
 from spec_data.shards.errors import DatasetError, RunError
 from tests.spec_data.runs import digests, run, save_target, write_corpus
 
@@ -29,7 +28,7 @@ def whole(source, tmp_path_factory):
 def captured(source, out):
     """Make a directory in which every unit is finished and nothing is sealed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "seal_directory", lambda *_, **__: None)
+        patch.setattr("spec_data.generation.output.finalize", lambda *_, **__: None)
         assert run(*source, out) is None
     assert not (out / "manifest.json").exists()
     return out
@@ -58,7 +57,7 @@ def test_two_that_finish_together_seal_once(source, whole, tmp_path):
 
     def finish():
         start.wait()
-        found.append(seal_if_last(out, set()))
+        found.append(finalize(out, set(), others=True))
 
     threads = [threading.Thread(target=finish) for _ in range(2)]
     for thread in threads:
@@ -89,10 +88,10 @@ def test_a_directory_that_is_sealed_under_a_starting_worker_is_complete(
     out = captured(source, tmp_path / "data")
 
     def gone(*_):
-        assert seal_if_last(out, set()) is not None
+        assert finalize(out, set(), others=True) is not None
         raise error
 
-    monkeypatch.setattr(run_module, "find_or_make_plan", gone)
+    monkeypatch.setattr("spec_data.generation.setup.find_or_make_plan", gone)
     assert run(*source, out, workers="0/2") is not None
     assert digests(out) == whole
 
@@ -103,6 +102,6 @@ def test_an_error_of_an_unsealed_directory_stays_an_error(source, tmp_path, monk
     def failing(*_):
         raise DatasetError("damaged")
 
-    monkeypatch.setattr(run_module, "find_or_make_plan", failing)
+    monkeypatch.setattr("spec_data.generation.setup.find_or_make_plan", failing)
     with pytest.raises(DatasetError, match="damaged"):
         run(*source, out)

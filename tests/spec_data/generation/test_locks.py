@@ -9,14 +9,13 @@ import threading
 import pytest
 from filelock import FileLock
 
+from spec_data.generation.finalize import finalize
 from spec_data.generation.plan import check_still_planned, discard_unused_plan
-from spec_data.generation.sealing import seal_directory
-from spec_data.generation.setup import find_or_make_plan, set_up
-from spec_data.generation.worker_locks import running_workers, worker_lock
-from spec_data.options.generate_options import GenerateConfig
+from spec_data.generation.setup import find_or_make_plan
+from spec_data.generation.workers import running_workers, worker_lock
 from spec_data.shards.errors import RunError
 from spec_data.shards.reader import HiddenStatesDataset
-from tests.spec_data.runs import digests, options, run, save_target, write_corpus
+from tests.spec_data.runs import digests, options, run, save_target, setup_of, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def test_the_same_worker_twice_at_once_is_refused(target, corpus, tmp_path):
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from spec_data.generation.worker_locks import worker_lock
+from spec_data.generation.workers import worker_lock
 with worker_lock(Path(sys.argv[1]), sys.argv[2], 9):
     if child := os.fork():
         print(child, flush=True)
@@ -55,7 +54,7 @@ with worker_lock(Path(sys.argv[1]), sys.argv[2], 9):
 def test_a_worker_lock_holds_between_processes_and_ends_with_a_kill(target, corpus, tmp_path):
     """Also where a process that the worker forked lives on, such as one that renders."""
     out = tmp_path / "data"
-    plan = find_or_make_plan(set_up(GenerateConfig(**options(target, corpus, out))), out)
+    plan = find_or_make_plan(setup_of(**options(target, corpus, out)), out)
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(out), "1/2"], stdout=subprocess.PIPE, text=True
     )
@@ -130,7 +129,7 @@ def test_another_n_after_a_stopped_worker_completes_the_dataset(target, corpus, 
     run(target, corpus, out, workers="0/2", **small)
     for worker in ("0/3", "1/3", "2/3"):
         run(target, corpus, out, workers=worker, **small)
-    seal_directory(out)
+    finalize(out, set())
     run(target, corpus, whole, **small)
     assert len(HiddenStatesDataset(whole).manifest.shards) > 6
     assert digests(out) == digests(whole)

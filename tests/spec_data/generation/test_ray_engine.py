@@ -3,17 +3,17 @@
 import importlib.util
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 import spec_data
 from spec_data.generation import ray_engine
 from spec_data.generation.ray_engine import RayReplica
-from spec_data.generation.worker_locks import worker_lock
-from spec_data.options.generate_options import GenerateConfig
+from spec_data.generation.setup import RunOptions
+from spec_data.generation.workers import worker_lock
+from spec_data.models.spread import Spread
 from spec_data.shards.errors import ConfigError, RunError
-from tests.spec_data.runs import digests, options, run, save_target, write_corpus
+from tests.spec_data.runs import digests, options, prepared, run, save_target, write_corpus
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install '.[ray]'"
@@ -26,9 +26,9 @@ class Killed(RayReplica):
     """The first replica that writes unit 3 dies by SIGKILL when half of the shard is written."""
 
     def capture(self, unit):
-        marker = Path(self.config.out).parent / "killed"
+        marker = self.out.parent / "killed"
         if unit == 3 and not marker.exists():
-            from spec_data.generation import sealing as unit_records
+            from spec_data.generation import units as unit_records
 
             def half(path, *_):
                 path.with_name(f".{path.name}.012345678901.tmp").write_bytes(b"half of a shard")
@@ -49,7 +49,7 @@ class Failing(RayReplica):
 
         def failing(target, plan, unit, *args):
             if unit == 2:
-                with (Path(self.config.out).parent / "tries").open("a") as file:
+                with (self.out.parent / "tries").open("a") as file:
                     file.write("x")
                 raise ValueError("unit 2 is cursed")
             return capture_unit(target, plan, unit, *args)
@@ -65,10 +65,10 @@ class Full(RayReplica):
     """The disk is full when unit 1 is written."""
 
     def capture(self, unit):
-        from spec_data.generation import sealing as unit_records
+        from spec_data.generation import units as unit_records
 
         def full(path, *_):
-            with (Path(self.config.out).parent / "tries").open("a") as file:
+            with (self.out.parent / "tries").open("a") as file:
                 file.write(f"{path.name} ")
             raise OSError(28, "No space left on device", str(path))
 
@@ -93,11 +93,10 @@ def whole(source, tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster():
     """One local Ray for all tests; each command finds it running, and leaves it."""
-    config = GenerateConfig(target="t", corpus=("c",), out="o", engine="ray", replicas=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # 15: other tests would starve its workers
         handler = signal.getsignal(signal.SIGTERM)
-        with ray_engine.connected(config):
+        with ray_engine.connected(2, RunOptions()):
             yield
         assert signal.getsignal(signal.SIGTERM) == handler  # Ray replaces it
 
@@ -161,20 +160,20 @@ class Cluster:
     ],
 )
 def test_replicas_take_the_gpus_of_the_cluster(given, replicas, gpus, device):
-    config = GenerateConfig(target="t", corpus=("c",), out="o", engine="ray", **given)
-    resolved = ray_engine._with_replicas(Cluster, config)
-    assert (resolved.replicas, resolved.device) == (replicas, device)
-    assert ray_engine._gpus_of_a_replica(Cluster, resolved) == gpus
+    run = RunOptions(
+        device=given.get("device", "auto"), spread=Spread(device_map=given.get("device_map"))
+    )
+    placed = ray_engine.place_replicas(Cluster, given.get("replicas", 0), run)
+    assert placed == ray_engine.Replicas(replicas, gpus, device)
 
 
 def test_what_ray_cannot_do_is_refused(source, tmp_path, monkeypatch):
     given = options(*source, tmp_path / "data")
     for change in ({"replicas": 2}, {"engine": "ray", "workers": "0/2"}):
         with pytest.raises(ConfigError, match="--engine ray"):
-            GenerateConfig(**given | change)
-    many = GenerateConfig(**given | {"engine": "ray", "replicas": 9, "device": "auto"})
+            prepared(**given | change)
     with pytest.raises(ConfigError, match="the cluster has 8 GPUs"):
-        ray_engine._with_replicas(Cluster, many)
+        ray_engine.place_replicas(Cluster, 9, RunOptions())
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'ray\[default\]'"):
         run(*source, tmp_path / "data", engine="ray")

@@ -10,12 +10,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from spec_data.generation import sealing
-from spec_data.generation import sealing as unit_records
-from spec_data.generation.run import check_free_space
-from spec_data.generation.sealing import seal_directory
-from spec_data.generation.setup import make_plan, set_up
-from spec_data.options.generate_options import GenerateConfig
+from spec_data.generation import finalize as finalize_module
+from spec_data.generation import units
+from spec_data.generation.finalize import finalize
+from spec_data.generation.setup import make_plan
+from spec_data.generation.units import check_free_space
 from spec_data.shards.errors import (
     ConfigError,
     CorpusError,
@@ -33,6 +32,7 @@ from tests.spec_data.runs import (
     options,
     run,
     save_target,
+    setup_of,
     with_teacher,
     write_corpus,
 )
@@ -121,7 +121,7 @@ def test_datasets_opens_the_same_shards(reference):
 
 
 def test_estimate_is_exact_to_the_byte(reference, target, corpus, tmp_path):
-    setup = set_up(GenerateConfig(**options(target, corpus, tmp_path / "none")))
+    setup = setup_of(**options(target, corpus, tmp_path / "none"))
     plan = make_plan(setup)
     predicted = [plan.unit_bytes(u, setup.columns) for u in range(len(plan.units))]
     assert predicted == [s.bytes for s in HiddenStatesDataset(reference).manifest.shards]
@@ -166,7 +166,7 @@ def test_a_crash_while_sealing_is_finished_by_the_same_command(
     def crash(*_):
         raise OSError("no power")
 
-    monkeypatch.setattr(sealing, "check_counts", crash)
+    monkeypatch.setattr(finalize_module, "_check_counts", crash)
     with pytest.raises(OSError, match="no power"):
         run(target, corpus, out)
     monkeypatch.undo()
@@ -179,10 +179,10 @@ def test_workers_then_seal_give_the_same_bytes(reference, target, corpus, tmp_pa
     for worker in (2, 0):
         assert run(target, corpus, out, workers=f"{worker}/3") is None
     with pytest.raises(MissingError, match=r"units are not finished"):
-        seal_directory(out)
+        finalize(out, set())
     assert run(target, corpus, out, workers="1/3") is not None  # the last one seals
     assert digests(out) == digests(reference)
-    seal_directory(out)  # by hand as well: nothing to do
+    finalize(out, set())  # nothing to do
     assert run(target, corpus, out, workers="0/3") is not None
     assert digests(out) == digests(reference)
 
@@ -330,7 +330,7 @@ def test_a_full_disk_is_found_before_the_run_and_survived_during_it(
     with pytest.raises(RunError, match="bytes are still to be written"):
         check_free_space(tmp_path, 1 << 60)
     out = tmp_path / "data"
-    real = unit_records.write_shard
+    real = units.write_shard
     calls = []
 
     def full(path, unit, columns):
@@ -339,7 +339,7 @@ def test_a_full_disk_is_found_before_the_run_and_survived_during_it(
             raise OSError(28, "No space left on device", str(path))
         return real(path, unit, columns)
 
-    monkeypatch.setattr(unit_records, "write_shard", full)
+    monkeypatch.setattr(units, "write_shard", full)
     with pytest.raises(RunError, match="the disk is full"):
         run(target, corpus, out)
     assert len(list((out / "shards").iterdir())) == 2
@@ -394,7 +394,6 @@ def test_hub_names_resolve_through_the_local_cache(target, corpus, tmp_path, mon
     (repo / "snapshots" / commit).symlink_to(target, target_is_directory=True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    config = GenerateConfig(**options("some/target", corpus, tmp_path / "data"))
-    setup = set_up(config)
+    setup = setup_of(**options("some/target", corpus, tmp_path / "data"))
     assert setup.target["name"] == "some/target"
     assert setup.target["revision"] == commit

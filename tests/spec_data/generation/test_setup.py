@@ -8,17 +8,15 @@ from dataclasses import replace
 import pytest
 
 import spec_data.generation.replica as replica_module
-from spec_data.estimation import Estimate, estimate_text
-from spec_data.generation.fitting import fitting
+from spec_data.commands.estimate import estimated
 from spec_data.generation.plan import check_still_planned, discard_unused_plan, half_discarded
-from spec_data.generation.setup import find_or_make_plan, make_plan, set_up
-from spec_data.generation.worker_locks import worker_lock
-from spec_data.options.generate_options import GenerateConfig
+from spec_data.generation.setup import find_or_make_plan, fitting, make_plan
+from spec_data.generation.workers import worker_lock
 from spec_data.report import counts_text
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.spec_data.corpus.templates import CHATML, GEMMA2, tokenizer
-from tests.spec_data.runs import digests, options, run, save_target, write_corpus
+from tests.spec_data.runs import digests, options, run, save_target, setup_of, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +29,8 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "chats.jsonl", 12)
 
 
-def setup_of(target, corpus, out, **changes):
-    return set_up(GenerateConfig(**options(target, corpus, out, **changes)))
+def setup_at(target, corpus, out, **changes):
+    return setup_of(**options(target, corpus, out, **changes))
 
 
 # --- rows that the template refuses ---
@@ -64,7 +62,7 @@ def test_the_plan_counts_what_the_template_leaves_out(target, tmp_path, caplog):
     ]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with caplog.at_level(logging.INFO):
-        setup = setup_of(deaf, tmp_path / "c.jsonl", tmp_path / "out")
+        setup = setup_at(deaf, tmp_path / "c.jsonl", tmp_path / "out")
         plan = make_plan(setup)
     assert "c.jsonl: the chat template leaves out 17 developer messages" in caplog.text
     assert "c.jsonl: columns that are not used: id" in caplog.text
@@ -74,9 +72,9 @@ def test_the_plan_counts_what_the_template_leaves_out(target, tmp_path, caplog):
     assert plan.counts.rendering["left out by the template: developer messages"] == 17
     (line,) = [x for x in counts_text(vars(plan.counts), 1).splitlines() if "developer" in x]
     assert " ".join(line.split()) == "left out by the template: developer messages 17"
-    kwargs = '{"enable_thinking": false}'
+    rendering = replace(setup.rendering, template_kwargs={"enable_thinking": False})
     with pytest.raises(ConfigError, match="does not read enable_thinking"):
-        make_plan(replace(setup, config=replace(setup.config, chat_template_kwargs=kwargs)))
+        make_plan(replace(setup, rendering=rendering))
 
 
 def chats(path, good, refused, unanswered=0):
@@ -93,17 +91,17 @@ def test_a_template_that_refuses_many_rows_stops_the_plan(target, tmp_path):
     strict = strict_target(target, tmp_path / "strict")
     file = chats(tmp_path / "c.jsonl", good=6, refused=54)
     with pytest.raises(CorpusError, match=r"54 of 60 rows(.|\n)*c\.jsonl:7: .*System role"):
-        make_plan(setup_of(strict, file, tmp_path / "out"))
+        make_plan(setup_at(strict, file, tmp_path / "out"))
     file = chats(tmp_path / "c.jsonl", good=299, refused=1)
     with pytest.raises(CorpusError, match=r"c\.jsonl:300: .*System role"):
-        make_plan(setup_of(strict, file, tmp_path / "out", max_bad_rows="0"))
+        make_plan(setup_at(strict, file, tmp_path / "out", max_bad_rows=0))
 
 
 def test_the_few_rows_that_a_template_refuses_are_kept_as_examples(target, tmp_path, caplog):
     strict = strict_target(target, tmp_path / "strict")
     file = chats(tmp_path / "c.jsonl", good=280, refused=3, unanswered=17)
     caplog.set_level(logging.INFO)
-    setup = setup_of(strict, file, tmp_path / "out")
+    setup = setup_at(strict, file, tmp_path / "out")
     plan = make_plan(setup)
     counts = plan.counts
     assert counts.unrendered == {"no-assistant-turn": 17, "template-error": 3}
@@ -114,8 +112,8 @@ def test_the_few_rows_that_a_template_refuses_are_kept_as_examples(target, tmp_p
     assert counts.unrendered_examples["template-error"][0].startswith("c.jsonl:298: ")
     assert f"bad row skipped: {file}:298: " in caplog.text
     assert "not rendered (template-error): c.jsonl:298: " in counts_text(vars(counts), 1)
-    assert "0 bad, 3 that cannot be rendered" in estimate_text(
-        Estimate(setup, plan, fitting(setup))
+    assert (
+        "0 bad, 3 that cannot be rendered" in estimated(setup, plan, fitting(setup), tmp_path).text
     )
     assert plan.corpus[0]["unrendered"] == 3
 
@@ -130,13 +128,13 @@ def test_documents_end_where_the_targets_context_ends(tmp_path, caplog, family):
     file = tmp_path / "long.jsonl"
     file.write_text(json.dumps({"messages": [{"role": "user", "content": "q"}, long]}) + "\n")
     caplog.set_level(logging.INFO)
-    setup = setup_of(target, file, tmp_path / "out", max_length=1000)
+    setup = setup_at(target, file, tmp_path / "out", max_length=1000)
     assert "cut to 256 tokens, not 1000" in caplog.text
     plan = make_plan(setup)
     assert plan.lengths.tolist() == [256]
     assert plan.counts.cut == 1 and plan.counts.tokens_cut > 300
     assert plan.settings["max_length"] == 256
-    assert setup_of(target, file, tmp_path / "out", max_length=100).config.max_length == 100
+    assert setup_at(target, file, tmp_path / "out", max_length=100).rendering.max_length == 100
 
 
 def test_a_scaled_context_counts_as_what_it_was_scaled_to(target, corpus, tmp_path):
@@ -149,14 +147,14 @@ def test_a_scaled_context_counts_as_what_it_was_scaled_to(target, corpus, tmp_pa
         "original_max_position_embeddings": 200,
     }
     (scaled / "config.json").write_text(json.dumps(config))
-    assert setup_of(scaled, corpus, tmp_path / "out", max_length=1000).config.max_length == 800
+    assert setup_at(scaled, corpus, tmp_path / "out", max_length=1000).rendering.max_length == 800
 
 
 def test_more_top_logits_than_the_vocabulary_has_are_refused(target, corpus, tmp_path):
-    size = setup_of(target, corpus, tmp_path / "out").vocab_size
-    setup_of(target, corpus, tmp_path / "out", supervision=f"topk:{size}")
+    size = setup_at(target, corpus, tmp_path / "out").vocab_size
+    setup_at(target, corpus, tmp_path / "out", supervision=f"topk:{size}")
     with pytest.raises(ConfigError, match=f"topk:{size + 1}: the target has {size} logits"):
-        setup_of(target, corpus, tmp_path / "out", supervision=f"topk:{size + 1}")
+        setup_at(target, corpus, tmp_path / "out", supervision=f"topk:{size + 1}")
 
 
 @pytest.mark.parametrize("below", [".", "data", "a/../b/data"])
@@ -166,12 +164,12 @@ def test_out_inside_a_corpus_directory_is_refused(target, tmp_path, monkeypatch,
     folder.mkdir()
     write_corpus(folder / "chats.jsonl", 3)
     with pytest.raises(ConfigError, match="lies in the corpus directory"):
-        setup_of(target, f"{folder}{split}", folder / below)
+        setup_at(target, f"{folder}{split}", folder / below)
     monkeypatch.chdir(folder)
     with pytest.raises(ConfigError, match="lies in the corpus directory"):
-        setup_of(target, f".{split}", below)
-    setup_of(target, folder, tmp_path / "corpus-data")
-    setup_of(target, folder / "chats.jsonl", folder / "data")  # a file is not a directory
+        setup_at(target, f".{split}", below)
+    setup_at(target, folder, tmp_path / "corpus-data")
+    setup_at(target, folder / "chats.jsonl", folder / "data")  # a file is not a directory
 
 
 # --- resuming, and replacing a plan ---
@@ -213,7 +211,7 @@ def test_the_plan_of_a_run_that_captured_nothing_is_replaced(
 
 def planned(target, corpus, out):
     """Make a directory with a plan and nothing else; return the plan."""
-    return find_or_make_plan(setup_of(target, corpus, out), out)
+    return find_or_make_plan(setup_at(target, corpus, out), out)
 
 
 def test_the_plan_of_a_running_worker_is_not_replaced(target, corpus, tmp_path):
@@ -233,7 +231,7 @@ def test_a_worker_stops_if_its_plan_was_replaced(target, corpus, tmp_path):
     assert not half_discarded(out / ".generate")
     with pytest.raises(RunError, match="another command is making a plan"):
         check_still_planned(out / ".generate", plan)
-    find_or_make_plan(setup_of(target, corpus, out, layers="1,3"), out)
+    find_or_make_plan(setup_at(target, corpus, out, layers="1,3"), out)
     with pytest.raises(RunError, match="another command is making a plan"):
         check_still_planned(out / ".generate", plan)
 

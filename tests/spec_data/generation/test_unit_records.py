@@ -4,12 +4,10 @@ import json
 
 import pytest
 
-from spec_data.generation.run import generate
-from spec_data.generation.sealing import finished_unit
-from spec_data.options.generate_options import GenerateConfig
+from spec_data.generation.units import finished_unit
 from spec_data.shards.files import sha256_json
 from spec_data.shards.likelihood import DocumentFigures
-from tests.spec_data.runs import options, save_target, write_corpus
+from tests.spec_data.runs import generate_with, options, save_target, write_corpus
 
 
 @pytest.mark.parametrize(
@@ -48,7 +46,7 @@ def test_a_record_that_contradicts_itself_is_none(tmp_path, change):
 def test_a_changed_digit_of_a_record_is_noticed(tmp_path):
     target, corpus = save_target(tmp_path / "target"), write_corpus(tmp_path / "c.jsonl", rows=6)
     given = options(target, corpus, tmp_path / "data", workers="0/2", max_shard_size="20KB")
-    generate(GenerateConfig(**given))
+    generate_with(**given)
     file = tmp_path / "data" / ".generate" / "unit-00000.json"
     assert finished_unit(tmp_path / "data", 0)
     raw = json.loads(file.read_text())

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from spec_data.generation.plan import load_plan, unit_tokens
-from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError
-from tests.spec_data.runs import digests, options, run, save_target, write_corpus
+from tests.spec_data.runs import digests, run, save_target, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +46,6 @@ def test_a_small_corpus_has_several_units_without_the_flag(target, corpus, tmp_p
 
 def test_a_plan_with_another_size_resumes_without_the_flag(target, corpus, tmp_path):
     """Nothing but an explicit size is refused."""
-    given = options(target, corpus, tmp_path / "data")
-    del given["max_shard_size"]
-    assert GenerateConfig(**given).max_shard_size == "auto"
     run(target, corpus, tmp_path / "data", max_shard_size="60KB", workers="1/2")
     before = (tmp_path / "data" / ".generate" / "plan.json").read_bytes()
     with pytest.raises(ConfigError, match="max_shard_size: '60KB' -> '61KB'"):

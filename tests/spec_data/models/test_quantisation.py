@@ -18,16 +18,14 @@ from transformers import LlamaConfig
 from spec_data.capture.backend import BackendOptions, open_backend
 from spec_data.capture.model import Target
 from spec_data.generation import setup as generation_setup
-from spec_data.generation.run import generate
 from spec_data.models.loading import load_model
 from spec_data.models.quantisation import check_head, quantisation_of
-from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import TargetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Quantised
 from spec_data.verification.run import examine
 from tests.families import VOCAB
-from tests.spec_data.runs import options, save_target, write_corpus
+from tests.spec_data.runs import generate_with, options, save_target, write_corpus
 from tests.spec_train import flat
 
 BLOCK = 16
@@ -97,7 +95,7 @@ def test_datasets_verify_and_fit_say_that_the_target_was_quantised(fp8, tmp_path
     folder, _ = fp8
     corpus = write_corpus(tmp_path / "corpus.jsonl", 12)
     given = options(folder, corpus, tmp_path / "data", dtype="float32", layers="0,2,4")
-    manifest = generate(GenerateConfig(**given))
+    manifest = generate_with(**given)
     assert manifest is not None
     said = "fp8, 8 bits, dequantised when it was loaded"
     assert str(manifest.target.quantised_as) == said
@@ -144,7 +142,7 @@ def test_a_missing_package_is_named_before_the_corpus_is_read(method, tmp_path, 
     monkeypatch.setattr(generation_setup, "make_plan", reads)
     given = options(folder, write_corpus(tmp_path / "corpus.jsonl", 4), tmp_path / "out")
     with pytest.raises(TargetError, match=rf"quantised \({method}.*{package}") as caught:
-        generate(GenerateConfig(**given))
+        generate_with(**given)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
     with pytest.raises(TargetError, match=package):
         load_model(str(folder), device="cpu")

@@ -5,13 +5,12 @@ import json
 import pytest
 
 from spec_data.cli import main
-from spec_data.generation.setup import make_plan, set_up
-from spec_data.options.generate_options import EstimateConfig
+from spec_data.generation.setup import make_plan
 from spec_data.pages import dataset_page
 from spec_data.pages.dataset_page import plan_page
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.spec_data.pages.reading_pages import part, read_document
-from tests.spec_data.runs import run, save_target, write_corpus
+from tests.spec_data.runs import run, save_target, setup_of, write_corpus
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
 
@@ -37,7 +36,7 @@ def corpus(tmp_path_factory):
 
 def page_of(target, corpus, out, documents=1000, **options):
     given = {"target": str(target), "corpus": (str(corpus),), "out": str(out), "layers": "0,1,2"}
-    setup = set_up(EstimateConfig(**given, **options), weights=False)
+    setup = setup_of(weights=False, **given, **options)
     return plan_page(setup, make_plan(setup), documents)
 
 

@@ -385,7 +385,14 @@ def test_a_running_event_loop_is_no_obstacle(corpus, tmp_path):
         check(out, corpus, asyncio.run(notebook(server.url)))
 
 
-def test_addresses():
-    assert base_url("http://h:1") == base_url("http://h:1/") == "http://h:1/v1"
-    assert base_url("http://h:1/api/v2/") == "http://h:1/api/v2"
-    assert base_url("http://h:1/v1/chat/completions") == "http://h:1/v1"
+@pytest.mark.parametrize(
+    ("url", "base"),
+    [
+        ("http://h:1", "http://h:1/v1"),
+        ("http://h:1/", "http://h:1/v1"),
+        ("http://h:1/api/v2/", "http://h:1/api/v2"),
+        ("http://h:1/v1/chat/completions", "http://h:1/v1"),
+    ],
+)
+def test_addresses(url, base):
+    assert base_url(url) == base

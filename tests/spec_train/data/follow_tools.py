@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from spec_data.generation import replica as replica_module
-from spec_data.generation.run import generate
-from spec_data.options.generate_options import GenerateConfig
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.forked import Forked, fork_program
-from tests.spec_data.runs import flags, options, save_target, write_corpus
+from tests.spec_data.runs import flags, generate_with, options, save_target, write_corpus
 
 OPTIONS = Eagle3Options(ttt_steps=2, draft_vocab_size=40)
 
@@ -62,13 +60,13 @@ def generate_units(source, out: Path, count: int, **changes) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica_module, "capture_unit", dying)
         with contextlib.suppress(Stopped):
-            generate(GenerateConfig(**made(source, out, **changes)))
+            generate_with(**made(source, out, **changes))
 
 
 @pytest.fixture(scope="module")
 def sealed(source, tmp_path_factory):
     out = tmp_path_factory.mktemp("sealed") / "data"
-    generate(GenerateConfig(**made(source, out)))
+    generate_with(**made(source, out))
     return out
 
 

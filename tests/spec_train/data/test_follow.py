@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from spec_data.generation import replica as replica_module
-from spec_data.generation.run import generate
-from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.follow import LEFT_OUT, WORK, FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset
@@ -24,7 +22,7 @@ from spec_train.training.start_draft import with_shape_of_start
 from spec_train.training.trainer import Trainer
 from tests import forked
 from tests.forked import Forked
-from tests.spec_data.runs import digests
+from tests.spec_data.runs import digests, generate_with
 from tests.spec_train.data import follow_tools
 from tests.spec_train.data.follow_tools import (
     HELD,
@@ -205,9 +203,7 @@ def test_documents_that_capture_leaves_out_keep_their_place(source, tmp_path, mo
     monkeypatch.setattr(capture, "store", find)
     monkeypatch.setattr(replica_module, "capture_unit", numbered)
     data = tmp_path / "data"
-    process = threading.Thread(
-        target=lambda: generate(GenerateConfig(**made(source, data))), name="generate"
-    )
+    process = threading.Thread(target=lambda: generate_with(**made(source, data)), name="generate")
     process.start()
     wait_until((data / WORK / "plan.json").is_file)
     assert run(config_of(data, tmp_path / "beside")).finished

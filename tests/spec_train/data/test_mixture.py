@@ -9,8 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spec_data.generation.run import generate
-from spec_data.options.generate_options import GenerateConfig
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
@@ -26,7 +24,7 @@ from spec_train.options.training import Training
 from spec_train.training.setup import count_supervised_tokens, make_splits
 from spec_train.training.trainer import Trainer
 from tests.factory import random_documents, tiny_dataset, tiny_llama
-from tests.spec_data.runs import options, save_target, write_corpus
+from tests.spec_data.runs import generate_with, options, save_target, write_corpus
 from tests.spec_train.evaluation.tools import run_eval
 from tests.spec_train.training.test_trainer_resume import assert_same_run
 from tests.spec_train.training.tools import OPTIONS, change, metrics, run
@@ -321,7 +319,7 @@ def test_flags_may_be_repeated_and_fit_json_repeats_the_run(place, tmp_path, cap
 def test_datasets_of_different_codecs_are_handed_out_decoded(tmp_path):
     target, corpus = save_target(tmp_path / "target"), write_corpus(tmp_path / "chats.jsonl")
     for name, codec in (("plain", "bf16"), ("int8", "int8c"), ("mixed", "aux=lm4c,final=int8c")):
-        generate(GenerateConfig(**options(target, corpus, tmp_path / name, codec=codec)))
+        generate_with(**options(target, corpus, tmp_path / name, codec=codec))
     names = ("plain", "int8:0.5", "mixed")
     config = config_of(tmp_path, tmp_path / "run", *names, seq_len=128, steps=6)
     mixture = opened(config)

@@ -7,7 +7,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from spec_data.generation.remote_out import RemoteOut, staged
+from spec_data.generation.output import RemoteOutput, open_output
 from spec_data.shards import storage
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.storage import Storage
@@ -169,7 +169,7 @@ def test_answers_that_are_lost_and_lists_that_are_late(source, whole, machine, m
 
 
 def test_the_first_worker_decides_and_nobody_overwrites_it(machine):
-    with staged(URL, "0/2") as first, staged(URL, "1/2") as second:
+    with open_output(URL, "0/2") as first, open_output(URL, "1/2") as second:
         for remote, text in ((first, "one"), (second, "two")):
             (remote.directory / "x").write_text(text)
         assert first.publish("proven", ["x"]) and first.publish("proven", ["x"])
@@ -179,16 +179,16 @@ def test_the_first_worker_decides_and_nobody_overwrites_it(machine):
         second.storage.write(f".generate/blobs/{digest}", b"other")
         with pytest.raises(DatasetError, match=r"\(x\): damaged"):
             second.fetch("proven")
-    with staged(URL, "0/2"), pytest.raises(RunError, match="is running worker 0/2"):
-        staged(URL, "0/2").__enter__()
+    with open_output(URL, "0/2"), pytest.raises(RunError, match="is running worker 0/2"):
+        open_output(URL, "0/2").__enter__()
 
 
 def test_refused_access_is_not_taken_for_damage_or_absence(machine, monkeypatch):
     def refused(self, name):
         raise ConfigError("access refused")
 
-    monkeypatch.setattr(Storage, "read", refused)
-    with staged(URL, "0/1") as remote:
+    with open_output(URL, "0/1") as remote:
+        monkeypatch.setattr(Storage, "read", refused)
         for call in (remote.pull, lambda: remote._pull_record(0, ".generate/unit-00000.json")):
             with pytest.raises(ConfigError, match="access refused"):
                 call()
@@ -217,7 +217,7 @@ def test_a_plan_with_other_settings_is_refused(machine, source, monkeypatch):
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(RemoteOut, "publish_proof", fails)
+        patch.setattr(RemoteOutput, "share_proof", fails)
         with pytest.raises(Killed):
             run(*source, URL, **LOSSY)
     machine()

@@ -1,9 +1,10 @@
-"""A dataset that is generated on remote storage: `generate --out s3://bucket/data`.
+"""Where a dataset is generated: a directory, or a folder on remote storage (--out s3://bucket/data).
 
-Units are written to a local directory (the stage) and uploaded. The remote folder decides what is
-finished; a stage is empty when a command begins, so that any machine can resume.
+On remote storage, units are written to a local directory (the stage) and uploaded. The remote
+folder decides what is finished; a stage is empty when a command begins, so that any machine can
+resume.
 
-    .generate/blobs/SHA256     files of plan, proof and seal, named by content: no name is reused
+    .generate/blobs/SHA256     files of plan, proof and dataset, named by content
     .generate/begun.json       which blobs are the plan; the first worker to create it decides
     .generate/proven.json      which are the proof of the target, its files and the codec tables
     .generate/sealed.json      which are the files beside the shards of the finished dataset
@@ -20,16 +21,17 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
-from filelock import FileLock, Timeout
 
-from spec_data.generation.plan import ALSO, WITNESS, read_units
-from spec_data.generation.sealing import SHARDS, finished_unit, seal_directory
+from spec_data.generation.finalize import finalize
+from spec_data.generation.plan import ALSO, WITNESS, Plan, read_units
+from spec_data.generation.replica import PROOF
+from spec_data.generation.units import SHARDS, finished_unit, parse_unit_record
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import DatasetError, RunError
 from spec_data.shards.files import (
@@ -41,9 +43,13 @@ from spec_data.shards.files import (
     unit_name,
 )
 from spec_data.shards.follow import WORK
+from spec_data.shards.reclaim import units_to_keep
+from spec_data.shards.resumable import process_lock
 from spec_data.shards.schema import Manifest, ShardRecord
 from spec_data.shards.seal import index_part, part_name, target_file_names
 from spec_data.shards.storage import Storage
+from spec_data.shards.urls import scheme_of
+from spec_data.terminal.paths import check_directory_to_write
 from spec_data.terminal.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -53,54 +59,115 @@ STAGED_UNITS = 3
 """Units on the local disk at once: one is captured, one waits, one is written and uploaded."""
 
 
+class LocalOutput:
+    """A directory in which a dataset is generated.
+
+    Attributes:
+        directory: where files are written. name: of the output, for messages.
+        remote: whether files are uploaded from there.
+    """
+
+    remote = False
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.name = directory, str(directory)
+
+    def manifest(self) -> Manifest | None:
+        """Return the manifest of the finished dataset; None: it is not finished."""
+        file = self.directory / MANIFEST
+        if not file.is_file():
+            return None
+        manifest = Manifest.read(file)
+        shutil.rmtree(self.directory / WORK, ignore_errors=True)  # left by a kill after sealing
+        return manifest
+
+    def share_plan(self, find: Callable[[], Plan], check: Callable[[], None]) -> Plan:
+        """Return the plan of all workers: that of `find`, unless another one was first."""
+        return find()
+
+    def share_proof(self) -> bool:
+        """Return False if another worker's proof of the target has replaced the one here."""
+        return True
+
+    def upload(self, unit: int) -> None:
+        """Bring a unit that is finished on the local disk to where it stays."""
+
+    @property
+    def units_at_once(self) -> int:
+        """Most units that are on the local disk at a time; 0: all."""
+        return units_to_keep(self.directory)
+
+    def finalize(self, checked: set[int], others: bool) -> Manifest | None:
+        """Turn finished units into a dataset, see `finalize.finalize`."""
+        return finalize(self.directory, checked, others)
+
+
 @contextmanager
-def staged(url: str, worker: str) -> Iterator["RemoteOut"]:
-    """Open the remote folder `url` for worker "i/n", with an empty stage; remove it at the end.
+def open_output(out: str, worker: str) -> Iterator[LocalOutput]:
+    """Open the directory or URL `out` for worker "i/n"; a URL with an empty stage.
 
     Raises:
-        ConfigError: the URL cannot be written. RunError: the storage does not answer, or another
-            process on this machine is this worker.
+        ConfigError: it cannot be written. RunError: the storage does not answer, or another process
+            on this machine is this worker.
     """
-    remote = RemoteOut(url, worker)
-    remote.directory.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(remote.directory.with_name(f"{remote.directory.name}.lock"))
-    try:
-        held = lock.acquire(timeout=0.5)
-    except Timeout:
-        raise RunError(
-            f"{remote.url}: another process on this machine is running worker {worker}; wait for "
-            "it, or start each process with its own --workers i/n"
-        ) from None
-    with held:
-        shutil.rmtree(remote.directory, ignore_errors=True)  # what a killed process left
-        remote.directory.mkdir()
+    if not scheme_of(out):
+        output = LocalOutput(Path(out))
+        if not _is_file(output.directory / MANIFEST):  # a finished dataset may be read-only
+            check_directory_to_write("--out", out)
+        yield output
+        return
+    remote = RemoteOutput(out, worker)
+    stage = remote.directory
+    stage.parent.mkdir(parents=True, exist_ok=True)
+    busy = (
+        f"{remote.name}: another process on this machine is running worker {worker}; wait for "
+        "it, or start each process with its own --workers i/n"
+    )
+    with process_lock(stage.with_name(f"{stage.name}.lock"), busy):
+        shutil.rmtree(stage, ignore_errors=True)  # what a killed process left
+        stage.mkdir()
         try:
+            if remote.manifest() is None:
+                remote.pull()
             yield remote
         finally:
-            shutil.rmtree(remote.directory, ignore_errors=True)
+            shutil.rmtree(stage, ignore_errors=True)
 
 
-class RemoteOut:
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a path that cannot exist
+        return False
+
+
+class RemoteOutput(LocalOutput):
     """A remote folder in which a dataset is generated, and its stage in `directory`."""
+
+    remote = True
+    units_at_once = STAGED_UNITS
 
     def __init__(self, url: str, worker: str) -> None:
         """Make the client; nothing is read."""
         self.storage = Storage(url, "--out", write=True)
-        self.url = self.storage.url
-        scheme, _, rest = self.url.partition("://")
-        place = cache_directory("staging") / scheme / quote(rest, safe="/ ._-")
-        self.directory = place.with_name(f"{place.name}@{worker.replace('/', '-of-')}")
+        self.name = self.storage.url
+        scheme, _, rest = self.name.partition("://")
+        folder = cache_directory("staging") / scheme / quote(rest, safe="/ ._-")
+        self.directory = folder.with_name(f"{folder.name}@{worker.replace('/', '-of-')}")
         self._uploaded: set[str] = set()  # also-*.json
 
     # -- what is there ----------------------------------------------------------------------------
 
     def manifest(self) -> Manifest | None:
-        """Return the manifest of the sealed dataset; None: it is not sealed."""
+        """Return the manifest, after deleting what generation needed; None: not finished."""
         if self.storage.size(MANIFEST) is None:
             return None
         file = self.directory / MANIFEST
         self.storage.download(MANIFEST, file)
-        return Manifest.read(file)
+        manifest = Manifest.read(file)
+        for name in self.storage.sizes(WORK):
+            self.storage.delete(name)
+        return manifest
 
     def pull(self) -> None:
         """Read plan, proof and finished units into the stage.
@@ -113,13 +180,12 @@ class RemoteOut:
         others = sorted(n for n in names if not n.startswith((f"{WORK}/", f"{SHARDS}/")))
         if others and not self.storage.exists(f"{WORK}/{SEALED}.json"):
             raise DatasetError(
-                f"{self.url} holds files that are not of an unfinished dataset (first: "
+                f"{self.name} holds files that are not of an unfinished dataset (first: "
                 f"{others[0]}); choose another --out (nothing was changed)"
             )
-        if not begun:
-            return
-        self.fetch(PROVEN)
-        self.pull_records()
+        if begun:
+            self.fetch(PROVEN)
+            self.pull_records()
 
     def pull_records(self, by_name: bool = False) -> list[int]:
         """Read the records of finished units, and of other settings, that are not in the stage.
@@ -127,17 +193,16 @@ class RemoteOut:
         The stage then has a file of each shard's size, without its content. Return the units that
         are not finished. With `by_name`, records that a list lacks are asked for: it may be late.
         """
-        units = range(len(read_units(self.directory / WORK)))
-        there = self.storage.sizes(WORK)
-        missing = []
-        for name in there:
+        listed = self.storage.sizes(WORK)
+        for name in listed:
             if Path(name).match(f"{WORK}/{ALSO}") and not (self.directory / name).is_file():
                 self.storage.download(name, self.directory / name)
-        for unit in units:
+        missing = []
+        for unit in range(len(read_units(self.directory / WORK))):
             name = f"{WORK}/{unit_name(unit)}.json"
             if finished_unit(self.directory, unit) is not None:
                 continue
-            if not (by_name or name in there) or not self._pull_record(unit, name):
+            if not (by_name or name in listed) or not self._pull_record(unit, name):
                 missing.append(unit)
         return missing
 
@@ -148,13 +213,17 @@ class RemoteOut:
         except FileNotFoundError:
             return False
         try:
-            record = msgspec.convert(json.loads(text)["record"], ShardRecord)
-        except (ValueError, TypeError, KeyError):
+            content = json.loads(text)
+            content.pop("checksum")
+        except (ValueError, AttributeError, KeyError):
             return False  # not of this program: the unit is captured again
+        record = parse_unit_record(content)
         expected = f"{SHARDS}/{unit_name(unit)}.arrow"
-        if record.file != expected or self.storage.size(expected) != record.bytes:
+        if record is None or record.record.file != expected:
             return False
-        self._empty(record)
+        if self.storage.size(expected) != record.record.bytes:
+            return False
+        self._write_placeholder(record.record)
         (self.directory / name).write_bytes(text)
         return finished_unit(self.directory, unit) is not None
 
@@ -168,10 +237,10 @@ class RemoteOut:
         table = {name: sha256_file(self.directory / name) for name in names}
         for name, digest in table.items():
             self.storage.upload(f"{WORK}/blobs/{digest}", self.directory / name)
-        content = dump_json(table)
-        if self.storage.create(f"{WORK}/{step}.json", content.encode()):
+        content = dump_json(table).encode()
+        if self.storage.create(f"{WORK}/{step}.json", content):
             return True
-        if self.storage.read(f"{WORK}/{step}.json") == content.encode():
+        if self.storage.read(f"{WORK}/{step}.json") == content:
             return True  # created by a try whose answer was lost, or the same by another worker
         for name in names:
             (self.directory / name).unlink()
@@ -186,12 +255,10 @@ class RemoteOut:
         """
         where = f"{WORK}/{step}.json"
         try:
-            text = self.storage.read(where)
+            table = msgspec.json.decode(self.storage.read(where), type=dict[str, str])
         except FileNotFoundError:
             return False
-        try:
-            table = dict(json.loads(text))
-        except (ValueError, TypeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DatasetError(
                 f"{self.storage.where(where)}: damaged ({error}); delete the folder"
             ) from None
@@ -207,20 +274,30 @@ class RemoteOut:
                 )
         return True
 
-    def publish_plan(self) -> bool:
-        """Publish the plan in the stage; see `publish`."""
-        return self.publish(BEGUN, [f"{WORK}/plan.arrow", f"{WORK}/plan.json"])
+    def share_plan(self, find: Callable[[], Plan], check: Callable[[], None]) -> Plan:
+        """Return the plan of the storage; publish the one of `find` if there is none.
 
-    def publish_proof(self) -> bool:
+        `check` refuses the plan of another worker that was made with other settings.
+        """
+        begun = (self.directory / WORK / "plan.json").is_file()
+        check()
+        plan = find()
+        if begun or self.publish(BEGUN, [f"{WORK}/plan.arrow", f"{WORK}/plan.json"]):
+            return plan
+        check()
+        self.pull_records()
+        return find()
+
+    def share_proof(self) -> bool:
         """Publish what was proven about the target, its files and the tables; see `publish`."""
-        names = [f"{WORK}/target.json", f"{WORK}/{WITNESS}", *target_file_names(self.directory)]
+        names = [f"{WORK}/{PROOF}", f"{WORK}/{WITNESS}", *target_file_names(self.directory)]
         if (self.directory / TABLES).is_file():
             names.append(TABLES)
         return self.publish(PROVEN, names)
 
     # -- units ------------------------------------------------------------------------------------
 
-    def finish(self, unit: int) -> None:
+    def upload(self, unit: int) -> None:
         """Upload the shard of a unit that is finished in the stage, then its record; free the disk.
 
         Raises:
@@ -234,21 +311,21 @@ class RemoteOut:
         assert finished is not None
         record, name = finished.record, f"{WORK}/{unit_name(unit)}.json"
         shard = self.directory / record.file
-        if not self.storage.create(record.file, shard) and not self._same(record):
+        if not self.storage.create(record.file, shard) and not self._is_stored(record):
             raise RunError(
                 f"{self.storage.where(record.file)}: another worker, or a killed run on another "
                 "kind of machine, has written other bytes for this unit. If no other worker is "
                 "running, delete this object and run the same command again"
             )
         if record.rows:
-            part, data = self._part(record), index_part(shard)
+            part, data = f"{WORK}/{part_name(record)}", index_part(shard)
             self.storage.write(part, hashlib.sha256(data).digest() + data)
             (self.directory / part).write_bytes(data)
         self.storage.write(name, (self.directory / name).read_bytes())
         shard.unlink()
-        self._empty(record)
+        self._write_placeholder(record)
 
-    def _same(self, record: ShardRecord) -> bool:
+    def _is_stored(self, record: ShardRecord) -> bool:
         """Return whether the shard on the storage has the bytes of `record`."""
         if self.storage.size(record.file) != record.bytes:
             return False
@@ -259,19 +336,53 @@ class RemoteOut:
         finally:
             other.unlink(missing_ok=True)
 
-    def _empty(self, record: ShardRecord) -> None:
+    def _write_placeholder(self, record: ShardRecord) -> None:
         """Stand for a shard on the storage by a file of its size that takes no space."""
         shard = self.directory / record.file
         shard.parent.mkdir(exist_ok=True)
         with shard.open("wb") as file:
             file.truncate(record.bytes)
 
-    def _part(self, record: ShardRecord) -> str:
-        return f"{WORK}/{part_name(record)}"
+    # -- the end ----------------------------------------------------------------------------------
 
-    def _pull_part(self, record: ShardRecord) -> None:
+    def finalize(self, checked: set[int], others: bool) -> Manifest | None:
+        """Finish the dataset if all units are finished; return None if other workers are not done.
+
+        Raises:
+            DatasetError: the storage lost something. RunError: it does not answer.
+        """
+        if manifest := self.manifest():
+            return manifest
+        if not self.fetch(SEALED):
+            missing = self.pull_records(by_name=True)
+            if missing:
+                logger.info(
+                    "%s: %d of %d units are left for other workers; the one that finishes last "
+                    "seals the dataset",
+                    *(self.name, len(missing), len(read_units(self.directory / WORK))),
+                )
+                return None
+            self._finalize_stage()
+        for name in progress(self._beside_shards(), desc="upload", unit="files", leave=False):
+            if name != MANIFEST:
+                self.storage.upload(name, self.directory / name)
+        self.storage.upload(MANIFEST, self.directory / MANIFEST)
+        return self.manifest()
+
+    def _finalize_stage(self) -> None:
+        """Fetch what the index says about each shard, finalize the stage, publish the result."""
+        units = range(len(read_units(self.directory / WORK)))
+        for unit in progress(units, desc="index", unit="shards", leave=False):
+            finished = finished_unit(self.directory, unit)
+            assert finished is not None
+            name = f"{WORK}/{part_name(finished.record)}"
+            if finished.record.rows and not (self.directory / name).is_file():
+                self._pull_index_part(name, finished.record)
+        finalize(self.directory, checked=set(units))
+        self.publish(SEALED, self._beside_shards())
+
+    def _pull_index_part(self, name: str, record: ShardRecord) -> None:
         """Fetch what another worker's unit says to the index, after its checksum."""
-        name = self._part(record)
         try:
             data = self.storage.read(name)
         except FileNotFoundError:
@@ -284,55 +395,7 @@ class RemoteOut:
             )
         (self.directory / name).write_bytes(data[32:])
 
-    # -- the end ----------------------------------------------------------------------------------
-
-    def seal(self) -> Manifest | None:
-        """Seal the dataset if all units are finished; return None if other workers are not done.
-
-        Raises:
-            DatasetError: the storage lost something. RunError: it does not answer.
-        """
-        if found := self.complete():
-            return found
-        if not self.fetch(SEALED):
-            missing = self.pull_records(by_name=True)
-            if missing:
-                logger.info(
-                    "%s: %d of %d units are left for other workers; the one that finishes last "
-                    "seals the dataset",
-                    *(self.url, len(missing), len(read_units(self.directory / WORK))),
-                )
-                return None
-            self._seal_stage()
-        manifest = Manifest.read(self.directory / MANIFEST)
-        names = sorted({str(n) for n in self._beside_shards()} - {MANIFEST})
-        for name in progress(names, desc="upload", unit="files", leave=False):
-            self.storage.upload(name, self.directory / name)
-        self.storage.upload(MANIFEST, self.directory / MANIFEST)
-        self.complete()
-        return manifest
-
-    def complete(self) -> Manifest | None:
-        """Return the manifest if the dataset is sealed, after deleting what generation needed."""
-        manifest = self.manifest()
-        if manifest is not None:
-            for name in self.storage.sizes(WORK):
-                self.storage.delete(name)
-        return manifest
-
-    def _seal_stage(self) -> None:
-        """Fetch what the index says about each shard, seal the stage, and publish the result."""
-        units = range(len(read_units(self.directory / WORK)))
-        for unit in progress(units, desc="index", unit="shards", leave=False):
-            finished = finished_unit(self.directory, unit)
-            assert finished is not None
-            record = finished.record
-            if record.rows and not (self.directory / self._part(record)).is_file():
-                self._pull_part(record)
-        seal_directory(self.directory, checked=set(units))
-        self.publish(SEALED, self._beside_shards())
-
     def _beside_shards(self) -> list[str]:
-        """List the files of the sealed stage that are no shards."""
+        """List the files of the finished stage that are no shards."""
         files = (p.relative_to(self.directory) for p in self.directory.rglob("*") if p.is_file())
         return sorted(str(p) for p in files if p.parts[0] not in (SHARDS, WORK))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from spec_data.generation.worker_place import Place, device_of, find_place, placed
-from spec_data.options.generate_options import GenerateConfig
+from spec_data.commands.generate import check_engine
+from spec_data.generation.workers import WorkerRank, device_of, find_rank, this_worker
 from spec_data.shards.errors import ConfigError
 
 RUN = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}
@@ -36,8 +36,8 @@ ALONE = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}  # every batch script of SLUR
     ],
 )
 def test_the_launcher_says_which_worker_it_is(environ, workers, expected, local, named):
-    place = find_place(workers, environ=environ)
-    assert (place.workers, place.local) == (expected, local)
+    place = find_rank(workers, environ=environ)
+    assert (str(place), place.local) == (expected, local)
     assert named in place.reason
 
 
@@ -61,19 +61,24 @@ def test_the_launcher_says_which_worker_it_is(environ, workers, expected, local,
 )
 def test_what_contradicts_itself_is_refused(environ, workers, message):
     with pytest.raises(ConfigError, match=message):
-        find_place(workers, environ=environ)
+        find_rank(workers, environ=environ)
 
 
 @pytest.mark.parametrize(
     ("place", "device", "gpus", "expected"),
     [
-        (Place(index=5, count=8, local=1, reason=""), "auto", 4, "cuda:1"),
-        (Place(index=5, count=8, local=1, reason=""), "auto", 1, "auto"),  # SLURM gave it its own
-        (Place(index=5, count=8, local=1, reason=""), "cuda:0", 4, "cuda:0"),
-        (Place(index=5, count=8, local=1, reason=""), "auto", 0, "auto"),
-        (Place(index=5, count=8, reason=""), "auto", 4, "auto"),
-        (Place(index=0, count=8, local=0, torchrun=True, reason=""), "cuda", 1, "cuda:0"),
-        (Place(index=1, count=8, local=1, torchrun=True, reason=""), "cpu", 1, "cpu"),
+        (WorkerRank(index=5, count=8, local=1, reason=""), "auto", 4, "cuda:1"),
+        (
+            WorkerRank(index=5, count=8, local=1, reason=""),
+            "auto",
+            1,
+            "auto",
+        ),  # SLURM gave it its own
+        (WorkerRank(index=5, count=8, local=1, reason=""), "cuda:0", 4, "cuda:0"),
+        (WorkerRank(index=5, count=8, local=1, reason=""), "auto", 0, "auto"),
+        (WorkerRank(index=5, count=8, reason=""), "auto", 4, "auto"),
+        (WorkerRank(index=0, count=8, local=0, torchrun=True, reason=""), "cuda", 1, "cuda:0"),
+        (WorkerRank(index=1, count=8, local=1, torchrun=True, reason=""), "cpu", 1, "cpu"),
     ],
 )
 def test_a_worker_takes_the_gpu_of_its_number(place, device, gpus, expected):
@@ -83,13 +88,9 @@ def test_a_worker_takes_the_gpu_of_its_number(place, device, gpus, expected):
 def test_workers_that_would_share_a_gpu_are_refused():
     for gpus in (1, 2):
         with pytest.raises(ConfigError, match=f"number 2 on this machine.*only {gpus} GPUs"):
-            device_of(Place(index=2, count=8, local=2, torchrun=True, reason=""), "auto", gpus)
+            device_of(WorkerRank(index=2, count=8, local=2, torchrun=True, reason=""), "auto", gpus)
     with pytest.raises(ConfigError, match="all workers of a machine would use it"):
-        device_of(Place(index=2, count=8, local=2, torchrun=True, reason=""), "cuda:1", 8)
-
-
-def config(**changes) -> GenerateConfig:
-    return GenerateConfig(**{"target": "t", "corpus": ("c",), "out": "o"} | changes)
+        device_of(WorkerRank(index=2, count=8, local=2, torchrun=True, reason=""), "cuda:1", 8)
 
 
 def test_torchrun_decides_alone(monkeypatch, caplog):
@@ -97,19 +98,19 @@ def test_torchrun_decides_alone(monkeypatch, caplog):
     for name in (*RUN, *STEP, *ARRAY, *JOB):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="LOCAL_RANK are not set; start the command with `torch"):
-        placed(config(engine="torchrun"))
+        this_worker("0/1", "torchrun", "auto")
     for name, value in RUN.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    found = placed(config(engine="torchrun"))
-    assert (found.workers, found.worker, found.device) == ("5/16", (5, 16), "cuda:1")
+    worker = this_worker("0/1", "torchrun", "auto")
+    assert (str(worker), worker.index, worker.device) == ("5/16", 5, "cuda:1")
     assert "worker 5/16 on device cuda:1: RANK=5 and WORLD_SIZE=16" in caplog.text
     with pytest.raises(ConfigError, match=r"--workers 0/2: RANK=5.*leave --workers out"):
-        placed(config(engine="torchrun", workers="0/2"))
+        this_worker("0/2", "torchrun", "auto")
     with pytest.raises(ConfigError, match="torchrun are one worker"):
-        placed(config(engine="torchrun", tp_plan="auto"))
+        check_engine("torchrun", "0/1", 0, "out", tp_plan=True)
     with pytest.raises(ConfigError, match="spread its target over all GPUs"):
-        placed(config(engine="torchrun", device_map="auto"))
-    assert placed(config(workers="0/2")).workers == "0/2"  # what the user says, without auto
+        this_worker("0/1", "torchrun", "auto", one_device=False)
+    assert str(this_worker("0/2", "local", "auto")) == "0/2"  # what the user says, without auto
     with pytest.raises(ConfigError, match="or auto"):
-        config(workers="auto/0")
+        this_worker("auto/0", "local", "auto")

@@ -1,0 +1,185 @@
+"""Capture the units of a plan one after the other, and record which are finished.
+
+    out/shards/unit-00000.arrow         the shard
+    out/.generate/unit-00000.json       its record, written after the shard, both atomically
+
+A unit is finished when its record exists. No file that stays holds a time or the name of a machine,
+so the finished directory has the same bytes even if the run was interrupted, or resumed on another
+machine.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from msgspec import structs
+
+from spec_data.generation.capture import CapturedUnit
+from spec_data.generation.replica import Replica
+from spec_data.generation.status import ProgressFile
+from spec_data.shards.errors import RunError
+from spec_data.shards.files import CACHE_VARIABLE, remove_left_of, unit_name, writing
+from spec_data.shards.follow import WORK, used_marker
+from spec_data.shards.likelihood import DocumentFigures
+from spec_data.shards.reclaim import wait_for_room
+from spec_data.shards.resumable import read_record, write_record
+from spec_data.shards.schema import Column, ShardRecord
+from spec_data.shards.writer import write_shard
+from spec_data.terminal.progress import progress, size
+
+SHARDS = "shards"
+
+
+class UnitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The record of a finished unit, as unit-00000.json holds it.
+
+    Attributes:
+        record: size and checksum of the shard.
+        dropped: number of documents that were left out, by reason.
+        left_out: their indices in the unit.
+        agreement: how well the other documents agree with the target, see `DocumentFigures`.
+    """
+
+    record: ShardRecord
+    dropped: dict[str, int]
+    left_out: list[int]
+    agreement: dict[str, list[Any]]
+
+    @property
+    def figures(self) -> DocumentFigures:
+        """How well the stored documents agree with the target."""
+        return DocumentFigures.from_json(self.agreement)
+
+
+def parse_unit_record(content: dict[str, Any] | None) -> UnitRecord | None:
+    """Return a record that does not contradict itself; None: the unit must be captured again."""
+    try:
+        record = msgspec.convert(content, UnitRecord)
+        complete = sum(record.dropped.values()) == len(record.left_out)
+        complete &= len(record.figures.tokens) == record.record.rows
+    except (msgspec.ValidationError, ValueError, TypeError, KeyError):
+        return None
+    return record if complete else None
+
+
+def finished_unit(out: Path, unit: int) -> UnitRecord | None:
+    """Return the record of a finished unit, or None.
+
+    A unit is finished if its shard is on disk, or was deleted after use.
+    """
+    record = parse_unit_record(read_record(out / WORK / f"{unit_name(unit)}.json"))
+    if record is None:
+        return None
+    shard = out / record.record.file
+    stored = shard.is_file() and shard.stat().st_size == record.record.bytes
+    return record if stored or used_marker(out, unit).is_file() else None
+
+
+def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Column, ...]) -> int:
+    """Write the shard of a unit, then its record; return the bytes written."""
+    record = write_shard(out / SHARDS / f"{unit_name(unit)}.arrow", captured.data, columns)
+    content = {
+        "record": structs.asdict(record),
+        "dropped": captured.dropped,
+        "left_out": captured.left_out,
+        "agreement": captured.figures.to_json(),
+    }
+    write_record(out / WORK / f"{unit_name(unit)}.json", content)
+    return record.bytes
+
+
+def capture_units(
+    replica: Replica,
+    todo: list[int],
+    progress_file: ProgressFile,
+    *,
+    total: int,
+    uploaded: Callable[[int], None] = lambda unit: None,
+) -> None:
+    """Capture the units `todo`; a second thread writes the unit before.
+
+    Args:
+        replica: the proven target.
+        todo: the units.
+        progress_file: what `spec-data status` reads.
+        total: tokens of all units of this worker, for the bar.
+        uploaded: called when a unit is finished on the local disk.
+    """
+    plan, out = replica.plan, replica.out
+    pending: Future[int] | None = None
+    written = 0
+
+    def finish(unit: int, captured: CapturedUnit) -> int:
+        size_on_disk = finish_unit(out, unit, captured, replica.settings.columns)
+        uploaded(unit)
+        progress_file.finish(unit, size_on_disk)
+        return size_on_disk
+
+    def count(tokens: int) -> None:
+        bar.update(tokens)
+        progress_file.add(tokens)
+
+    done = total - plan.unit_set_tokens(todo)
+    with (
+        progress(total=total, initial=done, desc="capture", unit="tok") as bar,
+        ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer,
+    ):
+        for number, unit in enumerate(todo, 1):
+            wait_for_room(out, unit)
+            progress_file.begin(unit)
+            captured = replica.capture(unit, count)
+            if pending is not None:
+                written += pending.result()
+            pending = writer.submit(finish, unit, captured)
+            bar.set_postfix_str(f"shard {number}/{len(todo)}, {size(written)}")
+        if pending is not None:
+            written += pending.result()
+            bar.set_postfix_str(f"shard {len(todo)}/{len(todo)}, {size(written)}")
+
+
+def clear_leftovers(out: Path, units: Iterable[int]) -> None:
+    """Make the folder of shards, and delete what killed processes left of `units` in it."""
+    (out / SHARDS).mkdir(exist_ok=True)
+    for unit in units:
+        remove_left_of(out / SHARDS / f"{unit_name(unit)}.arrow")
+
+
+def check_free_space(out: Path, needed: int, stage: bool = False) -> None:
+    """Check that `needed` bytes fit on the disk of `out`, or of the `stage` of a remote folder.
+
+    Raises:
+        RunError: they do not.
+    """
+    free = shutil.disk_usage(out).free
+    if needed > free and stage:
+        raise RunError(
+            f"{out}: {needed:,} bytes are needed for the units on their way to the storage, but "
+            f"only {free:,} are free. Set {CACHE_VARIABLE} to a folder on another disk, or lower "
+            "--max-shard-size in a new --out"
+        )
+    if needed > free:
+        raise RunError(
+            f"{out}: {needed:,} bytes are still to be written, but only {free:,} are free. Free "
+            "some space, or use fewer --layers, a --limit or a smaller --max-length. Or start "
+            f"`spec-train fit --data {out} --follow --follow-keep N` and run this command again: "
+            "each unit is then deleted after training has used it"
+        )
+
+
+@contextmanager
+def explained_failures(out: Path) -> Iterator[None]:
+    """Turn a full disk or full device memory into a RunError with advice."""
+    try:
+        with writing(out):
+            yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"out of device memory ({str(error).splitlines()[0]}). Run the same command again with "
+            "fewer --batch-tokens, a smaller --dtype, or the target on several GPUs (--device-map "
+            "auto); finished shards are kept"
+        ) from None
