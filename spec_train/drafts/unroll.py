@@ -158,26 +158,28 @@ class Unroll:
         self._repeat = backend != "flex"  # key heads are repeated once for all steps
         every = torch.arange(document_ids.shape[1], device=document_ids.device)  # [T]
         begin = every - document_offsets(document_ids)  # [B, T]: the document's first slot
-        whole = StepQueries(begin, every.expand_as(begin), len(every), backend)
         lengths = rope_lengths(draft.rotary, document_ids)  # [B, T]
         cos, sin = draft.rotary.cos_sin(position_ids, lengths, features.dtype)
         inputs = draft.layer_inputs(input_ids, features)
         self._first_keys: list[tuple[Tensor, Tensor]] = []  # of step 0, per layer: [B, g, T, d]
+        slots = every.expand_as(begin) if active is None else active
+        self._queries = StepQueries(begin.gather(1, slots), slots, len(every), backend)
         for number in range(len(self._layers) - (active is not None)):
-            output, *keys = self._run(self._whole, number, whole, cos, sin, *inputs)
+            everywhere = self._queries
+            if active is not None:
+                everywhere = StepQueries(begin, every.expand_as(begin), len(every), backend)
+            output, *keys = self._run(self._whole, number, everywhere, cos, sin, *inputs)
             self._first_keys.append((keys[0], keys[1]))
             inputs = (output,)
         self._diagonals: list[Pairs] = [[] for _ in self._layers]
         self._steps = 0
         self._first: tuple[Tensor, ...] = inputs  # what is left of step 0
         if active is None:
-            self._queries, self._lengths, self._positions = whole, lengths, position_ids
-            self.carried = features
+            self._lengths, self._positions, self.carried = lengths, position_ids, features
             return
         u = self._layers[-1].inputs(*inputs)  # [B, T, W]
         self._first_keys.append(self._keys(len(self._layers) - 1, u, cos, sin))
         self._first = gather_slots(u, active), gather_slots(inputs[-1], active)
-        self._queries = StepQueries(begin.gather(1, active), active, len(every), backend)
         self._lengths = rope_lengths(draft.rotary, document_ids, active)  # [B, A]
         self._positions = position_ids.gather(1, active)  # [B, A]
         self.carried = gather_slots(features, active)
