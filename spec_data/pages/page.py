@@ -29,7 +29,7 @@ CHART_FILE = "vendor/chart-4.6.1.umd.min.js"
 _HERE = Path(__file__).parent
 _NAMELESS = "\u2013"  # what stands for a value that is not known
 
-Format = Literal["text", "count", "number", "share", "bytes", "seconds"]
+Format = Literal["text", "count", "number", "share", "bytes"]
 """count: 1,234. number: four significant digits. share: 0.25 is shown as 25.0 %. bytes: 1.50 GB."""
 
 Value = str | int | float | None
@@ -221,9 +221,7 @@ def shown(value: Any, form: Format) -> str:
         return f"{100 * value:.1f}\u00a0%"
     if form == "bytes":
         return _bytes(value)
-    if form == "seconds" and value >= 90:
-        return f"{value / 60:.1f} min" if value < 5400 else f"{value / 3600:.1f} h"
-    return _significant(value) + (" s" if form == "seconds" else "")
+    return _significant(value)
 
 
 def _bytes(value: float) -> str:

@@ -210,7 +210,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
+class VerificationStep:
     """One verification. `accepted` of the `drafted` tokens were emitted; `tried` is the number of
     depths with a result: the accepted ones, plus one if the next draft was rejected. `tokens` are
     the drafted ids; of a tree only those of the accepted path."""
@@ -227,7 +227,7 @@ class Generation:
     """A response, stop token included. `rounds` stays empty in plain decoding."""
 
     tokens: list[int]
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[VerificationStep] = field(default_factory=list)
     draft_passes: int = 0  # forwards of the draft
     seconds: float = 0.0  # all of it; the next three are parts
     prefill_seconds: float = 0.0
@@ -251,7 +251,7 @@ class GrowingResponse:
         self.tokens = [request.sampler.first(logits[-1])]
         self.known = [*request.prompt[1:], self.tokens[0]]
         self.states = states
-        self._rounds: list[Round] = []
+        self._rounds: list[VerificationStep] = []
 
     @property
     def ended(self) -> bool:
@@ -275,7 +275,7 @@ class GrowingResponse:
         self.states = None if states is None else states[:, : accepted + 1]
         emitted = until_stop(self.known, self.request.stop)
         self._rounds.append(
-            Round(
+            VerificationStep(
                 drafted=len(proposed),
                 tried=min(accepted + 1, len(proposed), len(emitted)),
                 accepted=min(accepted, len(emitted)),

@@ -18,9 +18,9 @@ from spec_data.shards.errors import ConfigError, TargetError
 from spec_train.decoding.chains import (
     Generation,
     Request,
-    Round,
     Stopwatch,
     TargetSession,
+    VerificationStep,
     decoder_config,
     until_stop,
 )
@@ -411,7 +411,7 @@ def decode_tree(
 
     `drafter` must be new; `columns` are the states it reads, the draft's `state_columns`. Near the
     limit a round drafts no deeper than can still be emitted, which does not change the output. A
-    `Round` counts drafted nodes; `tried` counts the depths that had a node to accept.
+    `VerificationStep` counts drafted nodes; `tried` counts the depths that had a node to accept.
     """
     sampler, limit, stop = request.sampler, request.limit, request.stop
     times = Stopwatch(model.device)
@@ -423,7 +423,7 @@ def decode_tree(
         *request.prompt[1:],
         tokens[0],
     ]  # known[i] is one position after states[:, i]
-    rounds: list[Round] = []
+    rounds: list[VerificationStep] = []
     while tokens[-1] not in stop and len(tokens) < limit:
         times.begin()
         levels = min(depth, limit - len(tokens) - 1)
@@ -437,7 +437,7 @@ def decode_tree(
         states = states[:, kept.entries()]
         emitted = until_stop(known, stop)
         rounds.append(
-            Round(
+            VerificationStep(
                 drafted=len(tree.tokens),
                 tried=min(kept.tried, len(emitted)),
                 accepted=min(len(kept.path), len(emitted)),

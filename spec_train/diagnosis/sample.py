@@ -25,7 +25,7 @@ from spec_train.drafts import Draft
 from spec_train.drafts.teacher import LOGITS, TOPK
 from spec_train.evaluation.on_dataset import choose_documents, measured_mask, read_pack
 from spec_train.losses.head import TargetHead
-from spec_train.simulation.walk import document_sums, documents_of
+from spec_train.simulation.simulated_decoding import document_sums, documents_of
 from spec_train.training.replay import one_document
 
 LEAST_DOCUMENTS = 12

@@ -106,9 +106,9 @@ def step_masks(mask: Tensor, document_ids: Tensor, steps: int) -> Tensor:
 # -- scored slots ----------------------------------------------------------------------------------
 # The chain of slot t drafts token t + 2 + d at depth d, from 0. An evaluation scores a draft while
 # all tokens from t + 1 to the drafted one are supervised and all earlier drafts were accepted and
-# equal the document (see simulation/walk.py: afterwards the result is a miss, or unknown). A target
-# accepts few drafts in a row, so most chains end after one or two steps, and no others are
-# computed.
+# equal the document (see simulation/simulated_decoding.py: afterwards the result is a miss, or
+# unknown). A target accepts few drafts in a row, so most chains end after one or two steps, and no
+# others are computed.
 
 
 class ScoredSlots:

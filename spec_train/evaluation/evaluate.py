@@ -52,7 +52,7 @@ from spec_train.formats.forms import is_own_form
 from spec_train.formats.target_facts import TargetFacts, read_target
 from spec_train.reports.results import evaluations
 from spec_train.reports.run_page import report_page, short_names, warn_of_page
-from spec_train.simulation.parting import parted, uncut_length
+from spec_train.simulation.train_serve_gap import train_serve_gap, uncut_length
 from spec_train.training.stored import resolve_draft_dir
 
 log = logging.getLogger(__name__)
@@ -264,7 +264,9 @@ def _parted(report: dict[str, Any]) -> list[str]:
     if data is None:
         return []
     walk = data["walk"]
-    text = parted(data["teacher_forced"], uncut_length(walk["accept_rate"]), walk["rounds"])
+    text = train_serve_gap(
+        data["teacher_forced"], uncut_length(walk["accept_rate"]), walk["rounds"]
+    )
     return [text] if text else []
 
 

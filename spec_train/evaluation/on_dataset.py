@@ -1,8 +1,8 @@
 """Acceptance of a draft on a dataset, without its target: teacher-forced and serving-like.
 
 Teacher-forced metrics use the documents' own tokens at every depth, as training does. Serving-like
-metrics let the draft continue with its own tokens and states (see simulation/walk.py, also for
-documents that the target did not write). Documents are read completely, never cut.
+metrics let the draft continue with its own tokens and states (see simulation/simulated_decoding.py,
+also for documents that the target did not write). Documents are read completely, never cut.
 
 Shapes: B packs, T tokens of a pack of documents, S draft depths, V vocabulary.
 """
@@ -34,7 +34,7 @@ from spec_train.losses.metrics import add_sums, shown, summarise_parts
 from spec_train.simulation.breakdown import Breakdown
 from spec_train.simulation.sample_texts import token_texts
 from spec_train.simulation.samples import tokenizer_of
-from spec_train.simulation.walk import ServingSums, documents_of
+from spec_train.simulation.simulated_decoding import ServingSums, documents_of
 
 log = logging.getLogger(__name__)
 

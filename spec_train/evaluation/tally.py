@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_hexdigest
 
-from spec_train.decoding.chains import Generation, Round
+from spec_train.decoding.chains import Generation, VerificationStep
 from spec_train.evaluation.speed_model import Times
 from spec_train.simulation.breakdown import by_position, position_range, positions_of
 from spec_train.simulation.intervals import length_interval
@@ -57,7 +57,7 @@ class Counts:
     tried: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
-    def add(self, one: Round) -> None:
+    def add(self, one: VerificationStep) -> None:
         """Count a round."""
         self.rounds += 1
         self.emitted += one.emitted

@@ -102,7 +102,7 @@ class First(Tokens):
     """The tokens that a response begins with."""
 
 
-class Round(msgspec.Struct, tag_field="kind", tag="round"):
+class VerificationStep(msgspec.Struct, tag_field="kind", tag="round"):
     """One verification step; see `simulation.samples`."""
 
     drafted: list[int]
@@ -119,7 +119,7 @@ class Sample(msgspec.Struct):
     """A response with every drafted token."""
 
     name: str
-    parts: list[Context | First | Round]
+    parts: list[Context | First | VerificationStep]
     source: str | None = None
 
 

@@ -42,16 +42,16 @@ from spec_train.reports.results import (
     First,
     Point,
     Range,
-    Round,
     Run,
     Sample,
     Simulated,
+    VerificationStep,
     is_run,
     number,
     read_evaluation,
     read_run,
 )
-from spec_train.simulation.parting import parted
+from spec_train.simulation.train_serve_gap import train_serve_gap
 from spec_train.training import setup
 from spec_train.training.result import FitResult
 
@@ -340,7 +340,7 @@ def _problems(run: Run) -> list[str]:
             "acceptance length; see the product-limit length."
         )
     served, rounds = (number(best, f"serving_like_{name}") for name in ("uncut", "rounds"))
-    if text := parted(best, served, int(rounds or 0)):
+    if text := train_serve_gap(best, served, int(rounds or 0)):
         problems.append(f"{text}.")
     return [f"{run.name}: {problem}" for problem in problems]
 
@@ -747,7 +747,7 @@ def response(one: Evaluation, sample: Sample) -> dict[str, Any]:
     """Return a sampled response as a document of the viewer (`pages.viewer`)."""
     texts, joiner = one.result.texts, Joiner()
     segments: list[dict[str, Any]] = []
-    rounds = [part for part in sample.parts if isinstance(part, Round)]
+    rounds = [part for part in sample.parts if isinstance(part, VerificationStep)]
     position, step = 0, 0
     for part in sample.parts:
         if isinstance(part, Context):
@@ -775,7 +775,7 @@ def response(one: Evaluation, sample: Sample) -> dict[str, Any]:
     }
 
 
-def _figures_of(one: Evaluation, sample: Sample, rounds: Sequence[Round]) -> str:
+def _figures_of(one: Evaluation, sample: Sample, rounds: Sequence[VerificationStep]) -> str:
     emitted = sum(len(step.emitted) for step in rounds)
     accepted, drafted = (sum(x.accepted for x in rounds), sum(len(x.drafted) for x in rounds))
     length = f"{emitted / len(rounds):.2f}" if rounds else "\u2013"
@@ -794,7 +794,7 @@ def _words(ids: Sequence[int], texts: dict[str, str], joiner: Joiner) -> list[Wo
 
 
 def _step(
-    step: Round, texts: dict[str, str], response: Joiner, where: str
+    step: VerificationStep, texts: dict[str, str], response: Joiner, where: str
 ) -> tuple[list[list[str]], list[str]]:
     """Return the words of a verification step with their kinds, and what is said of it.
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from spec_train.simulation.intervals import middle, resampled
 from spec_train.simulation.samples import document_sample
-from spec_train.simulation.walk import (
+from spec_train.simulation.simulated_decoding import (
     Arrays,
     ServingSums,
     Walk,
@@ -87,7 +87,7 @@ class Breakdown:
 
         Args:
             document, source: its number and its source.
-            arrays: drafted, input_ids, target_argmax, loss_mask, as for `walk.judge_chains`.
+            arrays: drafted, input_ids, target_argmax, loss_mask, as for `judge_chains`.
         """
         walk = walk_document(*arrays)
         sums = walk_sums(walk, *arrays[1:])

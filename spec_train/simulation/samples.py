@@ -23,7 +23,7 @@ import numpy as np
 
 from spec_data.models.reading import load_tokenizer
 from spec_data.shards.errors import SpecDataError
-from spec_train.simulation.walk import Walk
+from spec_train.simulation.simulated_decoding import Walk
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def document_sample(
 
     Args:
         name, source: what the document is called, and where it is from.
-        walk: of the document. drafted, input_ids, target_argmax: as for `walk.judge_chains`.
+        walk: of the document. drafted, input_ids, target_argmax: as for `judge_chains`.
     """
     ids, best = input_ids.tolist(), target_argmax.tolist()
     parts: list[dict[str, Any]] = []

@@ -9,7 +9,7 @@ from typing import Any
 
 from spec_data.shards.errors import RunError
 from spec_train.losses.metrics import shown
-from spec_train.simulation.parting import parted
+from spec_train.simulation.train_serve_gap import train_serve_gap
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,9 @@ def _measured(best: dict[str, Any]) -> bool:
 
 
 def _parted(best: dict[str, Any]) -> str | None:
-    return parted(best, best.get("serving_like_uncut"), best.get("serving_like_rounds") or 0)
+    return train_serve_gap(
+        best, best.get("serving_like_uncut"), best.get("serving_like_rounds") or 0
+    )
 
 
 def better(figures: dict[str, Any], best: dict[str, Any]) -> bool:

@@ -20,10 +20,10 @@ from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import Sums, add_sums, summarise_parts
 from spec_train.simulation.breakdown import Breakdown
-from spec_train.simulation.parting import uncut_length
 from spec_train.simulation.sample_texts import token_texts
 from spec_train.simulation.samples import tokenizer_of
-from spec_train.simulation.walk import documents_of
+from spec_train.simulation.simulated_decoding import documents_of
+from spec_train.simulation.train_serve_gap import uncut_length
 from spec_train.training.failure import arithmetic, seed_place
 from spec_train.training.ranks import Ranks
 

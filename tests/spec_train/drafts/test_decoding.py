@@ -7,7 +7,7 @@ import torch
 
 from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.losses.sampling import Greedy, make_sampler
-from spec_train.simulation.walk import ServingSums, serving_sums
+from spec_train.simulation.simulated_decoding import ServingSums, serving_sums
 from tests.factory import tiny_llama
 from tests.spec_train.decoding.test_chains import exact_distribution
 from tests.spec_train.drafts.any_draft import draft_for

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.slots import NOT_DRAFTED, ScoredSlots
-from spec_train.simulation.walk import judge_chains, serving_sums
+from spec_train.simulation.simulated_decoding import judge_chains, serving_sums
 from tests.spec_train.drafts.test_windows import DEPTH, DRAFTS_OF, MIXED, make
 from tests.spec_train.evaluation import tools
 from tests.spec_train.evaluation.tools import VOCAB, head_of

@@ -12,7 +12,7 @@ from spec_data.corpus.template import Template
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_train.decoding import chains
 from spec_train.decoding import chains as stopwatch
-from spec_train.decoding.chains import Generation, Request, Round, decode_speculative
+from spec_train.decoding.chains import Generation, Request, VerificationStep, decode_speculative
 from spec_train.evaluation.eval_table import _sweep_lines, table
 from spec_train.evaluation.evaluate import _parted
 from spec_train.evaluation.prompts import read_prompts
@@ -202,13 +202,15 @@ def test_names_that_cannot_be_read(tmp_path, tokenizer):
 # --- counts ---
 
 
-def rounds_of(draw: random.Random, number: int) -> list[Round]:
+def rounds_of(draw: random.Random, number: int) -> list[VerificationStep]:
     found = []
     for _ in range(number):
         drafted = draw.randint(0, 4)
         tried = draw.randint(0, drafted)
         accepted = draw.randint(max(0, tried - 1), tried)
-        found.append(Round(drafted=drafted, tried=tried, accepted=accepted, emitted=accepted + 1))
+        found.append(
+            VerificationStep(drafted=drafted, tried=tried, accepted=accepted, emitted=accepted + 1)
+        )
     return found
 
 
@@ -261,7 +263,7 @@ def test_costs_are_unknown_without_a_timed_pair():
     assert figures["cost_ratio"] is None and set(figures["shares"].values()) == {None}
     counted = Times()
     plain = Generation(tokens=[1] * 11, seconds=24.0, prefill_seconds=4.0)
-    one = Round(drafted=2, tried=1, accepted=1, emitted=2)
+    one = VerificationStep(drafted=2, tried=1, accepted=1, emitted=2)
     draft = Generation(tokens=[1] * 11, rounds=[one] * 5, draft_passes=10, seconds=20.0,
                        prefill_seconds=4.0, draft_seconds=5.0, verify_seconds=10.0)  # fmt: skip
     counted.add(plain, draft)

@@ -16,7 +16,12 @@ from spec_train.drafts.drafting import ChainDrafter
 from spec_train.evaluation import on_dataset as evaluate_data
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.losses.sampling import Greedy, make_sampler
-from spec_train.simulation.walk import judge_chains, serving_sums, supervised_spans, walk_rounds
+from spec_train.simulation.simulated_decoding import (
+    judge_chains,
+    serving_sums,
+    supervised_spans,
+    walk_rounds,
+)
 from spec_train.training.stored import dump_checked
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.evaluation import tools as evaluate_tools

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_train.api import export
+from spec_train import export
 from spec_train.evaluation import evaluate
 from tests.spec_data.runs import run, save_target, write_corpus
 from tests.spec_train import flat

@@ -5,16 +5,16 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from spec_train.decoding.chains import Generation, Round
+from spec_train.decoding.chains import Generation, VerificationStep
 from spec_train.evaluation.tally import Tally, figures, response_sample
 from spec_train.simulation import breakdown, samples
 from spec_train.simulation.breakdown import Breakdown, position_range
 from spec_train.simulation.intervals import _weights
 from spec_train.simulation.sample_texts import sample_ids, token_texts
 from spec_train.simulation.samples import document_sample
-from spec_train.simulation.walk import ServingSums, document_sums, walk_document
+from spec_train.simulation.simulated_decoding import ServingSums, document_sums, walk_document
 from tests.spec_data.corpus.templates import tokenizer
-from tests.spec_train.simulation.test_walk import outcome, random_document
+from tests.spec_train.simulation.test_simulated_decoding import outcome, random_document
 
 DEPTHS = 4
 
@@ -145,8 +145,8 @@ def test_a_sample_is_cut(monkeypatch):
 def rounds_of(tokens):
     """Two rounds after the first token: one rejects its second draft, one is ended by a stop."""
     return [
-        Round(drafted=3, tried=2, accepted=1, emitted=2, tokens=(tokens[1], 99, 98)),
-        Round(drafted=2, tried=2, accepted=2, emitted=2, tokens=(tokens[3], tokens[4])),
+        VerificationStep(drafted=3, tried=2, accepted=1, emitted=2, tokens=(tokens[1], 99, 98)),
+        VerificationStep(drafted=2, tried=2, accepted=2, emitted=2, tokens=(tokens[3], tokens[4])),
     ]
 
 
@@ -170,7 +170,10 @@ def test_a_tally_keeps_the_chosen_prompts_and_counts_positions():
     made = Generation(tokens=tokens, rounds=rounds_of(tokens), stopped=True)
     long = Generation(
         tokens=list(range(21)),
-        rounds=[Round(drafted=1, tried=1, accepted=0, emitted=1, tokens=(0,)) for _ in range(20)],
+        rounds=[
+            VerificationStep(drafted=1, tried=1, accepted=0, emitted=1, tokens=(0,))
+            for _ in range(20)
+        ],
     )
     for where, generation in (("p:1", made), ("p:2", made), ("p:3", long)):
         tally.add(generation, where, [1, 2, 3])
@@ -203,8 +206,8 @@ def test_drafts_and_the_target_may_end_a_character_differently():
     made = Generation(
         tokens=[a, b, c, own, a, b],
         rounds=[
-            Round(drafted=4, tried=3, accepted=2, emitted=3, tokens=(b, c, draft, a)),
-            Round(drafted=2, tried=2, accepted=2, emitted=2, tokens=(a, b)),
+            VerificationStep(drafted=4, tried=3, accepted=2, emitted=3, tokens=(b, c, draft, a)),
+            VerificationStep(drafted=2, tried=2, accepted=2, emitted=2, tokens=(a, b)),
         ],
     )
     sample = response_sample("p", [a, b, c], made)

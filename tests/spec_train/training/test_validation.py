@@ -13,7 +13,7 @@ from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.reports.run_page import page_of
-from spec_train.simulation.parting import ENOUGH
+from spec_train.simulation.train_serve_gap import ENOUGH
 from spec_train.training.result import FitResult, log_result
 from spec_train.training.setup import fit
 from spec_train.training.stored import HELD_OUT
@@ -114,7 +114,7 @@ def test_a_run_warns_of_a_draft_that_is_worse_on_its_own_states(
 
     config = config_of(data, tmp_path / "sound", steps=30)
     options = DRAFT_OPTIONS["eagle3"](draft_vocab_size=0, ttt_steps=3)
-    monkeypatch.setattr("spec_train.simulation.parting.ENOUGH", 20)
+    monkeypatch.setattr("spec_train.simulation.train_serve_gap.ENOUGH", 20)
     fit("eagle3", config, options)
     assert "serving-like rounds" not in caplog.text
     monkeypatch.setattr(Eagle3Draft, "chains", forgetful)

@@ -12,7 +12,7 @@ from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.drafts.dspark.draft import BlockDrafter, DSparkDraft
 from spec_train.drafts.slots import NOT_DRAFTED
 from spec_train.losses.sampling import Greedy, Sampled
-from spec_train.simulation.walk import ServingSums, serving_sums
+from spec_train.simulation.simulated_decoding import ServingSums, serving_sums
 from tests.spec_train.drafts.any_draft import draft_for
 from tests.spec_train.drafts.dspark.cases import (
     Case,

@@ -275,7 +275,7 @@ def walk_sums(
 
 
 def documents_of(batch: DraftBatch, chains: Tensor) -> Iterator[tuple[int, Arrays]]:
-    """Yield the number of each document of a batch, and its arrays for `walk.judge_chains`.
+    """Yield the number of each document of a batch, and its arrays for `judge_chains`.
 
     `chains` are target ids, int64 [B, T, S], as from `Draft.chains`.
     """

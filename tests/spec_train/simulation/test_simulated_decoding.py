@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from spec_train.simulation.walk import (
+from spec_train.simulation.simulated_decoding import (
     ServingSums,
     document_sums,
     judge_chains,

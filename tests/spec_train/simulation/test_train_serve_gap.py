@@ -2,7 +2,7 @@
 
 import pytest
 
-from spec_train.simulation.parting import parted, uncut_length
+from spec_train.simulation.train_serve_gap import train_serve_gap, uncut_length
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from spec_train.simulation.parting import parted, uncut_length
     ],
 )
 def test_a_draft_that_is_worse_on_its_own_states_is_warned_of(forced, served, rounds, warned):
-    text = parted({"product_limit_length": forced}, served, rounds)
+    text = train_serve_gap({"product_limit_length": forced}, served, rounds)
     assert (text is not None) == warned
     assert text is None or "counts 3.00 tokens per verification, serving-like rounds 2.60" in text
 

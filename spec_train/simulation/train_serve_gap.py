@@ -24,7 +24,7 @@ def uncut_length(accept_rate: Sequence[float | None]) -> float:
     return 1.0 + float(np.cumprod(np.array(rates, dtype=float)).sum())
 
 
-def parted(forced: Mapping[str, Any], served: float | None, rounds: int) -> str | None:
+def train_serve_gap(forced: Mapping[str, Any], served: float | None, rounds: int) -> str | None:
     """Return a warning if the length of training is clearly above that of serving; else None.
 
     Args:
