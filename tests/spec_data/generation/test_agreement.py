@@ -17,7 +17,7 @@ from spec_data.shards.likelihood import Agreement, DocumentFigures
 from spec_data.shards.likelihood_text import warnings
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, fingerprint
-from spec_data.verification.findings import Findings
+from spec_data.verification.findings import VerifyReport
 from spec_data.verification.run import check_first_choices, examine
 from tests.spec_data.corpus.templates import CHATML, tokenizer
 from tests.spec_data.generation.trained import BOS, TrainedTarget
@@ -267,10 +267,8 @@ def test_verify_counts_first_choices_again(trained, tmp_path):
     raw = json.loads(file.read_text())
     raw["agreement"]["sources"]["own.jsonl"]["first_choice"] -= 1
     raw["fingerprint"] = fingerprint(raw)
-    file.write_bytes(
-        dump_json(raw) if isinstance(dump_json(raw), bytes) else dump_json(raw).encode()
-    )
-    found = Findings()
+    file.write_text(dump_json(raw))
+    found = VerifyReport(data="data", fingerprint="")
     found.check(lambda: check_first_choices(HiddenStatesDataset(tmp_path / "data"), found))
     assert any("272 of 273" in f and "have 273 first choices" in f for f in found.failures)
 

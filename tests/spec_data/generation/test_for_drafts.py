@@ -110,7 +110,7 @@ def test_fit_reads_the_layers_of_its_recipe_and_says_why(
 
 
 def test_layers_of_the_command_line_override_the_recipe(place, tmp_path, caplog):
-    config, log = fitted(place, tmp_path, "eagle3", "both", caplog, layers=[3, 8])
+    config, log = fitted(place, tmp_path, "eagle3", "both", caplog, layers="3,8")
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [3, 8]
     assert "as --layers says" in log
 
