@@ -220,34 +220,3 @@ def test_fit_starts_from_every_form(
             ),
             DRAFT_OPTIONS["dflash"](**SMALL),
         )
-
-
-def test_the_preflight_knows_the_engines_rules(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, target: Path
-) -> None:
-    def found(kind: str, **changes: Any) -> dict[str, list[str]]:
-        own = saved(
-            dataset, head, tmp_path / f"{kind}{len(list(tmp_path.iterdir()))}", kind, **changes
-        )
-        checked = spec_train.export(draft=str(own), target=str(target))
-        return {
-            engine: [f"{f.level}: {f.text}" for f in findings]
-            for engine, findings in checked.findings.items()
-        }
-
-    plain = found("dspark", markov_rank=8)
-    for engine in ("sglang", "llama.cpp", "speculators", "deepspec"):
-        assert [text[:3] for text in plain[engine]] == ["ok:"], engine
-    assert any("needs Triton" in text for text in plain["vllm-cpu"])
-    gated = found("dspark", markov_rank=8, markov_head_type="gated")
-    for engine in ("vllm", "llama.cpp"):
-        assert any(text.startswith("refuse: gated Markov") for text in gated[engine])
-    reduced = found("dspark", markov_rank=8, draft_vocab_size=40)
-    for engine in ("sglang", "deepspec"):
-        assert any(text.startswith("refuse: a reduced vocabulary") for text in reduced[engine])
-    blind = found("dspark", markov_rank=8, confidence_head_with_markov=False)
-    assert any("confidence_head_with_markov = false" in text for text in blind["llama.cpp"])
-    assert not any("confidence" in text for text in blind["vllm"] + plain["llama.cpp"])
-    flash = found("dflash", layers="0,1")
-    assert any("k_norm of layer 0" in text for text in flash["vllm-cpu"])
-    assert any(text.startswith("refuse: it drafts from the anchor") for text in flash["deepspec"])

@@ -73,58 +73,39 @@ def after(words: list[str], flag: str) -> str:
     return words[words.index(flag) + 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        ("eagle", "eagle"),
-        ("eagle3", "eagle3"),
-        ("peagle", "eagle3"),
-        ("dspark", "dspark"),
-        ("dflash", "dflash"),
-        ("dflash anchor", "dspark"),
-    ],
-)
-def test_vllm(drafts: dict[str, Path], target: Path, name: str, method: str) -> None:
-    (words,) = lines(checked(drafts[name], "vllm", target), "vLLM")
+SERVED_AS = {
+    "eagle": ("eagle", "EAGLE", None),
+    "eagle3": ("eagle3", "EAGLE3", None),
+    "peagle": ("eagle3", None, None),
+    "dspark": ("dspark", "DSPARK", "draft-dspark"),
+    "dflash": ("dflash", "DFLASH", "draft-dflash"),
+    "dflash anchor": ("dspark", "DSPARK", "draft-dspark"),
+}
+"""The method of vLLM, the algorithm of SGLang and the type of llama.cpp."""
+
+
+@pytest.mark.parametrize("name", SERVED_AS)
+def test_the_commands_of_the_servers(drafts: dict[str, Path], target: Path, name: str) -> None:
+    method, algorithm, kind = SERVED_AS[name]
+    count, result = COUNTS[name], checked(drafts[name], "vllm", target)
+    (words,) = lines(result, "vLLM")
     assert words[:3] == ["vllm", "serve", str(target)]
     config = json.loads(after(words, "--speculative-config"))
     assert config.pop("parallel_drafting", False) == (name == "peagle")
-    folder = drafts[name].name
-    assert config == {"model": folder, "method": method, "num_speculative_tokens": COUNTS[name]}
-
-
-@pytest.mark.parametrize(
-    ("name", "algorithm"),
-    [
-        ("eagle", "EAGLE"),
-        ("eagle3", "EAGLE3"),
-        ("dspark", "DSPARK"),
-        ("dflash", "DFLASH"),
-        ("dflash anchor", "DSPARK"),
-    ],
-)
-def test_sglang(drafts: dict[str, Path], target: Path, name: str, algorithm: str) -> None:
-    (words,) = lines(checked(drafts[name], "sglang", target), "SGLang")
-    assert after(words, "--model-path") == str(target)
-    assert after(words, "--speculative-algorithm") == algorithm
-    if algorithm.startswith("EAGLE"):
-        assert after(words, "--speculative-num-steps") == str(COUNTS[name])
-        assert after(words, "--speculative-num-draft-tokens") == str(COUNTS[name] + 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("dspark", "draft-dspark"),
-        ("dflash", "draft-dflash"),
-        ("dflash anchor", "draft-dspark"),
-    ],
-)
-def test_llama_cpp(drafts: dict[str, Path], target: Path, name: str, kind: str) -> None:
-    _, convert, serve = lines(checked(drafts[name], "vllm", target), "llama.cpp")
-    assert after(convert, "--target-model-dir") == str(target)
-    assert after(serve, "--spec-type") == kind
-    assert after(serve, "--spec-draft-n-max") == str(COUNTS[name])  # its default of 3 is less
+    expected = {"model": drafts[name].name, "method": method, "num_speculative_tokens": count}
+    assert config == expected
+    if kind:
+        _, convert, serve = lines(result, "llama.cpp")
+        assert after(convert, "--target-model-dir") == str(target)
+        assert after(serve, "--spec-type") == kind
+        assert after(serve, "--spec-draft-n-max") == str(count)  # its default of 3 is less
+    if algorithm:
+        (words,) = lines(checked(drafts[name], "sglang", target), "SGLang")
+        assert after(words, "--model-path") == str(target)
+        assert after(words, "--speculative-algorithm") == algorithm
+        if algorithm.startswith("EAGLE"):
+            assert after(words, "--speculative-num-steps") == str(count)
+            assert after(words, "--speculative-num-draft-tokens") == str(count + 1)
 
 
 def test_llama_cpp_with_eagle3() -> None:

@@ -105,6 +105,17 @@ RULES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         {"hidden_act": "gelu"},
         {"vllm": "only silu", "sglang": "only silu", "llama.cpp": "silently computes silu"},
     ),
+    (
+        "dspark",
+        {"markov_head_type": "gated"},
+        {"vllm": "gated Markov head", "llama.cpp": "gated Markov head"},
+    ),
+    ("dspark", {"draft_vocab_size": 40}, {"sglang": "a reduced vocabulary"}),
+    (
+        "dspark",
+        {"confidence_head_with_markov": False},
+        {"llama.cpp": "confidence_head_with_markov = false"},
+    ),
     ("dspark", {"attention_bias": "true"}, {"llama.cpp": "attention_bias: its class"}),
     (
         "dspark",
@@ -167,3 +178,9 @@ def test_a_trained_embedding_is_not_taken_for_one_of_another_target(
     frozen = dataclasses.replace(own, config={**own.config, "train_embeddings": False})
     found = preflight(Subject(frozen, target, "vllm"))["spec-train"]
     assert any("embed_tokens is not the target's" in f.text for f in found if f.level == REFUSE)
+
+
+def test_vllm_without_a_gpu(dataset: HiddenStatesDataset, head: TargetHead) -> None:
+    for name, words in (("dspark", "needs Triton"), ("dflash", "k_norm of layer 0")):
+        subject = Subject(own_files(name, dataset, head), find_target(None), "vllm")
+        assert any(words in f.text for f in preflight(subject)["vllm-cpu"])
