@@ -236,7 +236,7 @@ class Cases:
 
         base, stored, out = (self.work / n for n in ("codec bf16", "stored", "converted"))
         spec_data.export_dataset(str(base), "specforge", str(stored))
-        spec_data.convert(str(stored), "specforge", str(self.target), str(out))
+        spec_data.convert(str(stored), str(self.target), str(out), from_="specforge")
         return documents(out)
 
     def fit_options(self, draft: str) -> dict[str, Any]:

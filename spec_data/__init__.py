@@ -8,13 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
-    from spec_data.api import (
-        convert,
-        export_dataset,
-    )
     from spec_data.capture.model import Target
     from spec_data.capture.target_batch import TargetBatch
+    from spec_data.commands.convert import convert
     from spec_data.commands.estimate import estimate
+    from spec_data.commands.export import export_dataset
     from spec_data.commands.generate import generate
     from spec_data.commands.hub import pull, push
     from spec_data.commands.inspect import inspect
@@ -44,8 +42,8 @@ _PUBLIC = {
     "estimate": "spec_data.commands.estimate",
     "status": "spec_data.commands.status",
     "regenerate": "spec_data.commands.regenerate",
-    "convert": "spec_data.api",
-    "export_dataset": "spec_data.api",
+    "convert": "spec_data.commands.convert",
+    "export_dataset": "spec_data.commands.export",
     "verify": "spec_data.commands.verify",
     "inspect": "spec_data.commands.inspect",
     "write_report": "spec_data.commands.report",

@@ -1,6 +1,5 @@
 """Run a command under a terminal of 80 columns, or into a log, and keep its raw bytes."""
 
-import argparse
 import fcntl
 import os
 import pty
@@ -70,20 +69,10 @@ def drawings(raw: str) -> list[str]:
     return [part for line in raw.replace("\r\n", "\n").split("\n") for part in line.split("\r")]
 
 
-def flag_table(parser: argparse.ArgumentParser | None, program: Program, name: str = "") -> str:
-    """Every flag of every command of a program, sorted: `fit eagle3: --batch-size ...`."""
-    if name in program.names():
-        commands = [one for one in program.commands() if one.split()[0] == name]
-        parts = [[f"{one}:", *(f"  {flag}" for flag in program.flags(one))] for one in commands]
-        return "\n".join(line for part in parts for line in part)
-    if parser is None:
-        return "\n".join(flag_table(None, program, name) for name in program.names())
-    flags, children = set(), []
-    for action in parser._actions:
-        flags |= set(action.option_strings)
-        if isinstance(action, argparse._SubParsersAction):
-            children = sorted(action.choices.items())
-    lines = [f"{name or parser.prog}:", *(f"  {flag}" for flag in sorted(flags))]
-    return "\n".join(
-        [*lines, *(flag_table(child, program, f"{name} {key}".strip()) for key, child in children)]
-    )
+def flag_table(program: Program) -> str:
+    """Every option of every command of a program."""
+    parts = [
+        "\n".join([f"{name}:", *(f"  {flag}" for flag in program.flags(name))])
+        for name in sorted(program.commands())
+    ]
+    return "\n".join(parts) + "\n"

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import spec_data
-import spec_data.api
 import spec_train
 import spec_train.api
 from spec_data.shards.errors import ConfigError, DraftError, MissingError, RunError

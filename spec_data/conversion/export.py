@@ -27,6 +27,7 @@ from spec_data.shards.position_data import load_positions
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.resumable import ResumableDirectory
 from spec_data.shards.schema import ALL, FINAL, layer_column
+from spec_data.terminal.command import Result
 from spec_data.terminal.progress import progress, size
 
 _ROWS = 1024  # of a part of the token dataset
@@ -35,7 +36,7 @@ _ALLOWED = 1e-2  # mean relative difference after an undone norm; rounding to bf
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportedStates:
+class ExportedStates(Result):
     """What `export` wrote: `lines` say what the other trainer must be told."""
 
     path: Path
@@ -183,7 +184,7 @@ _WRITERS: dict[str, Callable[[HiddenStatesDataset, list[int]], _Writer]] = {
 }
 
 
-def export_dataset(
+def write_dataset(
     data: str | Path, to: str, out: Path, layers: Sequence[int] | None = None
 ) -> ExportedStates:
     """Write a dataset for another trainer, or resume a run that was interrupted.

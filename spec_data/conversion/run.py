@@ -9,7 +9,7 @@ a setup). Everything else is what `generate` does: a plan, units, resuming, and 
 import hashlib
 import logging
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -37,7 +37,6 @@ from spec_data.corpus.bad_rows import BadRow
 from spec_data.corpus.documents import Document
 from spec_data.corpus.file_rows import Row
 from spec_data.corpus.sources import Source
-from spec_data.generation.output import LocalOutput
 from spec_data.generation.plan import Plan, refuse_other_files, truncate
 from spec_data.generation.setup import (
     AnswerOptions,
@@ -48,15 +47,11 @@ from spec_data.generation.setup import (
     Setup,
     StoredStates,
     context_length,
-    make_plan,
     set_up,
 )
-from spec_data.generation.target_files import other_files
-from spec_data.generation.workers import Worker
 from spec_data.models.devices import check_devices, usable_device
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
-from spec_data.options.conversion_options import ConvertConfig
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.follow import WORK
@@ -64,7 +59,6 @@ from spec_data.shards.reader import MANIFEST
 from spec_data.shards.records import as_record, read_json
 from spec_data.shards.schema import Evidence, Manifest
 from spec_data.terminal.paths import make_directory
-from spec_data.terminal.progress import size
 
 logger = logging.getLogger(__name__)
 
@@ -72,118 +66,80 @@ _EVIDENCE = "evidence.json"
 _LONGEST = 1 << 20  # tokens of a sample, where the context of the target is unknown
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedConversion:
-    """What `convert` would write: documents, tokens, shards and bytes, and the evidence."""
+def set_up_conversion(
+    tool: str,
+    target: str,
+    out: Path,
+    rows: CorpusRows,
+    stored: CaptureOptions,
+    run: RunOptions,
+    answers: AnswerOptions,
+    *,
+    every_token: bool = False,
+    revision: str | None = None,
+) -> tuple[Setup, Evidence]:
+    """Find what stored states are, and return the setup of a `generate` that reads them.
 
-    documents: int
-    tokens: int
-    shards: int
-    bytes: int
-    evidence: Evidence
+    What was found is taken from `out` if shards were written with it; nothing is written.
 
-    def __str__(self) -> str:
-        return (
-            f"{self.documents:,} documents, {self.tokens:,} tokens: {self.shards} shards, "
-            f"{size(self.bytes)} with all other files. Nothing was written"
-        )
-
-
-def plan_conversion(config: ConvertConfig) -> PlannedConversion:
-    """Find what the states are and plan the dataset; write nothing.
-
-    Raises:
-        As `convert`.
-    """
-    setup, evidence = _set_up(config)
-    plan = make_plan(setup, processes=1)
-    shards = sum(plan.unit_bytes(unit, setup.columns) for unit in range(len(plan.units)))
-    return PlannedConversion(
-        documents=len(plan.documents),
-        tokens=plan.tokens,
-        shards=len(plan.units),
-        bytes=shards + sum(other_files(setup, plan).values()),
-        evidence=evidence,
-    )
-
-
-def convert(config: ConvertConfig) -> Manifest:
-    """Convert what another tool stored to a dataset, or resume a run that was interrupted.
+    Args:
+        tool: what wrote the samples, a key of `samples.READERS`.
+        target, revision: whose states they are.
+        out: the dataset to write.
+        rows: the samples: their directory as the one source, and how many.
+        stored: how states are stored; its layers are those that are found.
+        run: of the target. answers: what is stated of the responses.
+        every_token: supervise every token, and read no stored mask.
 
     Raises:
-        ConfigError: the directory holds data made with other settings.
-        MissingError, DatasetError: the source is not what the tool writes; or the dataset was
-            finished before, and is damaged now.
-        CorpusError: too many samples are malformed.
-        TargetError: the target cannot be loaded, or has other sizes.
-        RunError: the states are not those of the target, or the disk is full.
+        ConfigError, MissingError, DatasetError, CorpusError, TargetError: bad input.
+        RunError: the states are not those of the target, or not at their tokens.
     """
-    from spec_data.commands.generate import generate_into
-
-    out = Path(config.out)
-    setup, evidence = _set_up(config)
-    if not (out / MANIFEST).is_file():
-        make_directory("--out", out / WORK)
-        write_atomically(out / WORK / _EVIDENCE, dump_json(msgspec.to_builtins(evidence)))
-    worker = Worker(index=0, count=1, device=config.device)
-    manifest = generate_into(lambda: setup, LocalOutput(out), worker, processes=1)
-    assert manifest is not None  # only `generate` leaves a directory unsealed
-    return manifest
-
-
-def _set_up(config: ConvertConfig) -> tuple[Setup, Evidence]:
-    """Open the samples, find what they are, and return the setup of a `generate` that reads them.
-
-    What was found is taken from `out` if shards were written with it.
-    """
-    check_devices(config.device, None)
-    out, path = Path(config.out), resolve_model(config.target, config.revision)[0]
-    trust = config.trust_remote_code
+    check_devices(run.device, None)
+    path, trust = resolve_model(target, revision)[0], run.trust_remote_code
     text = text_config(load_config(path, trust))
-    samples = Samples(config.from_tool, Path(config.data), text.hidden_size)
-    logger.info("%s: %d samples of %s", config.data, len(samples), samples.opened.tool)
-
+    samples = Samples(tool, Path(rows.sources[0]), text.hidden_size)
+    logger.info("%s: %d samples of %s", rows.sources[0], len(samples), samples.opened.tool)
     evidence = _saved_evidence(out)
     if evidence is None:
         refuse_other_files(out)
         evidence = find_conventions(
             *(samples, path, load_tokenizer(path, trust)),
-            Head(path, (), config.dtype, usable_device(config.device), trust).normed,
+            Head(path, (), run.dtype, usable_device(run.device), trust).normed,
             blocks=text.num_hidden_layers,
             vocabulary=text.vocab_size,
-            supervise_all=config.mask == "all",
-            dtype=config.dtype,
+            supervise_all=every_token,
+            dtype=run.dtype,
             trust=trust,
         )
     context = context_length(text)
     setup = set_up(
-        config.target,
-        CorpusRows(
-            sources=(config.data,), limit=config.limit, max_bad_rows=str(config.max_bad_rows)
-        ),
+        target,
+        rows,
         RenderOptions(
-            mask="all" if config.mask == "all" else "assistant",
+            mask="all" if every_token else "assistant",
             max_length=context if context >= 2 else _LONGEST,
         ),
-        CaptureOptions(
-            layers=",".join(map(str, sorted(evidence.stored_layers))),
-            codec=config.codec,
-            final=config.final,
-            teacher=config.teacher,
-            max_shard_size=config.max_shard_size,
-        ),
-        RunOptions(dtype=config.dtype, device=config.device, trust_remote_code=trust),
-        AnswerOptions(on_policy=config.on_policy, allow_high_nll=config.allow_high_nll),
-        revision=config.revision,
+        replace(stored, layers=",".join(map(str, sorted(evidence.stored_layers)))),
+        run,
+        answers,
+        revision=revision,
     )
-    corpus = SampleCorpus(samples, evidence.mask_frame, config.mask == "all")
-
+    corpus = SampleCorpus(samples, evidence.mask_frame, every_token)
     how = {name: getattr(evidence, name) for name in ("stored_layers", "final_norm", "mask_frame")}
-    load = partial(StoredBackend, corpus, evidence)
-    stored = StoredStates(
-        find=corpus.sources, load=load, settings={"from": config.from_tool, **how}
+    source = StoredStates(
+        find=corpus.sources,
+        load=partial(StoredBackend, corpus, evidence),
+        settings={"from": tool, **how},
     )
-    return replace(setup, stored=stored), evidence
+    return replace(setup, stored=source), evidence
+
+
+def keep_evidence(out: Path, evidence: Evidence) -> None:
+    """Write what was found beside the plan that is made with it."""
+    if not (out / MANIFEST).is_file():
+        make_directory("--out", out / WORK)
+        write_atomically(out / WORK / _EVIDENCE, dump_json(msgspec.to_builtins(evidence)))
 
 
 def _saved_evidence(out: Path) -> Evidence | None:

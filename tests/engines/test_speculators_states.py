@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_data.conversion.export import export_dataset
-from spec_data.conversion.run import convert
-from spec_data.options.conversion_options import ConvertConfig
+from spec_data.commands.convert import convert
+from spec_data.commands.export import export_dataset
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from tests.spec_data.conversion import layouts
 
@@ -27,9 +26,9 @@ def test_its_own_dataset_returns_our_states(tmp_path: Path) -> None:
 
     target = layouts.tiny_target(tmp_path / "target")
     source = layouts.specforge(tmp_path / "source", layouts.make_samples(target))
-    given = {"data": str(source), "from_tool": "specforge", "target": str(target)}
+    given = {"source": str(source), "from_": "specforge", "target": str(target)}
     given |= {"out": str(tmp_path / "data"), "codec": "bf16"}
-    convert(ConvertConfig(**given, device="cpu"))
+    convert(**given, device="cpu")
     other = tmp_path / "other"
     export_dataset(given["out"], "speculators", other)
 

@@ -11,11 +11,9 @@ import torch
 
 import spec_data
 from spec_data import cli
+from spec_data.commands.convert import convert
 from spec_data.conversion import export
 from spec_data.conversion import run as conversion
-from spec_data.conversion.export import export_dataset
-from spec_data.conversion.run import convert, plan_conversion
-from spec_data.options.conversion_options import ConvertConfig
 from spec_data.report import dataset_text
 from spec_data.shards.errors import (
     ConfigError,
@@ -36,10 +34,10 @@ LAYERS = (1, 2, 4)
 NORMED = {"rtol": 3 * torch.finfo(torch.bfloat16).eps / 2, "atol": 0.0}
 
 
-def options(target, src, out, tool="specforge", **changes) -> ConvertConfig:
-    given = {"data": str(src), "from_tool": tool, "target": str(target), "out": str(out)}
+def options(target, src, out, tool="specforge", **changes) -> dict:
+    given = {"source": src, "from_": tool, "target": target, "out": out}
     given |= {"codec": "bf16", "device": "cpu", "max_shard_size": "40KB"}
-    return ConvertConfig(**given | changes)
+    return given | changes
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +48,7 @@ def source(tmp_path_factory, samples):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, target, source):
     out = tmp_path_factory.mktemp("data") / "set"
-    convert(options(target, source, out))
+    convert(**options(target, source, out))
     return out
 
 
@@ -85,7 +83,7 @@ def test_a_converted_dataset_has_the_stored_states_and_verifies(data, target, sa
 def test_states_before_the_norm_become_final_states(tmp_path, target, samples):
     src = write.speculators(tmp_path / "src", samples)
     out = tmp_path / "set"
-    convert(options(target, src, out, "speculators"))
+    convert(**options(target, src, out, "speculators"))
     check_states(out, samples, exact=False)
     assert verify(data=str(out), target=str(target), samples=3, device="cpu") == 0
 
@@ -96,7 +94,7 @@ def test_a_sample_that_was_not_compared_is_found_by_verify(tmp_path, target, sam
     wrong = min(set(range(12)) - compared)
     states = {k: v.flip(0) for k, v in samples[wrong].layers.items()}
     planted = [replace(s, layers=states) if i == wrong else s for i, s in enumerate(samples)]
-    convert(options(target, write.specforge(tmp_path / "src", planted), tmp_path / "set"))
+    convert(**options(target, write.specforge(tmp_path / "src", planted), tmp_path / "set"))
     given = {"data": str(tmp_path / "set"), "target": str(target)}
     assert verify(**given, samples=12, device="cpu") == 1
     assert "differs from a fresh forward" in capsys.readouterr().out
@@ -117,22 +115,22 @@ def test_a_stopped_conversion_resumes_to_the_same_bytes(
 
     monkeypatch.setattr(conversion.StoredBackend, "capture", stop)
     with pytest.raises(KeyboardInterrupt):
-        convert(options(target, source, out))
+        convert(**options(target, source, out))
     assert (out / ".generate" / "evidence.json").is_file()
     with pytest.raises(ConfigError, match="codec"):
-        convert(options(target, source, out, codec="int8c"))
+        convert(**options(target, source, out, codec="int8c"))
     monkeypatch.setattr(conversion.StoredBackend, "capture", read)
     monkeypatch.setattr(conversion, "find_conventions", None)  # found before
-    convert(options(target, source, out))
+    convert(**options(target, source, out))
     assert digests(out) == digests(data)
-    convert(options(target, source, out))  # complete already
+    convert(**options(target, source, out))  # complete already
     other = shutil.copytree(source, tmp_path / "other")
     next(other.rglob("*.ckpt")).unlink()
     with pytest.raises(ConfigError, match="corpus"):
-        convert(options(target, other, out))
+        convert(**options(target, other, out))
     next(out.glob("shards/*")).unlink()
     with pytest.raises(MissingError, match="was finished before, and is damaged now"):
-        convert(options(target, source, out))
+        convert(**options(target, source, out))
 
 
 def test_malformed_samples_are_counted_listed_and_limited(tmp_path, target, samples, caplog):
@@ -140,14 +138,14 @@ def test_malformed_samples_are_counted_listed_and_limited(tmp_path, target, samp
     file = src / "rows_0-2000" / "data_3.ckpt"
     file.write_bytes(file.read_bytes()[:200])
     out = tmp_path / "set"
-    done = convert(options(target, src, out))
-    (entry,) = done.corpus
+    convert(**options(target, src, out))
+    (entry,) = Manifest.read(out / "manifest.json").corpus
     assert (entry.rows, entry.bad) == (12, 1)
     assert "data_3.ckpt: the file is damaged" in entry.bad_examples[0]
     assert "bad row skipped" in caplog.text
     check_states(out, [s for i, s in enumerate(samples) if i != 3])
     with pytest.raises(CorpusError, match=r"data_3\.ckpt"):
-        convert(options(target, src, tmp_path / "b", max_bad_rows="0"))
+        convert(**options(target, src, tmp_path / "b", max_bad_rows="0"))
 
 
 def test_states_that_are_not_finite_are_left_out(tmp_path, target, samples):
@@ -156,47 +154,36 @@ def test_states_that_are_not_finite_are_left_out(tmp_path, target, samples):
     table = torch.load(file, weights_only=True)
     table["aux_hidden_state"][0, 20, 3] = torch.nan
     torch.save(table, file)
-    done = convert(options(target, src, tmp_path / "set", max_shard_size="auto"))
-    assert done.documents.dropped == {"non-finite-hidden.L1": 1}
+    done = convert(**options(target, src, tmp_path / "set", max_shard_size="auto"))
+    assert done.dropped == {"non-finite-hidden.L1": 1}
 
 
-def test_nothing_is_written_by_a_dry_run_or_a_refusal(tmp_path, target, source):
+def test_nothing_is_written_where_something_else_is(tmp_path, target, source):
     out = tmp_path / "set"
-    made = plan_conversion(options(target, source, out))
-    assert made.documents == 12 and made.shards > 1 and not out.exists()
-    assert made.evidence.stored_layers == list(LAYERS)
     out.mkdir()
     (out / "mine.txt").touch()
     with pytest.raises(DatasetError, match="not empty"):
-        convert(options(target, source, out))
+        convert(**options(target, source, out))
     with pytest.raises(DatasetError, match="not empty"):
-        convert(options(target, source, source))
+        convert(**options(target, source, source))
 
 
 def test_samples_without_a_mask(tmp_path, target, samples):
     src = write.modelopt(tmp_path / "src", samples, layers=LAYERS, masks=False)
-    with pytest.raises(CorpusError, match=r"no loss mask is stored; .* --mask all"):
-        convert(options(target, src, tmp_path / "a", "modelopt"))
-    done = convert(options(target, src, tmp_path / "b", "modelopt", mask="all"))
-    totals = done.totals
-    assert totals.supervised == totals.tokens == sum(len(s.ids) for s in samples)
+    with pytest.raises(CorpusError, match=r"no loss mask is stored; .*mask all"):
+        convert(**options(target, src, tmp_path / "a", "modelopt"))
+    done = convert(**options(target, src, tmp_path / "b", "modelopt", mask="all"))
+    assert done.supervised_tokens == done.tokens == sum(len(s.ids) for s in samples)
 
 
 def test_the_command_and_the_function(tmp_path, target, source, data, capsys):
     words = ["convert", "--from", "specforge", str(source), "--target", str(target)]
     words += ["--codec", "bf16", "--device", "cpu"]
     words += ["--max-shard-size", "40KB", "--out"]
-    assert cli.main([*words, str(tmp_path / "dry"), "--dry-run"]) == 0
-    shown = capsys.readouterr()
-    assert "12 documents" in shown.out and "next:  spec-data convert" in shown.err
     assert cli.main([*words, str(tmp_path / "set")]) == 0
     assert "next:  spec-data verify" in capsys.readouterr().err
     assert digests(tmp_path / "set") == digests(data)
-    made = spec_data.convert(
-        *(source, "specforge", target, tmp_path / "set"),
-        **{"codec": "bf16", "device": "cpu"},
-        max_shard_size="40KB",
-    )
+    made = spec_data.convert(**options(target, source, tmp_path / "set"))
     assert made.documents == 12 and made.layers == LAYERS
 
 
@@ -205,7 +192,7 @@ def test_a_dataset_is_written_for_specforge_and_read_again(tmp_path, target, dat
     made = spec_data.export_dataset(data, "specforge", other)
     assert made.documents == 12 and "1,2,4" in str(made)
     out = tmp_path / "set"
-    convert(options(target, other, out))
+    convert(**options(target, other, out))
     check_states(out, samples)
 
 
@@ -219,20 +206,20 @@ def test_a_dataset_is_written_for_speculators_and_read_again(
     assert torch.equal(row["input_ids"], samples[0].ids)
     assert int(row["seq_len"]) == len(samples[0].ids)
     out = tmp_path / "set"
-    convert(options(target, other, out, "speculators"))
+    convert(**options(target, other, out, "speculators"))
     check_states(out, samples, exact=False)
 
 
 def test_what_cannot_be_exported(tmp_path, data, target, source, monkeypatch):
     out = tmp_path / "o"
     with pytest.raises(ConfigError, match="the dataset has 1,2,4"):
-        export_dataset(data, "specforge", out, [1, 3])
+        spec_data.export_dataset(data, "specforge", out, layers=[1, 3])
     sparse = tmp_path / "sparse"
-    convert(options(target, source, sparse, final="supervised"))
+    convert(**options(target, source, sparse, final="supervised"))
     with pytest.raises(DatasetError, match="not empty"):
-        export_dataset(data, "specforge", tmp_path)
+        spec_data.export_dataset(data, "specforge", tmp_path)
     with pytest.raises(DatasetError, match="--final all"):
-        export_dataset(sparse, "specforge", out)
+        spec_data.export_dataset(sparse, "specforge", out)
     written = []
 
     def fill_the_disk(file, data):
@@ -244,9 +231,9 @@ def test_what_cannot_be_exported(tmp_path, data, target, source, monkeypatch):
     with monkeypatch.context() as full:
         full.setattr(export, "write_atomically", fill_the_disk)
         with pytest.raises(RunError, match="the disk is full"):
-            export_dataset(data, "specforge", out)
+            spec_data.export_dataset(data, "specforge", out)
     with pytest.raises(ConfigError, match="layers"):
-        export_dataset(data, "specforge", out, [1, 4])
+        spec_data.export_dataset(data, "specforge", out, layers=[1, 4])
     times = [file.stat().st_mtime_ns for file in written]
-    assert export_dataset(data, "specforge", out).documents == 12  # goes on
+    assert spec_data.export_dataset(data, "specforge", out).documents == 12  # goes on
     assert [file.stat().st_mtime_ns for file in written] == times

@@ -16,9 +16,9 @@ from spec_data.conversion.evidence import (
     mask_frame,
     matches,
 )
-from spec_data.conversion.run import plan_conversion
+from spec_data.conversion.run import set_up_conversion
 from spec_data.conversion.samples import AFTER, BEFORE, States
-from spec_data.options.conversion_options import ConvertConfig
+from spec_data.generation.setup import AnswerOptions, CaptureOptions, CorpusRows, RunOptions
 from spec_data.shards.errors import CorpusError, RunError
 from tests.spec_data.conversion import layouts as write
 from tests.spec_data.conversion.layouts import Sample
@@ -27,11 +27,13 @@ from tests.spec_data.runs import save_target
 pytestmark = pytest.mark.usefixtures("computed_once")
 
 
-def find(target, root, tool, **changes):
+def find(target, root, tool):
     """Find what a tool stored, as `convert` does before it writes."""
-    given = {"data": str(root), "from_tool": tool, "target": str(target)}
-    given |= {"out": str(root) + "-out", "device": "cpu"}
-    return plan_conversion(ConvertConfig(**given | changes)).evidence
+    return set_up_conversion(
+        *(tool, str(target), root.with_name("out")),
+        *(CorpusRows(sources=(str(root),)), CaptureOptions(), RunOptions(device="cpu")),
+        AnswerOptions(),
+    )[1]
 
 
 def shifted(samples: list[Sample], by: int) -> list[Sample]:
@@ -163,7 +165,7 @@ def test_what_cannot_be_a_dataset_is_refused(name, tmp_path, target, samples):
     root = writer(tmp_path / "src", samples)
     with pytest.raises(RunError, match=f"(?s){words}.*Nothing was written"):
         find(target, root, tool)
-    assert not (tmp_path / "src-out").exists()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2"])

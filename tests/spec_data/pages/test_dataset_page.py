@@ -302,7 +302,7 @@ def test_a_view_has_a_page_of_its_documents_and_of_what_it_left_out(data, tmp_pa
 
 def test_a_converted_dataset_has_a_page(data, target, tmp_path):
     spec_data.export_dataset(data, "specforge", tmp_path / "states")
-    spec_data.convert(tmp_path / "states", "specforge", target, tmp_path / "made")
+    spec_data.convert(tmp_path / "states", target, tmp_path / "made", from_="specforge")
     found = dataset_page(tmp_path / "made", scored=2)
     facts = dict(part(found, "Overview", "table", "What it is")["rows"])
     assert facts["captured"].startswith("by SpecForge")

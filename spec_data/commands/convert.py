@@ -1,0 +1,106 @@
+"""`spec-data convert`: the hidden states that another trainer stored."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from spec_data.commands.generate import Dtype
+from spec_data.terminal.command import command
+from spec_data.terminal.types import Count, Directory, Target, Text, more
+
+if TYPE_CHECKING:
+    from spec_data.results import GenerateResult
+
+_CAPTURE = more("how states are stored")
+_DOCUMENTS = more("documents")
+_RUNNING = more("how the target runs")
+
+Tool = Literal["speculators", "specforge", "deepspec", "automodel", "modelopt", "torchspec"]
+
+
+@command
+def convert(
+    source: Directory,
+    target: Target,
+    out: Directory,
+    *,
+    from_: Tool,
+    codec: str = "lm4c",
+    mask: Literal["stored", "all"] = "stored",
+    limit: Count = 0,
+    on_policy: bool = False,
+    device: str = "auto",
+    final: Annotated[Literal["all", "supervised"], _CAPTURE] = "all",
+    teacher: Annotated[Literal["supervised", "all"], _CAPTURE] = "supervised",
+    max_shard_size: Annotated[Text, _CAPTURE] = "auto",
+    allow_high_nll: Annotated[bool, _DOCUMENTS] = False,
+    max_bad_rows: Annotated[Text, _DOCUMENTS] = "auto",
+    dtype: Annotated[Dtype, _RUNNING] = "auto",
+    revision: Annotated[str | None, _RUNNING] = None,
+    trust_remote_code: Annotated[bool, _RUNNING] = False,
+) -> "GenerateResult":
+    """Read the hidden states that another trainer stored, and write a dataset.
+
+    What the states are (layers and their order, norm, masks) is found by comparison with the target
+    before anything is written; states of other tokens or of another target are refused. Called
+    again, it resumes.
+
+    Examples:
+        spec-data convert --from specforge SRC --target MODEL --out DIR
+
+    Args:
+        source: the directory that the other tool wrote.
+        target: the target whose states these are: a local directory or a Hugging Face Hub id. Its
+            weights are read once, one block at a time.
+        out: the dataset directory to write.
+        from_: the tool that wrote the states.
+        codec: how states are stored, as by generate: bf16, int8c, fp8, lm6c or lm4c; or per kind,
+            such as aux=lm4c,final=int8c.
+        mask: supervised tokens: those of the stored loss masks, or all. Without a stored mask a
+            sample is malformed.
+        limit: convert at most this many samples; 0: all.
+        on_policy: state that this very target wrote the responses; it is measured, as by generate.
+        device: device of the head: auto, cpu, cuda, cuda:1, ...
+        final: tokens at which hidden.final is stored, as by generate.
+        teacher: tokens at which the head runs, as by generate.
+        max_shard_size: size of one shard, as by generate.
+        allow_high_nll: convert samples that the target finds less likely than random tokens.
+        max_bad_rows: stop if more samples are malformed: a count such as 5, or a share such as 1%.
+            auto is 1 %; below 1,000 samples it is 10, but not more than 10 %.
+        dtype: dtype in which the target runs; auto is the checkpoint's own.
+        revision: branch, tag or commit of a target on the Hub; not given: its main branch.
+        trust_remote_code: run Python code that comes with the model; only for authors you trust.
+
+    Returns:
+        What was written, as `generate` returns it.
+
+    Raises:
+        ConfigError, MissingError, DatasetError, CorpusError, TargetError: bad input.
+        RunError: the states are not those of `target`, or not at their tokens.
+
+    >>> _ = spec_data.export_dataset("data", "specforge", "stored")  # as SpecForge stores them
+    >>> made = spec_data.convert("stored", "target", "data-5", from_="specforge", codec="bf16")
+    >>> made.documents, made.layers
+    (12, (0, 2, 4))
+    """
+    from spec_data.commands.generate import generate_into
+    from spec_data.conversion.run import keep_evidence, set_up_conversion
+    from spec_data.generation.output import LocalOutput
+    from spec_data.generation.setup import AnswerOptions, CaptureOptions, CorpusRows, RunOptions
+    from spec_data.generation.workers import Worker
+    from spec_data.results import GenerateResult
+
+    setup, evidence = set_up_conversion(
+        *(from_, str(target), Path(str(out))),
+        CorpusRows(sources=(str(source),), limit=limit, max_bad_rows=str(max_bad_rows)),
+        CaptureOptions(
+            codec=codec, final=final, teacher=teacher, max_shard_size=str(max_shard_size)
+        ),
+        RunOptions(dtype=dtype, device=device, trust_remote_code=trust_remote_code),
+        AnswerOptions(on_policy=on_policy, allow_high_nll=allow_high_nll),
+        every_token=mask == "all",
+        revision=revision,
+    )
+    keep_evidence(Path(str(out)), evidence)
+    worker = Worker(index=0, count=1, device=device)
+    manifest = generate_into(lambda: setup, LocalOutput(Path(str(out))), worker, processes=1)
+    return GenerateResult.of(str(out), manifest, str(target))
