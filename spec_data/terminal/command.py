@@ -41,7 +41,12 @@ from typing import Any, ParamSpec, TypeVar
 
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Dict
-from cyclopts.exceptions import MissingArgumentError, UnknownCommandError, UnknownOptionError
+from cyclopts.exceptions import (
+    MissingArgumentError,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.files import write_atomically
@@ -420,7 +425,7 @@ class Program:
             if error.argument.tokens:
                 return f"{error.argument.name}: expected a value"
             return f"missing option {error.argument.name}"
-        if isinstance(error, UnknownCommandError) and error.unused_tokens:
+        if isinstance(error, (UnknownCommandError, UnusedCliTokensError)) and error.unused_tokens:
             return f"unexpected: {' '.join(error.unused_tokens)}"
         return str(error).strip()
 
