@@ -1,8 +1,10 @@
-"""Room: `spec-data generate` and `estimate`: plan, run, seal.
+"""Room: what `spec-data generate` does, as `commands/generate.py` tells it.
 
-`setup` resolves the options and reads the corpus, `plan` assigns documents to units, `run` captures
-unit after unit with a `replica` of the target, `unit_records` says which units are finished, and
-`sealing` turns the finished directory into a dataset. The bytes of a unit depend on the plan alone.
+`setup` finds target and tokenizer, `plan` cuts the documents of a corpus into units, `replica`
+proves the loaded target, `capture` and `units` write a shard for each unit, `finalize` makes the
+directory a dataset; `output` is where it lies, `workers` which units a process takes, `status` how
+far it is.
+The bytes of a unit depend on the plan alone.
 
 "Plan" means one thing here: every document, tokenised, in order, cut into units (class `Plan`,
 files plan.json and plan.arrow). A pack is a row of the target's batch with several documents.
