@@ -26,7 +26,6 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, layer_column
 from spec_data.terminal.progress import progress
 from spec_data.views.derive import derived, with_sources
-from spec_data.views.overlap import Benchmark, find_overlap, read_benchmark
 from spec_data.views.rows import Rows
 from spec_data.views.scores import document_scores
 from spec_data.views.where import matching, names_column
@@ -100,7 +99,7 @@ class _Conditions:
         self._dataset, self._rows, self._given = dataset, rows, given
         self._ids: list[str] = []
         self._others: list[str] = []
-        self._benchmarks: list[Benchmark] = []
+        self._benchmarks: list[dict[str, Any]] = []
         self._left = np.arange(len(rows))
 
     def apply(self) -> tuple[np.ndarray, dict[str, int]]:
@@ -162,9 +161,11 @@ class _Conditions:
 
     def _apart(self, name: str) -> np.ndarray:
         """Return which documents share no part with a benchmark, bool [n]."""
+        from spec_data.views.overlap import find_overlap, read_benchmark  # two seconds of imports
+
         kwargs = usual_kwargs(self._dataset.manifest.identity)
         benchmark = read_benchmark(name, self._dataset.target_dir, kwargs)
-        self._benchmarks.append(benchmark)
+        self._benchmarks += benchmark.sources
         found = find_overlap(self._dataset, self._left, benchmark.grams)
         logger.info(
             "%s: %d of %d documents share %d token ids in a row with %d of its %d prompts",
@@ -180,7 +181,7 @@ class _Conditions:
             text = "\n".join(sorted(set(self._ids))).encode()
             options["ids"] = hashlib.sha256(text).hexdigest()
         options["not_in"] = self._others
-        options["decontaminate"] = [s for b in self._benchmarks for s in b.sources]
+        options["decontaminate"] = self._benchmarks
         if not self._given.sample:
             del options["seed"]
         return options
