@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import (
@@ -24,18 +23,6 @@ _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 def hub() -> HfApi:
     """Return the client of the Hub (of HF_ENDPOINT, where it is set)."""
     return HfApi(library_name="spec-data")
-
-
-def upload(api: HfApi, **given: Any) -> None:
-    """Upload a folder, resumably: with `upload_large_folder` where this client has it.
-
-    Newer clients have merged it into `upload_folder`.
-    """
-    large = getattr(api, "upload_large_folder", None)
-    if large is not None:
-        large(**{k: v for k, v in given.items() if k != "commit_message"})
-    else:
-        api.upload_folder(**given)
 
 
 @contextmanager

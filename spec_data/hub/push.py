@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 from huggingface_hub import HfApi
 
-from spec_data.hub.hub_calls import SEALED_CARD, hub, hub_errors, upload
+from spec_data.hub.hub_calls import SEALED_CARD, hub, hub_errors
 from spec_data.hub.hub_card import DOCUMENTS, hub_card
 from spec_data.models.reading import load_tokenizer
 from spec_data.shards.errors import ConfigError
@@ -150,8 +150,8 @@ def push(data: Path, repo: str, *, private: bool = False, dry_run: bool = False)
         _refuse_another(api, repo, dataset.manifest.fingerprint)
         message = f"Dataset {_short(dataset)}"
         given |= {"folder_path": str(folder), "commit_message": message}
-        upload(api, **given, ignore_patterns=[MANIFEST, ".cache/*"])
-        upload(api, **given, allow_patterns=[MANIFEST])  # last: what has one is complete
+        api.upload_folder(**given, ignore_patterns=[MANIFEST, ".cache/*"])
+        api.upload_folder(**given, allow_patterns=[MANIFEST])  # last: what has one is complete
     shutil.rmtree(folder)
     return done
 
@@ -214,9 +214,9 @@ def _refuse_another(api: HfApi, repo: str, fingerprint: str) -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         file = api.hf_hub_download(**given, filename=MANIFEST, local_dir=scratch)
-        found = json.loads(Path(file).read_text(encoding="utf-8")).get("fingerprint")
-    if found != fingerprint:
+        present = json.loads(Path(file).read_text(encoding="utf-8")).get("fingerprint")
+    if present != fingerprint:
         raise ConfigError(
-            f"{repo} holds another dataset (fingerprint {str(found)[:16]}, this one is "
+            f"{repo} holds another dataset (fingerprint {str(present)[:16]}, this one is "
             f"{fingerprint[:16]}); push to another repository, or delete that one first"
         )

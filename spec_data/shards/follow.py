@@ -190,7 +190,7 @@ class FollowedDataset(HiddenStatesDataset):
         Raises:
             MissingError: `path` is not a dataset, and none is being generated there.
             RunError: the plan or the target did not appear in time.
-            DatasetError: the plan is damaged.
+            DatasetError: the plan is damaged, or `path` is a view.
             ConfigError: an unknown `check`.
         """
         self._check = known_policy(check)
@@ -207,6 +207,8 @@ class FollowedDataset(HiddenStatesDataset):
         self._wait(self._begun, f"`spec-data generate --out {path}` to begin", threading.Event())
         self._wait(self._described, "the proof of the target", threading.Event())
         sealed = self._sealed()
+        if sealed is not None and sealed.view is not None:
+            raise DatasetError(f"{self.path}: a view is complete, so leave --follow out")
         if sealed is not None:
             described = sealed
             self.planned = self._from_index(sealed)

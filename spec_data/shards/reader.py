@@ -170,7 +170,7 @@ def open_dataset(
     """Open a dataset; documents are read only when they are asked for.
 
     Args:
-        path: a sealed directory that `generate` wrote, or its URL (docs/remote.md).
+        path: a dataset or a view, a directory or a URL (docs/remote.md).
         columns: the token columns to read; None: all.
         check: when data are compared with their checksums: "first" (before their first use in this
             process, and 1 read in 64 afterwards), "always", "sample" (1 read in 16) or "never".

@@ -97,15 +97,15 @@ def _input(first: Manifest, manifest: Manifest) -> ProvenanceInput:
 
 def _declared(column: Column, inputs: Sequence[Manifest]) -> Column:
     """Return a column with the largest errors that the inputs declare of it."""
-    own = [c for m in inputs for c in m.columns if c.name == column.name]
-    errors = [c.error for c in own if c.error]
+    entries = [c for m in inputs for c in m.columns if c.name == column.name]
+    errors = [c.error for c in entries if c.error]
     error = None
     if errors:
         tables = [structs.asdict(e) for e in errors]
-        known = {n: [t[n] for t in tables if t[n] is not None] for n in tables[0]}
-        worst = {name: max(values) for name, values in known.items() if values}
+        figures = {n: [t[n] for t in tables if t[n] is not None] for n in tables[0]}
+        worst = {name: max(values) for name, values in figures.items() if values}
         error = CodecError(**worst | {"tokens": sum(e.tokens for e in errors)})
-    return structs.replace(column, exact=all(c.exact for c in own), error=error)
+    return structs.replace(column, exact=all(c.exact for c in entries), error=error)
 
 
 def _recorded_layers(
@@ -113,13 +113,10 @@ def _recorded_layers(
 ) -> dict[str, tuple[int, ...]]:
     """Return the layers recorded for drafts that are all there, where the inputs agree on them."""
     recorded: dict[str, set[tuple[int, ...]]] = {}
-    for draft, own in (item for m in inputs for item in m.draft_layers.items()):
-        recorded.setdefault(draft, set()).add(own)
-    return {
-        draft: next(iter(own))
-        for draft, own in recorded.items()
-        if len(own) == 1 and set(next(iter(own))) <= set(layers)
-    }
+    for draft, ids in (item for m in inputs for item in m.draft_layers.items()):
+        recorded.setdefault(draft, set()).add(ids)
+    agreed = {draft: next(iter(ids)) for draft, ids in recorded.items() if len(ids) == 1}
+    return {draft: ids for draft, ids in agreed.items() if set(ids) <= set(layers)}
 
 
 def with_sources(draft: Manifest, before: Sequence[str], after: Sequence[str]) -> Manifest:
@@ -139,7 +136,7 @@ def with_sources(draft: Manifest, before: Sequence[str], after: Sequence[str]) -
 
 def joined_counts(counts: Sequence[CountsRecord], duplicates: int) -> CountsRecord:
     """Return `documents` of a union: sums, with its duplicates among the dropped documents."""
-    sums = _summed([plain(own) for own in counts])
+    sums = _summed([plain(record) for record in counts])
     dropped = Counter(sums["dropped"]) + Counter({DUPLICATE: duplicates})
     return msgspec.convert(sums | {"dropped": dict(sorted(dropped.items()))}, CountsRecord)
 

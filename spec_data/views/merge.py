@@ -205,8 +205,8 @@ def _decoded_alike(inputs: Sequence[HiddenStatesDataset], column: Column) -> boo
         return False
     if not column.lossy:
         return True
-    own = inputs[0].tables[column.name]
-    return all(_same_tables(own, other.tables[column.name]) for other in inputs[1:])
+    tables = inputs[0].tables[column.name]
+    return all(_same_tables(tables, other.tables[column.name]) for other in inputs[1:])
 
 
 def _same_tables(ours: Tables, theirs: Tables) -> bool:

@@ -195,7 +195,7 @@ def _sampled(
     """Read the states of some documents, bfloat16 [N, H] by column; nan where none is stored."""
     names = [column.name for column in columns]
     reader = HiddenStatesDataset(dataset.place, ["loss_mask", *names])
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    states: dict[str, list[Tensor]] = {name: [] for name in names}
     for document in progress(documents, desc="sample", unit="docs", leave=False):
         row = reader[document]
         mask = row["loss_mask"].numpy()
@@ -203,5 +203,5 @@ def _sampled(
         for column in columns:
             if column.sparse:
                 row[column.name][absent] = torch.nan
-            found[column.name].append(row[column.name])
-    return {name: torch.cat(parts) for name, parts in found.items()}
+            states[column.name].append(row[column.name])
+    return {name: torch.cat(parts) for name, parts in states.items()}

@@ -99,11 +99,11 @@ class Rows:
 
     def with_columns(self, names: Sequence[str]) -> "Rows":
         """Return the same documents with fewer columns."""
-        kept = (
+        narrowed = (
             replace(group, names=tuple(name for name in group.names if name in names))
             for group in self.groups
         )
-        return replace(self, groups=tuple(group for group in kept if group.names))
+        return replace(self, groups=tuple(group for group in narrowed if group.names))
 
     def with_masks(self, masks: LossMasks) -> "Rows":
         """Return the same documents with other loss masks; their ids stay as they are."""
@@ -165,12 +165,12 @@ def stacked(parts: Sequence[Rows], names: Sequence[str]) -> Rows:
         where = tuple(_group_number(part, name) for part in parts)
         together.setdefault(where, []).append(name)
     groups = []
-    for where, own in together.items():
+    for where, names_there in together.items():
         old = [part.groups[number] for part, number in zip(parts, where, strict=True)]
         source = [new[group.source] for new, group in zip(numbers, old, strict=True)]
         groups.append(
             ColumnGroup(
-                names=tuple(own),
+                names=tuple(names_there),
                 source=np.concatenate(source),
                 document=np.concatenate([group.document for group in old]),
             )

@@ -49,7 +49,7 @@ def document_scores(dataset: HiddenStatesDataset, documents: np.ndarray, nll: bo
         columns += ["target_logsumexp", *({FINAL, "logits"} & set(dataset.columns))]
     reader = HiddenStatesDataset(dataset.path, columns)
     head = load_head_tensors(dataset.path, dataset.manifest) if FINAL in columns else {}
-    found = np.full((2, len(documents)), np.nan)
+    first_choice, means = (np.full(len(documents), np.nan) for _ in range(2))
     bar = progress(documents.tolist(), desc="scores", unit="docs", leave=False)
     for number, document in enumerate(bar):
         row = reader[document]
@@ -57,10 +57,11 @@ def document_scores(dataset: HiddenStatesDataset, documents: np.ndarray, nll: bo
         asked = torch.from_numpy(predicts_supervised(mask, np.array([0, len(mask)])))  # [T]
         following = row["input_ids"].roll(-1)[asked]  # [m]
         if len(following):
-            found[0, number] = float((row["target_argmax"][asked] == following).double().mean())
+            hits = row["target_argmax"][asked] == following
+            first_choice[number] = float(hits.double().mean())
             if nll:
-                found[1, number] = _mean_nll(row, asked, following, head, dataset)
-    return Scores(first_choice=found[0], nll=found[1])
+                means[number] = _mean_nll(row, asked, following, head, dataset)
+    return Scores(first_choice=first_choice, nll=means)
 
 
 def _mean_nll(

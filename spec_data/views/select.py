@@ -166,13 +166,13 @@ class _Conditions:
         kwargs = usual_kwargs(self._dataset.manifest.identity)
         benchmark = read_benchmark(name, self._dataset.target_dir, kwargs)
         self._benchmarks += benchmark.sources
-        found = find_overlap(self._dataset, self._left, benchmark.grams)
+        overlap = find_overlap(self._dataset, self._left, benchmark.grams)
         logger.info(
             "%s: %d of %d documents share %d token ids in a row with %d of its %d prompts",
-            *(name, int(found.documents.sum()), len(self._left), benchmark.grams.size),
-            *(len(found.prompts), benchmark.grams.prompts),
+            *(name, int(overlap.documents.sum()), len(self._left), benchmark.grams.size),
+            *(len(overlap.prompts), benchmark.grams.prompts),
         )
-        return ~found.documents
+        return ~overlap.documents
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that decide the view; files by their contents, not by their paths."""
