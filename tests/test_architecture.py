@@ -26,7 +26,7 @@ SHARED = (
 SHARED_WITH = {
     "spec_train.evaluation": ("spec_data.corpus",),  # prompts are read as corpus rows are
     # a dataset is judged as verify judges it, and a target's layers are those of a conversion
-    "spec_train.diagnosis": ("spec_data.verification", "spec_data.options", "spec_data.conversion"),
+    "spec_train.diagnosis": ("spec_data.verification", "spec_data.conversion"),
 }
 
 
@@ -167,7 +167,7 @@ def test_help_imports_nothing_heavy(arguments):
         "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'numpy'}\n"
-        "heavy = (heavy | {'tqdm', 'yaml', 'shtab'}) & set(sys.modules)\n"
+        "heavy = (heavy | {'tqdm', 'yaml', 'rich'}) & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", program, *rest], capture_output=True)

@@ -140,11 +140,11 @@ def estimate(
     )
     from spec_data.models.devices import check_devices
     from spec_data.models.spread import parse_spread
-    from spec_data.options.option_values import parse_batch_tokens, parse_drafts
     from spec_data.pages.dataset_page import plan_page
     from spec_data.pages.page import write_page
     from spec_data.shards.errors import ConfigError
     from spec_data.shards.urls import scheme_of
+    from spec_data.terminal.option_values import parse_batch_tokens, parse_drafts
 
     if scheme_of(str(out)):
         raise ConfigError(

@@ -221,8 +221,8 @@ def generate(
     )
     from spec_data.generation.workers import Worker, this_worker
     from spec_data.models.spread import parse_spread
-    from spec_data.options.option_values import parse_batch_tokens, parse_drafts
     from spec_data.results import GenerateResult
+    from spec_data.terminal.option_values import parse_batch_tokens, parse_drafts
 
     sources = tuple(path_list(corpus))
     run = RunOptions(

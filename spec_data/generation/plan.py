@@ -54,7 +54,6 @@ from spec_data.corpus.record_reader import (
 from spec_data.corpus.records import parse_row
 from spec_data.corpus.sources import expected_rows
 from spec_data.generation.workers import running_workers
-from spec_data.options.option_values import parse_size
 from spec_data.shards.checksums import list_views, numbers, read_batches
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import CorpusError, DatasetError, RunError, TargetError
@@ -65,6 +64,7 @@ from spec_data.shards.packing import pack_documents
 from spec_data.shards.resumable import link_or_copy, remove
 from spec_data.shards.schema import Column, predicts_supervised
 from spec_data.shards.writer import ShardStream, UnitData, shard_bytes
+from spec_data.terminal.option_values import parse_size
 from spec_data.terminal.paths import make_directory
 from spec_data.terminal.progress import progress
 

@@ -48,13 +48,13 @@ from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.models.rope_factors import check_choice, chosen_factors
 from spec_data.models.spread import Spread
-from spec_data.options.option_values import check_drafts, parse_codecs, parse_size
 from spec_data.shards.errors import ConfigError, DraftError, TargetError
 from spec_data.shards.files import dump_json, sha256_file
 from spec_data.shards.layer_ids import AUTO_DRAFTS, RECIPES, choose_layers, recipe_layers
 from spec_data.shards.position_data import ROPE, Positions
 from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import FORMAT_VERSION, Column, data_problem, token_columns
+from spec_data.terminal.option_values import check_drafts, parse_codecs, parse_size
 from spec_data.terminal.progress import progress
 
 logger = logging.getLogger(__name__)

@@ -27,9 +27,6 @@ _NOISY = (
     *("httpx", "httpx2", "openai", "transformers", "datasets", "huggingface_hub"),
     *("botocore", "aiobotocore"),
 )
-_FILES = ("FILE", "SRC", "MODEL", "RUN/failed-step-N")
-_DIRECTORIES = ("DIR", "RUN", "DIR[:WEIGHT]")
-
 
 STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)
@@ -45,55 +42,7 @@ class Terminated(KeyboardInterrupt):
         self.number = number
 
 
-# -- parsing ----------------------------------------------------------------------------------
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that suggests the nearest flag or choice and prints its own usage line.
-
-    Options are written out: a shortened one (`--ttt-step`) would mean another option, or none, as
-    soon as a release adds an option with the same beginning.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False} | kwargs)
-        self.elsewhere: dict[str, str] = {}
-        """Options of other commands, and whose they are."""
-
-    def parse_known_args(self, args=None, namespace=None):
-        """Parse; what is left over is an error here, where the usage line is the right one."""
-        first = next(iter(args or ()), "")
-        inner = [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
-        if inner and first.startswith("--") and first not in self._option_string_actions:
-            name, known = inner[0].metavar, ", ".join(inner[0].choices)
-            self.error(f"{name} is missing; write it before the options: {known}")
-        found, left = super().parse_known_args(args, namespace)
-        if left:
-            flags = [word for word in left if word.startswith("-")]
-            self.error("; ".join(map(self._unknown, flags)) or f"unexpected: {' '.join(left)}")
-        return found, left
-
-    def _unknown(self, word: str) -> str:
-        flag = word.partition("=")[0]
-        if flag in self.elsewhere:
-            return f"unknown option {flag}; it is an option of {self.elsewhere[flag]}"
-        known = [name for name in self._option_string_actions if name.startswith("--")]
-        near = nearest(flag, known)
-        return f"unknown option {flag}" + (f"; did you mean {near}?" if near else "")
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            near = nearest(str(value), [str(choice) for choice in action.choices or ()])
-            if near is None:
-                raise
-            raise argparse.ArgumentError(action, f"{error.message}; did you mean {near}?") from None
-
-    def error(self, message: str) -> NoReturn:
-        """Print the usage line of this very command, what is wrong, and where help is."""
-        self.print_usage(sys.stderr)
-        self.exit(2, f"error: {message}\nAll options: {self.prog} --help\n")
+# -- words ------------------------------------------------------------------------------------
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
@@ -104,64 +53,6 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     digitless = {re.sub(r"\d", "0", word): word for word in reversed(plain)}
     found = difflib.get_close_matches(re.sub(r"\d", "0", wanted), digitless, n=1, cutoff=0.65)
     return plain[digitless[found[0]]] if found else None
-
-
-def add_common_options(parser: argparse.ArgumentParser, top: bool = False) -> None:
-    """Add the options that every command has; those of a subcommand leave the top one's alone."""
-    group = parser.add_argument_group("output and errors")
-    default: Any = False if top else argparse.SUPPRESS
-    group.add_argument(
-        "--quiet",
-        action="store_true",
-        default=default,
-        help="print results, warnings and errors only: no bars and no log lines (default: off)",
-    )
-    group.add_argument(
-        "--log-file",
-        metavar="FILE",
-        default=None if top else argparse.SUPPRESS,
-        help="append every log line with its time to FILE, also with --quiet (default: none)",
-    )
-    group.add_argument(
-        "--debug",
-        action="store_true",
-        default=default,
-        help="show the Python traceback of an error; add it to a bug report (default: off)",
-    )
-
-
-class PrintCompletion(argparse.Action):
-    """--print-completion SHELL: print the completion script of a whole program and exit."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        import shtab  # only here: it costs every other call nothing
-
-        _mark_files(parser, shtab)
-        print(shtab.complete(parser, shell=values))
-        parser.exit(0)
-
-
-def add_completion_option(parser: argparse.ArgumentParser) -> None:
-    """Add --print-completion to the top parser of a program."""
-    parser.add_argument(
-        "--print-completion",
-        action=PrintCompletion,
-        choices=("bash", "zsh", "tcsh"),
-        help="print a script that completes commands and options in this shell, and exit; "
-        'for bash: eval "$(%(prog)s --print-completion bash)"',
-    )
-
-
-def _mark_files(parser: argparse.ArgumentParser, shtab: Any) -> None:
-    """Let the shell complete paths where an option or argument takes one."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for child in action.choices.values():
-                _mark_files(child, shtab)
-        elif action.metavar in _FILES:
-            action.complete = shtab.FILE  # type: ignore[attr-defined]
-        elif action.metavar in _DIRECTORIES:
-            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
 
 
 # -- logging ----------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from msgspec import structs
 from torch import Tensor
 
 from spec_data.generation.calibrate import check_bounds, measure, sample_budget, sample_documents
-from spec_data.options.option_values import parse_codecs
 from spec_data.shards.codec_tables import error_text, make_tables, save_tables
 from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import ConfigError, DatasetError
@@ -33,6 +32,7 @@ from spec_data.shards.schema import (
     predicts_supervised,
     token_columns,
 )
+from spec_data.terminal.option_values import parse_codecs
 from spec_data.terminal.progress import progress
 from spec_data.views.copy import Copy
 from spec_data.views.derive import derived

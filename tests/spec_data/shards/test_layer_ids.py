@@ -2,9 +2,9 @@
 
 import pytest
 
-from spec_data.options.option_values import parse_drafts
 from spec_data.shards.errors import ConfigError, DraftError, TargetError
 from spec_data.shards.layer_ids import RECIPES, choose_layers, chosen_layers
+from spec_data.terminal.option_values import parse_drafts
 from spec_train.options.draft_options import DRAFT_OPTIONS
 
 

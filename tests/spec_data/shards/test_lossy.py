@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from spec_data.options.option_values import HIDDEN_CODECS
 from spec_data.shards.codec_tables import (
     channel_error,
     gaussian_levels,
@@ -20,6 +19,7 @@ from spec_data.shards.codecs import CODECS, LOSSY, bf16_tensor
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.schema import Column, predicts_supervised, token_columns
 from spec_data.shards.shard import StoredRows, decode_rows, runs
+from spec_data.terminal.option_values import HIDDEN_CODECS
 from tests.tolerance import close
 
 H = 64

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spec_data.terminal.config import as_flags
+from spec_data.terminal.command import words_of
 from spec_train.drafts import DRAFTS
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
@@ -98,7 +98,14 @@ COMMAND = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3"]
 
 
 def command(config: Training) -> list[str]:
-    return [*COMMAND, *as_flags(config), "--ttt-steps", "2", "--draft-vocab-size", "40"]
+    return [
+        *COMMAND,
+        *words_of(Training, dataclasses.asdict(config)),
+        "--ttt-steps",
+        "2",
+        "--draft-vocab-size",
+        "40",
+    ]
 
 
 def environment() -> dict[str, str]:

@@ -1,8 +1,6 @@
-"""What the values of options are read with: sizes, bounds, codecs; and the headings of --help."""
+"""What the values of options are read with: sizes, codecs, names of drafts."""
 
-import json
 import re
-from typing import Any
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.layer_ids import RECIPES
@@ -110,26 +108,3 @@ def check_drafts(drafts: tuple[str, ...], layers: str, supervision: str, final: 
         f"--for eagle with {kept}: this draft reads hidden.final at every token; use --supervision "
         "final-hidden and --final all, or leave eagle out"
     )
-
-
-def parse_object(flag: str, text: str) -> dict[str, Any]:
-    """Return a JSON object.
-
-    Raises:
-        ConfigError: `text` is no JSON, or no object; the message begins with `flag`.
-    """
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{flag}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{flag}: expected a JSON object")
-    return value
-
-
-REQUIRED = "required"
-CAPTURE = "what is captured"
-DOCUMENTS = "documents"
-RUNNING = "how the target runs"
-SHARDS = "shards and workers"
-CHECKS = "what is checked"
