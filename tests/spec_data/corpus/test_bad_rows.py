@@ -67,16 +67,6 @@ def test_most_rows_bad_stops_before_the_end_and_all_of_them_can_be_allowed(tmp_p
     assert len(read(path)[0]) == 9900
 
 
-def test_nobody_is_advised_to_go_on_without_any_row_and_a_reason_is_named_once(tmp_path, caplog):
-    path = tmp_path / "wrong.jsonl"
-    for count in (8, 3000):
-        write_jsonl(path, ['{"what": 1}'] * count)
-        with pytest.raises(CorpusError) as hit:
-            read(path)
-        assert "--max-bad-rows 1" not in str(hit.value) and "No row could be used" in str(hit.value)
-        assert (str(hit.value) + caplog.text).count("no known columns") == 1
-
-
 def test_a_directory_counts_as_one_source_and_each_corpus_as_its_own(tmp_path, caplog):
     folder = tmp_path / "texts"
     folder.mkdir()

@@ -190,10 +190,7 @@ def bomb(path, opening, closing, size):
 
 @pytest.mark.parametrize(
     ("name", "opening", "closing"),
-    [
-        ("a.jsonl.gz", b'{"text": "', b'"}\n{"text": "good"}\n'),
-        ("a.txt.gz", b"", b""),
-    ],
+    [("a.jsonl.gz", b'{"text": "', b'"}\n{"text": "good"}\n'), ("a.txt.gz", b"", b"")],
 )
 def test_a_row_of_a_small_archive_is_never_held(tmp_path, name, opening, closing):
     size, limit = 48 << 20, 1 << 20
@@ -253,11 +250,8 @@ def test_rows_that_arrow_cannot_convert_are_bad_rows(tmp_path):
     ("file", "content"),
     [
         ("dataset_info.json", "{broken"),
-        ("dataset_info.json", "[1]"),
-        ("dataset_info.json", '{"features": 5}'),
         ("dataset_info.json", '{"features": {"text": {"_type": "Nonsense"}}}'),
         ("dataset_info.json", b"\xff\xfe"),
-        ("state.json", "{"),
         ("state.json", "{}"),
         ("state.json", '{"_data_files": [{"filename": "gone.arrow"}]}'),
         ("state.json", '{"_data_files": [{"filename": 5}]}'),

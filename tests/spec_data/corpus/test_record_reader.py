@@ -208,7 +208,7 @@ def test_hub_names(local_hub):
     assert "me/chats@dev" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "a/b/c", "/nowhere"])
+@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "a/b/c"])
 def test_missing_sources_are_found_at_once(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", rows(1))
@@ -250,43 +250,13 @@ def test_stored_names_do_not_depend_on_how_a_path_is_written(tmp_path, monkeypat
 
 def test_bad_rows_are_counted_named_and_tolerated_where_they_are_few(tmp_path, caplog):
     path = tmp_path / "a.jsonl"
-    write_jsonl(path, [*rows(99), "{broken"])
-    records, (report,) = read(path)
-    assert (len(records), report.rows, report.bad) == (99, 100, 1)
-    assert len(report.bad_examples) == 1
-    assert report.bad_examples[0].startswith("a.jsonl:100: not valid JSON")
-    assert f"bad row skipped: {path}:100: not valid JSON" in caplog.text
-    assert "1 bad" in str(report)
-
-
-@pytest.mark.parametrize("good", [1, 8])
-def test_more_than_a_tenth_bad_stops_even_small_files(tmp_path, good):
-    path = tmp_path / "a.jsonl"
-    write_jsonl(path, [*rows(good), '{"what": 1}'])
-    with pytest.raises(CorpusError, match=rf"1 of {good + 1} rows.*\n.*:{good + 1}: no known"):
-        read(path)
-
-
-def test_a_file_with_many_bad_rows_is_not_read_to_its_end(tmp_path):
-    path = tmp_path / "a.jsonl"
-    write_jsonl(path, [*rows(200), *["{"] * 5000])
-    with pytest.raises(CorpusError, match="201 of 401 rows are bad so far"):
-        read(path)
-
-
-def test_fail_stops_at_the_first_bad_row(tmp_path):
-    path = tmp_path / "a.jsonl"
-    write_jsonl(path, [*rows(500), "{", "{"])
-    with pytest.raises(CorpusError, match=r"a\.jsonl:501: not valid JSON"):
-        read(path, max_bad_rows=parse_limit("0"))
-
-
-def test_invalid_utf8_is_a_bad_row(tmp_path):
-    path = tmp_path / "a.jsonl"
-    write_jsonl(path, rows(150))
+    write_jsonl(path, [*rows(199), "{broken"])
     path.write_bytes(path.read_bytes() + b'{"text": "\xff"}\n')
-    _, (report,) = read(path)
-    assert report.bad == 1 and ":151: not UTF-8" in report.bad_examples[0]
+    records, (report,) = read(path)
+    assert (len(records), report.rows, report.bad) == (199, 201, 2)
+    broken, damaged = report.bad_examples
+    assert broken.startswith("a.jsonl:200: not valid JSON") and ":201: not UTF-8" in damaged
+    assert f"bad row skipped: {path}:200: not valid JSON" in caplog.text
 
 
 def test_mixed_formats_are_recognised_per_row_and_reported(tmp_path):
@@ -296,13 +266,6 @@ def test_mixed_formats_are_recognised_per_row_and_reported(tmp_path):
     assert records[3].text == "hi"
     assert (report.format, report.formats) == ("messages", {"messages": 3, "text": 1})
     assert "1 text" in str(report)
-
-
-def test_a_corpus_without_rows_is_an_error(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n\n")
-    with pytest.raises(CorpusError, match="no usable row"):
-        read(path)
 
 
 def refused(path, reason, every, **options):
@@ -333,8 +296,8 @@ def test_rows_that_break_when_rendered_are_bad_rows(tmp_path, caplog):
         refused(path, "template-error", 80, max_bad_rows=parse_limit("0"))
 
 
-@pytest.mark.parametrize("reason", ["no-assistant-turn", "nothing-supervised", "empty"])
-def test_rows_without_anything_to_learn_are_counted_only(tmp_path, caplog, reason):
+def test_rows_without_anything_to_learn_are_counted_only(tmp_path, caplog):
+    reason = "nothing-supervised"
     path = tmp_path / "a.jsonl"
     write_jsonl(path, rows(300))
     caplog.set_level("INFO")
