@@ -31,192 +31,121 @@ CALL_JSON = '{"name": "w", "arguments": {"city": "Paris"}}'
 QUOTE = "say <|im_start|>assistant\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def im(role, content):
-    return f"<|im_start|>{role}\n{content}\n"
+def _turns(header, end, behind, pairs):
+    """Join (role, content) pairs; the end of a turn belongs to a supervised content."""
+    text = ""
+    for role, content in zip(pairs[::2], pairs[1::2], strict=True):
+        inside = content.endswith("»")
+        content = content.removesuffix("»") + end + "»" * inside
+        text += header.format(role) + content + behind
+    return text
 
 
-def l3(role, content):
-    return f"<|start_header_id|>{role}<|end_header_id|>\n\n{content}"
+def im(*pairs, end="<|im_end|>"):
+    return _turns("<|im_start|>{}\n", end, "\n", pairs)
+
+
+def l3(*pairs):
+    return _turns("<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>", "", pairs)
 
 
 NO_THINKING = {"enable_thinking": False}
-LLAMA_TOOLS = l3(
-    "system",
+TOOL_LIST = (
     'Tools: [{"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}]'
-    "<|eot_id|>",
 )
+PARIS = "Paris 🦊\n\n x"
+CALLED = f"<tool_call>\n{CALL_JSON}\n</tool_call>"
+RESPONSES = "<tool_response>\nsun\n</tool_response>\n<tool_response>\nrain\n</tool_response>"
+FIRST = answer("<think>\nfirst\n</think>\n\nB")
+TWO_TOOLS = (
+    *(user("weather?"), {**CALL, "reasoning_content": "look"}, {"role": "tool", "content": "sun"}),
+    *({"role": "tool", "content": "rain"}, answer("Both.", reasoning_content="odd")),
+)
+TAGGED = (user("q"), answer("old", skip=True), user(QUOTE), answer("no 🦊"))
+TAGGED_TEXT = im("user", "q", "assistant", "old", "user", QUOTE, "assistant", "«no 🦊»")
 
-# name -> (family, messages, template kwargs, tools, the expected documents)
+
+def case(family, messages, *documents, tools=None, kwargs=None):
+    """Return (family, messages, template kwargs, tools, the expected documents)."""
+    return family, messages, kwargs or {}, tools, list(documents)
+
+
 CASES = {
-    "llama3": (
+    "llama3": case(
         "llama3",
         (system("Be brief. "), *TWO),
-        {},
-        None,
-        [
-            "<|begin_of_text|>"
-            + l3("system", "Be brief.<|eot_id|>")
-            + l3("user", "hello<|eot_id|>")
-            + l3("assistant", "«Paris 🦊\n\n x<|eot_id|>»")
-            + l3("user", "and?<|eot_id|>")
-            + l3("assistant", "«I think so.<|eot_id|>»")
-        ],
+        "<|begin_of_text|>"
+        + l3("system", "Be brief.", "user", "hello", "assistant", f"«{PARIS}»")
+        + l3("user", "and?", "assistant", "«I think so.»"),
     ),
-    "llama3 tools": (
+    "llama3 tools": case(
         "llama3",
         TOOL_CHAT,
-        {},
-        TOOLS,
-        [
-            "<|begin_of_text|>"
-            + LLAMA_TOOLS
-            + l3("user", "weather?<|eot_id|>")
-            + l3("assistant", f"«{CALL_JSON}<|eot_id|>»")
-            + l3("ipython", "sun<|eot_id|>")
-            + l3("assistant", "«It is sunny.<|eot_id|>»")
-            + l3("user", "sure?<|eot_id|>")
-            + l3("assistant", "«Yes.<|eot_id|>»")
-        ],
+        "<|begin_of_text|>"
+        + l3("system", TOOL_LIST, "user", "weather?", "assistant", f"«{CALL_JSON}»")
+        + l3(
+            "ipython", "sun", "assistant", "«It is sunny.»", "user", "sure?", "assistant", "«Yes.»"
+        ),
+        tools=TOOLS,
     ),
-    "chatml, header quoted by the user": (
+    "chatml, header quoted by the user": case(
         "chatml",
         (user(QUOTE), answer("no "), user("ok"), answer(QUOTE[:4])),
-        {},
-        None,
-        [
-            im("user", QUOTE + "<|im_end|>")
-            + im("assistant", "«no <|im_end|>»")
-            + im("user", "ok<|im_end|>")
-            + im("assistant", "«say <|im_end|>»")
-        ],
+        im("user", QUOTE, "assistant", "«no »", "user", "ok", "assistant", "«say »"),
     ),
-    "an end-of-turn token only the template knows": (
+    "an end-of-turn token only the template knows": case(
         "odd-end",
         TWO,
-        {},
-        None,
-        [
-            im("user", "hello<|stop|>")
-            + im("assistant", "«Paris 🦊\n\n x<|stop|>»")
-            + im("user", "and?<|stop|>")
-            + im("assistant", "«I think so.<|stop|>»")
-        ],
+        im("user", "hello", "assistant", f"«{PARIS}»", end="<|stop|>")
+        + im("user", "and?", "assistant", "«I think so.»", end="<|stop|>"),
     ),
-    "qwen2.5 default system": (
+    "qwen2.5 default system": case(
         "qwen2.5",
         TWO[:2],
-        {},
-        None,
-        [
-            im("system", "You are Qwen.<|im_end|>")
-            + im("user", "hello<|im_end|>")
-            + im("assistant", "«Paris 🦊\n\n x<|im_end|>»")
-        ],
+        im("system", "You are Qwen.", "user", "hello", "assistant", f"«{PARIS}»"),
     ),
-    "qwen3 thinking, earlier thinking dropped": (
+    "qwen3 thinking, earlier thinking dropped": case(
         "qwen3",
-        (user("a"), THOUGHT, user("b"), answer("<think>\nfirst\n</think>\n\nB")),
-        {},
-        None,
-        [
-            im("user", "a<|im_end|>")
-            + im("assistant", "«<think>\nI think\n\nhard\n</think>\n\nThe answer.<|im_end|>»"),
-            im("user", "a<|im_end|>")
-            + im("assistant", "The answer.<|im_end|>")
-            + im("user", "b<|im_end|>")
-            + im("assistant", "«<think>\nfirst\n</think>\n\nB<|im_end|>»"),
-        ],
+        (user("a"), THOUGHT, user("b"), FIRST),
+        im("user", "a", "assistant", "«<think>\nI think\n\nhard\n</think>\n\nThe answer.»"),
+        im("user", "a", "assistant", "The answer.")
+        + im("user", "b", "assistant", "«<think>\nfirst\n</think>\n\nB»"),
     ),
-    "qwen3 without thinking: the empty block is prompt": (
+    "qwen3 without thinking: the empty block is prompt": case(
         "qwen3",
         TWO[:2],
-        NO_THINKING,
-        None,
-        [
-            im("user", "hello<|im_end|>")
-            + im("assistant", "<think>\n\n</think>\n\n«Paris 🦊\n\n x<|im_end|>»")
-        ],
+        im("user", "hello", "assistant", f"<think>\n\n</think>\n\n«{PARIS}»"),
+        kwargs=NO_THINKING,
     ),
-    "qwen3 tools and thinking after the last question": (
+    "qwen3 tools and thinking after the last question": case(
         "qwen3",
-        (
-            user("weather?"),
-            {**CALL, "reasoning_content": "look"},
-            {"role": "tool", "content": "sun"},
-            {"role": "tool", "content": "rain"},
-            answer("Both.", reasoning_content="odd"),
-        ),
-        {},
-        None,
-        [
-            im("user", "weather?<|im_end|>")
-            + im(
-                "assistant",
-                f"«<think>\nlook\n</think>\n\n<tool_call>\n{CALL_JSON}\n</tool_call><|im_end|>»",
-            )
-            + im(
-                "user",
-                "<tool_response>\nsun\n</tool_response>\n<tool_response>\nrain\n</tool_response>"
-                "<|im_end|>",
-            )
-            + im("assistant", "«<think>\nodd\n</think>\n\nBoth.<|im_end|>»")
-        ],
+        TWO_TOOLS,
+        im("user", "weather?", "assistant", f"«<think>\nlook\n</think>\n\n{CALLED}»")
+        + im("user", RESPONSES, "assistant", "«<think>\nodd\n</think>\n\nBoth.»"),
     ),
-    "mistral": (
-        "mistral",
-        TWO,
-        {},
-        None,
-        ["<s>[INST] hello[/INST]« Paris 🦊\n\n x</s>»[INST] and?[/INST]« I think so.</s>»"],
+    "mistral": case(
+        "mistral", TWO, f"<s>[INST] hello[/INST]« {PARIS}</s>»[INST] and?[/INST]« I think so.</s>»"
     ),
-    "mistral moves the system message": (
+    "mistral moves the system message": case(
         "mistral",
         (system("Brief."), *TWO),
-        {},
-        None,
-        [
-            "<s>[INST] Brief.\n\nhello[/INST]« Paris 🦊\n\n x</s>»",
-            "<s>[INST] hello[/INST] Paris 🦊\n\n x</s>"
-            "[INST] Brief.\n\nand?[/INST]« I think so.</s>»",
-        ],
+        f"<s>[INST] Brief.\n\nhello[/INST]« {PARIS}</s>»",
+        f"<s>[INST] hello[/INST] {PARIS}</s>[INST] Brief.\n\nand?[/INST]« I think so.</s>»",
     ),
-    "gemma3 merges the system message": (
+    "gemma3 merges the system message": case(
         "gemma3",
         (system("Brief."), *TWO),
-        {},
-        None,
-        [
-            "<|begin_of_text|><start_of_turn>user\nBrief.\n\nhello<end_of_turn>\n"
-            "<start_of_turn>model\n«Paris 🦊\n\n x<end_of_turn>»\n"
-            "<start_of_turn>user\nand?<end_of_turn>\n"
-            "<start_of_turn>model\n«I think so.<end_of_turn>»\n"
-        ],
+        "<|begin_of_text|><start_of_turn>user\nBrief.\n\nhello<end_of_turn>\n"
+        f"<start_of_turn>model\n«{PARIS}<end_of_turn>»\n<start_of_turn>user\nand?<end_of_turn>\n"
+        "<start_of_turn>model\n«I think so.<end_of_turn>»\n",
     ),
-    "phi3 closes the conversation": (
+    "phi3 closes the conversation": case(
         "phi3",
         TWO,
-        {},
-        None,
-        [
-            "<|user|>\nhello<|end|>\n<|assistant|>\n«Paris 🦊\n\n x<|end|>»\n"
-            "<|user|>\nand?<|end|>\n<|assistant|>\n«I think so.<|end|>»\n<|endoftext|>"
-        ],
+        f"<|user|>\nhello<|end|>\n<|assistant|>\n«{PARIS}<|end|>»\n"
+        "<|user|>\nand?<|end|>\n<|assistant|>\n«I think so.<|end|>»\n<|endoftext|>",
     ),
-    **{
-        name: (
-            name,
-            (user("q"), answer("old", skip=True), user(QUOTE), answer("no 🦊")),
-            {},
-            None,
-            [
-                im("user", "q<|im_end|>")
-                + im("assistant", "old<|im_end|>")
-                + im("user", QUOTE + "<|im_end|>")
-                + im("assistant", "«no 🦊<|im_end|>»")
-            ],
-        )
-        for name in ("tagged", "tagged-bare", "tagged-wide")
-    },
+    **{name: case(name, TAGGED, TAGGED_TEXT) for name in ("tagged", "tagged-bare", "tagged-wide")},
 }
 METHODS = {
     **dict.fromkeys(("tagged", "tagged-bare", "tagged-wide"), "generation tags"),
