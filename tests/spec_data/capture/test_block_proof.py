@@ -64,31 +64,18 @@ def test_layer_ids_that_are_off_by_one_are_refused(target, shift):
         proven(target, states, (1, 2, 4))
 
 
-def test_every_captured_layer_is_looked_at(target):
-    """One wrong layer is enough, and its name is in the error."""
-    states = states_of(target[1])
-    for own, _ in states:
-        own[2] = own[3]
-    with pytest.raises(RunError, match="layer 2 is not the output"):
-        proven(target, states)
-
-
-def test_a_state_before_the_norm_is_refused_as_the_final_one(target):
-    states = [(own, own[LAYERS - 1]) for own, _ in states_of(target[1])]
-    with pytest.raises(RunError, match="not the final norm of its last block"):
-        proven(target, states)
-
-
-def test_a_normed_state_is_refused_as_the_last_block(target):
-    states = [(own | {LAYERS - 1: final}, final) for own, final in states_of(target[1])]
-    with pytest.raises(RunError, match="relative error"):
-        proven(target, states)
-
-
-def test_another_embedding_output_is_refused(target):
-    states = [(own | {-1: own[-1] / 2}, final) for own, final in states_of(target[1])]
-    with pytest.raises(RunError, match="not that of the embedding"):
-        proven(target, states)
+@pytest.mark.parametrize(
+    ("spoilt", "message"),
+    [
+        (lambda own, final: (own | {2: own[3]}, final), "layer 2 is not the output"),
+        (lambda own, final: (own, own[LAYERS - 1]), "not the final norm of its last block"),
+        (lambda own, final: (own | {LAYERS - 1: final}, final), "relative error"),
+        (lambda own, final: (own | {-1: own[-1] / 2}, final), "not that of the embedding"),
+    ],
+)
+def test_one_wrong_state_is_refused_by_name(target, spoilt, message):
+    with pytest.raises(RunError, match=message):
+        proven(target, [spoilt(*states) for states in states_of(target[1])])
 
 
 def test_a_document_that_sees_another_one_is_refused(target):

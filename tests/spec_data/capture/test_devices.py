@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-import spec_data.generation.setup as generation_setup
 from spec_data.capture.model import Target
 from spec_data.capture.tensor_parallel import leading
 from spec_data.models import loading
-from spec_data.models.devices import usable_device
 from spec_data.models.loading import check_tied_places
-from spec_data.models.placement import device_of, shares_weight, whole
 from spec_data.models.reading import load_config
 from spec_data.models.spread import Spread
 from spec_data.shards.errors import ConfigError, SpecDataError
@@ -27,10 +24,6 @@ from spec_data.verification.run import examine
 from tests.families import LAYERS, VOCAB, tiny_model
 from tests.spec_data.capture.backend_contract import BackendContract
 from tests.spec_data.runs import (
-    estimate_with,
-    generate_with,
-    options,
-    prepared,
     run,
     save_target,
     write_corpus,
@@ -114,34 +107,6 @@ def test_weights_are_read_to_their_device(tmp_path, monkeypatch):
         assert given.get("device_map") == expected
 
 
-def test_parts_of_a_model_are_found_wherever_they_are(tmp_path):
-    model = tiny_model("llama")
-    model.save_pretrained(tmp_path)
-    spread = loading.load_model(str(tmp_path), spread=Spread(device_map=offloaded()))
-    assert spread.lm_head.weight.device.type == "meta"
-    assert torch.equal(whole(spread.lm_head, "weight"), model.lm_head.weight)
-    assert whole(spread.lm_head, "bias") is None
-    assert device_of(spread.lm_head) == torch.device("cpu")
-    assert not shares_weight(spread.lm_head, spread.get_input_embeddings())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"device_map": "everywhere"}, "--device-map everywhere: expected auto"),
-        ({"device_map": "{broken"}, "--device-map"),
-        ({"max_memory": '{"0": "1GB"}'}, "goes with --device-map"),
-        ({"device_map": "auto", "device": "cpu"}, "leave --device cpu out"),
-        ({"tp_plan": "auto", "device_map": "auto"}, "exclude each other"),
-        ({"tp_plan": "auto", "workers": "auto"}, "are one worker"),
-    ],
-)
-def test_contradicting_options_are_refused(changes, message):
-    needed = {"target": "t", "corpus": ("c",), "out": "o"}
-    with pytest.raises(ConfigError, match=message):
-        prepared(**needed | changes)
-
-
 def test_tensor_parallelism_asks_for_torchrun(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with (
@@ -149,38 +114,6 @@ def test_tensor_parallelism_asks_for_torchrun(monkeypatch):
         leading(Spread(tensor_parallel=True)),
     ):
         raise AssertionError("the command must not run")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here cuda is usable")
-def test_a_device_that_is_not_there_is_refused_before_the_corpus_is_read(tmp_path, monkeypatch):
-    target, corpus = save_target(tmp_path / "target"), write_corpus(tmp_path / "corpus.jsonl", 4)
-    given = options(target, corpus, tmp_path / "out")
-
-    def reads(*_arguments: object) -> None:
-        raise AssertionError("the corpus is read")
-
-    missing = r"--device cuda: not usable on this machine"
-    with pytest.raises(ConfigError, match=missing):
-        usable_device("cuda")
-    with monkeypatch.context() as patch:
-        for name in ("make_plan", "changed_settings"):
-            patch.setattr(generation_setup, name, reads)
-        with pytest.raises(ConfigError, match=missing):
-            generate_with(**given | {"device": "cuda"})
-        with pytest.raises(ConfigError, match=missing):
-            estimate_with(**given | {"device": "cuda"}, probe=True)
-    assert estimate_with(**given | {"device": "cuda"}).tokens  # no GPU needed
-    stop = RuntimeError("stopped before the first unit")
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "spec_data.commands.generate._capture", lambda *_, **__: (_ for _ in ()).throw(stop)
-        )
-        with pytest.raises(RuntimeError, match="stopped"):
-            generate_with(**given)
-    with monkeypatch.context() as patch:  # a saved plan changes nothing
-        patch.setattr(generation_setup, "changed_settings", reads)
-        with pytest.raises(ConfigError, match=missing):
-            generate_with(**given | {"device": "cuda"})
 
 
 @pytest.mark.long

@@ -12,22 +12,14 @@ import torch
 import spec_data
 from spec_data.capture.backend import BACKENDS, BackendOptions, open_backend
 from spec_data.capture.hf_backend import HFBackend
-from spec_data.capture.mask_forms import SINGLE
 from tests.spec_data.capture.backend_contract import (
     BackendContract,
-    captured,
     test_a_backend_that_does_not_exist_is_refused,  # noqa: F401 (collected here)
 )
 
 
 class TestTransformers(BackendContract):
     """`--backend hf`."""
-
-    def test_states_are_bit_equal_to_those_of_transformers(self, model, backend, documents):
-        (states,) = captured(backend, documents[1:2], SINGLE)
-        layers, final, _ = self.plain(model, documents[1])
-        assert all(torch.equal(states.layers[k], layers[k]) for k in backend.layers)
-        assert torch.equal(states.final, final)
 
     def test_closing_frees_the_model(self, model_dir):
         backend = self.open(model_dir)

@@ -105,17 +105,6 @@ def test_samples_reach_the_longest_position() -> None:
     assert len(found) < 130
 
 
-def test_learned_positions_are_named() -> None:
-    found = read_positions(tiny_model("gpt2"), 40)
-    assert (found.kind, found.proven, found.tables) == ("learned", True, {})
-
-
-def test_a_target_without_rope_is_not_proven() -> None:
-    found = read_positions(tiny_model("mamba"), 40)
-    assert (found.kind, found.proven) == ("unknown", False)
-    assert found.reason == "no module with inverse frequencies ran"
-
-
 @pytest.mark.parametrize("factors", ["short", "long", None])
 def test_longrope_has_both_sets_and_the_factors_of_the_capture(factors: str | None) -> None:
     model = tiny_model("phi3-longrope")
@@ -187,25 +176,35 @@ def test_a_smaller_rotary_part_than_the_config_says_is_expressed() -> None:
     assert shape.head_dim == 8 and rotary_table(RopeSettings.of(shape)).size == 4
 
 
-def test_a_rotary_module_that_is_called_without_positions_is_not_proven() -> None:
+def _without_positions(model: Any) -> None:
     """As older code of families does, which asks for a table of the first T cosines."""
-    model = tiny_model("llama")
     rotary = rotary_of(model)
     forward = rotary.forward
     rotary.forward = lambda x, count: forward(x, torch.arange(count)[None])
     model.forward = lambda **_: rotary(torch.zeros(1), 4)
-    found = read_positions(model, 40)
-    assert (found.kind, found.proven) == ("rope", False)
-    assert found.reason.startswith("LlamaRotaryEmbedding has inverse frequencies, but is called")
 
 
-def test_a_module_that_returns_no_angles_is_not_proven() -> None:
-    model = tiny_model("llama")
+def _without_angles(model: Any) -> None:
     rotary = rotary_of(model)
     forward = rotary.forward
     rotary.forward = lambda x, position_ids: [v.clone() for v in forward(x, position_ids)] * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "kind", "reason"),
+    [
+        ("gpt2", None, "learned", ""),
+        ("mamba", None, "unknown", "no module with inverse frequencies ran"),
+        ("llama", _without_positions, "rope", "has inverse frequencies, but is called"),
+        ("llama", _without_angles, "unknown", "ValueError: too many values"),
+    ],
+)
+def test_what_is_not_proven_has_a_reason(family: str, change: Any, kind: str, reason: str) -> None:
+    model = tiny_model(family)
+    if change:
+        change(model)
     found = read_positions(model, 40)
-    assert not found.proven and "ValueError: too many values" in found.reason
+    assert (found.kind, found.proven) == (kind, kind == "learned") and reason in found.reason
 
 
 def test_a_module_that_does_not_use_its_frequencies_is_not_proven(caplog) -> None:

@@ -73,7 +73,9 @@ def test_a_long_document_has_the_states_of_output_hidden_states_in_bounded_memor
     for k in CHOSEN:
         close(captured.layers[k], plain.hidden_states[k + 1], **FORWARD, name=f"layer {k}")
     close(captured.final, plain.hidden_states[-1], **FORWARD)
-    assert target.config._attn_implementation == target.attn  # as it was
+    with pytest.raises(KeyboardInterrupt), attention_in_chunks(target.model, target.attn):
+        raise KeyboardInterrupt
+    assert target.config._attn_implementation == target.attn  # as it was, after an error too
     assert elements < LENGTH * LENGTH
     windowed = getattr(target.text_config, "sliding_window", None)
     if target.attn == "eager" or windowed or family == "deepseek_v3":
@@ -137,13 +139,6 @@ def test_a_family_that_does_not_accept_the_rule_is_captured_plainly(monkeypatch,
     captured, _ = capture(target, ids)
     assert "without chunks (the family does not accept it (TypeError))" in caplog.text
     close(captured.final, plain.hidden_states[-1], **FORWARD)
-
-
-def test_the_attention_is_restored_after_an_error():
-    target = target_of("gemma3", "eager")
-    with pytest.raises(KeyboardInterrupt), attention_in_chunks(target.model, "eager"):
-        raise KeyboardInterrupt
-    assert target.model.config._attn_implementation == "eager"
 
 
 def test_a_document_alone_has_no_mask_argument_in_any_packed_form():

@@ -39,9 +39,10 @@ def test_one_causal_mask_without_the_window_is_refused(family):
         prove_isolation(target, ids_of(*LENGTHS), 48, packing="block-causal")
 
 
-def test_rows_can_be_forced():
-    proof = prove_isolation(Target(tiny_model("llama"), (0,)), ids_of(*LENGTHS), 48, packing="rows")
-    assert proof.form == "rows"
+@pytest.mark.parametrize(("lengths", "packing"), [(LENGTHS, "rows"), ((30, 40), "auto")])
+def test_rows_can_be_forced_and_stay_without_two_documents_in_a_pack(lengths, packing):
+    target = Target(tiny_model("llama"), (0,))
+    assert prove_isolation(target, ids_of(*lengths), 48, packing=packing).form == "rows"
 
 
 def test_proof_documents_include_the_longest():
@@ -60,11 +61,6 @@ def test_the_proof_packs_at_least_two_documents_together():
     target = Target(tiny_model("qwen3_next"), (0, 2, 4))
     documents = ids_of(*[lengths[d] for d in chosen])
     assert prove_isolation(target, documents, 64).form == "rows"
-
-
-def test_without_two_documents_in_a_pack_no_packed_form_is_chosen():
-    proof = prove_isolation(Target(tiny_model("llama"), (0,)), ids_of(30, 40), 48)
-    assert proof.form == "rows"
 
 
 def test_packed_batches_of_a_leaky_target_are_refused():

@@ -14,8 +14,7 @@ from spec_data.capture.mask_forms import REQUESTS
 from spec_data.capture.vllm_engine import spans_of, vllm_version
 from spec_data.capture.vllm_worker import Recorder, block_output, head_input
 from spec_data.generation.capture import unit_batches
-from spec_data.shards.errors import ConfigError, MissingError, RunError, TargetError
-from tests.spec_data.runs import prepared
+from spec_data.shards.errors import MissingError, RunError, TargetError
 
 H = 4
 
@@ -48,15 +47,11 @@ class TestSpans:
         with pytest.raises(RunError, match="document 0"):
             spans_of([forward(a[2:], start=2)], [a])
 
-    def test_a_split_prefill_is_refused(self):
+    def test_a_split_prefill_and_a_document_that_did_not_run_are_refused(self):
         a, b = ids(5, 6, 7, 8), ids(9)
-        with pytest.raises(RunError, match="as a whole"):
-            spans_of([forward(a[:2]), forward(a[2:], b, start=2)], [a, b])
-
-    def test_a_document_that_did_not_run_is_refused(self):
-        a = ids(5, 6)
-        with pytest.raises(RunError, match="as a whole"):
-            spans_of([forward(a)], [a, a])
+        for forwards in ([forward(a[:2]), forward(a[2:], b, start=2)], [forward(b)]):
+            with pytest.raises(RunError, match="as a whole"):
+                spans_of(forwards, [a, b])
 
 
 class Block(nn.Module):
@@ -146,25 +141,6 @@ def test_a_model_without_a_logits_processor_is_refused():
     model.compute_logits = lambda hidden: hidden
     with pytest.raises(TargetError, match="runs no logits processor"):
         head_input(model, torch.ones(1, H))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"attn": "sdpa"}, "vLLM has attention of its own"),
-        ({"packing": "block-causal"}, "packs requests itself"),
-        ({"device_map": "auto"}, "--vllm-tensor-parallel N"),
-        ({"vllm_tensor_parallel": 0}, "vllm-tensor-parallel 0: expected"),
-        ({"vllm_memory": 1.5}, "vllm-memory 1.5: expected"),
-        ({"backend": "hf", "vllm_tensor_parallel": 2}, "go with --backend vllm"),
-        ({"backend": "hf", "packing": "requests"}, "go with --backend vllm"),
-    ],
-)
-def test_options_that_contradict_the_backend_are_refused(options, words):
-    """Before anything is read."""
-    given = {"backend": "vllm", "target": "t", "corpus": ("c",), "out": "o"} | options
-    with pytest.raises(ConfigError, match=words):
-        prepared(**given)
 
 
 def test_requests_of_a_batch_have_its_tokens_together():
