@@ -19,9 +19,9 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, fingerprint
 from spec_data.verification.findings import VerifyReport
 from spec_data.verification.run import check_first_choices, examine
-from tests.spec_data.corpus.templates import CHATML, tokenizer
+from tests.spec_data.corpus.templates import CHATML
 from tests.spec_data.generation.trained import BOS, TrainedTarget
-from tests.spec_data.runs import digests, options, prepared, run, save_target, write_corpus
+from tests.spec_data.runs import digests, options, run, save_target, write_corpus
 
 TRAINED = {"layers": "0,1", "max_shard_size": "20KB"}
 
@@ -128,7 +128,9 @@ def test_kills_and_workers_change_no_byte_of_the_measurement(trained, tmp_path):
 def test_ids_of_another_tokenizer_are_refused_early_and_a_flag_goes_on(trained, tmp_path, caplog):
     corpus = trained.corpus("foreign", trained.foreign())
     given = options(trained.path, corpus, tmp_path / "data", mask="all", **TRAINED)
-    with pytest.raises(CorpusError, match=r"not this tokenizer's.*allow_high_nll") as refused:
+    with pytest.raises(
+        CorpusError, match=r"foreign\.jsonl.*not this tokenizer's.*allow_high_nll"
+    ) as refused:
         spec_data.generate(**given)
     assert "ln V = 5.97" in str(refused.value)
     assert not list((tmp_path / "data").glob("shards/*.arrow"))
@@ -142,15 +144,6 @@ def test_ids_of_another_tokenizer_are_refused_early_and_a_flag_goes_on(trained, 
     found = examine(data=str(tmp_path / "data"), device="cpu")
     assert not found.failures
     assert any("not this tokenizer's" in w for w in found.warnings)
-
-
-def test_one_foreign_source_among_sound_ones_is_refused_by_name(trained, tmp_path):
-    corpora = (
-        trained.corpus("own", trained.rows),
-        trained.corpus("foreign", trained.foreign()),
-    )
-    with pytest.raises(CorpusError, match=r"foreign\.jsonl"):
-        run(trained.path, corpora, tmp_path / "data", mask="all", **TRAINED)
 
 
 def planted(trained: TrainedTarget, mistake: str) -> tuple[Path, Path]:
@@ -250,9 +243,7 @@ def test_a_label_refused_at_the_end_loses_no_data(trained, tmp_path, monkeypatch
     assert "--on-policy was not accepted" in capsys.readouterr().out
 
 
-def test_a_random_target_passes_and_is_called_one(tmp_path, caplog):
-    target = save_target(tmp_path / "target")
-    corpus = write_corpus(tmp_path / "c.jsonl", 12)
+def test_a_random_target_passes_and_is_called_one(target, corpus, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         run(target, corpus, tmp_path / "data")
     assert "behaves like a random model" in caplog.text
@@ -302,12 +293,3 @@ def test_a_source_far_below_the_others_is_named():
     sources["odd"] = agreement(first_choice=6900)
     texts = warnings(sources, 3000, None, on_policy=True)
     assert [t for t in texts if t.startswith("odd: 69.0% first choices, but good has 90.0%")]
-
-
-def test_options_of_the_label(tmp_path):
-    given = options(tmp_path, tmp_path, tmp_path / "data")
-    with pytest.raises(ConfigError, match="add that flag"):
-        prepared(**given, sampling_temperature=1.0)
-    with pytest.raises(ConfigError, match="--sampling-temperature -1"):
-        prepared(**given, on_policy=True, sampling_temperature=-1.0)
-    assert tokenizer("chatml").chat_template == CHATML

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 import spec_data.generation.calibrate as calibrate_module
 from spec_data.commands.estimate import estimated
 from spec_data.generation.setup import CaptureOptions, fitting, make_plan
-from spec_data.report import dataset_text
 from spec_data.shards.codecs import LOSSY
-from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
+from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests import forked
 from tests.spec_data.runs import (
@@ -68,21 +67,6 @@ def test_killed_runs_end_in_the_same_bytes(mixed, target, corpus, tmp_path, shar
     _, errors = process.communicate()
     assert process.returncode == 0, errors
     assert digests(out) == digests(mixed)
-
-
-def test_workers_then_seal_give_the_same_bytes(mixed, target, corpus, tmp_path):
-    assert run(target, corpus, tmp_path / "data", workers="1/2", **MIXED) is None
-    assert run(target, corpus, tmp_path / "data", workers="0/2", **MIXED) is not None
-    assert digests(tmp_path / "data") == digests(mixed)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [({"codec": "int8c"}, "codec"), ({"final": "all"}, "final")],
-)
-def test_changed_settings_never_mix(mixed, target, corpus, change, named):
-    with pytest.raises(ConfigError, match=f"other settings.*\n  {named}"):
-        run(target, corpus, mixed, **MIXED | change)
 
 
 def with_bound(monkeypatch, codec, **bound):
@@ -153,12 +137,6 @@ def test_a_sample_without_finite_states_is_an_error(target, corpus, tmp_path, mo
         run(target, corpus, tmp_path / "data", **MIXED)
 
 
-def test_inspect_shows_the_error_of_the_codecs(mixed):
-    text = dataset_text(HiddenStatesDataset(mixed).manifest)
-    assert "hidden.L0      lm4c" in text and ".scale" in text and "teacher KL" in text
-    assert "tokens whose next token is supervised" in text
-
-
 def test_verify_passes_and_reports_tables_of_another_dataset(mixed, target, tmp_path, capsys):
     given = {"data": str(mixed), "device": "cpu", "target": str(target), "samples": 40}
     assert verify(**given) == 0
@@ -180,20 +158,6 @@ def test_verify_passes_and_reports_tables_of_another_dataset(mixed, target, tmp_
             _ = HiddenStatesDataset(mixed)[0]
     finally:
         file.write_bytes(whole)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"codec": "zip"},
-        {"codec": "aux=int8c,other=bf16"},
-        {"codec": "final=int8c", "supervision": "logits"},
-        {"final": "supervised", "supervision": "topk:4"},
-    ],
-)
-def test_contradictions_are_refused(change):
-    with pytest.raises(ConfigError):
-        CaptureOptions(**change)
 
 
 def test_codecs_by_kind():

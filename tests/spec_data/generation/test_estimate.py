@@ -1,26 +1,19 @@
 """estimate: bytes of every file, from config and tokenizer alone, and the probe."""
 
 import json
-from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
 import spec_data
 from spec_data.cli import main
-from spec_data.generation.target_files import head_bytes
 from spec_data.models import resolve
 from spec_data.shards.errors import SpecDataError
-from tests.spec_data.runs import estimate_with, options, run, save_target, setup_of, write_corpus
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "chats.jsonl", 30)
+from tests.spec_data.runs import estimate_with, options, run, save_target
 
 
 @pytest.mark.parametrize("codec", ["bf16", "lm4c"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_every_file_is_counted_from_config_and_tokenizer_alone(family, codec, corpus, tmp_path):
     target = save_target(tmp_path / "target", family)
     given = options(target, corpus, tmp_path / "data", codec=codec, dtype="float32")
@@ -37,21 +30,6 @@ def test_every_file_is_counted_from_config_and_tokenizer_alone(family, codec, co
     )
     written = sum(p.stat().st_size for p in (tmp_path / "data").rglob("*") if p.is_file())
     assert abs(found.bytes_needed - written) <= 0.01 * written + (64 << 10)
-
-
-def test_the_head_of_an_untied_8b_target_is_counted(corpus, tmp_path):
-    """Qwen3-8B: 2.49 GB of embedding and head were missing."""
-    target = save_target(tmp_path / "target", "qwen3")
-    (target / "model.safetensors").unlink()
-    config = json.loads((target / "config.json").read_text())
-    config |= {"vocab_size": 151936, "hidden_size": 4096, "tie_word_embeddings": False}
-    config |= {"dtype": "bfloat16", "num_hidden_layers": 36, "intermediate_size": 12288}
-    config |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    config |= {"layer_types": None}
-    (target / "config.json").write_text(json.dumps(config))
-    given = options(target, corpus, tmp_path / "data", layers="auto")
-    setup = setup_of(weights=False, **given)
-    assert head_bytes(setup) == pytest.approx(2 * 151936 * 4096 * 2 + 4096 * 2, abs=1024)
 
 
 def test_a_hub_target_downloads_no_weights(corpus, tmp_path, monkeypatch, capsys):
@@ -76,8 +54,7 @@ def test_a_hub_target_downloads_no_weights(corpus, tmp_path, monkeypatch, capsys
     assert "*.safetensors" in asked[1]
 
 
-def test_a_probe_measures_speed_time_and_memory(corpus, tmp_path, capsys):
-    target = save_target(tmp_path / "target")
+def test_a_probe_measures_speed_time_and_memory(target, corpus, tmp_path, capsys):
     given = options(target, corpus, tmp_path / "data")
     found = spec_data.estimate(**given, probe=True)
     assert found.probe is not None
@@ -85,8 +62,6 @@ def test_a_probe_measures_speed_time_and_memory(corpus, tmp_path, capsys):
     expected = found.tokens / found.probe.tokens_per_second
     assert found.probe.seconds == pytest.approx(expected, rel=1e-6)
     assert found.probe.memory_bytes > 10 << 20
-    for words in ("tokens per second", "time to capture", "memory of the process"):
-        assert words in found.text
     assert not (tmp_path / "data").exists()
     command = ["estimate", "--target", str(target), "--corpus", str(corpus), "--probe"]
     assert main([*command, "--out", str(tmp_path / "data"), "--layers", "0,2", "--json"]) == 0

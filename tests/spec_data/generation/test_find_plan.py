@@ -15,17 +15,7 @@ from spec_data.generation.setup import (
     refuse_changes,
 )
 from spec_data.shards.errors import ConfigError, CorpusError
-from tests.spec_data.runs import digests, options, run, save_target, setup_of, write_corpus
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "chats.jsonl", 12)
+from tests.spec_data.runs import digests, options, run, setup_of, write_corpus
 
 
 class Process:
@@ -123,13 +113,3 @@ def test_resuming_hashes_the_corpus_without_parsing_it(target, tmp_path, monkeyp
         settings = plan.settings | {"limit": 8}
         setup = setup_of(**options(target, folder, out, limit=7))
         refuse_changes(changed_settings(setup, settings), out)
-
-
-def test_the_number_of_processes_is_no_setting(target, corpus, tmp_path):
-    plans = []
-    for processes in (1, 2):
-        out = tmp_path / str(processes)
-        given = options(target, corpus, out, num_proc=processes)
-        plans.append(find_or_make_plan(setup_of(**given), out))
-    assert plans[0].settings == plans[1].settings
-    assert plans[0].documents.sha256 == plans[1].documents.sha256

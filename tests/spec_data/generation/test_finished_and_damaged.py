@@ -1,11 +1,12 @@
 """A finished dataset that has lost something since is not "complete already"."""
 
 import os
+import shutil
 
 import pytest
 
 from spec_data.shards.errors import DatasetError, MissingError, SpecDataError
-from tests.spec_data.runs import digests, run, save_target, write_corpus
+from tests.spec_data.runs import digests, run
 
 
 def truncate(file):
@@ -21,30 +22,15 @@ DAMAGE = {
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source")
-    return save_target(folder / "target"), write_corpus(folder / "chats.jsonl", 20)
-
-
-@pytest.fixture(scope="module")
 def data(source, tmp_path_factory):
     out = tmp_path_factory.mktemp("data") / "data"
     run(*source, out)
     return out
 
 
-def copy(data, out):
-    for file in data.rglob("*"):
-        if file.is_file():
-            place = out / file.relative_to(data)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(file.read_bytes())
-    return out
-
-
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_generate_refuses_a_finished_dataset_that_is_damaged(source, data, tmp_path, damage):
-    out = copy(data, tmp_path / "data")
+    out = shutil.copytree(data, tmp_path / "data")
     break_it, error = DAMAGE[damage]
     break_it(out)
     before = digests(out)
@@ -55,7 +41,7 @@ def test_generate_refuses_a_finished_dataset_that_is_damaged(source, data, tmp_p
 
 def test_generate_accepts_one_that_is_whole(source, data, tmp_path, caplog):
     caplog.set_level("INFO")
-    out = copy(data, tmp_path / "data")
+    out = shutil.copytree(data, tmp_path / "data")
     assert run(*source, out) is not None
     assert "is complete already: nothing to do" in caplog.text
     assert digests(out) == digests(data)

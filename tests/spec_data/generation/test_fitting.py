@@ -39,24 +39,14 @@ def test_the_drafts_of_both_programs_are_the_same() -> None:
     assert set(RECIPES) == set(DRAFTS)
 
 
-def test_estimate_says_first_which_drafts_can_be_fitted(place: Path) -> None:
-    found = estimated(place)
-    first = found.text.splitlines()[:2]
-    assert first == [
-        "drafts that can be fitted",
-        f"  {ALL} (the target is registered as Llama)",
-    ]
-    assert found.facts()["fitting"] == dict.fromkeys(RECIPES)
-
-
 def test_what_an_option_rules_out_is_named(place: Path, caplog) -> None:
     with caplog.at_level(logging.INFO):
         found = estimated(place, final="supervised")
     lines = found.text.splitlines()
     assert lines[1].startswith("  eagle3, peagle, dspark, dflash (")
     assert lines[2].startswith("  not eagle: --final supervised keeps hidden.final only where")
-    logged = [line for line in caplog.messages if not line.startswith("documents are cut")]
-    assert logged[0].startswith("drafts: eagle3, peagle, dspark, dflash (")
+    assert "drafts: eagle3, peagle, dspark, dflash (" in caplog.text
+    assert estimated(place).facts()["fitting"] == dict.fromkeys(RECIPES)
     assert found.facts()["fitting"]["eagle"] == data_problem("eagle", "final-hidden", "supervised")
 
 
@@ -83,11 +73,7 @@ def test_what_no_draft_can_use_is_refused_before_the_corpus_is_read(
 
 def test_an_unregistered_family_is_named_and_derived(place: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.delitem(families.TARGETS, "LlamaForCausalLM")
-    lines = estimated(place).text.splitlines()
-    assert lines[1] == (
-        f"  {ALL} (LlamaForCausalLM is not registered: its shape is derived, and proven or refused "
-        "before the capture)"
-    )
+    assert f"{ALL} (LlamaForCausalLM is not registered: its shape is" in estimated(place).text
     manifest = run(place / "llama", place / "chats.jsonl", tmp_path / "data")
     assert manifest.positions.proven
 

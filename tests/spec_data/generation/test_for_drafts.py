@@ -15,12 +15,11 @@ from spec_data.capture.model import Target
 from spec_data.cli import main
 from spec_data.generation.finalize import finalize
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, TargetError
-from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.schema import Manifest, fingerprint
 from spec_train.data.mixture import common_manifest
 from tests.families import _COMMON
 from tests.spec_data.corpus.templates import tokenizer
-from tests.spec_data.runs import options, prepared, run, save_target, verify, write_corpus
+from tests.spec_data.runs import options, run, save_target, verify, write_corpus
 from tests.spec_train import flat
 
 BLOCKS = 10
@@ -62,11 +61,7 @@ def fitted(place, tmp_path, draft: str, data: str, caplog, **changes):
 def test_the_union_is_captured_and_recorded(place):
     dataset = spec_data.open_dataset(place / "both")
     assert dataset.manifest.layers == (1, 3, 4, 6, 8)
-    assert dataset.manifest.draft_layers == {
-        "eagle3": EAGLE3,
-        "dspark": BLOCK,
-        "eagle": (),
-    }
+    assert dataset.manifest.draft_layers == {"eagle3": EAGLE3, "dspark": BLOCK, "eagle": ()}
     assert verify(data=str(place / "both"), target=str(place / "target")) == 0
     old = spec_data.open_dataset(place / "old")
     assert not old.manifest.draft_layers
@@ -85,49 +80,23 @@ def test_a_dataset_for_eagle_alone_has_no_layer(place, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("draft", "data", "layers", "why"),
-    [
-        ("eagle3", "both", EAGLE3, "the recipe of eagle3, which the dataset was captured for"),
-        ("dspark", "both", BLOCK, "the recipe of dspark, which the dataset was captured for"),
-        ("eagle3", "old", BLOCK, "every captured layer, because .* not captured with --for eagle3"),
-    ],
+    ("draft", "data", "layers"),
+    [("eagle3", "both", EAGLE3), ("dspark", "both", BLOCK), ("eagle3", "old", BLOCK)],
 )
-def test_fit_reads_the_layers_of_its_recipe_and_says_why(
-    place, tmp_path, caplog, draft, data, layers, why
-):
+def test_fit_reads_the_layers_of_its_recipe(place, tmp_path, caplog, draft, data, layers):
     config, log = fitted(place, tmp_path, draft, data, caplog)
     found = (
         config.get("target_layer_ids") or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     )
     assert tuple(found) == layers
-    warned = re.search(rf"warning: the recipe of {draft} reads layers (.*?), and .*--for (.*)", log)
-    assert bool(warned) == (data == "old")
-    if warned:
-        assert warned.groups() == (", ".join(map(str, EAGLE3)), "eagle3")
-    [line] = [line for line in log.splitlines() if line.startswith("layers ")]
-    assert line.startswith(f"layers     {', '.join(map(str, layers))} (outputs of these blocks")
-    assert re.search(why, line), line
+    warned = f"warning: the recipe of {draft} reads layers {', '.join(map(str, EAGLE3))}, and"
+    assert (warned in log) == (data == "old")
 
 
 def test_layers_of_the_command_line_override_the_recipe(place, tmp_path, caplog):
     config, log = fitted(place, tmp_path, "eagle3", "both", caplog, layers="3,8")
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [3, 8]
     assert "as --layers says" in log
-
-
-def test_what_all_drafts_would_cost_is_said_beside_what_is_captured(place, tmp_path, caplog):
-    given = {"codec": "bf16", "teacher": "all"}
-    with caplog.at_level(logging.INFO):
-        spec_data.estimate(place / "target", place / "c.jsonl", tmp_path / "out", **given)
-        spec_data.estimate(
-            place / "target", place / "c.jsonl", tmp_path / "out", for_=["all"], **given
-        )
-    said = [line for line in caplog.messages if line.startswith("layers: ")]
-    assert said[0].startswith("layers: 1, 4, 6 (up to 269 bytes per token), the recipe of eagle, ")
-    assert "dspark, dflash read others" in said[0]
-    assert said[0].endswith("--for all captures 1, 3, 4, 6, 8 (up to 397 bytes per token)")
-    assert said[1].startswith("layers: 1, 3, 4, 6, 8 (up to 397 bytes per token)")
-    assert "--for all" not in said[1]
 
 
 def test_targets_that_engines_cannot_serve_are_named_before_the_run(tmp_path, caplog):
@@ -154,7 +123,6 @@ def test_estimate_prints_the_bytes_of_each_draft(place, tmp_path, capsys):
                  "--teacher", "all"]) == 0  # fmt: skip
     printed = capsys.readouterr()
     assert re.search(r"eagle3 +1, 4, 6 +269.0 ", printed.out)  # 13 and 4 x 64 bytes per token
-    assert re.search(r"dspark +1, 3, 4, 6, 8 +397.0 ", printed.out)
     assert "--for eagle3,dspark,eagle" in printed.out + printed.err  # the next command
     found = spec_data.estimate(
         place / "target", place / "c.jsonl", tmp_path / "out", codec="bf16",
@@ -170,39 +138,10 @@ def test_estimate_prints_the_bytes_of_each_draft(place, tmp_path, capsys):
         }
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"layers": "1,2"}, "--layers 1,2 and --for eagle,dspark"),
-        ({"final": "supervised"}, "--for eagle with --final supervised"),
-        ({"supervision": "topk:4"}, "--for eagle with --supervision topk:4"),
-        ({"for_": "dsparkle"}, "no draft 'dsparkle'.*did you mean dspark"),
-    ],
-)
-def test_options_that_contradict_for_are_refused(changes, named):
-    given = {"target": "t", "corpus": ("c",), "out": "o", "for_": "eagle,dspark"}
-    with pytest.raises(ConfigError, match=named):
-        prepared(**given | changes)
-
-
-def test_a_config_file_may_say_for(place, tmp_path, capsys):
-    file = tmp_path / "options.yaml"
-    file.write_text(f"target: {place}/target\ncorpus: {place}/c.jsonl\nfor: dspark\n")
-    assert main(["estimate", "--config", str(file), "--out", str(tmp_path / "out")]) == 0
-    assert re.search(r"dspark +1, 3, 4, 6, 8 ", capsys.readouterr().out)
-
-
 def test_the_next_command_fits_a_draft_that_the_data_has(place, capsys):
     for name, draft in (("eagle", "eagle"), ("both", "eagle3"), ("old", "eagle3")):
         assert main(["inspect", str(place / name), "--doc", "0"]) == 0
         assert f"spec-train fit {draft} --data" in "".join(capsys.readouterr())
-
-
-def test_a_run_that_follows_reads_the_same_layers(place):
-    followed = FollowedDataset(place / "both").manifest
-    sealed = spec_data.open_dataset(place / "both").manifest
-    assert followed.draft_layers == sealed.draft_layers
-    assert followed.positions == sealed.positions
 
 
 def test_a_resumed_capture_keeps_its_drafts(place, tmp_path):

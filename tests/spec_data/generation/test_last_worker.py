@@ -9,13 +9,12 @@ import pytest
 from spec_data.generation.finalize import finalize
 from spec_data.generation.workers import worker_lock
 from spec_data.shards.errors import DatasetError, RunError
-from tests.spec_data.runs import digests, run, save_target, write_corpus
+from tests.spec_data.runs import digests, run, write_corpus
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source")
-    return save_target(folder / "target"), write_corpus(folder / "chats.jsonl", 20)
+def source(target, tmp_path_factory):
+    return target, write_corpus(tmp_path_factory.mktemp("source") / "chats.jsonl", 20)
 
 
 @pytest.fixture(scope="module")

@@ -15,17 +15,7 @@ from spec_data.generation.setup import find_or_make_plan
 from spec_data.generation.workers import running_workers, worker_lock
 from spec_data.shards.errors import RunError
 from spec_data.shards.reader import HiddenStatesDataset
-from tests.spec_data.runs import digests, options, run, save_target, setup_of, write_corpus
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "chats.jsonl")
+from tests.spec_data.runs import digests, options, run, setup_of
 
 
 def test_the_same_worker_twice_at_once_is_refused(target, corpus, tmp_path):
@@ -98,10 +88,7 @@ def test_running_workers_with_units_in_common_are_refused(target, corpus, tmp_pa
         for other, units in (("1/2", 9), ("1/4", 9), ("1/3", 4)):
             with worker_lock(out, other, units):
                 pass
-        with (
-            pytest.raises(RunError, match="running worker 0/2 here"),
-            worker_lock(out, "00/2", 9),
-        ):
+        with pytest.raises(RunError, match="running worker 0/2 here"), worker_lock(out, "00/2", 9):
             pass
         with pytest.raises(RunError, match="worker 0/2 here"):
             run(target, corpus, out, workers="0/1")

@@ -12,7 +12,7 @@ from spec_data.shards import storage
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.storage import Storage
 from tests.remote_tools import forget_memory
-from tests.spec_data.runs import digests, run, save_target, write_corpus
+from tests.spec_data.runs import digests, run, write_corpus
 
 URL = "memory://bucket/made"
 LOSSY = {"max_shard_size": "24KB", "codec": "lm4c"}
@@ -23,9 +23,8 @@ class Killed(BaseException):
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source")
-    return save_target(folder / "target"), write_corpus(folder / "chats.jsonl", 24)
+def source(target, tmp_path_factory):
+    return target, write_corpus(tmp_path_factory.mktemp("source") / "chats.jsonl", 24)
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +78,7 @@ def test_it_is_the_local_directory_and_nothing_stays_on_the_disk(source, whole, 
     assert remote_digests() == whole
 
 
-LAST = [
-    ".generate/begun.json",
-    "shards/unit-00001.arrow",
-    ".generate/sealed.json",
-    "index.arrow",
-]
+LAST = [".generate/begun.json", "shards/unit-00001.arrow", ".generate/sealed.json", "index.arrow"]
 
 
 @pytest.mark.parametrize("last", LAST)

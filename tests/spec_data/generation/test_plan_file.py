@@ -12,7 +12,7 @@ from spec_data.generation.plan import DigestSet, PlanWriter, Scratch, TruncatedD
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import sha256_file
 from spec_data.shards.schema import predicts_supervised
-from tests.spec_data.runs import run, save_target, write_corpus
+from tests.spec_data.runs import run
 
 
 def truncated(rng, number):
@@ -101,9 +101,7 @@ def test_scratch_is_removed_with_its_object(tmp_path):
     "change",
     [{"units": [[0, "1"]]}, {"counts": {"rows": -1.5}}, {"settings": None}, {"corpus": [1]}],
 )
-def test_a_damaged_plan_is_refused_by_its_path(tmp_path, change):
-    target = save_target(tmp_path / "target")
-    corpus = write_corpus(tmp_path / "chats.jsonl", 20)
+def test_a_damaged_plan_is_refused_by_its_path(target, corpus, tmp_path, change):
     out, work = tmp_path / "data", tmp_path / "data" / ".generate"
     run(target, corpus, out, workers="0/2")
     whole = json.loads((work / "plan.json").read_text())

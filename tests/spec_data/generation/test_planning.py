@@ -178,7 +178,7 @@ sys.exit(run_cli(render, Namespace(quiet=False, debug=False, log_file=None)))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGHUP])
 def test_the_processes_end_when_their_parent_does(number):
     """A terminal sends its signals to all of them: only the parent says something."""
     command, pipe = [sys.executable, "-c", ENDLESS], subprocess.PIPE

@@ -13,7 +13,7 @@ from spec_data.generation.setup import RunOptions
 from spec_data.generation.workers import worker_lock
 from spec_data.models.spread import Spread
 from spec_data.shards.errors import ConfigError, RunError
-from tests.spec_data.runs import digests, options, prepared, run, save_target, write_corpus
+from tests.spec_data.runs import digests, options, prepared, run
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install '.[ray]'"
@@ -75,12 +75,6 @@ class Full(RayReplica):
         if unit == 1:
             unit_records.write_shard = full
         return super().capture(unit)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source")
-    return save_target(folder / "target"), write_corpus(folder / "chats.jsonl", 30)
 
 
 @pytest.fixture(scope="module")

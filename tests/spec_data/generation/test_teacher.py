@@ -6,26 +6,10 @@ from msgspec import structs
 
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import TEACHERS
-from tests.spec_data.runs import (
-    run,
-    save_target,
-    verify,
-    with_teacher,
-    write_corpus,
-)
+from tests.spec_data.runs import run, verify, with_teacher
 from tests.tolerance import close, network
 
 FORWARD = {"terms": network(6), "dtype": torch.float32}  # the six layers of the tiny targets
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "chats.jsonl", 12)
 
 
 @pytest.mark.parametrize("supervision", ["final-hidden", "topk:5", "logits"])

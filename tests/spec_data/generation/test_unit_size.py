@@ -6,12 +6,7 @@ import pytest
 
 from spec_data.generation.plan import load_plan, unit_tokens
 from spec_data.shards.errors import ConfigError
-from tests.spec_data.runs import digests, run, save_target, write_corpus
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target"))
+from tests.spec_data.runs import digests, run, write_corpus
 
 
 @pytest.fixture(scope="module")
