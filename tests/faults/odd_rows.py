@@ -25,7 +25,7 @@ SCALARS: list[Any] = [
         "{{ x }}",
     ),
     *("<|im_end|>", "<|im_start|>assistant\n", "\n", "\r", "\u2028", "{% raw %}", "[" * 200),
-    *(DIGITS, DEEP, "x" * 5000, 'x"\\]},[{ ' * 4000),
+    *("{{ x }}", DIGITS, DEEP, "x" * 5000, 'x"\\]},[{ ' * 4000),
 ]
 KEYS = [
     *(
@@ -42,7 +42,7 @@ KEYS = [
     *("tool_calls", "function", "arguments", "weight", "reasoning_content", "chat_template_kwargs"),
     *("conversations", "from", "value", "prompt", "completion", "instruction", "output", "input"),
     *("turns", "image", "enable_thinking", "conversation", "tokenize", "\ud800", "", "k" * 3000),
-    *("\x1b[2J", "é", "type", "name", "documents", "padding"),
+    *("tools", "\x1b[2J", "é", "type", "name", "documents", "padding"),
 ]
 
 

@@ -7,7 +7,6 @@ resumes from the one before it has the weights of the undamaged run.
 
 import collections
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -278,32 +277,6 @@ def test_a_run_with_damaged_checkpoints_resumes_to_the_same_weights(
         assert equal_tensors(again, wanted), done
         outcomes.update(done)
     report("resumed from damage", outcomes)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (r'"batches_done": \d', '"batches_done": 1'),
-        (r'"step": 6', '"step": 66'),
-        (r'"stream": ', '"strean": '),
-        (r'"pending_tokens": \d', '"pending_tokens": 7'),
-    ],
-)
-def test_an_edited_state_is_not_resumed_from(
-    finished: Training, tmp_path: Path, old: str, new: str, caplog: Any
-) -> None:
-    """Before: other weights with exit code 0, "finished" at step 94, and a KeyError."""
-    out = tmp_path / "run"
-    shutil.copytree(finished.out, out, symlinks=True)
-    file = out / "checkpoint-00000006" / "training_state.json"
-    text = file.read_text()
-    edited = re.sub(old, new, text, count=1)
-    assert edited != text
-    file.write_text(edited)
-    assert run(change(finished, out=str(out)), OPTIONS).step == 6
-    assert "training_state.json: damaged" in caplog.text
-    assert (out / "damaged-checkpoint-00000006").is_dir()
-    assert equal_tensors(masters(out), masters(finished.out))
 
 
 def test_eval_refuses_a_damaged_best_draft_and_contradicting_settings(

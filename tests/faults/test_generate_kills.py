@@ -98,29 +98,21 @@ def killed_until_done(commands: list, rng: np.random.Generator, kills: int, log:
     return hit
 
 
-def test_killed_generation_ends_in_the_same_bytes(source, whole, tmp_path):
-    outcomes = collections.Counter()
-    for trial, rng in trials("kills of generate", 2):
+@pytest.mark.parametrize(("workers", "runs"), [(1, 2), (2, 1)])
+def test_killed_generation_ends_in_the_same_bytes(source, whole, tmp_path, workers, runs):
+    """One process that is killed three times, or two workers that are killed twice each."""
+    outcomes, name = collections.Counter(), f"kills of generate, {workers} workers"
+    for trial, rng in trials(name, runs):
         out = tmp_path / f"data{trial}"
-        hit = killed_until_done([(generate, generate_words(source, out))], rng, 3, tmp_path / "log")
+        more = [{"workers": f"{i}/{workers}"} for i in range(workers)] if workers > 1 else [{}]
+        commands = [(generate, generate_words(source, out, **given)) for given in more]
+        hit = killed_until_done(commands, rng, 4 - workers, tmp_path / "log")
+        if workers > 1:
+            finalize(out, set())
         assert digests(out) == digests(whole)
         outcomes["kills"] += hit
         outcomes["equal directories"] += 1
-    report("kills of generate", outcomes)
-    assert outcomes["kills"]
-
-
-def test_killed_workers_end_in_the_same_bytes(source, whole, tmp_path):
-    outcomes = collections.Counter()
-    for trial, rng in trials("kills of workers", 1):
-        out = tmp_path / f"data{trial}"
-        words = [generate_words(source, out, workers=f"{i}/2") for i in range(2)]
-        hit = killed_until_done([(generate, w) for w in words], rng, 2, tmp_path / "log")
-        finalize(out, set())
-        assert digests(out) == digests(whole)
-        outcomes["kills"] += hit
-        outcomes["equal directories"] += 1
-    report("kills of workers", outcomes)
+    report(name, outcomes)
     assert outcomes["kills"]
 
 

@@ -49,7 +49,7 @@ def stream_of(table: pa.Table) -> bytes:
 
 
 def offsets_place(content: bytes, column: str) -> int:
-    """Where the offsets of a text column begin in an Arrow stream."""
+    """Where the offsets of a column of texts or lists begin in an Arrow stream."""
     buffer = pa.py_buffer(content)
     (batch,) = pa.ipc.open_stream(buffer)
     return batch.column(column).buffers()[1].address - buffer.address
@@ -62,8 +62,8 @@ def offsets_place(content: bytes, column: str) -> int:
 @pytest.mark.parametrize(
     ("where", "offset"),
     [
-        *((where, bad) for where in (0, 1, 6, 12) for bad in (-1, -(2**31), 2**31 - 1, 10_000)),
-        *((where, 3) for where in (6, 12)),  # below the one before it
+        *((where, bad) for where in (0, 6, 12) for bad in (-(2**31), 10_000)),
+        (6, 3),  # below the one before it
     ],
 )
 def test_texts_with_bad_offsets_are_refused(data, column, where, offset):
@@ -96,11 +96,9 @@ def set_column(table: pa.Table, name: str, change) -> pa.Table:
     ("column", "row", "value", "said"),
     [
         ("shard", 3, 7, "not in the order of the manifest's shards"),
-        ("shard", 3, -1, "not in the order of the manifest's shards"),
         ("row", 5, 4, "does not count the rows"),
         ("row", 0, 2**31 - 1, "does not count the rows"),
         ("tokens", 2, 0, "document 2 has 0 tokens, .* impossible"),
-        ("tokens", 2, -4, "document 2 has -4 tokens, .* impossible"),
         ("tokens", 2, 2**31 - 1, r"tokens in shards/unit-00000\.arrow, the manifest says"),
         ("supervised", 4, -1, "document 4 .* impossible"),
         ("supervised", 4, 1_000, "document 4 .* impossible"),
@@ -212,46 +210,32 @@ def campaign(name: str, default: int, make) -> None:
     assert not bad, bad
 
 
-def test_random_values_in_the_index_never_crash(data):
-    content = (data / INDEX).read_bytes()
-
-    def make(trial, rng):
-        trace_file(data, INDEX, mutated(content, rng))
-        return data
-
-    campaign("index", 60, make)
-
-
 # -- shards ---------------------------------------------------------------------------------------
 
 
-def list_offsets(content: bytes, column: str) -> int:
-    buffer = pa.py_buffer(content)
-    (batch,) = pa.ipc.open_stream(buffer)
-    return batch.column(column).buffers()[1].address - buffer.address
-
-
-@pytest.mark.parametrize("column", ["input_ids", "loss_mask", "hidden.L1", "hidden.final"])
-@pytest.mark.parametrize("offset", [-1, -(2**63), 2**63 - 1, 10**6, 0])
+@pytest.mark.parametrize("column", ["input_ids", "hidden.final"])
+@pytest.mark.parametrize("offset", [-(2**63), 2**63 - 1, 10**6, 0])
 @pytest.mark.parametrize("where", [1, 4])
 def test_lists_with_bad_offsets_are_refused(data, column, offset, where):
     name = "shards/unit-00000.arrow"
     content = bytearray((data / name).read_bytes())
-    struct.pack_into("<q", content, list_offsets(bytes(content), column) + 8 * where, offset)
+    struct.pack_into("<q", content, offsets_place(bytes(content), column) + 8 * where, offset)
     trace_shard(data, 0, bytes(content))
     (outcome,) = survived(lambda _: use(data), 1)
     assert re.match(r"refused: .*unit-00000\.arrow.*\| refused: ", outcome), outcome
 
 
-def test_random_values_in_a_shard_never_crash(data):
-    """With size, SHA-256 and outline of the shard computed again."""
-    content = (data / "shards" / "unit-00000.arrow").read_bytes()
+@pytest.mark.parametrize("place", ["index", "shard"])
+def test_random_values_never_crash(data, place):
+    """With the checksums of the file computed again."""
+    content = (data / (INDEX if place == "index" else "shards/unit-00000.arrow")).read_bytes()
 
     def make(trial, rng):
-        trace_shard(data, 0, mutated(content, rng))
+        changed = mutated(content, rng)
+        trace_file(data, INDEX, changed) if place == "index" else trace_shard(data, 0, changed)
         return data
 
-    campaign("shard", 60, make)
+    campaign(place, 60, make)
 
 
 def test_random_values_whose_every_checksum_agrees_never_crash(data):
@@ -285,7 +269,7 @@ def test_planned_documents_with_bad_offsets_are_refused(tmp_path, column, offset
     assert PlanTokens(file).offsets.tolist() == lengths.tolist()
     content = bytearray(file.read_bytes())
     size, kind = (4, "<i") if column == "doc_id" else (8, "<q")
-    struct.pack_into(kind, content, list_offsets(bytes(content), column) + 2 * size, offset)
+    struct.pack_into(kind, content, offsets_place(bytes(content), column) + 2 * size, offset)
     file.write_bytes(content)
 
     def read(_):

@@ -111,47 +111,24 @@ def test_every_wrong_value_is_refused_in_words_or_harmless(data):
     ("path", "value", "said"),
     [
         (("settings", "on_policy"), "no", "settings.on_policy"),
-        (("settings", "sampling_temperature"), "1", "settings.sampling_temperature"),
-        (("totals", "documents"), "12", "totals.documents"),
-        (("totals", "tokens"), None, "totals.tokens"),
         (("totals", "tokens"), 5, "'tokens': 5"),
-        (("shards",), {}, "shards: "),
-        (("shards", 0), 7, "shards[0]: "),
-        (("shards", 0, "rows"), True, "shards[0].rows"),
         (("shards", 0, "sha256"), "x", "shards[0].sha256"),
         (("shards", 0, "more"), 1, "shards[0]: object contains unknown field more"),
         (("shards", 0, "file"), MISSING, "shards[0]: object missing required field file"),
-        (
-            ("shards", 0, "file"),
-            "shards/" + "\u00e9" * 128,
-            "shards[0]: expected a path inside",
-        ),
+        (("shards", 0, "file"), "shards/" + "\u00e9" * 128, "shards[0]: expected a path inside"),
         (("shards", 0, "file"), "../x", "got '../x'"),
-        (("columns", 0), None, "columns[0]"),
-        (("columns", 2, "width"), "32", "columns[2].width"),
         (("columns", 2, "width"), 64, "columns has hidden.L0 with codec lm4c, width 64"),
         (("columns", 1, "name"), "input_ids", "columns has input_ids, input_ids"),
         (("columns", 2, "codec"), "zstd", "which this release cannot read"),
         (("columns", 0, "codec"), "zstd", "columns has input_ids with codec zstd"),
         (("layers",), [4, 0], "layers is [4, 0]"),
-        (("layers",), [1, 2, "3"], "layers[2]"),
         (("head", "vocab_size"), 0, "head.vocab_size"),
         (("head", "softcap"), float("nan"), "not valid JSON"),
-        (("head", "bias"), 1, "head: object contains unknown field bias"),
-        (("target",), [], "target: "),
-        (("target", "dtype"), 16, "target.dtype"),
         (("supervision",), "topk:-1", "supervision"),
-        (("final",), "some", "final: "),
-        (("files",), [], "files: "),
         (("files", "../x"), {"bytes": 1, "sha256": "0" * 64, "xxh3": "0" * 16}, "'../x'"),
         (("files", "index.arrow"), 3, "files[...]: "),
-        (("documents", "dropped"), {"cut": "2"}, "documents.dropped"),
-        (("policy",), MISSING, "field policy"),
         (("card",), MISSING, "card is missing"),
         (("identity", "system_messages"), {"with": -1}, "identity.system_messages"),
-        (("corpus",), [1], "corpus[0]"),
-        (("codec", "sha256"), 5, "codec.sha256"),
-        (("packing", "differences"), MISSING, "packing.differences"),
         (("surprise",), 1, "unknown field surprise"),
     ],
 )
@@ -165,34 +142,17 @@ def test_the_message_names_the_key_and_the_file(data, path, value, said):
 
 
 @pytest.mark.parametrize(
-    "text",
+    "content",
     [
-        *(
-            "",
-            "[]",
-            "7",
-            "null",
-            '"x"',
-            "{",
-            '{"format": "spec-data"}',
-            "NaN",
-            "\x00",
-            "[" * 100_000,
-        ),
-        *('{"a": ' + "9" * 5_000 + "}", '{"\\ud800": 1, "format": "spec-data"}', '{"a": 1}' * 2),
+        *(b"", b"[]", b"7", b"{", b'{"format": "spec-data"}', b"NaN", b"\x00", b"[" * 100_000),
+        *(b'{"a": ' + b"9" * 5_000 + b"}", b'{"\\ud800": 1, "format": "spec-data"}'),
+        *(b'{"a": 1}' * 2, b"\xff\xfe{}", np.random.default_rng(0).bytes(1000)),
     ],
 )
-def test_what_is_no_manifest_is_refused_in_words(data, text):
-    (data / "manifest.json").write_text(text)
+def test_what_is_no_manifest_is_refused_in_words(data, content):
+    (data / "manifest.json").write_bytes(content)
     with pytest.raises(DatasetError, match=r"manifest\.json: "):
         Manifest.read(data / "manifest.json")
-
-
-def test_bytes_that_are_no_text_are_refused_in_words(data):
-    for content in (b"\xff\xfe{}", np.random.default_rng(0).bytes(1000)):
-        (data / "manifest.json").write_bytes(content)
-        with pytest.raises(DatasetError, match=r"manifest\.json: not valid JSON"):
-            Manifest.read(data / "manifest.json")
 
 
 def test_the_whole_manifest_is_read(data):

@@ -86,14 +86,6 @@ def test_an_epoch_holds_every_document_as_often_as_its_weight_says():
     assert plan.tokens == sum(int(plan.lengths[row]) for row in rows_of(plan, 0))
 
 
-def test_packs_fit_and_batches_are_full():
-    plan = make_plan()
-    batches = plan.batches(1)
-    assert all(len(batch) == 4 for batch in batches[:-1])
-    assert all(int(plan.lengths[pack].sum()) <= 64 for batch in batches for pack in batch)
-    assert plan.count_batches(1) == len(batches)
-
-
 def test_every_part_of_an_epoch_holds_all_datasets_in_their_share():
     """The smallest dataset is a twentieth of the tokens, far less than half a window apart."""
     plan = make_plan(("1", "1", "0.5"), window_tokens=3000)

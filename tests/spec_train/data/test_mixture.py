@@ -213,25 +213,18 @@ def test_no_dataset_is_starved_of_measured_documents():
 
 
 def test_token_counts_are_weighted(place, tmp_path):
-    config = config_of(place, tmp_path / "run", "a:0.5", "b:3")
+    config = config_of(place, tmp_path / "run", "a:0.5", "b:3", seq_len=20)
     mixture = opened(config)
     plan = make_splits(mixture, config).train
     expected = torch.zeros(64, dtype=torch.int64)
     for row in plan.rows.tolist():
         part, own = mixture._locate(row)
         document, times = part[own], 1 if row < 40 else 6
-        for token, supervised in zip(document["input_ids"], document["loss_mask"], strict=True):
+        for token, supervised in zip(
+            document["input_ids"][:20], document["loss_mask"][:20], strict=True
+        ):
             expected[token] += times * int(supervised)
     assert torch.equal(count_supervised_tokens(mixture, plan), expected)
-
-
-def test_a_weight_of_one_dataset_repeats_it(place, tmp_path):
-    config = config_of(place, tmp_path / "run", "a:2", epochs=1, steps=None)
-    single = make_splits(opened(change(config, data=str(place / "a"))), config).train
-    double = make_splits(opened(config), config).train
-    rows = sorted(row for batch in double.batches(0) for pack in batch for row in pack)
-    assert rows == sorted([*single.rows.tolist()] * 2)
-    assert run(config).step == len(double.batches(0)) > 1.6 * len(single.batches(0))
 
 
 def refused(place, tmp_path, *data) -> str:
@@ -299,8 +292,7 @@ def test_a_layer_that_one_dataset_lacks_cannot_be_asked_for(place, tmp_path, cap
     assert load_draft(tmp_path / "run" / "last").config.layers == (1, 2)
 
 
-def test_flags_may_be_repeated_and_fit_json_repeats_the_run(place, tmp_path, caplog):
-    caplog.set_level("INFO")
+def test_flags_may_be_repeated_and_fit_json_repeats_the_run(place, tmp_path):
     a, b = str(place / "a"), str(place / "b")
     common = ["--steps", "3", "--seq-len", "48", "--ttt-steps", "2", "--validation", "0.2"]
     out, again = tmp_path / "run", tmp_path / "again"
@@ -308,8 +300,6 @@ def test_flags_may_be_repeated_and_fit_json_repeats_the_run(place, tmp_path, cap
         main(["fit", "eagle3", "--data", f"{a}:0.5", "--data", b, "--out", str(out), *common]) == 0
     )
     assert json.loads((out / "fit.json").read_text())["data"] == [f"{a}:0.5", b]
-    assert "share      a, weight 0.5: 16 documents" in caplog.text
-    assert "30 documents are in several" in caplog.text
     config = ["--config", str(out / "fit.json"), "--out", str(again)]
     assert main(["fit", "eagle3", *config]) == 0
     assert_same_run(out, again)

@@ -117,14 +117,6 @@ def test_slots_that_need_more_are_refused_in_words(whole, small):
         check_fit(draft, small)
 
 
-@pytest.mark.parametrize("codec", ["int8c", "lm6c", "aux=lm4c,final=fp8"])
-def test_fit_runs_on_lossy_data(target, corpus, tmp_path, codec):
-    run(target, corpus, tmp_path / "data", codec=codec, final="supervised")
-    config = fit_config_of(tmp_path / "data", tmp_path / "run")
-    result = fit("eagle3", config, Eagle3Options(**DRAFT))
-    assert result.step == 3 and result.best is not None
-
-
 @pytest.fixture(scope="module")
 def logits(target, corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("logits") / "data"

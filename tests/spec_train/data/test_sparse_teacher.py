@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -16,14 +15,12 @@ from spec_data.shards.errors import DatasetError, DraftError
 from spec_data.shards.files import dump_json
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import TEACHERS, Manifest, token_columns
-from spec_data.shards.seal import seal
-from spec_data.shards.writer import UnitData, write_shard
 from spec_train.data.mixture import common_manifest
-from spec_train.data.policy_masks import PolicyDataset
 from spec_train.drafts.draft import check_teachers
 from tests.factory import tiny_dataset
 from tests.spec_data.shards.integrity_tools import change_manifest
 from tests.spec_train import flat
+from tests.spec_train.data.rewriting import rewritten
 
 _NAMES = ("path", "text", "figures")  # of a result: where the data are, and what names them
 # The drafts that are trained from either form, by supervision.
@@ -32,42 +29,18 @@ DRAFTS = {"final-hidden": ("eagle", "eagle3", "dspark"), "topk:5": ("eagle3",), 
 
 def sparse_copy(source: Path, out: Path) -> Path:
     """Copy a dataset; keep the teacher's columns only where the next token is supervised."""
-    old = HiddenStatesDataset(source)
-    manifest = old.manifest
+    old = HiddenStatesDataset(source).manifest
     columns = token_columns(
-        manifest.layers,
-        manifest.hidden_size,
-        manifest.supervision,
-        manifest.vocab_size,
-        teacher_tokens="supervised",
+        old.layers, old.hidden_size, old.supervision, old.vocab_size, teacher_tokens="supervised"
     )
-    (out / "shards").mkdir(parents=True)
-    shutil.copytree(source / "target", out / "target")
-    records, first = [], 0
-    for record in manifest.shards:
-        rows = [old[first + row] for row in range(record.rows)]
-        first += record.rows
-        unit = UnitData.allocate(
-            columns,
-            [row["doc_id"] for row in rows],
-            [row["source"] for row in rows],
-            [[(t["role"], t["start"], t["end"]) for t in row["turns"]] for row in rows],
-            [len(row["input_ids"]) for row in rows],
-            np.concatenate([row["loss_mask"].numpy() for row in rows]),
-        )
-        for column in columns:
-            parts = []
-            for row in rows:
-                value = row[column.name]
-                if column.sparse:  # plain loop: t is kept if x_{t+1} exists and is supervised
-                    mask = row["loss_mask"].tolist()
-                    kept = [t for t in range(len(mask)) if t + 1 < len(mask) and mask[t + 1]]
-                    value = value[kept]
-                parts.append(value)
-            unit.tokens[column.name][:] = column.coder.encode(torch.cat(parts))
-        records.append(write_shard(out / record.file, unit, columns))
-    seal(out, manifest.changed(teacher="supervised", columns=columns, files={}), records)
-    return out
+    sparse = [column.name for column in columns if column.sparse]
+
+    def cut(row):  # plain loop: t is kept if x_{t+1} exists and is supervised
+        mask = row["loss_mask"].tolist()
+        kept = [t for t in range(len(mask)) if t + 1 < len(mask) and mask[t + 1]]
+        return row | {name: row[name][kept] for name in sparse}
+
+    return rewritten(source, out, cut, teacher="supervised", columns=columns)
 
 
 @pytest.fixture(scope="module")
@@ -166,11 +139,6 @@ def test_slots_beyond_the_stored_teacher_are_refused(sparse):
     check_teachers("serving", manifest)
     with pytest.raises(DraftError, match=r"--slots shifted also needs target_argmax .*--teacher"):
         check_teachers("shifted", manifest)
-
-
-def test_masks_beyond_the_stored_teacher_are_refused(sparse):
-    with pytest.raises(DatasetError, match=r"--mask all .*target_argmax.* --teacher all"):
-        PolicyDataset(sparse, "all")
 
 
 def test_a_mixture_with_a_sparse_teacher_has_a_sparse_teacher(pairs):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from spec_data.shards.errors import ConfigError, DatasetError
+from spec_data.shards.errors import DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import BatchPlan
 from spec_train.data.stream import READ_AHEAD, BatchStream, BufferOptions
@@ -56,10 +56,11 @@ def take(stream, count) -> list[list[dict]]:
     return [snapshot(step) for step in stream.take(count)]
 
 
-def test_batches_hold_the_documents_of_the_plan_and_zeros_around_them(dataset):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batches_hold_the_documents_of_the_plan_and_zeros_around_them(dataset, dtype):
     """Two epochs, so that every buffer is used again with other lengths."""
     plan = make_plan(dataset)
-    stream = make_stream(dataset, plan=plan)
+    stream = make_stream(dataset, plan=plan, buffers=BufferOptions(dtype=dtype))
     seen = []
     for step in stream.take(2 * len(plan.batches(0))):
         for batch in step.batches:
@@ -70,7 +71,7 @@ def test_batches_hold_the_documents_of_the_plan_and_zeros_around_them(dataset):
                     for name in (*COLUMNS[:2], "target_argmax"):
                         assert torch.equal(getattr(batch, name)[b, span], document[name])
                     for name in ("hidden.L1", "hidden.final"):
-                        assert torch.equal(batch.hidden[name][b, span], document[name].float())
+                        assert torch.equal(batch.hidden[name][b, span], document[name].to(dtype))
                     assert (batch.document_ids[b, span] == d).all()
                     assert batch.position_ids[b, span].tolist() == list(
                         range(len(document["input_ids"]))
@@ -104,22 +105,7 @@ def test_micro_batches_of_any_size_are_the_same_packs(dataset):
     assert packs(1) == packs(2) == packs(3) == packs(4) == packs(64)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_read_the_global_batch_between_them(dataset, world):
-    streams = [
-        make_stream(dataset, rank=rank, world_size=world, batch_size=1) for rank in range(world)
-    ]
-    whole = make_stream(dataset)
-    parts = [
-        [[p for b in step.batches for p in b.rows if p] for step in stream.take(8)]
-        for stream in streams
-    ]
-    for index, step in enumerate(whole.take(8)):
-        expected = sorted(p for b in step.batches for p in b.rows)
-        assert sorted(p for part in parts for p in part[index]) == expected
-
-
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3])
 @pytest.mark.parametrize("packs", [6, None], ids=["same steps", "one micro-batch each"])
 def test_micro_batches_and_their_places_are_the_same_on_any_number_of_ranks(dataset, world, packs):
     """As in training, and as in validation, where a step has a micro-batch of every rank."""
@@ -190,13 +176,6 @@ def global_batches(dataset, world: int, count: int, state=None) -> tuple[list, d
     return batches, states[0]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_global_batches_hold_the_same_on_any_number_of_ranks(dataset, world):
-    alone, state = global_batches(dataset, 1, 9)
-    shared, shared_state = global_batches(dataset, world, 9)
-    assert shared == alone and shared_state == state
-
-
 @pytest.mark.parametrize("before,after", [(1, 4), (2, 1), (4, 2)])
 def test_resume_on_another_number_of_ranks_goes_on_with_the_next_global_batch(
     dataset, before, after
@@ -204,6 +183,7 @@ def test_resume_on_another_number_of_ranks_goes_on_with_the_next_global_batch(
     """Over the border of an epoch; every document once in each epoch."""
     whole, _ = global_batches(dataset, 1, 12)
     first, state = global_batches(dataset, before, 5)
+    assert state == global_batches(dataset, 1, 5)[1]
     rest, _ = global_batches(dataset, after, 7, state)
     assert first + rest == whole
     epoch = len(make_plan(dataset).batches(0))
@@ -211,7 +191,7 @@ def test_resume_on_another_number_of_ranks_goes_on_with_the_next_global_batch(
     assert sorted(row for batch in whole[:epoch] for row in batch) == list(range(len(dataset)))
 
 
-@pytest.mark.parametrize("done", [0, 1, 4, 5, 9])
+@pytest.mark.parametrize("done", [0, 4, 9])
 def test_resume_gives_the_rest_and_reads_nothing_before_it(dataset, done, monkeypatch):
     whole = take(make_stream(dataset), 12)
     stream = make_stream(dataset)
@@ -242,14 +222,6 @@ def test_stopping_early_remembers_what_was_handed_out_not_what_was_read(dataset)
         time.sleep(0.05)
     assert stream.state_dict()["batches_done"] == 2
     assert all(same(a, b) for a, b in zip(whole[2:], take(stream, 3), strict=True))
-
-
-def test_state_of_another_order_is_refused(dataset):
-    state = make_stream(dataset).state_dict()
-    with pytest.raises(ConfigError, match="seed was 0, is 9"):
-        make_stream(dataset, plan=make_plan(dataset, seed=9)).load_state_dict(state)
-    with pytest.raises(ConfigError, match="fingerprint was 'tiny', is 'other'"):
-        make_stream(dataset, plan=make_plan(dataset, fingerprint="other")).load_state_dict(state)
 
 
 def test_a_batch_in_use_is_not_overwritten(dataset):
@@ -283,29 +255,6 @@ def test_a_released_micro_batch_is_filled_again_while_the_step_goes_on(dataset):
         assert [batch.rows for batch in step.batches] == before
         assert snapshot(step)[1]["rows"].tolist() == before[1][0]
         assert len([s for s in steps]) == 2
-
-
-def test_only_the_columns_asked_for_are_read(dataset, monkeypatch):
-    touched = set()
-    original = HiddenStatesDataset.read_into
-
-    def spy(self, index, out, *args):
-        touched.update(out)
-        return original(self, index, out, *args)
-
-    monkeypatch.setattr(HiddenStatesDataset, "read_into", spy)
-    step = next(iter(take(make_stream(dataset, columns=("hidden.L2",)), 1)))
-    assert touched == {"input_ids", "loss_mask", "hidden.L2"}
-    assert "hidden.L1" not in step[0]
-
-
-def test_states_come_in_the_dtype_asked_for(dataset):
-    for step in make_stream(dataset, buffers=BufferOptions(dtype=torch.bfloat16)).take(1):
-        row = step.batches[0].rows[0][0]
-        count = int(dataset.lengths[row])
-        states = step.batches[0].hidden["hidden.L1"]
-        assert states.dtype == torch.bfloat16
-        assert torch.equal(states[0, :count], dataset[row]["hidden.L1"])
 
 
 def test_what_the_thread_raises_arrives_with_its_step(dataset, monkeypatch):
@@ -360,19 +309,6 @@ def test_an_empty_split_is_an_error_not_an_endless_loop(dataset):
     with pytest.raises(DatasetError, match="no document"):
         take(make_stream(dataset, plan=plan), 1)
     assert take(make_stream(dataset, plan=plan), 0) == []
-
-
-def test_damage_stops_the_stream_and_is_named(tmp_path):
-    path = tiny_dataset(tmp_path / "data", n_docs=12, docs_per_shard=6)
-    file = path / "shards" / "unit-00001.arrow"
-    raw = bytearray(file.read_bytes())
-    ids = HiddenStatesDataset(path)[9]["input_ids"].int().numpy().tobytes()
-    raw[raw.index(ids) + 5] ^= 64
-    file.write_bytes(raw)
-    stream = make_stream(HiddenStatesDataset(path))
-    with pytest.raises(DatasetError, match=r"unit-00001\.arrow: row 3 .*column input_ids: damaged"):
-        for _ in stream.take(len(stream.plan.batches(0))):
-            pass
 
 
 def test_a_signal_whose_handling_takes_long_stops_a_waiting_stream(dataset, monkeypatch):

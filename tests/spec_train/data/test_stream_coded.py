@@ -6,7 +6,6 @@ import torch
 
 from spec_data.shards.codecs import LOSSY
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.shard import CodedRows
 from spec_train.data.order import BatchPlan
 from spec_train.data.stream import BatchStream, BufferOptions
 from spec_train.options.draft_options import Eagle3Options
@@ -95,11 +94,6 @@ def test_blocks_of_a_device_do_not_show(lossy, monkeypatch):
     monkeypatch.setattr("spec_data.shards.shard.DECODED_AT_ONCE", 7 * 32)
     for a, (_, b) in zip(whole, batches(lossy, "cpu", torch.float32), strict=True):
         assert all(torch.equal(a[name], b.hidden[name]) for name in a)
-
-
-def test_a_column_without_codes_cannot_be_gathered(lossy):
-    with pytest.raises(ValueError, match="nothing to decode"):
-        CodedRows(lossy.manifest.columns[0], None, 8, pin=False)
 
 
 @pytest.mark.parametrize("device", DEVICES)

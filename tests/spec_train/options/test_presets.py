@@ -1,7 +1,6 @@
 """Laws of presets: they set what they say, flags replace them, and fit.json needs none of it."""
 
 import json
-import time
 
 import pytest
 
@@ -12,8 +11,7 @@ from spec_train.commands.fit import shaped
 from spec_train.options.draft_options import DRAFT_OPTIONS, DFlashOptions, DSparkOptions
 from spec_train.options.presets import PRESETS, with_preset
 from spec_train.options.training import Training
-from tests.factory import random_documents, tiny_dataset, tiny_llama
-from tests.forked import Forked
+from tests.factory import tiny_dataset
 
 
 @pytest.fixture
@@ -98,15 +96,6 @@ def test_an_unknown_preset_is_refused(tmp_path, capsys):
     assert '"smoke", "5k", "50k", "500k"' in capsys.readouterr().err
 
 
-def test_help_says_what_every_preset_sets_and_promises(capsys):
-    assert main(["fit", "eagle3", "--help-all"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    for preset in PRESETS.values():
-        assert preset.expect in text and f"time: {preset.time}" in text
-        for option, value in preset.values.items():
-            assert f"--{option.replace('_', '-')} {value}" in text
-
-
 def test_fit_json_is_resolved_and_goes_on_without_the_preset(tmp_path, capsys):
     data, out = tiny_dataset(tmp_path / "data", n_docs=30), tmp_path / "run"
     common = ["fit", "eagle3", "--data", str(data), "--seq-len", "48"]
@@ -120,19 +109,3 @@ def test_fit_json_is_resolved_and_goes_on_without_the_preset(tmp_path, capsys):
     del table["preset"]
     (tmp_path / "plain.json").write_text(json.dumps(table))
     assert main(["fit", "eagle3", "--config", str(tmp_path / "plain.json")]) == 0
-
-
-@pytest.mark.long
-def test_smoke_is_short_on_a_cpu(tmp_path):
-    """In a fork, alone on one thread, with a small part of the work that the preset's text tells
-    the time of: width 256, 16,000 tokens. The limit is for machines that are busy."""
-    model = tiny_llama(vocab=16000, layers=4, hidden=256)
-    documents = random_documents(40, 16000, shortest=100, longest=400)
-    data = tiny_dataset(tmp_path / "data", model=model, documents=documents)
-    command = ["fit", "eagle3", "--preset", "smoke", "--data", str(data), "--device", "cpu"]
-    started = time.perf_counter()
-    fitting = Forked(lambda: main([*command, "--out", str(tmp_path / "run")]))
-    _, error = fitting.communicate(timeout=300)
-    assert fitting.returncode == 0, error
-    print(f"{time.perf_counter() - started:.1f} s")
-    assert (tmp_path / "run" / "best" / "model.safetensors").is_file()

@@ -11,7 +11,7 @@ import torch
 from spec_data.shards.errors import ConfigError
 from spec_train.cli import main
 from spec_train.training import run_cost as module
-from spec_train.training.run_cost import STEPS, duration, probe
+from spec_train.training.run_cost import STEPS, probe
 from spec_train.training.setup import dry_run
 from tests.spec_train.training import tools
 from tests.spec_train.training.tools import OPTIONS, change, run
@@ -76,13 +76,6 @@ def test_the_figures(monkeypatch) -> None:
     ) and cost.tokens_per_step == 1024
     assert "about 2 min: 100 steps of 1 s (1,024 tok/s at most) and 4 validations" in str(cost)
     assert "3.00 GB at most of this process" in str(cost)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(45, "45 s"), (89, "89 s"), (720, "12 min"), (12_000, "3 h 20 min")]
-)
-def test_durations(seconds, text) -> None:
-    assert duration(seconds) == text
 
 
 def test_following_is_refused(config) -> None:

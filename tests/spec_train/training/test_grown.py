@@ -32,18 +32,9 @@ def sets(tmp_path_factory) -> tuple[Path, Path]:
 def begun(sets, tmp_path) -> Training:
     """The options of a run that is finished on the smaller dataset."""
     config = Training(
-        data=str(sets[0]),
-        out=str(tmp_path / "run"),
-        steps=3,
-        batch_size=2,
-        seq_len=48,
-        lr=1e-3,
-        validation=0.15,
-        log_every=1,
-        eval_every=2,
-        save_every=2,
-        device="cpu",
-    )
+        data=str(sets[0]), out=str(tmp_path / "run"), steps=3, batch_size=2, seq_len=48, lr=1e-3,
+        validation=0.15, log_every=1, eval_every=2, save_every=2, device="cpu",
+    )  # fmt: skip
     assert run(config).finished
     return config
 

@@ -38,9 +38,15 @@ def stub(start: int) -> tuple[list[int], list[int], list]:
 
 def test_a_dataset_without_a_slot_is_refused(config, tmp_path):
     """Trained "to the end" with loss 0.000 otherwise."""
-    empty = tiny_dataset(tmp_path / "stubs", documents=[stub(i) for i in range(12)])
-    with pytest.raises(DatasetError, match=r"nothing to train on: of 12 documents, 12 with .*slot"):
-        run(change(config, data=str(empty)))
+    bare = ([1, 2, 3, 4], [0, 0, 0, 0], [("user", 0, 4)])
+    for documents, why in (
+        ([stub(i) for i in range(12)], "12 with .*slot"),
+        ([bare] * 3, "3 with no s"),
+    ):
+        empty = tiny_dataset(tmp_path / str(len(documents)), documents=documents)
+        said = rf"nothing to train on: of {len(documents)} documents, {why}"
+        with pytest.raises(DatasetError, match=said):
+            run(change(config, data=str(empty)))
 
 
 def test_documents_without_a_slot_are_counted_and_not_trained_on(config, tmp_path, caplog):
@@ -106,8 +112,7 @@ def test_a_run_that_improved_or_has_not_finished_is_not_called_out(caplog):
 
 
 @pytest.mark.parametrize(
-    ("total", "every"),
-    [(0, 1), (3, 1), (9, 1), (45, 9), (2499, 499), (2500, 500), (100_000, 500)],
+    ("total", "every"), [(0, 1), (3, 1), (9, 1), (45, 9), (2499, 499), (2500, 500), (100_000, 500)]
 )
 def test_every_run_validates_and_saves_five_times(config, total, every):
     free = change(config, eval_every=None, save_every=None)

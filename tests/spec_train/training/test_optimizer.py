@@ -38,11 +38,9 @@ def test_rates_are_those_of_the_formula(schedule: str, total: int) -> None:
     expected = []
     for step in range(total):
         done = max(0.0, (step - warm) / max(1, total - 1 - warm))
-        share = {
-            "cosine": (1 + math.cos(math.pi * done)) / 2,
-            "linear": 1 - done,
-            "constant": 1.0,
-        }[schedule]
+        share = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}[
+            schedule
+        ]
         low = 1.0 if schedule == "constant" else 0.2
         rate = 0.1 * (low + (1 - low) * share)
         expected.append(0.1 * (step + 1) / (warm + 1) if step < warm else rate)

@@ -30,59 +30,50 @@ def patience(monkeypatch):
     monkeypatch.setattr(ranks, "WATCH_SECONDS", 0.2)
 
 
-def break_reader(rank: int) -> None:
-    original = HiddenStatesDataset.read_into
-
-    def broken(self, row, out, start, count):
-        if rank == 1 and row in VICTIMS and "hidden.final" in out:
-            raise DatasetError(f"document {row}: damaged")
-        return original(self, row, out, start, count)
-
-    HiddenStatesDataset.read_into = broken
-
-
 VICTIMS: set[int] = set()
 
 
-def break_loss(rank: int) -> None:
-    original = DRAFTS["eagle3"].loss
+def planted(owner, name: str, when, error: BaseException):
+    """Raise `error` in calls for which `when(rank, *arguments)` holds."""
 
-    def broken(self, batch, head, counts):
-        if rank == 1 and self.training and any(set(pack) & VICTIMS for pack in batch.rows):
-            raise MemoryError("out of memory: damaged")
-        return original(self, batch, head, counts)
+    def prepare(rank: int) -> None:
+        original = getattr(owner, name)
 
-    DRAFTS["eagle3"].loss = broken
+        def call(*arguments, **options):
+            if when(rank, *arguments):
+                raise error
+            return original(*arguments, **options)
 
+        setattr(owner, name, call)
 
-def break_metrics(rank: int) -> None:
-    def broken(self, line):
-        if line["split"] == "train":
-            raise OSError("disk: damaged")
-
-    checkpoint.RunDirectory.append_metrics = broken
+    return prepare
 
 
-def break_writer(rank: int) -> None:
-    original = checkpoint.save_file
-
-    def broken(tensors, file, *more, **options):
-        if any(name.startswith("optimizer") for name in tensors):
-            raise checkpoint.SafetensorError("I/O error: damaged")
-        return original(tensors, file, *more, **options)
-
-    checkpoint.save_file = broken
-
-
-def break_set_up(rank: int) -> None:
-    original = DRAFTS["eagle3"].build.__func__
-
-    def broken(cls, *arguments, **options):
-        if rank == 1:
-            raise DatasetError("vocabulary: damaged")
-        return original(cls, *arguments, **options)
-
-    DRAFTS["eagle3"].build = classmethod(broken)
+break_reader = planted(
+    *(HiddenStatesDataset, "read_into"),
+    lambda rank, _, row, out, *more: rank == 1 and row in VICTIMS and "hidden.final" in out,
+    DatasetError("document: damaged"),
+)
+break_loss = planted(
+    *(DRAFTS["eagle3"], "loss"),
+    lambda rank, draft, batch, *_: (
+        rank == 1 and draft.training and any(set(pack) & VICTIMS for pack in batch.rows)
+    ),
+    MemoryError("out of memory: damaged"),
+)
+break_metrics = planted(
+    *(checkpoint.RunDirectory, "append_metrics"),
+    lambda rank, _, line: line["split"] == "train",
+    OSError("disk: damaged"),
+)
+break_writer = planted(
+    *(checkpoint, "save_file"),
+    lambda rank, tensors, *_: any(name.startswith("optimizer") for name in tensors),
+    checkpoint.SafetensorError("I/O error: damaged"),
+)
+break_set_up = planted(
+    DRAFTS["eagle3"], "build", lambda rank, *_: rank == 1, DatasetError("vocabulary: damaged")
+)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +86,7 @@ def break_set_up(rank: int) -> None:
         (break_writer, 0, "ddp"),
         (break_set_up, 1, "ddp"),
     ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ids=["reader", "loss", "loss fsdp2", "metrics", "writer", "set up"],
 )
 def test_an_error_on_one_rank_ends_all_with_its_message(config, prepare, failed, sharding):
     config = change(config, batch_size=1, save_every=2, sharding=sharding)

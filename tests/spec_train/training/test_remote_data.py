@@ -122,12 +122,6 @@ def test_following_needs_a_local_directory(remote, config):
         run(change(config, data=remote, follow=True))
 
 
-@pytest.mark.parametrize("words", ["fit eagle3 --out o --data"])
-def test_unknown_storage_is_refused_by_name(words, capsys):
-    assert main([*words.split(), "ftp://host/data"]) == 2
-    assert "--data ftp://host/data: ftp:// is not supported" in capsys.readouterr().err
-
-
 def test_the_bandwidth_is_said_where_a_run_waits(data, caplog):
     manifest = open_documents(parse_sources(str(data))).manifest
     columns = ["input_ids", "hidden.L1"]  # 4 bytes, and 32 values in bf16
@@ -139,5 +133,4 @@ def test_the_bandwidth_is_said_where_a_run_waits(data, caplog):
         slow = {"data_wait": 0.5, "tokens_per_second": 1e6}
         log_bandwidth([*lines, slow, slow], manifest, columns)
     (said,) = caplog.messages
-    assert "waited for 50.0 % of the time" in said
-    assert "136.0 MB/s: 68 bytes per token at 2,000,000 tokens/s" in said
+    assert "50.0 %" in said and "136.0 MB/s" in said

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from spec_data.shards.errors import ConfigError
-from spec_train.options.presets import PRESETS
 from spec_train.options.training import Training
 from spec_train.training import run_size
 from spec_train.training.run_size import sized
@@ -36,60 +35,43 @@ def size(packs: float, world: int = 1, started=None, **given) -> tuple:
     return found.batch_size, found.accumulation, found.epochs
 
 
-def test_a_large_dataset_gets_the_defaults():
-    assert size(4 * 500) == (4, 1, 3)
-    assert size(4 * 5000) == (4, 1, 3)
-
-
-def test_a_smaller_one_gets_more_epochs_and_then_smaller_steps():
-    assert size(4 * 100) == (4, 1, 15)  # 100 steps per epoch
-    assert size(4 * 99) == (2, 1, 8)  # 198 steps
-    assert size(108) == (1, 1, 14)
-    assert size(10) == (1, 1, run_size.MOST_EPOCHS)
-
-
-def test_processes_and_accumulation_count_as_packs_of_a_step():
-    assert size(4 * 400, world=4) == (4, 1, 15)
-    assert size(4 * 399, world=4) == (2, 1, 8)
-    assert size(4 * 399, accumulation=4) == (2, 4, 8)
+@pytest.mark.parametrize(
+    ("packs", "given", "expected"),
+    [
+        (4 * 500, {}, (4, 1, 3)),  # a large one gets the defaults
+        (4 * 5000, {}, (4, 1, 3)),
+        (4 * 100, {}, (4, 1, 15)),  # 100 steps per epoch: more epochs, and then smaller steps
+        (4 * 99, {}, (2, 1, 8)),  # 198 steps
+        (108, {}, (1, 1, 14)),
+        (10, {}, (1, 1, run_size.MOST_EPOCHS)),
+        (4 * 400, {"world": 4}, (4, 1, 15)),  # processes and accumulation count as packs
+        (4 * 399, {"world": 4}, (2, 1, 8)),
+        (4 * 399, {"accumulation": 4}, (2, 4, 8)),
+        (108, {"epochs": 2}, (1, 1, 2)),  # what the user gave stays
+        (108, {"batch_size": 8}, (8, 1, 20)),
+        (108, {"batch_size": 8, "epochs": 1}, (8, 1, 1)),
+        (108, {"steps": 7}, (4, 1, None)),
+        (108, {"steps": 7, "batch_size": 2}, (2, 1, None)),
+        (16 * 1500, {"preset": "50k"}, (4, 4, 6)),
+        (16 * 100, {"preset": "50k"}, (4, 4, 15)),
+        (160, {"preset": "50k"}, (1, 1, 10)),
+        (400, {"preset": "50k"}, (4, 1, 15)),  # --accumulation first: a pack costs the same
+        (160, {"preset": "50k", "epochs": 2, "batch_size": 2, "accumulation": 2}, (2, 2, 2)),
+    ],
+)
+def test_steps_and_epochs_fit_the_dataset(packs, given, expected):
+    assert size(packs, **given) == expected
 
 
 def test_a_mixture_counts_every_document_by_its_weight():
     share = SimpleNamespace
     found = dataset(100)
     half = len(found.lengths) // 2
-    shares = (
-        share(first=0, last=half, weight=3),
-        share(first=half, last=2 * half, weight=0.5),
-    )
+    shares = (share(first=0, last=half, weight=3), share(first=half, last=2 * half, weight=0.5))
     mixture = object.__new__(run_size.Mixture)
     for name, value in (*vars(found).items(), ("shares", shares)):
         object.__setattr__(mixture, name, value)
     assert run_size.packs_of_epoch(options(), mixture) == 50 * 3 + 50 * 0.5
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"epochs": 2}, (1, 1, 2)),
-        ({"batch_size": 8}, (8, 1, 20)),
-        ({"batch_size": 8, "epochs": 1}, (8, 1, 1)),
-        ({"steps": 7}, (4, 1, None)),
-        ({"steps": 7, "batch_size": 2}, (2, 1, None)),
-    ],
-)
-def test_what_the_user_gave_stays(given, expected):
-    assert size(108, **given) == expected
-
-
-def test_a_preset_is_for_a_dataset_that_has_enough_tokens():
-    values = PRESETS["50k"].values
-    whole = values["batch_size"] * values["accumulation"]
-    assert size(whole * 1500, preset="50k") == (4, 4, 6)
-    assert size(whole * 100, preset="50k") == (4, 4, 15)
-    assert size(160, preset="50k") == (1, 1, 10)
-    assert size(400, preset="50k") == (4, 1, 15)  # --accumulation first: a pack costs the same
-    assert size(160, preset="50k", epochs=2, batch_size=2, accumulation=2) == (2, 2, 2)
 
 
 def test_a_run_that_resumes_keeps_its_size():

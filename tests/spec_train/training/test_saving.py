@@ -16,7 +16,7 @@ from spec_data.shards.errors import ConfigError, RunError
 from spec_train.training import checkpoint
 from spec_train.training import saving as tracking
 from spec_train.training.checkpoint import RunDirectory
-from spec_train.training.saving import Saver, host_copy
+from spec_train.training.saving import Saver
 from spec_train.training.stored import resolve_draft_dir
 from spec_train.training.trainer import Trainer
 from tests.spec_train.training import tools as trainer_tools
@@ -58,15 +58,6 @@ def save(saver: Saver, draft: Draft, step: int, best: bool = False) -> None:
     saver.checkpoint(step, held, {"best": None})
     with torch.no_grad():
         draft.w.fill_(-1)
-
-
-def test_the_copy_is_the_draft_and_shares_what_is_frozen():
-    draft = Draft()
-    copy = host_copy(draft)
-    assert copy.embed is draft.embed and torch.equal(copy.ids, draft.ids)
-    with torch.no_grad():
-        draft.w.fill_(3)
-    assert not copy.w.any() and copy.w.requires_grad
 
 
 def test_what_is_written_is_what_was_held(directory, monkeypatch):

@@ -33,18 +33,9 @@ def data(tmp_path_factory):
 @pytest.fixture
 def config(data, tmp_path):
     return Training(
-        data=str(data),
-        out=str(tmp_path / "run"),
-        steps=12,
-        batch_size=2,
-        accumulation=2,
-        seq_len=48,
-        lr=1e-3,
-        validation=0.15,
-        log_every=5,
-        eval_every=4,
-        save_every=5,
-    )
+        data=str(data), out=str(tmp_path / "run"), steps=12, batch_size=2, accumulation=2,
+        seq_len=48, lr=1e-3, validation=0.15, log_every=5, eval_every=4, save_every=5,
+    )  # fmt: skip
 
 
 def learnable_dataset(path: Path) -> Path:
@@ -98,14 +89,8 @@ COMMAND = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3"]
 
 
 def command(config: Training) -> list[str]:
-    return [
-        *COMMAND,
-        *words_of(Training, dataclasses.asdict(config)),
-        "--ttt-steps",
-        "2",
-        "--draft-vocab-size",
-        "40",
-    ]
+    words = words_of(Training, dataclasses.asdict(config))
+    return [*COMMAND, *words, *["--ttt-steps", "2", "--draft-vocab-size", "40"]]
 
 
 def environment() -> dict[str, str]:
