@@ -19,15 +19,10 @@ WEIGHTS = ("1", "2.5", "0.25")
 def make_shares(weights=WEIGHTS, sizes=SIZES) -> list[Share]:
     first = np.cumsum([0, *sizes]).tolist()
     return [
-        Share(
-            name=f"set{i}",
-            first=first[i],
-            last=first[i + 1],
-            weight=Fraction(weight),
-            fingerprint=f"print{i}",
-        )
+        Share(name=f"set{i}", first=first[i], last=first[i + 1], weight=Fraction(weight),
+              fingerprint=f"print{i}")
         for i, weight in enumerate(weights)
-    ]
+    ]  # fmt: skip
 
 
 def make_plan(weights=WEIGHTS, **changes) -> MixedPlan:

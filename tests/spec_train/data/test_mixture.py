@@ -10,9 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from spec_data.shards.errors import ConfigError, DatasetError
-from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import fingerprint
 from spec_train.cli import main
 from spec_train.data.mixture import Mixture, open_documents, unique_names
 from spec_train.data.order import split_border
@@ -25,6 +23,7 @@ from spec_train.training.setup import count_supervised_tokens, make_splits
 from spec_train.training.trainer import Trainer
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_data.runs import generate_with, options, save_target, write_corpus
+from tests.spec_data.shards.integrity_tools import write_manifest
 from tests.spec_train.evaluation.tools import run_eval
 from tests.spec_train.training.test_trainer_resume import assert_same_run
 from tests.spec_train.training.tools import OPTIONS, change, metrics, run
@@ -38,8 +37,7 @@ def edit(data: Path, **changes) -> None:
     raw = json.loads((data / "manifest.json").read_text())
     for name, value in changes.items():
         raw[name] = {**raw[name], **value} if isinstance(value, dict) else value
-    raw["fingerprint"] = fingerprint(raw)
-    write_atomically(data / "manifest.json", dump_json(raw))
+    write_manifest(data, raw)
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,7 @@ import spec_train
 from spec_data.corpus.chat import Renderer
 from spec_data.generation.plan import PlanWriter, truncate
 from spec_data.shards.errors import ConfigError, CorpusError, DatasetError
-from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import fingerprint
 from spec_data.shards.turn_masks import supervised_spans
 from spec_train.data.mixture import open_documents
 from spec_train.data.policy_masks import PolicyDataset, open_with_mask
@@ -30,6 +28,7 @@ from tests.spec_data.corpus.templates import tokenizer
 from tests.spec_data.corpus.test_chat import chat
 from tests.spec_data.runs import run as generate
 from tests.spec_data.runs import save_target
+from tests.spec_data.shards.integrity_tools import write_manifest
 from tests.spec_train import flat
 from tests.spec_train.data.rewriting import rewritten
 
@@ -274,8 +273,7 @@ def edited(source: Path, out: Path, change) -> Path:
     shutil.copytree(source, out)
     raw = json.loads((out / "manifest.json").read_text())
     change(raw)
-    raw["fingerprint"] = fingerprint(raw)
-    write_atomically(out / "manifest.json", dump_json(raw))
+    write_manifest(out, raw)
     return out
 
 

@@ -109,13 +109,9 @@ def test_training_is_the_same_wherever_states_are_decoded(
 
         monkeypatch.setattr(trainer_module, "BufferOptions", made)
         config = Training(
-            data=str(tmp_path / "data"),
-            out=str(tmp_path / f"run-{place}"),
-            steps=3,
-            seq_len=128,
-            device=device,
-            validation=0.2,
-        )
+            data=str(tmp_path / "data"), out=str(tmp_path / f"run-{place}"), steps=3, seq_len=128,
+            device=device, validation=0.2,
+        )  # fmt: skip
         fit("eagle3", config, Eagle3Options(draft_vocab_size=0, ttt_steps=3))
         lines = (tmp_path / f"run-{place}" / "metrics.jsonl").read_text()
         losses[place] = [line.split('"loss":')[1].split(",")[0] for line in lines.splitlines()]

@@ -33,27 +33,13 @@ def resolved(tmp_path: Path, draft: str, raw: Any, **given: Any) -> tuple[Any, A
 
 
 PUBLISHED = {  # a draft of EAGLE-3 as its authors published them
-    "architectures": ["LlamaForCausalLM"],
-    "bos_token_id": 1,
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "initializer_range": 0.02,
-    "intermediate_size": 80,
-    "max_position_embeddings": 2048,
-    "model_type": "llama",
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_hidden_layers": 1,
-    "rms_norm_eps": 1e-05,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "transformers_version": "4.28.1",
-    "use_cache": True,
-    "vocab_size": 128,
-    "draft_vocab_size": 64,
+    **{"architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "hidden_act": "silu"},
+    **{"hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 80},
+    **{"max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "num_hidden_layers": 1, "rms_norm_eps": 1e-05},
+    **{"tie_word_embeddings": False, "torch_dtype": "float16", "use_cache": True},
+    **{"transformers_version": "4.28.1", "vocab_size": 128, "draft_vocab_size": 64},
 }
-
-
 LLAMA = {"architectures": ["LlamaEagle3DraftModel"]}
 INNER = {"model_type": "qwen3"}
 SPECULATORS = {"speculators_model_type": "eagle3", "transformer_layer_config": INNER}

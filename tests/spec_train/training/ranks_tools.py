@@ -90,16 +90,10 @@ def _become(
         sys.stderr = os.fdopen(2, "w")
         faulthandler.enable(sys.stderr)
         logging.getLogger().handlers.clear()  # those of pytest
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world),
-            LOCAL_WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            TORCHELASTIC_USE_AGENT_STORE=str(agent),
-            TORCHELASTIC_RESTART_COUNT="0",
-        )
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place |= {"TORCHELASTIC_USE_AGENT_STORE": agent, "TORCHELASTIC_RESTART_COUNT": 0}
+        os.environ.update({name: str(value) for name, value in place.items()})
         plain = Namespace(quiet=False, log_file=None, debug=False)
         code = run_cli(lambda: body(rank) and None, plain)
         sys.stderr.flush()

@@ -167,21 +167,6 @@ def test_kill_9_at_random_moments_of_a_save_in_the_background(tmp_path):
     assert len(seen) > 3
 
 
-def test_a_rank_without_a_directory_goes_through_all_and_writes_nothing():
-    saver, taken = Saver(None, Draft(), torch.float32), []
-
-    def tensors():
-        for i in range(3):
-            taken.append(i)
-            yield f"{i}", torch.zeros(2)
-
-    assert saver.hold(tensors()) == {} and taken == [0, 1, 2]
-    saver.checkpoint(1, {}, {})
-    saver.best(1, {}, {})
-    saver.metrics({})
-    saver.close()
-
-
 # -- trackers -------------------------------------------------------------------------------------
 
 

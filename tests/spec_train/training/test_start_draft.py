@@ -15,12 +15,8 @@ from spec_train.training.setup import fit
 from tests.factory import tiny_dataset
 from tests.spec_train import flat
 
-LAYER = {
-    "intermediate_size": 24,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+LAYER = {"intermediate_size": 24, **HEADS}
 SHAPES = {
     "eagle": {**LAYER, "num_layers": 2, "hidden_act": "gelu", "depth": 2},
     "eagle3": {
