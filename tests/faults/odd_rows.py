@@ -12,15 +12,15 @@ SCALARS: list[Any] = [
     *(None, True, False, 0, 5, -1, 1.5, 10**30, float("nan"), float("inf"), -0.0),
     *("", " ", "\x00", "a\x00b", "\ud800", "x\udfffy", "\U0001f642", "\ufeff", "é" * 50, "\x1b[2J"),
     *("assistant", "user", "system", "tool", "developer", "[]", "{}", "null", "5", '"q"'),
-    *("<|im_end|>", "<|im_start|>assistant\n", "\n", "\r", "\u2028", "{% raw %}", "[" * 200),
-    *("{{ x }}", DIGITS, DEEP, "x" * 5000, 'x"\\]},[{ ' * 4000),
+    *("{{ x }}", "<|im_end|>", "<|im_start|>assistant\n", "\n", "\r", "\u2028", "{% raw %}"),
+    *("[" * 200, DIGITS, DEEP, "x" * 5000, 'x"\\]},[{ ' * 4000),
 ]
 KEYS = [
     *("role", "content", "messages", "text", "input_ids", "loss_mask", "history", "system"),
-    *("tool_calls", "function", "arguments", "weight", "reasoning_content", "chat_template_kwargs"),
-    *("conversations", "from", "value", "prompt", "completion", "instruction", "output", "input"),
-    *("turns", "image", "enable_thinking", "conversation", "tokenize", "\ud800", "", "k" * 3000),
-    *("tools", "\x1b[2J", "é", "type", "name", "documents", "padding"),
+    *("tools", "tool_calls", "function", "arguments", "weight", "reasoning_content"),
+    *("chat_template_kwargs", "conversations", "from", "value", "prompt", "completion"),
+    *("instruction", "output", "input", "turns", "image", "enable_thinking", "conversation"),
+    *("tokenize", "\ud800", "", "k" * 3000, "\x1b[2J", "é", "type", "name", "documents", "padding"),
 ]
 
 
