@@ -106,7 +106,7 @@ class TestVLLM(BackendContract):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "granite", "mistral", "qwen3_moe"])
-def test_families_are_proven(family: str, tmp_path: Path) -> None:
+def test_families_are_proven(family, tmp_path):
     """Windows, scaled embeddings, residuals and logits, tied heads, experts."""
     torch.manual_seed(0)
     config = FAMILIES[family]()
@@ -150,9 +150,7 @@ def run(place: tuple[Path, Path], out: Path, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_dataset_is_that_of_transformers(
-    place: tuple[Path, Path], tmp_path: Path, dtype: str
-) -> None:
+def test_the_dataset_is_that_of_transformers(place, tmp_path, dtype):
     run(place, tmp_path / "vllm", backend="vllm", dtype=dtype)
     run(place, tmp_path / "hf", dtype=dtype)
     own, other = open_dataset(tmp_path / "vllm"), open_dataset(tmp_path / "hf")
@@ -183,9 +181,7 @@ def test_the_dataset_is_that_of_transformers(
         assert not report.failures, report.failures
 
 
-def test_two_runs_have_the_same_bytes_and_another_backend_may_not_resume(
-    place: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_two_runs_have_the_same_bytes_and_another_backend_may_not_resume(place, tmp_path):
     run(place, tmp_path / "a", backend="vllm")
     run(place, tmp_path / "b", backend="vllm")
     for file in sorted((tmp_path / "a").rglob("*.*")):
@@ -237,14 +233,8 @@ _HEAD = r"head\(final hidden\) is not vLLM's logits"
     ],
 )
 def test_planted_mistakes_are_refused(
-    place: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    planted: Any,
-    supervision: str,
-    words: str,
-) -> None:
+    place, tmp_path, monkeypatch, name, planted, supervision, words
+):
     monkeypatch.setattr(f"spec_data.capture.vllm_worker.{name}", planted)
     with pytest.raises(SpecDataError, match=words):
         run(place, tmp_path / "data", backend="vllm", supervision=supervision)
@@ -256,9 +246,7 @@ def test_planted_mistakes_are_refused(
     [{"enable_prefix_caching": True}, {"max_num_batched_tokens": 16, "max_num_seqs": 16}],
     ids=["prefix caching", "chunked prefill"],
 )
-def test_an_engine_that_skips_or_splits_documents_is_refused(
-    place: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
-) -> None:
+def test_an_engine_that_skips_or_splits_documents_is_refused(place, monkeypatch, changes):
     import vllm
 
     def altered(**arguments: Any) -> Any:
@@ -275,9 +263,7 @@ def test_an_engine_that_skips_or_splits_documents_is_refused(
     backend.close()
 
 
-def test_two_workers_that_share_each_layer_capture_the_same_states(
-    place: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_two_workers_that_share_each_layer_capture_the_same_states(place, tmp_path):
     """Tensor parallelism of two processes, each bound to a core."""
     if (os.cpu_count() or 1) < 2:
         pytest.skip("one core")

@@ -60,7 +60,7 @@ def logits_of(model: Any, run: Callable[[], Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("options", [{}, {"fc_norm": True, "norm_output": True}], ids=str)
-def test_eagle3(place: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_eagle3(place, tmp_path, options):
     draft = fitted(
         "eagle3", place / "data", tmp_path / "run", 5, draft_vocab_size=128, ttt_steps=3, **options
     )
@@ -85,7 +85,7 @@ def test_eagle3(place: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     close(theirs, mine, terms=network(4))
 
 
-def test_peagle(place: Path, tmp_path: Path) -> None:
+def test_peagle(place, tmp_path):
     """The library's forward samples depths at random: depth 0, a causal pass, is compared."""
     options = {"depths": 3, "num_layers": 2, "mask_token_id": 2, "draft_vocab_size": 128}
     draft = fitted("peagle", place / "data", tmp_path / "run", 5, **options)
@@ -122,7 +122,7 @@ def test_peagle(place: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_block_drafts(place: Path, tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+def test_block_drafts(place, tmp_path, kind, options):
     """States, logits and Markov bias of one block after a context."""
     options = {"block_size": 4, "num_layers": 2, "mask_token_id": 2} | options
     options |= {"num_anchors": 8}

@@ -1,7 +1,6 @@
 """The speculators library reads the states that `spec-data export` writes for it."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ pytestmark = [
 ]
 
 
-def test_its_own_dataset_returns_our_states(tmp_path: Path) -> None:
+def test_its_own_dataset_returns_our_states(tmp_path):
     from speculators.train.data import ArrowDataset
 
     target = layouts.tiny_target(tmp_path / "target")

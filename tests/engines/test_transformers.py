@@ -16,13 +16,7 @@ from spec_train.drafts import load_draft
 from spec_train.formats.target_facts import read_target
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy, Sampler
-from tests.engines.engine_tools import (
-    TOKENS,
-    fitted,
-    make_dataset,
-    make_prompts,
-    make_target,
-)
+from tests.engines.engine_tools import TOKENS, fitted, make_dataset, make_prompts, make_target
 from tests.spec_train.formats.tools import export
 
 pytestmark = [
@@ -64,7 +58,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_dflash(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dflash(family, tmp_path, monkeypatch):
     model = make_target(family, tmp_path / "target")
     prompts = make_prompts()
     data = make_dataset(model, prompts, tmp_path / "data")

@@ -67,9 +67,7 @@ def assert_same_counts(place: Path, draft: Path, depth: int, answers: Any) -> No
         ("qwen3", "speculators", {"draft_vocab_size": 128, "norm_output": True}),
     ],
 )
-def test_eagle3(
-    places: dict[str, Path], tmp_path: Path, family: str, form: str, options: dict[str, Any]
-) -> None:
+def test_eagle3(places, tmp_path, family, form, options):
     place, depth = places[family], 4
     draft = fitted("eagle3", place / "data", tmp_path / "run", ttt_steps=depth, **options)
     out = export(draft, form, tmp_path / "my-eagle3", place / "target")
@@ -88,9 +86,7 @@ def test_eagle3(
         ("qwen3", "speculators", {"draft_vocab_size": 0, "layers": "1,4", "fc_norm": True}),
     ],
 )
-def test_peagle(
-    places: dict[str, Path], tmp_path: Path, family: str, form: str, options: dict[str, Any]
-) -> None:
+def test_peagle(places, tmp_path, family, form, options):
     place, depth = places[family], 4
     options = {"depths": depth, "num_layers": 2, "mask_token_id": 2} | options
     draft = fitted("peagle", place / "data", tmp_path / "run", **options)
@@ -109,7 +105,7 @@ def test_peagle(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_eagle(places: dict[str, Path], tmp_path: Path, family: str) -> None:
+def test_eagle(places, tmp_path, family):
     place, depth = places[family], 3
     draft = fitted("eagle", place / "data", tmp_path / "run", depth=depth)
     out = export(draft, "vllm", tmp_path / "my-eagle", place / "target")
@@ -140,9 +136,7 @@ def loaded(place: Path, out: Path) -> Any:
     [{}, {"draft_vocab_size": 128, "layout": "mask"}, {"markov_rank": 0}],
     ids=["full", "reduced", "no Markov head"],
 )
-def test_dspark_loads(
-    places: dict[str, Path], tmp_path: Path, form: str, options: dict[str, Any]
-) -> None:
+def test_dspark_loads(places, tmp_path, form, options):
     """Its runner needs a GPU; its class, its loader and its reading of the config do not."""
     place = places["qwen3"]
     draft = block_draft(place, tmp_path / "run", **{"markov_rank": 8} | options)
@@ -165,7 +159,7 @@ def test_dspark_loads(
         assert total == pytest.approx(sum(float(file[n].double().sum()) for n in names), abs=1e-4)
 
 
-def test_dflash(places: dict[str, Path], tmp_path: Path) -> None:
+def test_dflash(places, tmp_path):
     """One layer: with more, vLLM's CPU kernel norms the context keys of all with layer 0's."""
     place, block = places["qwen3"], 4
     sizes = {"block_size": block, "num_layers": 1, "mask_token_id": 2, "num_anchors": 16}

@@ -74,15 +74,7 @@ def written(own: Path, form: str, out: Path, target: Path) -> Path:
     [(kind, changes, form) for kind, changes, forms in CASES for form in forms.split()],
     ids=str,
 )
-def test_keys_and_layers(
-    dataset: HiddenStatesDataset,
-    head: TargetHead,
-    tmp_path: Path,
-    target: Path,
-    form: str,
-    kind: str,
-    changes: dict[str, Any],
-) -> None:
+def test_keys_and_layers(dataset, head, tmp_path, target, form, kind, changes):
     own = saved(dataset, head, tmp_path / "own", kind, layers="0,2", **changes)
     raw, tensors = read(written(own, form, tmp_path / form, target))
     full = "draft_vocab_size" not in changes
@@ -124,9 +116,7 @@ def published(own: Path, folder: Path, head: TargetHead, **changes: Any) -> Path
     return folder
 
 
-def test_a_published_draft_is_read(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
-) -> None:
+def test_a_published_draft_is_read(dataset, head, tmp_path):
     own = saved(dataset, head, tmp_path / "own", "dspark", markov_rank=8, layers="0,2")
     folder = published(own, tmp_path / "theirs", head)
     again, ours = load_draft(folder, facts(head)), load_draft(own)
@@ -154,25 +144,15 @@ def test_a_published_draft_is_read(
         ({"draft_vocab_size": 40}, "40 by draft_vocab_size, 64 by lm_head"),
     ],
 )
-def test_what_cannot_be_represented_is_refused(
-    dataset: HiddenStatesDataset,
-    head: TargetHead,
-    tmp_path: Path,
-    changes: dict[str, Any],
-    message: str,
-) -> None:
+def test_what_cannot_be_represented_is_refused(dataset, head, tmp_path, changes, message):
     own = saved(dataset, head, tmp_path / "own", "dspark", markov_rank=8)
     with pytest.raises(DraftError, match=message):
         load_draft(published(own, tmp_path / "theirs", head, **changes), facts(head))
 
 
 def test_speculators_drafts_without_the_slot_that_drafts_first(
-    dataset: HiddenStatesDataset,
-    head: TargetHead,
-    tmp_path: Path,
-    target: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    dataset, head, tmp_path, target, caplog
+):
     """The library reads true; vLLM reads false, and so say the tokens per round of such a file."""
     own = saved(dataset, head, tmp_path / "own", "dspark", markov_rank=8)
     out = written(own, "speculators", tmp_path / "out", target)
@@ -189,9 +169,7 @@ def test_speculators_drafts_without_the_slot_that_drafts_first(
 
 
 @pytest.mark.parametrize("form", ["vllm", "speculators", "deepspec"])
-def test_fit_starts_from_every_form(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, target: Path, form: str
-) -> None:
+def test_fit_starts_from_every_form(dataset, head, tmp_path, target, form):
     options = {**SMALL, "markov_rank": 8}
     own = saved(dataset, head, tmp_path / "own", "dspark", markov_rank=8)
     start = written(own, form, tmp_path / form, target)

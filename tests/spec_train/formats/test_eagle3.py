@@ -58,13 +58,7 @@ def saved(dataset: HiddenStatesDataset, head: TargetHead, folder: Path, **change
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda r: f"{r['rope_type']}-{len(r)}")
 @pytest.mark.parametrize("form", FORMS)
-def test_rope_survives_every_form(
-    dataset: HiddenStatesDataset,
-    head: TargetHead,
-    tmp_path: Path,
-    form: str,
-    rope: dict[str, Any],
-) -> None:
+def test_rope_survives_every_form(dataset, head, tmp_path, form, rope):
     draft = build(dataset, head)
     draft.update_config(rope_parameters=rope)
     draft.save_pretrained(tmp_path / "own")
@@ -77,9 +71,7 @@ def test_rope_survives_every_form(
 
 
 @pytest.mark.parametrize("layers", ["0,1,2", "0,2", "1"])
-def test_engines_read_the_layers_that_it_was_trained_on(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, layers: str
-) -> None:
+def test_engines_read_the_layers_that_it_was_trained_on(dataset, head, tmp_path, layers):
     own = saved(dataset, head, tmp_path / "own", layers=layers)
     trained = [int(k) + 1 for k in layers.split(",")]  # hidden_states[k + 1] is block k's output
     for form, engines in (
@@ -101,9 +93,7 @@ def test_engines_read_the_layers_that_it_was_trained_on(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_keys_shapes_and_embedding(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, form: str
-) -> None:
+def test_keys_shapes_and_embedding(dataset, head, tmp_path, form):
     own = saved(dataset, head, tmp_path / "own")
     raw, tensors = read(export(own, form, tmp_path / form, dataset.target_dir))
     prefix = "layers.0" if form == "speculators" else "midlayer"
@@ -150,9 +140,7 @@ def facts(head: TargetHead, blocks: int | None = None) -> TargetFacts:
 
 
 @pytest.mark.parametrize("prefix", ["midlayer.", "layers.0.", "model.layers.0."])
-def test_a_published_draft_is_read_with_defaults(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, prefix: str
-) -> None:
+def test_a_published_draft_is_read_with_defaults(dataset, head, tmp_path, prefix):
     own = saved(dataset, head, tmp_path / "own")
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     folder = published(own, tmp_path / "theirs", prefix, **ids)
@@ -175,13 +163,8 @@ def test_a_published_draft_is_read_with_defaults(
     ],
 )
 def test_layers_of_published_drafts_follow_the_key_that_names_them(
-    dataset: HiddenStatesDataset,
-    head: TargetHead,
-    tmp_path: Path,
-    keys: dict[str, Any],
-    blocks: int | None,
-    layers: tuple[int, ...],
-) -> None:
+    dataset, head, tmp_path, keys, blocks, layers
+):
     folder = published(saved(dataset, head, tmp_path / "own"), tmp_path / "theirs", **keys)
     assert load_draft(folder, facts(head, blocks)).config.layers == layers
     if blocks:
@@ -207,13 +190,7 @@ def test_layers_of_published_drafts_follow_the_key_that_names_them(
         ({"architectures": ["MedusaModel"]}, "MedusaModel"),
     ],
 )
-def test_what_cannot_be_represented_is_refused(
-    dataset: HiddenStatesDataset,
-    head: TargetHead,
-    tmp_path: Path,
-    changes: dict[str, Any],
-    message: str,
-) -> None:
+def test_what_cannot_be_represented_is_refused(dataset, head, tmp_path, changes, message):
     own = saved(dataset, head, tmp_path / "own")
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     folder = published(own, tmp_path / "theirs", **(ids | changes))
@@ -221,9 +198,7 @@ def test_what_cannot_be_represented_is_refused(
         load_draft(folder, facts(head))
 
 
-def test_speculators_drafts_without_a_norm_are_read_as_vllm_serves_them(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
-) -> None:
+def test_speculators_drafts_without_a_norm_are_read_as_vllm_serves_them(dataset, head, tmp_path):
     own = saved(dataset, head, tmp_path / "own")
     out = export(own, "speculators", tmp_path / "spec", "Some/Target")
     path = out / "config.json"

@@ -1,7 +1,6 @@
 """The table of engines: every row can be read and filled in, and a new row needs no code."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ def subjects(dataset: HiddenStatesDataset, head: TargetHead) -> dict[str, Subjec
     }
 
 
-def test_every_row_is_about_known_things(subjects: dict[str, Subject]) -> None:
+def test_every_row_is_about_known_things(subjects):
     known = set(READ) | EAGLE1_NORMS | {"engine"}
     for row in engines().facts.rows:
         assert row.verdict in (REFUSE, WARN, UNREAD, START) and row.source, row
@@ -74,14 +73,12 @@ def test_every_row_is_about_known_things(subjects: dict[str, Subject]) -> None:
         ("missing and n > none", False),
     ],
 )
-def test_conditions(condition: str, value: bool) -> None:
+def test_conditions(condition, value):
     facts = {"a": True, "n": 3, "m": 4, "word": "silu", "none": None}
     assert holds(condition, facts) is value
 
 
-def test_a_new_engine_needs_only_rows(
-    subjects: dict[str, Subject], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_engine_needs_only_rows(subjects, tmp_path, monkeypatch):
     text = table.TABLE.read_text(encoding="utf-8")
     new = (
         '[engine.mine]\nrelease = "Mine 1.0"\nread = 2026-01-01\ndrafts = {eagle3 = []}\n'

@@ -16,7 +16,6 @@ from spec_train.cli import main
 from spec_train.drafts import load_draft
 from spec_train.evaluation import exporting as export_module
 from spec_train.formats.target_facts import read_target
-from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.setup import fit
@@ -45,7 +44,7 @@ def edit(folder: Path, **changes: Any) -> Path:
     return reseal(folder)
 
 
-def test_a_plain_draft_is_fine_everywhere_but_in_deepspec(own: Path, target: Path) -> None:
+def test_a_plain_draft_is_fine_everywhere_but_in_deepspec(own, target):
     found = findings(own, target=str(target))
     for engine in ("vllm", "sglang", "llama.cpp", "speculators"):
         assert found[engine] == [("ok", "loads and computes what was trained")]
@@ -65,23 +64,14 @@ def test_a_plain_draft_is_fine_everywhere_but_in_deepspec(own: Path, target: Pat
     ],
 )
 def test_what_an_engine_lacks_is_said(
-    dataset: HiddenStatesDataset,
-    head: TargetHead,
-    tmp_path: Path,
-    target: Path,
-    changes: dict[str, Any],
-    engine: str,
-    level: str,
-    text: str,
-) -> None:
+    dataset, head, tmp_path, target, changes, engine, level, text
+):
     build(dataset, head, **changes).save_pretrained(tmp_path)
     found = findings(tmp_path, target=str(target))[engine]
     assert any(one == level and text in said for one, said in found)
 
 
-def test_the_targets_last_layer_is_refused(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, target: Path
-) -> None:
+def test_the_targets_last_layer_is_refused(dataset, head, tmp_path, target):
     """Layer 3 is the last of 4; the dataset cannot train such a draft, so its config is edited."""
     draft = build(dataset, head)
     draft.update_config(layers=(0, 1, 3))
@@ -101,7 +91,7 @@ def test_the_targets_last_layer_is_refused(
     assert any(level == "warn" and "pass --target" in text for level, text in unknown)
 
 
-def test_the_embedding_must_be_the_targets_bit_for_bit(own: Path, target: Path) -> None:
+def test_the_embedding_must_be_the_targets_bit_for_bit(own, target):
     weights = own / "model.safetensors"
     tensors = load_file(weights)
     tensors["embed_tokens.weight"][3, 5] += 1e-6
@@ -123,15 +113,7 @@ def test_the_embedding_must_be_the_targets_bit_for_bit(own: Path, target: Path) 
         (torch.float32, torch.bfloat16, "stored as torch.float32 instead of torch.bfloat16"),
     ],
 )
-def test_another_type_of_the_embedding_is_said(
-    dataset: HiddenStatesDataset,
-    head: TargetHead,
-    tmp_path: Path,
-    target: Path,
-    own: torch.dtype,
-    targets: torch.dtype,
-    said: str,
-) -> None:
+def test_another_type_of_the_embedding_is_said(dataset, head, tmp_path, target, own, targets, said):
     other = shutil.copytree(target, tmp_path / "target")
     file = other / "model.safetensors"
     tensors = load_file(file)
@@ -147,7 +129,7 @@ def test_another_type_of_the_embedding_is_said(
     assert any(level == "warn" and said in text for level, text in found), found
 
 
-def test_weights_that_are_not_finite_are_refused(own: Path) -> None:
+def test_weights_that_are_not_finite_are_refused(own):
     weights = own / "model.safetensors"
     tensors = load_file(weights)
     tensors["norm.weight"][1] = torch.nan
@@ -157,7 +139,7 @@ def test_weights_that_are_not_finite_are_refused(own: Path) -> None:
         export(own, "hf", own.parent / "out")
 
 
-def test_a_shorter_length_than_the_targets_is_said(own: Path, target: Path) -> None:
+def test_a_shorter_length_than_the_targets_is_said(own, target):
     edit(own, max_position_embeddings=128)
     found = findings(own, target=str(target))["spec-train"]
     assert any(
@@ -165,9 +147,7 @@ def test_a_shorter_length_than_the_targets_is_said(own: Path, target: Path) -> N
     )
 
 
-def test_nothing_is_overwritten_and_nothing_half_written_stays(
-    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_overwritten_and_nothing_half_written_stays(own, tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
     assert same_draft(export(own, "vllm", out), own)  # an empty directory is as good as none
@@ -179,7 +159,7 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "own"]
 
 
-def test_only_weights_and_config_are_written(own: Path, tmp_path: Path) -> None:
+def test_only_weights_and_config_are_written(own, tmp_path):
     (own / "optimizer.safetensors").write_bytes(b"state")
     out = export(own, "vllm", tmp_path / "out")
     assert sorted(p.name for p in out.iterdir()) == [
@@ -189,7 +169,7 @@ def test_only_weights_and_config_are_written(own: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_speculators_needs_a_name_for_the_target(own: Path, tmp_path: Path, caplog: Any) -> None:
+def test_speculators_needs_a_name_for_the_target(own, tmp_path, caplog):
     out = export(own, "speculators", tmp_path / "named")
     name = json.loads((own / "config.json").read_text())["spec_train"]["origin"]["target_name"]
     written = json.loads((out / "config.json").read_text())["speculators_config"]
@@ -202,7 +182,7 @@ def test_speculators_needs_a_name_for_the_target(own: Path, tmp_path: Path, capl
         export(own, "speculators", tmp_path / "out", "/nowhere/at/all")
 
 
-def test_the_command_line(own: Path, tmp_path: Path, target: Path, capsys: Any) -> None:
+def test_the_command_line(own, tmp_path, target, capsys):
     common = ["export", "--draft", str(own), "--target", str(target)]
     assert main(common) == 0
     printed = capsys.readouterr().out
@@ -233,9 +213,7 @@ def fitted(dataset: HiddenStatesDataset, out: Path, start: Path, **changes: Any)
 
 
 @pytest.mark.parametrize("form", ["vllm", "sglang", "speculators", "hf"])
-def test_fit_starts_from_every_form(
-    dataset: HiddenStatesDataset, own: Path, tmp_path: Path, target: Path, form: str
-) -> None:
+def test_fit_starts_from_every_form(dataset, own, tmp_path, target, form):
     start = export(own, form, tmp_path / form, target)
     after = load_draft(fitted(dataset, tmp_path / "run", start) / "last")
     for name, value in load_draft(own).state_dict().items():
@@ -243,9 +221,7 @@ def test_fit_starts_from_every_form(
     assert after.options.ttt_steps == 2  # the run's own options
 
 
-def test_fit_starts_from_a_published_draft(
-    dataset: HiddenStatesDataset, own: Path, tmp_path: Path
-) -> None:
+def test_fit_starts_from_a_published_draft(dataset, own, tmp_path):
     """No section of ours, no embedding, no token ids, a short length: the dataset supplies them."""
     raw = json.loads((own / "config.json").read_text())
     for name in ("spec_train", "dtype", "torch_dtype", "rope_parameters", "head_dim"):
@@ -265,7 +241,7 @@ def test_fit_starts_from_a_published_draft(
         fitted(dataset, tmp_path / "other", start, layers="0,2")
 
 
-def test_a_target_given_as_a_draft_is_called_a_target(tmp_path: Path) -> None:
+def test_a_target_given_as_a_draft_is_called_a_target(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
     save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
     with pytest.raises(DraftError, match="Qwen3ForCausalLM is a target, and no draft"):

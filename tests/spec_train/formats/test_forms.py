@@ -1,6 +1,5 @@
 """Every draft in every form: refused, or written and read back as the same draft, bit for bit."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +7,8 @@ import torch
 
 import spec_train
 from spec_data.shards.errors import DraftError
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
 from spec_train.formats.target_facts import TargetFacts
-from spec_train.losses.head import TargetHead
 from tests.draft_tools import read_json
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
@@ -70,14 +67,8 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "options", "forms"), CASES, ids=str)
 def test_a_draft_is_the_same_in_every_form_that_holds_it(
-    dataset: HiddenStatesDataset,
-    head: TargetHead,
-    target: Path,
-    tmp_path: Path,
-    kind: str,
-    options: dict[str, Any],
-    forms: str,
-) -> None:
+    dataset, head, target, tmp_path, kind, options, forms
+):
     draft, own = build_draft(kind, dataset, head, **options), tmp_path / "own"
     with torch.no_grad():
         for number, parameter in enumerate(draft.trainable_parameters()):

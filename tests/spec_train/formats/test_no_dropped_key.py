@@ -49,9 +49,7 @@ def plain(dataset: HiddenStatesDataset, head: TargetHead) -> dict[str, DraftFile
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_norms_that_are_off_change_nothing(
-    plain: dict[str, DraftFiles], facts: TargetFacts, name: str
-) -> None:
+def test_norms_that_are_off_change_nothing(plain, facts, name):
     off = {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False}
     files = plain[name]
     assert read_as_foreign(files, facts, **off).config == read_as_foreign(files, facts).config
@@ -59,44 +57,34 @@ def test_norms_that_are_off_change_nothing(
 
 @pytest.mark.parametrize("key", ["norm_before_residual", "norm_before_fc", "norm_output"])
 @pytest.mark.parametrize("name", ["eagle", "dspark", "dflash"])
-def test_norms_that_the_draft_does_not_have_are_refused(
-    plain: dict[str, DraftFiles], facts: TargetFacts, name: str, key: str
-) -> None:
+def test_norms_that_the_draft_does_not_have_are_refused(plain, facts, name, key):
     with pytest.raises(DraftError, match=f"{key} = (True cannot be represented|true, but)"):
         read_as_foreign(plain[name], facts, **{key: True})
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_the_activation_has_two_names(
-    plain: dict[str, DraftFiles], facts: TargetFacts, name: str
-) -> None:
+def test_the_activation_has_two_names(plain, facts, name):
     found = read_as_foreign(plain[name], facts, hidden_act=None, hidden_activation="gelu")
     assert found.config.hidden_act == found.options.hidden_act == "gelu"
     with pytest.raises(DraftError, match="hidden_act = silu and hidden_activation = gelu"):
         read_as_foreign(plain[name], facts, hidden_activation="gelu")
 
 
-def test_an_eagle3_file_that_drafts_in_parallel_is_refused(
-    plain: dict[str, DraftFiles], facts: TargetFacts
-) -> None:
+def test_an_eagle3_file_that_drafts_in_parallel_is_refused(plain, facts):
     with pytest.raises(DraftError, match=r"parallel_drafting = true, but .* has no mask_hidden"):
         read_as_foreign(plain["eagle3"], facts, parallel_drafting=True)
     assert read_as_foreign(plain["peagle"], facts, parallel_drafting=True).name == "peagle"
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_windows_of_every_layer_are_read_outside_their_table_too(
-    plain: dict[str, DraftFiles], facts: TargetFacts, name: str
-) -> None:
+def test_windows_of_every_layer_are_read_outside_their_table_too(plain, facts, name):
     found = read_as_foreign(plain[name], facts, use_swa=True, swa_window_size=4, layer_types=None)
     assert set(found.config.windows) == {4}
 
 
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
 @pytest.mark.parametrize("name", DRAFTS)
-def test_a_trained_embedding_is_kept_without_a_key_for_it(
-    dataset: HiddenStatesDataset, head: TargetHead, facts: TargetFacts, name: str, form: str
-) -> None:
+def test_a_trained_embedding_is_kept_without_a_key_for_it(dataset, head, facts, name, form):
     """The forms for engines have no key of it in block drafts, so the weights decide."""
     if (name, form) == ("eagle", "speculators"):
         form = "hf"

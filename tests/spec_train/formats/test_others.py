@@ -62,9 +62,7 @@ def rewrite(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
-def test_vllm_reads_a_peagle_draft_as_it_was_trained(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, target: Path, form: str
-) -> None:
+def test_vllm_reads_a_peagle_draft_as_it_was_trained(dataset, head, tmp_path, target, form):
     own = saved(dataset, head, tmp_path / "own", "peagle", layers="0,2", fc_norm=True, **PEAGLE)
     raw, tensors = read(export(own, form, tmp_path / form, target))
     assert ENGINES["vllm"](raw, 4) == [1, 3]
@@ -81,9 +79,7 @@ def test_vllm_reads_a_peagle_draft_as_it_was_trained(
         assert method["speculative_tokens"] == 4
 
 
-def test_a_published_peagle_draft_is_read_by_its_mask_states(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
-) -> None:
+def test_a_published_peagle_draft_is_read_by_its_mask_states(dataset, head, tmp_path):
     """It has the architecture name of an EAGLE-3, and its mask states come in several shapes."""
     own = saved(dataset, head, tmp_path / "own", "peagle", **PEAGLE)
     raw, tensors = read(own)
@@ -100,9 +96,7 @@ def test_a_published_peagle_draft_is_read_by_its_mask_states(
         load_draft(rewrite(tmp_path / "maskless", raw, tensors))
 
 
-def test_sglang_gets_the_bias_that_it_would_make_up(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, target: Path
-) -> None:
+def test_sglang_gets_the_bias_that_it_would_make_up(dataset, head, tmp_path, target):
     own = saved(dataset, head, tmp_path / "own", "eagle")
     raw, tensors = read(export(own, "sglang", tmp_path / "sglang", target))
     assert raw["architectures"] == ["LlamaForCausalLMEagle"]
@@ -114,9 +108,7 @@ def test_sglang_gets_the_bias_that_it_would_make_up(
     assert found["llama.cpp"][0].level == "refuse"
 
 
-def test_a_published_eagle_draft_is_read(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
-) -> None:
+def test_a_published_eagle_draft_is_read(dataset, head, tmp_path):
     own = saved(dataset, head, tmp_path / "own", "eagle")
     raw, tensors = read(own)
     raw = {k: v for k, v in raw.items() if k != "spec_train"} | {

@@ -14,7 +14,6 @@ import yaml
 
 import spec_train
 from spec_data.shards.errors import DraftError
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
 from spec_train.evaluation.exporting import ExportResult
 from spec_train.formats.draft_card import servings
@@ -42,9 +41,7 @@ COUNTS = {"eagle": 5, "eagle3": 3, "peagle": 4, "dspark": 4, "dflash": 3, "dflas
 
 
 @pytest.fixture(scope="module")
-def drafts(
-    dataset: HiddenStatesDataset, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def drafts(dataset, tmp_path_factory):
     """One draft directory of each kind and layout."""
     head = TargetHead.from_dataset(dataset.path)
     folder = tmp_path_factory.mktemp("drafts")
@@ -85,7 +82,7 @@ SERVED_AS = {
 
 
 @pytest.mark.parametrize("name", SERVED_AS)
-def test_the_commands_of_the_servers(drafts: dict[str, Path], target: Path, name: str) -> None:
+def test_the_commands_of_the_servers(drafts, target, name):
     method, algorithm, kind = SERVED_AS[name]
     count, result = COUNTS[name], checked(drafts[name], "vllm", target)
     (words,) = lines(result, "vLLM")
@@ -108,7 +105,7 @@ def test_the_commands_of_the_servers(drafts: dict[str, Path], target: Path, name
             assert after(words, "--speculative-num-draft-tokens") == str(count + 1)
 
 
-def test_llama_cpp_with_eagle3() -> None:
+def test_llama_cpp_with_eagle3():
     """By itself: it reads exactly three states, which the drafts above do not."""
     own = DraftFiles({"spec_train": {"draft": "eagle3"}}, {}, "here")
     subject = Subject(own, TargetFacts(name="T"), "vllm")
@@ -119,16 +116,14 @@ def test_llama_cpp_with_eagle3() -> None:
 
 
 @pytest.mark.parametrize("form", ["vllm", "sglang"])
-def test_the_engine_of_the_form_is_the_first(
-    drafts: dict[str, Path], target: Path, form: str
-) -> None:
+def test_the_engine_of_the_form_is_the_first(drafts, target, form):
     """The first one is also the next command that `export` names."""
     found = checked(drafts["dspark"], form, target)
     assert len(found.servings) > 1
     assert found.servings[0].engine.lower().startswith(form)
 
 
-def test_what_cannot_be_served_has_no_command(drafts: dict[str, Path], target: Path) -> None:
+def test_what_cannot_be_served_has_no_command(drafts, target):
     found = checked(drafts["peagle"], "vllm", target)
     assert {one.engine.split()[0] for one in found.servings} == {"vLLM"}
     assert checked(drafts["dspark"], "hf", target).servings == []
@@ -146,9 +141,7 @@ def test_what_cannot_be_served_has_no_command(drafts: dict[str, Path], target: P
         ("dspark", "vllm", "deepspec", "--format deepspec"),
     ],
 )
-def test_the_check_honours_the_format(
-    drafts: dict[str, Path], target: Path, name: str, form: str, engine: str, text: str
-) -> None:
+def test_the_check_honours_the_format(drafts, target, name, form, engine, text):
     """Each of these was found by converting or serving; without one, engines have their own."""
     (finding,) = checked(drafts[name], form, target).findings[engine]
     assert finding.level == "refuse" and text in finding.text
@@ -167,9 +160,7 @@ class Tokenizer:
 
 
 @pytest.mark.filterwarnings("ignore")  # those of generate
-def test_the_lines_for_transformers_run(
-    drafts: dict[str, Path], target: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_the_lines_for_transformers_run(drafts, target, tmp_path, monkeypatch, capsys):
     found = checked(drafts["dflash"], "transformers", target, tmp_path / "out")
     model, info = transformers.MuseGlimmerAssistantModel.from_pretrained(
         tmp_path / "out", output_loading_info=True
@@ -188,7 +179,7 @@ def test_the_lines_for_transformers_run(
     assert capsys.readouterr().out.strip().splitlines()[-1] == str(plain[0].tolist())
 
 
-def test_the_card(drafts: dict[str, Path], tmp_path: Path, target: Path, caplog: Any) -> None:
+def test_the_card(drafts, tmp_path, target, caplog):
     folder = drafts["eagle3"]
     (folder / "validation.json").write_text(json.dumps({"step": 90, "acceptance_length": 2.345}))
     try:
@@ -209,9 +200,7 @@ def test_the_card(drafts: dict[str, Path], tmp_path: Path, target: Path, caplog:
     assert "base_model: org/some-model\n" in again.card and "acceptance length" not in again.card
 
 
-def test_a_strangers_name_of_the_target_is_only_a_name_in_the_card(
-    drafts: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_strangers_name_of_the_target_is_only_a_name_in_the_card(drafts, tmp_path):
     name = "org/x\nlicense: mit\n```\n---\n# a | b <img src=x> ![y](z)"
     card = checked(drafts["eagle3"], "vllm", name, tmp_path / "out").card
     _, front, body = card.split("---\n", 2)
@@ -226,9 +215,7 @@ def test_a_strangers_name_of_the_target_is_only_a_name_in_the_card(
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"acceptance_length": 2.5}'])
-def test_a_damaged_validation_file_costs_no_export(
-    drafts: dict[str, Path], tmp_path: Path, target: Path, text: str
-) -> None:
+def test_a_damaged_validation_file_costs_no_export(drafts, tmp_path, target, text):
     folder = tmp_path / "draft"
     shutil.copytree(drafts["eagle3"], folder)
     (folder / "validation.json").write_text(text)
@@ -244,9 +231,8 @@ def test_a_damaged_validation_file_costs_no_export(
     ],
 )
 def test_sizes_of_a_hub_name_are_checked_with_its_cached_config(
-    drafts: dict[str, Path], tmp_path: Path, target: Path, monkeypatch: Any, key: str, factor: int,
-    text: str,
-) -> None:  # fmt: skip
+    drafts, tmp_path, target, monkeypatch, key, factor, text
+):
     """Only config.json is in the cache of the Hub, as after a look at the model."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     commit = "0123456789abcdef0123456789abcdef01234567"

@@ -1,20 +1,16 @@
 """The verdict on a draft depends on its target: all pairs of engine and draft, for some targets."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import spec_train
 from spec_data.models.engines import engines, served
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
 from spec_train.formats.draft_card import draft_card, servings
 from spec_train.formats.draft_files import DraftFiles, write_files
 from spec_train.formats.forms import with_facts_in, write_form
 from spec_train.formats.preflight import OF_TARGET, OK, REFUSE, SPEC_TRAIN, WARN, Subject, preflight
 from spec_train.formats.target_facts import TargetFacts
-from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
 
@@ -34,9 +30,7 @@ SHAPES: tuple[dict[str, str], ...] = ({}, {"attention_bias": "true"}, {"mlp_bias
 
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=["plain", "attention", "mlp"])
-def test_every_pair_of_engine_and_draft(
-    dataset: HiddenStatesDataset, head: TargetHead, kind: str, shape: dict[str, str]
-) -> None:
+def test_every_pair_of_engine_and_draft(dataset, head, kind, shape):
     """Known to lack it: refused. Unknown: warned of. And no list holds an ok beside a refusal."""
     own = build_draft(kind, dataset, head, **shape).files(torch.float32, "x")
     as_served = "dspark" if own.config.get("sample_from_anchor") else kind
@@ -61,9 +55,7 @@ def test_every_pair_of_engine_and_draft(
         )
 
 
-def test_what_the_files_say_of_their_target_is_known(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
-) -> None:
+def test_what_the_files_say_of_their_target_is_known(dataset, head, tmp_path):
     """The class and the number of blocks, of other trainers' files and of our own."""
     raw = {"speculators_config": {"verifier": {"architectures": ["Gemma3ForCausalLM"]}}}
     raw |= {"num_target_layers": 3, "target_num_hidden_layers": 30}

@@ -144,13 +144,8 @@ SERVED = {
 @pytest.mark.parametrize("form", ["hf", "speculators"])
 @pytest.mark.parametrize("kind, name", CASES)
 def test_check_refuses_an_engine_exactly_where_it_reads_other_windows(
-    kind: str,
-    name: str,
-    form: str,
-    dataset: HiddenStatesDataset,
-    head: TargetHead,
-    tmp_path: Path,
-) -> None:
+    kind, name, form, dataset, head, tmp_path
+):
     if (kind, form) == ("eagle", "speculators"):
         pytest.skip("there is no such form")
     draft = make(kind, dataset, head, tmp_path / "own", **(WINDOWS | BOTH_WAYS)[name])
@@ -176,8 +171,8 @@ def test_check_refuses_an_engine_exactly_where_it_reads_other_windows(
 
 @pytest.mark.parametrize("kind, words", [("eagle3", "sees s positions more"), ("dspark", "before")])
 def test_the_trainer_of_speculators_is_named_for_its_other_edge_of_the_window(
-    kind: str, words: str, dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
-) -> None:
+    kind, words, dataset, head, tmp_path
+):
     make(kind, dataset, head, tmp_path / "own", sliding_window=WINDOW)
     said = findings(tmp_path / "own", "speculators")["speculators"]
     assert any(f.level == "warn" and words in f.text for f in said)
@@ -185,9 +180,7 @@ def test_the_trainer_of_speculators_is_named_for_its_other_edge_of_the_window(
     assert all("window" not in f.text for f in findings(tmp_path / "full", "hf")["speculators"])
 
 
-def test_deepspec_has_no_windows(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
-) -> None:
+def test_deepspec_has_no_windows(dataset, head, tmp_path):
     make("dspark", dataset, head, tmp_path / "own", sliding_window=WINDOW)
     with pytest.raises(DraftError, match="DeepSpec: sliding windows: it ignores them"):
         export(tmp_path / "own", "deepspec", tmp_path / "out", "the-target")
@@ -195,16 +188,12 @@ def test_deepspec_has_no_windows(
     assert any(f.level == "refuse" and "ignores them" in f.text for f in said)
 
 
-def test_mixed_layers_need_one_cache_group_in_vllm(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
-) -> None:
+def test_mixed_layers_need_one_cache_group_in_vllm(dataset, head, tmp_path):
     make("peagle", dataset, head, tmp_path / "own", **WINDOWS["mixed"])
     said = findings(tmp_path / "own", "hf")["vllm"]
     assert any(f.level == "warn" and "--disable-hybrid-kv-cache-manager" in f.text for f in said)
 
 
-def test_a_window_shorter_than_a_block_is_refused(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
+def test_a_window_shorter_than_a_block_is_refused(dataset, head):
     with pytest.raises(DraftError, match="sliding_window = 2 is less than block_size = 3"):
         build_draft("dspark", dataset, head, sliding_window=2)

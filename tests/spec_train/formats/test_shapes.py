@@ -25,9 +25,7 @@ def own_files(name: str, dataset: HiddenStatesDataset, head: TargetHead, **optio
     return draft.files(torch.float32, "own")
 
 
-def test_sglang_reads_the_input_norm_of_later_layers_under_another_name(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
+def test_sglang_reads_the_input_norm_of_later_layers_under_another_name(dataset, head):
     own = own_files("eagle3", dataset, head, num_layers=2)
     target = find_target(None)
     written = write_form(own, "sglang", target).tensors
@@ -37,9 +35,7 @@ def test_sglang_reads_the_input_norm_of_later_layers_under_another_name(
     assert "layers.1.input_layernorm.weight" in write_form(own, "vllm", target).tensors
 
 
-def test_norms_of_queries_and_keys_name_qwen3s_class(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
+def test_norms_of_queries_and_keys_name_qwen3s_class(dataset, head):
     for name in ("eagle3", "peagle"):
         config = own_files(name, dataset, head, qk_norm=True).config
         assert config["architectures"] == ["Eagle3Qwen3ForCausalLM"]
@@ -137,13 +133,7 @@ RULES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("name", "options", "refused"), RULES)
-def test_the_preflight_knows_who_serves_a_shape(
-    dataset: HiddenStatesDataset,
-    head: TargetHead,
-    name: str,
-    options: dict[str, Any],
-    refused: dict[str, str],
-) -> None:
+def test_the_preflight_knows_who_serves_a_shape(dataset, head, name, options, refused):
     """Compared with a draft of the default shape: exactly these engines refuse it as well."""
     target = find_target(None)
     plain = preflight(Subject(own_files(name, dataset, head), target, "vllm"))
@@ -158,18 +148,14 @@ def test_the_preflight_knows_who_serves_a_shape(
         assert words in new[engine]
 
 
-def test_several_layers_need_the_form_of_sglang(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
+def test_several_layers_need_the_form_of_sglang(dataset, head):
     own, target = own_files("eagle3", dataset, head, num_layers=2), find_target(None)
     for form, needed in (("vllm", True), ("sglang", False)):
         found = preflight(Subject(own, target, form))["sglang"]
         assert needed == any("needs --format sglang" in f.text for f in found if f.level == WARN)
 
 
-def test_a_trained_embedding_is_not_taken_for_one_of_another_target(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
+def test_a_trained_embedding_is_not_taken_for_one_of_another_target(dataset, head):
     target = dataclasses.replace(find_target(None), embedding=head.embed_weight)
     own = own_files("eagle3", dataset, head, train_embeddings=True)
     assert not torch.equal(own.tensors["embed_tokens.weight"], head.embed_weight)
@@ -180,7 +166,7 @@ def test_a_trained_embedding_is_not_taken_for_one_of_another_target(
     assert any("embed_tokens is not the target's" in f.text for f in found if f.level == REFUSE)
 
 
-def test_vllm_without_a_gpu(dataset: HiddenStatesDataset, head: TargetHead) -> None:
+def test_vllm_without_a_gpu(dataset, head):
     for name, words in (("dspark", "needs Triton"), ("dflash", "k_norm of layer 0")):
         subject = Subject(own_files(name, dataset, head), find_target(None), "vllm")
         assert any(words in f.text for f in preflight(subject)["vllm-cpu"])

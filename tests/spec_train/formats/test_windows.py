@@ -34,7 +34,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("config", CASES)
 @pytest.mark.parametrize("kind, made", [("qwen3", Qwen3Config), ("qwen2", Qwen2Config)])
-def test_qwen_windows_are_those_of_its_config_class(kind: str, made: Any, config: Any) -> None:
+def test_qwen_windows_are_those_of_its_config_class(kind, made, config):
     """A layer of transformers slides if its type and `config.sliding_window` both say so."""
     wanted = made(num_hidden_layers=3, **config)
     found = windows_of(files(model_type=kind, **config))
@@ -58,9 +58,7 @@ def test_qwen_windows_are_those_of_its_config_class(kind: str, made: Any, config
         ),
     ],
 )
-def test_llama_windows_are_those_that_vllm_and_speculators_read(
-    config: dict[str, Any], wanted: Windows
-) -> None:
+def test_llama_windows_are_those_that_vllm_and_speculators_read(config, wanted):
     """They read two attributes of a config class that keeps unknown keys and adds none."""
     assert windows_of(files(model_type="llama", **config)) == wanted
     made = LlamaConfig(num_hidden_layers=3, **config)
@@ -70,7 +68,7 @@ def test_llama_windows_are_those_that_vllm_and_speculators_read(
     )
 
 
-def test_speculators_files_are_read_after_unwrapping() -> None:
+def test_speculators_files_are_read_after_unwrapping():
     layer = {
         "model_type": "qwen3",
         "num_hidden_layers": 2,
@@ -86,7 +84,7 @@ def test_speculators_files_are_read_after_unwrapping() -> None:
     assert not slides_non_causal(files(), found)  # the library's default
 
 
-def test_modelopt_slides_every_layer_without_layer_types() -> None:
+def test_modelopt_slides_every_layer_without_layer_types():
     """vLLM's rule: use_swa forces a window on every layer of an all-full config."""
     swa = {"use_swa": True, "swa_window_size": 64}
     for types in ({}, {"layer_types": [FULL] * 3}):
@@ -106,12 +104,12 @@ def test_modelopt_slides_every_layer_without_layer_types() -> None:
         ({"layer_types": [SLIDING] * 3, "sliding_window": "7"}, "sliding_window = 7: expected"),
     ],
 )
-def test_values_that_no_reader_accepts_are_refused(config: dict[str, Any], message: str) -> None:
+def test_values_that_no_reader_accepts_are_refused(config, message):
     with pytest.raises(DraftError, match=message):
         windows_of(files(use_sliding_window=True, **config))
 
 
-def test_a_copy_of_the_targets_layer_types_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_of_the_targets_layer_types_is_named(caplog):
     raw = files(model_type="llama", layer_types=[SLIDING, FULL] * 8, sliding_window=128)
     with caplog.at_level(logging.WARNING):
         assert windows_of(raw, 1) == Windows(128, (SLIDING,))
@@ -130,20 +128,18 @@ def test_a_copy_of_the_targets_layer_types_is_named(caplog: pytest.LogCaptureFix
         ({"sliding_window_non_causal": True}, True),
     ],
 )
-def test_causality_inside_a_block_has_vllms_order_of_keys(
-    config: dict[str, Any], non_causal: bool
-) -> None:
+def test_causality_inside_a_block_has_vllms_order_of_keys(config, non_causal):
     assert slides_non_causal(files(**config), Windows(8, (SLIDING,) * 3)) == non_causal
 
 
 @pytest.mark.parametrize("types", [(), (FULL, SLIDING, SLIDING)])
 @pytest.mark.parametrize("key", ["is_causal", "causal"])
-def test_causal_full_layers_are_refused(types: tuple[str, ...], key: str) -> None:
+def test_causal_full_layers_are_refused(types, key):
     with pytest.raises(DraftError, match=f"{key} = true: full attention that is causal"):
         slides_non_causal(files(**{key: True}), Windows(8 if types else None, types))
 
 
-def test_keys_of_windows_are_read_back() -> None:
+def test_keys_of_windows_are_read_back():
     windows = Windows(9, (SLIDING, FULL, SLIDING))
     for kind in ("qwen3", "llama"):
         assert windows_of(files(model_type=kind, **windows.keys())) == windows

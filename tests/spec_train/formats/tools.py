@@ -49,14 +49,29 @@ def export(draft: Path, form: str, out: Path, target: Path | str | None = None) 
     return out
 
 
+def put(raw: Any, path: str, value: Any) -> None:
+    """Set a key by its dotted path: a value, a function of the old one, or ... to remove it."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        raw = raw[int(parent) if isinstance(raw, list) else parent]
+    if value is ...:
+        del raw[name]
+    else:
+        raw[name] = value(raw[name]) if callable(value) else value
+
+
+def same_weights(one: Any, other: Any) -> bool:
+    """Whether two drafts have the same tensors, bit for bit."""
+    mine, theirs = one.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+
+
 def same_draft(a: Path, b: Path) -> bool:
     """Whether two directories, in any forms, hold the same draft: config, options, every bit."""
     one, other = load_draft(a), load_draft(b)
     if (one.config, one.options) != (other.config, other.options):
         return False
-    mine, theirs = one.state_dict(), other.state_dict()
-    same = all(torch.equal(mine[name], theirs[name]) for name in mine)
-    return mine.keys() == theirs.keys() and same and torch.equal(one.draft_ids, other.draft_ids)
+    return same_weights(one, other) and torch.equal(one.draft_ids, other.draft_ids)
 
 
 def nulls(value: Any, path: str = "") -> list[str]:

@@ -167,7 +167,6 @@ class Recorder:
 
 def head_of(facts: TargetFacts) -> TargetHead:
     """Return the embedding and head of a target."""
-    assert facts.embedding is not None and facts.head is not None
     spec = HeadSpec(vocab_size=V, hidden_size=H, tied=False)
     return TargetHead(spec, facts.embedding, facts.head)
 

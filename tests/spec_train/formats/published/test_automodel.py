@@ -7,7 +7,6 @@ types are the target's: its class reads none of them, has one layer, and takes t
 1, L/2-1 and L-4 if not told otherwise.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ def in_its_form(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("form", ["EAGLE-3", "EAGLE-3.1", "full vocabulary", "with biases"])
 @pytest.mark.parametrize("name", TARGETS)
-def test_eagle3_has_the_logits_of_its_own_class(tmp_path: Path, name: str, form: str) -> None:
+def test_eagle3_has_the_logits_of_its_own_class(tmp_path, name, form):
     torch.manual_seed(31)
     facts = tiny.target()
     ids = torch.arange(V) if form == "full vocabulary" else tiny.some_ids("by frequency")
@@ -111,9 +110,7 @@ def trained_states(draft: Any, tokens: list[int], states: torch.Tensor) -> torch
 
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("name", TARGETS)
-def test_eagle1_predicts_the_states_of_its_own_class(
-    tmp_path: Path, name: str, blocks: int
-) -> None:
+def test_eagle1_predicts_the_states_of_its_own_class(tmp_path, name, blocks):
     torch.manual_seed(32)
     facts = tiny.target()
     tensors = tiny.eagle_tensors(blocks, first_norm=True) | {"norm.weight": tiny.gain(H)}

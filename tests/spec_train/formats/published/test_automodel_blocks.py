@@ -1,6 +1,5 @@
 """NVIDIA AutoModel's P-EAGLE, DSpark and DFlash: copies of the target's config."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +74,7 @@ PEAGLE = TARGET | {
 
 
 @pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
-def test_dspark_drafts_as_defined(tmp_path: Path, markov: str) -> None:
+def test_dspark_drafts_as_defined(tmp_path, markov):
     facts, width = blocks.target(), H + RANK
     tensors = blocks.block_tensors(markov=markov, confidence=width)
     config = DSPARK | {
@@ -86,30 +85,25 @@ def test_dspark_drafts_as_defined(tmp_path: Path, markov: str) -> None:
     }
     copies = {"embed_tokens.weight": facts.embedding, "lm_head.weight": facts.head}
     draft = blocks.read_block(tiny.write(tmp_path, config, tensors | copies), facts)
-    assert facts.embedding is not None and facts.head is not None
     it = Reading(tensors, facts.embedding, facts.head, markov=markov)
     blocks.compare(draft, facts, it)
     tiny.assert_same(*blocks.confidences(draft, facts, it))
 
 
-def test_dflash_drafts_as_defined(tmp_path: Path) -> None:
+def test_dflash_drafts_as_defined(tmp_path):
     facts, tensors = blocks.target(), blocks.block_tensors()
     draft = blocks.read_block(tiny.write(tmp_path, DFLASH, tensors), facts)
     assert draft.name == "dflash" and not draft.config.sample_from_anchor
-    assert facts.embedding is not None and facts.head is not None
     blocks.compare(draft, facts, Reading(tensors, facts.embedding, facts.head, anchor=False))
 
 
 @pytest.mark.parametrize("norm_output", [True, False])
 @pytest.mark.parametrize("fc_norm", [True, False])
 @pytest.mark.parametrize("flat", [True, False])
-def test_peagle_drafts_as_defined(
-    tmp_path: Path, fc_norm: bool, norm_output: bool, flat: bool
-) -> None:
+def test_peagle_drafts_as_defined(tmp_path, fc_norm, norm_output, flat):
     """With `norm_output` the norm is applied before the head instead of by it: once either way."""
     facts, ids = blocks.target(), tiny.some_ids()
     tensors = parallel.peagle_tensors(fc_norm=fc_norm)
-    assert facts.embedding is not None
     saved = {
         name if name in ("lm_head.weight", "mask_hidden") else f"model.{name}": value
         for name, value in (tensors | {"embed_tokens.weight": facts.embedding}).items()

@@ -60,18 +60,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_eval_measures_it_on_a_dataset(place: Path) -> None:
+def test_eval_measures_it_on_a_dataset(place):
     config = dict(draft=str(place / "draft"), data=str(place / "data"), device="cpu")
     assert run_eval(config)["acceptance_length"] >= 1
 
 
-def test_eval_takes_what_it_lacks_from_the_target(place: Path) -> None:
+def test_eval_takes_what_it_lacks_from_the_target(place):
     draft: Any = draft_to_measure(place / "draft", None, str(place / "target"))
     embedding = tiny.read_tensors(place / "target")["model.embed_tokens.weight"]
     assert torch.equal(draft.embed_tokens.weight, embedding)
 
 
-def test_fit_goes_on_from_it(place: Path, tmp_path: Path) -> None:
+def test_fit_goes_on_from_it(place, tmp_path):
     config = Training(
         data=str(place / "data"),
         out=str(tmp_path / "run"),
@@ -82,12 +82,12 @@ def test_fit_goes_on_from_it(place: Path, tmp_path: Path) -> None:
     assert run(config, OPTIONS).finished
     new = load_draft(tmp_path / "run" / "last")
     old = draft_to_measure(place / "draft", str(place / "data"), None)
-    for name, value in old.state_dict().items():  # type: ignore[attr-defined]
-        assert torch.equal(value, new.state_dict()[name]), name  # type: ignore[attr-defined]
+    for name, value in old.state_dict().items():
+        assert torch.equal(value, new.state_dict()[name]), name
 
 
 @pytest.mark.parametrize("form", ["vllm", "sglang", "speculators"])
-def test_export_writes_it_for_an_engine(place: Path, tmp_path: Path, form: str) -> None:
+def test_export_writes_it_for_an_engine(place, tmp_path, form):
     out, target = tmp_path / form, str(place / "target")
     checked = spec_train.export(place / "draft", out, form, target)
     assert "refuse" not in [finding.level for finding in checked.findings[form]]

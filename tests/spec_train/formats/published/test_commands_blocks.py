@@ -73,12 +73,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_eval_measures_it_on_a_dataset(place: Path) -> None:
+def test_eval_measures_it_on_a_dataset(place):
     config = dict(draft=str(place / "draft"), data=str(place / "data"), device="cpu")
     assert run_eval(config)["acceptance_length"] >= 1
 
 
-def test_fit_goes_on_from_it(place: Path, tmp_path: Path) -> None:
+def test_fit_goes_on_from_it(place, tmp_path):
     config = Training(
         data=str(place / "data"),
         out=str(tmp_path / "run"),
@@ -98,7 +98,7 @@ def test_fit_goes_on_from_it(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["vllm", "sglang"])
-def test_export_writes_it_for_an_engine(place: Path, tmp_path: Path, form: str) -> None:
+def test_export_writes_it_for_an_engine(place, tmp_path, form):
     out, target = tmp_path / form, str(place / "target")
     checked = spec_train.export(place / "draft", out, form, target)
     assert "refuse" not in [finding.level for finding in checked.findings[form]]
@@ -109,7 +109,7 @@ def test_export_writes_it_for_an_engine(place: Path, tmp_path: Path, form: str) 
         assert torch.equal(value, new.state_dict()[name]), name
 
 
-def test_a_form_that_vllm_would_misread_is_refused(place: Path, tmp_path: Path) -> None:
+def test_a_form_that_vllm_would_misread_is_refused(place, tmp_path):
     """vLLM makes every layer of a speculators file causal, or none."""
     draft, target = str(place / "draft"), str(place / "target")
     with pytest.raises(DraftError, match="causal attention in the full layers"):

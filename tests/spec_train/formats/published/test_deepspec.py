@@ -4,7 +4,6 @@ Source: DeepSpec, `modeling/eagle3/qwen3/modeling.py` and `config.py`; a fork of
 fc. The config is a copy of the target's. `target_layer_ids` are outputs of decoder blocks.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +50,7 @@ def published(facts: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("form", ["as published", "a norm of each state", "with biases"])
-def test_eagle3_has_the_logits_of_its_own_class(tmp_path: Path, form: str) -> None:
+def test_eagle3_has_the_logits_of_its_own_class(tmp_path, form):
     torch.manual_seed(41)
     facts = tiny.target()
     tensors, config = published(facts), dict(CONFIG)
@@ -76,7 +75,7 @@ def test_eagle3_has_the_logits_of_its_own_class(tmp_path: Path, form: str) -> No
     tiny.assert_same(state, carried)
 
 
-def test_what_is_read_can_be_written_back(tmp_path: Path) -> None:
+def test_what_is_read_can_be_written_back(tmp_path):
     torch.manual_seed(42)
     facts = tiny.target()
     folder = tiny.write(tmp_path / "draft", CONFIG, published(facts))
@@ -93,7 +92,7 @@ def test_what_is_read_can_be_written_back(tmp_path: Path) -> None:
     assert names == set(published(facts))
 
 
-def test_layers_that_read_the_token_again_are_refused(tmp_path: Path) -> None:
+def test_layers_that_read_the_token_again_are_refused(tmp_path):
     facts = tiny.target()
     tensors = published(facts)
     again = tiny.layer_tensors("layers.1.", 2 * H, True)

@@ -4,7 +4,6 @@ Its class is `Qwen3DSparkModel` for both; a DFlash of its recipe is one without 
 """
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ CONFIG: dict[str, Any] = tiny.SIZES | {
 }
 
 
-def test_dspark_and_dflash_draft_as_defined(tmp_path: Path) -> None:
+def test_dspark_and_dflash_draft_as_defined(tmp_path):
     for number, (markov, width) in enumerate(
         [("vanilla", H + RANK), ("vanilla", H), ("gated", H + RANK), ("rnn", None), (None, None)]
     ):
@@ -62,7 +61,7 @@ def test_dspark_and_dflash_draft_as_defined(tmp_path: Path) -> None:
             tiny.assert_same(*blocks.confidences(draft, facts, it))
 
 
-def test_a_head_that_is_not_the_targets_is_refused(tmp_path: Path) -> None:
+def test_a_head_that_is_not_the_targets_is_refused(tmp_path):
     facts = blocks.target()
     tensors = blocks.block_tensors() | {"lm_head.weight": tiny.noise(tiny.V, H)}
     folder = tiny.write(tmp_path / "draft", CONFIG | {"markov_rank": 0}, tensors)
@@ -83,7 +82,7 @@ def test_a_head_that_is_not_the_targets_is_refused(tmp_path: Path) -> None:
         ("DeepSeekMTPModel", "MTP"),
     ],
 )
-def test_other_classes_are_refused_with_the_reason(tmp_path: Path, name: str, reason: str) -> None:
+def test_other_classes_are_refused_with_the_reason(tmp_path, name, reason):
     folder = tiny.write(
         tmp_path / "draft", CONFIG | {"architectures": [name]}, blocks.block_tensors()
     )
@@ -106,9 +105,7 @@ def test_other_classes_are_refused_with_the_reason(tmp_path: Path, name: str, re
         ({"dflash_config": {"nobodys_key": 1}}, "nobodys_key"),
     ],
 )
-def test_parts_of_other_drafts_are_named_and_never_advised_away(
-    tmp_path: Path, changes: dict[str, Any], named: str
-) -> None:
+def test_parts_of_other_drafts_are_named_and_never_advised_away(tmp_path, changes, named):
     """Without its key, a LiLiCorr is a DFlash that drafts other tokens than were trained."""
     folder = tiny.write(tmp_path / "draft", CONFIG | changes, blocks.block_tensors())
     with pytest.raises(DraftError, match=named) as caught:
@@ -116,7 +113,7 @@ def test_parts_of_other_drafts_are_named_and_never_advised_away(
     assert not re.search("remove|delete|leave .* out|correct", str(caught.value), re.IGNORECASE)
 
 
-def test_weights_and_adapters_of_other_drafts_are_named(tmp_path: Path) -> None:
+def test_weights_and_adapters_of_other_drafts_are_named(tmp_path):
     tensors = blocks.block_tensors() | {"lilicorr.slot_embedding": torch.zeros(2)}
     with pytest.raises(DraftError, match=r"lilicorr\.slot_embedding.*LiLiCorr"):
         blocks.read_block(tiny.write(tmp_path / "weights", CONFIG, tensors), blocks.target())

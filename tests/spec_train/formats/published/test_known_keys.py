@@ -37,11 +37,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_key_of_a_known_trainer_is_known(name: str) -> None:
+def test_every_key_of_a_known_trainer_is_known(name):
     assert unread_keys(DraftFiles(CONFIGS[name], {}, "here")) == []
 
 
-def test_the_tables_do_not_overlap() -> None:
+def test_the_tables_do_not_overlap():
     assert not READ & HARMLESS
 
 
@@ -55,13 +55,13 @@ def folder(tmp_path: Path) -> Path:
     return tiny.write(tmp_path / "draft", test_specforge.TEMPLATE | ids | odd, tensors)
 
 
-def test_an_unknown_key_is_named_when_the_draft_is_read(folder: Path, caplog: Any) -> None:
+def test_an_unknown_key_is_named_when_the_draft_is_read(folder, caplog):
     with caplog.at_level(logging.WARNING):
         load_draft(folder)
     assert "not read: eagle_config.depth_decay, residual_power." in caplog.text
 
 
-def test_check_does_not_call_such_a_draft_sound(folder: Path) -> None:
+def test_check_does_not_call_such_a_draft_sound(folder):
     found = spec_train.export(draft=str(folder)).findings["spec-train"]
     assert "ok" not in [finding.level for finding in found]
     (text,) = [f.text for f in found if "residual_power" in f.text]
@@ -83,14 +83,14 @@ def test_check_does_not_call_such_a_draft_sound(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_arithmetic_of_other_models_is_refused(folder: Path, odd: dict[str, Any]) -> None:
+def test_arithmetic_of_other_models_is_refused(folder, odd):
     (name,) = odd
     raw = tiny.read_config(folder)
     with pytest.raises(DraftError, match=rf"config\.json: {name} = .* cannot be represented"):
         load_draft(tiny.write(folder, raw | odd, tiny.read_tensors(folder)))
 
 
-def test_values_that_change_nothing_are_accepted(folder: Path) -> None:
+def test_values_that_change_nothing_are_accepted(folder):
     neutral = {"logit_scale": 1.0, "query_pre_attn_scalar": tiny.D, "attention_multiplier": 0.5}
     raw = tiny.read_config(folder) | neutral  # 0.5 = D ** -0.5
     assert load_draft(tiny.write(folder, raw, tiny.read_tensors(folder)))

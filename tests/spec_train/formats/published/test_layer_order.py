@@ -1,8 +1,6 @@
 """Layers in another order than ascending: the parts of fc and of the norms move with them."""
 
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +15,7 @@ KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.mark.parametrize("ids", [[9, 2, 6], [6, 9, 2], [2, 6, 9]], ids=str)
-def test_states_in_the_order_of_the_file_give_the_same_logits(
-    tmp_path: Path, ids: list[int], caplog: Any
-) -> None:
+def test_states_in_the_order_of_the_file_give_the_same_logits(tmp_path, ids, caplog):
     torch.manual_seed(3)
     facts, tokens = tiny.target(), [3, 8, 1, 40, 5]
     tensors = tiny.eagle3_tensors() | tiny.maps(tiny.some_ids())
@@ -37,7 +33,7 @@ def test_states_in_the_order_of_the_file_give_the_same_logits(
     assert ("are not ascending" in caplog.text) == (ids != sorted(ids))
 
 
-def test_a_layer_that_repeats_is_refused(tmp_path: Path) -> None:
+def test_a_layer_that_repeats_is_refused(tmp_path):
     tensors = tiny.eagle3_tensors() | tiny.maps(torch.arange(VD))
     folder = tiny.write(tmp_path / "draft", CONFIG | {KEY: [2, 2, 9]}, tensors)
     with pytest.raises(DraftError, match=r"config\.json: layers \[1, 1, 8\] repeat an id"):

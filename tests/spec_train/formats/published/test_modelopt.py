@@ -5,9 +5,6 @@ are outputs of decoder blocks; the states are collected in the order of the bloc
 is that of the engines, which norm the carried state once.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -50,7 +47,7 @@ CONFIG = tiny.SIZES | {
 
 @pytest.mark.parametrize("order", [[1, 5, 8], [8, 1, 5]], ids=str)
 @pytest.mark.parametrize("full", [False, True])
-def test_eagle3_has_the_logits_of_the_engines(tmp_path: Path, full: bool, order: list[int]) -> None:
+def test_eagle3_has_the_logits_of_the_engines(tmp_path, full, order):
     torch.manual_seed(21)
     facts, ids = tiny.target(), torch.arange(V) if full else tiny.some_ids("by frequency")
     tensors = tiny.eagle3_tensors("layers.0.", size=len(ids))
@@ -77,9 +74,7 @@ def test_eagle3_has_the_logits_of_the_engines(tmp_path: Path, full: bool, order:
         ({"use_aux_hidden_state": False}, "use_aux_hidden_state = False"),
     ],
 )
-def test_another_arithmetic_is_refused(
-    tmp_path: Path, nested: dict[str, Any], message: str
-) -> None:
+def test_another_arithmetic_is_refused(tmp_path, nested, message):
     tensors = tiny.eagle3_tensors("layers.0.") | {"d2t": torch.arange(VD)}
     config = CONFIG | {"eagle_config": EAGLE_CONFIG | nested}
     with pytest.raises(DraftError, match=f"eagle_config.{message}.* cannot be represented"):

@@ -1,6 +1,5 @@
 """ModelOpt's DFlash and DSpark: z-lab's layout, with the heads of DSpark at the top level."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ def heads_at_the_top(tensors: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("confidence", [True, False])
-def test_dspark_drafts_as_defined(tmp_path: Path, markov: str, confidence: bool) -> None:
+def test_dspark_drafts_as_defined(tmp_path, markov, confidence):
     facts = blocks.target()
     tensors = blocks.block_tensors(markov=markov, confidence=H + RANK if confidence else None)
     table = TABLE | {
@@ -54,18 +53,16 @@ def test_dspark_drafts_as_defined(tmp_path: Path, markov: str, confidence: bool)
     folder = tiny.write(tmp_path, CONFIG | {"dflash_config": table}, heads_at_the_top(tensors))
     draft = blocks.read_block(folder, facts)
     assert draft.name == "dspark" and draft.config.sample_from_anchor
-    assert facts.embedding is not None and facts.head is not None
     it = Reading(tensors, facts.embedding, facts.head, markov=markov)
     blocks.compare(draft, facts, it)
     if confidence:
         tiny.assert_same(*blocks.confidences(draft, facts, it))
 
 
-def test_a_released_dspark_nests_its_heads(tmp_path: Path) -> None:
+def test_a_released_dspark_nests_its_heads(tmp_path):
     facts, tensors = blocks.target(), blocks.block_tensors(markov="vanilla")
     table = TABLE | {"projector_type": "dspark", "shift_label": True, "markov_rank": RANK}
     folder = tiny.write(tmp_path / "a", CONFIG | {"dflash_config": table}, tensors)
-    assert facts.embedding is not None and facts.head is not None
     it = Reading(tensors, facts.embedding, facts.head, markov="vanilla")
     blocks.compare(blocks.read_block(folder, facts), facts, it)
     both = tensors | {"markov_w1.weight": tensors["markov_head.markov_w1.weight"]}
@@ -75,15 +72,12 @@ def test_a_released_dspark_nests_its_heads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_window_on_every_layer_beside_layer_types_without_one(
-    tmp_path: Path, causal: bool
-) -> None:
+def test_a_window_on_every_layer_beside_layer_types_without_one(tmp_path, causal):
     facts, tensors, window = blocks.target(), blocks.block_tensors(), 5
     table = TABLE | {"use_swa": True, "swa_window_size": window, "causal": causal}
     config = CONFIG | {"sliding_window": window, "dflash_config": table}
     draft = blocks.read_block(tiny.write(tmp_path, config, tensors), facts)
     assert draft.name == "dflash" and not draft.config.sample_from_anchor
-    assert facts.embedding is not None and facts.head is not None
     it = Reading(
         tensors,
         facts.embedding,
@@ -101,24 +95,19 @@ def test_a_window_on_every_layer_beside_layer_types_without_one(
     [
         ({"causal": True}, "causal = true: full attention that is causal"),
         ({"attention_sink_bias": True}, "attention_sink_bias = True"),
-        (
-            {"projector_type": "domino", "emb_dim": 4},
-            "projector_type = domino",
-        ),
+        ({"projector_type": "domino", "emb_dim": 4}, "projector_type = domino"),
         ({"projector_type": "dspark", "shift_label": False, "markov_rank": RANK}, "unclear which"),
         ({"markov_rank": RANK}, "no sample_from_anchor"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_read_is_refused_by_name(tmp_path, changes, message):
     tensors = blocks.block_tensors(markov="vanilla" if "markov_rank" in changes else None)
     folder = tiny.write(tmp_path, CONFIG | {"dflash_config": TABLE | changes}, tensors)
     with pytest.raises(DraftError, match=message):
         blocks.read_block(folder, blocks.target())
 
 
-def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+def test_quantised_weights_are_refused(tmp_path):
     config = CONFIG | {"dflash_config": TABLE, "quantization_config": {"quant_algo": "FP8"}}
     folder = tiny.write(tmp_path, config, blocks.block_tensors())
     with pytest.raises(DraftError, match="quantization_config"):

@@ -6,8 +6,6 @@ config says `"bias": false`, and drafts for Qwen2 have biases of queries, keys a
 (`qkv_bias`).
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -34,7 +32,7 @@ CONFIG = {name: value for name, value in tiny.SIZES.items() if name != "head_dim
 
 
 @pytest.mark.parametrize("weights", ["pytorch_model.bin", "model.safetensors"])
-def test_eagle3_has_the_logits_of_its_own_class(tmp_path: Path, weights: str) -> None:
+def test_eagle3_has_the_logits_of_its_own_class(tmp_path, weights):
     torch.manual_seed(11)
     facts, ids = tiny.target(), tiny.some_ids("by frequency")
     tensors = tiny.eagle3_tensors() | tiny.maps(ids)
@@ -59,7 +57,7 @@ FORMS = {
 
 def eagle_draft(form: str, facts: object) -> dict[str, torch.Tensor]:
     tensors = tiny.eagle_tensors(2 if form == "two layers" else 1)
-    tensors["embed_tokens.weight"] = facts.embedding.clone()  # type: ignore[attr-defined]
+    tensors["embed_tokens.weight"] = facts.embedding.clone()
     if form == "with a bias of fc":
         tensors["fc.bias"] = torch.randn(tiny.H).double()
     if form == "Qwen2":
@@ -71,9 +69,7 @@ def eagle_draft(form: str, facts: object) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("weights", ["pytorch_model.bin", "model.safetensors"])
 @pytest.mark.parametrize("form", FORMS)
-def test_eagle1_predicts_the_states_of_its_own_class(
-    tmp_path: Path, form: str, weights: str
-) -> None:
+def test_eagle1_predicts_the_states_of_its_own_class(tmp_path, form, weights):
     torch.manual_seed(15)
     facts = tiny.target()
     tensors = eagle_draft(form, facts)
@@ -84,7 +80,7 @@ def test_eagle1_predicts_the_states_of_its_own_class(
     tiny.assert_same(found, tiny.eagle_states(tensors, tokens, states, facts.embedding))
 
 
-def test_a_bias_of_fc_is_served_by_sglang_only(tmp_path: Path) -> None:
+def test_a_bias_of_fc_is_served_by_sglang_only(tmp_path):
     torch.manual_seed(16)
     facts = tiny.target()
     folder = tiny.write(tmp_path / "draft", EAGLE, eagle_draft("with a bias of fc", facts))
@@ -97,7 +93,7 @@ def test_a_bias_of_fc_is_served_by_sglang_only(tmp_path: Path) -> None:
     assert old.config == new.config and torch.equal(old.fc.bias, new.fc.bias)
 
 
-def test_a_bias_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
+def test_a_bias_that_the_file_lacks_is_refused(tmp_path):
     tensors = eagle_draft("without", tiny.target())
     folder = tiny.write(tmp_path / "draft", EAGLE | {"bias": True}, tensors)
     with pytest.raises(DraftError, match=r"bias = true, but .* has no fc\.bias"):

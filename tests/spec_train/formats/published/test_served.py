@@ -1,7 +1,6 @@
 """The column "served by" of docs/published-drafts.md is what `export` reports of each form."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,7 +90,7 @@ def row_of(start: str) -> list[str]:
 
 
 @pytest.mark.parametrize("start", ROWS)
-def test_the_engines_of_a_row_are_those_that_the_check_finds(tmp_path: Path, start: str) -> None:
+def test_the_engines_of_a_row_are_those_that_the_check_finds(tmp_path, start):
     torch.manual_seed(61)
     folder = tiny.write(tmp_path / "eagle3-draft", *ROWS[start]())
     own = own_files(load_draft(folder, FACTS), str(folder))

@@ -5,7 +5,6 @@ are outputs of decoder blocks, as SGLang takes them. TorchSpec writes the same f
 """
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,7 +69,7 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("embedded", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_eagle3_has_the_logits_of_its_own_class(tmp_path: Path, name: str, embedded: bool) -> None:
+def test_eagle3_has_the_logits_of_its_own_class(tmp_path, name, embedded):
     torch.manual_seed(12)
     config, facts = TEMPLATE | TEMPLATES[name], tiny.target()
     full = config["draft_vocab_size"] == V
@@ -90,9 +89,7 @@ def test_eagle3_has_the_logits_of_its_own_class(tmp_path: Path, name: str, embed
 
 
 @pytest.mark.parametrize("norm_output", [True, False])
-def test_eagle31_norms_each_state_and_its_own_output(
-    tmp_path: Path, norm_output: bool, caplog: Any
-) -> None:
+def test_eagle31_norms_each_state_and_its_own_output(tmp_path, norm_output, caplog):
     """As of its pull request 879; releases up to 0.2.0 trained such drafts as EAGLE-3."""
     torch.manual_seed(13)
     facts, ids = tiny.target(), tiny.some_ids()
@@ -111,7 +108,7 @@ def test_eagle31_norms_each_state_and_its_own_output(
     assert ("SpecForge up to 0.2.0" in caplog.text) == norm_output
 
 
-def test_norms_that_the_config_denies_are_refused(tmp_path: Path) -> None:
+def test_norms_that_the_config_denies_are_refused(tmp_path):
     tensors = tiny.eagle3_tensors() | tiny.maps(torch.arange(VD))
     folder = tiny.write(tmp_path / "a", TEMPLATE | {"fc_norm": True}, tensors)
     with pytest.raises(DraftError, match=r"fc_norm = true, but the norms in .* say otherwise"):
@@ -122,7 +119,7 @@ def test_norms_that_the_config_denies_are_refused(tmp_path: Path) -> None:
         load_draft(folder, tiny.target())
 
 
-def test_a_head_that_is_tied_and_absent_is_the_embedding(tmp_path: Path) -> None:
+def test_a_head_that_is_tied_and_absent_is_the_embedding(tmp_path):
     torch.manual_seed(14)
     facts = tiny.target()
     tensors = tiny.eagle3_tensors(size=V) | {"embed_tokens.weight": facts.embedding.clone()}
@@ -151,7 +148,7 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_parts_that_no_draft_here_has_are_refused_in_words(tmp_path: Path, name: str) -> None:
+def test_parts_that_no_draft_here_has_are_refused_in_words(tmp_path, name):
     tensor, words = REFUSED[name]
     tensors = tiny.eagle3_tensors() | tiny.maps(torch.arange(VD)) | {tensor: torch.ones(2)}
     folder = tiny.write(tmp_path / "draft", TEMPLATE, tensors)

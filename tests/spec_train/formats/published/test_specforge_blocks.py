@@ -1,6 +1,5 @@
 """SpecForge's DSpark, DFlash and P-EAGLE: z-lab's layout with DSpark's heads in `dflash_config`."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,9 +35,7 @@ PEAGLE: dict[str, Any] = tiny.SIZES | {
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("with_markov", [True, False])
 @pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
-def test_dspark_drafts_as_defined(
-    tmp_path: Path, markov: str, with_markov: bool, nested: bool
-) -> None:
+def test_dspark_drafts_as_defined(tmp_path, markov, with_markov, nested):
     """Every slot drafts the token after its own, so the anchor's slot drafts first."""
     facts, width = blocks.target(), H + (RANK if with_markov else 0)
     tensors = blocks.block_tensors(markov=markov, confidence=width)
@@ -50,16 +47,14 @@ def test_dspark_drafts_as_defined(
     }
     draft = blocks.read_block(tiny.write(tmp_path, config, saved), facts)
     assert draft.name == "dspark" and draft.config.sample_from_anchor
-    assert facts.embedding is not None and facts.head is not None
     it = Reading(tensors, facts.embedding, facts.head, markov=markov)
     blocks.compare(draft, facts, it)
     tiny.assert_same(*blocks.confidences(draft, facts, it))
 
 
-def test_peagle_drafts_as_defined(tmp_path: Path) -> None:
+def test_peagle_drafts_as_defined(tmp_path):
     """It writes maps of a full vocabulary too: all zero and all true."""
     facts, tensors = blocks.target(), parallel.peagle_tensors(rows=V)
-    assert facts.embedding is not None
     maps = {"d2t": torch.zeros(V, dtype=torch.long), "t2d": torch.ones(V, dtype=torch.bool)}
     saved = tensors | {"embed_tokens.weight": facts.embedding} | maps
     draft = parallel.read_peagle(tiny.write(tmp_path, PEAGLE, saved), facts)

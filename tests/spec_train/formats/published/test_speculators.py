@@ -7,7 +7,6 @@ order.
 """
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,7 +134,7 @@ def logits_of(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_eagle3_has_the_logits_of_its_own_class(tmp_path: Path, form: str) -> None:
+def test_eagle3_has_the_logits_of_its_own_class(tmp_path, form):
     torch.manual_seed(51)
     facts = tiny.target()
     config, tensors = published(form)
@@ -149,11 +148,11 @@ def test_eagle3_has_the_logits_of_its_own_class(tmp_path: Path, form: str) -> No
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_read_can_be_written_for_vllm(tmp_path: Path, form: str) -> None:
+def test_what_is_read_can_be_written_for_vllm(tmp_path, form):
     torch.manual_seed(52)
     facts = tiny.target()
     config, tensors = published(form)
-    tensors["embed_tokens.weight"] = facts.embedding.clone()  # type: ignore[union-attr]
+    tensors["embed_tokens.weight"] = facts.embedding.clone()
     folder = tiny.write(tmp_path / "draft", config, tensors)
     # vLLM, which reads the speculators form, serves silu only
     for written in ("hf",) if form == "gelu" else ("speculators", "hf"):
@@ -168,11 +167,11 @@ def test_what_is_read_can_be_written_for_vllm(tmp_path: Path, form: str) -> None
         assert not [f.text for f in found if "keys that engines read" in f.text]
 
 
-def test_a_trained_embedding_is_the_drafts_own(tmp_path: Path) -> None:
+def test_a_trained_embedding_is_the_drafts_own(tmp_path):
     torch.manual_seed(53)
     facts = tiny.target()
     config, tensors = published("no switch at all")
-    own = facts.embedding + tiny.noise(V, H)  # type: ignore[operator]
+    own = facts.embedding + tiny.noise(V, H)
     tensors["embed_tokens.weight"] = own
     tokens, aux = tiny.rows_of()
     want, _ = logits_of(config, tensors, "", tokens, aux, own)
@@ -189,7 +188,7 @@ def test_a_trained_embedding_is_the_drafts_own(tmp_path: Path) -> None:
     assert not load_draft(other, facts).config.train_embeddings  # of another target: refused later
 
 
-def test_ids_in_another_order_mean_the_same_states(tmp_path: Path) -> None:
+def test_ids_in_another_order_mean_the_same_states(tmp_path):
     """vLLM, which computes the states, passes them in ascending order."""
     torch.manual_seed(54)
     facts = tiny.target()
@@ -202,7 +201,7 @@ def test_ids_in_another_order_mean_the_same_states(tmp_path: Path) -> None:
     tiny.assert_same(found, want)
 
 
-def test_a_missing_norm_before_residual_is_what_vllm_serves(tmp_path: Path, caplog: Any) -> None:
+def test_a_missing_norm_before_residual_is_what_vllm_serves(tmp_path, caplog):
     torch.manual_seed(55)
     facts = tiny.target()
     config, tensors = published("no switch at all")
@@ -218,7 +217,7 @@ def test_a_missing_norm_before_residual_is_what_vllm_serves(tmp_path: Path, capl
     tiny.assert_same(found, want)
 
 
-def test_layers_that_the_file_lacks_are_refused(tmp_path: Path) -> None:
+def test_layers_that_the_file_lacks_are_refused(tmp_path):
     config, tensors = published("three layers")
     tensors = {name: value for name, value in tensors.items() if "layers.2." not in name}
     folder = tiny.write(tmp_path / "draft", config, tensors)

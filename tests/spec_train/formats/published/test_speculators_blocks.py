@@ -1,6 +1,5 @@
 """DFlash, DSpark and P-EAGLE of the speculators library (0.9), with the fields that it writes."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,22 +84,19 @@ def block_config(kind: str, layer: dict[str, Any] | None = None, **own: Any) -> 
 
 
 @pytest.mark.parametrize("layer", ["qwen3", "llama"])
-def test_dflash_drafts_as_defined(tmp_path: Path, layer: str) -> None:
+def test_dflash_drafts_as_defined(tmp_path, layer):
     """Its layers are Qwen3's in both cases, with norms of queries and keys."""
     facts, tensors = blocks.target(), blocks.block_tensors()
     raw = block_config("dflash", layer_config(layer))
     draft = blocks.read_block(tiny.write(tmp_path, raw, tensors), facts)
     assert draft.name == "dflash" and draft.config.layers == tuple(IDS)
-    assert facts.embedding is not None and facts.head is not None
     blocks.compare(draft, facts, Reading(tensors, facts.embedding, facts.head, anchor=False))
 
 
 @pytest.mark.parametrize("anchor", [True, False])
 @pytest.mark.parametrize("with_markov", [True, False])
 @pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
-def test_dspark_drafts_as_defined(
-    tmp_path: Path, markov: str, with_markov: bool, anchor: bool
-) -> None:
+def test_dspark_drafts_as_defined(tmp_path, markov, with_markov, anchor):
     facts, width = blocks.target(), H + (RANK if with_markov else 0)
     tensors = blocks.block_tensors(markov=markov, confidence=width)
     raw = block_config(
@@ -116,7 +112,6 @@ def test_dspark_drafts_as_defined(
         return
     draft = blocks.read_block(folder, facts)
     assert draft.name == "dspark" and draft.config.sample_from_anchor == anchor
-    assert facts.embedding is not None and facts.head is not None
     it = Reading(tensors, facts.embedding, facts.head, anchor=anchor, markov=markov)
     blocks.compare(draft, facts, it)
     tiny.assert_same(*blocks.confidences(draft, facts, it))
@@ -124,9 +119,8 @@ def test_dspark_drafts_as_defined(
 
 @pytest.mark.parametrize("order", ["ascending", "random"])
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_reduced_vocabulary_has_rows_of_its_own(tmp_path: Path, kind: str, order: str) -> None:
+def test_a_reduced_vocabulary_has_rows_of_its_own(tmp_path, kind, order):
     facts, ids = blocks.target(), tiny.some_ids(order)
-    assert facts.embedding is not None and facts.head is not None
     markov, width = ("vanilla", H + RANK) if kind == "dspark" else (None, None)
     tensors = blocks.block_tensors(markov=markov, confidence=width, rows=VD)
     head = facts.head[ids]
@@ -149,11 +143,8 @@ def test_a_reduced_vocabulary_has_rows_of_its_own(tmp_path: Path, kind: str, ord
     blocks.compare(draft, facts, it)
 
 
-def test_rows_that_are_not_the_targets_are_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_that_are_not_the_targets_are_kept(tmp_path, caplog):
     facts, ids = blocks.target(), tiny.some_ids()
-    assert facts.embedding is not None
     tensors, head = blocks.block_tensors(rows=VD), tiny.noise(VD, H)
     saved = tensors | {"lm_head.weight": head} | tiny.maps(ids)
     raw = block_config("dflash", draft_vocab_size=VD)
@@ -166,9 +157,7 @@ def test_rows_that_are_not_the_targets_are_kept(
 @pytest.mark.parametrize("non_causal", [True, False])
 @pytest.mark.parametrize("types", [(SLIDING, SLIDING), (SLIDING, FULL)])
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_windows_are_those_of_its_training_defaults(
-    tmp_path: Path, kind: str, types: tuple[str, ...], non_causal: bool
-) -> None:
+def test_windows_are_those_of_its_training_defaults(tmp_path, kind, types, non_causal):
     """By default every layer slides, and is causal inside a block."""
     facts, window = blocks.target(), 5
     markov, width = ("vanilla", H + RANK) if kind == "dspark" else (None, None)
@@ -176,7 +165,6 @@ def test_windows_are_those_of_its_training_defaults(
     layer = layer_config(layer_types=list(types), sliding_window=window, use_sliding_window=True)
     raw = block_config(kind, layer, sliding_window_non_causal=non_causal)
     draft = blocks.read_block(tiny.write(tmp_path / "a", raw, tensors), facts)
-    assert facts.embedding is not None and facts.head is not None
     it = Reading(
         tensors,
         facts.embedding,
@@ -195,7 +183,7 @@ def test_windows_are_those_of_its_training_defaults(
 
 
 @pytest.mark.parametrize("missing", ["markov_rank", "block_size", "confidence_head_with_markov"])
-def test_a_missing_field_has_the_librarys_default(tmp_path: Path, missing: str) -> None:
+def test_a_missing_field_has_the_librarys_default(tmp_path, missing):
     defaults = {"markov_rank": 256, "block_size": 8, "confidence_head_with_markov": True}
     tensors = blocks.block_tensors(markov="vanilla", confidence=H + RANK)
     raw = block_config("dspark")
@@ -242,15 +230,12 @@ PEAGLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "own", "layer"), PEAGLES, ids=str)
-def test_peagle_drafts_as_defined(
-    tmp_path: Path, kind: str, own: dict[str, Any], layer: dict[str, Any]
-) -> None:
+def test_peagle_drafts_as_defined(tmp_path, kind, own, layer):
     facts, ids = blocks.target(), tiny.some_ids("random")
     norms = {name: own.get(name, False) for name in ("norm_before_fc", "fc_norm")}
     tensors = parallel.peagle_tensors(
         qk_norm=kind == "qwen3", bias="attention_bias" in layer, **norms
     )
-    assert facts.embedding is not None
     saved = tensors | {"embed_tokens.weight": facts.embedding} | tiny.maps(ids)
     folder = tiny.write(tmp_path, peagle_config(kind, layer=layer, **own), saved)
     draft = parallel.read_peagle(folder, facts)
@@ -270,12 +255,9 @@ def test_peagle_drafts_as_defined(
 
 @pytest.mark.parametrize("key", [True, False, None])
 @pytest.mark.parametrize("known", [True, False])
-def test_the_embedding_of_a_peagle_is_its_own(
-    tmp_path: Path, known: bool, key: bool | None
-) -> None:
+def test_the_embedding_of_a_peagle_is_its_own(tmp_path, known, key):
     """Its trainer trains it by default. A given target decides, else the key does."""
     facts, ids = blocks.target(), tiny.some_ids()
-    assert facts.embedding is not None
     tensors, own = parallel.peagle_tensors(), facts.embedding + tiny.noise(V, H) / 5
     raw = peagle_config("llama")
     if key is None:
@@ -291,10 +273,9 @@ def test_the_embedding_of_a_peagle_is_its_own(
         parallel.compare(draft, tensors, own, ids, norm_before_residual=True)
 
 
-def test_layer_ids_in_another_order_leave_the_parts_of_fc(tmp_path: Path) -> None:
+def test_layer_ids_in_another_order_leave_the_parts_of_fc(tmp_path):
     """Its states are collected in the order of the target's blocks, not in that of the ids."""
     facts, tensors = blocks.target(), blocks.block_tensors()
-    assert facts.embedding is not None and facts.head is not None
     raw = block_config("dflash", aux_hidden_state_layer_ids=[9, 2, 5])
     draft = blocks.read_block(tiny.write(tmp_path / "block", raw, tensors), facts)
     assert draft.config.layers == tuple(IDS)

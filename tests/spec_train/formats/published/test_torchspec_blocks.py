@@ -1,6 +1,5 @@
 """TorchSpec's DFlash and DSpark: names of tensors and of a key of its own."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ def own_names(tensors: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("listed", [True, False])
-def test_dflash_drafts_as_defined(tmp_path: Path, native: bool, listed: bool) -> None:
+def test_dflash_drafts_as_defined(tmp_path, native, listed):
     facts, tensors = blocks.target(), blocks.block_tensors()
     saved = own_names(tensors) if native else tensors
     config = CONFIG | {"block_size": SIZE} | ({} if listed else {"target_layer_ids": None})
@@ -46,12 +45,11 @@ def test_dflash_drafts_as_defined(tmp_path: Path, native: bool, listed: bool) ->
     )
     assert draft.name == "dflash" and draft.config.num_target_layers == L
     assert draft.config.layers == (tuple(IDS) if listed else (1, 5, 9))
-    assert facts.embedding is not None and facts.head is not None
     blocks.compare(draft, facts, Reading(tensors, facts.embedding, facts.head, anchor=False))
 
 
 @pytest.mark.parametrize("with_markov", [True, False])
-def test_dspark_drafts_as_defined(tmp_path: Path, with_markov: bool) -> None:
+def test_dspark_drafts_as_defined(tmp_path, with_markov):
     facts = blocks.target()
     tensors = blocks.block_tensors(markov="vanilla", confidence=H + (RANK if with_markov else 0))
     config = CONFIG | {
@@ -65,13 +63,12 @@ def test_dspark_drafts_as_defined(tmp_path: Path, with_markov: bool) -> None:
     }
     draft = blocks.read_block(tiny.write(tmp_path, config, own_names(tensors)), facts)
     assert draft.name == "dspark" and draft.config.sample_from_anchor
-    assert facts.embedding is not None and facts.head is not None
     it = Reading(tensors, facts.embedding, facts.head, markov="vanilla")
     blocks.compare(draft, facts, it)
     tiny.assert_same(*blocks.confidences(draft, facts, it))
 
 
-def test_head_sizes_are_those_of_the_weights(tmp_path: Path) -> None:
+def test_head_sizes_are_those_of_the_weights(tmp_path):
     """Its files may have no head_dim: transformers' Qwen3 would take 128, Llama H / heads."""
     config = {k: v for k, v in CONFIG.items() if k not in ("head_dim", "num_key_value_heads")}
     folder = tiny.write(tmp_path, config | {"block_size": SIZE}, blocks.block_tensors())
@@ -79,7 +76,7 @@ def test_head_sizes_are_those_of_the_weights(tmp_path: Path) -> None:
     assert draft.config.head_dim == D and draft.config.num_key_value_heads == tiny.GROUPS
 
 
-def test_what_its_files_do_not_say_is_asked_for(tmp_path: Path) -> None:
+def test_what_its_files_do_not_say_is_asked_for(tmp_path):
     """The size of a block is an option of its training; a head says not which slot drafts."""
     folder = tiny.write(tmp_path / "a", CONFIG, blocks.block_tensors())
     with pytest.raises(DraftError, match="block_size is missing"):

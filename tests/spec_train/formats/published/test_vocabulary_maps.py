@@ -40,9 +40,7 @@ def reads_like_the_file(folder: Path, facts: Any, tensors: dict[str, Tensor], id
 
 @pytest.mark.parametrize("order", ["ascending", "by frequency"])
 @pytest.mark.parametrize("given", ["both", "d2t", "ids and t2d"])
-def test_a_map_in_any_order_keeps_the_logit_of_every_token(
-    tmp_path: Path, order: str, given: str, caplog: Any
-) -> None:
+def test_a_map_in_any_order_keeps_the_logit_of_every_token(tmp_path, order, given, caplog):
     facts, ids = tiny.target(), tiny.some_ids(order)
     tensors = tiny.eagle3_tensors() | tiny.maps(ids)
     if given == "d2t":
@@ -55,27 +53,27 @@ def test_a_map_in_any_order_keeps_the_logit_of_every_token(
     assert ("token ids instead of offsets" in caplog.text) == (given == "ids and t2d")
 
 
-def test_a_mask_alone_means_ascending_rows(tmp_path: Path) -> None:
+def test_a_mask_alone_means_ascending_rows(tmp_path):
     facts, ids = tiny.target(), tiny.some_ids()
     tensors = tiny.eagle3_tensors() | {"t2d": tiny.mask_of(ids)}
     reads_like_the_file(tiny.write(tmp_path / "draft", CONFIG, tensors), facts, tensors, ids)
 
 
-def test_ids_without_a_mask_are_known_by_what_they_would_mean_as_offsets(tmp_path: Path) -> None:
+def test_ids_without_a_mask_are_known_by_what_they_would_mean_as_offsets(tmp_path):
     facts, ids = tiny.target(), torch.randperm(V - 1)[:VD]
     ids[3] = V - 1  # as an offset of row 3 it lies outside the vocabulary
     tensors = tiny.eagle3_tensors() | {"d2t": ids}
     reads_like_the_file(tiny.write(tmp_path / "draft", CONFIG, tensors), facts, tensors, ids)
 
 
-def test_a_full_vocabulary_may_be_in_another_order_too(tmp_path: Path) -> None:
+def test_a_full_vocabulary_may_be_in_another_order_too(tmp_path):
     facts, ids = tiny.target(), torch.randperm(V)
     tensors = tiny.eagle3_tensors(size=V) | {"d2t": tiny.offsets(ids), "t2d": tiny.mask_of(ids)}
     folder = tiny.write(tmp_path / "draft", CONFIG | {"draft_vocab_size": V}, tensors)
     reads_like_the_file(folder, facts, tensors, ids)
 
 
-def test_maps_that_say_nothing_of_a_full_vocabulary_are_dropped(tmp_path: Path) -> None:
+def test_maps_that_say_nothing_of_a_full_vocabulary_are_dropped(tmp_path):
     """SpecForge always writes both."""
     facts, ids = tiny.target(), torch.arange(V)
     tensors = tiny.eagle3_tensors(size=V) | tiny.maps(ids)
@@ -104,23 +102,21 @@ BROKEN: dict[str, tuple[dict[str, Tensor], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_map_that_does_not_name_the_tokens_is_refused_with_its_file(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_map_that_does_not_name_the_tokens_is_refused_with_its_file(tmp_path, name):
     extra, message = BROKEN[name]
     folder = tiny.write(tmp_path / "draft", CONFIG, tiny.eagle3_tensors() | extra)
     with pytest.raises(DraftError, match=rf"model\.safetensors: .*{message}"):
         load_draft(folder, tiny.target())
 
 
-def test_a_map_that_was_never_filled_is_named(tmp_path: Path, caplog: Any) -> None:
+def test_a_map_that_was_never_filled_is_named(tmp_path, caplog):
     tensors = tiny.eagle3_tensors() | {"d2t": torch.zeros(VD, dtype=torch.long)}
     with caplog.at_level(logging.WARNING):
         load_draft(tiny.write(tmp_path / "draft", CONFIG, tensors), tiny.target())
     assert "d2t is all zero" in caplog.text and "model.safetensors" in caplog.text
 
 
-def test_all_rows_of_a_draft_token_move_with_its_id() -> None:
+def test_all_rows_of_a_draft_token_move_with_its_id():
     """The Markov head of DSpark has a row per draft token too."""
     ids = torch.tensor([7, 2, 5])
     tensors = {
@@ -139,6 +135,6 @@ def test_all_rows_of_a_draft_token_move_with_its_id() -> None:
     assert found["t2d"].nonzero().flatten().tolist() == [2, 5, 7]
 
 
-def test_a_sorted_map_without_a_head_is_refused() -> None:
+def test_a_sorted_map_without_a_head_is_refused():
     with pytest.raises(DraftError, match=r"here: its vocabulary map is not ascending"):
         own_vocabulary({"fc.weight": torch.ones(H, H), "d2t": torch.tensor([3, 0])}, 9, 2, "here")

@@ -29,12 +29,12 @@ def same(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         assert torch.equal(found[name], tensors[name])
 
 
-def test_a_bin_file_is_read_without_running_code(tmp_path: Path, tensors: Any) -> None:
+def test_a_bin_file_is_read_without_running_code(tmp_path, tensors):
     same(tiny.write(tmp_path / "draft", CONFIG, tensors, "pytorch_model.bin"), tensors)
 
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
-def test_several_files_with_an_index_are_read(tmp_path: Path, tensors: Any, kind: str) -> None:
+def test_several_files_with_an_index_are_read(tmp_path, tensors, kind):
     folder = tiny.write(tmp_path / "draft", CONFIG, {})
     (folder / "model.safetensors").unlink()
     stem, suffix = kind.rsplit(".", 1)
@@ -63,9 +63,7 @@ class Payload:
         return os.mkdir, ("was-run",)
 
 
-def test_a_bin_file_with_code_is_refused_and_the_code_does_not_run(
-    tmp_path: Path, tensors: Any, monkeypatch: Any
-) -> None:
+def test_a_bin_file_with_code_is_refused_and_the_code_does_not_run(tmp_path, tensors, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tiny.write(tmp_path / "draft", CONFIG, {}, "pytorch_model.bin")
     torch.save(tensors | {"extra": Payload()}, folder / "pytorch_model.bin")
@@ -74,7 +72,7 @@ def test_a_bin_file_with_code_is_refused_and_the_code_does_not_run(
     assert not (tmp_path / "was-run").exists()
 
 
-def test_a_damaged_bin_file_is_named(tmp_path: Path, tensors: Any) -> None:
+def test_a_damaged_bin_file_is_named(tmp_path, tensors):
     folder = tiny.write(tmp_path / "draft", CONFIG, tensors, "pytorch_model.bin")
     path = folder / "pytorch_model.bin"
     path.write_bytes(path.read_bytes()[:200])
@@ -85,7 +83,7 @@ def test_a_damaged_bin_file_is_named(tmp_path: Path, tensors: Any) -> None:
         load_draft(folder)
 
 
-def test_safetensors_have_priority(tmp_path: Path, tensors: Any) -> None:
+def test_safetensors_have_priority(tmp_path, tensors):
     folder = tiny.write(tmp_path / "draft", CONFIG, tensors)
     (folder / "pytorch_model.bin").write_bytes(b"not read")
     same(folder, tensors)

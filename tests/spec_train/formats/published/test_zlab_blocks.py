@@ -44,27 +44,23 @@ def write(folder: Path, tensors: Any, **changes: Any) -> Path:
     return made
 
 
-def test_a_published_draft_drafts_as_defined(tmp_path: Path) -> None:
+def test_a_published_draft_drafts_as_defined(tmp_path):
     facts, tensors = blocks.target(), blocks.block_tensors()
     draft = blocks.read_block(write(tmp_path / "draft", tensors), facts)
     assert draft.name == "dflash" and not draft.config.sample_from_anchor
     assert draft.config.layers == tuple(IDS) and draft.depth == SIZE - 1
-    assert facts.embedding is not None and facts.head is not None
     blocks.compare(draft, facts, Reading(tensors, facts.embedding, facts.head, anchor=False))
 
 
 @pytest.mark.parametrize("is_causal", [None, False])
 @pytest.mark.parametrize("types", [(SLIDING, FULL), (SLIDING, SLIDING)])
-def test_sliding_layers_are_causal_unless_the_file_says_otherwise(
-    tmp_path: Path, types: tuple[str, ...], is_causal: bool | None
-) -> None:
+def test_sliding_layers_are_causal_unless_the_file_says_otherwise(tmp_path, types, is_causal):
     facts, tensors, window = blocks.target(), blocks.block_tensors(), 5
     changes = {"layer_types": list(types), "sliding_window": window, "use_sliding_window": True}
     if is_causal is not None:
         changes["is_causal"] = is_causal
     draft = blocks.read_block(write(tmp_path / "draft", tensors, **changes), facts)
     causal = tuple(kind == SLIDING and is_causal is None for kind in types)
-    assert facts.embedding is not None and facts.head is not None
     it = Reading(
         tensors,
         facts.embedding,
@@ -77,7 +73,7 @@ def test_sliding_layers_are_causal_unless_the_file_says_otherwise(
     blocks.compare(draft, facts, it, (9, 4))
 
 
-def test_layers_in_any_order_and_layers_that_are_not_listed(tmp_path: Path) -> None:
+def test_layers_in_any_order_and_layers_that_are_not_listed(tmp_path):
     facts, tensors = blocks.target(), blocks.block_tensors()
     ids = [8, 1, 4]
     table = {"mask_token_id": MASK, "target_layer_ids": ids}
@@ -107,16 +103,14 @@ def test_layers_in_any_order_and_layers_that_are_not_listed(tmp_path: Path) -> N
         ({"shift_label": True}, "unclear which slot drafts first"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(
-    tmp_path: Path, table: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_read_is_refused_by_name(tmp_path, table, message):
     table = {"mask_token_id": MASK, "target_layer_ids": IDS} | table
     folder = write(tmp_path / "draft", blocks.block_tensors(), dflash_config=table)
     with pytest.raises(DraftError, match=message):
         blocks.read_block(folder, blocks.target())
 
 
-def test_values_without_an_effect_are_read(tmp_path: Path) -> None:
+def test_values_without_an_effect_are_read(tmp_path):
     table = {
         "mask_token_id": MASK,
         "target_layer_ids": IDS,
@@ -132,9 +126,7 @@ def test_values_without_an_effect_are_read(tmp_path: Path) -> None:
     assert blocks.read_block(folder, blocks.target()).config.block_size == SIZE
 
 
-def test_keys_that_are_not_known_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_keys_that_are_not_known_are_named(tmp_path, caplog):
     blocks.read_block(write(tmp_path / "a", blocks.block_tensors()), blocks.target())
     assert "not read" not in caplog.text
     folder = write(tmp_path / "b", blocks.block_tensors(), new_trick=3)
