@@ -1,65 +1,37 @@
 """EAGLE-3 in every form: what engines read, and that it reads back bit for bit."""
 
-import json
-from pathlib import Path
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from spec_data.shards.errors import DraftError
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
-from spec_train.formats.target_facts import TargetFacts
-from spec_train.losses.head import TargetHead
-from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
-from tests.spec_train.drafts.eagle3.tools import build
-from tests.spec_train.formats.tools import ENGINES, export, nulls
+from tests.draft_tools import read_json, write_json
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.formats import own_draft
+from tests.spec_train.formats.own_draft import read
+from tests.spec_train.formats.published.tiny import write
+from tests.spec_train.formats.tools import ENGINES, export, nulls, same_weights
 
-dataset, head = eagle3_tools.dataset, eagle3_tools.head
+dataset, head, saved, facts = any_draft.dataset, any_draft.head, own_draft.saved, own_draft.facts
 
 FORMS = ("hf", "vllm", "sglang", "speculators")
+LONG = {"rope_theta": 1e4, "original_max_position_embeddings": 64}
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "default", "rope_theta": 5e5},
     {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "truncate": False,
-    },
+    LONG | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    LONG | {"rope_type": "yarn", "factor": 4.0, "truncate": False},
 ]
-
-
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-
-
-def saved(dataset: HiddenStatesDataset, head: TargetHead, folder: Path, **changes: Any) -> Path:
-    draft = build(dataset, head, **changes)
-    with torch.no_grad():
-        for value in draft.parameters():
-            if value.requires_grad:
-                value.add_(torch.randn_like(value) / 8)
-    draft.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda r: f"{r['rope_type']}-{len(r)}")
 @pytest.mark.parametrize("form", FORMS)
 def test_rope_survives_every_form(dataset, head, tmp_path, form, rope):
-    draft = build(dataset, head)
+    draft = any_draft.build_draft("eagle3", dataset, head)
     draft.update_config(rope_parameters=rope)
     draft.save_pretrained(tmp_path / "own")
     out = export(tmp_path / "own", form, tmp_path / form, dataset.target_dir)
@@ -71,8 +43,8 @@ def test_rope_survives_every_form(dataset, head, tmp_path, form, rope):
 
 
 @pytest.mark.parametrize("layers", ["0,1,2", "0,2", "1"])
-def test_engines_read_the_layers_that_it_was_trained_on(dataset, head, tmp_path, layers):
-    own = saved(dataset, head, tmp_path / "own", layers=layers)
+def test_engines_read_the_layers_that_it_was_trained_on(saved, dataset, tmp_path, layers):
+    own = saved("eagle3", layers=layers)
     trained = [int(k) + 1 for k in layers.split(",")]  # hidden_states[k + 1] is block k's output
     for form, engines in (
         ("vllm", ("vllm", "llama.cpp")),
@@ -93,8 +65,8 @@ def test_engines_read_the_layers_that_it_was_trained_on(dataset, head, tmp_path,
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_keys_shapes_and_embedding(dataset, head, tmp_path, form):
-    own = saved(dataset, head, tmp_path / "own")
+def test_keys_shapes_and_embedding(saved, dataset, head, tmp_path, form):
+    own = saved("eagle3")
     raw, tensors = read(export(own, form, tmp_path / form, dataset.target_dir))
     prefix = "layers.0" if form == "speculators" else "midlayer"
     layer = ["hidden_norm", "input_layernorm", "post_attention_layernorm"]
@@ -110,16 +82,13 @@ def test_keys_shapes_and_embedding(dataset, head, tmp_path, form):
         assert raw["speculators_model_type"] == "eagle3" and "model_type" not in raw
         assert raw["speculators_config"]["verifier"]["name_or_path"] == str(dataset.target_dir)
         (method,) = raw["speculators_config"]["proposal_methods"]
-        assert method["speculative_tokens"] == 4  # the unroll steps
+        assert method["speculative_tokens"] == 3  # the unroll steps
         assert raw["transformer_layer_config"]["vocab_size"] == 64
     else:
         assert raw["architectures"] == ["LlamaForCausalLMEagle3"] and raw["model_type"] == "llama"
 
 
-# --- drafts of others ----------------------------------------------------------------------------
-
-
-def published(own: Path, folder: Path, prefix: str = "midlayer.", **changes: Any) -> Path:
+def published(own, folder, prefix="midlayer.", **changes):
     """The draft as other tools publish it: no section of ours, few fields, no embedding or t2d."""
     raw, tensors = read(own)
     keep = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -128,26 +97,20 @@ def published(own: Path, folder: Path, prefix: str = "midlayer.", **changes: Any
     config = {name: value for name, value in config.items() if value is not ...}
     for name in ("embed_tokens.weight", "t2d"):
         del tensors[name]
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
     tensors = {name.replace("midlayer.", prefix): value for name, value in tensors.items()}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return write(folder, config, tensors)
 
 
-def facts(head: TargetHead, blocks: int | None = None) -> TargetFacts:
-    return TargetFacts(num_layers=blocks, embedding=head.embed_weight, head=head.head_weight)
+KEY = "eagle_aux_hidden_state_layer_ids"
+IDS = {KEY: [1, 2, 3]}
 
 
 @pytest.mark.parametrize("prefix", ["midlayer.", "layers.0.", "model.layers.0."])
-def test_a_published_draft_is_read_with_defaults(dataset, head, tmp_path, prefix):
-    own = saved(dataset, head, tmp_path / "own")
-    ids = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-    folder = published(own, tmp_path / "theirs", prefix, **ids)
-    again, ours = load_draft(folder, facts(head)), load_draft(own)
-    for name, value in ours.state_dict().items():
-        assert torch.equal(value, again.state_dict()[name]), name
-    assert torch.equal(again.draft_ids, ours.draft_ids)
+def test_a_published_draft_is_read_with_defaults(saved, facts, tmp_path, prefix):
+    own = saved("eagle3")
+    folder = published(own, tmp_path / "theirs", prefix, **IDS)
+    again, ours = load_draft(folder, facts), load_draft(own)
+    assert same_weights(again, ours) and torch.equal(again.draft_ids, ours.draft_ids)
     assert again.config.layers == (0, 1, 2) and again.config.origin == {}
     assert again.config.head_dim == 8 and again.options.ttt_steps == 7
     with pytest.raises(DraftError, match=r"no embed_tokens\.weight.*--target"):
@@ -157,19 +120,20 @@ def test_a_published_draft_is_read_with_defaults(dataset, head, tmp_path, prefix
 @pytest.mark.parametrize(
     ("keys", "blocks", "layers"),
     [
-        ({"eagle_aux_hidden_state_layer_ids": [2, 5, 6]}, None, (1, 4, 5)),  # inputs
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 5]}}, None, (1, 4, 5)),
+        ({KEY: [2, 5, 6]}, None, (1, 4, 5)),  # inputs
+        ({"eagle_config": {KEY: [1, 4, 5]}}, None, (1, 4, 5)),
         ({}, 32, (1, 15, 28)),  # every engine's default: inputs of blocks 2, L//2, L-3
     ],
 )
 def test_layers_of_published_drafts_follow_the_key_that_names_them(
-    dataset, head, tmp_path, keys, blocks, layers
+    saved, facts, tmp_path, keys, blocks, layers
 ):
-    folder = published(saved(dataset, head, tmp_path / "own"), tmp_path / "theirs", **keys)
-    assert load_draft(folder, facts(head, blocks)).config.layers == layers
+    folder = published(saved("eagle3"), tmp_path / "theirs", **keys)
+    known = dataclasses.replace(facts, num_layers=blocks)
+    assert load_draft(folder, known).config.layers == layers
     if blocks:
         with pytest.raises(DraftError, match="contains no layer ids"):
-            load_draft(folder, facts(head))
+            load_draft(folder, dataclasses.replace(facts, num_layers=None))
 
 
 @pytest.mark.parametrize(
@@ -181,33 +145,26 @@ def test_layers_of_published_drafts_follow_the_key_that_names_them(
         ({"attention_bias": True}, "attention_bias = true, but .* has no such bias"),
         ({"hidden_act": "swilu"}, "no such activation"),
         ({"logit_scale": 2.0}, "logit_scale = 2.0 cannot be represented"),
-        (
-            {"eagle_config": {"use_last_layernorm": False}},
-            "eagle_config.use_last_layernorm = False",
-        ),
+        ({"eagle_config": {"use_last_layernorm": False}}, "eagle_config.use_last_layernorm = Fal"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = ..."),
         ({"hidden_size": ...}, "missing hidden_size"),
         ({"architectures": ["MedusaModel"]}, "MedusaModel"),
     ],
 )
-def test_what_cannot_be_represented_is_refused(dataset, head, tmp_path, changes, message):
-    own = saved(dataset, head, tmp_path / "own")
-    ids = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-    folder = published(own, tmp_path / "theirs", **(ids | changes))
+def test_what_cannot_be_represented_is_refused(saved, facts, tmp_path, changes, message):
+    folder = published(saved("eagle3"), tmp_path / "theirs", **IDS | changes)
     with pytest.raises(DraftError, match=message):
-        load_draft(folder, facts(head))
+        load_draft(folder, facts)
 
 
-def test_speculators_drafts_without_a_norm_are_read_as_vllm_serves_them(dataset, head, tmp_path):
-    own = saved(dataset, head, tmp_path / "own")
-    out = export(own, "speculators", tmp_path / "spec", "Some/Target")
-    path = out / "config.json"
-    raw = json.loads(path.read_text())
-    path.write_text(json.dumps({k: v for k, v in raw.items() if k != "norm_before_residual"}))
+def test_speculators_drafts_without_a_norm_are_read_as_vllm_serves_them(saved, tmp_path):
+    out = export(saved("eagle3"), "speculators", tmp_path / "spec", "Some/Target")
+    raw = read_json(out)
+    write_json(out, {k: v for k, v in raw.items() if k != "norm_before_residual"})
     assert load_draft(out, accept_edited=True).config.norm_before_residual
-    path.write_text(json.dumps(raw | {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}))
+    write_json(out, raw | {KEY: [1, 2, 4]})
     with pytest.raises(DraftError, match="engines would read another draft"):
         load_draft(out, accept_edited=True)
-    path.write_text(json.dumps(raw | {"speculators_model_type": "medusa"}))
+    write_json(out, raw | {"speculators_model_type": "medusa"})
     with pytest.raises(DraftError, match="type medusa are unknown"):
         load_draft(out, accept_edited=True)

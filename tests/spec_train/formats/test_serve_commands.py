@@ -20,12 +20,10 @@ from spec_train.formats.draft_card import servings
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.preflight import Subject
 from spec_train.formats.target_facts import TargetFacts
-from spec_train.losses.head import TargetHead
-from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
-from tests.spec_train.formats import test_others
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.formats import own_draft
 
-dataset, target = eagle3_tools.dataset, test_others.target
-saved = test_others.saved
+dataset, head, target = any_draft.dataset, any_draft.head, own_draft.target
 
 BLOCK = {"num_layers": 1, "block_size": 4, "mask_token_id": 5}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -41,23 +39,17 @@ COUNTS = {"eagle": 5, "eagle3": 3, "peagle": 4, "dspark": 4, "dflash": 3, "dflas
 
 
 @pytest.fixture(scope="module")
-def drafts(dataset, tmp_path_factory):
+def drafts(dataset, head, tmp_path_factory) -> dict[str, Path]:
     """One draft directory of each kind and layout."""
-    head = TargetHead.from_dataset(dataset.path)
     folder = tmp_path_factory.mktemp("drafts")
-    return {
-        name: saved(dataset, head, folder / name.replace(" ", "-"), name.split()[0], **options)
-        for name, options in OPTIONS.items()
-    }
+    for name, options in OPTIONS.items():
+        draft = any_draft.build_draft(name.split()[0], dataset, head, **options)
+        draft.save_pretrained(folder / name.replace(" ", "-"))
+    return {name: folder / name.replace(" ", "-") for name in OPTIONS}
 
 
-def checked(draft: Path, form: str, target: Path | str | None, out: Path | None = None) -> Any:
-    return spec_train.export(
-        draft=str(draft),
-        format=form,
-        out=str(out) if out else None,
-        target=str(target) if target else None,
-    )
+def checked(draft: Path, form: str, target: Any, out: Path | None = None) -> Any:
+    return spec_train.export(draft, out, form, target)
 
 
 def lines(found: ExportResult, engine: str) -> list[list[str]]:
@@ -115,15 +107,13 @@ def test_llama_cpp_with_eagle3():
     assert after(words, "--spec-draft-n-max") == "5"
 
 
-@pytest.mark.parametrize("form", ["vllm", "sglang"])
-def test_the_engine_of_the_form_is_the_first(drafts, target, form):
+def test_the_engine_of_the_form_is_the_first_and_only_those_that_serve_have_commands(
+    drafts, target
+):
     """The first one is also the next command that `export` names."""
-    found = checked(drafts["dspark"], form, target)
-    assert len(found.servings) > 1
-    assert found.servings[0].engine.lower().startswith(form)
-
-
-def test_what_cannot_be_served_has_no_command(drafts, target):
+    for form in ("vllm", "sglang"):
+        found = checked(drafts["dspark"], form, target)
+        assert len(found.servings) > 1 and found.servings[0].engine.lower().startswith(form)
     found = checked(drafts["peagle"], "vllm", target)
     assert {one.engine.split()[0] for one in found.servings} == {"vLLM"}
     assert checked(drafts["dspark"], "hf", target).servings == []
@@ -216,8 +206,7 @@ def test_a_strangers_name_of_the_target_is_only_a_name_in_the_card(drafts, tmp_p
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"acceptance_length": 2.5}'])
 def test_a_damaged_validation_file_costs_no_export(drafts, tmp_path, target, text):
-    folder = tmp_path / "draft"
-    shutil.copytree(drafts["eagle3"], folder)
+    folder = shutil.copytree(drafts["eagle3"], tmp_path / "draft")
     (folder / "validation.json").write_text(text)
     assert "acceptance length" not in checked(folder, "vllm", target, tmp_path / "out").card
 

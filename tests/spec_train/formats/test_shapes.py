@@ -44,91 +44,48 @@ def test_norms_of_queries_and_keys_name_qwen3s_class(dataset, head):
     assert form.config["architectures"] == ["LlamaForCausalLMEagle3"]
 
 
+def by(engines: str, words: str) -> dict[str, str]:
+    return dict.fromkeys(engines.split(), words)
+
+
+BIAS = "attention_bias: its class"
+SAME_ACT = by("vllm sglang", "only silu")
+ALL = "vllm sglang llama.cpp speculators"
 RULES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
-    (
-        "eagle",
-        {"hidden_act": "gelu"},
-        {"vllm": "hidden_act gelu: it supports only silu", "sglang": "hidden_act gelu"},
-    ),
-    ("eagle", {"qk_norm": True}, {"vllm": "qk_norm", "sglang": "qk_norm"}),
-    ("eagle", {"mlp_bias": "true"}, {"sglang": "mlp_bias"}),
-    ("eagle", {"train_embeddings": True}, {"sglang": "train_embeddings"}),
-    (
-        "eagle3",
-        {"hidden_act": "gelu"},
-        {"vllm": "only silu", "sglang": "only silu", "llama.cpp": "silently computes silu"},
-    ),
-    (
-        "eagle3",
-        {"qk_norm": True},
-        {"sglang": "silently drops norms", "llama.cpp": "qk_norm is not supported"},
-    ),
+    ("eagle", {"hidden_act": "gelu"}, by("vllm sglang", "hidden_act gelu")),
+    ("eagle", {"qk_norm": True}, by("vllm sglang", "qk_norm")),
+    ("eagle", {"mlp_bias": "true"}, by("sglang", "mlp_bias")),
+    ("eagle", {"train_embeddings": True}, by("sglang", "train_embeddings")),
+    ("eagle3", {"hidden_act": "gelu"}, SAME_ACT | by("llama.cpp", "silently computes silu")),
+    ("eagle3", {"qk_norm": True}, by("sglang", "silently drops") | by("llama.cpp", "qk_norm is")),
     (
         "eagle3",
         {"qk_norm": True, "attention_bias": "true"},
-        {
-            "vllm": "no bias of o_proj",
-            "sglang": "attention_bias: its class",
-            "llama.cpp": "attention_bias: its class",
-        },
+        by("vllm", "no bias of o_proj") | by("sglang llama.cpp", BIAS),
     ),
     (
         "eagle3",
         {"qk_norm": True, "mlp_bias": "true"},
-        {
-            "vllm": "no biases of the MLP",
-            "sglang": "mlp_bias",
-            "llama.cpp": "mlp_bias: its class",
-            "speculators": "no biases of the MLP",
-        },
+        by("vllm speculators", "no biases of the MLP") | by("sglang llama.cpp", "mlp_bias"),
     ),
-    (
-        "eagle3",
-        {"attention_bias": "true"},
-        {"sglang": "attention_bias: its class", "llama.cpp": "attention_bias: its class"},
-    ),
-    ("eagle3", {"norm_before_residual": True}, {"sglang": "it ignores the key"}),
+    ("eagle3", {"attention_bias": "true"}, by("sglang llama.cpp", BIAS)),
+    ("eagle3", {"norm_before_residual": True}, by("sglang", "it ignores the key")),
     ("eagle3", {"norm_before_fc": True}, {}),
-    ("eagle3", {"train_embeddings": True}, {"sglang": "always uses the target's embedding"}),
-    ("eagle3", {"num_layers": 2}, {"llama.cpp": "exactly one"}),
-    ("eagle3", {"layers": "1"}, {"sglang": "and skips fc", "llama.cpp": "1 aux states"}),
-    ("eagle3", {"layers": "0,1"}, {"llama.cpp": "2 aux states"}),
+    ("eagle3", {"train_embeddings": True}, by("sglang", "always uses the target's embedding")),
+    ("eagle3", {"num_layers": 2}, by("llama.cpp", "exactly one")),
+    ("eagle3", {"layers": "1"}, by("sglang", "and skips fc") | by("llama.cpp", "1 aux states")),
+    ("eagle3", {"layers": "0,1"}, by("llama.cpp", "2 aux states")),
     ("peagle", {"qk_norm": True}, {}),
-    ("peagle", {"hidden_act": "gelu"}, {"vllm": "only silu"}),
-    ("peagle", {"qk_norm": True, "mlp_bias": "true"}, {"vllm": "MLP", "speculators": "MLP"}),
-    (
-        "dspark",
-        {"hidden_act": "gelu"},
-        {"vllm": "only silu", "sglang": "only silu", "llama.cpp": "silently computes silu"},
-    ),
-    (
-        "dspark",
-        {"markov_head_type": "gated"},
-        {"vllm": "gated Markov head", "llama.cpp": "gated Markov head"},
-    ),
-    ("dspark", {"draft_vocab_size": 40}, {"sglang": "a reduced vocabulary"}),
-    (
-        "dspark",
-        {"confidence_head_with_markov": False},
-        {"llama.cpp": "confidence_head_with_markov = false"},
-    ),
-    ("dspark", {"attention_bias": "true"}, {"llama.cpp": "attention_bias: its class"}),
-    (
-        "dspark",
-        {"train_embeddings": True},
-        {"sglang": "always uses the target's embedding", "llama.cpp": "it ties the head"},
-    ),
-    *(
-        (
-            "dflash",
-            {name: value},
-            dict.fromkeys(("vllm", "sglang", "llama.cpp", "speculators"), words),
-        )
-        for name, value, words in (
-            ("qk_norm", False, "always have norms of queries and keys"),
-            ("mlp_bias", "true", "no such biases"),
-        )
-    ),
+    ("peagle", {"hidden_act": "gelu"}, by("vllm", "only silu")),
+    ("peagle", {"qk_norm": True, "mlp_bias": "true"}, by("vllm speculators", "MLP")),
+    ("dspark", {"hidden_act": "gelu"}, SAME_ACT | by("llama.cpp", "silently computes silu")),
+    ("dspark", {"markov_head_type": "gated"}, by("vllm llama.cpp", "gated Markov head")),
+    ("dspark", {"draft_vocab_size": 40}, by("sglang", "a reduced vocabulary")),
+    ("dspark", {"confidence_head_with_markov": False}, by("llama.cpp", "with_markov = false")),
+    ("dspark", {"attention_bias": "true"}, by("llama.cpp", BIAS)),
+    ("dspark", {"train_embeddings": True}, by("sglang", "target's emb") | by("llama.cpp", "ties")),
+    ("dflash", {"qk_norm": False}, by(ALL, "always have norms of queries and keys")),
+    ("dflash", {"mlp_bias": "true"}, by(ALL, "no such biases")),
 ]
 
 

@@ -9,7 +9,6 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from spec_data.shards.errors import DraftError
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.windows import Windows, slides_non_causal, windows_of
-from spec_train.formats.write import LAYER, TYPE, from_wrapped
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -68,22 +67,6 @@ def test_llama_windows_are_those_that_vllm_and_speculators_read(config, wanted):
     )
 
 
-def test_speculators_files_are_read_after_unwrapping():
-    layer = {
-        "model_type": "qwen3",
-        "num_hidden_layers": 2,
-        "layer_types": [SLIDING, FULL],
-        "sliding_window": 2048,
-        "use_sliding_window": True,
-    }
-    raw = {TYPE: "dspark", LAYER: layer, "sliding_window_non_causal": True}
-    _, flat, _ = from_wrapped(DraftFiles(raw, {}, "draft"))
-    found = windows_of(flat)
-    assert found == Windows(2048, (SLIDING, FULL))
-    assert slides_non_causal(flat, found)
-    assert not slides_non_causal(files(), found)  # the library's default
-
-
 def test_modelopt_slides_every_layer_without_layer_types():
     """vLLM's rule: use_swa forces a window on every layer of an all-full config."""
     swa = {"use_swa": True, "swa_window_size": 64}
@@ -130,17 +113,3 @@ def test_a_copy_of_the_targets_layer_types_is_named(caplog):
 )
 def test_causality_inside_a_block_has_vllms_order_of_keys(config, non_causal):
     assert slides_non_causal(files(**config), Windows(8, (SLIDING,) * 3)) == non_causal
-
-
-@pytest.mark.parametrize("types", [(), (FULL, SLIDING, SLIDING)])
-@pytest.mark.parametrize("key", ["is_causal", "causal"])
-def test_causal_full_layers_are_refused(types, key):
-    with pytest.raises(DraftError, match=f"{key} = true: full attention that is causal"):
-        slides_non_causal(files(**{key: True}), Windows(8 if types else None, types))
-
-
-def test_keys_of_windows_are_read_back():
-    windows = Windows(9, (SLIDING, FULL, SLIDING))
-    for kind in ("qwen3", "llama"):
-        assert windows_of(files(model_type=kind, **windows.keys())) == windows
-    assert Windows().keys() == {}

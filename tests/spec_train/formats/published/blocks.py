@@ -18,7 +18,7 @@ from spec_train.drafts import load_draft
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
 from tests.spec_train.formats.published import tiny
-from tests.spec_train.formats.published.tiny import GROUPS, HEADS, D, H, L, V, gain, noise
+from tests.spec_train.formats.published.tiny import GROUPS, HEADS, D, H, V, gain, noise
 
 MASK, SIZE, RANK, LAYERS = V - 1, 4, 3, 2
 IDS = [1, 4, 8]
@@ -198,6 +198,25 @@ def compare(draft: Any, facts: TargetFacts, it: Reading, lengths: tuple[int, ...
         tiny.assert_same(torch.stack(recorder.logits), torch.stack(logits))
 
 
+def drafts_as_defined(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    facts: TargetFacts,
+    lengths: tuple[int, ...] = (7, 3),
+    **reading: Any,
+) -> Any:
+    """Read a draft directory, compare it with the independent forward, and return it.
+
+    `tensors` have DeepSpec's names; `reading` are fields of `Reading`.
+    """
+    draft = read_block(folder, facts)
+    it = Reading(tensors, **{"embedding": facts.embedding, "head": facts.head} | reading)
+    compare(draft, facts, it, lengths)
+    if "confidence_head.proj.weight" in tensors:
+        tiny.assert_same(*confidences(draft, facts, it))
+    return draft
+
+
 def confidences(draft: Any, facts: TargetFacts, it: Reading) -> tuple[Tensor, Tensor]:
     """Return the confidence logits of one block: of the draft, and by the independent forward."""
     aux = torch.randn(6, draft.fc.in_features, dtype=torch.float64)
@@ -206,10 +225,3 @@ def confidences(draft: Any, facts: TargetFacts, it: Reading) -> tuple[Tensor, Te
     with torch.no_grad():
         known = draft.previous(torch.tensor([5, *tokens[:-1]]))
         return draft.confidence_head(states, known), torch.cat(expected)
-
-
-def target(layers: int = L) -> TargetFacts:
-    """A target with an embedding and a head of its own, so that greedy tokens differ."""
-    facts = tiny.target()
-    assert facts.num_layers == layers
-    return facts

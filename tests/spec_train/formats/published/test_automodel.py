@@ -17,16 +17,12 @@ from spec_train.drafts.unroll import Unroll
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.published.tiny import VD, H, L, V
 
-TARGET: dict[str, Any] = tiny.SIZES | {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
+TARGET: dict[str, Any] = tiny.PLAIN | {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": None,
-    "initializer_range": 0.02,
     "num_hidden_layers": L,
     "transformers_version": "5.3.0",
-    "use_cache": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": tiny.THETA},
     "dtype": "float64",
 }
@@ -88,16 +84,10 @@ def test_eagle3_has_the_logits_of_its_own_class(tmp_path, name, form):
         config["draft_vocab_size"] = V
     else:
         tensors |= tiny.maps(ids)
-    tokens, aux = tiny.rows_of()
-    want, carried = tiny.eagle3_logits(
-        tensors, "layers.0.", tokens, aux, facts.embedding, norm_output=new
-    )
-    folder = tiny.write(tmp_path / "draft", config, in_its_form(tensors))
-    draft, found, state = tiny.served(folder, facts, tokens, aux)
+    how = {"tensors": tensors, "prefix": "layers.0.", "ids": ids, "norm_output": new}
+    draft = tiny.eagle3_as_defined(tmp_path, config, in_its_form(tensors), facts, **how)
     assert draft.config.layers == (1, L // 2 - 1, L - 4)
     assert draft.config.layer_types == () and draft.config.sliding_window is None
-    tiny.assert_same(tiny.by_token(found, draft.draft_ids), tiny.by_token(want, ids))
-    tiny.assert_same(state, carried)
 
 
 def trained_states(draft: Any, tokens: list[int], states: torch.Tensor) -> torch.Tensor:

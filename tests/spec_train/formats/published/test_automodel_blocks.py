@@ -5,22 +5,19 @@ from typing import Any
 import pytest
 
 from tests.spec_train.formats.published import blocks, parallel, tiny
-from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, RANK, SIZE, Reading
+from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, RANK, SIZE
 from tests.spec_train.formats.published.tiny import VD, H, L
 
-TARGET: dict[str, Any] = {k: v for k, v in tiny.SIZES.items() if k != "rope_theta"} | {
+TARGET: dict[str, Any] = {k: v for k, v in tiny.SIZES.items() if k != "rope_theta"}
+TARGET |= tiny.COMMON | {
     "model_type": "qwen3",
     "num_hidden_layers": L,
     "rope_parameters": {"rope_type": "default", "rope_theta": tiny.THETA},
-    "attention_bias": False,
-    "attention_dropout": 0.0,
     "layer_types": ["full_attention"] * L,
     "max_window_layers": L,
     "sliding_window": None,
     "use_sliding_window": False,
     "tie_word_embeddings": True,
-    "initializer_range": 0.02,
-    "use_cache": True,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "dtype": "bfloat16",
@@ -75,7 +72,7 @@ PEAGLE = TARGET | {
 
 @pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
 def test_dspark_drafts_as_defined(tmp_path, markov):
-    facts, width = blocks.target(), H + RANK
+    facts, width = tiny.target(), H + RANK
     tensors = blocks.block_tensors(markov=markov, confidence=width)
     config = DSPARK | {
         "enable_confidence_head": True,
@@ -84,17 +81,15 @@ def test_dspark_drafts_as_defined(tmp_path, markov):
         "markov_head_type": markov,
     }
     copies = {"embed_tokens.weight": facts.embedding, "lm_head.weight": facts.head}
-    draft = blocks.read_block(tiny.write(tmp_path, config, tensors | copies), facts)
-    it = Reading(tensors, facts.embedding, facts.head, markov=markov)
-    blocks.compare(draft, facts, it)
-    tiny.assert_same(*blocks.confidences(draft, facts, it))
+    folder = tiny.write(tmp_path, config, tensors | copies)
+    blocks.drafts_as_defined(folder, tensors, facts, markov=markov)
 
 
 def test_dflash_drafts_as_defined(tmp_path):
-    facts, tensors = blocks.target(), blocks.block_tensors()
-    draft = blocks.read_block(tiny.write(tmp_path, DFLASH, tensors), facts)
+    facts, tensors = tiny.target(), blocks.block_tensors()
+    folder = tiny.write(tmp_path, DFLASH, tensors)
+    draft = blocks.drafts_as_defined(folder, tensors, facts, anchor=False)
     assert draft.name == "dflash" and not draft.config.sample_from_anchor
-    blocks.compare(draft, facts, Reading(tensors, facts.embedding, facts.head, anchor=False))
 
 
 @pytest.mark.parametrize("norm_output", [True, False])
@@ -102,7 +97,7 @@ def test_dflash_drafts_as_defined(tmp_path):
 @pytest.mark.parametrize("flat", [True, False])
 def test_peagle_drafts_as_defined(tmp_path, fc_norm, norm_output, flat):
     """With `norm_output` the norm is applied before the head instead of by it: once either way."""
-    facts, ids = blocks.target(), tiny.some_ids()
+    facts, ids = tiny.target(), tiny.some_ids()
     tensors = parallel.peagle_tensors(fc_norm=fc_norm)
     saved = {
         name if name in ("lm_head.weight", "mask_hidden") else f"model.{name}": value

@@ -15,6 +15,7 @@ from spec_train.evaluation.evaluate import draft_to_measure
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.evaluation.tools import run_eval
 from tests.spec_train.formats.published import tiny
+from tests.spec_train.formats.tools import same_weights
 from tests.spec_train.training.tools import OPTIONS, Training, run
 
 HIDDEN, VOCAB, SIZE, INNER = 32, 64, 40, 64  # of tiny_llama
@@ -72,18 +73,12 @@ def test_eval_takes_what_it_lacks_from_the_target(place):
 
 
 def test_fit_goes_on_from_it(place, tmp_path):
-    config = Training(
-        data=str(place / "data"),
-        out=str(tmp_path / "run"),
-        steps=0,
-        seq_len=48,
-        init_from=str(place / "draft"),
-    )
+    given = {"data": str(place / "data"), "out": str(tmp_path / "run")}
+    config = Training(**given, steps=0, seq_len=48, init_from=str(place / "draft"))
     assert run(config, OPTIONS).finished
     new = load_draft(tmp_path / "run" / "last")
     old = draft_to_measure(place / "draft", str(place / "data"), None)
-    for name, value in old.state_dict().items():
-        assert torch.equal(value, new.state_dict()[name]), name
+    assert same_weights(old, new)
 
 
 @pytest.mark.parametrize("form", ["vllm", "sglang", "speculators"])

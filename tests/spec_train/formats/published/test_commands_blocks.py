@@ -19,6 +19,7 @@ from spec_train.training.setup import fit
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.evaluation.tools import run_eval
 from tests.spec_train.formats.published import tiny
+from tests.spec_train.formats.tools import same_weights
 
 HIDDEN, VOCAB, INNER, LAYERS, SIZE = 32, 64, 64, 2, 4  # of tiny_llama, and of the draft
 CONFIG: dict[str, Any] = {
@@ -49,24 +50,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset, its target, and the draft of another trainer for it."""
     folder = tmp_path_factory.mktemp("published")
     torch.manual_seed(6)
-    tensors = {"fc.weight": torch.randn(HIDDEN, 2 * HIDDEN) / 8}
-    tensors |= {f"{name}.weight": 1 + torch.rand(HIDDEN) for name in ("hidden_norm", "norm")}
-    shapes = {
-        "self_attn.q_proj": (32, HIDDEN),
-        "self_attn.k_proj": (16, HIDDEN),
-        "self_attn.v_proj": (16, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, 32),
-        "mlp.gate_proj": (INNER, HIDDEN),
-        "mlp.up_proj": (INNER, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INNER),
-    }
+    parts = {"q": (32, HIDDEN), "k": (16, HIDDEN), "v": (16, HIDDEN), "o": (HIDDEN, 32)}
+    shapes = {f"self_attn.{part}_proj": shape for part, shape in parts.items()}
+    shapes |= {"mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN)}
+    shapes |= {"mlp.down_proj": (HIDDEN, INNER)}
     norms = {"input_layernorm": HIDDEN, "post_attention_layernorm": HIDDEN}
     norms |= {"self_attn.q_norm": 8, "self_attn.k_norm": 8}
+    tensors = {"fc.weight": torch.randn(HIDDEN, 2 * HIDDEN) / 8}
+    tensors |= {f"{name}.weight": 1 + torch.rand(HIDDEN) for name in ("hidden_norm", "norm")}
     for i in range(LAYERS):
-        for name, shape in shapes.items():
-            tensors[f"layers.{i}.{name}.weight"] = torch.randn(shape) / 8
-        for name, size in norms.items():
-            tensors[f"layers.{i}.{name}.weight"] = 1 + torch.rand(size)
+        tensors |= {f"layers.{i}.{n}.weight": torch.randn(shape) / 8 for n, shape in shapes.items()}
+        tensors |= {f"layers.{i}.{n}.weight": 1 + torch.rand(size) for n, size in norms.items()}
     tiny.write(folder / "draft", CONFIG, tensors)
     tiny_llama().save_pretrained(folder / "target")
     tiny_dataset(folder / "data", n_docs=20)
@@ -79,22 +73,15 @@ def test_eval_measures_it_on_a_dataset(place):
 
 
 def test_fit_goes_on_from_it(place, tmp_path):
-    config = Training(
-        data=str(place / "data"),
-        out=str(tmp_path / "run"),
-        steps=0,
-        seq_len=64,
-        init_from=str(place / "draft"),
-        device="cpu",
-    )
+    given = {"data": str(place / "data"), "out": str(tmp_path / "run"), "device": "cpu"}
+    config = Training(**given, steps=0, seq_len=64, init_from=str(place / "draft"))
     options = {"num_layers": LAYERS, "block_size": SIZE, "mask_token_id": 5}
     window = {"sliding_window": 6, "layer_types": ",".join(CONFIG["layer_types"])}
     fit("dflash", config, DRAFT_OPTIONS["dflash"](layers="0,2", **options, **window))
     new = load_draft(tmp_path / "run" / "last")
     old = load_draft(place / "draft", find_target(str(place / "target")))
     assert new.config.layers == (0, 2) and new.config.layer_types == old.config.layer_types
-    for name, value in old.state_dict().items():
-        assert torch.equal(value, new.state_dict()[name]), name
+    assert same_weights(old, new)
 
 
 @pytest.mark.parametrize("form", ["vllm", "sglang"])
@@ -105,8 +92,7 @@ def test_export_writes_it_for_an_engine(place, tmp_path, form):
     raw, facts = tiny.read_config(out), find_target(target)
     assert raw["target_layer_ids"] == [0, 2] and raw["sliding_window"] == 6
     old, new = load_draft(place / "draft", facts), load_draft(out, facts)
-    for name, value in old.state_dict().items():
-        assert torch.equal(value, new.state_dict()[name]), name
+    assert same_weights(old, new)
 
 
 def test_a_form_that_vllm_would_misread_is_refused(place, tmp_path):

@@ -14,14 +14,12 @@ from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.published.tiny import H, L, V
+from tests.spec_train.formats.tools import same_weights
 
 LAYERS = [1, 3, 5, 7, 9]
-CONFIG: dict[str, Any] = tiny.SIZES | {
+CONFIG: dict[str, Any] = tiny.PLAIN | {
     "architectures": ["Qwen3Eagle3Model"],
     "model_type": "qwen3",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "initializer_range": 0.02,
     "max_window_layers": 36,
     "sliding_window": None,
     "use_sliding_window": False,
@@ -29,7 +27,6 @@ CONFIG: dict[str, Any] = tiny.SIZES | {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "transformers_version": "4.57.1",
-    "use_cache": True,
     "num_target_layers": L,
     "num_hidden_layers": 1,
     "layer_types": ["full_attention"],
@@ -65,14 +62,10 @@ def test_eagle3_has_the_logits_of_its_own_class(tmp_path, form):
         for part in ("q", "k", "v", "o"):
             name = f"layers.0.self_attn.{part}_proj"
             tensors[f"{name}.bias"] = torch.randn(len(tensors[f"{name}.weight"])).double()
-    tokens, aux = tiny.rows_of(states=5)
-    want, carried = tiny.eagle3_logits(tensors, "layers.0.", tokens, aux, facts.embedding)
-    folder = tiny.write(tmp_path / "draft", config, files)
-    draft, found, state = tiny.served(folder, facts, tokens, aux)
+    how = {"tensors": tensors, "prefix": "layers.0.", "states": 5}
+    draft = tiny.eagle3_as_defined(tmp_path, config, files, facts, **how)
     assert draft.config.qk_norm and draft.config.layers == tuple(LAYERS)
     assert (draft.options.ttt_steps, draft.options.step_decay) == (5, 0.9)
-    tiny.assert_same(found, want)
-    tiny.assert_same(state, carried)
 
 
 def test_what_is_read_can_be_written_back(tmp_path):
@@ -82,8 +75,7 @@ def test_what_is_read_can_be_written_back(tmp_path):
     spec_train.export(draft=str(folder), format="deepspec", out=str(tmp_path / "out"))
     old, new = load_draft(folder), load_draft(tmp_path / "out")
     assert old.config == new.config
-    for name, value in old.state_dict().items():
-        assert torch.equal(value, new.state_dict()[name]), name
+    assert same_weights(old, new)
     raw = tiny.read_config(tmp_path / "out")
     for name in ("architectures", "model_type", "target_layer_ids", "ttt_length", "layer_types"):
         assert raw[name] == CONFIG[name], name

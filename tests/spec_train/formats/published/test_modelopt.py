@@ -23,22 +23,18 @@ EAGLE_CONFIG = {
     "parallel_draft_step": 1,
     "parallel_draft_heads_num_layers": 1,
 }
-CONFIG = tiny.SIZES | {
+CONFIG = tiny.PLAIN | {
     "architectures": ["LlamaForCausalLMEagle3"],
     "bos_token_id": None,
     "eos_token_id": 2,
-    "initializer_range": 0.01,
     "model_type": "llama",
     "num_hidden_layers": 1,
     "pad_token_id": None,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "transformers_version": "4.57.1",
-    "use_cache": True,
     "draft_vocab_size": VD,
     "rope_scaling": {"rope_type": "default", "rope_theta": tiny.THETA},
-    "attention_bias": False,
-    "attention_dropout": 0.0,
     "mlp_bias": False,
     "pretraining_tp": None,
     "eagle_config": EAGLE_CONFIG,
@@ -53,15 +49,10 @@ def test_eagle3_has_the_logits_of_the_engines(tmp_path, full, order):
     tensors = tiny.eagle3_tensors("layers.0.", size=len(ids))
     if not full:
         tensors["d2t"] = tiny.offsets(ids)
-    tokens, aux = tiny.rows_of()
-    want, carried = tiny.eagle3_logits(tensors, "layers.0.", tokens, aux, facts.embedding)
     nested = EAGLE_CONFIG | {"eagle_aux_hidden_state_layer_ids": order}
     config = CONFIG | {"draft_vocab_size": len(ids), "eagle_config": nested}
-    folder = tiny.write(tmp_path / "draft", config, tensors)
-    draft, found, state = tiny.served(folder, facts, tokens, aux)
+    draft = tiny.eagle3_as_defined(tmp_path, config, tensors, facts, prefix="layers.0.", ids=ids)
     assert draft.config.layers == (1, 5, 8)
-    tiny.assert_same(tiny.by_token(found, draft.draft_ids), tiny.by_token(want, ids))
-    tiny.assert_same(state, carried)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ import pytest
 
 from spec_data.shards.errors import DraftError
 from tests.spec_train.formats.published import blocks, tiny
-from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, RANK, SIZE, Reading
+from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, RANK, SIZE
 from tests.spec_train.formats.published.tiny import H, L
 
-SLIDING = "sliding_attention"
 CONFIG: dict[str, Any] = tiny.SIZES | {
     "architectures": ["DFlashDraftModel"],
     "model_type": "qwen3",
@@ -41,7 +40,7 @@ def heads_at_the_top(tensors: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("confidence", [True, False])
 def test_dspark_drafts_as_defined(tmp_path, markov, confidence):
-    facts = blocks.target()
+    facts = tiny.target()
     tensors = blocks.block_tensors(markov=markov, confidence=H + RANK if confidence else None)
     table = TABLE | {
         "projector_type": "dspark",
@@ -51,20 +50,15 @@ def test_dspark_drafts_as_defined(tmp_path, markov, confidence):
         "use_confidence_head": confidence,
     }
     folder = tiny.write(tmp_path, CONFIG | {"dflash_config": table}, heads_at_the_top(tensors))
-    draft = blocks.read_block(folder, facts)
+    draft = blocks.drafts_as_defined(folder, tensors, facts, markov=markov)
     assert draft.name == "dspark" and draft.config.sample_from_anchor
-    it = Reading(tensors, facts.embedding, facts.head, markov=markov)
-    blocks.compare(draft, facts, it)
-    if confidence:
-        tiny.assert_same(*blocks.confidences(draft, facts, it))
 
 
 def test_a_released_dspark_nests_its_heads(tmp_path):
-    facts, tensors = blocks.target(), blocks.block_tensors(markov="vanilla")
+    facts, tensors = tiny.target(), blocks.block_tensors(markov="vanilla")
     table = TABLE | {"projector_type": "dspark", "shift_label": True, "markov_rank": RANK}
     folder = tiny.write(tmp_path / "a", CONFIG | {"dflash_config": table}, tensors)
-    it = Reading(tensors, facts.embedding, facts.head, markov="vanilla")
-    blocks.compare(blocks.read_block(folder, facts), facts, it)
+    blocks.drafts_as_defined(folder, tensors, facts, markov="vanilla")
     both = tensors | {"markov_w1.weight": tensors["markov_head.markov_w1.weight"]}
     folder = tiny.write(tmp_path / "b", CONFIG | {"dflash_config": table}, both)
     with pytest.raises(DraftError, match=r"markov_w1\.weight is there twice"):
@@ -73,21 +67,15 @@ def test_a_released_dspark_nests_its_heads(tmp_path):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_window_on_every_layer_beside_layer_types_without_one(tmp_path, causal):
-    facts, tensors, window = blocks.target(), blocks.block_tensors(), 5
+    facts, tensors, window = tiny.target(), blocks.block_tensors(), 5
     table = TABLE | {"use_swa": True, "swa_window_size": window, "causal": causal}
     config = CONFIG | {"sliding_window": window, "dflash_config": table}
-    draft = blocks.read_block(tiny.write(tmp_path, config, tensors), facts)
-    assert draft.name == "dflash" and not draft.config.sample_from_anchor
-    it = Reading(
-        tensors,
-        facts.embedding,
-        facts.head,
-        anchor=False,
-        types=(SLIDING,) * LAYERS,
-        window=window,
-        causal=(causal,) * LAYERS,
+    how = {"types": ("sliding_attention",) * LAYERS, "causal": (causal,) * LAYERS}
+    folder = tiny.write(tmp_path, config, tensors)
+    draft = blocks.drafts_as_defined(
+        folder, tensors, facts, (9, 4), anchor=False, window=window, **how
     )
-    blocks.compare(draft, facts, it, (9, 4))
+    assert draft.name == "dflash" and not draft.config.sample_from_anchor
 
 
 @pytest.mark.parametrize(
@@ -104,11 +92,11 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, changes, message):
     tensors = blocks.block_tensors(markov="vanilla" if "markov_rank" in changes else None)
     folder = tiny.write(tmp_path, CONFIG | {"dflash_config": TABLE | changes}, tensors)
     with pytest.raises(DraftError, match=message):
-        blocks.read_block(folder, blocks.target())
+        blocks.read_block(folder, tiny.target())
 
 
 def test_quantised_weights_are_refused(tmp_path):
     config = CONFIG | {"dflash_config": TABLE, "quantization_config": {"quant_algo": "FP8"}}
     folder = tiny.write(tmp_path, config, blocks.block_tensors())
     with pytest.raises(DraftError, match="quantization_config"):
-        blocks.read_block(folder, blocks.target())
+        blocks.read_block(folder, tiny.target())

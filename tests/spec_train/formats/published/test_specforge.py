@@ -15,13 +15,10 @@ from spec_train.drafts import load_draft
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.published.tiny import VD, H, V
 
-TEMPLATE = tiny.SIZES | {
+TEMPLATE = tiny.PLAIN | {
     "architectures": ["LlamaForCausalLMEagle3"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
     "bos_token_id": 1,
     "eos_token_id": [2, 3],
-    "initializer_range": 0.02,
     "max_window_layers": 36,
     "mlp_bias": False,
     "model_type": "llama",
@@ -32,7 +29,6 @@ TEMPLATE = tiny.SIZES | {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "transformers_version": "4.51.0",
-    "use_cache": True,
     "use_sliding_window": False,
     "draft_vocab_size": VD,
 }
@@ -77,15 +73,9 @@ def test_eagle3_has_the_logits_of_its_own_class(tmp_path, name, embedded):
     tensors = tiny.eagle3_tensors(size=len(ids)) | tiny.maps(ids)
     if embedded:
         tensors["embed_tokens.weight"] = facts.embedding.clone()
-    tokens, aux = tiny.rows_of()
     act = gelu if name == "gelu" else None
-    want, carried = tiny.eagle3_logits(tensors, "midlayer.", tokens, aux, facts.embedding, act=act)
-    folder = tiny.write(tmp_path / "draft", config, tensors)
-    draft, found, state = tiny.served(folder, facts, tokens, aux)
+    draft = tiny.eagle3_as_defined(tmp_path, config, tensors, facts, ids=ids, act=act)
     assert draft.config.layers == ((1, 4, 9) if name == "kimi-k25" else (1, 5, 8))
-    assert torch.equal(draft.draft_ids, ids)
-    tiny.assert_same(found, want)
-    tiny.assert_same(state, carried)
 
 
 @pytest.mark.parametrize("norm_output", [True, False])
@@ -95,27 +85,19 @@ def test_eagle31_norms_each_state_and_its_own_output(tmp_path, norm_output, capl
     facts, ids = tiny.target(), tiny.some_ids()
     tensors = tiny.eagle3_tensors() | tiny.maps(ids)
     tensors |= {f"fc_norm.{i}.weight": tiny.gain(H) for i in range(3)}
-    tokens, aux = tiny.rows_of()
-    want, carried = tiny.eagle3_logits(
-        tensors, "midlayer.", tokens, aux, facts.embedding, norm_output=norm_output
-    )
     config = TEMPLATE | {"fc_norm": True, "norm_output": norm_output}
     with caplog.at_level(logging.WARNING):
-        folder = tiny.write(tmp_path / "draft", config, tensors)
-        _, found, state = tiny.served(folder, facts, tokens, aux)
-    tiny.assert_same(found, want)
-    tiny.assert_same(state, carried)
+        tiny.eagle3_as_defined(tmp_path, config, tensors, facts, norm_output=norm_output)
     assert ("SpecForge up to 0.2.0" in caplog.text) == norm_output
 
 
-def test_norms_that_the_config_denies_are_refused(tmp_path):
+@pytest.mark.parametrize("said", [True, False])
+def test_norms_that_the_config_denies_are_refused(tmp_path, said):
     tensors = tiny.eagle3_tensors() | tiny.maps(torch.arange(VD))
-    folder = tiny.write(tmp_path / "a", TEMPLATE | {"fc_norm": True}, tensors)
-    with pytest.raises(DraftError, match=r"fc_norm = true, but the norms in .* say otherwise"):
-        load_draft(folder, tiny.target())
-    tensors |= {f"fc_norm.{i}.weight": tiny.gain(H) for i in range(3)}
-    folder = tiny.write(tmp_path / "b", TEMPLATE | {"fc_norm": False}, tensors)
-    with pytest.raises(DraftError, match=r"fc_norm = false, but the norms in .* say otherwise"):
+    if not said:
+        tensors |= {f"fc_norm.{i}.weight": tiny.gain(H) for i in range(3)}
+    folder = tiny.write(tmp_path, TEMPLATE | {"fc_norm": said}, tensors)
+    with pytest.raises(DraftError, match=rf"fc_norm = {said}, but the norms .* say".lower()):
         load_draft(folder, tiny.target())
 
 
@@ -125,13 +107,9 @@ def test_a_head_that_is_tied_and_absent_is_the_embedding(tmp_path):
     tensors = tiny.eagle3_tensors(size=V) | {"embed_tokens.weight": facts.embedding.clone()}
     del tensors["lm_head.weight"]
     config = TEMPLATE | {"tie_word_embeddings": True, "draft_vocab_size": V}
-    tokens, aux = tiny.rows_of()
-    _, found, _ = tiny.served(tiny.write(tmp_path / "draft", config, tensors), facts, tokens, aux)
-    tensors["lm_head.weight"] = facts.embedding
-    want, _ = tiny.eagle3_logits(tensors, "midlayer.", tokens, aux, facts.embedding)
-    tiny.assert_same(found, want)
+    whole = tensors | {"lm_head.weight": facts.embedding}
+    tiny.eagle3_as_defined(tmp_path / "draft", config, tensors, facts, tensors=whole)
     reduced = TEMPLATE | {"tie_word_embeddings": True}
-    del tensors["lm_head.weight"]
     folder = tiny.write(tmp_path / "reduced", reduced, tensors | tiny.maps(torch.arange(VD)))
     with pytest.raises(DraftError, match="tie_word_embeddings = true with a reduced"):
         load_draft(folder, facts)

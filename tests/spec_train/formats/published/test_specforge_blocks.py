@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.spec_train.formats.published import blocks, parallel, tiny
-from tests.spec_train.formats.published.blocks import IDS, MASK, RANK, Reading
+from tests.spec_train.formats.published.blocks import IDS, MASK, RANK
 from tests.spec_train.formats.published.test_zlab_blocks import CONFIG
 from tests.spec_train.formats.published.tiny import H, V
 
@@ -37,7 +37,7 @@ PEAGLE: dict[str, Any] = tiny.SIZES | {
 @pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
 def test_dspark_drafts_as_defined(tmp_path, markov, with_markov, nested):
     """Every slot drafts the token after its own, so the anchor's slot drafts first."""
-    facts, width = blocks.target(), H + (RANK if with_markov else 0)
+    facts, width = tiny.target(), H + (RANK if with_markov else 0)
     tensors = blocks.block_tensors(markov=markov, confidence=width)
     table = TABLE | {"markov_head_type": markov, "confidence_head_with_markov": with_markov}
     config = CONFIG | {"architectures": ["DSparkDraftModel"], "dflash_config": table}
@@ -45,16 +45,14 @@ def test_dspark_drafts_as_defined(tmp_path, markov, with_markov, nested):
         f"logit_head.{name}" if nested and "_head." in name else name: value
         for name, value in tensors.items()
     }
-    draft = blocks.read_block(tiny.write(tmp_path, config, saved), facts)
+    folder = tiny.write(tmp_path, config, saved)
+    draft = blocks.drafts_as_defined(folder, tensors, facts, markov=markov)
     assert draft.name == "dspark" and draft.config.sample_from_anchor
-    it = Reading(tensors, facts.embedding, facts.head, markov=markov)
-    blocks.compare(draft, facts, it)
-    tiny.assert_same(*blocks.confidences(draft, facts, it))
 
 
 def test_peagle_drafts_as_defined(tmp_path):
     """It writes maps of a full vocabulary too: all zero and all true."""
-    facts, tensors = blocks.target(), parallel.peagle_tensors(rows=V)
+    facts, tensors = tiny.target(), parallel.peagle_tensors(rows=V)
     maps = {"d2t": torch.zeros(V, dtype=torch.long), "t2d": torch.ones(V, dtype=torch.bool)}
     saved = tensors | {"embed_tokens.weight": facts.embedding} | maps
     draft = parallel.read_peagle(tiny.write(tmp_path, PEAGLE, saved), facts)

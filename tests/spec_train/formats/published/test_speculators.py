@@ -7,6 +7,7 @@ order.
 """
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +18,13 @@ from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.published.tiny import VD, H, V
+from tests.spec_train.formats.tools import same_weights
 
 WINDOW = 4
-LAYER: dict[str, Any] = {name: tiny.SIZES[name] for name in tiny.SIZES if name != "rope_theta"} | {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
+LAYER: dict[str, Any] = {name: tiny.SIZES[name] for name in tiny.SIZES if name != "rope_theta"}
+LAYER |= tiny.COMMON | {
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "initializer_range": 0.02,
     "mlp_bias": False,
     "model_type": "llama",
     "num_hidden_layers": 1,
@@ -33,7 +33,6 @@ LAYER: dict[str, Any] = {name: tiny.SIZES[name] for name in tiny.SIZES if name !
     "rope_parameters": {"rope_theta": tiny.THETA, "rope_type": "default"},
     "tie_word_embeddings": False,
     "transformers_version": "5.12.0",
-    "use_cache": True,
 }
 CONFIG: dict[str, Any] = {
     "architectures": ["Eagle3DraftModel"],
@@ -117,20 +116,14 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
-def logits_of(
-    config: dict[str, Any], tensors: dict[str, torch.Tensor], form: str, *rows: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def as_defined(
+    folder: Path, config: dict[str, Any], tensors: Any, facts: Any, form: str = "", **how: Any
+) -> Any:
     layer = config["transformer_layer_config"]
-    return tiny.eagle3_logits(
-        tensors,
-        "layers.0.",
-        *rows,
-        layers=layer["num_hidden_layers"],
-        norm_before_residual=config["norm_before_residual"],
-        norm_output=config["norm_output"],
-        window=layer.get("sliding_window"),
-        act=gelu if form == "gelu" else None,
-    )
+    given = {name: config.get(name, True) for name in ("norm_before_residual", "norm_output")}
+    given |= {"layers": layer["num_hidden_layers"], "window": layer.get("sliding_window")}
+    given |= {"prefix": "layers.0.", "act": gelu if form == "gelu" else None}
+    return tiny.eagle3_as_defined(folder, config, tensors, facts, **given | how)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -138,13 +131,8 @@ def test_eagle3_has_the_logits_of_its_own_class(tmp_path, form):
     torch.manual_seed(51)
     facts = tiny.target()
     config, tensors = published(form)
-    tokens, aux = tiny.rows_of()
-    want, carried = logits_of(config, tensors, form, tokens, aux, facts.embedding)
-    folder = tiny.write(tmp_path / "draft", config, tensors)
-    draft, found, state = tiny.served(folder, facts, tokens, aux)
+    draft = as_defined(tmp_path, config, tensors, facts, form)
     assert draft.config.layers == (1, 5, 8) and draft.options.ttt_steps == 5
-    tiny.assert_same(found, want)
-    tiny.assert_same(state, carried)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -161,8 +149,7 @@ def test_what_is_read_can_be_written_for_vllm(tmp_path, form):
         spec_train.export(draft=str(folder), format=written, out=str(out), **given)
         old, new = load_draft(folder), load_draft(out)
         assert old.config == new.config and old.options == new.options
-        for name, value in old.state_dict().items():
-            assert torch.equal(value, new.state_dict()[name]), name
+        assert same_weights(old, new)
         found = spec_train.export(draft=str(out)).findings["spec-train"]
         assert not [f.text for f in found if "keys that engines read" in f.text]
 
@@ -173,15 +160,10 @@ def test_a_trained_embedding_is_the_drafts_own(tmp_path):
     config, tensors = published("no switch at all")
     own = facts.embedding + tiny.noise(V, H)
     tensors["embed_tokens.weight"] = own
-    tokens, aux = tiny.rows_of()
-    want, _ = logits_of(config, tensors, "", tokens, aux, own)
     for stated in (True, False):  # a file may leave the key at its default
-        folder = tiny.write(
-            tmp_path / str(stated), config | {"embed_requires_grad": stated}, tensors
-        )
-        draft, found, _ = tiny.served(folder, facts, tokens, aux)
+        said = config | {"embed_requires_grad": stated}
+        draft = as_defined(tmp_path / str(stated), said, tensors, facts, embedding=own)
         assert draft.config.train_embeddings
-        tiny.assert_same(found, want)
     other = tiny.write(
         tmp_path / "other", config, tensors | {"embed_tokens.weight": tiny.noise(V, H)}
     )
@@ -193,28 +175,18 @@ def test_ids_in_another_order_mean_the_same_states(tmp_path):
     torch.manual_seed(54)
     facts = tiny.target()
     config, tensors = published("no switch at all")
-    tokens, aux = tiny.rows_of()
-    want, _ = logits_of(config, tensors, "", tokens, aux, facts.embedding)
     config |= {"eagle_aux_hidden_state_layer_ids": [9, 2, 6]}
-    draft, found, _ = tiny.served(tiny.write(tmp_path / "d", config, tensors), facts, tokens, aux)
-    assert draft.config.layers == (1, 5, 8)
-    tiny.assert_same(found, want)
+    assert as_defined(tmp_path, config, tensors, facts).config.layers == (1, 5, 8)
 
 
 def test_a_missing_norm_before_residual_is_what_vllm_serves(tmp_path, caplog):
     torch.manual_seed(55)
     facts = tiny.target()
     config, tensors = published("no switch at all")
-    tokens, aux = tiny.rows_of()
-    want, _ = logits_of(
-        config | {"norm_before_residual": True}, tensors, "", tokens, aux, facts.embedding
-    )
     del config["norm_before_residual"]
     with caplog.at_level(logging.WARNING):
-        folder = tiny.write(tmp_path / "draft", config, tensors)
-        _, found, _ = tiny.served(folder, facts, tokens, aux)
+        as_defined(tmp_path, config, tensors, facts)
     assert "no norm_before_residual; it is read as true" in caplog.text
-    tiny.assert_same(found, want)
 
 
 def test_layers_that_the_file_lacks_are_refused(tmp_path):

@@ -15,22 +15,22 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def layer_config(kind: str = "qwen3", **changes: Any) -> dict[str, Any]:
     """Return `transformer_layer_config`: what the config class of the layer writes."""
     plain = {k: v for k, v in tiny.SIZES.items() if k != "rope_theta"}
-    return plain | {
-        "model_type": kind,
-        "num_hidden_layers": LAYERS,
-        "rope_parameters": {"rope_theta": tiny.THETA, "rope_type": "default"},
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "layer_types": [FULL] * LAYERS,
-        "max_window_layers": 28,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "transformers_version": "5.2.0",
-        **changes,
-    }
+    return (
+        plain
+        | tiny.COMMON
+        | {
+            "model_type": kind,
+            "num_hidden_layers": LAYERS,
+            "rope_parameters": {"rope_theta": tiny.THETA, "rope_type": "default"},
+            "layer_types": [FULL] * LAYERS,
+            "max_window_layers": 28,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "tie_word_embeddings": False,
+            "transformers_version": "5.2.0",
+            **changes,
+        }
+    )
 
 
 def config(kind: str, tokens: int, layer: dict[str, Any], **own: Any) -> dict[str, Any]:
@@ -83,21 +83,27 @@ def block_config(kind: str, layer: dict[str, Any] | None = None, **own: Any) -> 
     return config(kind, tokens, layer or layer_config(), **fields | own)
 
 
+def heads_of(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of `block_tensors` and of `Reading` for a kind of draft."""
+    if kind == "dflash":
+        return {}, {"anchor": False}
+    return {"markov": "vanilla", "confidence": H + RANK}, {"markov": "vanilla"}
+
+
 @pytest.mark.parametrize("layer", ["qwen3", "llama"])
 def test_dflash_drafts_as_defined(tmp_path, layer):
     """Its layers are Qwen3's in both cases, with norms of queries and keys."""
-    facts, tensors = blocks.target(), blocks.block_tensors()
-    raw = block_config("dflash", layer_config(layer))
-    draft = blocks.read_block(tiny.write(tmp_path, raw, tensors), facts)
+    facts, tensors = tiny.target(), blocks.block_tensors()
+    folder = tiny.write(tmp_path, block_config("dflash", layer_config(layer)), tensors)
+    draft = blocks.drafts_as_defined(folder, tensors, facts, anchor=False)
     assert draft.name == "dflash" and draft.config.layers == tuple(IDS)
-    blocks.compare(draft, facts, Reading(tensors, facts.embedding, facts.head, anchor=False))
 
 
 @pytest.mark.parametrize("anchor", [True, False])
 @pytest.mark.parametrize("with_markov", [True, False])
 @pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
 def test_dspark_drafts_as_defined(tmp_path, markov, with_markov, anchor):
-    facts, width = blocks.target(), H + (RANK if with_markov else 0)
+    facts, width = tiny.target(), H + (RANK if with_markov else 0)
     tensors = blocks.block_tensors(markov=markov, confidence=width)
     raw = block_config(
         "dspark",
@@ -110,47 +116,35 @@ def test_dspark_drafts_as_defined(tmp_path, markov, with_markov, anchor):
         with pytest.raises(DraftError, match="advances the head's state over the anchor's slot"):
             blocks.read_block(folder, facts)
         return
-    draft = blocks.read_block(folder, facts)
+    draft = blocks.drafts_as_defined(folder, tensors, facts, anchor=anchor, markov=markov)
     assert draft.name == "dspark" and draft.config.sample_from_anchor == anchor
-    it = Reading(tensors, facts.embedding, facts.head, anchor=anchor, markov=markov)
-    blocks.compare(draft, facts, it)
-    tiny.assert_same(*blocks.confidences(draft, facts, it))
 
 
 @pytest.mark.parametrize("order", ["ascending", "random"])
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_reduced_vocabulary_has_rows_of_its_own(tmp_path, kind, order):
-    facts, ids = blocks.target(), tiny.some_ids(order)
-    markov, width = ("vanilla", H + RANK) if kind == "dspark" else (None, None)
-    tensors = blocks.block_tensors(markov=markov, confidence=width, rows=VD)
-    head = facts.head[ids]
+    facts, ids = tiny.target(), tiny.some_ids(order)
+    heads, how = heads_of(kind)
+    tensors, head = blocks.block_tensors(rows=VD, **heads), facts.head[ids]
     saved = tensors | {"lm_head.weight": head} | tiny.maps(ids)
-    raw = block_config(kind, draft_vocab_size=VD)
-    draft = blocks.read_block(tiny.write(tmp_path, raw, saved), facts)
     rows = ids.argsort()  # of the file, for each of our rows
     state = dict(tensors)
     if kind == "dspark":
         name = "markov_head.markov_w2.weight"
         state[name] = tensors[name][rows]
-    it = Reading(
-        state,
-        facts.embedding,
-        head[rows],
-        ids=ids[rows].tolist(),
-        anchor=kind == "dspark",
-        markov=markov,
+    draft = blocks.read_block(
+        tiny.write(tmp_path, block_config(kind, draft_vocab_size=VD), saved), facts
     )
+    it = Reading(state, facts.embedding, head[rows], ids=ids[rows].tolist(), **how)
     blocks.compare(draft, facts, it)
 
 
 def test_rows_that_are_not_the_targets_are_kept(tmp_path, caplog):
-    facts, ids = blocks.target(), tiny.some_ids()
+    facts, ids = tiny.target(), tiny.some_ids()
     tensors, head = blocks.block_tensors(rows=VD), tiny.noise(VD, H)
     saved = tensors | {"lm_head.weight": head} | tiny.maps(ids)
-    raw = block_config("dflash", draft_vocab_size=VD)
-    draft = blocks.read_block(tiny.write(tmp_path, raw, saved), facts)
-    it = Reading(tensors, facts.embedding, head, ids=ids.tolist(), anchor=False)
-    blocks.compare(draft, facts, it)
+    folder = tiny.write(tmp_path, block_config("dflash", draft_vocab_size=VD), saved)
+    blocks.drafts_as_defined(folder, tensors, facts, head=head, ids=ids.tolist(), anchor=False)
     assert "lm_head is not made of the target's rows" in caplog.text
 
 
@@ -159,24 +153,16 @@ def test_rows_that_are_not_the_targets_are_kept(tmp_path, caplog):
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_windows_are_those_of_its_training_defaults(tmp_path, kind, types, non_causal):
     """By default every layer slides, and is causal inside a block."""
-    facts, window = blocks.target(), 5
-    markov, width = ("vanilla", H + RANK) if kind == "dspark" else (None, None)
-    tensors = blocks.block_tensors(markov=markov, confidence=width)
+    facts, window = tiny.target(), 5
+    heads, how = heads_of(kind)
+    tensors = blocks.block_tensors(**heads)
     layer = layer_config(layer_types=list(types), sliding_window=window, use_sliding_window=True)
     raw = block_config(kind, layer, sliding_window_non_causal=non_causal)
-    draft = blocks.read_block(tiny.write(tmp_path / "a", raw, tensors), facts)
-    it = Reading(
-        tensors,
-        facts.embedding,
-        facts.head,
-        anchor=kind == "dspark",
-        markov=markov,
-        types=types,
-        window=window,
-        causal=tuple(type_ == SLIDING and not non_causal for type_ in types),
-    )
-    blocks.compare(draft, facts, it, (9, 4))
-    blocks.compare(draft, facts, it, (2,))  # all positions are in the window
+    folder = tiny.write(tmp_path / "a", raw, tensors)
+    causal = tuple(type_ == SLIDING and not non_causal for type_ in types)
+    how |= {"types": types, "window": window, "causal": causal}
+    for lengths in ((9, 4), (2,)):  # with two, all positions are in the window
+        blocks.drafts_as_defined(folder, tensors, facts, lengths, **how)
     del raw["sliding_window_non_causal"]
     with pytest.raises(DraftError, match="has sliding layers and no sliding_window_non_causal"):
         blocks.read_block(tiny.write(tmp_path / "b", raw, tensors), facts)
@@ -190,9 +176,9 @@ def test_a_missing_field_has_the_librarys_default(tmp_path, missing):
     del raw[missing]
     if missing == "markov_rank":
         with pytest.raises(DraftError, match="needs a confidence head of width 272"):
-            blocks.read_block(tiny.write(tmp_path, raw, tensors), blocks.target())
+            blocks.read_block(tiny.write(tmp_path, raw, tensors), tiny.target())
         return
-    draft = blocks.read_block(tiny.write(tmp_path, raw, tensors), blocks.target())
+    draft = blocks.read_block(tiny.write(tmp_path, raw, tensors), tiny.target())
     assert getattr(draft.config, missing) == defaults[missing]
 
 
@@ -231,7 +217,7 @@ PEAGLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "own", "layer"), PEAGLES, ids=str)
 def test_peagle_drafts_as_defined(tmp_path, kind, own, layer):
-    facts, ids = blocks.target(), tiny.some_ids("random")
+    facts, ids = tiny.target(), tiny.some_ids("random")
     norms = {name: own.get(name, False) for name in ("norm_before_fc", "fc_norm")}
     tensors = parallel.peagle_tensors(
         qk_norm=kind == "qwen3", bias="attention_bias" in layer, **norms
@@ -257,7 +243,7 @@ def test_peagle_drafts_as_defined(tmp_path, kind, own, layer):
 @pytest.mark.parametrize("known", [True, False])
 def test_the_embedding_of_a_peagle_is_its_own(tmp_path, known, key):
     """Its trainer trains it by default. A given target decides, else the key does."""
-    facts, ids = blocks.target(), tiny.some_ids()
+    facts, ids = tiny.target(), tiny.some_ids()
     tensors, own = parallel.peagle_tensors(), facts.embedding + tiny.noise(V, H) / 5
     raw = peagle_config("llama")
     if key is None:
@@ -275,14 +261,8 @@ def test_the_embedding_of_a_peagle_is_its_own(tmp_path, known, key):
 
 def test_layer_ids_in_another_order_leave_the_parts_of_fc(tmp_path):
     """Its states are collected in the order of the target's blocks, not in that of the ids."""
-    facts, tensors = blocks.target(), blocks.block_tensors()
+    facts, tensors = tiny.target(), blocks.block_tensors()
     raw = block_config("dflash", aux_hidden_state_layer_ids=[9, 2, 5])
-    draft = blocks.read_block(tiny.write(tmp_path / "block", raw, tensors), facts)
+    folder = tiny.write(tmp_path / "block", raw, tensors)
+    draft = blocks.drafts_as_defined(folder, tensors, facts, anchor=False)
     assert draft.config.layers == tuple(IDS)
-    blocks.compare(draft, facts, Reading(tensors, facts.embedding, facts.head, anchor=False))
-    ids, tensors = tiny.some_ids(), parallel.peagle_tensors()
-    raw = peagle_config("llama", eagle_aux_hidden_state_layer_ids=[9, 2, 5])
-    saved = tensors | {"embed_tokens.weight": facts.embedding} | tiny.maps(ids)
-    draft = parallel.read_peagle(tiny.write(tmp_path / "peagle", raw, saved), facts)
-    assert draft.config.layers == tuple(IDS)
-    parallel.compare(draft, tensors, facts.embedding, ids, norm_before_residual=True)

@@ -6,7 +6,7 @@ import pytest
 
 from spec_data.shards.errors import DraftError
 from tests.spec_train.formats.published import blocks, tiny
-from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, RANK, SIZE, Reading
+from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, RANK, SIZE
 from tests.spec_train.formats.published.tiny import D, H, L
 
 CONFIG: dict[str, Any] = {k: v for k, v in tiny.SIZES.items() if k != "hidden_act"} | {
@@ -37,20 +37,18 @@ def own_names(tensors: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("listed", [True, False])
 def test_dflash_drafts_as_defined(tmp_path, native, listed):
-    facts, tensors = blocks.target(), blocks.block_tensors()
+    facts, tensors = tiny.target(), blocks.block_tensors()
     saved = own_names(tensors) if native else tensors
     config = CONFIG | {"block_size": SIZE} | ({} if listed else {"target_layer_ids": None})
-    draft = blocks.read_block(
-        tiny.write(tmp_path, config, saved | {"embed_tokens.weight": facts.embedding}), facts
-    )
+    folder = tiny.write(tmp_path, config, saved | {"embed_tokens.weight": facts.embedding})
+    draft = blocks.drafts_as_defined(folder, tensors, facts, anchor=False)
     assert draft.name == "dflash" and draft.config.num_target_layers == L
     assert draft.config.layers == (tuple(IDS) if listed else (1, 5, 9))
-    blocks.compare(draft, facts, Reading(tensors, facts.embedding, facts.head, anchor=False))
 
 
 @pytest.mark.parametrize("with_markov", [True, False])
 def test_dspark_drafts_as_defined(tmp_path, with_markov):
-    facts = blocks.target()
+    facts = tiny.target()
     tensors = blocks.block_tensors(markov="vanilla", confidence=H + (RANK if with_markov else 0))
     config = CONFIG | {
         "architectures": ["DSparkDraftModel"],
@@ -61,18 +59,16 @@ def test_dspark_drafts_as_defined(tmp_path, with_markov):
         "enable_confidence_head": True,
         "confidence_head_with_markov": with_markov,
     }
-    draft = blocks.read_block(tiny.write(tmp_path, config, own_names(tensors)), facts)
+    folder = tiny.write(tmp_path, config, own_names(tensors))
+    draft = blocks.drafts_as_defined(folder, tensors, facts, markov="vanilla")
     assert draft.name == "dspark" and draft.config.sample_from_anchor
-    it = Reading(tensors, facts.embedding, facts.head, markov="vanilla")
-    blocks.compare(draft, facts, it)
-    tiny.assert_same(*blocks.confidences(draft, facts, it))
 
 
 def test_head_sizes_are_those_of_the_weights(tmp_path):
     """Its files may have no head_dim: transformers' Qwen3 would take 128, Llama H / heads."""
     config = {k: v for k, v in CONFIG.items() if k not in ("head_dim", "num_key_value_heads")}
     folder = tiny.write(tmp_path, config | {"block_size": SIZE}, blocks.block_tensors())
-    draft = blocks.read_block(folder, blocks.target())
+    draft = blocks.read_block(folder, tiny.target())
     assert draft.config.head_dim == D and draft.config.num_key_value_heads == tiny.GROUPS
 
 
@@ -80,8 +76,8 @@ def test_what_its_files_do_not_say_is_asked_for(tmp_path):
     """The size of a block is an option of its training; a head says not which slot drafts."""
     folder = tiny.write(tmp_path / "a", CONFIG, blocks.block_tensors())
     with pytest.raises(DraftError, match="block_size is missing"):
-        blocks.read_block(folder, blocks.target())
+        blocks.read_block(folder, tiny.target())
     config = CONFIG | {"block_size": SIZE, "markov_rank": RANK, "markov_head_type": "vanilla"}
     folder = tiny.write(tmp_path / "b", config, blocks.block_tensors(markov="vanilla"))
     with pytest.raises(DraftError, match="and no sample_from_anchor"):
-        blocks.read_block(folder, blocks.target())
+        blocks.read_block(folder, tiny.target())

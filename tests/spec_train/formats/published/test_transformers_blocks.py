@@ -47,7 +47,7 @@ def made(types: list[str] | None, window: int) -> Any:
 
 @pytest.mark.parametrize("types", [[FULL] * LAYERS, [SLIDING, FULL], None])
 def test_it_is_read_as_transformers_runs_it(tmp_path, types):
-    facts, window = blocks.target(), 5
+    facts, window = tiny.target(), 5
     model = made(types, window)
     model.save_pretrained(tmp_path)
     draft = blocks.read_block(tmp_path, facts)

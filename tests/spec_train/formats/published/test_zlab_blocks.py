@@ -8,21 +8,18 @@ import pytest
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import published_dflash_layers
 from tests.spec_train.formats.published import blocks, tiny
-from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, SIZE, Reading
+from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, SIZE
 from tests.spec_train.formats.published.tiny import L
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-CONFIG: dict[str, Any] = tiny.SIZES | {
+CONFIG: dict[str, Any] = tiny.PLAIN | {
     "architectures": ["DFlashDraftModel"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
     "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
     "block_size": SIZE,
     "bos_token_id": 1,
     "dflash_config": {"mask_token_id": MASK, "target_layer_ids": IDS},
     "dtype": "bfloat16",
     "eos_token_id": 2,
-    "initializer_range": 0.02,
     "layer_types": [FULL] * LAYERS,
     "max_window_layers": LAYERS,
     "model_type": "qwen3",
@@ -32,7 +29,6 @@ CONFIG: dict[str, Any] = tiny.SIZES | {
     "sliding_window": None,
     "tie_word_embeddings": True,  # the target's
     "transformers_version": "4.57.3",
-    "use_cache": True,
     "use_sliding_window": False,
 }
 
@@ -45,36 +41,28 @@ def write(folder: Path, tensors: Any, **changes: Any) -> Path:
 
 
 def test_a_published_draft_drafts_as_defined(tmp_path):
-    facts, tensors = blocks.target(), blocks.block_tensors()
-    draft = blocks.read_block(write(tmp_path / "draft", tensors), facts)
+    facts, tensors = tiny.target(), blocks.block_tensors()
+    folder = write(tmp_path / "draft", tensors)
+    draft = blocks.drafts_as_defined(folder, tensors, facts, anchor=False)
     assert draft.name == "dflash" and not draft.config.sample_from_anchor
     assert draft.config.layers == tuple(IDS) and draft.depth == SIZE - 1
-    blocks.compare(draft, facts, Reading(tensors, facts.embedding, facts.head, anchor=False))
 
 
 @pytest.mark.parametrize("is_causal", [None, False])
 @pytest.mark.parametrize("types", [(SLIDING, FULL), (SLIDING, SLIDING)])
 def test_sliding_layers_are_causal_unless_the_file_says_otherwise(tmp_path, types, is_causal):
-    facts, tensors, window = blocks.target(), blocks.block_tensors(), 5
-    changes = {"layer_types": list(types), "sliding_window": window, "use_sliding_window": True}
+    tensors = blocks.block_tensors()
+    changes = {"layer_types": list(types), "sliding_window": 5, "use_sliding_window": True}
     if is_causal is not None:
         changes["is_causal"] = is_causal
-    draft = blocks.read_block(write(tmp_path / "draft", tensors, **changes), facts)
     causal = tuple(kind == SLIDING and is_causal is None for kind in types)
-    it = Reading(
-        tensors,
-        facts.embedding,
-        facts.head,
-        anchor=False,
-        types=types,
-        window=window,
-        causal=causal,
-    )
-    blocks.compare(draft, facts, it, (9, 4))
+    how = {"anchor": False, "types": types, "window": 5, "causal": causal}
+    folder = write(tmp_path / "draft", tensors, **changes)
+    blocks.drafts_as_defined(folder, tensors, tiny.target(), (9, 4), **how)
 
 
 def test_layers_in_any_order_and_layers_that_are_not_listed(tmp_path):
-    facts, tensors = blocks.target(), blocks.block_tensors()
+    facts, tensors = tiny.target(), blocks.block_tensors()
     ids = [8, 1, 4]
     table = {"mask_token_id": MASK, "target_layer_ids": ids}
     draft = blocks.read_block(write(tmp_path / "order", tensors, dflash_config=table), facts)
@@ -107,28 +95,16 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, table, message):
     table = {"mask_token_id": MASK, "target_layer_ids": IDS} | table
     folder = write(tmp_path / "draft", blocks.block_tensors(), dflash_config=table)
     with pytest.raises(DraftError, match=message):
-        blocks.read_block(folder, blocks.target())
+        blocks.read_block(folder, tiny.target())
 
 
-def test_values_without_an_effect_are_read(tmp_path):
-    table = {
-        "mask_token_id": MASK,
-        "target_layer_ids": IDS,
-        "block_size": SIZE,
-        "output_multiplier": 1.0,
-        "final_logit_softcapping": None,
-        "input_embedding_scale": 1.0,
-        "attention_sink_bias": False,
-        "projector_type": "dflash",
-        "causal": False,
-    }
-    folder = write(tmp_path / "draft", blocks.block_tensors(), dflash_config=table)
-    assert blocks.read_block(folder, blocks.target()).config.block_size == SIZE
-
-
-def test_keys_that_are_not_known_are_named(tmp_path, caplog):
-    blocks.read_block(write(tmp_path / "a", blocks.block_tensors()), blocks.target())
+def test_keys_that_are_not_known_are_named_and_values_without_an_effect_are_read(tmp_path, caplog):
+    table = {"mask_token_id": MASK, "target_layer_ids": IDS, "block_size": SIZE, "causal": False}
+    table |= {"output_multiplier": 1.0, "final_logit_softcapping": None, "projector_type": "dflash"}
+    table |= {"input_embedding_scale": 1.0, "attention_sink_bias": False}
+    folder = write(tmp_path / "a", blocks.block_tensors(), dflash_config=table)
+    assert blocks.read_block(folder, tiny.target()).config.block_size == SIZE
     assert "not read" not in caplog.text
     folder = write(tmp_path / "b", blocks.block_tensors(), new_trick=3)
-    blocks.read_block(folder, blocks.target())
+    blocks.read_block(folder, tiny.target())
     assert "not read: new_trick." in caplog.text

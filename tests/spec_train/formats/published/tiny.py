@@ -38,6 +38,10 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "hidden_act": "silu",
 }
+COMMON: dict[str, Any] = {"attention_bias": False, "attention_dropout": 0.0}
+COMMON |= {"initializer_range": 0.02, "use_cache": True}
+PLAIN = SIZES | COMMON
+"""With what most trainers write besides."""
 
 
 def noise(*shape: int) -> Tensor:
@@ -288,6 +292,34 @@ def served(folder: Path, facts: TargetFacts, tokens: list[int], aux: Tensor) -> 
         rows = torch.arange(len(tokens))[None]
         carried = draft.step(torch.tensor([tokens]), draft.project(aux[None]), rows)
         return draft, draft.logits(carried)[0], carried[0]
+
+
+def eagle3_as_defined(
+    folder: Path,
+    config: Mapping[str, Any],
+    saved: Mapping[str, Tensor],
+    facts: TargetFacts,
+    *,
+    tensors: Mapping[str, Tensor] | None = None,
+    prefix: str = "midlayer.",
+    ids: Tensor | None = None,
+    states: int = 3,
+    embedding: Tensor | None = None,
+    **how: Any,
+) -> Any:
+    """Write a draft, compare it with the independent forward, and return it as it is read.
+
+    `tensors` are those of the forward where other names are `saved`; `ids` are the target tokens of
+    the file's rows, and `how` arguments of `eagle3_logits`.
+    """
+    tokens, aux = rows_of(states=states)
+    known = facts.embedding if embedding is None else embedding
+    want, carried = eagle3_logits(tensors or saved, prefix, tokens, aux, known, **how)
+    draft, found, state = served(write(folder, config, saved), facts, tokens, aux)
+    rows = draft.draft_ids
+    assert_same(by_token(found, rows), by_token(want, rows if ids is None else ids))
+    assert_same(state, carried)
+    return draft
 
 
 def served_states(
