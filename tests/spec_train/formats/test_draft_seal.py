@@ -198,9 +198,7 @@ def test_equal_drafts_have_equal_bytes(own, tmp_path):
     assert json.loads(header)["__metadata__"] == {"format": "pt", **MARK}
 
 
-def test_another_form_of_the_header_of_safetensors_is_left_as_it_is(
-    own, tmp_path, monkeypatch, space
-):
+def test_another_form_of_the_header_is_left_as_it_is(own, tmp_path, monkeypatch):
     """A future safetensors may write spaces in it; saving a draft must not fail then."""
     headers = []
 
