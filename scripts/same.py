@@ -18,6 +18,7 @@ killed and resumed `generate` and `fit`; two training processes; views; conversi
 import argparse
 import contextlib
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -156,6 +157,8 @@ class Cases:
         given = {"limit": 12, "max_length": 256, "max_shard_size": "1MB", "on_policy": False}
         out = self.work / name
         options = {k: v for k, v in (given | options).items() if v is not False}
+        if "for_drafts" in inspect.signature(spec_data.generate).parameters:  # an older commit
+            options = {k.replace("for_", "for_drafts"): v for k, v in options.items()}
         spec_data.generate(str(self.target), str(self.corpus), str(out), **options)
         return documents(out) | shard_files(out)
 
@@ -167,7 +170,7 @@ class Cases:
             "mask last-turn": {"mask": "last-turn"},
             "alone": {"packing": "per-document"},
             "short": {"max_length": 64},
-            "for all": {"for_drafts": ["eagle3", "dspark"]},
+            "for all": {"for_": ["eagle3", "dspark"]},
         }
         if not self.small:
             variants |= {

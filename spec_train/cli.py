@@ -19,8 +19,8 @@ examples, in the order in which they are run:
   spec-train eval --draft RUN --data DATA
   spec-train export --draft RUN --format vllm --out DIR --target MODEL
 
-Every command prints the next one. spec-train COMMAND --help explains all options of a command,
-spec-train fit DRAFT --help those of one kind of draft."""
+Every command prints the next one. spec-train COMMAND -h shows its first options, --help-all all.
+"""
 
 PROGRAM = Program("spec-train", _DESCRIPTION, _EXAMPLES, __version__)
 add_fit(PROGRAM)

@@ -53,9 +53,8 @@ from spec_data.shards.files import write_atomically
 from spec_data.terminal.checks import checked, flag, notes_of
 from spec_data.terminal.config import read_config_file
 from spec_data.terminal.console import nearest, run_cli, say_next
-from spec_data.terminal.paths import (
-    check_file_to_write,
-)
+from spec_data.terminal.paths import check_file_to_write
+from spec_data.terminal.types import NO_FLAG
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -146,9 +145,15 @@ def checked_arguments(function: Callable[..., Any], given: Mapping[str, Any]) ->
 def words_of(function: Callable[..., Any], values: Mapping[str, Any]) -> list[str]:
     """Return arguments of a command as words of its command line; defaults are left out."""
     words: list[str] = []
+    hints = (
+        typing.get_type_hints(function, include_extras=True)
+        if isinstance(function, type)
+        else _hints(inspect.unwrap(function))
+    )
     for name, parameter in inspect.signature(function).parameters.items():
         value = values.get(name, parameter.default)
-        if value == parameter.default or value is None:
+        unflagged = any(note == NO_FLAG for note in notes_of(hints.get(name)))
+        if value == parameter.default or value is None or unflagged:
             continue
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             words += words_of(
@@ -479,6 +484,11 @@ class Program:
             text = _summary(entry.function) if entry else self._groups.get(word, "")
             lines += _columns(word, text.partition("\n\n")[0].replace("\n", " "))
         if not chain:
+            lines += ["", "every command:"]
+            lines += [line for name, text in _COMMON.items() for line in _columns(name, text)]
+            lines += ["", "of the program:", *_columns("--version", "print the version")]
+            completion = "print a script that completes commands and options in this shell"
+            lines += _columns("--print-completion bash|zsh|fish", completion)
             lines += ["", *self._epilog.splitlines()]
         return "\n".join(lines) + "\n"
 
@@ -564,6 +574,10 @@ def _summary(function: Callable[..., Any]) -> str:
     return _description(function)[0]
 
 
+_NOT_SHOWN = (None, inspect.Parameter.empty, False, "", (), -1)
+"""Defaults that --help does not show: they stand for a value that is not given."""
+
+
 def _option_lines(argument: Any, positional: Sequence[str], whole: bool) -> list[str]:
     """Return the lines of --help about one option; `positional` ones need no flag.
 
@@ -584,7 +598,7 @@ def _option_lines(argument: Any, positional: Sequence[str], whole: bool) -> list
     default = argument.field_info.default
     if argument.is_flag() and default is True:
         names = [name for name in names if name.startswith("--no-")] or names
-    elif default not in (None, inspect.Parameter.empty, False, "", ()) and not argument.is_flag():
+    elif default == default and default not in _NOT_SHOWN and not argument.is_flag():
         text += f" [{default}]"
     if argument.field_info.name in positional:
         return _columns(argument.field_info.name.upper(), text)

@@ -23,9 +23,6 @@ FOLLOW = more("training while the dataset is generated")
 BATCH = 4
 """Packs per micro-batch for a dataset that has enough tokens."""
 
-NOT_GIVEN: Any = None
-"""The default of an option that a preset may decide; an instance has the preset's value or ours."""
-
 DEFAULTS = {
     "accumulation": 1,
     "warmup_ratio": 0.02,
@@ -33,7 +30,7 @@ DEFAULTS = {
     "validation_documents": 512,
     "log_every": 10,
 }
-"""Values of options that a preset may decide."""
+"""Values of options that a preset may decide, where neither it nor the user says another."""
 
 
 @Parameter(name="*")
@@ -72,9 +69,9 @@ class Training:
     """Packs per micro-batch. Halve it and double --accumulation when memory runs out: the result is
     the same. Not given: 4, and fewer for a dataset so small that an epoch would have under 100
     steps."""
-    accumulation: Annotated[int, SIZE] = NOT_GIVEN
+    accumulation: Annotated[int, SIZE] = 0
     """Micro-batches per optimizer step and process. A step sees --batch-size x --accumulation x
-    processes packs. Not given: 1."""
+    processes packs. 0: the preset's, else 1."""
     sharding: Annotated[Literal["ddp", "fsdp2"], RUNNING] = "ddp"
     """With several processes. ddp: each holds the whole draft, the faster choice; fsdp2: weights,
     gradients and optimizer are split among them, for drafts that do not fit one GPU."""
@@ -92,7 +89,7 @@ class Training:
     schedule: Annotated[Literal["cosine", "linear", "constant"], LEARNING] = "cosine"
     """Learning rate after the warm-up: cosine or linear, down to a twentieth of --lr at the last
     step, or constant."""
-    warmup_ratio: Annotated[float, LEARNING] = NOT_GIVEN
+    warmup_ratio: Annotated[float, LEARNING] = math.nan
     """Share of the steps in which the rate rises linearly to --lr. Not given: 0.02."""
     min_lr_ratio: Annotated[float, NO_FLAG] = 0.05
     """Rate at the last step of --schedule cosine or linear, as a share of --lr."""
@@ -105,12 +102,12 @@ class Training:
     split_seed: Annotated[int, NO_FLAG] = 0
     """Decides which documents are held out. --seed does not, so runs of different seeds are
     measured on the same documents."""
-    validation: Annotated[float, DATA] = NOT_GIVEN
+    validation: Annotated[float, DATA] = math.nan
     """Share of the documents held out for validation, chosen by a hash of the document id; 8
     documents at least, or a tenth if that is less. 0: none. Not given: 0.02."""
-    validation_documents: Annotated[int, DATA] = NOT_GIVEN
+    validation_documents: Annotated[int, DATA] = -1
     """Measure at most so many held-out documents at each validation; 0 = all. Lower it where
-    validation takes long. Not given: 512."""
+    validation takes long. -1: the preset's, else 512."""
     mask: Annotated[str | None, DATA, Parameter(metavar="POLICY")] = None
     """Supervised tokens, from the stored turns: assistant (every turn), last-turn, first-N (turns,
     such as first-2), roles=A,B (such as roles=text), or all. Not given: as generated."""
@@ -135,8 +132,8 @@ class Training:
     accept_edited: Annotated[bool, FILES] = False
     """Use a draft although its files are not as they were sealed; the differences are logged. For
     drafts that were edited on purpose."""
-    log_every: Annotated[int, FILES] = NOT_GIVEN
-    """Steps between lines of metrics.jsonl. Not given: 10."""
+    log_every: Annotated[int, FILES] = 0
+    """Steps between lines of metrics.jsonl. 0: the preset's, else 10."""
     eval_every: Annotated[int | None, FILES, Parameter(metavar="N")] = None
     """Steps between validations (one also before the first step). Not given: a fifth of the run, at
     most 500."""
@@ -159,7 +156,9 @@ class Training:
             )
         for name, value in (DEFAULTS | training_values(self.preset)).items():
             long = name in ("steps", "epochs") and (self.steps or self.epochs or self.steps == 0)
-            if getattr(self, name) is None and not long:
+            own, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            given = own == own and own != default  # nan stands for a share that is not given
+            if not given and not long:
                 object.__setattr__(self, name, value)
         if self.follow and (
             not isinstance(self.data, str) or parse_sources(self.data)[0].weight != 1

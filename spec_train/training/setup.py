@@ -71,7 +71,7 @@ _OWN = frozenset({"spec_train", "transformer_layer_config"})
 def default_lr(hidden_size: int) -> float:
     """Peak learning rate by draft width, to two digits: 1e-4 at 4096, 4e-4 at 1024, at most 4e-3.
 
-    1e-4 is what EAGLE-3 trainers use for targets of 4096 and more; the rate of a matrix under Adam
+    1e-4 is what public trainers use for targets of 4096 and more; the rate of a matrix under Adam
     goes with 1/width (maximal-update parametrisation, arXiv 2203.03466).
     """
     return float(f"{min(4e-3, 1e-4 * 4096 / hidden_size):.1e}")

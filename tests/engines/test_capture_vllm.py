@@ -121,7 +121,7 @@ def test_families_are_proven(family, tmp_path):
     with closing(open_backend("vllm", place)) as backend:
         assert backend.prove(documents, 48).form == REQUESTS
         assert backend.prove_head(documents) < 1e-5
-        assert backend.positions(64).to_json() == plain.positions(64).to_json()
+        assert backend.positions(64).record() == plain.positions(64).record()
         found = captured(backend, documents, REQUESTS)
     for own, other in zip(found, captured(plain, documents, SINGLE), strict=True):
         for k in place.layers:

@@ -29,7 +29,7 @@ def test_head_and_positions_are_those_of_the_whole_model(whole):
     own, found = backend.head_tensors(), rest.head_tensors()
     assert own.keys() == found.keys() and all(torch.equal(own[n], found[n]) for n in own)
     expected, positions = backend.positions(64), rest.positions(64)
-    assert positions.to_json() == expected.to_json()
+    assert positions.record() == expected.record()
     assert all(expected.tables[n].equals(t) for n, t in positions.tables.items())
 
 

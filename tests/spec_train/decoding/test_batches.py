@@ -15,6 +15,7 @@ from spec_train.decoding.chains import (
     decode_plain,
     decode_speculative,
 )
+from spec_train.drafts.drafting import Drafter
 from spec_train.losses.sampling import Greedy, Sampler
 from tests.families import VOCAB as FAMILY_VOCAB
 from tests.families import WINDOW, tiny_model
@@ -34,11 +35,11 @@ def same(a: Generation, b: Generation) -> None:
         assert getattr(a, name) == getattr(b, name), name
 
 
-class Script:
+class Script(Drafter):
     """Drafts a known response with errors, and checks that it reads the states of its sequence."""
 
     def __init__(self, script: list[int], states: Tensor, seed: int) -> None:
-        self.passes, self._at, self._script, self._states = 0, 0, script, states
+        self._at, self._script, self._states = 0, script, states
         self._random = torch.Generator().manual_seed(seed)
 
     def propose(

@@ -103,7 +103,7 @@ def test_fit_and_eval_end_to_end(name, more, data, workplace, tmp_path, capsys) 
     assert report["data"]["teacher_forced"]["tau"] >= 1
     assert main([*common, *real, "--temperature", "0.8", "--limit", "2"]) == 0
     assert main([*common, *real, "--draft-tokens", "9"]) == 2
-    assert f"drafts at most {draft.depth} tokens per round" in capsys.readouterr().err
+    assert f"drafts at most {draft.depth} tokens" in capsys.readouterr().err
     threshold = ["--confidence-threshold", "0.9"]
     if name == "dflash":
         assert main([*common, *real, *threshold]) == 2

@@ -104,7 +104,7 @@ def test_fit_then_eval(data: Path, tmp_path: Path) -> None:
     assert report["split"] == "validation"
     assert report["walk"]["acceptance_length"] >= 1
     assert len(report["slots"]["accept_rate"]) == 3
-    with pytest.raises(ConfigError, match="drafts at most 3 tokens per round"):
+    with pytest.raises(ConfigError, match="drafts at most 3 tokens"):
         run_eval(dict(draft=str(out), data=str(data), device="cpu", draft_tokens=4))
 
 
