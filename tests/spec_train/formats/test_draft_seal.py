@@ -53,7 +53,7 @@ EDITS: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "message"), EDITS, ids=str)
+@pytest.mark.parametrize(("key", "value", "message"), EDITS, ids=range(len(EDITS)))
 def test_an_edited_config_is_refused_by_field(own, key, value, message):
     with pytest.raises(DraftError, match=message):
         load_draft(edited(own, lambda raw: put(raw, key, value)))
