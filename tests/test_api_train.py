@@ -37,10 +37,13 @@ def here(workspace, monkeypatch):
 
 
 def test_fit_shows_its_validation_without_configured_logging(here, tmp_path):
+    own = {name: FIT[name] for name in ("ttt_steps", "draft_vocab_size")}
+    whole = {name: value for name, value in FIT.items() if name not in own}
+    whole |= {"data": "data", "out": str(tmp_path / "run")}
     program = (
         "import spec_train, json\n"
-        "from tests.spec_train import flat\n"
-        f"result = flat.fit('eagle3', 'data', {str(tmp_path / 'run')!r}, **{FIT!r})\n"
+        f"training = spec_train.Training(**{whole!r})\n"
+        f"result = spec_train.fit(training, spec_train.Eagle3Options(**{own!r}))\n"
         "print(json.dumps([line['step'] for line in result.validation]))\n"
         "print(result)\n"
     )
