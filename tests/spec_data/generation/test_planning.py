@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from scripts.bench.plan_reference import one_by_one, slow_renderer
 from spec_data.corpus import in_order as pool
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.record_reader import CorpusReader
@@ -25,6 +24,7 @@ from spec_data.generation.plan import RowRenderer, RowSettings, corpus_entry, re
 from spec_data.shards.errors import CorpusError, RunError
 from tests.faults.odd_rows import as_json, broken_bytes, changed, good_row, ids_row
 from tests.spec_data.corpus.templates import tokenizer
+from tests.spec_data.generation.plan_reference import one_by_one, slow_renderer
 
 PROCESSES = 3
 

@@ -1,7 +1,4 @@
-"""Planning as it was at first: one row at a time, every render tokenised, everything in memory.
-
-The bench measures it beside the product, and the tests compare their results.
-"""
+"""Planning in the slowest way: one row at a time, every render tokenised, everything in memory."""
 
 import hashlib
 from collections import Counter
