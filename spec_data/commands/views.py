@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,6 @@ from spec_data.terminal.types import (
     Dataset,
     Datasets,
     Directory,
-    File,
     Layers,
     Text,
     comma_list,
@@ -65,12 +65,10 @@ def select(
     where: Annotated[str, Parameter(metavar="SQL")] = "",
     sample: _Sample = "",
     seed: Count = 0,
-    ids: File = "",
     not_in: Datasets = (),
     decontaminate: Corpus = (),
     mask: Annotated[str, Parameter(metavar="POLICY")] = "",
     layers: Layers = "",
-    dry_run: bool = False,
 ) -> DerivedDataset:
     """Write a view of some documents or layers of a dataset, with other loss masks if asked.
 
@@ -89,38 +87,37 @@ def select(
             nll (mean negative log-likelihood of supervised tokens in nats).
         sample: keep a random sample of what is left: 500, 10% or 0.1.
         seed: decides the sample.
-        ids: keep the documents whose ids this text file lists, one per line.
         not_in: drop documents that these datasets have too, by their ids.
         decontaminate: drop documents that share 13 token ids in a row with a prompt of these
             benchmarks: files as `spec-train eval --prompts` reads them.
         mask: supervise other tokens, by the stored turns: assistant, last-turn, all, first-N or
             roles=A,B.
         layers: keep these layer ids only, such as 1,3; or those captured for a draft: eagle3.
-        dry_run: print documents and tokens, then stop.
 
     Raises:
         ConfigError: a bad value, no document is left, or `out` holds something else.
         DatasetError: damage, or the mask needs a teacher that is not stored.
     """
     from spec_data.shards.reader import HiddenStatesDataset
-    from spec_data.views.select import Selection, select_rows
+    from spec_data.views.select import select_rows
 
-    given = Selection(
+    whole = isinstance(sample, float) and sample.is_integer()  # 500.0 are documents, 0.1 a share
+    make = partial(
+        select_rows,
         where=where,
-        ids=str(ids),
         not_in=path_list(not_in),
         decontaminate=path_list(decontaminate),
-        sample=_amount(sample),
+        sample=str(int(sample) if whole else sample),
         seed=seed,
         mask=mask,
         layers=comma_list(layers),
     )
     dataset = HiddenStatesDataset(str(data))
-    return _view(Path(out), [dataset], lambda: select_rows(dataset, given), dry_run)
+    return _view(Path(out), [dataset], lambda: make(dataset))
 
 
 @command
-def merge(data: Datasets, out: Directory, *, dry_run: bool = False) -> DerivedDataset:
+def merge(data: Datasets, out: Directory) -> DerivedDataset:
     """Write a view of the documents of several datasets of one target, each once.
 
     It has the columns that all have. Where their codecs or decoding tables differ, a column is
@@ -133,19 +130,20 @@ def merge(data: Datasets, out: Directory, *, dry_run: bool = False) -> DerivedDa
     Args:
         data: the datasets, in the order of the result.
         out: the directory to write.
-        dry_run: print documents and tokens, then stop.
 
     Raises:
         ConfigError: fewer than two datasets, or `out` holds something else.
         DatasetError: damage, or they cannot be one dataset; the message says why.
     """
+    from spec_data.shards.reader import HiddenStatesDataset
     from spec_data.views.merge import merge_rows
 
-    return _of_several(data, out, merge_rows, dry_run)
+    inputs = [HiddenStatesDataset(path) for path in path_list(data)]
+    return _view(Path(out), inputs, lambda: merge_rows(inputs))
 
 
 @command
-def join(data: Datasets, out: Directory, *, dry_run: bool = False) -> DerivedDataset:
+def join(data: Datasets, out: Directory) -> DerivedDataset:
     """Write a view of the layers of several captures of the same documents.
 
     The first dataset has the documents and all columns but the layers that the others add. Ids
@@ -157,15 +155,16 @@ def join(data: Datasets, out: Directory, *, dry_run: bool = False) -> DerivedDat
     Args:
         data: the datasets, captured from one target.
         out: the directory to write.
-        dry_run: print documents and tokens, then stop.
 
     Raises:
         ConfigError: fewer than two datasets, one adds no layer, or `out` holds something else.
         DatasetError: damage, other targets, or no document in common.
     """
+    from spec_data.shards.reader import HiddenStatesDataset
     from spec_data.views.merge import join_rows
 
-    return _of_several(data, out, join_rows, dry_run)
+    inputs = [HiddenStatesDataset(path) for path in path_list(data)]
+    return _view(Path(out), inputs, lambda: join_rows(inputs))
 
 
 @command
@@ -221,35 +220,12 @@ def recode(data: Dataset, out: Directory, codec: str, *, dry_run: bool = False) 
     return _copied(Path(out), recoded_copy(dataset, codec, dry_run), dry_run)
 
 
-def _amount(sample: str | float) -> str:
-    """Return the size of a sample as text: 500 and 500.0 are documents, 0.1 a share."""
-    whole = isinstance(sample, float) and sample.is_integer()
-    return str(int(sample) if whole else sample)
-
-
-def _of_several(
-    data: Any, out: Any, make: Callable[..., "tuple[Rows, Manifest]"], dry_run: bool
-) -> DerivedDataset:
-    from spec_data.shards.reader import HiddenStatesDataset
-
-    inputs = [HiddenStatesDataset(path) for path in path_list(data)]
-    return _view(Path(out), inputs, lambda: make(inputs), dry_run)
-
-
-def _view(
-    out: Path, inputs: Any, make: Callable[[], "tuple[Rows, Manifest]"], dry_run: bool
-) -> DerivedDataset:
-    """Make the rows of a view; write them, or say how many they are."""
+def _view(out: Path, inputs: Any, make: Callable[[], "tuple[Rows, Manifest]"]) -> DerivedDataset:
+    """Write the view whose rows `make` returns."""
     from spec_data.views.rows import check_out, write_view
 
     check_out(out, inputs)
-    rows, draft = make()
-    if not dry_run:
-        return _derived(out, write_view(out, rows, draft))
-    counts = {
-        name: int(rows.table.column(name).to_numpy().sum()) for name in ("tokens", "supervised")
-    }
-    return _planned(out, draft, len(rows), counts["tokens"], counts["supervised"], 0)
+    return _written(out, write_view(out, *make()))
 
 
 def _copied(out: Path, copy: "Copy", dry_run: bool) -> DerivedDataset:
@@ -257,13 +233,21 @@ def _copied(out: Path, copy: "Copy", dry_run: bool) -> DerivedDataset:
     from spec_data.views.copy import copy_bytes, write_copy
 
     if not dry_run:
-        return _derived(out, write_copy(out, copy))
-    counts = copy.dataset.manifest.totals
-    sizes = (counts.documents, counts.tokens, counts.supervised, copy_bytes(copy))
-    return _planned(out, copy.draft, *sizes)
+        return _written(out, write_copy(out, copy))
+    counts, size = copy.dataset.manifest.totals, copy_bytes(copy)
+    return DerivedDataset(
+        path=out,
+        documents=counts.documents,
+        tokens=counts.tokens,
+        supervised_tokens=counts.supervised,
+        bytes=size,
+        dropped=copy.draft.documents.dropped,
+        fingerprint="",
+        text=f"{counts.documents:,} documents, {counts.tokens:,} tokens, {size:,} bytes",
+    )
 
 
-def _derived(out: Path, manifest: "Manifest") -> DerivedDataset:
+def _written(out: Path, manifest: "Manifest") -> DerivedDataset:
     """Describe a dataset that was written."""
     from spec_data.report import dataset_text
 
@@ -277,28 +261,4 @@ def _derived(out: Path, manifest: "Manifest") -> DerivedDataset:
         dropped=manifest.documents.dropped,
         fingerprint=manifest.fingerprint,
         text=dataset_text(manifest),
-    )
-
-
-def _planned(
-    out: Path, draft: "Manifest", documents: int, tokens: int, supervised: int, size: int
-) -> DerivedDataset:
-    """Describe what --dry-run did not write."""
-    dropped = draft.documents.dropped
-    reasons = ", ".join(f"{name} {count:,}" for name, count in dropped.items()) or "none"
-    lines = [
-        f"documents left out since the corpus was read: {reasons}",
-        f"documents      {documents:,}",
-        f"tokens         {tokens:,}, {supervised:,} of them supervised",
-        f"bytes          {size:,}" + ("" if size else " (a view has no shards)"),
-    ]
-    return DerivedDataset(
-        path=out,
-        documents=documents,
-        tokens=tokens,
-        supervised_tokens=supervised,
-        bytes=size,
-        dropped=dropped,
-        fingerprint="",
-        text="\n".join(lines),
     )

@@ -3,7 +3,7 @@
 `Rows.of` has all documents of a dataset, stored or a view. Every command of this room makes its
 rows from those of its inputs, and `write_view` writes them: a manifest and an index, no shard.
 
-Shapes: N documents.
+Shapes: N documents, G groups of columns.
 """
 
 import hashlib
@@ -30,32 +30,20 @@ _PLAIN = ("doc_id", "source", "tokens", "supervised", "first_supervised")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColumnGroup:
-    """Columns that are read at one location, and where that is for each row.
-
-    Attributes:
-        names: of the columns.
-        source, document: number of the source, and of the document in it, int64 [N] each.
-    """
-
-    names: tuple[str, ...]
-    source: np.ndarray
-    document: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rows:
     """Documents of stored datasets.
 
     Attributes:
         sources: the stored datasets.
-        groups: all columns, by where they are read.
+        groups: all columns; those of one group are read at one location.
+        locations: number of the source, and of the document in it, int64 [G, 2, N].
         table: the columns of an index that do not depend on where the documents lie; with `spans`
             where the loss masks are not those of the sources.
     """
 
     sources: tuple[HiddenStatesDataset, ...]
-    groups: tuple[ColumnGroup, ...]
+    groups: tuple[tuple[str, ...], ...]
+    locations: np.ndarray
     table: pa.Table = field(repr=False)
 
     @classmethod
@@ -63,19 +51,21 @@ class Rows:
         """Return all documents of a dataset with all its columns."""
         table, view = dataset.index, dataset.view
         if view is None:
-            here = np.zeros(len(dataset), np.int64), np.arange(len(dataset))
-            every = ColumnGroup(names=tuple(dataset.declared), source=here[0], document=here[1])
-            return cls(sources=(dataset,), groups=(every,), table=table.select(list(_PLAIN)))
-        groups = tuple(
-            ColumnGroup(
-                names=tuple(names),
-                source=index_numbers(table, f"source_number.{number}").astype(np.int64),
-                document=index_numbers(table, f"document.{number}").astype(np.int64),
+            here = np.stack([np.zeros(len(dataset), np.int64), np.arange(len(dataset))])
+            groups, locations = [list(dataset.declared)], here[None]
+        else:
+            groups, kinds = view.groups, ("source_number", "document")
+            columns = [[f"{kind}.{g}" for kind in kinds] for g in range(len(groups))]
+            locations = np.array(
+                [[index_numbers(table, name) for name in names] for names in columns], np.int64
             )
-            for number, names in enumerate(view.groups)
+        spans = ["spans"] if view and view.remasked else []
+        return cls(
+            sources=dataset.sources,
+            groups=tuple(map(tuple, groups)),
+            locations=locations,
+            table=table.select([*_PLAIN, *spans]),
         )
-        plain = table.select([*_PLAIN, *(["spans"] if view.remasked else [])])
-        return cls(sources=dataset.sources, groups=groups, table=plain)
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -91,19 +81,18 @@ class Rows:
 
     def take(self, documents: np.ndarray) -> "Rows":
         """Return some of the documents, by their numbers int64 [n], in this order."""
-        groups = tuple(
-            replace(group, source=group.source[documents], document=group.document[documents])
-            for group in self.groups
+        return replace(
+            self,
+            locations=self.locations[:, :, documents],
+            table=self.table.take(pa.array(documents)),
         )
-        return replace(self, groups=groups, table=self.table.take(pa.array(documents)))
 
     def with_columns(self, names: Sequence[str]) -> "Rows":
         """Return the same documents with fewer columns."""
-        narrowed = (
-            replace(group, names=tuple(name for name in group.names if name in names))
-            for group in self.groups
-        )
-        return replace(self, groups=tuple(group for group in narrowed if group.names))
+        narrowed = [tuple(name for name in group if name in names) for group in self.groups]
+        left = [number for number, group in enumerate(narrowed) if group]
+        groups = tuple(narrowed[number] for number in left)
+        return replace(self, groups=groups, locations=self.locations[left])
 
     def with_masks(self, masks: LossMasks) -> "Rows":
         """Return the same documents with other loss masks; their ids stay as they are."""
@@ -121,37 +110,36 @@ class Rows:
 
     def beside(self, other: "Rows", names: Sequence[str]) -> "Rows":
         """Return these rows with the columns `names` of `other`, which has the same documents."""
-        sources, (_, numbers) = _all_sources([self, other])
-        more = tuple(
-            replace(group, source=numbers[group.source])
-            for group in other.with_columns(names).groups
-        )
-        return replace(self, sources=sources, groups=self.groups + more)
+        sources, (_, more) = _of_all_sources([self, other.with_columns(names)])
+        locations = np.concatenate([self.locations, more.locations])
+        return replace(self, sources=sources, groups=self.groups + more.groups, locations=locations)
 
     def used_sources(self) -> "Rows":
         """Return the same rows without sources of which no document is left."""
-        used = np.unique(np.concatenate([group.source for group in self.groups]))
-        groups = tuple(replace(g, source=np.searchsorted(used, g.source)) for g in self.groups)
-        return replace(self, sources=tuple(self.sources[n] for n in used), groups=groups)
+        used = np.unique(self.locations[:, 0])
+        numbers = np.searchsorted(used, self.locations[:, :1])
+        locations = np.concatenate([numbers, self.locations[:, 1:]], axis=1)
+        return replace(self, sources=tuple(self.sources[n] for n in used), locations=locations)
 
 
 def _with_column(table: pa.Table, name: str, array: pa.Array) -> pa.Table:
     return table.set_column(table.column_names.index(name), name, array)
 
 
-def _all_sources(
+def _of_all_sources(
     parts: Sequence[Rows],
-) -> tuple[tuple[HiddenStatesDataset, ...], list[np.ndarray]]:
-    """Return the sources of all parts, each once, and their numbers by those in each part."""
+) -> tuple[tuple[HiddenStatesDataset, ...], list[Rows]]:
+    """Return the sources of all parts, each once, and the parts with the numbers of these."""
     sources: dict[str, HiddenStatesDataset] = {}
     for source in (source for part in parts for source in part.sources):
         sources.setdefault(source.manifest.fingerprint, source)
-    order = list(sources)
-    numbers = [
-        np.array([order.index(source.manifest.fingerprint) for source in part.sources])
-        for part in parts
-    ]
-    return tuple(sources.values()), numbers
+    order, renumbered = list(sources), []
+    for part in parts:
+        numbers = np.array([order.index(s.manifest.fingerprint) for s in part.sources])
+        locations = part.locations.copy()
+        locations[:, 0] = numbers[part.locations[:, 0]]
+        renumbered.append(replace(part, locations=locations))
+    return tuple(sources.values()), renumbered
 
 
 def stacked(parts: Sequence[Rows], names: Sequence[str]) -> Rows:
@@ -159,36 +147,29 @@ def stacked(parts: Sequence[Rows], names: Sequence[str]) -> Rows:
 
     Columns that lie together in every part are one group of the result.
     """
-    sources, numbers = _all_sources(parts)
+    sources, parts = _of_all_sources(parts)
     together: dict[tuple[int, ...], list[str]] = {}
     for name in names:
-        where = tuple(_group_number(part, name) for part in parts)
-        together.setdefault(where, []).append(name)
-    groups = []
-    for where, names_there in together.items():
-        old = [part.groups[number] for part, number in zip(parts, where, strict=True)]
-        source = [new[group.source] for new, group in zip(numbers, old, strict=True)]
-        groups.append(
-            ColumnGroup(
-                names=tuple(names_there),
-                source=np.concatenate(source),
-                document=np.concatenate([group.document for group in old]),
-            )
-        )
+        group = tuple(next(n for n, g in enumerate(part.groups) if name in g) for part in parts)
+        together.setdefault(group, []).append(name)
+    locations = [
+        np.concatenate([p.locations[n] for p, n in zip(parts, group, strict=True)], axis=1)
+        for group in together
+    ]
     if any(part.remasked for part in parts):
-        parts = [part if part.remasked else part.with_masks(_stored_masks(part)) for part in parts]
-    table = pa.concat_tables([part.table for part in parts], promote_options="permissive")
-    return Rows(sources=sources, groups=tuple(groups), table=table)
+        parts = [part if part.remasked else _with_stored_masks(part, sources) for part in parts]
+    return Rows(
+        sources=sources,
+        groups=tuple(map(tuple, together.values())),
+        locations=np.stack(locations),
+        table=pa.concat_tables([part.table for part in parts], promote_options="permissive"),
+    )
 
 
-def _group_number(rows: Rows, name: str) -> int:
-    return next(number for number, group in enumerate(rows.groups) if name in group.names)
-
-
-def _stored_masks(rows: Rows) -> LossMasks:
-    """Return the loss masks of all documents, which are those of the sources."""
-    located = zip(rows.groups[0].source.tolist(), rows.groups[0].document.tolist(), strict=True)
-    return LossMasks.of([rows.sources[source].mask_of(document) for source, document in located])
+def _with_stored_masks(rows: Rows, sources: Sequence[HiddenStatesDataset]) -> Rows:
+    """Return rows with the loss masks of their sources, written out."""
+    located = rows.locations[0].T.tolist()
+    return rows.with_masks(LossMasks.of([sources[s].mask_of(number) for s, number in located]))
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -213,7 +194,8 @@ def check_out(out: Path, inputs: Sequence[HiddenStatesDataset]) -> None:
 def write_view(out: Path, rows: Rows, draft: Manifest) -> Manifest:
     """Write a view in one step; return its manifest, also if the very view is there already.
 
-    `draft` is the manifest without what describes the rows and the files.
+    `draft` is the manifest without what describes the rows and the files. The target's files are
+    those of the first source.
 
     Raises:
         ConfigError: `out` holds something else.
@@ -227,10 +209,21 @@ def write_view(out: Path, rows: Rows, draft: Manifest) -> Manifest:
         )
         for source in rows.sources
     ]
-    groups = [list(group.names) for group in rows.groups]
-    view = View(sources=sources, groups=groups, remasked=rows.remasked)
+    view = View(sources=sources, groups=[list(g) for g in rows.groups], remasked=rows.remasked)
     index = arrow_stream(_index_of(rows, view))
-    manifest = _view_manifest(out, rows, view, draft, index)
+    record = FileRecord(
+        bytes=len(index),
+        sha256=hashlib.sha256(index).hexdigest(),
+        xxh3=xxh3_64_hexdigest(index),
+    )
+    target = {n: r for n, r in rows.sources[0].manifest.files.items() if n.startswith("target/")}
+    sums = {name: int(index_numbers(rows.table, name).sum()) for name in _PLAIN[2:4]}
+    manifest = draft.changed(
+        where=str(out / MANIFEST),
+        view=view,
+        totals=Totals(documents=len(rows), **sums),
+        files={INDEX: record} | target,
+    ).with_fingerprint()
     if (out / MANIFEST).is_file():
         present = Manifest.read(out / MANIFEST)
         if present.fingerprint == manifest.fingerprint:
@@ -252,26 +245,9 @@ def _index_of(rows: Rows, view: View) -> pa.RecordBatch:
     """Return the index of a view as one record batch."""
     schema, table = view_index_schema(view), rows.table.combine_chunks()
     arrays = {name: table.column(name).combine_chunks() for name in table.column_names}
-    for number, group in enumerate(rows.groups):
-        arrays[f"source_number.{number}"] = pa.array(group.source, pa.int32())
-        arrays[f"document.{number}"] = pa.array(group.document, pa.int32())
+    for number, (source, document) in enumerate(rows.locations):
+        arrays[f"source_number.{number}"] = pa.array(source, pa.int32())
+        arrays[f"document.{number}"] = pa.array(document, pa.int32())
     return pa.RecordBatch.from_arrays(
         [arrays[name].cast(schema.field(name).type) for name in schema.names], schema=schema
     )
-
-
-def _view_manifest(out: Path, rows: Rows, view: View, draft: Manifest, index: bytes) -> Manifest:
-    """Return the manifest of a view; the target's files are those of its first source."""
-    record = FileRecord(
-        bytes=len(index),
-        sha256=hashlib.sha256(index).hexdigest(),
-        xxh3=xxh3_64_hexdigest(index),
-    )
-    target = {n: r for n, r in rows.sources[0].manifest.files.items() if n.startswith("target/")}
-    sums = {name: int(index_numbers(rows.table, name).sum()) for name in _PLAIN[2:4]}
-    return draft.changed(
-        where=str(out / MANIFEST),
-        view=view,
-        totals=Totals(documents=len(rows), **sums),
-        files={INDEX: record} | target,
-    ).with_fingerprint()

@@ -3,78 +3,89 @@
 Conditions are applied in a fixed order, and a document is counted under the first that it does not
 meet. Those that read stored columns see only what is left.
 
-Shapes: N documents.
+Shapes: N documents, n of them that are left.
 """
 
 import hashlib
 import logging
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
-from spec_data.shards.errors import ConfigError, DatasetError, MissingError
+from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_data.shards.identity import usual_kwargs
 from spec_data.shards.layer_ids import chosen_layers
 from spec_data.shards.loss_masks import LossMasks, masks_under
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, layer_column
+from spec_data.terminal.console import nearest
 from spec_data.terminal.progress import progress
 from spec_data.views.derive import derived, with_sources
 from spec_data.views.rows import Rows
 from spec_data.views.scores import document_scores
-from spec_data.views.where import matching, names_column
+
+if TYPE_CHECKING:
+    from spec_data.corpus.prompt_overlap import Grams
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """Which documents, columns and masks a `select` keeps; see `spec_data.commands.views.select`.
-
-    Attributes:
-        where: an SQL condition; "": every document.
-        ids: file with document ids, one per line.
-        not_in: datasets whose documents are left out.
-        decontaminate: benchmarks whose prompts no document may contain.
-        sample: a number of documents or a share of what is left; "": all.
-        seed: of the sample.
-        mask: a mask policy; "": the masks stay.
-        layers: ids, or the name of a draft; "": all.
-    """
-
-    where: str = ""
-    ids: str = ""
-    not_in: Sequence[str] = ()
-    decontaminate: Sequence[str] = ()
-    sample: str = ""
-    seed: int = 0
-    mask: str = ""
-    layers: str = ""
-
-
-def select_rows(dataset: HiddenStatesDataset, given: Selection) -> tuple[Rows, Manifest]:
+def select_rows(
+    dataset: HiddenStatesDataset,
+    *,
+    where: str = "",
+    not_in: Sequence[str] = (),
+    decontaminate: Sequence[str] = (),
+    sample: str = "",
+    seed: int = 0,
+    mask: str = "",
+    layers: str = "",
+) -> tuple[Rows, Manifest]:
     """Return the rows of a `select` and the draft of its manifest.
+
+    The arguments are those of `spec_data.select`; "" and () ask for nothing.
 
     Raises:
         ConfigError: an option contradicts the dataset, no document is left, or nothing changes.
         DatasetError: damage, or the mask needs tokens that are not stored.
     """
-    if given.mask == dataset.manifest.mask:
-        given = replace(given, mask="")
-    if not any(value for name, value in vars(given).items() if name != "seed"):
+    mask = "" if mask == dataset.manifest.mask else mask
+    if not (where or not_in or decontaminate or sample or mask or layers):
         raise ConfigError(f"{dataset.place}: nothing would change; name what is to be kept")
-    bar = partial(progress, desc="masks", unit="docs", leave=False)
-    masks = masks_under(dataset, given.mask, bar) if given.mask else None
-    every = Rows.of(dataset)
-    rows = every.with_masks(masks) if masks else every
-    chosen = _Conditions(dataset, rows, given)
-    keep, dropped = chosen.apply()
+    every = rows = Rows.of(dataset)
+    others = [HiddenStatesDataset(path, ()) for path in not_in]
+    benchmarks: list[dict[str, Any]] = []
+    masks = None
+    conditions: list[tuple[str, Callable[[np.ndarray], np.ndarray]]] = []
+    if mask:  # as `generate` names documents from which nothing is learned
+        bar = partial(progress, desc="masks", unit="docs", leave=False)
+        masks = masks_under(dataset, mask, bar)
+        rows = rows.with_masks(masks)
+        learned = masks.supervised - (masks.first_supervised == 0) > 0
+        conditions.append(("nothing-supervised", lambda left: learned[left]))
+    if where:
+        conditions.append(("select:where", lambda left: _where(dataset, rows, left, where)))
+    for other in others:
+        conditions.append(("select:not-in", partial(_not_in, dataset, other)))
+    for name in decontaminate:
+        apart = partial(_apart, dataset, benchmarks, name)
+        conditions.append(("select:overlap", apart))
+    if sample:
+        conditions.append(
+            ("select:sample", lambda left: _sampled(_ids(dataset, left), sample, seed))
+        )
+    keep, dropped = np.arange(len(rows)), Counter[str]()
+    for reason, meets in conditions:
+        met = meets(keep)
+        dropped[reason] += int((~met).sum())
+        keep = keep[met]
+    dropped = +dropped
     if not len(keep):
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
         raise ConfigError(f"{dataset.place}: no document is left ({reasons}); relax the options")
@@ -82,135 +93,155 @@ def select_rows(dataset: HiddenStatesDataset, given: Selection) -> tuple[Rows, M
     if masks:
         rows = rows.with_ids(_new_ids(dataset, keep, masks))
     columns = dataset.manifest.columns
-    if given.layers:
-        layers = _kept_layers(given.layers, dataset.manifest)
-        drop = {layer_column(k) for k in dataset.manifest.layers if k not in layers}
+    if layers:
+        left = _kept_layers(layers, dataset.manifest)
+        drop = {layer_column(k) for k in dataset.manifest.layers if k not in left}
         columns = tuple(column for column in columns if column.name not in drop)
         rows = rows.with_columns([column.name for column in columns])
-    draft = derived("select", chosen.recorded(), [dataset.manifest], columns, dropped)
+    options = {  # files by their contents, not by their paths
+        "where": where,
+        "not_in": [other.manifest.fingerprint for other in others],
+        "decontaminate": benchmarks,
+        "sample": sample,
+        "seed": seed if sample else None,
+        "mask": mask,
+        "layers": layers,
+    }
+    draft = derived("select", options, [dataset.manifest], columns, dropped)
     draft = with_sources(draft, every.texts("source"), rows.texts("source"))
-    return rows, draft.changed(mask=given.mask, agreement=None) if masks else draft
+    return rows, draft.changed(mask=mask, agreement=None) if masks else draft
 
 
-class _Conditions:
-    """The conditions of a selection, and what the manifest records of them."""
-
-    def __init__(self, dataset: HiddenStatesDataset, rows: Rows, given: Selection) -> None:
-        self._dataset, self._rows, self._given = dataset, rows, given
-        self._ids: list[str] = []
-        self._others: list[str] = []
-        self._benchmarks: list[dict[str, Any]] = []
-        self._left = np.arange(len(rows))
-
-    def apply(self) -> tuple[np.ndarray, dict[str, int]]:
-        """Return the documents that meet all conditions, int64 [n], and the others by reason."""
-        dropped: Counter[str] = Counter()
-        for reason, meets in self._results():
-            dropped[reason] += int((~meets).sum())
-            self._left = self._left[meets]
-        return self._left, {reason: count for reason, count in dropped.items() if count}
-
-    def _results(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield of each condition its reason, and which of the documents left meet it, bool [n]."""
-        given = self._given
-        if given.ids:
-            self._ids = _read_ids(Path(given.ids), self._dataset)
-            yield "select:ids", np.isin(self._own_ids(), self._ids)
-        if given.mask:  # as `generate` names documents from which nothing is learned
-            supervised = self._numbers("supervised") - (self._numbers("first_supervised") == 0)
-            yield "nothing-supervised", supervised > 0
-        if given.where:
-            yield "select:where", matching(self._table(given.where), given.where)
-        for path in given.not_in:
-            other = HiddenStatesDataset(path, ())
-            self._others.append(other.manifest.fingerprint)
-            yield "select:not-in", ~np.isin(self._own_ids(), other.doc_ids)
-        for name in given.decontaminate:
-            yield "select:overlap", self._apart(name)
-        if given.sample:
-            yield "select:sample", _sampled(self._own_ids(), given.sample, given.seed)
-
-    def _own_ids(self) -> list[str]:
-        return self._dataset.id_array.take(pa.array(self._left)).to_pylist()
-
-    def _numbers(self, name: str) -> np.ndarray:
-        return self._rows.table.column(name).to_numpy()[self._left]
-
-    def _table(self, condition: str) -> pa.Table:
-        """Return what a condition is about: a row for each document that is left.
-
-        Likelihoods are computed only if they are named.
-        """
-        left = self._rows.table.take(pa.array(self._left))
-        columns = {
-            "number": pa.array(self._left),
-            **{name: left.column(name) for name in ("doc_id", "source")},
-            "length": left.column("tokens"),
-            "supervised": left.column("supervised"),
-        }
-        nll = names_column(condition, "nll")
-        if nll or names_column(condition, "first_choice"):
-            scores = document_scores(self._dataset, self._left, nll)
-            columns |= {
-                "first_choice": pa.array(scores.first_choice, from_pandas=True),
-                "nll": pa.array(scores.nll, from_pandas=True),
-            }
-        else:
-            columns |= dict.fromkeys(("first_choice", "nll"), pa.nulls(len(left), pa.float64()))
-        return pa.table(columns)
-
-    def _apart(self, name: str) -> np.ndarray:
-        """Return which documents share no part with a benchmark, bool [n]."""
-        from spec_data.views.overlap import find_overlap, read_benchmark  # two seconds of imports
-
-        kwargs = usual_kwargs(self._dataset.manifest.identity)
-        benchmark = read_benchmark(name, self._dataset.target_dir, kwargs)
-        self._benchmarks += benchmark.sources
-        overlap = find_overlap(self._dataset, self._left, benchmark.grams)
-        logger.info(
-            "%s: %d of %d documents share %d token ids in a row with %d of its %d prompts",
-            *(name, int(overlap.documents.sum()), len(self._left), benchmark.grams.size),
-            *(len(overlap.prompts), benchmark.grams.prompts),
-        )
-        return ~overlap.documents
-
-    def recorded(self) -> dict[str, Any]:
-        """Return the options that decide the view; files by their contents, not by their paths."""
-        options = dict(vars(self._given))
-        if self._ids:
-            text = "\n".join(sorted(set(self._ids))).encode()
-            options["ids"] = hashlib.sha256(text).hexdigest()
-        options["not_in"] = self._others
-        options["decontaminate"] = self._benchmarks
-        if not self._given.sample:
-            del options["seed"]
-        return options
+def _ids(dataset: HiddenStatesDataset, documents: np.ndarray) -> list[str]:
+    return dataset.id_array.take(pa.array(documents)).to_pylist()
 
 
-def _read_ids(file: Path, dataset: HiddenStatesDataset) -> list[str]:
-    """Read document ids of a dataset, one per line; empty lines are skipped.
+def _not_in(
+    dataset: HiddenStatesDataset, other: HiddenStatesDataset, left: np.ndarray
+) -> np.ndarray:
+    return ~np.isin(_ids(dataset, left), other.doc_ids)
+
+
+# -- --where ---------------------------------------------------------------------------------------
+
+
+def _where(dataset: HiddenStatesDataset, rows: Rows, left: np.ndarray, sql: str) -> np.ndarray:
+    """Return which of the documents `left` meet a condition; likelihoods only if it names them."""
+    table = rows.table.take(pa.array(left))
+    columns = {
+        "number": pa.array(left),
+        **{name: table.column(name) for name in ("doc_id", "source")},
+        "length": table.column("tokens"),
+        "supervised": table.column("supervised"),
+    }
+    names = {n for n in ("nll", "first_choice") if re.search(rf"\b{n}\b", sql, re.IGNORECASE)}
+    scores = document_scores(dataset, left, "nll" in names) if names else None
+    for name in ("first_choice", "nll"):
+        values = getattr(scores, name) if scores else np.full(len(left), np.nan)
+        columns[name] = pa.array(values, from_pandas=True)
+    return matching(pa.table(columns), sql)
+
+
+def matching(table: pa.Table, condition: str) -> np.ndarray:
+    """Return which rows of a table meet an SQL condition, bool [N].
+
+    `table` has the column `number`. The condition sees this table alone: no file, no URL, no
+    variable, no setting.
 
     Raises:
-        MissingError: no such file. ConfigError: it is no text, or has no id.
-        DatasetError: the dataset lacks some of them.
+        ConfigError: it is no SQL, or names a column that the table does not have.
     """
+    import duckdb  # here: 60 ms, which only --where needs
+
+    closed: dict[str, Any] = {
+        "enable_external_access": False,
+        "python_enable_replacements": False,
+        "lock_configuration": True,
+    }
+    with duckdb.connect(config=closed) as connection:
+        try:
+            rows = connection.from_arrow(table).filter(condition).fetchnumpy()
+        except duckdb.Error as error:
+            raise ConfigError(_reason(condition, str(error), table.column_names)) from None
+    return np.isin(table.column("number").to_numpy(), rows["number"])
+
+
+def _reason(condition: str, error: str, columns: Sequence[str]) -> str:
+    """Say what is wrong with a condition."""
+    where, listed = f'--where "{condition}"', f"columns: {', '.join(columns)}"
+    unknown = re.search(r'Referenced column "([^"]+)" not found', error)
+    if unknown is None:
+        return f"{where}: {error.splitlines()[0]}; {listed}"
+    near = nearest(unknown[1], list(columns))
+    advice = f"; did you mean {near}?" if near else ""
+    return f"{where}: no column {unknown[1]}{advice} {listed.capitalize()}"
+
+
+# -- --decontaminate -------------------------------------------------------------------------------
+
+
+def _apart(
+    dataset: HiddenStatesDataset, read: list[dict[str, Any]], name: str, left: np.ndarray
+) -> np.ndarray:
+    """Return which of the documents `left` share no part with a benchmark, bool [n].
+
+    What was read of the benchmark is added to `read`.
+    """
+    kwargs = usual_kwargs(dataset.manifest.identity)
+    grams, sources = read_benchmark(name, dataset.target_dir, kwargs)
+    read += sources
+    reader = HiddenStatesDataset(dataset.place, ["input_ids"])
+    shared: set[int] = set()
+    apart = np.ones(len(left), bool)
+    for number, document in enumerate(
+        progress(left.tolist(), desc="overlap", unit="docs", leave=False)
+    ):
+        prompts = grams.matches(reader[document]["input_ids"].numpy().astype(np.int32))
+        apart[number] = not prompts
+        shared |= prompts
+    logger.info(
+        "%s: %d of %d documents share %d token ids in a row with %d of its %d prompts",
+        *(name, int((~apart).sum()), len(left), grams.size, len(shared), grams.prompts),
+    )
+    return apart
+
+
+def read_benchmark(
+    name: str, tokenizer_dir: Path, kwargs: Mapping[str, Any] | None = None
+) -> "tuple[Grams, list[dict[str, Any]]]":
+    """Return the n-grams of the prompts of a file, directory or dataset, and what was read.
+
+    Rows are read as `spec-train eval --prompts` reads them, and tokenised as in a dataset whose
+    template kwargs are `kwargs`.
+
+    Raises:
+        MissingError: no such file.
+        CorpusError: it cannot be read, or nothing in it can be compared.
+        TargetError: no usable tokenizer.
+    """
+    from spec_data.corpus.prompt_overlap import LEAST_TOKENS, Grams, add_prompt
+    from spec_data.corpus.record_reader import CorpusReader  # two seconds of imports
+    from spec_data.corpus.records import parse_prompt
+    from spec_data.corpus.template import Template
+    from spec_data.models.reading import load_tokenizer
+
+    template = Template(load_tokenizer(tokenizer_dir), kwargs, apart=True)
+    grams = Grams()
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise MissingError(f"--ids {file}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--ids {file}: cannot be read as text ({error})") from None
-    ids = [line.strip() for line in lines if line.strip()]
-    if not ids:
-        raise ConfigError(f"--ids {file}: no document id in it; write one per line")
-    lacking = sorted(set(ids) - set(dataset.doc_ids))
-    if lacking:
-        raise DatasetError(
-            f"--ids {file}: {len(lacking)} of {len(set(ids))} ids are not in {dataset.place} "
-            f"(first: {lacking[0]}); is it the list of another dataset, or of another mask? An id "
-            "changes with the loss mask"
+        reader = CorpusReader([name], split="test", parse=parse_prompt)
+        for record in reader:
+            add_prompt(grams, record, template)
+    except (MissingError, CorpusError) as error:
+        raise type(error)(f"--decontaminate {str(error).removeprefix('corpus ')}") from error
+    if grams.short == grams.prompts:
+        raise CorpusError(
+            f"--decontaminate {name}: none of its {grams.prompts} prompts has {LEAST_TOKENS} "
+            "tokens, so nothing can be compared; drop this source"
         )
-    return ids
+    return grams, [{"source": r.source, "sha256": r.sha256} for r in reader.reports]
+
+
+# -- --sample, --mask, --layers --------------------------------------------------------------------
 
 
 def _sampled(ids: Sequence[str], amount: str, seed: int) -> np.ndarray:

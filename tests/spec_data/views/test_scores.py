@@ -8,8 +8,8 @@ import pytest
 import spec_data
 from spec_data.corpus.prompt_overlap import Grams
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.views.overlap import read_benchmark
 from spec_data.views.scores import document_scores
+from spec_data.views.select import read_benchmark
 from tests.spec_data.corpus.templates import tokenizer
 from tests.spec_data.runs import write_corpus
 from tests.spec_data.views.view_tools import assert_same_documents, documents_of
@@ -86,11 +86,11 @@ def test_prompts_are_compared_without_what_all_of_them_share(tmp_path):
     ]
     file = tmp_path / "bench.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_benchmark(str(file), tmp_path / "tokenizer")
-    assert (found.grams.prompts, found.grams.short) == (2, 0)
+    grams, _ = read_benchmark(str(file), tmp_path / "tokenizer")
+    assert (grams.prompts, grams.short) == (2, 0)
 
     def matches(text):
-        return found.grams.matches(np.array(tok(text)["input_ids"], np.int32))
+        return grams.matches(np.array(tok(text)["input_ids"], np.int32))
 
     assert matches(f"<|im_start|>user\n{asked}<|im_end|>") == {0}
     assert matches(f"<|im_start|>system\n{system}<|im_end|>") == set()

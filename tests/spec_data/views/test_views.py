@@ -235,8 +235,6 @@ def test_a_condition_keeps_the_documents_that_plain_python_keeps(data, tmp_path)
     ]
     assert 0 < len(plain) < len(documents)
     where = "length between 10 and 30 and supervised >= 4 and supervised <= 12"
-    planned = spec_data.select(data, tmp_path / "v", where=where, dry_run=True)
-    assert not (tmp_path / "v").exists() and planned.documents == len(plain)
     made = spec_data.select(data, tmp_path / "v", where=where)
     assert_same_documents(tmp_path / "v", plain)
     manifest = Manifest.read(tmp_path / "v" / MANIFEST)
@@ -247,16 +245,8 @@ def test_a_condition_keeps_the_documents_that_plain_python_keeps(data, tmp_path)
     assert again.fingerprint == made.fingerprint
 
 
-def test_ids_and_samples(data, tmp_path):
-    every = documents_of(data)
-    plain = {d["doc_id"] for d in every}
-    keep = [d for n, d in enumerate(every) if n % 3 == 0]
-    (tmp_path / "ids.txt").write_text("\n".join(d["doc_id"] for d in reversed(keep)))
-    spec_data.select(data, tmp_path / "v", ids=tmp_path / "ids.txt")
-    assert_same_documents(tmp_path / "v", keep)
-    (tmp_path / "ids.txt").write_text("f" * 32)
-    with pytest.raises(DatasetError, match="1 of 1 ids are not in"):
-        spec_data.select(data, tmp_path / "w", ids=tmp_path / "ids.txt")
+def test_samples_and_the_documents_of_others(data, tmp_path):
+    plain = {d["doc_id"] for d in documents_of(data)}
     chosen = {}
     for amount in (6, "50%", 0.5):
         out = tmp_path / str(amount)
@@ -435,8 +425,6 @@ def test_counts_and_figures_of_a_union():
 
 def test_the_commands(data, other, tmp_path, capsys):
     out = str(tmp_path / "v")
-    assert cli.main(["merge", str(data), str(other), "--out", out, "--dry-run"]) == 0
-    assert "documents      36" in capsys.readouterr().out
     assert cli.main(["merge", str(data), str(other), "--out", out]) == 0
     printed = capsys.readouterr()
     assert f"next:  spec-data verify {out}" in printed.err and "view of" in printed.out

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from spec_data.shards.errors import ConfigError
-from spec_data.views.where import matching
+from spec_data.views.select import matching
 
 TABLE = pa.table(
     {
