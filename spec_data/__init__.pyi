@@ -1,0 +1,36 @@
+"""The public names: `__init__.py` imports each on first use, editors and mypy see them here."""
+
+from .capture.model import Target as Target
+from .capture.target_batch import TargetBatch as TargetBatch
+from .commands.convert import convert as convert
+from .commands.estimate import estimate as estimate
+from .commands.export import export_dataset as export_dataset
+from .commands.generate import generate as generate
+from .commands.hub import pull as pull, push as push
+from .commands.inspect import inspect as inspect
+from .commands.regenerate import regenerate as regenerate
+from .commands.report import write_report as write_report
+from .commands.status import status as status
+from .commands.verify import verify as verify
+from .commands.views import (
+    DerivedDataset as DerivedDataset,
+    copy as copy,
+    join as join,
+    merge as merge,
+    recode as recode,
+    select as select,
+)
+from .conversion.export import ExportedStates as ExportedStates
+from .generation.status import Status as Status
+from .hub.pull import Pulled as Pulled
+from .hub.push import Pushed as Pushed
+from .regeneration.result import RegenerateResult as RegenerateResult
+from .results import (
+    EstimateResult as EstimateResult,
+    GenerateResult as GenerateResult,
+)
+from .shards.errors import SpecDataError as SpecDataError
+from .shards.reader import HiddenStatesDataset as HiddenStatesDataset, open_dataset as open_dataset
+from .verification.findings import VerifyReport as VerifyReport
+
+__version__: str

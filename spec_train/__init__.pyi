@@ -1,0 +1,36 @@
+"""The public names: `__init__.py` imports each on first use, editors and mypy see them here."""
+
+import spec_data
+import spec_data.shards.errors
+
+from .api import (
+    load_draft as load_draft,
+    simulate_acceptance as simulate_acceptance,
+)
+from .commands.compare import compare as compare
+from .commands.doctor import doctor as doctor
+from .commands.eval import evaluate as evaluate
+from .commands.export import export as export
+from .commands.fit import dry_run as dry_run, fit as fit
+from .commands.report import write_report as write_report
+from .diagnosis.checks import Diagnosis as Diagnosis
+from .evaluation.exporting import ExportResult as ExportResult
+from .options.draft_options import (
+    DFlashOptions as DFlashOptions,
+    DSparkOptions as DSparkOptions,
+    Eagle3Options as Eagle3Options,
+    EagleOptions as EagleOptions,
+    PeagleOptions as PeagleOptions,
+)
+from .options.training import Training as Training
+from .results import (
+    AcceptanceResult as AcceptanceResult,
+    DecodingResult as DecodingResult,
+    EvalResult as EvalResult,
+)
+from .simulation.intervals import Comparison as Comparison
+from .training.result import FitResult as FitResult
+from .training.run_cost import DryRun as DryRun
+
+SpecDataError = spec_data.shards.errors.SpecDataError
+__version__ = spec_data.__version__
