@@ -51,7 +51,7 @@ def unrolled(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     """The training-time test, one step after the other over every slot."""
     layer, attention = draft.midlayer, draft.midlayer.self_attn
     documents, length = batch.document_ids, batch.document_ids.shape[1]
-    mask = slot_masks(shifted(batch.loss_mask, batch), documents, draft.options.slots)
+    mask = slot_masks(shifted(batch.loss_mask, batch), documents)
     known = shifted(batch.input_ids, batch)
     logits = head.logits(shifted(batch.hidden[FINAL], batch))  # [B, T, V]
     inside = draft.t2d[logits.argmax(-1)] & mask
@@ -116,7 +116,7 @@ def layer_by_layer(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     teacher = head.logits(wanted).softmax(-1)
     logits = apply_head(x, head.head_weight, head.head_bias, head.spec)
     entropy = -(teacher * logits.log_softmax(-1)).sum(-1)
-    mask = supervised_slots(batch.loss_mask, documents, options.slots)[0]
+    mask = supervised_slots(batch.loss_mask, documents)[0]
     losses = options.regression_weight * distance + options.ce_weight * entropy
     return (losses * mask).sum() / mask.sum()
 

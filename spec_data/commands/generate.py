@@ -130,8 +130,7 @@ def generate(
         final: tokens at which hidden.final is stored. supervised stores it only where the next
             token is supervised: enough for EAGLE-3, not for EAGLE-1/2.
         teacher: tokens at which the head runs: those whose next token is supervised, which is all
-            that served drafts learn from; or all, for a wider `fit --mask` later, or --slots
-            shifted.
+            that served drafts learn from; or all, for a wider `fit --mask` later.
         max_length: cut documents to this many tokens, or to the target's context where that is
             shorter; cut documents are counted. Memory grows with it.
         limit: read at most this many corpus rows; 0 reads all.

@@ -14,7 +14,6 @@ from spec_data.shards.path_kinds import Kind, what_is
 from spec_data.terminal.command import Program, Result, command, specialised
 from spec_data.terminal.paths import check_path
 from spec_train.options.data_option import parse_sources
-from spec_train.options.draft_config_file import with_draft_config
 from spec_train.options.draft_options import DRAFT_OPTIONS, AnyDraftOptions, Eagle3Options
 from spec_train.options.presets import preset_help, with_preset
 from spec_train.options.training import Training
@@ -107,7 +106,7 @@ def _fit(training: Training, draft: Any) -> "FitResult":
 
 
 def settled(training: Training, draft: Any) -> tuple[str, Training, Any]:
-    """Return the name of the draft, and both sets of options with --preset and --draft-config.
+    """Return the name of the draft, and both sets of options with --preset.
 
     Raises:
         MissingError: --data or another path is not what it should be.
@@ -116,18 +115,7 @@ def settled(training: Training, draft: Any) -> tuple[str, Training, Any]:
         if not (training.follow and what_is(source.place) in _BEFORE_FOLLOW):
             check_path("--data", source.place, Kind.DATASET)
     name = next(name for name, kind in DRAFT_OPTIONS.items() if type(draft) is kind)
-    return name, training, shaped(training, name, draft)
-
-
-def shaped(training: Training, name: str, draft: Any) -> Any:
-    """Return the options of a draft with what --preset and --draft-config say.
-
-    Raises:
-        MissingError, ConfigError: the file cannot be read, or has another type of value.
-    """
-    if training.draft_config is not None:
-        draft = with_draft_config(draft, name, training.draft_config)
-    return with_preset(draft, training.preset)
+    return name, training, with_preset(draft, training.preset)
 
 
 _BEFORE_FOLLOW = (Kind.NOTHING, Kind.EMPTY, Kind.UNFINISHED)

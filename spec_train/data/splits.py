@@ -27,20 +27,12 @@ from spec_train.options.training import Training
 # -- selection -------------------------------------------------------------------------------------
 # Which documents a run can train on, and why it leaves others out.
 #
-# A slot of a draft is a known token i >= 1 and the token after it. Under `--slots serving`, and for
-# drafts of blocks, both must be supervised; under `--slots shifted`, only the known one. A document
+# A slot of a draft is a known token i >= 1 and the token after it, both supervised. A document
 # without a slot has no loss: it would make batches smaller than they look. The index of a dataset
 # tells for nearly every document whether it has a slot; the loss masks of the few others are read.
 
 
-SHIFTED = "shifted"
-"""The value of --slots under which one supervised token makes a slot."""
-
-NO_SLOT = {
-    "serving": "supervised tokens, but never two in a row: no slot to train on",
-    SHIFTED: "no supervised token but the first: no slot to train on",
-}
-"""Why a document has no slot, by --slots."""
+NO_SLOT = "supervised tokens, but never two in a row: no slot to train on"
 
 ReadMask = Callable[[int], np.ndarray]
 """Returns the loss mask of a document, bool [T], cut to the pack length."""
@@ -60,7 +52,6 @@ def select_documents(
     supervised: np.ndarray,
     first_supervised: np.ndarray,
     seq_len: int,
-    slots: str = "",
     read_mask: ReadMask | None = None,
 ) -> Selection:
     """Leave out documents that have nothing to train on once they are cut to `seq_len`.
@@ -68,9 +59,8 @@ def select_documents(
     Args:
         lengths, supervised, first_supervised: of the dataset, int64 [N].
         seq_len: tokens of a pack.
-        slots: "serving" or "shifted": also leave out documents without a slot. "": keep them, as
-            runs do that began with version 1 of the order.
-        read_mask: reads a loss mask where the index does not tell; needed with `slots`.
+        read_mask: reads a loss mask where the index does not tell whether a document has a slot;
+            None: documents without one stay.
     """
     nothing = supervised == 0
     beyond = ~nothing & (first_supervised >= seq_len)
@@ -79,12 +69,10 @@ def select_documents(
         "no supervised token": int(nothing.sum()),
         f"first supervised token past --seq-len {seq_len}": int(beyond.sum()),
     }
-    if slots and read_mask is not None:
-        slotless = _without_slot(
-            lengths, supervised, first_supervised, seq_len, usable, slots, read_mask
-        )
+    if read_mask is not None:
+        slotless = _without_slot(lengths, supervised, first_supervised, seq_len, usable, read_mask)
         usable[slotless] = False
-        reasons[NO_SLOT[slots]] = len(slotless)
+        reasons[NO_SLOT] = len(slotless)
     return Selection(
         usable=usable,
         cut=int((usable & (lengths > seq_len)).sum()),
@@ -92,10 +80,9 @@ def select_documents(
     )
 
 
-def has_slot(mask: np.ndarray, slots: str) -> bool:
+def has_slot(mask: np.ndarray) -> bool:
     """Return whether a document with loss mask bool [T] has a slot."""
-    known = mask[1:]
-    return bool(known.any() if slots == SHIFTED else (known[:-1] & known[1:]).any())
+    return bool((mask[1:-1] & mask[2:]).any())
 
 
 def _without_slot(
@@ -104,7 +91,6 @@ def _without_slot(
     first_supervised: np.ndarray,
     seq_len: int,
     usable: np.ndarray,
-    slots: str,
     read_mask: ReadMask,
 ) -> np.ndarray:
     """Return the usable documents without a slot, int64 [M]. Arguments as in `select_documents`."""
@@ -112,13 +98,11 @@ def _without_slot(
     room = np.minimum(lengths, seq_len) - np.maximum(first_supervised, 1)  # places for them
     most = np.minimum(inside, room)
     least = np.maximum(inside - (lengths - seq_len).clip(0), first_supervised > 0)
-    if slots == SHIFTED:
-        sure, never = least >= 1, most < 1
-    else:  # without neighbours, at most every second place is supervised
-        sure, never = least > (room + 1) // 2, most < 2
+    # without neighbours, at most every second place is supervised
+    sure, never = least > (room + 1) // 2, most < 2
     unclear = np.flatnonzero(usable & ~sure & ~never)
-    found = [row for row in unclear.tolist() if not has_slot(read_mask(row), slots)]
-    return np.union1d(np.flatnonzero(usable & never), np.array(found, np.int64))
+    without = [row for row in unclear.tolist() if not has_slot(read_mask(row))]
+    return np.union1d(np.flatnonzero(usable & never), np.array(without, np.int64))
 
 
 # -- splits ----------------------------------------------------------------------------------------
@@ -126,16 +110,6 @@ def _without_slot(
 
 LEAST_HELD_OUT = 8
 """Fewer documents would choose the best draft by luck."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """Which rules decide the batches of a run. A resumed run keeps those that it began with."""
-
-    slots: str = "serving"
-    """--slots of the draft, which decides the documents without a slot (see `selection`)."""
-    border: int | None = None
-    """Documents whose hashed id is below it are held out; None: --validation decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,21 +124,19 @@ class Splits:
 
 
 def make_splits(
-    dataset: Documents, config: Training, world_size: int = 1, rules: Rules | None = None
+    dataset: Documents, config: Training, world_size: int = 1, border: int | None = None
 ) -> Splits:
     """Select, split and plan the documents of a dataset (or of several as one).
 
-    `world_size` is the number of processes, which decides the packs of a global batch. `rules`
-    None: those of a new run.
+    `world_size` is the number of processes, which decides the packs of a global batch. Documents
+    whose hashed id is below `border` are held out; None: --validation decides.
 
     Raises:
         DatasetError: no document is left to train on; the message says why.
     """
-    rules = rules or Rules()
-    selection = select(dataset, config.seq_len, rules)
+    selection = select(dataset, config.seq_len)
     usable = np.flatnonzero(selection.usable)
     ids, seed = dataset.id_array, config.split_seed
-    border = rules.border
     if border is None:
         border = split_border(ids, config.validation, seed, among=usable, least=LEAST_HELD_OUT)
     side = below_border(ids, border, seed, among=usable)
@@ -187,14 +159,13 @@ def make_splits(
     )
 
 
-def select(dataset: Documents, seq_len: int, rules: Rules) -> Selection:
+def select(dataset: Documents, seq_len: int) -> Selection:
     """Return which documents of a dataset have something to train on in packs of `seq_len`."""
     return select_documents(
         dataset.lengths,
         dataset.supervised,
         dataset.first_supervised,
         seq_len,
-        slots=rules.slots,
         read_mask=_mask_reader(dataset, seq_len),
     )
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.position_data import Positions
-from spec_data.shards.schema import FINAL, SUPERVISED, Manifest, layer_column
+from spec_data.shards.schema import FINAL, Manifest, layer_column
 from spec_data.terminal.config import from_dict
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig, special_ids
@@ -255,30 +255,11 @@ class Draft(nn.Module, ABC):
         self.draft_index[ids] = rows
         self.t2d = self.draft_index >= 0
 
-    @torch.no_grad()
-    def draw_weights(self, deviation: float) -> None:
-        """Draw the matrices of all trained linear layers, [out, in], from N(0, deviation ** 2).
-
-        Biases become zero. Norms, embeddings, single vectors and frozen weights stay as they are.
-        0 leaves everything as torch made it: uniform, standard deviation 1 / sqrt(3 in). Random
-        numbers come from torch's default generator.
-        """
-        for module in self.modules() if deviation else ():
-            if isinstance(module, nn.Linear) and module.weight.requires_grad:
-                module.weight.normal_(0.0, deviation)
-                if module.bias is not None:
-                    module.bias.zero_()
-
     # -- building ---------------------------------------------------------------------------------
 
     @classmethod
-    def choose_vocabulary(
-        cls, options: Any, facts: DatasetFacts, counts: Tensor | None
-    ) -> Tensor | None:
-        """Return the target ids of the draft vocabulary, int64 [Vd] ascending; None: all tokens.
-
-        `counts` are how often each token is a supervised token, int64 [V], if known.
-        """
+    def choose_vocabulary(cls, options: Any, facts: DatasetFacts) -> Tensor | None:
+        """Return the target ids of the draft vocabulary, int64 [Vd] ascending; None: all tokens."""
         return None
 
     @classmethod
@@ -304,15 +285,13 @@ class Draft(nn.Module, ABC):
         manifest: Manifest,
         head: TargetHead,
         token_counts: Tensor | None,
-        vocabulary_counts: Tensor | None = None,
         positions: Positions | None = None,
     ) -> Self:
         """Make a fresh float32 draft for a dataset, with the frozen weights of its target.
 
         Random weights come from torch's default generator: seed it first. `token_counts` are the
-        supervised tokens by id, int64 [V]; a draft vocabulary smaller than V is chosen by them, or
-        by `vocabulary_counts` of other data. `positions` are those of the target, None if the
-        dataset does not record them.
+        supervised tokens by id, int64 [V], which choose a draft vocabulary smaller than V.
+        `positions` are those of the target, None if the dataset does not record them.
 
         Raises:
             DraftError: options, target config and dataset do not fit together.
@@ -325,8 +304,7 @@ class Draft(nn.Module, ABC):
             token_counts=token_counts,
             positions=positions,
         )
-        counts = token_counts if vocabulary_counts is None else vocabulary_counts
-        chosen = cls.choose_vocabulary(options, facts, counts)
+        chosen = cls.choose_vocabulary(options, facts)
         config = cls.config_class.from_target(
             target_config,
             options=options,
@@ -345,7 +323,6 @@ class Draft(nn.Module, ABC):
                 "generate it again"
             )
         draft = cls(config, options)
-        draft.draw_weights(options.initializer_range)
         draft.to(head.head_weight.device)
         if chosen is not None:
             draft.set_vocabulary(chosen)
@@ -452,27 +429,6 @@ class Draft(nn.Module, ABC):
         return draft
 
 
-def check_teachers(slots: str, manifest: Manifest) -> None:
-    """Check that a dataset has the teachers of the slots asked for.
-
-    A slot needs the teacher of its known token. "serving" slots have a supervised token after it,
-    and sparse columns hold exactly these. Some "shifted" slots are at the end of a turn.
-
-    Raises:
-        DraftError: it lacks some; the message says how to generate them.
-    """
-    if slots == "serving":
-        return
-    stored = {"hidden.final": manifest.final, "target_argmax": manifest.teacher}
-    lacking = [name for name, tokens in stored.items() if tokens == SUPERVISED]
-    if lacking:
-        raise DraftError(
-            f"--slots {slots} also needs {' and '.join(lacking)} at the end of every turn, but "
-            f"{manifest.where} stores them only where the next token is supervised; use --slots "
-            "serving, or generate with --final all --teacher all"
-        )
-
-
 class LayersDraft(Draft):
     """A draft that reads captured layers, and one column for its teachers: all but EAGLE-1/2.
 
@@ -505,12 +461,10 @@ class LayersDraft(Draft):
         return f"every captured layer, because the dataset was not captured with --for {cls.name}"
 
     @classmethod
-    def choose_vocabulary(
-        cls, options: Any, facts: DatasetFacts, counts: Tensor | None
-    ) -> Tensor | None:
+    def choose_vocabulary(cls, options: Any, facts: DatasetFacts) -> Tensor | None:
         """Return the target ids of the draft vocabulary (see `vocabulary.choose_vocabulary`)."""
-        special = special_ids(facts.target_config)
-        return choose_vocabulary(options, facts.head.spec.vocab_size, counts, special)
+        size, special = facts.head.spec.vocab_size, special_ids(facts.target_config)
+        return choose_vocabulary(options, size, facts.token_counts, special)
 
     @property
     def state_columns(self) -> tuple[str, ...]:
@@ -565,12 +519,6 @@ class AuxDraft(LayersDraft):
             pairs = zip(self.fc_norm, parts, strict=True)
             aux = torch.cat([norm(part) for norm, part in pairs], dim=-1)
         return self.fc(aux)
-
-    @classmethod
-    def check_data(cls, options: Any, manifest: Manifest) -> None:
-        """Raise an error if a dataset lacks teachers of the slots asked for, or layers."""
-        super().check_data(options, manifest)
-        check_teachers(options.slots, manifest)
 
     @torch.no_grad()
     def adopt(self, head: TargetHead) -> None:

@@ -79,7 +79,7 @@ class ShiftedInputs:
 
     aux_hidden_states: Tensor  # a_t, NOT shifted, layers ascending, [B, T, n*H]
     input_ids: Tensor  # x_{t+1}, int64 [B, T]
-    loss_mask: Tensor | None = None  # m_{t+1} [B, T]; `slots` makes the slot mask from it
+    loss_mask: Tensor | None = None  # m_{t+1} [B, T]; makes the slot mask of serving
     slot_mask: Tensor | None = None  # the slot mask of step 0 [B, T], instead of `loss_mask`
     logits: Tensor | None = None  # z_{t+1} [B, T, V]
     final_hidden: Tensor | None = None  # f_{t+1} [B, T, H]
@@ -92,7 +92,6 @@ class ShiftedInputs:
     document_ids: Tensor | None = None  # int64 [B, T], -1 in padding; None: a row is one document
     position_ids: Tensor | None = None  # int64 [B, T]; None: from 0 in each document
     attention_mask: Tensor | None = None  # 0 in padding [B, T]; None: `document_ids` marks it
-    slots: str = "serving"  # or "shifted"; see `slots.slot_masks`
     frame: str = "shifted"  # as `TargetBatch.to_trainer_inputs` names it; another one is refused
 
     def __post_init__(self) -> None:
@@ -141,8 +140,7 @@ def tensor_frame(draft: Draft, inputs: ShiftedInputs) -> Frame:
     """Return the frame of plain tensors.
 
     Raises:
-        DraftError: not exactly one teacher or one mask, an incomplete teacher, or an unknown
-            `slots`.
+        DraftError: not exactly one teacher or one mask, or an incomplete teacher.
     """
     inputs.check(draft.full_vocabulary)
     document_ids, position_ids = settle_documents(
@@ -152,7 +150,7 @@ def tensor_frame(draft: Draft, inputs: ShiftedInputs) -> Frame:
         mask = inputs.slot_mask.bool() & (document_ids != PADDING)
     else:
         assert inputs.loss_mask is not None  # `check` guarantees it
-        mask = slot_masks(inputs.loss_mask, document_ids, inputs.slots)
+        mask = slot_masks(inputs.loss_mask, document_ids)
     rows = mask.flatten().nonzero().squeeze(1)  # [N]
     choice, teacher = _choice_and_teacher(draft, inputs, rows)
     return Frame(
@@ -193,7 +191,7 @@ def _choice_and_teacher(
 
 
 def batch_frame(draft: Draft, batch: DraftBatch, head: TargetHead) -> Frame:
-    """Return the frame of a batch: shifted here, with the slot mask of the draft's options."""
+    """Return the frame of a batch, which is shifted here."""
     mask, rows, choice = slots_of(draft, batch)
     return Frame(
         aux=batch.aux(draft.config.layers),
@@ -221,7 +219,7 @@ def slots_of(draft: Draft, batch: DraftBatch) -> tuple[Tensor, Tensor, Tensor]:
 def slot_mask_of(draft: Draft, batch: DraftBatch) -> Tensor:
     """Return the slot mask of step 0 of a batch, bool [B, T]; no host sync, unlike its rows."""
     shifted = shift_left(batch.loss_mask, batch.document_ids)  # [B, T]
-    return slot_masks(shifted, batch.document_ids, draft.options.slots)
+    return slot_masks(shifted, batch.document_ids)
 
 
 def teacher_of(draft: Draft, batch: DraftBatch, head: TargetHead, shift: int) -> Teacher:

@@ -11,13 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
 from spec_train.attention.unrolled import active_slots
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.layers import Rotary
 
-SLOTS = ("serving", "shifted")
 NOT_DRAFTED = -1
 """In chains: no draft at this slot and depth."""
 
@@ -78,18 +76,13 @@ def settle_documents(
     return document_ids, document_offsets(document_ids) if position_ids is None else position_ids
 
 
-def slot_masks(loss_mask: Tensor, document_ids: Tensor, slots: str) -> Tensor:
+def slot_masks(loss_mask: Tensor, document_ids: Tensor) -> Tensor:
     """Return the slot mask of step 0, bool [B, T], from a shifted loss mask [B, T].
 
-    "serving": the known and the drafted token are both supervised. "shifted": the known token is.
-
-    Raises:
-        DraftError: `slots` is neither.
+    The known and the drafted token are both supervised, as in serving.
     """
-    if slots not in SLOTS:
-        raise DraftError(f"slots = {slots!r}: choose from {', '.join(SLOTS)}")
     known = loss_mask.bool() & (document_ids != PADDING)
-    return known & shift_left(known, document_ids) if slots == "serving" else known
+    return known & shift_left(known, document_ids)
 
 
 def step_masks(mask: Tensor, document_ids: Tensor, steps: int) -> Tensor:

@@ -192,4 +192,4 @@ def prune(draft: Any, ids: Tensor, head: Tensor | None = None) -> Any:
     return smaller.train(draft.training)
 
 
-_UNSET = dict.fromkeys(("draft_vocab", "draft_vocab_coverage", "draft_vocab_from"))
+_UNSET = dict.fromkeys(("draft_vocab", "draft_vocab_coverage"))

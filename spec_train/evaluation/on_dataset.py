@@ -75,7 +75,7 @@ def choose_documents(
         own = dataset
         if run.get("mask") != getattr(dataset, "policy", None):
             own = open_with_mask(dataset.path, run.get("mask"))
-        usable = select(own, run["seq_len"], run["rules"]).usable
+        usable = select(own, run["seq_len"]).usable
         documents = np.flatnonzero(usable)
         held_out = np.zeros(len(dataset), dtype=bool)
         border, seed = run["split_border"], run["split_seed"]

@@ -11,7 +11,6 @@ from spec_data.shards.remote import open_mirror
 from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import Manifest
 from spec_data.shards.urls import normal_url, scheme_of
-from spec_train.data.splits import Rules
 from spec_train.options.data_option import parse_sources
 from spec_train.training.stored import read_run_json
 
@@ -25,7 +24,7 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
 
     Keys: the run's `seed`, `validation` and `seq_len`; the path of its `data` (the first of
     several), and of all its `sources`; the fingerprints of its `datasets`; whether it used
-    `follow`; its `mask` policy (None: as stored); the `rules` of its order; the `split_rule`,
+    `follow`; its `mask` policy (None: as stored); the `split_rule`,
     `split_seed` and `split_border` of its held-out documents; and the `identity` of its data (None
     if the data is no longer readable).
 
@@ -53,7 +52,6 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
         found["datasets"] = [fingerprints] if isinstance(fingerprints, str) else fingerprints
         found["follow"] = identity.get("follow", False)
         found["mask"] = identity.get("mask")
-        found["rules"] = Rules(slots=options.get("slots", "serving"))
         found["split_rule"] = identity["split_rule"]
         found["split_seed"] = identity["split_seed"]
         found["split_border"] = notes["split_border"]

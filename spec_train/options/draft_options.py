@@ -75,9 +75,6 @@ class Eagle3Options(PositionOptions, AuxOptions, NormOptions):
     step_decay: Annotated[float, NO_FLAG] = 0.8
     """With --position-weights auto: the loss of unroll step s, counted from 0, has the weight
     step_decay ** s."""
-    slots: Annotated[Literal["serving", "shifted"], DRAFT] = "serving"
-    """Slots that have a loss. serving: known and drafted token are supervised, as when serving;
-    shifted: the known token alone, as some other trainers do."""
     fc_norm: Annotated[bool, DRAFT] = False
     """Normalise every captured layer before fc (EAGLE-3.1)."""
     norm_output: Annotated[bool, NO_FLAG] = False
@@ -108,16 +105,13 @@ class EagleOptions(LossOptions, LayerOptions):
 
     num_layers: Annotated[int, SHAPE] = 1
     """Decoder layers of the draft; 1 as published."""
-    regression_weight: Annotated[float, DRAFT] = 1.0
+    regression_weight: ClassVar[float] = 1.0
     """Weight of the smooth L1 distance from the target's next final hidden state."""
-    ce_weight: Annotated[float, DRAFT] = 0.1
+    ce_weight: ClassVar[float] = 0.1
     """Weight of --loss, between the target's distribution and the draft's, both through the
     target's head."""
-    noise: Annotated[float, DRAFT] = 0.1
+    noise: Annotated[float, NO_FLAG] = 0.1
     """Half width of the uniform noise on the input states, only in training."""
-    slots: Annotated[Literal["serving", "shifted"], DRAFT] = "serving"
-    """Slots that have a loss. serving: known and drafted token are supervised, as when serving;
-    shifted: the known token alone, as some other trainers do."""
     depth: int = 5
     """Tokens drafted per round, also in validation; training looks one token ahead."""
 
@@ -128,11 +122,6 @@ class EagleOptions(LossOptions, LayerOptions):
             raise DraftError(f"num_layers = {self.num_layers}: at least 1")
         if self.depth < 1:
             raise DraftError(f"depth = {self.depth}: at least 1")
-        for name in ("regression_weight", "ce_weight", "noise"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise DraftError(f"{name} = {getattr(self, name)}: 0 or more")
-        if self.regression_weight == self.ce_weight == 0:
-            raise DraftError("regression_weight and ce_weight are both 0: nothing would be learned")
         self.check_loss()
 
 
@@ -151,9 +140,8 @@ class PeagleOptions(PositionOptions, AuxOptions, NormOptions):
     num_layers: Annotated[int | None, SHAPE, Parameter(metavar="N")] = None
     """Decoder layers of the draft; fewer are faster and accept less. Not given: 4 as published, or
     for a target narrower than 2560 channels the share of its layers that 4 are of 36."""
-    cod_ratio: Annotated[float, DRAFT] = 0.7
-    """Conditional drop sampling: depth d keeps a share cod_ratio ** d of the slots. Lower it when
-    memory runs out."""
+    cod_ratio: Annotated[float, NO_FLAG] = 0.7
+    """Conditional drop sampling: depth d keeps a share cod_ratio ** d of the slots."""
     cod_floor: ClassVar[float] = 0.2
     """Smallest share of the slots that any depth keeps."""
     mask_token_id: Annotated[int, DRAFT, Parameter(metavar="ID")] = -1
@@ -162,9 +150,6 @@ class PeagleOptions(PositionOptions, AuxOptions, NormOptions):
     segments: Annotated[int, DRAFT] = 1
     """Train a row in so many parts, one after another: the same gradient with less memory, slower,
     because a part's documents are computed again up to its start."""
-    slots: Annotated[Literal["serving", "shifted"], DRAFT] = "serving"
-    """Slots that have a loss. serving: known and drafted token are supervised, as when serving;
-    shifted: the known token alone, as some other trainers do."""
     fc_norm: Annotated[bool, DRAFT] = False
     """Normalise every captured layer before fc (EAGLE-3.1)."""
 
@@ -233,12 +218,10 @@ class BlockOptions(BlockLossOptions, AuxOptions):
             ("num_layers", self.num_layers, 1),
             ("num_anchors", self.num_anchors, 1),
             ("mask_token_id", self.mask_token_id, -1),
-            ("ce_weight", self.ce_weight, 0),
-            ("l1_weight", self.l1_weight, 0),
         ):
             if value is not None and not bound <= value < math.inf:
                 raise DraftError(f"{name} = {value}: {bound} or more")
-        self.check_mixture()
+        self.check_loss()
         self.check_positions(self.drafts_per_block)
 
     def sized(self, hidden: int, blocks: int) -> Self:
@@ -307,10 +290,8 @@ class DFlashOptions(BlockOptions):
     DFlash); anchor: every slot drafts the token after its own (served as DSpark)."""
     loss_decay_gamma: ClassVar[float] = 7.0
     """The d-th draft of a block, counted from 0, has the weight exp(-d / gamma) as published."""
-    ce_weight: Annotated[float, DRAFT] = 1.0
-    """With --loss ce+l1: weight of the cross-entropy."""
-    l1_weight: Annotated[float, DRAFT] = 0.0
-    """With --loss ce+l1: weight of the L1 distance to the target's distribution."""
+    ce_weight: ClassVar[float] = 1.0
+    l1_weight: ClassVar[float] = 0.0
 
 
 DRAFT_OPTIONS: dict[str, type] = {

@@ -6,7 +6,7 @@ described in `losses`; which distribution of the target it uses, in docs/drafts.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from cyclopts import Parameter
 
@@ -96,8 +96,8 @@ class BlockLossOptions(PositionOptions):
     """The menu of losses of block drafts, with the published mixture as default."""
 
     loss: Annotated[BlockKind, DRAFT] = "ce+l1"  # type: ignore[assignment]
-    """Loss of a draft. ce+l1: --ce-weight times the cross-entropy plus --l1-weight times the L1
-    distance, as published; another one replaces both. ce: cross-entropy; kl, reverse-kl: KL
+    """Loss of a draft. ce+l1: cross-entropy and L1 distance to the target's distribution, with the
+    published weights; another one replaces both. ce: cross-entropy; kl, reverse-kl: KL
     divergence from and to the target's distribution; jsd: Jensen-Shannon divergence; tv: total
     variation, the probability that a sampled draft is rejected; lk-alpha, lk-lambda: the acceptance
     losses of arXiv 2602.23881."""
@@ -105,10 +105,8 @@ class BlockLossOptions(PositionOptions):
     """What the loss (of ce+l1, its cross-entropy) compares the draft with. soft: the target's
     distribution; hard: its most probable token; tokens: the document's token. auto: tokens for
     cross-entropies, as published, else soft."""
-    ce_weight: Annotated[float, DRAFT] = 0.1
-    """With --loss ce+l1: weight of the cross-entropy."""
-    l1_weight: Annotated[float, DRAFT] = 0.9
-    """With --loss ce+l1: weight of the L1 distance to the target's distribution."""
+    ce_weight: ClassVar[float] = 0.1
+    l1_weight: ClassVar[float] = 0.9
 
     @property
     def mixed(self) -> bool:
@@ -121,16 +119,3 @@ class BlockLossOptions(PositionOptions):
         if self.loss_target != AUTO:
             return self.loss_target
         return "tokens" if self.loss in (MIXED, "ce") else "soft"
-
-    def check_mixture(self) -> None:
-        """Reject weights and targets that have no effect, or that train nothing."""
-        self.check_loss()
-        if self.ce_weight == self.l1_weight == 0:
-            raise DraftError("ce_weight and l1_weight are both 0: nothing would train the drafts")
-        for name in ("ce_weight", "l1_weight"):
-            value = getattr(self, name)
-            if self.loss != MIXED and value != getattr(type(self), name):
-                raise DraftError(
-                    f"{name} = {value} has no effect with loss = {self.loss}: it weighs a term of "
-                    f"--loss {MIXED}"
-                )

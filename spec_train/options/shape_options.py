@@ -3,11 +3,9 @@
 An option that is not given leaves the shape as it is without it: sizes are the target's, and the
 other switches are off. `spec_train.drafts.config` makes the fields of a draft's configuration from
 them, under the same names; the number of layers and the mask token are options of each draft.
-`--draft-config FILE` sets the same options from a config.json (see `draft_config_file`). No torch
-here: `--help` is instant.
+No torch here: `--help` is instant.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -25,11 +23,8 @@ _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "he
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """The shape of a decoder layer, the embedding, and how random matrices start."""
+    """The shape of a decoder layer, and the embedding."""
 
-    initializer_range: Annotated[float, NO_FLAG] = 0.0
-    """Standard deviation of the draft's random initial matrices; 0: torch's default, which falls
-    with the width of a matrix's input (0.58 / sqrt(width))."""
     intermediate_size: Annotated[int, NO_FLAG] = 0
     """Width inside the MLP. 0 = the target's."""
     num_attention_heads: Annotated[int, NO_FLAG] = 0
@@ -59,8 +54,6 @@ class LayerOptions:
 
     def __post_init__(self) -> None:
         """Reject values outside their range."""
-        if not 0 <= self.initializer_range < math.inf:
-            raise DraftError(f"initializer_range = {self.initializer_range}: 0 or more")
         for name in (*_SIZES, "sliding_window"):
             if getattr(self, name) < 0:
                 raise DraftError(f"{name} = {getattr(self, name)}: 0 or more")

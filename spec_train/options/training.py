@@ -11,10 +11,9 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
 from spec_data.shards.turn_masks import check_policy
 from spec_data.terminal.config import DOCUMENT_LENGTH
-from spec_data.terminal.types import NO_FLAG, ONE_TOKEN, Holds, more
+from spec_data.terminal.types import NO_FLAG, Holds, more
 from spec_train.options.data_option import parse_sources
 from spec_train.options.presets import PRESETS, training_values
-from spec_train.options.shape_options import SHAPE
 
 SIZE, DATA, LEARNING = more("how long, how large"), more("data and order"), more("learning")
 RUNNING, FILES = more("where it runs"), more("files and figures")
@@ -84,8 +83,6 @@ class Training:
     optimizer: Annotated[Literal["adamw", "muon"], LEARNING] = "adamw"
     """Adamw; or muon: torch's Muon for the matrices of the draft's layers, AdamW for embeddings,
     heads, norms and biases, both with --lr (Muon's step has AdamW's size)."""
-    betas: Annotated[str, LEARNING, ONE_TOKEN, Parameter(metavar="B1,B2")] = "0.9,0.95"
-    """Decay rates of AdamW's averages of the gradient and of its square."""
     schedule: Annotated[Literal["cosine", "linear", "constant"], LEARNING] = "cosine"
     """Learning rate after the warm-up: cosine or linear, down to a twentieth of --lr at the last
     step, or constant."""
@@ -126,9 +123,6 @@ class Training:
     """Start from the weights and the shape of this draft: a run, a checkpoint, or a draft directory
     of any trainer in docs/published-drafts.md. Not given: random weights, or the target's where a
     draft says so."""
-    draft_config: Annotated[str | None, SHAPE, Parameter(metavar="FILE")] = None
-    """Shape of the draft from a config.json with keys of transformers, any subset, such as that of
-    a published draft. A flag replaces its key; a key that contradicts the target is an error."""
     accept_edited: Annotated[bool, FILES] = False
     """Use a draft although its files are not as they were sealed; the differences are logged. For
     drafts that were edited on purpose."""
@@ -182,26 +176,9 @@ class Training:
         at_least(self, 1, "epochs", "batch_size", "accumulation", "window_tokens", "keep")
         at_least(self, 1, "log_every", "eval_every", "save_every")
         at_least(self, 4, "seq_len")
-        self.beta_pair()
         share(self, "warmup_ratio", "min_lr_ratio", "validation")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ConfigError(f"--lr {self.lr}: a learning rate is above 0")
-
-    def beta_pair(self) -> tuple[float, float]:
-        """Return both decay rates.
-
-        Raises:
-            ConfigError: they are not two numbers from 0 to below 1.
-        """
-        try:
-            first, second = (float(part) for part in self.betas.split(","))
-        except ValueError:
-            first = second = math.nan
-        if not (0 <= first < 1 and 0 <= second < 1):
-            raise ConfigError(
-                f"--betas {self.betas}: expected two numbers from 0 to below 1, such as 0.9,0.95"
-            )
-        return first, second
 
     @staticmethod
     def replaced(typed: Mapping[str, str]) -> set[str]:

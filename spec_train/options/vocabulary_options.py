@@ -14,7 +14,7 @@ CHOICES = ("draft_vocab_size", "draft_vocab", "draft_vocab_coverage")
 
 DRAFT = more("the draft")
 
-PATHS = ("draft_vocab", "draft_vocab_from")
+PATHS = ("draft_vocab",)
 """Options that are paths of this machine; a draft's config.json does not repeat them."""
 
 
@@ -31,9 +31,6 @@ class VocabularyOptions:
     draft_vocab_coverage: Annotated[float | None, DRAFT, Parameter(metavar="SHARE")] = None
     """The smallest vocabulary that holds this share of the supervised tokens, such as 0.99, instead
     of a size."""
-    draft_vocab_from: Annotated[str | None, DRAFT, Parameter(metavar="DATA")] = None
-    """Count tokens in this dataset, or take the counts of a JSON object {token id: count}; not
-    given: in the training documents. A corpus must be captured first."""
 
     def __post_init__(self) -> None:
         """Reject options that contradict each other, and values outside their range."""
@@ -46,7 +43,6 @@ class VocabularyOptions:
                 "draft_vocab_size": sized,
                 "draft_vocab": self.draft_vocab,
                 "draft_vocab_coverage": self.draft_vocab_coverage,
-                "draft_vocab_from": self.draft_vocab_from,
             }
         )
 
@@ -61,11 +57,6 @@ def check_choice(given: Mapping[str, Any]) -> None:
     if len(chosen) > 1:
         flags = " and ".join(f"{_flag(name)} {given[name]}" for name in chosen)
         raise ConfigError(f"{flags}: each of them chooses the draft vocabulary; give one")
-    if given.get("draft_vocab") is not None and given.get("draft_vocab_from") is not None:
-        raise ConfigError(
-            f"--draft-vocab {given['draft_vocab']} and --draft-vocab-from "
-            f"{given['draft_vocab_from']}: a file names the tokens, so none are counted; give one"
-        )
     share = given.get("draft_vocab_coverage")
     if isinstance(share, (int, float)) and not 0 < share <= 1:
         raise ConfigError(f"--draft-vocab-coverage {share}: above 0 and at most 1")

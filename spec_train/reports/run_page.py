@@ -64,7 +64,7 @@ FEWEST_ROUNDS = 10
 """A mean over fewer verifications is not drawn."""
 _TOKENS = Axis(title="trained tokens", format="count", least=0)
 _LENGTH = "tokens per verification"
-_UNSAID = ("data", "out", "config", "track", "keep", "preset", "draft_config", "save_every")
+_UNSAID = ("data", "out", "config", "track", "keep", "preset", "save_every")
 
 
 def write_report(places: Sequence[str | Path], out: str | Path | None = None) -> WrittenPage:

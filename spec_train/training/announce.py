@@ -202,7 +202,7 @@ def log_vocabulary(config: DraftConfig, coverage: float, best: float) -> None:
         log.warning(
             "warning: the draft vocabulary is not made for this data: it holds %.1f %% of the "
             "supervised tokens, and one chosen on these documents %.1f %%. The draft can never "
-            "propose the others. Train a new draft without --init-from, --draft-vocab and "
-            "--draft-vocab-from, or take a larger vocabulary",
+            "propose the others. Train a new draft without --init-from and --draft-vocab, or take "
+            "a larger vocabulary",
             *(100 * coverage, 100 * best),
         )

@@ -26,6 +26,8 @@ from spec_data.shards.errors import ConfigError
 from spec_train.drafts import Draft
 from spec_train.options.training import Training
 
+BETAS = 0.9, 0.95
+"""Decay rates of AdamW's averages of the gradient and of its square."""
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 NOT_HIDDEN = ("embed_tokens", "lm_head", "markov_w1", "markov_w2", "confidence_head", "mask_hidden")
 """Parts of a name that mark embeddings and heads: AdamW moves them, with any optimizer."""
@@ -71,7 +73,7 @@ class Masters:
         ]
         groups = [group for group in groups if group["params"]]
         fused = self.params[0].device.type in ("cuda", "cpu")
-        return torch.optim.AdamW(groups, lr=config.lr or 0.0, betas=config.beta_pair(), fused=fused)
+        return torch.optim.AdamW(groups, lr=config.lr or 0.0, betas=BETAS, fused=fused)
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the state of a parameter in its optimizer; empty before the first step."""

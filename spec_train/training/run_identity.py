@@ -9,14 +9,13 @@ from typing import Any
 from spec_data.terminal.config import to_dict
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.order import SPLIT_RULE
-from spec_train.data.splits import Rules
 from spec_train.options.training import Training
 
 TIMES, INTERVAL = 5, 500
 """By default a run validates and saves TIMES times, or after every INTERVAL steps if more often."""
 
 MAY_CHANGE = (
-    *("preset", "draft_config"),  # bundles: the options they set are still compared
+    "preset",  # the options that it sets are still compared
     *("data", "out", "device", "log_every", "eval_every", "save_every", "keep", "track"),
     "check",  # decides when damage is found, not what is learnt
     "accept_edited",  # about the files of --init-from, which is compared
@@ -26,16 +25,6 @@ MAY_CHANGE = (
     "gradient_checkpointing",
 )
 """Options that a resumed run may change: locations, how often files are written, memory use."""
-
-
-def rules_of(options: Any, started: dict[str, Any] | None) -> Rules:
-    """Return the rules that decide the batches.
-
-    `started` is the identity of the run to resume, None for a new run.
-    """
-    slots = getattr(options, "slots", "serving")  # drafts of blocks have no other slots
-    border = None if started is None else started["split_border"]
-    return Rules(slots=slots, border=border)
 
 
 def run_identity(

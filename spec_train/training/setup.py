@@ -17,27 +17,23 @@ from torch import Tensor
 
 from spec_data.models.devices import compute_dtype, compute_dtype_name, usable_device
 from spec_data.models.families import block_count
-from spec_data.models.rope_settings import rope_parameters
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.position_data import UNKNOWN, Positions, load_positions
 from spec_data.shards.schema import Manifest
 from spec_data.terminal.config import to_dict
-from spec_data.terminal.console import nearest
 from spec_data.terminal.paths import check_directory_to_write
 from spec_train.data.following import FollowingPlan
 from spec_train.data.mixture import Documents, Mixture, open_documents
 from spec_train.data.order import BatchPlan, rank_slice
 from spec_train.data.release import KeepAll, UnitRelease
 from spec_train.data.splits import Splits, make_splits
-from spec_train.data.token_counts import count_tokens, counts_from
+from spec_train.data.token_counts import count_tokens
 from spec_train.drafts import Draft, draft_class
 from spec_train.drafts.config import special_ids, target_architectures
 from spec_train.drafts.vocabulary import vocabulary_coverage
-from spec_train.formats.names import HARMLESS, KNOWN
 from spec_train.losses.head import TargetHead
 from spec_train.options.data_option import parse_sources
-from spec_train.options.draft_config_file import OPTION_KEYS, read_draft_config
 from spec_train.options.draft_options import draft_options
 from spec_train.options.training import Training
 from spec_train.training.announce import announce, log_vocabulary
@@ -47,25 +43,13 @@ from spec_train.training.missing_mass import log_missing_mass, measure_missing_m
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
 from spec_train.training.run_cost import STEPS, DryRun, probe
-from spec_train.training.run_identity import (
-    rules_of,
-    run_identity,
-    with_intervals,
-)
+from spec_train.training.run_identity import run_identity, with_intervals
 from spec_train.training.run_size import sized
 from spec_train.training.start_draft import start_from, with_shape_of_start
 from spec_train.training.stored import Saved, read_checkpoint
 from spec_train.training.trainer import Trainer
 
-# -- draft config checks ---------------------------------------------------------------------------
-# The checks of `--draft-config FILE`: unknown keys, and keys that describe the target.
-
-
 log = logging.getLogger(__name__)
-
-_OF_TARGET = ("vocab_size", "hidden_size", "target_hidden_size", "rms_norm_eps")
-_COMPARED = (*_OF_TARGET, "num_target_layers", "rope_theta", "rope_scaling", "rope_parameters")
-_OWN = frozenset({"spec_train", "transformer_layer_config"})
 
 
 def default_lr(hidden_size: int) -> float:
@@ -75,58 +59,6 @@ def default_lr(hidden_size: int) -> float:
     goes with 1/width (maximal-update parametrisation, arXiv 2203.03466).
     """
     return float(f"{min(4e-3, 1e-4 * 4096 / hidden_size):.1e}")
-
-
-def check_keys(config: Training) -> None:
-    """Refuse unknown keys of the file; log those that have no effect.
-
-    Raises:
-        MissingError, ConfigError: the file cannot be read, or a key is unknown.
-    """
-    if config.draft_config is None:
-        return
-    raw = read_draft_config(config.draft_config)
-    known = OPTION_KEYS | KNOWN | _OWN
-    for name in raw:
-        if name not in known:
-            near = nearest(name, sorted(OPTION_KEYS))
-            advice = f"; did you mean {near}?" if near else ""
-            raise ConfigError(f"--draft-config {config.draft_config}: unknown key {name}{advice}")
-    ignored = sorted(n for n in raw if n in HARMLESS or n not in {*OPTION_KEYS, *_COMPARED})
-    if ignored:
-        log.info(
-            "--draft-config %s: keys without effect: %s", config.draft_config, ", ".join(ignored)
-        )
-
-
-def check_target(config: Training, draft: Any) -> None:
-    """Refuse a file that describes another target than that of the fresh `draft`.
-
-    Raises:
-        ConfigError: names the key and both values; or the rope settings cannot be read.
-    """
-    if config.draft_config is None:
-        return
-    raw, own = read_draft_config(config.draft_config), draft.config
-    wanted = {name: getattr(own, name) for name in _OF_TARGET}
-    if hasattr(own, "num_target_layers"):
-        wanted["num_target_layers"] = own.num_target_layers
-    if any(name in raw for name in ("rope_theta", "rope_scaling", "rope_parameters")):
-        limits = {"max_position_embeddings": own.max_position_embeddings}
-        try:
-            raw["rope"] = rope_parameters(limits | raw)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"--draft-config {config.draft_config}: its rope settings cannot be read ({error})"
-            ) from None
-        wanted["rope"] = own.rope_parameters
-    for name, value in wanted.items():
-        if name in raw and raw[name] != value:
-            raise ConfigError(
-                f"--draft-config {config.draft_config}: {name} = {raw[name]} contradicts the "
-                f"target of the dataset, which has {value}; remove the key, or use the dataset of "
-                "that target"
-            )
 
 
 # -- bandwidth -------------------------------------------------------------------------------------
@@ -193,7 +125,6 @@ def fit(draft_name: str, config: Training, options: Any) -> FitResult:
             "come from spec_train.options.draft_options"
         )
     check_directory_to_write("--out", config.out)
-    check_keys(config)
     device = usable_device(config.device)
     with Ranks(device, config.sharding) as ranks, contextlib.ExitStack() as stack:
         if config.follow_keep and not ranks.alone:
@@ -222,7 +153,6 @@ def dry_run(draft_name: str, config: Training, options: Any) -> DryRun:
     """
     if config.follow:
         raise ConfigError("--dry-run with --follow: its data are not there yet; leave one out")
-    check_keys(config)
     with Ranks(usable_device(config.device), config.sharding) as ranks:
         if not ranks.alone:
             raise ConfigError("--dry-run runs in one process; start it without torchrun")
@@ -256,8 +186,8 @@ def _settled(
     raw = dataset.target_config()
     options = options.sized(dataset.manifest.hidden_size, block_count(raw) or 0)
     config = sized(config, dataset, world_size, started)
-    rules = rules_of(options, started)
-    return config, options, make_splits(dataset, config, world_size, rules)
+    border = None if started is None else started["split_border"]
+    return config, options, make_splits(dataset, config, world_size, border)
 
 
 def _fit(
@@ -318,19 +248,14 @@ def _record(
     run: RunDirectory, identity: dict[str, Any], config: Training, options: Any, splits: Splits
 ) -> int:
     """Write the run's identity, or check that it has not changed; return the total of steps."""
-    table = _repeatable(config, options)
+    table = {**to_dict(config), **to_dict(options)}
     total = run.record(table, identity).get("total_steps")
     if total is None:
         total = _total_steps(config, splits)
         run.note(total_steps=total, split_border=splits.border)
     config = with_intervals(config, total)
-    run.write_options(_repeatable(config, options))
+    run.write_options({**to_dict(config), **to_dict(options)})
     return total
-
-
-def _repeatable(config: Training, options: Any) -> dict[str, Any]:
-    """Return the content of fit.json, which repeats the run without the file of --draft-config."""
-    return {**to_dict(config), **to_dict(options), "draft_config": None}
 
 
 def _note_vocabulary(
@@ -420,15 +345,6 @@ def count_supervised_tokens(
     return ranks.sum(torch.from_numpy(count_tokens(dataset, documents, plan.seq_len)))
 
 
-def _vocabulary_counts(options: Any, dataset: Documents) -> Tensor | None:
-    """Return the token counts of --draft-vocab-from, int64 [V]; None without it."""
-    path = getattr(options, "draft_vocab_from", None)  # some drafts have no vocabulary
-    if path is None:
-        return None
-    tokenizer = dataset.manifest.identity.get("tokenizer_hash")
-    return torch.from_numpy(counts_from(path, dataset.manifest.vocab_size, tokenizer))
-
-
 def _positions(dataset: Documents) -> Positions:
     """Return the positions of the target; of several datasets, those of the first that has them."""
     parts = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
@@ -474,10 +390,8 @@ def _make_draft(
         manifest=dataset.manifest,
         head=head,
         token_counts=counts,
-        vocabulary_counts=_vocabulary_counts(options, dataset),
         positions=_positions(dataset),
     )
-    check_target(config, fresh)
     if config.init_from is None:
         return fresh
     return start_from(name, config, options, dataset, head, fresh)

@@ -8,9 +8,8 @@ of a slot is
     regression_weight * mean_H SmoothL1(pred_t, f_{t+1})
     + ce_weight * -sum_v softmax(head(f_{t+1}))_v log softmax(head(pred_t))_v
 
-(or another loss of `losses` in place of this cross-entropy)
-over the slots with m_{t+1} and m_{t+2} ("serving") or with m_{t+1} only ("shifted"), divided by
-their number over the whole optimizer step. Teachers have no noise.
+(or another loss of `losses` in place of this cross-entropy) over the slots with m_{t+1} and
+m_{t+2}, divided by their number over the whole optimizer step. Teachers have no noise.
 
 Training looks one token ahead: it is an unroll of one step. In evaluation mode the metrics are
 those of `depth` steps, so `best` is chosen by what serving needs: step s reads the prediction of
@@ -62,8 +61,7 @@ class EagleDraft(EagleModel):
     @torch.no_grad()
     def slot_counts(self, batch: DraftBatch) -> Tensor:
         """Return the supervised slots per step, float64 [1] in training, [depth] otherwise."""
-        slots = self.options.slots
-        masks = supervised_slots(batch.loss_mask, batch.document_ids, slots, self._steps)
+        masks = supervised_slots(batch.loss_mask, batch.document_ids, self._steps)
         return masks.flatten(1).sum(1).double()
 
     def loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
@@ -84,7 +82,6 @@ class EagleDraft(EagleModel):
             document_ids=batch.document_ids,
             position_ids=batch.position_ids,
             noise=noise,
-            slots=options.slots,
             steps=self._steps,
             regression_weight=options.regression_weight,
             ce_weight=options.ce_weight,
@@ -151,12 +148,9 @@ def input_noise(states: Tensor, width: float) -> Tensor:
     return (torch.rand(states.shape, device=states.device) * 2 - 1) * width
 
 
-def supervised_slots(loss_mask: Tensor, document_ids: Tensor, slots: str, steps: int = 1) -> Tensor:
-    """Return the slot masks of all steps, bool [S, B, T].
-
-    `loss_mask` [B, T] is in the token frame; `slots` is "serving" or "shifted".
-    """
-    mask = slot_masks(shift_left(loss_mask, document_ids), document_ids, slots)
+def supervised_slots(loss_mask: Tensor, document_ids: Tensor, steps: int = 1) -> Tensor:
+    """Return the slot masks of all steps, bool [S, B, T], of a `loss_mask` [B, T] of tokens."""
+    mask = slot_masks(shift_left(loss_mask, document_ids), document_ids)
     return step_masks(mask, document_ids, steps)
 
 
@@ -164,7 +158,6 @@ def eagle_loss(
     draft: EagleModel,
     *,
     head: TargetHead,
-    slots: str = "serving",
     steps: int = 1,
     regression_weight: float = 1.0,
     ce_weight: float = 0.1,
@@ -177,7 +170,6 @@ def eagle_loss(
     Args:
         draft: the weights, as `EagleDraft.from_pretrained` reads them.
         head: the target's.
-        slots: "serving" or "shifted".
         steps: S; steps after the first have metrics but no loss.
         regression_weight: weight of the smooth L1 term.
         ce_weight: weight of the second term.
@@ -189,13 +181,13 @@ def eagle_loss(
             position_ids.
 
     Raises:
-        DraftError: an unknown `slots`, or inputs of the other frame.
+        DraftError: inputs of the other frame.
         TypeError: an input is unknown or missing.
     """
     kind = kind if isinstance(kind, LossKind) else LossKind(name=kind)
     given, terms = EagleInputs(**inputs), Terms(regression_weight, ce_weight, kind)
     document_ids, position_ids = given.documents()
-    masks = supervised_slots(given.loss_mask, document_ids, slots, steps)  # [S, B, T]
+    masks = supervised_slots(given.loss_mask, document_ids, steps)  # [S, B, T]
     own = masks.flatten(1).sum(1).double()  # [S]
     counts = own if counts is None else counts.to(own)
     fed = given.final_hidden

@@ -21,7 +21,6 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import FINAL, Manifest, data_problem
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig
-from spec_train.drafts.draft import check_teachers
 from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, make_embedding
 from spec_train.drafts.unroll import AutoregressiveDraft
 from spec_train.formats.draft_seal import SECTION
@@ -134,11 +133,10 @@ class EagleModel(AutoregressiveDraft):
         """Raise an error if a dataset lacks the final hidden states of some tokens.
 
         Raises:
-            DatasetError, DraftError: what is missing, and how to generate it.
+            DatasetError: what is missing, and how to generate it.
         """
         if problem := data_problem("eagle", manifest.supervision, manifest.final):
             raise DatasetError(f"{manifest.where}: {problem}")
-        check_teachers(options.slots, manifest)
 
     @property
     def state_columns(self) -> tuple[str, ...]:

@@ -82,14 +82,14 @@ def eagle3_loss(
         position_weights: weights of the S steps instead of powers of `decay`.
         counts: denominators [S] over the whole optimizer step; None: those of this batch.
         **inputs: the fields of `frames.ShiftedInputs`, with their shapes there:
-            aux_hidden_states and input_ids; loss_mask (with slots) or slot_mask; one teacher:
+            aux_hidden_states and input_ids; loss_mask or slot_mask; one teacher:
             logits, or final_hidden with head, or target_probs with position_mask (and target_mass
             if the draft vocabulary is reduced); and optionally target_argmax, target_logsumexp,
             document_ids, position_ids, attention_mask.
 
     Raises:
-        DraftError: not exactly one teacher or one mask, an unknown `slots` or `kind`, or inputs of
-            the other frame.
+        DraftError: not exactly one teacher or one mask, an unknown `kind`, or inputs of the other
+            frame.
         TypeError: an input is unknown or missing.
     """
     kind = kind if isinstance(kind, LossKind) else LossKind(name=kind)

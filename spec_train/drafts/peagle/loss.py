@@ -267,14 +267,14 @@ def peagle_loss(
         position_weights: weights of the K depths; None: all are 1.
         count: denominator [1] over the whole optimizer step; None: that of this batch.
         **inputs: the fields of `frames.ShiftedInputs`, with their shapes there:
-            aux_hidden_states and input_ids; loss_mask (with slots) or slot_mask; one teacher:
+            aux_hidden_states and input_ids; loss_mask or slot_mask; one teacher:
             logits, or final_hidden with head, or target_probs with position_mask (and target_mass
             if the draft vocabulary is reduced); and optionally target_argmax, target_logsumexp,
             document_ids, position_ids, attention_mask.
 
     Raises:
-        DraftError: not exactly one teacher or one mask, an unknown `slots`, inputs of the other
-            frame, or a sample of another shape than the batch.
+        DraftError: not exactly one teacher or one mask, inputs of the other frame, or a
+            sample of another shape than the batch.
         TypeError: an input is unknown or missing.
     """
     given = ShiftedInputs(**inputs)

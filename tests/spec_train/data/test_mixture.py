@@ -14,7 +14,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
 from spec_train.data.mixture import Mixture, open_documents, unique_names
 from spec_train.data.order import split_border
-from spec_train.data.splits import Rules, even_shares
+from spec_train.data.splits import even_shares
 from spec_train.drafts import load_draft
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.options.data_option import Source, parse_source, parse_sources
@@ -192,7 +192,6 @@ def test_the_border_of_a_mixture_holds_for_its_parts(tmp_path, monkeypatch):
     known = json.loads((tmp_path / "run" / "run.json").read_text())
     described = dict(
         datasets=known["identity"]["dataset"], split_seed=0, validation=0.05, seq_len=48,
-        rules=Rules(),
         split_rule=known["identity"]["split_rule"], split_border=known["notes"]["split_border"],
     )  # fmt: skip
     with pytest.raises(DatasetError, match="no document to measure in split 'validation'"):

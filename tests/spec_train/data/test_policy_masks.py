@@ -17,7 +17,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.turn_masks import supervised_spans
 from spec_train.data.mixture import open_documents
 from spec_train.data.policy_masks import PolicyDataset, open_with_mask
-from spec_train.data.splits import Rules, has_slot, make_splits, select
+from spec_train.data.splits import has_slot, make_splits, select
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
 from spec_train.options.data_option import parse_sources
@@ -158,10 +158,10 @@ def test_masks_and_their_statistics_are_those_of_plain_loops(place, policy):
 def test_selection_splits_and_counts_are_those_of_the_new_masks(place):
     config = Training(data=str(place / "all"), out="x", seq_len=64, validation=0.25)
     dataset = open_documents(parse_sources(config.data), mask="roles=text")
-    chosen = select(dataset, 64, Rules())
+    chosen = select(dataset, 64)
     documents = list(HiddenStatesDataset(place / "all"))
     masks = [plain_mask(document, "roles=text") for document in documents]
-    assert chosen.usable.tolist() == [has_slot(np.array(m, bool)[:64], "serving") for m in masks]
+    assert chosen.usable.tolist() == [has_slot(np.array(m, bool)[:64]) for m in masks]
     assert chosen.left_out == {"no supervised token": len(documents) - 1}
     last = open_documents(parse_sources(config.data), mask="last-turn")
     splits = make_splits(last, config)

@@ -25,9 +25,8 @@ def test_selection_counts_every_document_it_leaves_out():
     assert chosen.usable.sum() + sum(chosen.left_out.values()) == len(lengths)
 
 
-@pytest.mark.parametrize("slots", ["serving", "shifted"])
 @pytest.mark.parametrize("share", [0.15, 0.5, 0.95])
-def test_documents_without_a_slot_are_those_for_which_the_loss_counts_none(slots, share):
+def test_documents_without_a_slot_are_those_for_which_the_loss_counts_none(share):
     """Random masks, cut or not; the slots are counted by the code of the drafts."""
     rng = np.random.default_rng(int(share * 100))
     masks = [rng.random(rng.integers(1, 12)) < share for _ in range(400)]
@@ -40,17 +39,17 @@ def test_documents_without_a_slot_are_those_for_which_the_loss_counts_none(slots
     lengths = np.array([len(mask) for mask in masks])
     supervised = np.array([int(mask.sum()) for mask in masks])
     first = np.array([int(np.argmax([*mask, True])) for mask in masks])
-    chosen = select_documents(lengths, supervised, first, seq_len, slots, read_mask)
+    chosen = select_documents(lengths, supervised, first, seq_len, read_mask)
     plain = select_documents(lengths, supervised, first, seq_len)
     slotless = 0
     for row, mask in enumerate(masks):
         kept = torch.from_numpy(mask[:seq_len])[None]
         one = torch.zeros_like(kept, dtype=torch.long)
-        expected = bool(slot_masks(shift_left(kept, one), one, slots).any())
-        assert has_slot(mask[:seq_len], slots) == expected
+        expected = bool(slot_masks(shift_left(kept, one), one).any())
+        assert has_slot(mask[:seq_len]) == expected
         assert bool(chosen.usable[row]) == expected
         slotless += bool(plain.usable[row]) and not expected
-    assert chosen.left_out.get(NO_SLOT[slots], 0) == slotless > 0
+    assert chosen.left_out.get(NO_SLOT, 0) == slotless > 0
     assert chosen.usable.sum() + sum(chosen.left_out.values()) == len(masks)
     assert len(read) < 0.75 * len(masks)
 
@@ -62,7 +61,7 @@ def test_answers_to_the_end_need_no_mask():
     def read_mask(row: int) -> np.ndarray:
         raise AssertionError(f"mask {row} was read")
 
-    chosen = select_documents(lengths, lengths - first, first, 256, "serving", read_mask)
+    chosen = select_documents(lengths, lengths - first, first, 256, read_mask)
     assert chosen.usable.all() and chosen.cut == int((lengths > 256).sum())
-    alone = select_documents(lengths, np.ones(390), lengths - 1, 512, "serving", read_mask)
-    assert not alone.usable.any() and alone.left_out == {NO_SLOT["serving"]: 390}
+    alone = select_documents(lengths, np.ones(390), lengths - 1, 512, read_mask)
+    assert not alone.usable.any() and alone.left_out == {NO_SLOT: 390}

@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 
-from spec_data.shards.errors import DatasetError, DraftError, MissingError
+from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.eagle3.draft import Eagle3Draft
-from spec_train.evaluation.on_dataset import check_fit, read_pack
+from spec_train.evaluation.on_dataset import read_pack
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
@@ -106,17 +106,6 @@ def test_exactly_the_kept_teachers_are_read(small):
     assert torch.equal(draft.loss(batch, head, draft.slot_counts(batch)).loss, before)
 
 
-def test_slots_that_need_more_are_refused_in_words(whole, small):
-    build(whole, slots="shifted")
-    with pytest.raises(
-        DraftError, match=r"--slots shifted also needs hidden\.final .* --final all"
-    ):
-        build(small, slots="shifted")
-    draft, _ = build(whole, slots="shifted")
-    with pytest.raises(DraftError, match=r"--slots shifted also needs hidden\.final"):
-        check_fit(draft, small)
-
-
 @pytest.fixture(scope="module")
 def logits(target, corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("logits") / "data"
@@ -130,7 +119,7 @@ def test_stored_logits_teach_what_final_states_and_head_teach(whole, logits, dra
     found = []
     counts = torch.arange(whole.manifest.vocab_size)
     for dataset in (whole, logits):
-        draft, head = build(dataset, counts, draft_vocab_size=draft_vocab_size, slots="shifted")
+        draft, head = build(dataset, counts, draft_vocab_size=draft_vocab_size)
         columns = draft.columns(dataset.manifest.supervision)
         assert ("logits" in columns, "hidden.final" in columns) == (
             dataset is logits,

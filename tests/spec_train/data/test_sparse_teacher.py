@@ -11,12 +11,11 @@ from safetensors.torch import load_file
 
 import spec_train
 from spec_data.shards.checksums import schema_of
-from spec_data.shards.errors import DatasetError, DraftError
+from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import dump_json
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import TEACHERS, Manifest, token_columns
 from spec_train.data.mixture import common_manifest
-from spec_train.drafts.draft import check_teachers
 from tests.factory import tiny_dataset
 from tests.spec_data.shards.integrity_tools import change_manifest
 from tests.spec_train import flat
@@ -132,13 +131,6 @@ def test_drafts_and_their_figures_are_bit_equal_from_either_form(
     assert one.keys() == other.keys() and len(one) > 3
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert figures == same and figures["acceptance_length"] is not None
-
-
-def test_slots_beyond_the_stored_teacher_are_refused(sparse):
-    manifest = HiddenStatesDataset(sparse).manifest
-    check_teachers("serving", manifest)
-    with pytest.raises(DraftError, match=r"--slots shifted also needs target_argmax .*--teacher"):
-        check_teachers("shifted", manifest)
 
 
 def test_a_mixture_with_a_sparse_teacher_has_a_sparse_teacher(pairs):

@@ -39,7 +39,7 @@ BACKWARD = {"terms": network(4, backward=True, slots=320)}
 Options = dict[str, Any]
 PLAIN: list[tuple[str, Options]] = [(name, {}) for name in DRAFTS]
 VARIANTS: list[tuple[str, Options]] = [
-    ("eagle", {"num_layers": 2, "slots": "shifted"}),
+    ("eagle", {"num_layers": 2}),
     ("eagle3", {"draft_vocab_size": 0}),
     ("eagle3", {"fc_norm": True, "loss": "lk-lambda"}),
     ("peagle", {"draft_vocab_size": 0, "fc_norm": True}),
@@ -147,9 +147,7 @@ def test_another_target_is_refused_and_the_same_one_shares_its_embedding(
     ("name", "wrong"),
     [
         *((n, {"draft_vocab_size": -1}) for n in DRAFTS if n != "eagle"),
-        *(("eagle", {k: v}) for k, v in (("num_layers", 0), ("depth", 0), ("noise", -0.1))),
-        ("eagle", {"ce_weight": float("inf")}),
-        ("eagle", {"ce_weight": 0.0, "regression_weight": 0.0}),
+        *(("eagle", {k: 0}) for k in ("num_layers", "depth")),
         *(("eagle3", {k: 0}) for k in ("num_layers", "ttt_steps")),
         *(("peagle", {k: 0}) for k in ("depths", "segments")),
         *(("peagle", {"cod_ratio": v}) for v in (0.0, 1.5)),
@@ -157,8 +155,7 @@ def test_another_target_is_refused_and_the_same_one_shares_its_embedding(
         ("dspark", {"block_size": 0}),
         ("dflash", {"block_size": 1}),
         *(("dspark", {k: v}) for k, v in (("num_anchors", 0), ("markov_rank", -1))),
-        *(("dspark", {k: v}) for k, v in (("confidence_weight", -0.1), ("ce_weight", -1.0))),
-        ("dspark", {"ce_weight": 0.0, "l1_weight": 0.0}),
+        ("dspark", {"confidence_weight": -0.1}),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import spec_train
-from spec_data.shards.errors import ConfigError, DatasetError, DraftError, MissingError
+from spec_data.shards.errors import ConfigError, DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train import load_draft
 from spec_train.cli import main
@@ -64,11 +64,6 @@ def counts_of(data: Path) -> Tensor:
         for token, supervised in pairs:
             counts[token] += int(supervised)
     return torch.tensor(counts)
-
-
-def special_tokens(draft: Any) -> list[int]:
-    values = draft.config.token_ids.values()
-    return [i for value in values for i in (value if isinstance(value, list) else [value])]
 
 
 def write_maps(folder: Path, ids: Tensor, **more: Tensor) -> Path:
@@ -173,53 +168,12 @@ def test_a_new_draft_covers_the_share(data, tmp_path, caplog):
     assert f"vocabulary {len(draft.draft_ids)} of 64 tokens: 80." in caplog.text
 
 
-def test_tokens_are_counted_in_other_data(data, tmp_path):
-    other = tiny_dataset(tmp_path / "other", n_docs=12, seed=5)
-    run = fit("eagle3", data, tmp_path / "a", draft_vocab_from=other, draft_vocab_size=20)
-    draft = load_draft(run.directory / "last")
-    expected = choose_draft_vocabulary(counts_of(other), 20, special_tokens(draft))
-    assert torch.equal(draft.draft_ids, expected)
-    counts = {str(i): int(n) for i, n in enumerate(counts_of(other)) if n}
-    (tmp_path / "counts.json").write_text(json.dumps(counts))
-    again = fit(
-        "eagle3", data, tmp_path / "b", draft_vocab_from=tmp_path / "counts.json",
-        draft_vocab_size=20,
-    )  # fmt: skip
-    assert torch.equal(load_draft(again.directory / "last").draft_ids, expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "error", "named"),
-    [
-        ("c.json", '{"64": 3}', ConfigError, "'64': 3 is no count of a token"),
-        ("c.json", '{"6": -3}', ConfigError, "'6': -3 is no count"),
-        ("c.json", "[3]", ConfigError, "expected an object"),
-        ("c.json", '{"3": 0}', ConfigError, "counts no token"),
-        ("c.json", '{"3": 1', ConfigError, "not valid JSON"),
-        ("c.jsonl", "{}", ConfigError, "To count a corpus, capture it"),
-        ("none", None, MissingError, "no such dataset or file"),
-    ],
-)
-def test_counts_that_are_none_are_refused(data, tmp_path, name, text, error, named):
-    if text is not None:
-        (tmp_path / name).write_text(text)
-    with pytest.raises(error, match=named):
-        fit("eagle3", data, tmp_path / "run", draft_vocab_from=tmp_path / name)
-
-
-def test_data_of_another_tokenizer_is_refused(data, tmp_path):
-    other = tiny_dataset(tmp_path / "other", n_docs=4, vocab=80)
-    with pytest.raises(DatasetError, match=r"another tokenizer \(vocabulary 80, here 64"):
-        fit("eagle3", data, tmp_path / "run", draft_vocab_from=other)
-
-
 @pytest.mark.parametrize("kind", SMALL)
 @pytest.mark.parametrize(
     ("given", "named"),
     [
         ({"draft_vocab": "f", "draft_vocab_coverage": 0.9}, "each of them chooses"),
         ({"draft_vocab_coverage": 0.9, "draft_vocab_size": 9}, "each of them chooses"),
-        ({"draft_vocab": "f", "draft_vocab_from": "d"}, "a file names the tokens"),
         ({"draft_vocab_coverage": 0.0}, "above 0 and at most 1"),
         ({"draft_vocab_coverage": 1.5}, "above 0 and at most 1"),
     ],

@@ -10,7 +10,6 @@ import torch
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import SPLIT_RULE, split_border
-from spec_train.data.splits import Rules
 from spec_train.decoding.chains import Request, decode_speculative
 from spec_train.drafts.drafting import ChainDrafter
 from spec_train.evaluation import on_dataset as evaluate_data
@@ -139,7 +138,7 @@ def test_both_modes_at_once(workplace, data):
 def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
     dataset = HiddenStatesDataset(data)
     known = dict(datasets=[dataset.manifest.fingerprint], seed=0, validation=0.3, seq_len=2048)
-    known |= {"split_rule": SPLIT_RULE, "split_seed": 0, "rules": Rules()}
+    known |= {"split_rule": SPLIT_RULE, "split_seed": 0}
     known |= {"split_border": split_border(dataset.id_array, 0.3, 0)}
     held_out, name = choose_documents(dataset, "auto", known)
     train, _ = choose_documents(dataset, "train", known)

@@ -13,7 +13,6 @@ from spec_data.corpus.template import Template
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import SPLIT_RULE, split_border
-from spec_train.data.splits import Rules
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
 from spec_train.evaluation.same_target import kwargs_for
@@ -113,7 +112,6 @@ def test_masks_are_read_where_the_index_does_not_tell_what_was_trained(run, targ
     facts = facts_of(run) | {
         "sources": [data],
         "datasets": [HiddenStatesDataset(data).manifest.fingerprint],
-        "rules": Rules(),
         "validation": 0.0,
     }
     prompts = [[1] * 4, [2] * 4]

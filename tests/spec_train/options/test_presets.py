@@ -7,7 +7,6 @@ import pytest
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal.config import DOCUMENT_LENGTH
 from spec_train.cli import main
-from spec_train.commands.fit import shaped
 from spec_train.options.draft_options import DRAFT_OPTIONS, DFlashOptions, DSparkOptions
 from spec_train.options.presets import PRESETS, with_preset
 from spec_train.options.training import Training
@@ -20,7 +19,7 @@ def resolved(monkeypatch):
     seen = []
 
     def settled(training, draft):
-        seen.append((training, shaped(training, "eagle3", draft)))
+        seen.append((training, with_preset(draft, training.preset)))
         raise ConfigError("seen")
 
     def resolve(*words):

@@ -60,12 +60,6 @@ def test_documents_without_a_slot_are_counted_and_not_trained_on(config, tmp_pat
     assert "left out: 15 with supervised tokens, but never two in a row" in caplog.text
 
 
-def test_with_shifted_slots_one_token_is_enough(config, tmp_path):
-    """The rule is that of the draft."""
-    stubs = tiny_dataset(tmp_path / "stubs", documents=[stub(i) for i in range(12)])
-    assert run(change(config, data=str(stubs), steps=2), replace(OPTIONS, slots="shifted")).finished
-
-
 def test_a_step_without_a_slot_moves_no_weight(config, monkeypatch, caplog):
     """Slots can also be missing because the draft vocabulary has none of their tokens."""
     run(change(config, steps=3, save_every=3))

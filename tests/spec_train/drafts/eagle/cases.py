@@ -30,7 +30,6 @@ SPEC = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "tied": False}
 class Case:
     """A setting of the draft, the target's head and the loss."""
 
-    slots: str = "serving"
     layers: int = 1
     kv_heads: int = 2
     window: int = 0
@@ -50,9 +49,6 @@ class Case:
         return EagleOptions(
             **shape,
             num_layers=self.layers,
-            slots=self.slots,
-            regression_weight=self.regression_weight,
-            ce_weight=self.ce_weight,
             loss=self.loss.name,
             loss_target="hard" if self.loss.hard else "soft",
             depth=3,
@@ -104,7 +100,6 @@ def reference_config(case: Case, head: TargetHead) -> ReferenceConfig:
         head_bias=head.head_bias,
         head_scale=case.scale,
         head_softcap=case.softcap,
-        slots=case.slots,
         regression_weight=case.regression_weight,
         ce_weight=case.ce_weight,
         loss=case.loss,

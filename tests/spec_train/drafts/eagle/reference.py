@@ -38,7 +38,6 @@ class ReferenceConfig:
     head_bias: Tensor | None = None  # [V]
     head_scale: float = 1.0
     head_softcap: float | None = None
-    slots: str = "serving"  # or "shifted"
     regression_weight: float = 1.0
     ce_weight: float = 0.1
     loss: SlotLoss = CROSS_ENTROPY
@@ -79,14 +78,13 @@ def head(config: ReferenceConfig, hidden: Tensor) -> Tensor:
     return z
 
 
-def counts(m: Sequence[int], t: int, s: int, slots: str) -> bool:
+def counts(m: Sequence[int], t: int, s: int) -> bool:
     """Return whether slot t is supervised at step s; m is the document's loss mask."""
 
     def supervised(position: int) -> bool:
         return position < len(m) and bool(m[position])
 
-    known, drafted = supervised(t + 1 + s), supervised(t + 2 + s)
-    return known and drafted if slots == "serving" else known
+    return supervised(t + 1 + s) and supervised(t + 2 + s)
 
 
 def predict(
@@ -153,7 +151,7 @@ def reference_loss(
     )
     for document in documents:
         for t in range(len(document.x) - 1):
-            wanted = [counts(document.m, t, s, config.slots) for s in range(steps)]
+            wanted = [counts(document.m, t, s) for s in range(steps)]
             if not any(wanted):
                 continue
             reach = max(s for s in range(steps) if wanted[s]) + 1

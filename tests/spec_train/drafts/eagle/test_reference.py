@@ -36,11 +36,8 @@ close = functools.partial(tolerance.close, terms=TERMS)
 close_gradients = functools.partial(tolerance.close_gradients, terms=TERMS)
 
 TWO_TURNS = [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]
-# Slot t counts if tokens t+1 and t+2 are part of an answer; shifted: if token t+1 is.
-SLOTS = {
-    "serving": [0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0],
-    "shifted": [0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0],
-}
+# Slot t counts if tokens t+1 and t+2 are part of an answer.
+SLOTS = [0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0]
 MASKS = [
     TWO_TURNS,
     [1],
@@ -58,7 +55,6 @@ LAYOUTS = {
 }
 CASES = {
     "plain": Case(),
-    "shifted": Case(slots="shifted"),
     "two layers": Case(layers=2),
     "window": Case(window=3),
     "window of two": Case(window=2),
@@ -87,7 +83,6 @@ def fast(draft: EagleDraft, case: Case, inputs: dict[str, Tensor], **more) -> Dr
     return eagle_loss(
         draft,
         head=make_head(case),
-        slots=case.slots,
         regression_weight=case.regression_weight,
         ce_weight=case.ce_weight,
         kind=LossKind.of(case.options()),
@@ -158,9 +153,7 @@ def test_back_ends_agree(backend: str) -> None:
     close_gradients(found, {parameter: state[parameter].grad for parameter in found})
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "shifted", "two layers", "softcap and bias", "mixed layers"]
-)
+@pytest.mark.parametrize("name", ["plain", "two layers", "softcap and bias", "mixed layers"])
 def test_figures_of_deeper_steps_are_those_of_the_reference(name: str) -> None:
     """Chains that read the documents' tokens and the draft's own states."""
     case = CASES[name]
@@ -185,11 +178,10 @@ def test_figures_of_deeper_steps_are_those_of_the_reference(name: str) -> None:
     assert result.sums["weighted"].tolist() == [expected.supervised[0], 0, 0]
 
 
-@pytest.mark.parametrize("slots", SLOTS)
-def test_the_slots_are_those_written_out_by_hand(slots: str) -> None:
+def test_the_slots_are_those_written_out_by_hand() -> None:
     mask, ids = torch.tensor([TWO_TURNS]), torch.zeros(1, len(TWO_TURNS), dtype=torch.long)
-    assert supervised_slots(mask, ids, slots)[0, 0].int().tolist() == SLOTS[slots]
-    case = Case(slots=slots)
+    assert supervised_slots(mask, ids)[0, 0].int().tolist() == SLOTS
+    case = Case()
     documents = make_documents(case, [TWO_TURNS])
     draft, inputs = make_draft(case), lay_out(documents, [[0]])
     before = fast(draft, case, inputs).sums
@@ -197,12 +189,12 @@ def test_the_slots_are_those_written_out_by_hand(slots: str) -> None:
         moved = inputs["final_hidden"].clone()
         moved[0, t] += 1.0
         after = fast(draft, case, inputs | {"final_hidden": moved}).sums
-        later = any(SLOTS[slots][t - 1 :])
+        later = any(SLOTS[t - 1 :])
         assert ((after["smooth_l1"] - before["smooth_l1"]).abs() > 1e-9).item() == later
 
 
 @pytest.mark.parametrize("what", ["x", "f"])
-@pytest.mark.parametrize("case", [Case(), Case(slots="shifted"), Case(layers=2)])
+@pytest.mark.parametrize("case", [Case(), Case(layers=2)])
 def test_other_documents_and_later_tokens_change_nothing(case: Case, what: str) -> None:
     """Bit for bit: no influence of other documents of the pack, nor of what serving cannot know."""
     draft = make_draft(case)
@@ -224,9 +216,8 @@ def test_other_documents_and_later_tokens_change_nothing(case: Case, what: str) 
         return replace(document, f=values)
 
     loss, grads = run(documents)
-    # Token 5 is the last of the answer. `serving` knows tokens up to 4, `shifted` up to 5; the
-    # last teacher is the state of the last known token.
-    last = 4 if case.slots == "serving" else 5
+    # Token 5 is the last of the answer, token 4 the last known one, with the last teacher.
+    last = 4
     for other in (
         [moved(documents[0], 0), documents[1], moved(documents[2], 0)],
         [documents[0], moved(documents[1], last + 1), documents[2]],

@@ -27,7 +27,6 @@ DRAFT_IDS = [0, 2, 3, 5, 6, 7, 9, 10, 12]
 class Case:
     """A setting of the draft and its loss."""
 
-    slots: str = "serving"
     loss: SlotLoss = CROSS_ENTROPY
     reduced: bool = True
     fc_norm: bool = False
@@ -49,7 +48,6 @@ class Case:
             loss=self.loss.name,
             loss_target="hard" if self.loss.hard else "soft",
             position_weights=",".join(map(str, self.loss.weights)) or "auto",
-            slots=self.slots,
             fc_norm=self.fc_norm,
             norm_output=self.norm_output,
             sliding_window=self.window,
@@ -102,7 +100,6 @@ def reference_config(case: Case, draft: Eagle3Draft) -> ReferenceConfig:
         ),
         steps=case.steps,
         decay=case.decay,
-        slots=case.slots,
         loss=case.loss,
     )
 

@@ -38,7 +38,6 @@ class ReferenceConfig:
     act: str = "silu"
     steps: int = 7
     decay: float = 0.8
-    slots: str = "serving"  # or "shifted"
     loss: SlotLoss = CROSS_ENTROPY
 
 
@@ -75,18 +74,13 @@ class Reference:
     kept: list[int]  # [S] those of them hit here too
 
 
-def slot_counts(m: Sequence[int], t: int, s: int, slots: str) -> bool:
+def slot_counts(m: Sequence[int], t: int, s: int) -> bool:
     """Return whether slot t is in the slot mask of unroll step s; m is the document's loss mask."""
 
     def supervised(position: int) -> bool:
         return position < len(m) and bool(m[position])
 
-    known, drafted = supervised(t + 1 + s), supervised(t + 2 + s)
-    if slots == "serving":
-        return known and drafted
-    if slots == "shifted":
-        return known
-    raise ValueError(f"slots={slots!r}")
+    return supervised(t + 1 + s) and supervised(t + 2 + s)
 
 
 def reference_loss(
@@ -103,13 +97,13 @@ def reference_loss(
         hits = _add_document(state, config, document, steps)
         for t in range(len(document.x)):
             for s in range(config.steps):
-                if not slot_counts(document.m, t, s, config.slots):
+                if not slot_counts(document.m, t, s):
                     break
                 at_risk[s] += 1
                 if not hits[t, s]:
                     break
                 kept[s] += 1
-            if not all(slot_counts(document.m, t, s, config.slots) for s in range(config.steps)):
+            if not all(slot_counts(document.m, t, s) for s in range(config.steps)):
                 continue
             chains += 1
             for s in range(config.steps):
@@ -200,7 +194,7 @@ def _add_document(
     logits = reference_logits(state, config, document.x, document.aux)
     hits: dict[tuple[int, int], bool] = {}
     for (t, s), draft_logits in logits.items():
-        if not slot_counts(document.m, t, s, config.slots):
+        if not slot_counts(document.m, t, s):
             continue
         teacher_logits = document.z[t + 1 + s]
         wanted = int(teacher_logits.argmax())  # over the target's full vocabulary

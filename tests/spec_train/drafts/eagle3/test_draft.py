@@ -32,9 +32,7 @@ def _gradients(draft: Eagle3Draft, loss: Tensor) -> dict[str, Tensor]:
 # --- batches -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"slots": "shifted", "loss": "lk-lambda"}, {"layers": "0,2"}]
-)
+@pytest.mark.parametrize("changes", [{}, {"loss": "lk-lambda"}, {"layers": "0,2"}])
 def test_the_loss_of_a_batch_is_that_of_its_shifted_tensors(
     dataset: HiddenStatesDataset, head: TargetHead, changes: dict[str, Any]
 ) -> None:
@@ -49,7 +47,6 @@ def test_the_loss_of_a_batch_is_that_of_its_shifted_tensors(
         head=head,
         target_argmax=shift_left(batch.target_argmax, ids),
         document_ids=ids,
-        slots=draft.options.slots,
         steps=4,
         kind=draft.options.loss,
     )
@@ -98,7 +95,6 @@ def test_packing_and_order_change_neither_loss_nor_gradient(
         {"final_hidden": torch.zeros(1, 5, 32)},
         {"logits": None, "final_hidden": torch.zeros(1, 5, 32)},
         {"logits": None, "target_probs": torch.zeros(1, 5, 40)},
-        {"slots": "all"},
         {"kind": "mse"},
     ],
 )

@@ -54,14 +54,6 @@ SERVING = [
     [1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0],
     [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0],
 ]
-# Slot t of step s counts if token t+1+s is part of an answer.
-SHIFTED = [
-    [0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0],
-    [1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0],
-    [1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0],
-    [1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0],
-]
-EXPECTED_SLOTS = {"serving": SERVING, "shifted": SHIFTED}
 
 MASKS = [
     TWO_TURNS,
@@ -80,7 +72,6 @@ MASKS = [
 def fast(draft: Eagle3Draft, case: Case, **inputs: Tensor | TargetHead | None) -> DraftLoss:
     return eagle3_loss(
         draft,
-        slots=case.slots,
         steps=case.steps,
         decay=case.decay,
         kind=LossKind(
@@ -158,10 +149,9 @@ LAYOUTS = {
 CASES = {
     "plain": Case(),
     "whole vocabulary": Case(reduced=False),
-    "shifted": Case(slots="shifted"),
     "alpha": Case(loss=SlotLoss(name="lk-alpha")),
     "lambda": Case(loss=SlotLoss(name="lk-lambda"), reduced=False),
-    "lambda shifted": Case(loss=SlotLoss(name="lk-lambda", scale=0.9), slots="shifted"),
+    "scaled lambda": Case(loss=SlotLoss(name="lk-lambda", scale=0.9)),
     "kl": Case(loss=SlotLoss(name="kl", weights=(1.0, 0.25, 0.5, 0.0))),
     "reverse kl": Case(loss=SlotLoss(name="reverse-kl")),
     "jsd": Case(loss=SlotLoss(name="jsd", hard=True)),
@@ -304,15 +294,14 @@ def test_every_form_of_input_gives_the_same_loss(given: str, reduced: bool) -> N
     close_gradients(gradients(draft), wanted)
 
 
-@pytest.mark.parametrize("slots", EXPECTED_SLOTS)
-def test_slot_masks_of_two_turns_are_those_written_by_hand(slots: str) -> None:
+def test_slot_masks_of_two_turns_are_those_written_by_hand() -> None:
     """A changed teacher row changes exactly the steps whose slot for that token counts."""
-    expected = EXPECTED_SLOTS[slots]
+    expected = SERVING
     length = len(TWO_TURNS)
     assert expected == [
-        [int(slot_counts(TWO_TURNS, t, s, slots)) for t in range(length)] for s in range(STEPS)
+        [int(slot_counts(TWO_TURNS, t, s)) for t in range(length)] for s in range(STEPS)
     ]
-    case = Case(slots=slots, reduced=False)
+    case = Case(reduced=False)
     draft = make_draft(case)
     documents = make_documents(case, draft, [[1, 1], TWO_TURNS, [1, 1, 1]])
     before = fast(draft, case, **lay_out(documents, [[0, 1, 2]])).sums
@@ -364,7 +353,7 @@ def _only_second_supervised() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("what", ["x", "aux", "z"])
-@pytest.mark.parametrize("case", [Case(), Case(slots="shifted"), Case(fc_norm=True)])
+@pytest.mark.parametrize("case", [Case(), Case(fc_norm=True)])
 def test_other_documents_and_later_tokens_change_nothing(case: Case, what: str) -> None:
     """Bit for bit: no influence of other documents of the pack, nor of what serving cannot know."""
     draft = make_draft(case)
@@ -385,11 +374,9 @@ def test_other_documents_and_later_tokens_change_nothing(case: Case, what: str) 
         return replace(document, **{what: values})
 
     loss, grads = run(documents)
-    # Token 5 is the last answer token. `serving` drafts it and knows tokens up to 4. `shifted` also
-    # knows token 5, and learns the token after it. The last slot that counts reads the states of
-    # the token before its known token.
-    known = 4 if case.slots == "serving" else 5
-    last = {"x": known, "aux": known - 1, "z": known}[what]
+    # Token 5 is the last answer token: the slot that drafts it knows token 4, has its teacher, and
+    # reads the states of token 3.
+    last = {"x": 4, "aux": 3, "z": 4}[what]
     for other in (
         [moved(documents[0], 0), documents[1], moved(documents[2], 0)],
         [documents[0], moved(documents[1], last + 1), documents[2]],

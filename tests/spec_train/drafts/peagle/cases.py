@@ -46,7 +46,6 @@ MASKS = [
 class Case:
     """One setting of the draft and its loss."""
 
-    slots: str = "serving"
     reduced: bool = True
     fc_norm: bool = False
     heads: int = 4
@@ -70,7 +69,6 @@ def make_draft(case: Case, **options: object) -> PeagleDraft:
         depths=case.depths,
         num_layers=case.layers,
         cod_ratio=case.ratio,
-        slots=case.slots,
         fc_norm=case.fc_norm,
         loss=case.loss.name,
         loss_target="hard" if case.loss.hard else "soft",
@@ -116,7 +114,6 @@ def reference_config(case: Case) -> ReferenceConfig:
         rope_inv_freq=LlamaRotaryEmbedding(LlamaConfig(**fields)).inv_freq,
         mask_token_id=MASK_TOKEN,
         depths=case.depths,
-        slots=case.slots,
         loss=case.loss,
     )
 
@@ -126,7 +123,7 @@ def make_samples(case: Case, masks: Sequence[Sequence[int]], seed: int = 0) -> l
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for mask in masks:
-        supervised = [slot_counts(mask, t, case.slots) for t in range(len(mask))]
+        supervised = [slot_counts(mask, t) for t in range(len(mask))]
         u = torch.rand(case.depths - 1, len(mask), generator=generator).tolist()
         samples.append(reference_cod(supervised, u, case.ratio, case.floor))
     return samples

@@ -36,7 +36,6 @@ class ReferenceConfig:
     rope_inv_freq: Tensor
     mask_token_id: int
     depths: int
-    slots: str = "serving"  # or "shifted"
     loss: SlotLoss = KL
     norm_before_residual: bool = False
     act: str = "silu"
@@ -58,13 +57,13 @@ class Reference:
     kept: list[int]
 
 
-def slot_counts(m: Sequence[int], slot: int, slots: str) -> bool:
+def slot_counts(m: Sequence[int], slot: int) -> bool:
     """Return whether an element at `slot` counts; m is the document's loss mask."""
 
     def supervised(position: int) -> bool:
         return position < len(m) and bool(m[position])
 
-    return supervised(slot + 1) and (slots == "shifted" or supervised(slot + 2))
+    return supervised(slot + 1) and supervised(slot + 2)
 
 
 def reference_cod(
@@ -154,7 +153,7 @@ def reference_loss(
         logits = reference_logits(state, config, document, sample)
         hit: dict[Element, bool] = {}
         for t, d in sorted(sample):
-            if not slot_counts(document.m, t + d, config.slots):
+            if not slot_counts(document.m, t + d):
                 continue
             teacher = document.z[t + 1 + d]
             wanted = int(teacher.argmax())

@@ -32,7 +32,7 @@ def gradients(draft: PeagleDraft, loss: Tensor) -> dict[str, Tensor]:
     return dict(zip(names, torch.autograd.grad(loss, list(names.values())), strict=True))
 
 
-@pytest.mark.parametrize("changes", [{}, {"slots": "shifted", "segments": 3}, {"layers": "0,2"}])
+@pytest.mark.parametrize("changes", [{}, {"segments": 3}, {"layers": "0,2"}])
 def test_the_loss_of_a_batch_is_that_of_its_shifted_tensors(
     dataset: HiddenStatesDataset, head: TargetHead, changes: dict[str, Any]
 ) -> None:
@@ -46,7 +46,6 @@ def test_the_loss_of_a_batch_is_that_of_its_shifted_tensors(
         final_hidden=shift_left(batch.hidden["hidden.final"], ids),
         head=head,
         document_ids=ids,
-        slots=draft.options.slots,
         sample=sample,
     )
     counts = draft.slot_counts(batch.without_hidden(), sample)

@@ -47,7 +47,6 @@ LAYOUTS = {
 CASES = {
     "plain": Case(),
     "whole vocabulary": Case(reduced=False),
-    "shifted": Case(slots="shifted"),
     "fc_norm": Case(fc_norm=True),
     "one kv head": Case(heads=3, kv_heads=1),
     "one layer": Case(layers=1),
@@ -114,7 +113,6 @@ def check_case(case: Case, layout: str, segments: int = 1, backend: str = "auto"
     inputs = lay_out_all(documents, samples, LAYOUTS[layout], case.depths)
     result = peagle_loss(
         draft,
-        slots=case.slots,
         segments=segments,
         kind=LossKind.of(draft.options),
         position_weights=case.loss.weights or None,
@@ -142,7 +140,7 @@ def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> 
 @pytest.mark.parametrize("segments", [2, 3, 7, 1000])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "name", ["plain", "shifted", "everything kept", "window", "window of two", "mixed layers"]
+    "name", ["plain", "everything kept", "window", "window of two", "mixed layers"]
 )
 def test_segments_match_the_reference(name: str, layout: str, segments: int) -> None:
     check_case(CASES[name], layout, segments=segments)
