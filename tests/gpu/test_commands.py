@@ -1,6 +1,6 @@
 """`generate`, `fit` and drafting with every tensor on cuda:0: devices, values, host syncs.
 
-The table of host syncs is in docs/gpu.md. `SPEC_WRITE_SYNCS=1` writes its numbers anew and keeps
+The table of host syncs is host_syncs.md. `SPEC_WRITE_SYNCS=1` writes its numbers anew and keeps
 the reasons; a new line gets "?" as its reason, which this test refuses.
 """
 
@@ -38,7 +38,7 @@ from tests.spec_data.runs import run, save_target, write_corpus
 from tests.spec_train.drafts.any_draft import build_draft
 from tests.tolerance import roundings
 
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+PAGE = Path(__file__).with_name("host_syncs.md")
 ROW = re.compile(r"^\| (generate|fit) \| `(\S+)` \| ([a-z ]+) \| (\d+) \| (.+) \|$", re.MULTILINE)
 Rows = dict[tuple[str, str, str], int]
 NAMES = ("eagle", "eagle3", "peagle", "dspark", "dflash")
@@ -118,7 +118,7 @@ def _write(rows: Rows) -> None:
     head = "| --- | --- | --- | --: | --- |\n"
     before, _, after = text.partition(head)
     rest = ROW.sub("", after).lstrip("\n")
-    PAGE.write_text(before + head + "\n".join(lines) + "\n\n" + rest, encoding="utf-8")
+    PAGE.write_text(before + head + "\n".join(lines) + "\n" + rest, encoding="utf-8")
 
 
 def test_every_host_sync_is_in_the_table_with_its_reason(made: Any, fitted: Any) -> None:
@@ -130,7 +130,7 @@ def test_every_host_sync_is_in_the_table_with_its_reason(made: Any, fitted: Any)
     new = {key: count for key, count in rows.items() if count > table.get(key, 0)}
     assert not new, f"new host syncs; avoid them, or SPEC_WRITE_SYNCS=1 and give a reason: {new}"
     gone = table.keys() - rows.keys()
-    assert not gone, f"docs/gpu.md names host syncs that are gone; SPEC_WRITE_SYNCS=1: {gone}"
+    assert not gone, f"host_syncs.md names host syncs that are gone; SPEC_WRITE_SYNCS=1: {gone}"
     assert all(m.group(5).strip() not in ("", "?") for m in found)
 
 
