@@ -295,7 +295,7 @@ def generate_into(
 
     Returns:
         The manifest of the finished dataset. None if it is not finished: other workers are not
-        done, or units are deleted after use (`--follow-keep`).
+        done.
     """
     from spec_data.generation.plan import check_still_planned
     from spec_data.generation.ray_engine import capture_on_ray

@@ -5,6 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
+from filelock import FileLock
 from msgspec import structs
 
 from spec_data.generation.plan import PLAN_COLUMNS, Plan, load_plan, read_units
@@ -16,7 +17,6 @@ from spec_data.shards.files import temporary_files
 from spec_data.shards.follow import LEFT_OUT, WORK
 from spec_data.shards.likelihood import DocumentFigures, summarise
 from spec_data.shards.reader import MANIFEST
-from spec_data.shards.reclaim import seal_lock, units_to_keep
 from spec_data.shards.records import read_json
 from spec_data.shards.resumable import PATIENCE
 from spec_data.shards.schema import LeftOut, Manifest
@@ -39,7 +39,7 @@ def finalize(out: Path, checked: set[int], others: bool = False) -> Manifest | N
 
     Returns:
         The manifest, also if another worker has finalized; None if a worker that is still running,
-        or has not run yet, does so later; or if units are deleted after use (`--follow-keep`).
+        or has not run yet, does so later.
 
     Raises:
         MissingError: there is no plan, or units are not finished.
@@ -48,7 +48,7 @@ def finalize(out: Path, checked: set[int], others: bool = False) -> Manifest | N
     work = out / WORK
     try:
         if not (out / MANIFEST).is_file():
-            with seal_lock(work):
+            with FileLock(work / "seal.lock"):
                 if not (out / MANIFEST).is_file():
                     return _finalize(out, work, checked, others)
     except FileNotFoundError:  # another worker has finalized, and removed the lock's folder
@@ -60,13 +60,6 @@ def finalize(out: Path, checked: set[int], others: bool = False) -> Manifest | N
 
 def _finalize(out: Path, work: Path, checked: set[int], others: bool) -> Manifest | None:
     """Do the work of `finalize` while its lock is held."""
-    if units_to_keep(out):
-        logger.info(
-            "%s: every unit of this worker was captured; `spec-train fit --follow-keep` deletes "
-            "them after use",
-            out,
-        )
-        return None
     if others and _others_are_left(out):
         return None
     plan = load_plan(work)

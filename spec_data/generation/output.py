@@ -43,7 +43,6 @@ from spec_data.shards.files import (
     unit_name,
 )
 from spec_data.shards.follow import WORK
-from spec_data.shards.reclaim import units_to_keep
 from spec_data.shards.resumable import process_lock
 from spec_data.shards.schema import Manifest, ShardRecord
 from spec_data.shards.seal import index_part, part_name, target_file_names
@@ -65,9 +64,11 @@ class LocalOutput:
     Attributes:
         directory: where files are written. name: of the output, for messages.
         remote: whether files are uploaded from there.
+        units_at_once: most units that are on the local disk at a time; 0: all.
     """
 
     remote = False
+    units_at_once = 0
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.name = directory, str(directory)
@@ -91,11 +92,6 @@ class LocalOutput:
 
     def upload(self, unit: int) -> None:
         """Bring a unit that is finished on the local disk to where it stays."""
-
-    @property
-    def units_at_once(self) -> int:
-        """Most units that are on the local disk at a time; 0: all."""
-        return units_to_keep(self.directory)
 
     def finalize(self, checked: set[int], others: bool) -> Manifest | None:
         """Turn finished units into a dataset, see `finalize.finalize`."""

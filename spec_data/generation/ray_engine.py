@@ -24,7 +24,6 @@ from spec_data.generation.status import FAILED, ProgressFile, read_progress
 from spec_data.generation.units import explained_failures, finish_unit
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 from spec_data.shards.follow import WORK
-from spec_data.shards.reclaim import wait_for_room
 from spec_data.terminal.progress import progress, size
 
 logger = logging.getLogger(__name__)
@@ -234,7 +233,6 @@ class RayReplica:
         Raises:
             SpecDataError: a failed proof, broken states, a full disk or a full device.
         """
-        wait_for_room(self.out, unit)
         try:
             with explained_failures(self.out):
                 with self._capturing:

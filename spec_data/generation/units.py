@@ -24,9 +24,8 @@ from spec_data.generation.replica import Replica
 from spec_data.generation.status import ProgressFile
 from spec_data.shards.errors import RunError
 from spec_data.shards.files import CACHE_VARIABLE, remove_left_of, unit_name, writing
-from spec_data.shards.follow import WORK, used_marker
+from spec_data.shards.follow import WORK
 from spec_data.shards.likelihood import DocumentFigures
-from spec_data.shards.reclaim import wait_for_room
 from spec_data.shards.resumable import read_record, write_record
 from spec_data.shards.schema import Column, ShardRecord
 from spec_data.shards.writer import write_shard
@@ -70,14 +69,14 @@ def parse_unit_record(content: dict[str, Any] | None) -> UnitRecord | None:
 def finished_unit(out: Path, unit: int) -> UnitRecord | None:
     """Return the record of a finished unit, or None.
 
-    A unit is finished if its shard is on disk, or was deleted after use.
+    A unit is finished if its shard is on disk.
     """
     record = parse_unit_record(read_record(out / WORK / f"{unit_name(unit)}.json"))
     if record is None:
         return None
     shard = out / record.record.file
     stored = shard.is_file() and shard.stat().st_size == record.record.bytes
-    return record if stored or used_marker(out, unit).is_file() else None
+    return record if stored else None
 
 
 def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Column, ...]) -> int:
@@ -130,7 +129,6 @@ def capture_units(
         ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer,
     ):
         for number, unit in enumerate(todo, 1):
-            wait_for_room(out, unit)
             progress_file.begin(unit)
             captured = replica.capture(unit, count)
             if pending is not None:
@@ -165,9 +163,7 @@ def check_free_space(out: Path, needed: int, stage: bool = False) -> None:
     if needed > free:
         raise RunError(
             f"{out}: {needed:,} bytes are still to be written, but only {free:,} are free. Free "
-            "some space, or use fewer --layers, a --limit or a smaller --max-length. Or start "
-            f"`spec-train fit --data {out} --follow --follow-keep N` and run this command again: "
-            "each unit is then deleted after training has used it"
+            "some space, or use fewer --layers, a --limit or a smaller --max-length"
         )
 
 

@@ -8,7 +8,6 @@ states were not usable. Left-out documents keep their place in the order, and ar
 without a supervised token.
 
     .generate/plan.{json,arrow}, target.json, unit-00000.json    see spec_data/commands/generate.py
-    .generate/follow-keep.json      units are deleted after their use (see reclaim.py): never seal
 """
 
 import json
@@ -329,7 +328,7 @@ class FollowedDataset(HiddenStatesDataset):
         Returns False when `stop` is set while waiting.
 
         Raises:
-            RunError: a unit did not appear within `timeout` seconds, or was used up and deleted.
+            RunError: a unit did not appear within `timeout` seconds.
             DatasetError: a shard is not the one that was written.
         """
         for unit in sorted({self.unit_of(row) for row in rows}):
@@ -341,10 +340,6 @@ class FollowedDataset(HiddenStatesDataset):
                 return False
             self._open(unit)
         return True
-
-    def close_unit(self, unit: int) -> None:
-        """Unmap a unit's shard."""
-        self._shards.pop(unit, None)
 
     def _awaited(self, unit: int) -> str:
         return f"unit {unit + 1} of {len(self.planned.units) - 1}"
@@ -370,11 +365,6 @@ class FollowedDataset(HiddenStatesDataset):
 
     def _record(self, unit: int) -> tuple[ShardRecord, list[int]] | None:
         """Return a unit's record and its left-out places; None while it is not finished."""
-        if used_marker(self.path, unit).is_file():
-            raise RunError(
-                f"{self.path}: unit {unit + 1} was used up and deleted (--follow-keep). Generate "
-                "again to another --out, or resume a run whose checkpoint is past this unit"
-            )
         file = self.path / WORK / f"{unit_name(unit)}.json"
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
@@ -470,11 +460,6 @@ class FollowedDataset(HiddenStatesDataset):
             return self._tokens, index
         places = getattr(self, "_left_places", {})
         return (self._left, places[index]) if index in places else None
-
-
-def used_marker(directory: Path, unit: int) -> Path:
-    """Return the path of the file that marks a unit as used and deleted."""
-    return directory / WORK / f"{unit_name(unit)}.used"
 
 
 def _shard_name(unit: int) -> str:

@@ -152,8 +152,6 @@ def _fit_command(
         return _Finished(0 if result.stopped_by is None else 128 + result.stopped_by)
     if result.stopped_by is not None:
         return _Finished(128 + result.stopped_by)
-    if training.follow_keep:  # its units are deleted: there is no data to measure on
-        return _Finished(next_command=["spec-train", "export", "--draft", training.out])
     data = parse_sources(training.data)[0].place
     return _Finished(next_command=["spec-train", "eval", "--draft", training.out, "--data", data])
 

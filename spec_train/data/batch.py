@@ -10,6 +10,7 @@ id -1, position 0 and zero states.
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,3 +111,12 @@ def padding_batch(device: torch.device | str = "cpu", slots: int = 4) -> DraftBa
         target_logsumexp=ids.float(),
         rows=[[]],
     )
+
+
+def one_document(batch: DraftBatch, pack: int, place: int) -> DraftBatch:
+    """Return a decoded batch with only the document at `place` of `pack`, B = 1."""
+    span = (batch.document_ids[pack] == place).nonzero().flatten()
+    plain: dict[str, Any] = {n: v[pack, span][None] for n, v in batch.plain().items()}
+    plain["document_ids"] = torch.zeros_like(plain["document_ids"])
+    hidden = {name: values[pack, span][None] for name, values in batch.hidden.items()}
+    return DraftBatch(**plain, hidden=hidden, rows=[[batch.rows[pack][place]]])

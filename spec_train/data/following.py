@@ -4,9 +4,6 @@ The first epoch trains on windows of consecutive units, of at least `window_toke
 shuffles inside a window, so batch k needs no unit after the last one of its window. In later epochs
 all units are on disk, and the order is that of a BatchPlan.
 
-With `visits`, there is only one long epoch. It trains on every window `visits` times before it goes
-to the next window; the units of the first window are then no longer needed and may be deleted.
-
 The order follows from the generation plan alone, which is complete before the first unit.
 """
 
@@ -26,58 +23,26 @@ class FollowingPlan(BatchPlan):
         lengths: np.ndarray,
         usable: np.ndarray,
         units: np.ndarray,
-        visits: int = 0,
         **options: Any,
     ) -> None:
         """Plan over documents of `lengths` int64 [N]; unit u has documents units[u] to units[u+1].
 
-        `units` is int64 [U + 1]. `visits` is 0, or how often the only epoch trains on a window.
-        Other arguments as for BatchPlan.
+        `units` is int64 [U + 1]; other arguments as for BatchPlan.
         """
         super().__init__(lengths, usable, **options)
-        self.units, self.visits = units, visits
+        self.units = units
         self.bounds = window_bounds(self.lengths, usable, units, self.window_tokens)
-
-    def _facts(self) -> dict[str, Any]:
-        return super()._facts() | {"visits": self.visits}
-
-    def documents(self, epoch: int) -> int:
-        """Return the number of documents of an epoch, counting each as often as it appears."""
-        return len(self.rows) * max(1, self.visits)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one epoch, after the cut."""
-        return super().tokens * max(1, self.visits)
 
     def windows(self, epoch: int) -> Iterator[np.ndarray]:
         """Yield the documents of each window in training order, int64 dataset rows."""
-        if epoch and not self.visits:
+        if epoch:
             yield from super().windows(epoch)
             return
         # int64 [W + 1]: window w has the usable documents borders[w] to borders[w + 1]
         borders = np.searchsorted(self.rows, self.units[self.bounds])
         for first, last in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
-            for visit in range(max(1, self.visits)):
-                if first < last:
-                    yield self.rows[self._shuffled(np.arange(first, last), visit)]
-
-    def units_needed(self) -> list[int]:
-        """Return the first unit still needed after 0, 1, ... all batches; for plans with `visits`.
-
-        A batch reads documents of its window and perhaps of the next one; later batches read none
-        of earlier windows.
-        """
-        first = []
-        for batch in self.iter_batches(0):
-            row = min(row for pack in batch for row in pack)
-            unit = int(np.searchsorted(self.units, row, "right")) - 1
-            first.append(int(self.bounds[np.searchsorted(self.bounds, unit, "right") - 1]))
-        return [*first, len(self.units) - 1]
-
-    def widest_pair(self) -> int:
-        """Return the most units in two neighbouring windows: a batch may need them all at once."""
-        return int((self.bounds[2:] - self.bounds[:-2]).max(initial=self.bounds[1]))
+            if first < last:
+                yield self.rows[self._shuffled(np.arange(first, last), 0)]
 
 
 def window_bounds(

@@ -206,8 +206,7 @@ def _train_plan(
         return MixedPlan(dataset.lengths, mask, dataset.shares, **options)
     options["fingerprint"] = dataset.manifest.fingerprint
     if isinstance(dataset, FollowedDataset):
-        visits = (config.epochs or 0) if config.follow_keep else 0
-        return FollowingPlan(dataset.lengths, mask, dataset.planned.units, visits, **options)
+        return FollowingPlan(dataset.lengths, mask, dataset.planned.units, **options)
     return BatchPlan(dataset.lengths, mask, **options)
 
 

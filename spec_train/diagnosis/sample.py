@@ -19,14 +19,13 @@ from spec_data.shards.errors import SpecDataError
 from spec_data.shards.packing import pack_documents, shift_left
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, layer_column
-from spec_train.data.batch import DraftBatch
+from spec_train.data.batch import DraftBatch, one_document
 from spec_train.data.policy_masks import open_with_mask
 from spec_train.drafts import Draft
 from spec_train.drafts.teacher import LOGITS, TOPK
 from spec_train.evaluation.on_dataset import choose_documents, measured_mask, read_pack
 from spec_train.losses.head import TargetHead
 from spec_train.simulation.simulated_decoding import document_sums, documents_of
-from spec_train.training.replay import one_document
 
 LEAST_DOCUMENTS = 12
 """With fewer, no permutation test of some twenty conventions can be clear."""

@@ -53,9 +53,6 @@ class Training:
     follow_timeout: Annotated[float, NO_FLAG] = 3600.0
     """With --follow: stop with an error after waiting so many seconds for one unit, or for
     generation to begin."""
-    follow_keep: Annotated[int, FOLLOW, Parameter(metavar="N")] = 0
-    """With --follow, for a small disk: keep at most N units on disk. Each is DELETED after its last
-    epoch; generation pauses meanwhile; the directory cannot be sealed. 0 deletes nothing."""
     preset: Literal["smoke", "5k", "50k", "500k"] | None = None
     """Settings for a dataset of about so many documents, listed below; other options replace them.
     Start with smoke, to see within a minute that everything works."""
@@ -158,11 +155,6 @@ class Training:
             not isinstance(self.data, str) or parse_sources(self.data)[0].weight != 1
         ):
             raise ConfigError("--follow takes one --data without a weight")
-        if self.follow_keep and (not self.follow or self.steps is not None):
-            raise ConfigError(
-                f"--follow-keep {self.follow_keep}: needs --follow, and --epochs rather than "
-                "--steps: they say when a unit was used often enough"
-            )
         if self.mask is not None:
             check_policy(self.mask)
         if self.mask is not None and self.follow:
@@ -170,7 +162,7 @@ class Training:
                 f"--mask {self.mask} and --follow: the masks of all documents are needed first; "
                 "train on the sealed dataset, or generate with the mask that you want"
             )
-        at_least(self, 0, "follow_keep", "follow_timeout")
+        at_least(self, 0, "follow_timeout")
         at_least(self, 0, "steps", "clip", "weight_decay", "validation_documents", "seed")
         at_least(self, 0, "split_seed")
         at_least(self, 1, "epochs", "batch_size", "accumulation", "window_tokens", "keep")

@@ -2,10 +2,9 @@
 
 import logging
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-from torch import nn
 
 from spec_data.models.engines import engine_warnings
 from spec_data.shards.layer_ids import AUTO_DRAFTS, recipe_layers
@@ -36,9 +35,8 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
     """
     dataset, config, plan = trainer.dataset, trainer.config, splits.train
     for part in dataset.datasets if isinstance(dataset, Mixture) else (dataset,):
-        _announce_dataset(part, trainer.stream.columns)
+        _announce_dataset(part)
     _announce_layers(trainer)
-    _announce_share(trainer)
     warn_of_biases(trainer.draft.name, vars(trainer.draft.config))
     for line in engine_warnings(
         [trainer.draft.name], target_architectures(trainer.dataset.target_config())
@@ -89,8 +87,8 @@ def _warn_of_few_held_out(dataset: Documents, rows: np.ndarray) -> None:
         )
 
 
-def _announce_dataset(dataset: Documents, columns: tuple[str, ...]) -> None:
-    """Log the contents of a dataset and how many bytes of it are read."""
+def _announce_dataset(dataset: Documents) -> None:
+    """Log the contents of a dataset, and what its masks are."""
     log.info(
         "dataset    %s: %s documents, %s tokens, %s supervised",
         dataset.place,
@@ -104,11 +102,6 @@ def _announce_dataset(dataset: Documents, columns: tuple[str, ...]) -> None:
             "mask       %s, from the stored turns; the dataset was generated with %s",
             *(dataset.policy, dataset.manifest.mask or "another one"),
         )
-    width = {column.name: column.bytes_per_token for column in dataset.manifest.columns}
-    log.info(
-        "columns    %s: %d of %d bytes per token are read",
-        *(", ".join(columns), sum(width[c] for c in columns), sum(width.values())),
-    )
 
 
 def _announce_layers(trainer: Trainer) -> None:
@@ -133,36 +126,6 @@ def _announce_layers(trainer: Trainer) -> None:
             *(draft.name, ", ".join(map(str, recipe or ()))),
             ",".join(dict.fromkeys([*(manifest.draft_layers or AUTO_DRAFTS), draft.name])),
         )
-
-
-def _announce_share(trainer: Trainer) -> None:
-    """Log how large the draft is beside its target, as far as the dataset tells.
-
-    A token costs two operations per weight that multiplies it, and those of attention, which grow
-    with the context and are not counted on either side.
-    """
-    target = trainer.dataset.manifest.target
-    if target.parameters is None:
-        return
-    draft = trainer.draft
-    own = sum(p.numel() for p in trainer.masters.params)
-    linear = [m.weight for m in cast(nn.Module, draft).modules() if isinstance(m, nn.Linear)]
-    multiplied = sum(weight.numel() for weight in linear)
-    if getattr(draft, "lm_head", None) is None:  # the target's
-        multiplied += draft.config.draft_vocab_size * draft.config.hidden_size
-    active = target.active_parameters
-    log.info(
-        "share      %s trained parameters are %.1f %% of the target's %s; a drafted token costs %s "
-        "a token of the target, without attention over the context",
-        *(size_text(own), 100 * own / target.parameters, size_text(target.parameters)),
-        f"{100 * multiplied / active:.1f} % of the FLOPs of" if active else "an unknown share of",
-    )
-
-
-def size_text(count: int) -> str:
-    """Return a number of parameters for people, such as 33.1 M."""
-    value, unit = (count / 1e9, "B") if count >= 1e9 else (count / 1e6, "M")
-    return f"{value:.3g} {unit}"
 
 
 def warn_of_biases(kind: str, config: dict[str, Any]) -> None:

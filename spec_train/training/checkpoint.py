@@ -7,22 +7,18 @@
     RUN/failed-step-500/       a batch whose loss or gradient was not finite (see `failure`)
     RUN/last, RUN/best         links to the newest checkpoint and to the best draft directory
 
-A directory is written under a temporary name, synced and renamed. A link is replaced atomically.
+A directory is written under a temporary name, synced and renamed; a link is replaced atomically.
 So a kill at any moment leaves the previous state complete, and leftovers are recognised by name.
-training_state.json is written last and holds the hash of every other file; it and run.json have a
-checksum of their own content. No pickle anywhere.
+training_state.json is written last and holds the hash of every other file. No pickle anywhere.
 """
 
 import contextlib
 import json
 import logging
-import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,23 +27,28 @@ from spec_data.shards.errors import ConfigError, DraftError, FileError, RunError
 from spec_data.shards.files import (
     dump_json,
     is_temporary,
+    replace_durably,
     sha256_file,
-    sync_directory,
     temporary_name,
     use_default_mode,
     write_atomically,
     writing,
 )
-from spec_data.shards.resumable import differing_settings
+from spec_data.shards.resumable import (
+    atomic_write,
+    differing_settings,
+    process_lock,
+    remove,
+    write_record,
+)
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_train.training.stored import (
     HELD_OUT,
+    RUN,
     STATE,
-    STATE_FORMAT,
     STATE_TENSORS,
     Saved,
     checkpoints_of,
-    dump_checked,
     read_checkpoint,
     read_run_json,
 )
@@ -55,6 +56,9 @@ from spec_train.training.stored import (
 log = logging.getLogger(__name__)
 
 _LOCK = ".lock"
+
+SaveDraft = Callable[[Path], None]
+"""Writes a draft's files into an empty folder."""
 
 
 class RunDirectory:
@@ -67,42 +71,44 @@ class RunDirectory:
             ConfigError: `path` cannot be written, or is a directory with other contents than a run.
             RunError: another process uses it.
         """
-        self.path = Path(path)
-        self.keep = keep
+        self.path, self.keep = Path(path), keep
         check_directory_to_write("--out", self.path)
         paths = list(self.path.iterdir()) if self.path.is_dir() else []
         names = {p.name for p in paths if p.name != _LOCK and not is_temporary(p)}
-        if names and "run.json" not in names:
+        if names and RUN not in names:
             raise ConfigError(
                 f"--out {self.path}: not empty and not a run of spec-train; pass another directory"
             )
         make_directory("--out", self.path)
-        self._lock = FileLock(self.path / _LOCK, thread_local=False)
-        try:
-            self._lock.acquire(blocking=False)
-        except Timeout:
-            raise RunError(
-                f"--out {self.path}: another spec-train fit is running here; wait until it ends, "
-                "or pass another directory"
-            ) from None
+        self._lock = contextlib.ExitStack()
+        busy = (
+            f"--out {self.path}: another spec-train fit is running here; wait until it ends, or "
+            "pass another directory"
+        )
+        self._lock.enter_context(process_lock(self.path / _LOCK, busy))
         for leftover in filter(is_temporary, paths):
-            _remove(leftover)
+            remove(leftover)
 
     def close(self) -> None:
         """Release the lock."""
-        self._lock.release()
+        self._lock.close()
 
     # -- settings ---------------------------------------------------------------------------------
+
+    @property
+    def _has_learned(self) -> bool:
+        return bool(checkpoints_of(self.path) or list(self.path.glob("damaged-*")))
 
     def started(self) -> dict[str, Any] | None:
         """Return the identity of the run that has checkpoints here; None if there is none.
 
         Raises:
-            RunError: run.json cannot be read, or is damaged.
+            RunError: run.json is damaged.
         """
-        if not (checkpoints_of(self.path) or list(self.path.glob("damaged-*"))):
+        if not (self._has_learned and (self.path / RUN).is_file()):
             return None
-        return read_run_json(self.path)["identity"] if (self.path / "run.json").is_file() else None
+        identity: dict[str, Any] = read_run_json(self.path)["identity"]
+        return identity
 
     def record(self, options: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
         """Write fit.json and run.json, or compare with an existing run.json; return its notes.
@@ -113,12 +119,11 @@ class RunDirectory:
             ConfigError: the run was started with another identity; lists the differing fields.
             RunError: run.json is damaged.
         """
-        file = self.path / "run.json"
         notes: dict[str, Any] = {}
-        if file.is_file():
+        if (self.path / RUN).is_file():
             old = read_run_json(self.path)
             differing = differing_settings(old["identity"], identity)
-            if differing and (checkpoints_of(self.path) or list(self.path.glob("damaged-*"))):
+            if differing and self._has_learned:
                 raise ConfigError(
                     f"--out {self.path} holds a run with other settings:\n  "
                     + "\n  ".join(differing)
@@ -127,7 +132,7 @@ class RunDirectory:
                 )
             notes = {} if differing else old["notes"]
         self.write_options(options)
-        write_atomically(file, dump_checked({"identity": identity, "notes": notes}))
+        write_record(self.path / RUN, {"identity": identity, "notes": notes})
         return notes
 
     def write_options(self, options: dict[str, Any]) -> None:
@@ -137,8 +142,7 @@ class RunDirectory:
     def note(self, **notes: Any) -> None:
         """Add facts to run.json that are expensive to compute again."""
         run = read_run_json(self.path)
-        run["notes"] |= notes
-        write_atomically(self.path / "run.json", dump_checked(run))
+        write_record(self.path / RUN, run | {"notes": run["notes"] | notes})
 
     # -- metrics ----------------------------------------------------------------------------------
 
@@ -151,45 +155,37 @@ class RunDirectory:
 
     def begin(self) -> None:
         """Delete what an attempt without a checkpoint left behind."""
-        files = (self.path / name for name in ("best", "metrics.jsonl", HELD_OUT))
-        for stale in [*files, *self.path.glob("best-*")]:
-            _remove(stale)
+        for name in ("best", "metrics.jsonl", HELD_OUT):
+            remove(self.path / name)
+        for folder in self.path.glob("best-*"):
+            remove(folder)
 
     def truncate_metrics(self, step: int) -> None:
         """Drop lines after `step`, and a last line that is incomplete."""
         file = self.path / "metrics.jsonl"
         if not file.is_file():
             return
-        kept = []
+        lines = []
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):
                 if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-        write_atomically(file, "".join(kept))
+                    lines.append(line + "\n")
+        write_atomically(file, "".join(lines))
 
     # -- checkpoints ------------------------------------------------------------------------------
 
     def save(
-        self,
-        step: int,
-        save_draft: Callable[[Path], None],
-        tensors: dict[str, Tensor],
-        state: dict[str, Any],
+        self, step: int, save_draft: SaveDraft, tensors: dict[str, Tensor], state: dict[str, Any]
     ) -> Path:
         """Write checkpoint `step`, point `last` at it, and delete the oldest beyond `keep`."""
         final = self.path / f"checkpoint-{step:08d}"
-
-        def write(folder: Path) -> None:
+        remove(final)  # it was damaged, or this step is saved a second time
+        with self._written(final) as folder:
             save_draft(folder)
             contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
             save_file(contiguous, folder / STATE_TENSORS)
             files = {p.name: sha256_file(p) for p in sorted(folder.iterdir())}
-            whole = {"format": STATE_FORMAT, "step": step, **state, "files": files}
-            (folder / STATE).write_text(dump_checked(whole), encoding="utf-8")
-
-        if final.exists():  # it was damaged, or this step is saved a second time
-            _remove(final)
-        self._write_directory(final, write)
+            write_record(folder / STATE, {"step": step, **state, "files": files})
         self._settle(final)
         return final
 
@@ -198,11 +194,11 @@ class RunDirectory:
         if self._pointed("last") != newest.name:
             self._link("last", newest)
         for old in checkpoints_of(self.path)[: -self.keep]:
-            _remove(old)
+            remove(old)
         best = self._pointed("best")
         for old in self.path.glob("best-*") if best else ():
             if old.name != best:
-                _remove(old)
+                remove(old)
 
     def load_newest(self) -> Saved | None:
         """Return the newest intact checkpoint, or None if there is no checkpoint.
@@ -222,7 +218,7 @@ class RunDirectory:
             except DraftError as error:
                 problems.append(str(error))
                 aside = self.path / f"damaged-{checkpoint.name}"
-                _remove(aside)
+                remove(aside)
                 checkpoint.rename(aside)
                 log.warning("%s; renamed to %s, trying the checkpoint before it", error, aside.name)
         damaged = sorted(p.name for p in self.path.glob("damaged-*"))
@@ -237,81 +233,60 @@ class RunDirectory:
     def save_best(
         self,
         step: int,
-        save_draft: Callable[[Path], None],
+        save_draft: SaveDraft,
         metrics: dict[str, Any],
-        walk: dict[str, Any],
+        simulated: dict[str, Any],
     ) -> Path:
         """Replace `best` by the current draft; its metrics go to validation.json.
 
-        The walk goes to the run directory, not into `best`: its samples are texts of the dataset,
-        and `best` may be published.
+        `simulated` goes to the run directory, not into `best`: its samples are texts of the
+        dataset, and `best` may be published.
         """
-
-        def write(folder: Path) -> None:
-            save_draft(folder)
-            (folder / "validation.json").write_text(
-                dump_json({"step": step, **metrics}), encoding="utf-8"
-            )
-
         # a resumed run may measure the same step again: never overwrite the target of `best`
         final = self.path / f"best-{step:08d}"
         if self._pointed("best") == final.name:
             final = self.path / f"{final.name}-again"
-        _remove(final)
-        self._write_directory(final, write)
+        remove(final)
+        with self._written(final) as folder:
+            save_draft(folder)
+            text = dump_json({"step": step, **metrics})
+            (folder / "validation.json").write_text(text, encoding="utf-8")
         self._link("best", final)
         for old in self.path.glob("best-*"):
             if old.name != final.name:
-                _remove(old)
-        if walk:
-            write_atomically(self.path / HELD_OUT, dump_json({"step": step, **walk}))
+                remove(old)
+        if simulated:
+            write_atomically(self.path / HELD_OUT, dump_json({"step": step, **simulated}))
         return final
 
     def save_failure(self, step: int, write: Callable[[Path], None]) -> Path:
         """Write failed-step-<step> with `write`; replace the one of an earlier attempt."""
         final = self.path / f"failed-step-{step}"
-        _remove(final)
-        self._write_directory(final, write)
+        remove(final)
+        with self._written(final) as folder:
+            write(folder)
         return final
 
     def _pointed(self, name: str) -> str | None:
         link = self.path / name
         return link.readlink().name if link.is_symlink() else None
 
-    def _write_directory(self, final: Path, write: Callable[[Path], None]) -> None:
-        folder = temporary_name(final)
+    @contextlib.contextmanager
+    def _written(self, final: Path) -> Iterator[Path]:
+        """Yield a new folder, which gets the name `final` once everything in it is on the disk."""
         try:
-            with writing(final):
+            with atomic_write(final) as folder:
                 folder.mkdir()
-                write(folder)
+                yield folder
                 for file in list(folder.iterdir()):
                     use_default_mode(file)  # safetensors writes files with mode 0600
-                    with file.open("rb") as handle:
-                        os.fsync(handle.fileno())
-                sync_directory(folder)
-                folder.rename(final)
-                sync_directory(self.path)
+        except FileError:
+            raise
         except (OSError, SafetensorError) as error:
-            with contextlib.suppress(OSError):
-                _remove(folder)
-            if isinstance(error, FileError):
-                raise
             raise RunError(f"{final}: cannot be written ({error})") from error
 
     def _link(self, name: str, folder: Path) -> None:
         """Point the relative link `name` at `folder`; replace the old link atomically."""
         temporary = temporary_name(self.path / name)
         temporary.symlink_to(folder.name, target_is_directory=True)
-        temporary.replace(self.path / name)
-        sync_directory(self.path)
-
-
-def _remove(path: Path) -> None:
-    """Delete a file, link or directory. A directory gets a temporary name first, so that a kill
-    meanwhile never leaves an incomplete directory under its own name."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.is_dir():
-        if not is_temporary(path):
-            path = path.rename(temporary_name(path))
-        shutil.rmtree(path)
+        replace_durably(temporary, self.path / name)

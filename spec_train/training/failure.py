@@ -35,17 +35,17 @@ from spec_train.data.stream import BatchStream
 from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
 from spec_train.options.training import Training
-from spec_train.training.saving import Saver
+from spec_train.training.checkpoint import RunDirectory
 
-# -- seeds -----------------------------------------------------------------------------------------
-# Random seeds of a run. A seed depends on the micro-batch's place, not on earlier draws.
-#
-# So no generator state is saved, and a micro-batch draws the same numbers on any rank.
+# -- arithmetic of a run ---------------------------------------------------------------------------
 
 
 def place_seed(seed: int, kind: str, epoch: int, number: int) -> int:
-    """Return the seed of a micro-batch of the split `kind` with `number` packs before it in the
-    epoch."""
+    """Return the random seed of a micro-batch with `number` packs before it in the epoch.
+
+    It depends on nothing else than the run's `seed` and the split `kind`: no generator state is
+    saved, and a micro-batch draws the same numbers on any rank.
+    """
     text = repr((seed, kind, epoch, number)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
@@ -53,46 +53,6 @@ def place_seed(seed: int, kind: str, epoch: int, number: int) -> int:
 def seed_place(seed: int, kind: str, epoch: int, number: int) -> None:
     """Seed torch for a micro-batch; arguments as for `place_seed`."""
     torch.manual_seed(place_seed(seed, kind, epoch, number))
-
-
-# -- failure ---------------------------------------------------------------------------------------
-
-
-FORMAT = 2  # since 2, target_logsumexp is there only where it was read
-FAILURE, BATCH = "failure.json", "batch.safetensors"
-HEAD_FILE = "target/head.safetensors"
-_SHOWN = 8
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """A micro-batch of a failed step: the number of packs of its epoch before it, its packs, its
-    loss."""
-
-    number: int
-    packs: list[Pack]
-    loss: float
-
-
-@dataclass(frozen=True)
-class FailedStep:
-    """A step of all ranks whose loss or gradient norm is not finite."""
-
-    number: int  # of the step, from 1
-    epoch: int
-    index: int  # of the batch in the epoch
-    parts: list[MicroBatch]
-    grad_norm: float
-    counts: Tensor  # slot counts of the whole step, float64 [S]
-
-    @property
-    def losses(self) -> list[float]:
-        """Return the losses of the micro-batches."""
-        return [part.loss for part in self.parts]
-
-    def random_seed(self, part: int, seed: int) -> int:
-        """Return the random seed of micro-batch `part` in a run with this `seed`."""
-        return place_seed(seed, "train", self.epoch, self.parts[part].number)
 
 
 def arithmetic(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -109,38 +69,101 @@ def cast_draft(draft: Draft, dtype: torch.dtype) -> list[nn.Parameter]:
     return params
 
 
+def loss_and_norm(
+    draft: Draft, head: TargetHead, batch: DraftBatch, counts: Tensor
+) -> tuple[float, float]:
+    """Return loss and gradient norm of one micro-batch; the gradient stays in the parameters."""
+    device, dtype = head.head_weight.device, head.head_weight.dtype
+    params = draft.trainable_parameters()
+    for parameter in params:
+        parameter.grad = None
+    with arithmetic(device, dtype):
+        loss = draft.loss(batch.to(device, dtype), head, counts).loss
+    loss.backward()
+    norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    return float(loss.detach()), float(norm)
+
+
+# -- the record ------------------------------------------------------------------------------------
+
+FAILURE, BATCH = "failure.json", "batch.safetensors"
+_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedStep:
+    """A step of all ranks whose loss or gradient norm is not finite."""
+
+    step: int  # from 1
+    epoch: int
+    batch: int  # of the epoch, from 0
+    parts: list[tuple[int, list[Pack], float]]
+    """Of each micro-batch: packs before it in the epoch, its packs, its loss."""
+    grad_norm: float
+    counts: Tensor  # slot counts of the whole step, float64 [S]
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of the micro-batches."""
+        return [loss for _, _, loss in self.parts]
+
+
 def describe_failure(
     failed: FailedStep,
     draft: Draft,
     head: TargetHead,
     stream: BatchStream,
     config: Training,
-    saver: Saver,
+    directory: RunDirectory,
+    stored: Draft,
 ) -> str:
     """Save the responsible micro-batch; return the message of the error to raise.
 
-    `draft` and the draft of `saver` hold the complete weights from before the step.
+    `draft` and `stored`, its copy on the host, hold the complete weights from before the step.
     """
-    dataset = stream.dataset
-    index = _to_blame(failed, draft, head, stream, config.seed)
-    batch = stream.read(failed.parts[index].packs)
-    bad = [i for i, value in enumerate(failed.losses) if not math.isfinite(value)]
-    what = f"loss is {failed.losses[bad[0]]}" if bad else f"gradient norm is {failed.grad_norm}"
+    dataset, losses = stream.dataset, failed.losses
+    seeds = [
+        place_seed(config.seed, "train", failed.epoch, number) for number, _, _ in failed.parts
+    ]
+    index = _first_bad_part(failed, seeds, draft, head, stream)
+    batch = stream.read(failed.parts[index][1])
+    bad = next((loss for loss in losses if not math.isfinite(loss)), None)
+    what = f"gradient norm is {failed.grad_norm}" if bad is None else f"loss is {bad}"
     documents = document_table(batch, dataset)
     message = (
-        f"step {failed.number} (epoch {failed.epoch}, batch {failed.index}): the {what}; "
-        f"the step was not applied. Documents of micro-batch {index + 1} of "
-        f"{len(failed.losses)}: {_named(documents)}. {_stored(batch, documents)}"
+        f"step {failed.step} (epoch {failed.epoch}, batch {failed.batch}): the {what}; "
+        f"the step was not applied. Documents of micro-batch {index + 1} of {len(losses)}: "
+        f"{_named(documents)}. {_states(non_finite_states(batch, documents))}"
     )
-    state = _state(failed, index, draft, config, dataset) | {"documents": documents}
+    state = {
+        "draft": draft.name,
+        "step": failed.step,
+        "epoch": failed.epoch,
+        "batch": failed.batch,
+        "micro_batch": index,
+        "losses": [str(loss) for loss in losses],  # JSON has no nan
+        "grad_norm": str(failed.grad_norm),
+        "seed": config.seed,
+        "random_seed": seeds[index],
+        "dtype": config.dtype,
+        "config": to_dict(config),
+        "options": to_dict(draft.options),
+        "dataset": str(Path(dataset.path).absolute()),
+        "fingerprint": dataset.manifest.fingerprint,
+        "head": head_hash(dataset.manifest),
+        "documents": documents,
+    }
+    states = {f"states.{name}": values for name, values in batch.hidden.items()}
+    tensors = batch.plain() | states | {"counts": failed.counts}
 
     def write(folder: Path) -> None:
-        saver.draft.save_pretrained(folder, torch.float32)
-        save_file(_tensors(batch, failed.counts), folder / BATCH)
+        stored.save_pretrained(folder, torch.float32)
+        on_host = {name: values.detach().cpu().contiguous() for name, values in tensors.items()}
+        save_file(on_host, folder / BATCH)
         (folder / FAILURE).write_text(dump_json(state), encoding="utf-8")
 
     try:
-        folder = saver.failure(failed.number, write)
+        folder = directory.save_failure(failed.step, write)
     except (SpecDataError, OSError) as error:  # report the cause even if the record fails
         return f"{message}. It could not be saved for `spec-train replay`: {error}"
     return (
@@ -149,38 +172,14 @@ def describe_failure(
     )
 
 
-def _state(
-    failed: FailedStep, index: int, draft: Draft, config: Training, dataset: Documents
-) -> dict[str, Any]:
-    """Return the contents of failure.json for micro-batch `index`, except its documents."""
-    return {
-        "format": FORMAT,
-        "draft": draft.name,
-        "step": failed.number,
-        "epoch": failed.epoch,
-        "batch": failed.index,
-        "micro_batch": index,
-        "losses": [str(value) for value in failed.losses],  # JSON has no nan
-        "grad_norm": str(failed.grad_norm),
-        "seed": config.seed,
-        "random_seed": failed.random_seed(index, config.seed),
-        "dtype": config.dtype,
-        "config": to_dict(config),
-        "options": to_dict(draft.options),
-        "dataset": str(Path(dataset.path).absolute()),
-        "fingerprint": dataset.manifest.fingerprint,
-        "head": head_hash(dataset.manifest),
-    }
-
-
 def head_hash(manifest: Manifest) -> str | None:
     """Return the checksum of the target's head in a dataset; None if none is recorded."""
-    record = manifest.files.get(HEAD_FILE)
+    record = manifest.files.get("target/head.safetensors")
     return None if record is None else record.sha256
 
 
-def _to_blame(
-    failed: FailedStep, draft: Draft, head: TargetHead, stream: BatchStream, seed: int
+def _first_bad_part(
+    failed: FailedStep, seeds: list[int], draft: Draft, head: TargetHead, stream: BatchStream
 ) -> int:
     """Return the index of the first micro-batch whose loss or own gradient is not finite.
 
@@ -189,26 +188,14 @@ def _to_blame(
     for i, loss in enumerate(failed.losses):
         if not math.isfinite(loss):
             return i
-    norms = []
-    for i, part in enumerate(failed.parts):
-        torch.manual_seed(failed.random_seed(i, seed))
-        norm = gradient_norm(draft, head, stream.read(part.packs), failed.counts)
-        norms.append(norm)
+    norms: list[float] = []
+    for seed, (_, packs, _) in zip(seeds, failed.parts, strict=True):
+        torch.manual_seed(seed)
+        norm = loss_and_norm(draft, head, stream.read(packs), failed.counts)[1]
         if not math.isfinite(norm):
-            break
-    return max(range(len(norms)), key=lambda i: math.inf if norms[i] != norms[i] else norms[i])
-
-
-def gradient_norm(draft: Draft, head: TargetHead, batch: DraftBatch, counts: Tensor) -> float:
-    """Return the gradient norm of one micro-batch; the gradient stays in the parameters."""
-    device, dtype = head.head_weight.device, head.head_weight.dtype
-    params = draft.trainable_parameters()
-    for parameter in params:
-        parameter.grad = None
-    with arithmetic(device, dtype):
-        result = draft.loss(batch.to(device, dtype), head, counts)
-    result.loss.backward()
-    return float(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
+            return len(norms)
+        norms.append(norm)
+    return norms.index(max(norms))
 
 
 def document_table(batch: DraftBatch, dataset: Documents) -> list[dict[str, Any]]:
@@ -228,21 +215,23 @@ def document_table(batch: DraftBatch, dataset: Documents) -> list[dict[str, Any]
 
 def non_finite_states(
     batch: DraftBatch, documents: Sequence[dict[str, Any]]
-) -> list[tuple[dict[str, Any], str, int, int]]:
+) -> list[dict[str, Any]]:
     """Find stored states that are not finite.
 
     Returns:
-        (document, column, number of tokens, first token) for each document and column with any.
+        doc_id, shard, column, number of tokens and first token, of each document and column.
     """
-    found = []
+    bad_states = []
     for document in documents:
         span = batch.document_ids[document["pack"]] == document["place"]
         for name, values in batch.hidden.items():
-            own = values[document["pack"], span].reshape(document["tokens"], -1)
-            bad = (~own.isfinite()).any(-1).nonzero().flatten().tolist()
+            states = values[document["pack"], span].reshape(document["tokens"], -1)
+            bad = (~states.isfinite()).any(-1).nonzero().flatten().tolist()
             if bad:
-                found.append((document, name, len(bad), bad[0]))
-    return found
+                where = {"doc_id": document["doc_id"], "shard": document["shard"]}
+                where |= {"column": name, "tokens": len(bad), "first": bad[0]}
+                bad_states.append(where)
+    return bad_states
 
 
 def _named(documents: Sequence[dict[str, Any]]) -> str:
@@ -255,18 +244,11 @@ def _named(documents: Sequence[dict[str, Any]]) -> str:
     return text + (f"; and {more} more" if more > 0 else "")
 
 
-def _stored(batch: DraftBatch, documents: Sequence[dict[str, Any]]) -> str:
-    bad = non_finite_states(batch, documents)
+def _states(bad: list[dict[str, Any]]) -> str:
     if not bad:
         return "Their stored states are finite"
-    document, column, tokens, first = bad[0]
     return (
-        f"Stored states are not finite: {column} of {document['doc_id']} at {tokens} tokens, first "
-        f"at token {first}" + (f", and {len(bad) - 1} more columns" if len(bad) > 1 else "")
+        "Stored states are not finite: {column} of {doc_id} at {tokens} tokens, first at token "
+        "{first}".format(**bad[0])
+        + (f", and {len(bad) - 1} more columns" if len(bad) > 1 else "")
     )
-
-
-def _tensors(batch: DraftBatch, counts: Tensor) -> dict[str, Tensor]:
-    states = {f"states.{name}": values for name, values in batch.hidden.items()}
-    tensors = batch.plain() | states | {"counts": counts}
-    return {name: values.detach().cpu().contiguous() for name, values in tensors.items()}

@@ -12,14 +12,13 @@ import logging
 from typing import Any
 
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.files import write_atomically
-from spec_data.shards.resumable import differing_settings
+from spec_data.shards.resumable import differing_settings, write_record
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.order import BatchPlan
 from spec_train.data.splits import Splits
 from spec_train.options.training import Training
 from spec_train.training.checkpoint import RunDirectory
-from spec_train.training.stored import Saved, dump_checked, read_run_json
+from spec_train.training.stored import RUN, Saved, read_run_json
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ def accept_growth(
     grown = [*table["notes"].get("grown", []), {"dataset": started["dataset"], "steps": total}]
     table["identity"] = identity
     table["notes"] |= {"total_steps": config.steps, "split_border": splits.border, "grown": grown}
-    write_atomically(run.path / "run.json", dump_checked(table))
+    write_record(run.path / RUN, table)
 
 
 def continued(saved: Saved, plan: BatchPlan, dataset: Documents) -> Saved:

@@ -5,6 +5,7 @@ away.
 """
 
 import contextlib
+import itertools
 import logging
 import resource
 import statistics
@@ -17,7 +18,6 @@ import torch
 
 from spec_data.terminal.command import Result
 from spec_data.terminal.progress import quiet_progress, size
-from spec_train.data.release import KeepAll
 from spec_train.options.training import Training
 from spec_train.training.trainer import Trainer
 
@@ -98,30 +98,18 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-class _Clock(KeepAll):
-    """Notes when each step ended; the trainer asks after every step whether it must save."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def due(self, batches_done: int) -> bool:
-        """Return False, and note the time."""
-        self.times.append(time.perf_counter())
-        return False
-
-
 def probe(trainer: Trainer, config: Training, total: int) -> DryRun:
     """Run the few steps of `trainer`, which has no run directory, and return what a run costs.
 
     `config` and `total` are the options of that run and its number of steps.
     """
-    clock = _Clock()
+    times: list[float] = []
     on_gpu = trainer.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(trainer.device)
     with _silently():
-        trainer.run(clock)
-    gaps = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
+        trainer.run(lambda: times.append(time.perf_counter()))
+    gaps = [b - a for a, b in itertools.pairwise(times)]
     step = validation = None
     if len(gaps) > _WARM:
         step = statistics.median(gaps[_WARM - 1 : -1])  # the last gap has the validation

@@ -19,7 +19,7 @@ MAY_CHANGE = (
     *("data", "out", "device", "log_every", "eval_every", "save_every", "keep", "track"),
     "check",  # decides when damage is found, not what is learnt
     "accept_edited",  # about the files of --init-from, which is compared
-    *("follow", "follow_timeout", "follow_keep"),  # their effect on the order is compared instead
+    *("follow", "follow_timeout"),  # their effect on the order is compared instead
     *("batch_size", "accumulation"),  # packs_per_step, their product with the ranks, is compared
     "sharding",
     "gradient_checkpointing",

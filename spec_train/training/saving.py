@@ -12,7 +12,6 @@ knowledge of threads or shards.
 import contextlib
 import copy
 import itertools
-import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,23 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_data.shards.errors import ConfigError, RunError
+from spec_data.shards.errors import ConfigError
 from spec_train.drafts import Draft
 from spec_train.training.checkpoint import RunDirectory
-
-# -- tracking --------------------------------------------------------------------------------------
-# The metrics of a run in TensorBoard, wandb and the other trackers of accelerate.
-#
-# `metrics.jsonl` always has every metric; trackers receive the numbers of the same lines.
-
-
-log = logging.getLogger(__name__)
 
 PROJECT = "spec-train"
 
 
 class Tracking:
-    """The trackers of one run, on rank 0."""
+    """The metrics of a run in TensorBoard, wandb and the other trackers of accelerate.
+
+    `metrics.jsonl` always has every metric; trackers receive the numbers of the same lines.
+    """
 
     def __init__(self, names: str, folder: Path, cpu: bool) -> None:
         """Start the trackers of a comma-separated list, for the run in `folder`.
@@ -49,19 +43,17 @@ class Tracking:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
         wanted = [name.strip() for name in names.split(",") if name.strip()]
-        available = {str(name) for name in get_available_trackers()}
         for name in wanted:
             if name not in LOGGER_TYPE_TO_CLASS:
                 known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
                 raise ConfigError(f"--track {name}: unknown; known: {known}")
-            if name not in available:
+            if name not in map(str, get_available_trackers()):
                 raise ConfigError(f"--track {name}: not installed; run: pip install {name}")
         self._accelerator = Accelerator(
             cpu=cpu, mixed_precision="no", log_with=wanted, project_dir=str(folder)
         )
         run = {"wandb": {"name": folder.name, "dir": str(folder)}}
         self._accelerator.init_trackers(PROJECT, init_kwargs=run)
-        log.info("metrics also go to %s", ", ".join(wanted))
 
     def line(self, line: dict[str, Any]) -> None:
         """Send the numbers of a line of metrics, named <split>/<name>."""
@@ -78,23 +70,17 @@ class Tracking:
             tracker.finish()
 
 
-# -- saving ----------------------------------------------------------------------------------------
-
-
 def host_copy(draft: Draft) -> Draft:
     """Return a copy of a draft on the host; it shares frozen weights that are there already."""
     tensors: dict[int, Any] = {}
     for tensor in itertools.chain(draft.parameters(), draft.buffers()):
-        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad and tensor.is_cpu:
+        weight, trained = isinstance(tensor, nn.Parameter), tensor.requires_grad
+        if weight and not trained and tensor.is_cpu:
             tensors[id(tensor)] = tensor
             continue
-        data = (
-            _host_buffer(tensor) if tensor.requires_grad else torch.empty_like(tensor, device="cpu")
-        )
+        data = _host_buffer(tensor) if trained else torch.empty_like(tensor, device="cpu")
         data.copy_(tensor.detach())
-        if isinstance(tensor, nn.Parameter):
-            data = nn.Parameter(data, tensor.requires_grad)
-        tensors[id(tensor)] = data
+        tensors[id(tensor)] = nn.Parameter(data, trained) if weight else data
     return copy.deepcopy(draft, tensors)
 
 
@@ -147,34 +133,15 @@ class Saver:
             torch.cuda.synchronize()
         return held
 
-    def checkpoint(
-        self,
-        step: int,
-        tensors: dict[str, Tensor],
-        state: dict[str, Any],
-        then: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Write checkpoint `step` from held tensors; call `then` once it is on disk."""
-        directory = self.directory
-        if directory is None:
-            return
+    def checkpoint(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Write checkpoint `step` from held tensors."""
+        if self.directory is not None:
+            self._submit(self.directory.save, step, self._save_draft, tensors, state)
 
-        def write() -> None:
-            directory.save(step, self._save_draft, tensors, state)
-            then()
-
-        self._submit(write)
-
-    def best(self, step: int, figures: dict[str, Any], walk: dict[str, Any]) -> None:
+    def best(self, step: int, figures: dict[str, Any], simulated: dict[str, Any]) -> None:
         """Write the held weights as the best draft, with the results of `Validation.measure`."""
         if self.directory is not None:
-            self._submit(self.directory.save_best, step, self._save_draft, figures, walk)
-
-    def failure(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Write the directory of a failed step at once, without the thread; the run then ends."""
-        if self.directory is None:
-            raise RunError(f"step {step} failed; this rank has no directory to record it in")
-        return self.directory.save_failure(step, write)
+            self._submit(self.directory.save_best, step, self._save_draft, figures, simulated)
 
     def metrics(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl and send it to the trackers."""

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,13 +20,10 @@ from spec_data.models.families import block_count
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.position_data import UNKNOWN, Positions, load_positions
-from spec_data.shards.schema import Manifest
 from spec_data.terminal.config import to_dict
 from spec_data.terminal.paths import check_directory_to_write
-from spec_train.data.following import FollowingPlan
 from spec_train.data.mixture import Documents, Mixture, open_documents
 from spec_train.data.order import BatchPlan, rank_slice
-from spec_train.data.release import KeepAll, UnitRelease
 from spec_train.data.splits import Splits, make_splits
 from spec_train.data.token_counts import count_tokens
 from spec_train.drafts import Draft, draft_class
@@ -39,7 +36,6 @@ from spec_train.options.training import Training
 from spec_train.training.announce import announce, log_vocabulary
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.grown import accept_growth, continued
-from spec_train.training.missing_mass import log_missing_mass, measure_missing_mass
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
 from spec_train.training.run_cost import STEPS, DryRun, probe
@@ -61,53 +57,6 @@ def default_lr(hidden_size: int) -> float:
     return float(f"{min(4e-3, 1e-4 * 4096 / hidden_size):.1e}")
 
 
-# -- bandwidth -------------------------------------------------------------------------------------
-# Say how fast the data must come, where a run waited for them.
-
-
-_TOLERATED = 0.02  # share of the time that a run may wait for data before anything is said
-_FIRST = 1  # lines of metrics that are left out: the first steps wait for the first data
-
-
-def bytes_per_token(manifest: Manifest, columns: Sequence[str]) -> int:
-    """Return the stored bytes of a token in these columns, without escaped tokens."""
-    return sum(c.bytes_per_token for c in manifest.columns if c.name in columns)
-
-
-def log_bandwidth(
-    lines: Sequence[Mapping[str, Any]], manifest: Manifest, columns: Sequence[str]
-) -> None:
-    """Log the bandwidth that training needs, if it waited for more than 2 % of the time.
-
-    Args:
-        lines: of metrics.jsonl about training; `data_wait` is a share of the time.
-        columns: that the draft reads.
-    """
-    known = [line for line in lines[_FIRST:] if "data_wait" in line and "tokens_per_second" in line]
-    if not known:
-        return
-    waited = sum(line["data_wait"] for line in known) / len(known)
-    if waited <= _TOLERATED or waited >= 1:
-        return
-    speed = sum(line["tokens_per_second"] for line in known) / len(known) / (1 - waited)
-    each = bytes_per_token(manifest, columns)
-    log.info(
-        "data       waited for %.1f %% of the time. Without waiting, this process would read %s: "
-        "%s bytes per token at %s tokens/s",
-        *(100 * waited, _rate(each * speed), f"{each:,}", f"{speed:,.0f}"),
-    )
-
-
-def _rate(value: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if value >= size:
-            return f"{value / size:,.1f} {unit}/s"
-    return f"{value / 1e3:,.1f} KB/s"
-
-
-# -- setup -----------------------------------------------------------------------------------------
-
-
 def fit(draft_name: str, config: Training, options: Any) -> FitResult:
     """Fit the draft `draft_name` with `config` and its own `options`, or resume that run.
 
@@ -127,12 +76,6 @@ def fit(draft_name: str, config: Training, options: Any) -> FitResult:
     check_directory_to_write("--out", config.out)
     device = usable_device(config.device)
     with Ranks(device, config.sharding) as ranks, contextlib.ExitStack() as stack:
-        if config.follow_keep and not ranks.alone:
-            raise ConfigError(
-                f"--follow-keep {config.follow_keep} with {ranks.world_size} processes: one "
-                "process could delete a unit while another still reads it; use one process, or "
-                "--follow without --follow-keep"
-            )
         dataset = open_data(config)
         _class(draft_name, dataset).check_data(options, dataset.manifest)
         config = resolve_config(config, dataset)
@@ -228,20 +171,15 @@ def _fit(
     draft = _make_draft(draft_name, config, options, dataset, head, counts, saved)
     ranks.gather(None)  # raises if another rank failed before this point
     trainer = Trainer(draft, head, config, dataset, splits, total, run, ranks)
-    release = KeepAll()
-    if isinstance(dataset, FollowedDataset):
-        release = _follow(config, dataset, splits)
+    if isinstance(dataset, FollowedDataset):  # its validation documents come first
+        dataset.wait_for(splits.validation.rows.tolist(), threading.Event())
     if saved is not None:
         trainer.restore(saved)
     if run is not None:
         run.begin() if saved is None else run.truncate_metrics(saved.step)
         announce(trainer, splits)
         _note_vocabulary(run, draft, counts, special_ids(dataset.target_config()))
-        _note_missing_mass(run, draft, dataset, splits)
-    result = trainer.run(release)
-    if run is not None:
-        log_bandwidth(result.training, dataset.manifest, trainer.stream.columns)
-    return result
+    return trainer.run()
 
 
 def _record(
@@ -269,14 +207,6 @@ def _note_vocabulary(
     run.note(vocabulary_coverage=round(coverage, 6), best_coverage=round(best, 6))
 
 
-def _note_missing_mass(run: RunDirectory, draft: Draft, dataset: Documents, splits: Splits) -> None:
-    """Log what the K logits of a dataset miss, if it has no others, and note it."""
-    found = measure_missing_mass(draft, dataset, splits)
-    if found is not None:
-        log_missing_mass(found, draft.options, dataset.manifest.supervision)
-        run.note(missing_mass=found.note())
-
-
 def open_data(config: Training) -> Documents:
     """Open the data of a run: one dataset, several, or one that is still being generated."""
     sources = parse_sources(config.data)
@@ -293,24 +223,6 @@ def open_data(config: Training) -> Documents:
             await_start=True,
         )
     return open_documents(sources, config.check, config.mask)
-
-
-def _follow(config: Training, dataset: FollowedDataset, splits: Splits) -> KeepAll:
-    """Wait for the validation documents of a dataset that is still being generated.
-
-    Return what deletes used units under --follow-keep.
-    """
-    release = KeepAll()
-    if config.follow_keep and isinstance(splits.train, FollowingPlan):
-        release = UnitRelease(dataset, splits.train, splits.validation, config.follow_keep)
-    log.info(
-        "following  %d units in windows of %s; validation documents are in the first %d units",
-        len(dataset.planned.units) - 1,
-        f"{config.window_tokens:,} tokens",
-        len({dataset.unit_of(row) for row in splits.validation.rows.tolist()}),
-    )
-    dataset.wait_for(splits.validation.rows.tolist(), threading.Event())
-    return release
 
 
 def resolve_config(config: Training, dataset: Documents) -> Training:
@@ -355,8 +267,7 @@ def _positions(dataset: Documents) -> Positions:
 def _total_steps(config: Training, splits: Splits) -> int:
     if config.steps is not None:
         return config.steps
-    epochs = 1 if config.follow_keep else config.epochs or 0
-    return sum(splits.train.count_batches(epoch) for epoch in range(epochs))
+    return sum(splits.train.count_batches(epoch) for epoch in range(config.epochs or 0))
 
 
 def _class(name: str, dataset: Documents) -> type[Draft]:

@@ -4,51 +4,24 @@ Everything that decides how a run resumes is verified before it is used: the che
 and that a checkpoint is the one that its directory's name says.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError, MissingError, RunError
-from spec_data.shards.files import dump_json, sha256_file, sha256_json
+from spec_data.shards.files import sha256_file
 from spec_data.shards.path_kinds import Kind, expect
+from spec_data.shards.resumable import read_record
 from spec_train.formats.draft_files import CONFIG, WEIGHTS, find_weights
 
-# -- checked json ----------------------------------------------------------------------------------
-# JSON files of a run with a checksum of their own content: `run.json`, `training_state.json`.
-#
-# The checksum is the SHA-256 of the other fields in canonical form, so indenting a file again is
-# not damage, and a changed digit is.
-
-
-CHECKSUM = "checksum"
-
-
-def dump_checked(table: dict[str, Any]) -> str:
-    """Return the text of a file with `table` and its checksum."""
-    plain = json.loads(json.dumps({k: v for k, v in table.items() if k != CHECKSUM}))
-    return dump_json(plain | {CHECKSUM: sha256_json(plain)})
-
-
-def is_intact(table: dict[str, Any]) -> bool:
-    """Return whether the content of a file fits its checksum."""
-    content = {name: value for name, value in table.items() if name != CHECKSUM}
-    return bool(table.get(CHECKSUM) == sha256_json(content))
-
-
-# -- stored ----------------------------------------------------------------------------------------
-
-
-STATE_TENSORS = "training_state.safetensors"
-STATE = "training_state.json"
+RUN = "run.json"
+STATE_TENSORS, STATE = "training_state.safetensors", "training_state.json"
 HELD_OUT = "held-out.json"
-"""The walk of the best draft over the held-out documents, as `eval --data` reports it."""
-STATE_FORMAT = 1
+"""Simulated decoding of the best draft over the held-out documents, as `eval --data` reports it."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})$")
 
 
@@ -104,8 +77,8 @@ def _has_draft(folder: Path) -> bool:
 
 def checkpoints_of(run: Path) -> list[Path]:
     """Checkpoint directories of a run, oldest first."""
-    found = [p for p in run.glob("checkpoint-*") if p.is_dir() and _CHECKPOINT.match(p.name)]
-    return sorted(found, key=_step_of)
+    named = [p for p in run.glob("checkpoint-*") if p.is_dir() and _CHECKPOINT.match(p.name)]
+    return sorted(named, key=_step_of)
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -119,61 +92,29 @@ def read_run_json(run: Path) -> dict[str, Any]:
     Raises:
         RunError: it cannot be read, or is damaged.
     """
-    file = run / "run.json"
-    try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-        if not is_intact(table):
-            raise ValueError("its checksum differs or is missing")
-        found = {name: dict(table.get(name) or {}) for name in ("identity", "notes")}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise RunError(
-            f"{file}: damaged or missing ({error}); restore it, or start in another --out (add "
-            f"--init-from {run} to start from this run's best draft)"
-        ) from None
-    return found
+    record = read_record(run / RUN) or {}
+    if {"identity", "notes"} <= record.keys():
+        return record
+    raise RunError(
+        f"{run / RUN}: damaged or missing; restore it, or start in another --out (add --init-from "
+        f"{run} to start from this run's best draft)"
+    )
 
 
 def read_checkpoint(path: Path) -> Saved:
     """Read a checkpoint and verify its checksums.
 
     Raises:
-        DraftError: it is damaged. RunError: another release wrote it.
+        DraftError: it is damaged, or another checkpoint than its name says.
     """
-    try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        _check_state(path, state)
-        for name, digest in state["files"].items():
-            if sha256_file(path / name) != digest:
-                raise DraftError(f"{path / name}: damaged (its checksum differs)")
-        tensors = load_file(path / STATE_TENSORS)
-    except DraftError:
-        raise
-    except (
-        *(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError),
-        SafetensorError,
-    ) as error:
-        raise DraftError(f"{path}: damaged checkpoint ({error})") from None
-    return Saved(path=path, step=state["step"], state=state, tensors=tensors)
-
-
-def _check_state(path: Path, state: dict[str, Any]) -> None:
-    """Check training_state.json of the checkpoint `path` before anything in it is used.
-
-    Raises:
-        DraftError: it is damaged, or of another checkpoint. RunError: another release wrote it.
-        KeyError, TypeError, AttributeError: it is damaged.
-    """
-    file, kind = path / STATE, state["format"]
-    if not is_intact(state):
-        raise DraftError(f"{file}: damaged (its checksum differs or is missing)")
-    if kind != STATE_FORMAT:
-        raise RunError(
-            f"{path}: written by another release (format {kind}, this release reads "
-            f"{STATE_FORMAT}); resume with that release, or start in another --out"
-        )
-    if not {CONFIG, WEIGHTS, STATE_TENSORS} <= state["files"].keys():
-        raise DraftError(f"{file}: damaged (files missing in it)")
+    state = read_record(path / STATE)
+    if state is None:
+        raise DraftError(f"{path / STATE}: damaged or missing (its checksum differs)")
     if state["step"] != _step_of(path):
         raise DraftError(
-            f"{file}: holds step {state['step']}, but its directory is called {path.name}"
+            f"{path / STATE}: holds step {state['step']}, but its directory is called {path.name}"
         )
+    for name, digest in state["files"].items():
+        if not (path / name).is_file() or sha256_file(path / name) != digest:
+            raise DraftError(f"{path / name}: damaged or missing (its checksum differs)")
+    return Saved(path, state["step"], state, load_file(path / STATE_TENSORS))

@@ -14,28 +14,26 @@ Every rank executes the same calls in the same order. `Saver` writes files on ra
 """
 
 import contextlib
-import functools
 import itertools
 import logging
 import math
 import signal
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from spec_data.models.devices import compute_dtype
 from spec_data.shards.errors import DraftError, RunError
 from spec_data.terminal.console import STOP_SIGNALS, handled_signals
 from spec_data.terminal.progress import progress
-from spec_train.data.batch import DraftBatch, padding_batch
+from spec_train.data.batch import padding_batch
 from spec_train.data.mixture import Documents
 from spec_train.data.order import BatchPlan
-from spec_train.data.release import KeepAll
 from spec_train.data.splits import Splits
 from spec_train.data.stream import BatchStream, BufferOptions, Step
 from spec_train.drafts import Draft
@@ -45,73 +43,17 @@ from spec_train.options.training import Training
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.failure import (
     FailedStep,
-    MicroBatch,
     arithmetic,
     cast_draft,
     describe_failure,
     seed_place,
 )
 from spec_train.training.optimizer import Masters, learning_rate
-from spec_train.training.ranks import Ranks
+from spec_train.training.ranks import LossOnRanks, Ranks
 from spec_train.training.result import BEST_FIGURES, FitResult, better, log_result, log_validation
 from spec_train.training.saving import Saver, Tracking
 from spec_train.training.stored import Saved
 from spec_train.training.validation import Validation, slot_counts
-
-# -- rank loss -------------------------------------------------------------------------------------
-# A draft's loss as an nn.Module, which distributed wrappers need.
-
-
-class LossOnRanks(nn.Module):
-    """A module whose `forward` is `draft.loss`."""
-
-    def __init__(self, draft: Draft) -> None:
-        """Register the draft as the only submodule."""
-        super().__init__()
-        self.draft = draft
-
-    def forward(
-        self,
-        batch: DraftBatch,
-        head: TargetHead,
-        counts: Tensor,
-        earlier: list[Tensor] | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of a micro-batch, a scalar, and its sums (see `DraftLoss`).
-
-        A plain tuple, because wrappers look for tensors in the result.
-
-        `earlier` holds the previous losses of this rank in the step; it is passed with the last
-        micro-batch when there are several ranks. The loss is then connected to every parameter, so
-        that each parameter joins the all-reduce even if this rank's packs did not use it. If any
-        loss is not finite, every gradient is non-finite too, and all ranks refuse the step.
-        """
-        result = self.draft.loss(batch, head, counts)
-        if earlier is None:
-            return result.loss, result.sums
-        total = torch.stack([*earlier, result.loss.detach()]).sum()
-        connected = _Connected.apply(result.loss, total * 0, *self.draft.trainable_parameters())
-        return connected, result.sums
-
-
-class _Connected(torch.autograd.Function):
-    """Return the loss; give every parameter the gradient `zero` (nan if a loss is not finite)."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, zero: Tensor, *params: Tensor) -> Tensor:
-        ctx.save_for_backward(zero)
-        ctx.params = [(p.shape, p.dtype) for p in params]
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (zero,) = ctx.saved_tensors
-        return grads[0], None, *(zero.to(dtype).expand(shape) for shape, dtype in ctx.params)
-
-
-# -- signals ---------------------------------------------------------------------------------------
-# Ctrl-C, SIGTERM and SIGHUP ask the run to finish the current step and save.
-
 
 log = logging.getLogger(__name__)
 
@@ -129,9 +71,6 @@ def stop_signals() -> Iterator[list[int]]:
 
     with handled_signals((*STOP_SIGNALS, signal.SIGINT), handle):
         yield caught
-
-
-# -- trainer ---------------------------------------------------------------------------------------
 
 
 class Trainer:
@@ -157,7 +96,6 @@ class Trainer:
         self.ranks = ranks or Ranks(config.device)
         self.total, self.step, self.tokens = total, 0, 0
         self.best: dict[str, Any] | None = None
-        self._release = KeepAll()
         self.device = self.ranks.device
         self.dtype = compute_dtype(config.dtype, self.device)
         self.draft: Draft = draft.to(self.device)
@@ -208,12 +146,11 @@ class Trainer:
 
     # -- the loop ---------------------------------------------------------------------------------
 
-    def run(self, release: KeepAll | None = None) -> FitResult:
+    def run(self, after_step: Callable[[], object] = lambda: None) -> FitResult:
         """Train to the last step, or until any rank receives Ctrl-C, SIGTERM or SIGHUP, and save.
 
-        `release` deletes units of a followed dataset once a checkpoint is beyond them.
+        `after_step` is called after every step, with its validation and before its checkpoint.
         """
-        self._release = release or self._release
         steps = self.stream.take(self.total - self.step, self._stopping)
         bar = progress(
             total=self.total, initial=self.step, desc="fit", disable=not self.ranks.is_main
@@ -236,15 +173,14 @@ class Trainer:
                     break
                 self._train_step(step)
                 if self.step < self.config.log_every:  # later the mean since the last line is shown
-                    bar.set_postfix_str(f"loss {self._step_loss:.3f}", refresh=False)
+                    self._trained = f"loss {self._step_loss:.3f}, "
                 if self._due(self.config.log_every):
                     self._log(step)
-                    bar.set_postfix_str(self._shown(), refresh=False)
                 if self._due(self.config.eval_every):
                     self.validate()
-                    bar.set_postfix_str(self._shown(), refresh=False)
-                unneeded = self._release.due(step.index + 1)
-                if self._due(self.config.save_every) or unneeded:
+                bar.set_postfix_str(f"{self._trained}held out {self._validated}", refresh=False)
+                after_step()
+                if self._due(self.config.save_every):
                     self.save()
                 bar.update()
             self.saver.wait()
@@ -320,19 +256,21 @@ class Trainer:
         if all(map(math.isfinite, (*losses, self._grad_norm))):
             return
         packs = [batch.rows for batch in step.batches]
-        own = [part for part in zip(step.numbers, packs, losses, strict=True) if any(part[1])]
-        found = sorted(part for parts in self.ranks.gather(own) for part in parts)
+        mine = [part for part in zip(step.numbers, packs, losses, strict=True) if any(part[1])]
+        failed = FailedStep(
+            step=self.step + 1,
+            epoch=step.epoch,
+            batch=step.index,
+            parts=sorted(tuple(part) for parts in self.ranks.gather(mine) for part in parts),
+            grad_norm=self._grad_norm,
+            counts=self._counts,
+        )
         self._hold_weights()
         self.ranks.assemble(self._loss)
         message = None
         if self.saver.directory is not None:
-            parts = [MicroBatch(*part) for part in found]
-            failed = FailedStep(
-                self.step + 1, step.epoch, step.index, parts, self._grad_norm, self._counts
-            )
-            message = describe_failure(
-                failed, self.draft, self.head, self.stream, self.config, self.saver
-            )
+            run = (self.stream, self.config, self.saver.directory, self.saver.draft)
+            message = describe_failure(failed, self.draft, self.head, *run)
         raise RunError(self.ranks.gather(message)[0])
 
     def _log(self, step: Step) -> None:
@@ -361,10 +299,6 @@ class Trainer:
             f"loss {figures['loss']:.3f}, acceptance {shown(figures['acceptance_length'], 2)}, "
             f"{speed:,.0f} tok/s, "
         )
-
-    def _shown(self) -> str:
-        """Return the newest metrics of training and validation for the bar."""
-        return f"{self._trained}held out {self._validated}"
 
     # -- validation -------------------------------------------------------------------------------
 
@@ -420,9 +354,7 @@ class Trainer:
             "best": self.best,
             "stream": self.stream.state_dict(),
         }
-        used = self._release.take(self.stream.batches_done)
-        then = functools.partial(self._release.delete, used)
-        self.saver.checkpoint(self.step, self._held | held, state, then)
+        self.saver.checkpoint(self.step, self._held | held, state)
         self._saved_step = self.step
 
     def restore(self, saved: Saved) -> None:

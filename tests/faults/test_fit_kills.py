@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spec_data.shards import resumable
 from spec_train.options.training import Training
 from spec_train.training import checkpoint
 from spec_train.training.checkpoint import RunDirectory
@@ -27,14 +28,14 @@ from tests.spec_train.training.tools import change, metrics
 STEPS, KILLS = 8, 3
 EVENTS: tuple[tuple[Any, str], ...] = (
     (Trainer, "_train_step"),
-    (RunDirectory, "_write_directory"),
+    (RunDirectory, "_written"),
     (RunDirectory, "_link"),
     (RunDirectory, "append_metrics"),
     (checkpoint, "use_default_mode"),
     (checkpoint, "save_file"),
-    (checkpoint, "sync_directory"),
+    (resumable, "replace_durably"),
     (checkpoint, "write_atomically"),
-    (checkpoint, "_remove"),
+    (checkpoint, "remove"),
 )
 
 

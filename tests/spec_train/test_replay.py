@@ -14,11 +14,10 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
 from spec_train.drafts import DRAFTS
 from spec_train.options.training import Training
-from spec_train.training.replay import one_document, read_batch, read_failure, replay_step
+from spec_train.training.replay import read_failure, replay_step
 from spec_train.training.setup import make_splits
 from tests import factory
-from tests.spec_train.training.tools import OPTIONS, change, run
-from tests.tolerance import close, network
+from tests.spec_train.training.tools import change, run
 
 
 def config_of(data: Path, out: Path, **changes) -> Training:
@@ -27,12 +26,6 @@ def config_of(data: Path, out: Path, **changes) -> Training:
         validation=0.15, log_every=5, eval_every=40, save_every=2,
     )  # fmt: skip
     return Training(**(options | changes))
-
-
-def step_of(data: Path, row: int, config: Training) -> int:
-    """Return the step, from 1, in which a training document is used first."""
-    plan = make_splits(HiddenStatesDataset(data), config).train
-    return next(i for i, batch in enumerate(plan.batches(0), 1) if any(row in p for p in batch))
 
 
 def training_row(data: Path, config: Training, step: int) -> int:
@@ -94,10 +87,8 @@ def test_a_stored_infinity_is_found_from_what_was_saved_alone(poisoned, tmp_path
     assert report["weights"] == []
     assert report["modules"][0]["module"] == "fc" and report["modules"][0]["what"] == "input"
     assert "fc.weight" in report["gradients"]
-    bad = [d["doc_id"] for d in report["documents"] if not math.isfinite(float(d["loss"]))]
-    assert bad == [name]
     printed = capsys.readouterr().out
-    assert "fc (Linear): 1 of " in printed and f"{name}  " in printed
+    assert "fc (Linear): 1 of " in printed
     assert "modules with values that are not finite, in order" in printed
 
 
@@ -149,33 +140,20 @@ def test_of_a_gradient_that_is_not_finite_the_micro_batch_to_blame_is_saved(grad
     assert report["loss"] == report["loss_then"]
 
 
-def test_losses_of_documents_add_up_to_that_of_the_batch(poisoned, tmp_path, monkeypatch):
-    """On a correct batch, which the test forces to be saved."""
+def test_a_batch_that_is_finite_here_is_not_reproduced(poisoned, tmp_path, monkeypatch):
     data = poisoned[0].parent / "sound"
     original = DRAFTS["eagle3"].loss
-    calls = []
 
     def failing(self, batch, head, counts):
-        calls.append(1)
         result = original(self, batch, head, counts)
         return dataclasses.replace(result, loss=result.loss * math.nan)
 
     with monkeypatch.context() as patch, pytest.raises(RunError):
         patch.setattr(DRAFTS["eagle3"], "loss", failing)
         run(config_of(data, tmp_path / "run"))
-    report = replay_step(tmp_path / "run" / "failed-step-1", device="cpu").facts()
-    assert not report["reproduced"]
-    losses = [float(d["loss"]) for d in report["documents"]]
-    assert len(losses) > 2 and min(losses) >= 0
-    close(sum(losses), float(report["loss"]), terms=network(2), dtype=torch.float32)
-    state, tensors = read_failure(tmp_path / "run" / "failed-step-1")
-    batch, dataset = read_batch(tensors, state), HiddenStatesDataset(data)
-    for document in state["documents"]:
-        alone = one_document(batch, document["pack"], document["place"])
-        stored = dataset[dataset.doc_ids.index(document["doc_id"])]
-        assert torch.equal(alone.input_ids[0], stored["input_ids"].long())
-        assert torch.equal(alone.hidden["hidden.L2"][0], stored["hidden.L2"].float())
-        assert alone.position_ids[0].tolist() == list(range(document["tokens"]))
+    replayed = replay_step(tmp_path / "run" / "failed-step-1", device="cpu")
+    assert not replayed.facts()["reproduced"] and "so not reproduced" in str(replayed)
+    assert replayed.next_command[:3] == ["spec-train", "fit", "eagle3"]
 
 
 def test_a_bf16_run_fails_again_in_bf16(poisoned, tmp_path):
@@ -186,7 +164,7 @@ def test_a_bf16_run_fails_again_in_bf16(poisoned, tmp_path):
     assert report["reproduced"] and report["states"][0]["first"] == 1
 
 
-def test_the_failed_step_is_replaced_whole_by_the_next_attempt(poisoned, monkeypatch):
+def test_the_failed_step_is_replaced_whole_by_the_next_attempt(poisoned):
     data, failed, _, _ = poisoned
     before = {p.name: p.read_bytes() for p in failed.iterdir()}
     (failed / "leftover").write_text("of an attempt before")
@@ -217,18 +195,6 @@ def test_what_cannot_be_replayed_says_why(poisoned, tmp_path, monkeypatch):
     with pytest.raises(DatasetError, match="not the one that the run used"):
         replay_step(failed, other, "cpu")
     shutil.copytree(failed, tmp_path / "old")
-    state = json.loads((failed / "failure.json").read_text())
-    (tmp_path / "old" / "failure.json").write_text(json.dumps(state | {"format": 9}))
-    with pytest.raises(DraftError, match="another release"):
-        replay_step(tmp_path / "old", device="cpu")
     (tmp_path / "old" / "batch.safetensors").write_bytes(b"no")
     with pytest.raises(DraftError, match="damaged"):
         replay_step(tmp_path / "old", device="cpu")
-
-
-def test_options_of_the_run_come_with_it(poisoned):
-    state, tensors = read_failure(poisoned[1])
-    assert state["options"] == json.loads(json.dumps(dataclasses.asdict(OPTIONS)))
-    assert state["seed"] == 0 and state["dtype"] == "fp32"
-    assert {"counts", "states.hidden.L1", "input_ids"} <= tensors.keys()
-    assert isinstance(state["random_seed"], int)

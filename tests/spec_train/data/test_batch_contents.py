@@ -139,14 +139,13 @@ def test_batches_do_not_drift_over_an_epoch():
     assert abs(mean(slopes)) < 0.15
 
 
-@pytest.mark.parametrize("visits", [0, 2])
-def test_a_run_beside_generation_has_the_same_contents(visits):
+def test_a_run_beside_generation_has_the_same_contents():
     """Windows of several units: inside each, documents are drawn at random."""
     units, usable = np.arange(0, 3001, 100), np.ones(3000, bool)
     found = []
     for seed in SEEDS:
         options = options_of(seed) | {"window_tokens": 200_000}
-        plan = FollowingPlan(np.array(MATHS), usable, units, visits, **options)
+        plan = FollowingPlan(np.array(MATHS), usable, units, **options)
         assert len(plan.bounds) > 3
         found.append(plan.batches(0)[:-1])
     drawn = [random_draw(MATHS, seed)[:-1] for seed in SEEDS]

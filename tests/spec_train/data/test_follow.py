@@ -1,5 +1,6 @@
 """Laws of following: a run beside generation is, bit for bit, the run after it."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from spec_data.generation import replica as replica_module
-from spec_data.shards.errors import DatasetError, MissingError, RunError
+from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.follow import LEFT_OUT, WORK, FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
@@ -237,3 +238,22 @@ def test_eval_knows_the_held_out_documents_of_a_followed_run(sealed, reference):
     config = config_of(sealed, reference)
     splits = make_splits(open_data(config), config)
     assert report["split"] == "validation" and report["documents"] == splits.held_out
+
+
+def test_lossy_columns_and_sparse_states_are_followed_too(source, tmp_path):
+    more = {"codec": "aux=lm4c,final=int8c", "final": "supervised"}
+    generate_units(source, tmp_path / "data", 1000, **more)
+    beside = tmp_path / "beside"
+    generate_units(source, beside, 1, **more)
+    thread = threading.Thread(target=generate_units, args=(source, beside, 1000), kwargs=more)
+    thread.start()
+    assert run(config_of(beside, tmp_path / "run")).finished
+    thread.join()
+    assert run(config_of(tmp_path / "data", tmp_path / "after")).finished
+    assert_same_run(tmp_path / "run", tmp_path / "after")
+
+
+@pytest.mark.parametrize("data", [("a", "b"), "a:2"])
+def test_one_dataset_without_a_weight_is_followed(tmp_path, data):
+    with pytest.raises(ConfigError, match="--follow takes one --data"):
+        dataclasses.replace(config_of(tmp_path, tmp_path), data=data)

@@ -40,18 +40,3 @@ def test_every_epoch_has_every_document_once_and_the_first_one_never_looks_ahead
     windows = [[int(np.searchsorted(starts, r, "right")) for pack in batch for r in pack]
                for batch in plan.iter_batches(0)]  # fmt: skip
     assert all(min(b) >= max(a) - 1 and max(b) >= max(a) for a, b in itertools.pairwise(windows))
-
-
-def test_visits_go_through_a_window_before_the_next():
-    plan = plan_of(visits=3)
-    rows = [r for batch in plan.iter_batches(0) for pack in batch for r in pack]
-    assert sorted(rows) == sorted(plan.rows.tolist() * 3) and plan.documents(0) == len(rows)
-    needed = plan.units_needed()
-    batches = plan.batches(0)
-    assert len(needed) == len(batches) + 1 and needed == sorted(needed) and needed[-1] == 7
-    for done in range(len(batches)):
-        later = [r for batch in batches[done:] for pack in batch for r in pack]
-        assert min(later) >= UNITS[needed[done]]
-    windows = list(plan.windows(0))
-    assert sorted(windows[0].tolist()) == sorted(windows[1].tolist())
-    assert windows[0].tolist() != windows[1].tolist()

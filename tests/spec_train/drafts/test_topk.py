@@ -6,6 +6,7 @@ probability is the sum of theirs.
 
 import json
 import logging
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,7 @@ from spec_train.cli import main
 from spec_train.drafts.dspark.head_loss import block_rows_loss
 from spec_train.drafts.teacher import Teacher, logits_teacher, missing_mass, topk_teacher
 from spec_train.losses.menu import LossKind, TeacherRows, distribution_loss
-from spec_train.options.draft_options import draft_options
 from spec_train.options.loss_options import KINDS
-from spec_train.training.missing_mass import bounds_of, kind_bounds
 from tests.factory import tiny_dataset
 from tests.spec_train.training.test_trainer_resume import stop_after
 from tests.tolerance import LAYER, close, network
@@ -137,6 +136,22 @@ def test_values_and_gradients_are_those_of_the_coarser_vocabulary(name: str, ful
     close(accepted[:, 0], lower, terms=LAYER)
 
 
+def bounds_of(kind: LossKind, t: float, w: float, full: bool) -> tuple[Any, Any, str]:
+    """Return the row of a loss in the table of docs/drafts.md: most errors of value and gradient
+    (None: no bound), and which bound the value is."""
+    lower = "lower" if full else ""
+    jsd = t * (1 + math.log1p(1 / t)) / 2 if full and t else None
+    return {
+        "ce": (None, 2 * w, lower),
+        "kl": (None, 2 * w, lower),
+        "reverse-kl": (None, None, lower),
+        "jsd": (jsd, 2 * w, lower),
+        "tv": (t, 2 * t, "upper"),
+        "lk-alpha": (None, None, "upper"),
+        "lk-lambda": (None, 2 * w + 4 * kind.scale * kind.decay * t, ""),
+    }[kind.name]
+
+
 @VOCABULARIES
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("k", [1, 3, 8, 20])
@@ -156,17 +171,17 @@ def test_errors_are_within_the_printed_bounds(name: str, k: int, full: bool) -> 
     seen = 0.0
     for n, row in enumerate(rows):
         t, w = float(missing[n]), float(found.rest[n])
-        bounds = kind_bounds(kind, t, w, full)
+        value, most, side = bounds_of(kind, t, w, full)
         error = float(loss[n] - wanted[n])
-        if bounds.value is not None:
-            assert abs(error) <= bounds.value + slack, int(row)
-        if bounds.gradient is not None:
-            assert float(errors[n]) <= bounds.gradient + slack, int(row)
-            seen = max(seen, float(errors[n]) / max(bounds.gradient, 1e-12))
+        if value is not None:
+            assert abs(error) <= value + slack, int(row)
+        if most is not None:
+            assert float(errors[n]) <= most + slack, int(row)
+            seen = max(seen, float(errors[n]) / max(most, 1e-12))
         if name == "lk-alpha":
             assert float(errors[n]) <= 4 * t / float(lower[n]) + slack, int(row)
-        assert bounds.side != "lower" or error <= slack, int(row)
-        assert bounds.side != "upper" or error >= -slack, int(row)
+        assert side != "lower" or error <= slack, int(row)
+        assert side != "upper" or error >= -slack, int(row)
     if name in ("ce", "kl", "jsd", "tv", "lk-lambda") and k < 20:
         assert seen > 0.02  # the bound says something
 
@@ -193,16 +208,6 @@ def test_the_l1_distance_of_block_drafts_is_within_its_bound(full: bool) -> None
     assert bool((short >= -1e-9).all()) and bool((short <= missing + 1e-9).all())
     if full:
         assert bool(((gradient - slope).abs().sum(-1) <= 4 * missing + 1e-9).all())
-
-
-def test_bounds_of_options_weigh_their_terms() -> None:
-    spark = draft_options("dspark")()  # cross-entropy with the documents' tokens: exact
-    assert bounds_of(spark, 0.1, 0.1, True).gradient == pytest.approx(0.9 * 4 * 0.1)
-    assert bounds_of(spark, 0.1, 0.2, False).gradient is None
-    assert bounds_of(spark, 0.1, 0.2, False).value == pytest.approx(0.9 * 2 * 0.2)
-    hard = draft_options("eagle3")(loss_target="hard")
-    assert bounds_of(hard, 0.1, 0.1, True).value == 0
-    assert bounds_of(draft_options("dflash")(), 0.1, 0.1, True).gradient == 0
 
 
 # -- whole runs -----------------------------------------------------------------------------------
@@ -241,19 +246,13 @@ def test_every_draft_trains_and_resumes_on_k_logits(
     sets: dict[str, Path],
     tmp_path: Path,
     draft: str,
-    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "run"
     flags = command(draft, sets["some"], out, "--steps", "2", "--draft-vocab-size", "40")
-    with caplog.at_level(logging.INFO), monkeypatch.context() as patch:
+    with monkeypatch.context() as patch:
         stop_after(1, patch)
         assert main(flags) == 128 + signal.SIGTERM
-    assert "topk:8: the logits miss 0." in caplog.text
-    assert "Expected acceptance is a lower bound" in caplog.text
-    notes = json.loads((out / "run.json").read_text())["notes"]["missing_mass"]
-    assert 0 < notes["mean"] <= notes["largest"] < 1 and notes["slots"] > 0
-    assert notes["mean"] <= notes["share_of_draft_vocabulary"]
     assert main(flags) == 0
     assert (out / "last").resolve().name == "checkpoint-00000002"
     line = first_line(out, "train")

@@ -9,6 +9,7 @@ import torch
 
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.resumable import write_record
 from spec_train.data.order import SPLIT_RULE, split_border
 from spec_train.decoding.chains import Request, decode_speculative
 from spec_train.drafts.drafting import ChainDrafter
@@ -21,7 +22,6 @@ from spec_train.simulation.simulated_decoding import (
     supervised_spans,
     walk_rounds,
 )
-from spec_train.training.stored import dump_checked
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import (
@@ -158,14 +158,12 @@ def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
     (run / "fit.json").write_text(json.dumps(options))
     identity = {"dataset": known["datasets"][0], "split_rule": SPLIT_RULE, "split_seed": 0}
     table = {"identity": identity, "notes": {"split_border": known["split_border"]}}
-    (run / "run.json").write_text(dump_checked(table))
+    write_record(run / "run.json", table)
     for draft in (run, run / "best"):
         report = run_eval(dict(draft=str(draft), data=str(data), device="cpu"))
         assert report["data"]["split"] == "validation"
         assert report["data"]["documents"] == len(held_out)
-    (run / "run.json").write_text(
-        dump_checked(table | {"identity": identity | {"split_rule": "x"}})
-    )
+    write_record(run / "run.json", table | {"identity": identity | {"split_rule": "x"}})
     with pytest.raises(ConfigError, match=f"by rule 'x', this release uses '{SPLIT_RULE}'"):
         run_eval(dict(draft=str(run), data=str(data), device="cpu"))
     (run / "run.json").write_text("{}")

@@ -12,12 +12,12 @@ from spec_data.corpus.prompt_overlap import Grams, add_prompt
 from spec_data.corpus.template import Template
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.resumable import write_record
 from spec_train.data.order import SPLIT_RULE, split_border
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
 from spec_train.evaluation.same_target import kwargs_for
 from spec_train.evaluation.trained_prompts import find_trained
-from spec_train.training.stored import dump_checked
 from tests.factory import tiny_dataset
 from tests.spec_data.corpus import templates
 from tests.spec_data.corpus.chat_cases import answer, user
@@ -50,7 +50,7 @@ def run(tmp_path_factory, workplace, target, prompts) -> Path:
     (run / "fit.json").write_text(json.dumps(options))
     identity = {"dataset": fingerprint, "split_rule": SPLIT_RULE, "split_seed": 0}
     notes = {"split_border": split_border(HiddenStatesDataset(data).id_array, 0.3, 0)}
-    (run / "run.json").write_text(dump_checked({"identity": identity, "notes": notes}))
+    write_record(run / "run.json", {"identity": identity, "notes": notes})
     return run
 
 

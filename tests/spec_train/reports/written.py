@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from spec_train.training.stored import dump_checked
+from spec_data.shards.resumable import write_record
 
 DEPTHS = 3
 ATTACK = "</script><img src=x onerror=alert(1)><!--\u2028"
@@ -55,7 +55,7 @@ def write_run(
     (place / "fit.json").write_text(json.dumps({"data": "data", "lr": 0.1, "clip": 0.5} | options))
     identity = {"draft": "dspark" if forecasts else "eagle3"}
     run = {"identity": identity, "notes": {"total_steps": 40}}
-    (place / "run.json").write_text(dump_checked(run))
+    write_record(place / "run.json", run)
     return lines
 
 

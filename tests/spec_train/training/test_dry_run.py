@@ -58,7 +58,7 @@ def test_the_figures(monkeypatch) -> None:
     monkeypatch.setattr(module, "_peak_bytes", lambda: 3_000_000_000)
     trainer = SimpleNamespace(
         device=torch.device("cpu"),
-        run=lambda clock: [clock.due(k) for k in range(6)],
+        run=lambda after_step: [after_step() for _ in range(6)],
         masters=SimpleNamespace(
             params=[torch.zeros(10, 100)], moments=lambda: [("m", torch.zeros(2, 1000))]
         ),

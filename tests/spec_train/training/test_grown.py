@@ -9,8 +9,8 @@ import pytest
 import spec_data
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.resumable import write_record
 from spec_train.options.training import Training
-from spec_train.training.stored import dump_checked
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_train.training.test_trainer_resume import assert_same_run, stop_after
 from tests.spec_train.training.tools import change, metrics, run
@@ -71,6 +71,6 @@ def test_what_is_no_growth_is_refused(begun, sets, tmp_path):
     file = Path(begun.out) / "run.json"
     table = {k: v for k, v in json.loads(file.read_text()).items() if k in ("identity", "notes")}
     table["notes"]["split_border"] += 1
-    file.write_text(dump_checked(table))
+    write_record(file, table)
     with pytest.raises(ConfigError, match="held out"):
         run(change(begun, data=str(sets[1]), steps=7))

@@ -106,9 +106,7 @@ def test_muon_moves_matrices_as_its_definition_says_and_adamw_the_rest() -> None
 def test_muon_never_moves_embeddings_heads_norms_or_biases(name: str, config, monkeypatch) -> None:
     kept: list[Trainer] = []
     original = Trainer.run
-    monkeypatch.setattr(
-        Trainer, "run", lambda self, release=None: kept.append(self) or original(self, release)
-    )
+    monkeypatch.setattr(Trainer, "run", lambda self: kept.append(self) or original(self))
     fit(name, change(config, optimizer="muon", steps=1), DRAFT_OPTIONS[name]())
     draft, masters = kept[0].draft, kept[0].masters
     adamw, muon = ({id(p) for g in o.param_groups for p in g["params"]} for o in masters.optimizers)

@@ -11,7 +11,7 @@ from spec_train.training import ranks
 from spec_train.training.trainer import Trainer
 from tests.spec_train.data import follow_tools, test_mixture
 from tests.spec_train.training import tools as trainer_tools
-from tests.spec_train.training.ranks_tools import fit_on_ranks, fit_well
+from tests.spec_train.training.ranks_tools import fit_well
 from tests.spec_train.training.tools import assert_close_runs, change, make_noisy, metrics, run
 
 data, config = trainer_tools.data, trainer_tools.config
@@ -80,12 +80,3 @@ def test_one_rank_is_told_to_stop_while_data_is_awaited(config, tmp_path, waitin
     assert 3 <= int(saved.removeprefix("checkpoint-")) < 12
     run(change(config, accumulation=2))
     assert_close_runs(whole.out, config.out)
-
-
-def test_units_are_deleted_by_one_process_alone(source, tmp_path):
-    unsealed = tmp_path / "data"
-    follow_tools.generate_units(source, unsealed, 1)
-    refused = follow_tools.config_of(unsealed, tmp_path / "run", follow_keep=9)
-    for end in fit_on_ranks(refused):
-        assert end.code in (1, 2)
-        assert "--follow-keep 9 with 2 processes: one process could delete a unit" in end.text

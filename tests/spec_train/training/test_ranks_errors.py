@@ -15,7 +15,7 @@ from spec_train.drafts import DRAFTS
 from spec_train.drafts.draft import DraftLoss
 from spec_train.training import checkpoint, ranks
 from spec_train.training.ranks import Ranks
-from spec_train.training.replay import replay_step
+from spec_train.training.replay import read_failure, replay_step
 from spec_train.training.setup import make_splits
 from spec_train.training.trainer import Trainer
 from tests.spec_train.training import tools as trainer_tools
@@ -173,4 +173,5 @@ def test_a_non_finite_number_on_one_rank_stops_all(config, kind, sharding):
     assert all(torch.equal(before[n.removeprefix("master.")], saved[n]) for n in saved)
     report = replay_step(failed, device="cpu").facts()  # without the poison
     assert not report["reproduced"]
-    assert [d["doc_id"] for d in report["documents"]] == [dataset.doc_ids[r] for r in victim]
+    documents = read_failure(failed)[0]["documents"]
+    assert [d["doc_id"] for d in documents] == [dataset.doc_ids[r] for r in victim]

@@ -1,7 +1,6 @@
 """fit, eval and export read remote datasets: the same bits as from a local directory."""
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from spec_train.data.mixture import open_documents
 from spec_train.evaluation.evaluate import Documents, measure
 from spec_train.evaluation.run_record import read_run
 from spec_train.options.data_option import parse_source, parse_sources
-from spec_train.training.setup import log_bandwidth
 from tests.remote_tools import forget_memory, put_in_memory
 from tests.spec_train.training.tools import change, config, data, metrics, run
 
@@ -120,17 +118,3 @@ def test_a_run_that_cannot_read_ends_with_an_error(remote, config, monkeypatch, 
 def test_following_needs_a_local_directory(remote, config):
     with pytest.raises(ConfigError, match="can be trained on once it is sealed"):
         run(change(config, data=remote, follow=True))
-
-
-def test_the_bandwidth_is_said_where_a_run_waits(data, caplog):
-    manifest = open_documents(parse_sources(str(data))).manifest
-    columns = ["input_ids", "hidden.L1"]  # 4 bytes, and 32 values in bf16
-    lines = [{"data_wait": 0.9, "tokens_per_second": 1.0}]  # the first waits for the first data
-    fast = {"data_wait": 0.01, "tokens_per_second": 1e6}
-    with caplog.at_level(logging.INFO):
-        log_bandwidth([*lines, fast], manifest, columns)
-        assert not caplog.messages
-        slow = {"data_wait": 0.5, "tokens_per_second": 1e6}
-        log_bandwidth([*lines, slow, slow], manifest, columns)
-    (said,) = caplog.messages
-    assert "50.0 %" in said and "136.0 MB/s" in said

@@ -204,9 +204,9 @@ def test_masters_are_fp32_and_only_matrices_decay(config):
     captured = []
     original = trainer_module.Trainer.run
 
-    def spy(self, release=None):
+    def spy(self):
         captured.append(self)
-        return original(self, release)
+        return original(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_module.Trainer, "run", spy)

@@ -213,9 +213,9 @@ def test_a_draft_read_from_disk_shares_the_targets_embedding(config, tmp_path, m
     captured = []
     original = Trainer.run
 
-    def spy(self, release=None):
+    def spy(self):
         captured.append(self)
-        return original(self, release)
+        return original(self)
 
     monkeypatch.setattr(Trainer, "run", spy)
     run(change(config, steps=6, save_every=2, eval_every=100))
