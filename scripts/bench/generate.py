@@ -33,9 +33,9 @@ from typing import Any
 import torch
 
 import spec_data.generation.capture as capture_module
-from spec_data.capture.hf_backend import HFBackend
-from spec_data.capture.long_rows import attention_per_document
+from spec_data.capture.attention_in_parts import attention_in_parts
 from spec_data.capture.mask_forms import PER_DOCUMENT, ROWS, SINGLE, packed_mask
+from spec_data.capture.model import Target
 from spec_data.generation.capture import CaptureSettings, capture_unit
 from spec_data.generation.plan import Plan
 from spec_data.generation.replica import Replica, load_target
@@ -81,13 +81,13 @@ class Bench:
         self.proofs = clock() - start
         self.settings: CaptureSettings = replica.settings
         target.close()
-        self.backend = HFBackend.open(backend_options(self.setup, self.plan))
+        self.backend = Target.open(backend_options(self.setup, self.plan))
         self.units = range(len(self.plan.units))
 
     @torch.inference_mode()
     def bare(self) -> None:
         """The model's own forward and head of the packs of every unit."""
-        target, form = self.backend.target, self.settings.form
+        target, form = self.backend, self.settings.form
         for unit in self.units:
             for batch, _ in capture_module.unit_forwards(
                 self.plan, unit, form, self.settings.batch_tokens
@@ -99,9 +99,10 @@ class Bench:
                 elif form in (ROWS, SINGLE):
                     mask = {"attention_mask": (documents >= 0).long()}
                 else:
-                    mask = packed_mask(form, target.config, target.attn, documents, target.dtype)
+                    given = (form, target.config, target.attn, documents, target.dtype)
+                    mask = {"attention_mask": packed_mask(*given)}
                     if form == PER_DOCUMENT:
-                        attention = attention_per_document(
+                        attention = attention_in_parts(
                             target.model, target.attn, batch.document_ids
                         )
                 positions = batch.position_ids.to(target.device)
@@ -132,7 +133,7 @@ class Bench:
             self._forward(batch, attention_mask=None if full else mask.to(self.backend.device))
 
     def _forward(self, ids: torch.Tensor, **given: Any) -> None:
-        self.backend.target.model(input_ids=ids.to(self.backend.device), use_cache=False, **given)
+        self.backend.model(input_ids=ids.to(self.backend.device), use_cache=False, **given)
 
     def generate(self) -> None:
         """Capture every unit; a second thread writes the shard before it."""

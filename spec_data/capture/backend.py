@@ -1,8 +1,8 @@
-"""What runs a target: the interface that capture, proofs and verification talk to.
+"""What runs a target: the interface that generation, proofs and verification talk to.
 
-A backend loads one target and returns the states of its forwards. The class of each is named in
-`BACKENDS` and imported when it is opened, so its libraries are needed by those who use it alone.
-What every backend must satisfy is a test class, `tests/spec_data/capture/backend_contract.py`.
+The class of each backend is named in `BACKENDS` and imported when it is opened, so its libraries
+are needed by those who use it alone. What every backend must satisfy is a test class,
+`tests/spec_data/capture/backend_contract.py`.
 
 Shapes: N real tokens of a batch, H hidden size, V vocabulary size.
 """
@@ -17,14 +17,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_data.capture.hooks import States
 from spec_data.capture.proofs import IsolationProof
 from spec_data.models.spread import Spread
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import HeadSpec
 
-# -- forward batch ---------------------------------------------------------------------------------
-# The inputs of one forward of the target, and the documents they hold.
+BACKENDS = {
+    "hf": "spec_data.capture.model.Target",
+    "vllm": "spec_data.capture.vllm_backend.VLLMBackend",
+}
+"""The class of each value of --backend; its class method `open` takes `BackendOptions`."""
+
+_SHARDED = {"hf": "spec_data.capture.tensor_parallel.ShardedTarget"}
+"""The class of the same backend with --tp-plan, if it has one."""
 
 
 @dataclass
@@ -53,34 +60,6 @@ class ForwardBatch:
         the batch was made from, int64 [N]; `offsets` is int64 [D + 1].
         """
         return np.concatenate([np.arange(offsets[d], offsets[d + 1]) for d in self.documents])
-
-
-# -- backend ---------------------------------------------------------------------------------------
-
-
-BACKENDS = {
-    "hf": "spec_data.capture.hf_backend.HFBackend",
-    "vllm": "spec_data.capture.vllm_backend.VLLMBackend",
-}
-"""The class of each value of --backend; its class method `open` takes `BackendOptions`."""
-
-SHARDED = {"hf": "spec_data.capture.tensor_parallel.ShardedBackend"}
-"""The class of the same backend with --tp-plan, if it has one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class States:
-    """The states of the N real tokens of a batch, in its order, on the device of the backend.
-
-    Attributes:
-        layers: the raw output of decoder block k, [N, H] by layer id; -1 is the embedding output.
-        final: the input of the LM head (after the final norm), [N, H].
-        logits: the model's own logits [N, V]; None unless they were asked for.
-    """
-
-    layers: dict[int, Tensor]
-    final: Tensor
-    logits: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,31 +94,21 @@ class BackendOptions:
 
 
 class TargetBackend(Protocol):
-    """A loaded target whose states can be captured."""
+    """A loaded target whose states can be captured.
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The captured layer ids, ascending."""
+    Attributes:
+        layers: the captured layer ids, ascending. num_layers: the number of decoder blocks.
+        head: the LM head as data.
+        dtype, device: of the states and logits that are returned.
+        architecture: the name of the model's class, as `architectures` of a config.json has it.
+    """
 
-    @property
-    def num_layers(self) -> int:
-        """The number of decoder blocks."""
-
-    @property
-    def head(self) -> HeadSpec:
-        """The LM head as data."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the states."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the states and logits that are returned."""
-
-    @property
-    def architecture(self) -> str:
-        """The name of the model's class, as `architectures` of a config.json has it."""
+    layers: tuple[int, ...]
+    num_layers: int
+    head: HeadSpec
+    dtype: torch.dtype
+    device: torch.device
+    architecture: str
 
     def describe(self) -> dict[str, Any]:
         """Return what the manifest records of how the target runs, as plain values.
@@ -157,7 +126,7 @@ class TargetBackend(Protocol):
             TargetError, RunError: nothing is proven.
         """
 
-    def prove_head(self, documents: Sequence[Tensor], tokens: int = 512) -> float:
+    def prove_head(self, documents: Sequence[Tensor]) -> float:
         """Compare the head as data with the model's own logits, see `proofs.prove_head`.
 
         Raises:
@@ -165,7 +134,7 @@ class TargetBackend(Protocol):
         """
 
     def capture(self, batch: ForwardBatch, form: str, *, full_logits: bool = False) -> States:
-        """Run one forward and return the states of its real tokens.
+        """Run one forward and return the states [N, H] of its real tokens.
 
         Non-finite states are returned as they are.
 
@@ -187,11 +156,7 @@ class TargetBackend(Protocol):
         """Return slices of an axis of `tokens` tokens whose float32 logits fit in memory."""
 
     def head_tensors(self) -> dict[str, Tensor]:
-        """Return embedding, head and final norm on the CPU, in the dtype of the target.
-
-        embed_tokens [V, H]; lm_head [V, H] unless it is tied to the embedding; lm_head_bias [V]
-        and norm [H] if the target has them.
-        """
+        """Return the tensors of `head_form.head_parts` on the CPU, in the dtype of the target."""
 
     def positions(self, length: int) -> Positions:
         """Read rotary frequencies and final norm, and prove them up to `length` tokens.
@@ -221,8 +186,8 @@ def open_backend(name: str, options: BackendOptions) -> TargetBackend:
     """
     if name not in BACKENDS:
         raise ConfigError(f"--backend {name}: expected {' or '.join(BACKENDS)}")
-    spread = options.spread or Spread()
-    if spread.tensor_parallel and name not in SHARDED:
-        raise ConfigError(f"--tp-plan is for --backend {' or '.join(SHARDED)}, not {name}")
-    module, _, kind = (SHARDED if spread.tensor_parallel else BACKENDS)[name].rpartition(".")
+    classes = _SHARDED if (options.spread or Spread()).tensor_parallel else BACKENDS
+    if name not in classes:
+        raise ConfigError(f"--tp-plan is for --backend {' or '.join(classes)}, not {name}")
+    module, _, kind = classes[name].rpartition(".")
     return getattr(import_module(module), kind).open(options)

@@ -1,21 +1,17 @@
-"""The head of a causal LM described as data: what its logits are, from the final hidden state."""
+"""Final norm and head of a causal LM as data: what its logits are, of which states."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spec_data.capture.hooks import output_head
+from spec_data.capture.hooks import module_at, output_head
 from spec_data.models.placement import shares_weight, whole
 from spec_data.models.quantisation import check_head
 from spec_data.models.reading import text_config
 from spec_data.shards.schema import HeadSpec
 
-# -- final norm ------------------------------------------------------------------------------------
-# Find the final norm of a target and its form: RMSNorm or LayerNorm, eps, offset of the weight.
-
-
-NORM_PATHS = (
+_NORM_PATHS = (
     "model.norm",
     "model.final_layernorm",
     "model.embedding_norm",
@@ -28,17 +24,13 @@ NORM_PATHS = (
 )
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _FORMS = (("rms", 0.0), ("rms", 1.0), ("layer", 0.0), ("layer", 1.0))
+_MULTIPLIED = {"hyperclovax"}  # model types whose logits_scaling is a factor; elsewhere a divisor
 
 
-def final_norm(model: Any) -> nn.Module | None:
+def _final_norm(model: Any) -> nn.Module | None:
     """Return the norm before the LM head, None if it is in no known place."""
-    for path in NORM_PATHS:
-        module: Any = model
-        for name in path.split("."):
-            module = getattr(module, name, None)
-        if getattr(module, "weight", None) is not None:
-            return module
-    return None
+    modules = (module_at(model, path) for path in _NORM_PATHS)
+    return next((m for m in modules if getattr(m, "weight", None) is not None), None)
 
 
 @torch.no_grad()
@@ -48,21 +40,18 @@ def read_norm(model: Any) -> dict[str, Any]:
     The norm is called with random vectors. A form is proven if it computes the same, but for
     rounding.
     """
-    module = final_norm(model)
-    if module is None:
-        return {}
-    eps = next((float(getattr(module, n)) for n in _EPS if _is_number(module, n)), None)
-    if eps is None:
-        return {}
-    weight = whole(module, "weight")
-    if weight is None:
+    module = _final_norm(model)
+    numbers = (getattr(module, name, None) for name in _EPS)
+    eps = next((number for number in numbers if isinstance(number, float)), None)
+    weight = None if module is None else whole(module, "weight")
+    if module is None or eps is None or weight is None:
         return {}
     generator = torch.Generator().manual_seed(0)
     # of the size of eps, so that another eps is seen
     x = torch.randn(4, len(weight), generator=generator) * max(eps, 1e-12) ** 0.5
     x = x.to(weight.device, weight.dtype)
     try:
-        found = module(x).float()
+        actual = module(x).float()
     except Exception:  # another signature
         return {}
     bias = whole(module, "bias")
@@ -71,22 +60,12 @@ def read_norm(model: Any) -> dict[str, Any]:
         wide = x.float()
         if kind == "layer":
             wide = wide - wide.mean(-1, keepdim=True)
-        own = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        own = own * (weight.float() + offset) + (0 if bias is None else bias.float())
-        scale = own.abs().amax().clamp_min(1e-6)
-        if bool(((found - own).abs() <= allowed * scale).all()):
+        expected = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        expected = expected * (weight.float() + offset) + (0 if bias is None else bias.float())
+        scale = expected.abs().amax().clamp_min(1e-6)
+        if bool(((actual - expected).abs() <= allowed * scale).all()):
             return {"kind": kind, "eps": eps, "offset": offset}
     return {}
-
-
-def _is_number(module: nn.Module, name: str) -> bool:
-    return isinstance(getattr(module, name, None), float)
-
-
-# -- head form -------------------------------------------------------------------------------------
-
-
-_MULTIPLIED = {"hyperclovax"}  # model types whose logits_scaling is a factor; elsewhere a divisor
 
 
 def describe_head(model: Any) -> HeadSpec:
@@ -116,26 +95,17 @@ def _logit_scale(config: Any) -> float:
     return value if config.model_type in _MULTIPLIED else 1.0 / value
 
 
-def head_tensors(model: Any, tied: bool) -> dict[str, Tensor]:
-    """Return embedding, head and final-norm tensors on the CPU, in the dtype of the model.
+def head_parts(model: Any, tied: bool) -> dict[str, Tensor]:
+    """Return embedding, head and final norm of a model, on the devices of their modules.
 
-    embed_tokens [V, H]; lm_head [V, H] unless it is tied to the embedding; lm_head_bias [V] and
+    embed_tokens [V, H]; lm_head [V, H] unless it is `tied` to the embedding; lm_head_bias [V] and
     norm [H] if the target has them.
     """
-    return {k: v.detach().cpu().contiguous() for k, v in head_parts(model, tied).items()}
-
-
-def head_parts(model: Any, tied: bool) -> dict[str, Tensor]:
-    """Return the tensors of `head_tensors` on the devices of their modules.
-
-    `tied`: there is no lm_head.
-    """
-    head = output_head(model)
-    tensors = {"embed_tokens": whole(model.get_input_embeddings(), "weight")}
-    if not tied:
-        tensors["lm_head"] = whole(head, "weight")
-    tensors["lm_head_bias"] = whole(head, "bias")
-    norm = final_norm(model)
-    if norm is not None:
-        tensors["norm"] = whole(norm, "weight")
+    head, norm = output_head(model), _final_norm(model)
+    tensors = {
+        "embed_tokens": whole(model.get_input_embeddings(), "weight"),
+        "lm_head": None if tied else whole(head, "weight"),
+        "lm_head_bias": whole(head, "bias"),
+        "norm": None if norm is None else whole(norm, "weight"),
+    }
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}

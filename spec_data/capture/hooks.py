@@ -31,6 +31,13 @@ _LAYER_PATHS = (
 )
 
 
+def module_at(model: Any, path: str) -> Any:
+    """Return the module at a path such as "model.layers", None if there is none."""
+    for name in path.split("."):
+        model = getattr(model, name, None)
+    return model
+
+
 def decoder_layers(model: Any) -> list[nn.Module]:
     """Return the decoder blocks of a causal LM in order.
 
@@ -41,24 +48,17 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     """
     expected = getattr(text_config(getattr(model, "config", None)), "num_hidden_layers", None)
     for path in _LAYER_PATHS:
-        found: Any = model
-        for name in path.split("."):
-            found = getattr(found, name, None)
-        blocks = _ordered(found)
+        container, blocks = module_at(model, path), []
+        if isinstance(container, nn.ModuleList):
+            blocks = list(container)
+        elif isinstance(container, nn.ModuleDict) and all(k.isdigit() for k in container):
+            blocks = [container[k] for k in sorted(container, key=int)]
         if blocks and expected in (None, len(blocks)):
             return blocks
     raise TargetError(
         f"{type(model).__name__}: no decoder blocks found (looked for {', '.join(_LAYER_PATHS)}"
         f" with {expected} blocks); only decoder-only causal language models can be captured"
     )
-
-
-def _ordered(container: Any) -> list[nn.Module]:
-    if isinstance(container, nn.ModuleList):
-        return list(container)
-    if isinstance(container, nn.ModuleDict) and all(k.isdigit() for k in container):
-        return [container[k] for k in sorted(container, key=int)]
-    return []
 
 
 def output_head(model: Any) -> Any:
@@ -73,17 +73,31 @@ def output_head(model: Any) -> Any:
     return head
 
 
-@dataclass
-class Captured:
+def block_input(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Return the states that enter a decoder block, of the arguments of its forward."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def block_output(output: Any) -> Tensor:
+    """Return the states that a decoder block of transformers returns."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+@dataclass(kw_only=True)
+class States:
     """The states of one forward, unshifted, in the dtype and on the device of the target.
 
+    Either of all slots of a batch, [B, T, H] each, or of its N real tokens in order, [N, H].
+
     Attributes:
-        layers: [B, T, H] per layer id.
-        final: [B, T, H], the input of the LM head.
+        layers: the raw output of decoder block k by layer id; -1 is the embedding output.
+        final: the input of the LM head (after the final norm); empty before it was captured.
+        logits: the model's own logits, V wide; None unless they were asked for.
     """
 
     layers: dict[int, Tensor] = field(default_factory=dict)
-    final: Tensor | None = None
+    final: Tensor = field(default_factory=lambda: torch.empty(0))
+    logits: Tensor | None = None
 
 
 @contextmanager
@@ -93,7 +107,7 @@ def capturing(
     *,
     skip_head: bool = True,
     device: torch.device | None = None,
-) -> Iterator[Captured]:
+) -> Iterator[States]:
     """Capture the outputs of `layers` and the input of the head during forwards in the context.
 
     The states are moved to `device`; None leaves each on the device of its block.
@@ -107,8 +121,7 @@ def capturing(
     """
     blocks = decoder_layers(model)
     check_layers(layers, len(blocks))
-    head = output_head(model)
-    captured = Captured()
+    captured = States()
 
     def moved(states: Tensor) -> Tensor:
         states = states.detach()
@@ -116,12 +129,12 @@ def capturing(
 
     def keep_output(layer: int):
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            captured.layers[layer] = moved(output[0] if isinstance(output, tuple) else output)
+            captured.layers[layer] = moved(block_output(output))
 
         return hook
 
     def keep_embedding(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-        captured.layers[EMBEDDING] = moved(args[0] if args else kwargs["hidden_states"])
+        captured.layers[EMBEDDING] = moved(block_input(args, kwargs))
 
     def keep_final(_module: nn.Module, args: tuple) -> tuple | None:
         captured.final = moved(args[0])  # [B, T, H]
@@ -134,22 +147,18 @@ def capturing(
             else:
                 handle = blocks[layer].register_forward_hook(keep_output(layer))
             handles.callback(handle.remove)
-        handles.callback(head.register_forward_pre_hook(keep_final).remove)
+        handles.callback(output_head(model).register_forward_pre_hook(keep_final).remove)
         yield captured
 
 
-def check_captured(
-    captured: Captured, layers: Sequence[int], shape: tuple[int, int], hidden_size: int
-) -> None:
-    """Check that every layer was captured and that all states are [B, T, `hidden_size`].
-
-    `shape` is (B, T).
+def check_captured(captured: States, layers: Sequence[int], shape: tuple[int, int, int]) -> None:
+    """Check that every layer was captured and that all states have the shape (B, T, H).
 
     Raises:
         TargetError: a layer is missing, or its states have another shape.
     """
     missing = [k for k in layers if k not in captured.layers]
-    if missing or captured.final is None:
+    if missing or not captured.final.numel():
         raise TargetError(
             f"the forward produced no states for {missing or 'the final hidden'}: the target skips "
             "these blocks or runs them outside torch modules, so it cannot be captured"
@@ -157,9 +166,9 @@ def check_captured(
     states = {f"layer {k}": captured.layers[k] for k in layers} | {"final hidden": captured.final}
     for name, value in states.items():
         if value.dim() > 3:
-            check_one_stream(name, value.numel() // (shape[0] * shape[1] * hidden_size))
-        if tuple(value.shape) != (*shape, hidden_size):
+            check_one_stream(name, value.numel() // (shape[0] * shape[1] * shape[2]))
+        if tuple(value.shape) != shape:
             raise TargetError(
                 f"{name} has shape {tuple(value.shape)}, but a dataset holds one state of the "
-                f"hidden size per token: {(*shape, hidden_size)}"
+                f"hidden size per token: {shape}"
             )

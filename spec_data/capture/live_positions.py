@@ -3,10 +3,11 @@
 One short forward shows which modules with inverse frequencies run, and with which arguments. Each
 is then called with sampled positions, up to the longest document. The cosines and sines that it
 returns must equal those computed from the frequencies that are stored.
+
+Shapes: P sampled positions, r rotary dimensions.
 """
 
 import copy
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,12 +31,14 @@ from spec_data.shards.position_data import (
     RopeTable,
 )
 
-log = logging.getLogger(__name__)
-
 _TOKENS = 4  # of the short forward
 _FREQUENCIES = "inv_freq"
 _EVENLY = 64  # sampled positions, besides the first ones and the powers of two
 _LONGROPE = ("longrope", "longrope, fixed")  # as transformers and `models.rope_factors` name it
+
+
+class _NotProvenError(Exception):
+    """What was read from the modules is not what they compute."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,17 @@ class _Call:
     keywords: dict[str, Any]
 
     @property
+    def values(self) -> tuple[Any, ...]:
+        return *self.arguments, *self.keywords.values()
+
+    @property
     def layer_type(self) -> str | None:
         """The kind of layer that it was called for."""
-        values = (*self.arguments, *self.keywords.values())
-        return next((v for v in values if isinstance(v, str)), None)
+        return next((v for v in self.values if isinstance(v, str)), None)
+
+    @property
+    def has_positions(self) -> bool:
+        return any(isinstance(v, Tensor) and not v.is_floating_point() for v in self.values)
 
     def at(self, positions: Tensor) -> Any:
         """Call the module at `positions`, int64 [P], with other inputs in float32."""
@@ -60,15 +70,10 @@ class _Call:
                 return value
             if value.is_floating_point():
                 return value.float()
-            shape = value.shape[:-1]
-            return positions.to(value.device, value.dtype).expand(*shape, len(positions))
+            return positions.to(value.device, value.dtype).expand(*value.shape[:-1], len(positions))
 
         keywords = {name: changed(value) for name, value in self.keywords.items()}
         return self.module(*map(changed, self.arguments), **keywords)
-
-
-class _NotProvenError(Exception):
-    """What was read from the modules is not what they compute."""
 
 
 @torch.no_grad()
@@ -83,18 +88,18 @@ def read_positions(model: Any, length: int) -> Positions:
     limit = getattr(text_config(model.config), "max_position_embeddings", None) or 0
     count = max(length, int(limit))
     try:
-        calls, others, learned = _calls(model)
+        calls, without, learned = _calls(model)
     except Exception as error:  # a family whose forward needs more than token ids
         reason = f"a forward of {_TOKENS} tokens failed ({type(error).__name__}: {error})"
         return Positions(reason=reason, norm=norm)
-    if not calls and learned and not others:
+    if not calls and without:
+        reason = f"{without[0]} has inverse frequencies, but is called without positions"
+        return Positions(kind=ROPE, reason=reason, norm=norm)
+    if not calls and learned:
         return Positions(kind=LEARNED, proven=True, norm=norm)
     if not calls:
-        reason = "no module with inverse frequencies ran"
-        if others:
-            reason = f"{others[0]} has inverse frequencies, but is called without positions"
-        return Positions(kind=ROPE if others else UNKNOWN, reason=reason, norm=norm)
-    found = Positions(kind=ROPE, rotation=_rotation(model), norm=norm)
+        return Positions(kind=UNKNOWN, reason="no module with inverse frequencies ran", norm=norm)
+    unproven = Positions(kind=ROPE, rotation=_rotation(model), norm=norm)
     worst, tables = 0.0, dict[str, RopeTable]()
     try:
         for call in calls:
@@ -103,14 +108,12 @@ def read_positions(model: Any, length: int) -> Positions:
             if name in tables and not tables[name].equals(table):
                 raise _NotProvenError(f"two modules for {name} have different frequencies")
             tables[name], worst = table, max(worst, difference)
+    except _NotProvenError as error:
+        return replace(unproven, reason=str(error))
     except Exception as error:
-        words = str(error) if isinstance(error, _NotProvenError) else _described(error)
-        return replace(found, reason=words)
-    return replace(found, proven=True, proven_to=count, difference=worst, tables=tables)
-
-
-def _described(error: Exception) -> str:
-    return f"a rotary module cannot be called with sampled positions ({error})"
+        reason = f"a rotary module cannot be called with sampled positions ({error})"
+        return replace(unproven, reason=reason)
+    return replace(unproven, proven=True, proven_to=count, difference=worst, tables=tables)
 
 
 def _calls(model: Any) -> tuple[list[_Call], list[str], bool]:
@@ -121,18 +124,16 @@ def _calls(model: Any) -> tuple[list[_Call], list[str], bool]:
         without, and whether an embedding of positions ran.
     """
     calls: list[_Call] = []
-    others: list[str] = []
-    learned = []
-    handles = []
-    device = device_of(model.get_input_embeddings())
-    plain = torch.arange(_TOKENS, device=device)
+    without: list[str] = []
+    learned, handles = [], []
+    words = model.get_input_embeddings()
+    plain = torch.arange(_TOKENS, device=device_of(words))
 
     def keep(module: nn.Module, arguments: tuple, keywords: dict) -> None:
-        kinds = [c for c in calls if c.module is module]
         call = _Call(module, arguments, keywords)
-        if not _positions_in(call):
-            others.append(type(module).__name__)
-        elif call.layer_type not in [c.layer_type for c in kinds]:
+        if not call.has_positions:
+            without.append(type(module).__name__)
+        elif (module, call.layer_type) not in [(c.module, c.layer_type) for c in calls]:
             calls.append(call)
 
     def keep_learned(_module: nn.Module, arguments: tuple) -> None:
@@ -140,7 +141,6 @@ def _calls(model: Any) -> tuple[list[_Call], list[str], bool]:
         if isinstance(ids, Tensor) and ids.shape[-1:] == plain.shape:
             learned.append(bool((ids.diff() == 1).all()))
 
-    words = model.get_input_embeddings()
     for module in model.modules():
         if any(name.endswith(_FREQUENCIES) for name, _ in module.named_buffers(recurse=False)):
             handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
@@ -154,14 +154,8 @@ def _calls(model: Any) -> tuple[list[_Call], list[str], bool]:
         for handle in handles:
             handle.remove()
     # copies: a rotary module may change its frequencies when it is called with long positions
-    copies = [_Call(copy.deepcopy(c.module), c.arguments, c.keywords) for c in calls]
-    return copies, others, any(learned)
-
-
-def _positions_in(call: _Call) -> bool:
-    """Whether a module was called with positions."""
-    values = (*call.arguments, *call.keywords.values())
-    return any(isinstance(v, Tensor) and not v.is_floating_point() for v in values)
+    copies = [replace(call, module=copy.deepcopy(call.module)) for call in calls]
+    return copies, without, any(learned)
 
 
 def sampled_positions(count: int) -> Tensor:
@@ -174,6 +168,9 @@ def sampled_positions(count: int) -> Tensor:
 def _proven_table(call: _Call, count: int) -> tuple[RopeTable, float]:
     """Return the table of a rotary module, and the largest difference of a cosine or sine.
 
+    A module with longrope takes the short or the long frequencies by the largest position of a
+    call, unless the capture has fixed the choice: then the live ones are those.
+
     Raises:
         _NotProvenError: the module computes something else.
     """
@@ -181,42 +178,23 @@ def _proven_table(call: _Call, count: int) -> tuple[RopeTable, float]:
     name = prefix + _FREQUENCIES if hasattr(module, prefix + _FREQUENCIES) else _FREQUENCIES
     live = getattr(module, name).detach().float().cpu().clone()  # calls may change it
     factor = float(getattr(module, prefix + "attention_scaling", 1.0))
-    sample = sampled_positions(count)
-    if getattr(module, "rope_type", None) not in _LONGROPE:
-        table = RopeTable(inv_freq=live, factor=factor)
-        return table, _difference(call, sample, live, factor)
-    return _longrope_table(call, sample, live, factor)
-
-
-def _longrope_table(
-    call: _Call, sample: Tensor, live: Tensor, factor: float
-) -> tuple[RopeTable, float]:
-    """Return the table of a module with longrope, and the largest difference.
-
-    The module takes the short or the long frequencies by the largest position of a call, unless the
-    capture has fixed the choice; then `live` [r/2] are the chosen ones at the positions `sample`.
-
-    Raises:
-        _NotProvenError: the module computes something else.
-    """
-    module, factors = call.module, None
+    sample, kind = sampled_positions(count), getattr(module, "rope_type", None)
+    worst = _difference(call, sample, live, factor) if kind != _LONGROPE[0] else 0.0
+    if kind not in _LONGROPE:
+        return RopeTable(inv_freq=live, factor=factor), worst
     limit = int(module.config.rope_parameters["original_max_position_embeddings"])
-    fixed = module.rope_type != _LONGROPE[0]
-    worst = _difference(call, sample, live, factor) if fixed else 0.0
     module.rope_type = _LONGROPE[0]
-    short = sample[sample < limit]
-    found = []
+    short, both = sample[sample < limit], []
     for positions in (short, torch.cat([short, torch.tensor([limit])])):
         call.at(positions)
-        found.append(module.inv_freq.detach().float().cpu().clone())
-        worst = max(worst, _difference(call, positions, found[-1], factor))
-    if fixed:
-        names = [n for n, f in zip((SHORT, LONG), found, strict=True) if torch.equal(f, live)]
-        if not names:
-            raise _NotProvenError("the frequencies of the capture are neither short nor long ones")
-        factors = names[0]
+        both.append(module.inv_freq.detach().float().cpu().clone())
+        worst = max(worst, _difference(call, positions, both[-1], factor))
+    fixed = [n for n, f in zip((SHORT, LONG), both, strict=True) if torch.equal(f, live)]
+    if kind == _LONGROPE[1] and not fixed:
+        raise _NotProvenError("the frequencies of the capture are neither short nor long ones")
+    factors = fixed[0] if kind == _LONGROPE[1] else None
     table = RopeTable(
-        inv_freq=found[0], factor=factor, long_inv_freq=found[1], limit=limit, factors=factors
+        inv_freq=both[0], factor=factor, long_inv_freq=both[1], limit=limit, factors=factors
     )
     return table, worst
 
@@ -228,16 +206,16 @@ def _difference(call: _Call, positions: Tensor, inv_freq: Tensor, factor: float)
         _NotProvenError: it exceeds the rounding of the angles, or the result has no known form.
     """
     angles = positions.float()[:, None] * inv_freq  # [P, r/2]
-    found, form = _halves(call.at(positions), len(inv_freq))
     # float32 rounds an angle once, and some families compute it in another order
     allowed = 4 * torch.finfo(torch.float32).eps * (1 + angles.abs()) * max(1.0, abs(factor))
+    expected = (angles.cos() * factor, angles.sin() * factor)
     worst = 0.0
-    for what, own in zip(found, (angles.cos() * factor, angles.sin() * factor), strict=True):
-        gap = (what.float().cpu() - own).abs()
+    for actual, value in zip(_halves(call.at(positions), len(inv_freq)), expected, strict=True):
+        gap = (actual.float().cpu() - value).abs()
         if bool((gap > allowed).any()) or not bool(torch.isfinite(gap).all()):
             row, column = divmod(int((gap / allowed).nan_to_num(torch.inf).argmax()), gap.shape[1])
             raise _NotProvenError(
-                f"at position {int(positions[row])}, dimension {column}, the {form} of the rotary "
+                f"at position {int(positions[row])}, dimension {column}, cos or sin of the rotary "
                 f"module differ by {float(gap[row, column]):.1e} from those of its inverse "
                 "frequencies"
             )
@@ -245,7 +223,7 @@ def _difference(call: _Call, positions: Tensor, inv_freq: Tensor, factor: float)
     return worst
 
 
-def _halves(result: Any, size: int) -> tuple[tuple[Tensor, Tensor], str]:
+def _halves(result: Any, size: int) -> list[Tensor]:
     """Return cos and sin, one column per frequency, [P, r/2] each, of what a module returned.
 
     Families return every angle once, twice side by side, or twice in turn; or complex numbers.
@@ -254,30 +232,24 @@ def _halves(result: Any, size: int) -> tuple[tuple[Tensor, Tensor], str]:
         _NotProvenError: the result has none of these forms.
     """
     if isinstance(result, Tensor) and result.is_complex():
-        parts: tuple[Tensor, ...] = (result.real, result.imag)
-    elif isinstance(result, (tuple, list)) and len(result) == 2:
-        parts = tuple(result)
-    else:
-        raise _NotProvenError(
-            f"its rotary module returns a {type(result).__name__}, no cos and sin"
-        )
-    found = []
-    for part in parts:
-        flat = part.reshape(-1, *part.shape[-2:])  # rows of a batch, or of mrope
-        if not bool((flat == flat[:1]).all()):
+        result = (result.real, result.imag)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        kind = type(result).__name__
+        raise _NotProvenError(f"its rotary module returns a {kind}, no cos and sin")
+    halves = []
+    for part in result:
+        rows = part.reshape(-1, *part.shape[-2:])  # of a batch, or of mrope
+        value = rows[0]  # [P, r/2] or [P, r]
+        if not bool((rows == value).all()):
             raise _NotProvenError("its rotary module returns other values for equal positions")
-        value = flat[0]  # [P, r/2] or [P, r]
+        forms = (value,)
         if value.shape[-1] == 2 * size:
-            first, second = value[:, :size], value[:, size:]
-            if not torch.equal(first, second):
-                first, second = value[:, ::2], value[:, 1::2]
-            if not torch.equal(first, second):
-                raise _NotProvenError("its rotary module returns each angle once, in 2 halves")
-            value = first
-        if value.shape[-1] != size:
+            pairs = (value[:, :size], value[:, size:]), (value[:, ::2], value[:, 1::2])
+            forms = tuple(first for first, second in pairs if torch.equal(first, second))
+        if not forms or forms[0].shape[-1] != size:
             raise _NotProvenError(f"its rotary module returns {value.shape[-1]} columns")
-        found.append(value)
-    return (found[0], found[1]), "cos or sin"
+        halves.append(forms[0])
+    return halves
 
 
 def _rotation(model: Any) -> str | None:

@@ -11,10 +11,7 @@ candidate, which `proofs.py` accepts or rejects on real packs.
     position-ids          no mask; position ids restart at each document
     rows                  no packing: one document per row, several right-padded rows per batch
     single                no packing: one document per batch
-
-An engine that packs requests itself has one form of its own:
-
-    requests              several documents per forward, each a request of its own
+    requests              several documents per forward, which an engine packs as its requests
 """
 
 from typing import Any
@@ -63,10 +60,14 @@ def mask_forms(config: Any, attn: str, device: str = "cpu") -> list[str]:
     return [*forms, "position-ids", ROWS, SINGLE]
 
 
-def packed_mask(
-    form: str, config: Any, attn: str, document_ids: Tensor, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Return the `attention_mask` keyword argument of a packed forward in this form.
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bool mask as eager attention takes it: zero, or the least number where False."""
+    blocked = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return blocked.masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def packed_mask(form: str, config: Any, attn: str, document_ids: Tensor, dtype: torch.dtype) -> Any:
+    """Return the `attention_mask` of a packed forward in this form.
 
     Args:
         form: one of the packed forms.
@@ -76,8 +77,8 @@ def packed_mask(
         dtype: dtype of the model.
 
     Returns:
-        {"attention_mask": mask}. The mask is [B, 1, T, T], or a dict of such masks by attention
-        type, or None for position ids alone and for attention per document.
+        A mask [B, 1, T, T]; a dict of such masks by attention type; or None for position ids alone
+        and for attention per document.
 
     Raises:
         ValueError: `form` is not a packed form.
@@ -87,18 +88,13 @@ def packed_mask(
 
     def mask(span: int | None) -> Tensor:
         seen = block_causal_mask(document_ids, span)  # bool [B, 1, T, T]
-        if attn == "sdpa":
-            return seen
-        blocked = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return blocked.masked_fill_(~seen, torch.finfo(dtype).min)
+        return seen if attn == "sdpa" else additive(seen, dtype)
 
     if form == "mask-per-layer-type":
-        spans = {t: (window if t in _WINDOWED else None) for t in set(text.layer_types)}
-        return {"attention_mask": {t: mask(span) for t, span in sorted(spans.items())}}
-    if form == "block-causal-window":
-        return {"attention_mask": mask(window)}
-    if form == "block-causal":
-        return {"attention_mask": mask(None)}
+        types = sorted(set(text.layer_types))
+        return {kind: mask(window if kind in _WINDOWED else None) for kind in types}
+    if form in ("block-causal-window", "block-causal"):
+        return mask(window if form == "block-causal-window" else None)
     if form in (PER_DOCUMENT, "position-ids"):
-        return {"attention_mask": None}
+        return None
     raise ValueError(f"{form!r} is not a packed mask form")

@@ -1,29 +1,28 @@
-"""Load the target and capture its states.
+"""The target: a causal LM of transformers under hooks.
 
-The only module that runs a target. A forward returns the raw states of the chosen layers and the
-input of the head. Logits are computed from that input with the head described as data, which
-`prove_head` compares with the model's own logits. So no [B, T, V] tensor exists unless full logits
-are requested. Shapes: B rows, T slots of a row, H hidden size, V vocabulary size.
+A forward returns the raw states of the chosen layers and the input of the head. Logits are computed
+from that input with the head described as data, which `prove_head` compares with the model's own
+logits. So no [B, T, V] tensor exists unless full logits are requested. Shapes: B rows, T slots of a
+row, N real tokens of a batch, H hidden size, V vocabulary size.
 """
 
 import inspect
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
-from spec_data.capture.head_form import describe_head
-from spec_data.capture.hooks import Captured, capturing, check_captured, decoder_layers, output_head
-from spec_data.capture.long_rows import (
-    LONG_ROW,
-    attention_in_chunks,
-    attention_per_document,
-    needs_chunks,
-)
+from spec_data.capture.attention_in_parts import LONG_ROW, attention_in_parts, needs_chunks
+from spec_data.capture.backend import BackendOptions, ForwardBatch
+from spec_data.capture.head_form import describe_head, head_parts
+from spec_data.capture.hooks import States, capturing, check_captured, decoder_layers, output_head
+from spec_data.capture.live_positions import read_positions
 from spec_data.capture.mask_forms import (
     PER_DOCUMENT,
     ROWS,
@@ -32,13 +31,19 @@ from spec_data.capture.mask_forms import (
     packed_mask,
     view_of,
 )
-from spec_data.capture.proofs import prove_isolation, why_no_chunks
+from spec_data.capture.proofs import (
+    IsolationProof,
+    head_error,
+    prove_head,
+    prove_isolation,
+    why_no_chunks,
+)
 from spec_data.capture.target_batch import TargetBatch, document_starts, layout_of
 from spec_data.models.devices import sent
 from spec_data.models.loading import load_model
-from spec_data.models.placement import device_of, in_place, whole
+from spec_data.models.placement import device_of, devices_of, in_place, whole
 from spec_data.models.quantisation import loaded_quantisation
-from spec_data.models.reading import load_config, text_config
+from spec_data.models.reading import load_config
 from spec_data.models.resolve import resolve_model
 from spec_data.models.rope_factors import fix_rope_factors
 from spec_data.models.spread import Spread
@@ -46,11 +51,10 @@ from spec_data.shards import packing
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.packing import shift_left
+from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import Quantised, apply_head
 
 logger = logging.getLogger(__name__)
-
-Attention = AbstractContextManager[None]  # replaces the attention of the model, or does not
 
 # Largest block of float32 logits in memory: small enough for the cache of a CPU, large enough to
 # keep a GPU busy.
@@ -61,9 +65,9 @@ _LEAST_LOGIT_ROWS = 128
 
 
 class Target:
-    """A frozen causal LM under hooks.
+    """A frozen causal LM under hooks, and the backend "hf"; see `backend.TargetBackend`.
 
-    Inputs go to `device`, states come from `states_device`: they differ where a target is spread
+    Inputs go to `input_device`, states come from `device`: they differ where a target is spread
     over devices. `supervision` is what `generate_batch` puts in its batches: "final-hidden",
     "logits", or "target-probs" over the token ids `draft_vocabulary` (int64 [Vd], ascending).
     """
@@ -90,9 +94,9 @@ class Target:
                 the layers that any of their recipes reads. `draft_layers` has those of each.
             supervision: see the class.
             draft_vocabulary: see the class.
+            mask_form: the mask of packed rows; None: one that is proven on the first packed batch.
             rope_factors: see `from_pretrained`.
             quantisation: of the checkpoint, see `quantisation_of`.
-            mask_form: the mask of packed rows; None: one that is proven on the first packed batch.
 
         Raises:
             TargetError: layer ids that do not exist, a target that has too few blocks for "auto",
@@ -103,7 +107,7 @@ class Target:
         self.rope_factors = rope_factors
         self.quantisation = quantisation
         self.config = model.config
-        self.text_config = text_config(model.config)
+        self.architecture = type(model).__name__
         self.num_layers = len(decoder_layers(model))
         self.layers, self.draft_layers = choose_layers(layers, for_drafts, self.num_layers)
         if supervision not in ("final-hidden", "logits", "target-probs"):
@@ -114,13 +118,13 @@ class Target:
             raise TargetError("target-probs goes with draft_vocabulary, and only with it")
         self.supervision = supervision
         self.draft_vocabulary = draft_vocabulary
+        self.mask_form = mask_form
         self.attn = getattr(self.config, "_attn_implementation", None) or "eager"
         self.head = describe_head(model)
-        self.device: torch.device = device_of(model.get_input_embeddings())
-        self.states_device: torch.device = device_of(output_head(model))
-        self._head_tensors: dict[str, Tensor | None] = {}  # of a head that is not in place
         self.dtype: torch.dtype = output_head(model).weight.dtype
-        self.mask_form = mask_form
+        self.input_device: torch.device = device_of(model.get_input_embeddings())
+        self.device: torch.device = device_of(output_head(model))
+        self._head_tensors: dict[str, Tensor | None] = {}  # of a head that is not in place
         # Whether long documents attend in chunks, once proven; by whether they exceed a window.
         self._chunks: dict[bool, bool] = {}
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -150,24 +154,71 @@ class Target:
         Raises:
             TargetError: the model cannot be loaded, or does not have these layers.
         """
+        trust = trust_remote_code
         model = load_model(
-            str(path),
-            dtype=dtype,
-            device=device,
-            attn=attn,
-            trust=trust_remote_code,
-            spread=spread,
+            str(path), dtype=dtype, device=device, attn=attn, trust=trust, spread=spread
         )
-        directory, _ = resolve_model(str(path))
-        found = loaded_quantisation(load_config(directory, trust_remote_code), model)
-        return cls(model, layers, rope_factors=rope_factors, quantisation=found, **options)
+        config = load_config(resolve_model(str(path))[0], trust)
+        options["quantisation"] = loaded_quantisation(config, model)
+        return cls(model, layers, rope_factors=rope_factors, **options)
+
+    @classmethod
+    def open(cls, options: BackendOptions) -> "Target":
+        """Load a target as `backend.open_backend` does."""
+        names = ("dtype", "device", "attn", "trust_remote_code", "rope_factors", "spread")
+        given = {name: getattr(options, name) for name in names}
+        return cls.from_pretrained(options.path, options.layers, **given)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the input embedding module of the target."""
         return self.model.get_input_embeddings()
 
+    def describe(self) -> dict[str, Any]:
+        chosen = {"rope_factors": self.rope_factors, "quantised_as": self.quantisation}
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attn": self.attn,
+            "backend": "hf",
+            "backend_version": transformers.__version__,
+            "devices": self._devices(),
+            **{name: value for name, value in chosen.items() if value},
+        }
+
+    def _devices(self) -> str:
+        """Return the kinds of devices that hold the target, such as "cuda" or "2 cuda, cpu"."""
+        kinds = Counter(d.type for d in devices_of(self.model))
+        if any(p.device.type == "meta" for p in self.model.parameters()):
+            kinds["offloaded"] = 1
+        return ", ".join(k if n == 1 else f"{n} {k}" for k, n in sorted(kinds.items()))
+
+    def prove(
+        self, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
+    ) -> IsolationProof:
+        return prove_isolation(self, documents, pack_length, packing)
+
+    def prove_head(self, documents: Sequence[Tensor]) -> float:
+        def error(ids: Tensor) -> float:
+            layout = torch.zeros_like(ids)[None], torch.arange(len(ids))[None]  # [1, T] each
+            states = self.forward(ids[None], *layout, None, full_logits=True)
+            return head_error(self.logits_of(states.final), states.logits)
+
+        return prove_head(error, documents, self.dtype)
+
+    def capture(self, batch: ForwardBatch, form: str, *, full_logits: bool = False) -> States:
+        packed = None if form in (ROWS, SINGLE) else form
+        slots = (batch.input_ids, batch.document_ids, batch.position_ids)
+        states = self.forward(*slots, packed, full_logits=full_logits)
+        # The slots of real tokens are known on the host; a mask on the device would be waited for.
+        real = sent((batch.document_ids >= 0).flatten().nonzero()[:, 0], self.device)  # [N]
+        logits = states.logits
+        return States(
+            layers={k: states.layers[k].flatten(0, 1)[real] for k in self.layers},
+            final=states.final.flatten(0, 1)[real],
+            logits=logits.flatten(0, 1)[real] if logits is not None else None,
+        )
+
     @torch.no_grad()
-    def capture(
+    def forward(
         self,
         input_ids: Tensor,
         document_ids: Tensor,
@@ -175,8 +226,8 @@ class Target:
         form: str | None,
         *,
         full_logits: bool = False,
-    ) -> tuple[Captured, Tensor | None]:
-        """Run one forward under hooks; return the captured states and the model's own logits.
+    ) -> States:
+        """Run one forward under hooks; return states [B, T, H] of all slots.
 
         Args:
             input_ids: int64 [B, T], on any device, like the next two.
@@ -185,45 +236,39 @@ class Target:
             form: a packed mask form, or None for one document per row (right-padded, 2-D mask).
             full_logits: run the head on every slot and return its logits.
 
-        Returns:
-            The states [B, T, H] per layer and the input of the head [B, T, H], and the logits
-            [B, T, V] or None; all on `states_device`.
-
         Raises:
             TargetError: the target does not produce the states of a layer.
         """
         # One document fills each row: asked where the ids are, which is the host in generate.
         alone = bool((document_ids == 0).all())
-        ids, documents = sent(input_ids, self.device), sent(document_ids, self.device)
-        kwargs: dict[str, Any] = {"use_cache": False}
-        if alone:  # the model makes its own causal mask, which sdpa does not need at all
-            kwargs["attention_mask"] = None
-        elif form is None:
-            kwargs["attention_mask"] = (documents >= 0).long()
-        else:
-            kwargs |= packed_mask(form, self.config, self.attn, documents, self.dtype)
-        if self._takes_positions and not alone:
-            kwargs["position_ids"] = sent(position_ids, self.device)
-        long = alone and ids.shape[0] == 1 and ids.shape[1] > LONG_ROW
-        attention: Attention = nullcontext()
-        if long and self._attends_in_chunks(ids):
-            attention = attention_in_chunks(self.model, self.attn)
+        ids, documents = (sent(x, self.input_device) for x in (input_ids, document_ids))
+        given: dict[str, Any] = {"attention_mask": None}
+        if not alone:  # else the model makes its own causal mask, which sdpa does not need at all
+            if form is None:
+                given["attention_mask"] = (documents >= 0).long()
+            else:
+                mask = packed_mask(form, self.config, self.attn, documents, self.dtype)
+                given["attention_mask"] = mask
+            if self._takes_positions:
+                given["position_ids"] = sent(position_ids, self.input_device)
+        attention: Any = nullcontext()
+        if alone and len(ids) == 1 and ids.shape[1] > LONG_ROW and self._attends_in_chunks(ids):
+            attention = attention_in_parts(self.model, self.attn)
         elif form == PER_DOCUMENT and not alone:
-            attention = attention_per_document(self.model, self.attn, document_ids)
-        return self._forward(ids, kwargs, full_logits, attention)
+            attention = attention_in_parts(self.model, self.attn, document_ids)
+        return self._forward(ids, given, full_logits, attention)
 
     def _forward(
-        self, ids: Tensor, kwargs: dict[str, Any], full_logits: bool, attention: Attention
-    ) -> tuple[Captured, Tensor | None]:
-        """Run the model on int64 [B, T], with an attention of `long_rows` or its own."""
-        hooks = capturing(
-            self.model, self.layers, skip_head=not full_logits, device=self.states_device
-        )
+        self, ids: Tensor, given: dict[str, Any], full_logits: bool, attention: Any
+    ) -> States:
+        """Run the model on int64 [B, T], with `attention_in_parts` or its own attention."""
+        skip_head = not full_logits
+        hooks = capturing(self.model, self.layers, skip_head=skip_head, device=self.device)
         with hooks as captured, attention:
-            output = self.model(input_ids=ids, **kwargs)
-        shape = (ids.shape[0], ids.shape[1])
-        check_captured(captured, self.layers, shape, self.head.hidden_size)
-        return captured, output.logits.to(self.states_device) if full_logits else None
+            output = self.model(input_ids=ids, use_cache=False, **given)
+        check_captured(captured, self.layers, (*ids.shape, self.head.hidden_size))
+        captured.logits = output.logits.to(self.device) if full_logits else None
+        return captured
 
     def _attends_in_chunks(self, ids: Tensor) -> bool:
         """Whether long documents attend in chunks: proven on the first one, int64 [1, T].
@@ -236,11 +281,10 @@ class Target:
             return False
         beyond = ids.shape[1] > (view_of(self.config) or 0)
         if beyond not in self._chunks:
-            plain = {"use_cache": False, "attention_mask": None}
 
-            def run(part: Tensor, chunks: bool) -> Captured:
-                attention = attention_in_chunks(self.model, self.attn) if chunks else nullcontext()
-                return self._forward(part, plain, False, attention)[0]
+            def run(part: Tensor, chunks: bool) -> States:
+                attention = attention_in_parts(self.model, self.attn) if chunks else nullcontext()
+                return self._forward(part, {"attention_mask": None}, False, attention)
 
             reason = why_no_chunks(run, ids, self.config, self.dtype)
             self._chunks[beyond] = reason is None
@@ -248,16 +292,11 @@ class Target:
                 logger.warning(
                     "documents of over %d tokens are captured without chunks (%s): memory grows "
                     "with the square of their length",
-                    LONG_ROW,
-                    reason,
+                    *(LONG_ROW, reason),
                 )
         return self._chunks[beyond]
 
     def logits_of(self, final: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Compute logits [..., V] of final hidden states [..., H], in the dtype of the head.
-
-        With `ids`, int64 [Vd], compute the logits [..., Vd] of these token ids only.
-        """
         weight, bias = self.head_tensor("weight"), self.head_tensor("bias")
         if weight is None:
             raise TargetError("the LM head has no weight")
@@ -283,9 +322,33 @@ class Target:
         """Return slices of an axis of `tokens` tokens, so that float32 logits [n, V] of a slice
         take at most 8 MB on a CPU and 256 MB elsewhere, or have 128 tokens.
         """
-        limit = _LOGIT_BYTES.get(self.states_device.type, _LOGIT_BYTES_OF_DEVICES)
+        limit = _LOGIT_BYTES.get(self.device.type, _LOGIT_BYTES_OF_DEVICES)
         step = max(_LEAST_LOGIT_ROWS, limit // (4 * self.head.vocab_size))
         return [slice(a, min(a + step, tokens)) for a in range(0, tokens, step)]
+
+    def head_tensors(self) -> dict[str, Tensor]:
+        parts = head_parts(self.model, self.head.tied)
+        return {name: part.detach().cpu().contiguous() for name, part in parts.items()}
+
+    def positions(self, length: int) -> Positions:
+        return read_positions(self.model, length)
+
+    def peak_memory(self, run: Callable[[], None]) -> float | None:
+        devices = [d for d in devices_of(self.model) if d.type == "cuda"]
+        if not devices:
+            return None
+        for device in devices:
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            run()
+            return max(map(_peak_share, devices))
+        finally:
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        vars(self).pop("model", None)  # the last reference to it
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     @torch.no_grad()  # not inference_mode: autograd of a trainer must be able to save these tensors
     def generate_batch(
@@ -316,28 +379,30 @@ class Target:
         lengths, document_ids, positions = layout_of(input_ids, attention_mask, seq_lens)
         positions = positions if position_ids is None else position_ids
         form = self._packed_form(input_ids, lengths) if seq_lens is not None else None
-        captured, logits = self.capture(
+        states = self.forward(
             input_ids, document_ids, positions, form, full_logits=self.supervision == "logits"
         )
-        place = self.states_device
-        document_ids = document_ids.to(place)
+        document_ids = document_ids.to(self.device)
         remaining = packing.doc_remaining(document_ids) if doc_remaining is None else doc_remaining
         token_frame = {
-            "input_ids": input_ids.to(place),
-            "loss_mask": loss_mask.to(place).bool(),
-            **self._supervise(captured, logits),
+            "input_ids": input_ids.to(self.device),
+            "loss_mask": loss_mask.to(self.device).bool(),
+            **self._supervise(states),
         }
         shifted = {name: shift_left(x, document_ids) for name, x in token_frame.items()}
         if self.draft_vocabulary is not None:
-            inside = torch.isin(shifted["target_argmax"], self.draft_vocabulary.to(place))
+            inside = torch.isin(shifted["target_argmax"], self.draft_vocabulary.to(self.device))
             shifted["position_mask"] = inside & shift_left(document_ids >= 0, document_ids)
         first = document_starts(document_ids)
         return TargetBatch(
-            aux_hidden_states=_joined([captured.layers[k] for k in self.layers], captured.final),
+            # without any layer, an empty tensor like the final states
+            aux_hidden_states=torch.cat(
+                [states.final[..., :0], *(states.layers[k] for k in self.layers)], -1
+            ),
             attention_mask=document_ids >= 0,
-            position_ids=positions.to(place),
+            position_ids=positions.to(self.device),
             document_ids=document_ids,
-            doc_remaining=remaining.to(place),
+            doc_remaining=remaining.to(self.device),
             seq_lens=lengths if seq_lens is not None else None,
             starts={name: x[first] for name, x in token_frame.items()},
             **shifted,
@@ -348,35 +413,28 @@ class Target:
 
         `input_ids` is int64 [B, T]; `lengths` has the document lengths of each row.
         """
-        if self.mask_form is None:
-            rows = [
-                ids.cpu().split([*row, ids.shape[0] - sum(row)])
-                for ids, row in zip(input_ids, lengths, strict=True)
-            ]
-            documents = [part for row in rows for part in row[:-1]]
-            form = prove_isolation(self, documents, input_ids.shape[1]).form
-            if form not in (ROWS, SINGLE):
-                self.mask_form = form
-            elif any(len(row) > 1 for row in lengths):
-                raise TargetError(
-                    f"{type(self.model).__name__} carries state from one packed document into the "
-                    "next under every mask; pass one document per row (seq_lens=None)"
-                )
-            else:
-                return mask_forms(self.config, self.attn, self.device.type)[
-                    0
-                ]  # one document per row cannot leak
-        return self.mask_form
+        if self.mask_form is not None:
+            return self.mask_form
+        rows = zip(input_ids.cpu(), lengths, strict=True)
+        documents = [part for ids, row in rows for part in ids[: sum(row)].split(row)]
+        form = prove_isolation(self, documents, input_ids.shape[1]).form
+        if form not in (ROWS, SINGLE):
+            self.mask_form = form
+            return form
+        if any(len(row) > 1 for row in lengths):
+            raise TargetError(
+                f"{self.architecture} carries state from one packed document into the next under "
+                "every mask; pass one document per row (seq_lens=None)"
+            )
+        return mask_forms(self.config, self.attn, self.device.type)[0]  # one per row cannot leak
 
-    def _supervise(self, captured: Captured, logits: Tensor | None) -> dict[str, Tensor]:
+    def _supervise(self, states: States) -> dict[str, Tensor]:
         """Return the teacher [B, T, ...] and `target_argmax` int64 [B, T], in the token frame.
 
-        `logits` is [B, T, V] or None. The argmax covers the full vocabulary, and so do the sums
-        from which a loss over a reduced draft vocabulary takes the target's probabilities.
+        The argmax covers the full vocabulary, and so do the sums from which a loss over a reduced
+        draft vocabulary takes the target's probabilities.
         """
-        final = captured.final
-        if final is None:
-            raise TargetError("no final hidden was captured")
+        final, logits = states.final, states.logits
         shape = final.shape[:2]
         # [B * T, H], or [B * T, V] where the logits exist already
         flat = final.flatten(0, 1) if logits is None else logits.flatten(0, 1)
@@ -391,15 +449,20 @@ class Target:
                 sums.append((chosen.logsumexp(-1) - block.float().logsumexp(-1)).exp())
             elif logits is None:
                 sums.append(block.float().logsumexp(-1))  # [n]
-        found = {"target_argmax": argmax.view(shape)}
+        teacher = {"target_argmax": argmax.view(shape)}
         if logits is not None:
-            return found | {"logits": logits}
+            return teacher | {"logits": logits}
         total = torch.cat(sums).view(shape)
         if self.draft_vocabulary is None:
-            return found | {"final_hidden": final, "target_logsumexp": total}
-        return found | {"target_probs": torch.cat(probs).view(*shape, -1), "target_mass": total}
+            return teacher | {"final_hidden": final, "target_logsumexp": total}
+        return teacher | {
+            "target_probs": torch.cat(probs).view(*shape, -1),
+            "target_mass": total,
+        }
 
 
-def _joined(layers: list[Tensor], final: Tensor | None) -> Tensor:
-    """Return n states [B, T, H] as [B, T, n * H]; without any, an empty tensor like `final`."""
-    return torch.cat(layers, -1) if final is None or layers else final[..., :0]
+def _peak_share(device: torch.device) -> float:
+    """Return the share of a GPU that was in use at the peak, that of other processes included."""
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return (torch.cuda.max_memory_reserved(device) + others) / total

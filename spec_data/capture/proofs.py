@@ -7,8 +7,6 @@ the difference is above the usual noise of the dtype, the noise of this target i
 difference between two batch shapes of the plain forward. Families that agree in no packed form
 (recurrent layers, missing kernels) are captured one document per row.
 
-Cost: about 2,048 tokens alone, and the same in packs; twice more only where noise is measured.
-
 Head: the head described as data must return the model's own logits.
 
 Shapes: T_d tokens of document d, B rows, T slots of a row, C captured columns, H hidden size.
@@ -16,12 +14,13 @@ Shapes: T_d tokens of document d, B rows, T slots of a row, C captured columns, 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from spec_data.capture.hooks import Captured
+from spec_data.capture.hooks import States
 from spec_data.capture.mask_forms import REQUESTS, ROWS, SINGLE, mask_forms, view_of
 from spec_data.models.reading import text_config
 from spec_data.shards.errors import RunError, TargetError
@@ -33,43 +32,30 @@ _NOISE_FACTOR = 4.0
 # Tokens of a document that are enough for a target without windows and rotary switches.
 _PROOF_TOKENS = 2048
 _BEYOND_SWITCH = 64
+_ROWS_OF_A_FORWARD = 4
 # The proof of chunks: its shortest and longest document, the tokens beyond the view of a window,
 # and the last tokens, which are compared on their own.
 _CHUNK_TOKENS, _MOST_CHUNK_TOKENS, _BEYOND_VIEW, _LAST = 1024, 8192, 512, 256
-# Largest error of the head as data, relative to the largest logit of a token: two roundings of the
-# head's output.
-HEAD_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-
-
+# The tokens that the head is proven on, and its largest error relative to the largest logit of a
+# token: two roundings of the head's output.
+_HEAD_TOKENS = 512
+_HEAD_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 # What the code of a family raises if it is given a mask that it does not know.
 _NOT_ACCEPTED = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError)
 
 
 class Capturer(Protocol):
-    """The part of a target that the proofs need; `spec_data.capture.model.Target` has it."""
+    """The part of `spec_data.capture.model.Target` that the proof of isolation needs."""
 
-    model: Any
     config: Any
     attn: str
     device: torch.device
     dtype: torch.dtype
-    layers: tuple[int, ...]
 
-    def capture(
-        self,
-        input_ids: Tensor,
-        document_ids: Tensor,
-        position_ids: Tensor,
-        form: str | None,
-        *,
-        full_logits: bool = False,
-    ) -> tuple[Captured, Tensor | None]:
-        """Run one forward; return the captured states [B, T, H] and the model's own logits
-        [B, T, V] (None unless `full_logits`). All inputs are int64 [B, T].
-        """
-
-    def logits_of(self, final: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Compute logits [..., V] of final hidden states [..., H] through the head as data."""
+    def forward(
+        self, input_ids: Tensor, document_ids: Tensor, position_ids: Tensor, form: str | None
+    ) -> States:
+        """Run one forward on int64 [B, T]; return states [B, T, H]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,17 +82,23 @@ class IsolationProof:
     def __str__(self) -> str:
         """The outcome in words: the form, what it differs by, and the forms that failed."""
         found = self.differences[self.form]
-        packed = self.form not in (ROWS, SINGLE)
         shared = "forward" if self.form == REQUESTS else "row"
-        text = f"{self.form} (several documents per {shared})" if packed else "one document per row"
+        text = "one document per row"
+        if self.form not in (ROWS, SINGLE):
+            text = f"{self.form} (several documents per {shared})"
         if not isinstance(found, str):
             text += (
                 f"; states differ from documents run alone by at most {found:.1e} "
                 f"(allowed {self.tolerance:.1e})"
             )
         failed = {name: v for name, v in self.differences.items() if name != self.form}
-        words = [f"{n}: {v if isinstance(v, str) else f'{v:.1e}'}" for n, v in failed.items()]
-        return text + (f"; failed the proof: {', '.join(words)}" if words else "")
+        return text + (f"; failed the proof: {_listed(failed)}" if failed else "")
+
+
+def _listed(differences: dict[str, float | str]) -> str:
+    return ", ".join(
+        f"{name}: {v if isinstance(v, str) else f'{v:.1e}'}" for name, v in differences.items()
+    )
 
 
 def proof_length(config: Any, pack_length: int) -> int:
@@ -168,152 +160,114 @@ def prove_isolation(
     limit = proof_length(target.config, pack_length)
     documents = [ids[:limit] for ids in documents]
     pack_length = min(pack_length, 2 * limit)  # a narrow pack proves the same mask
-    alone = [_unpacked(target, [ids])[0] for ids in documents]
+    packs = pack_documents([len(ids) for ids in documents], pack_length)
+    every = range(len(documents))
+    alone = _captured(target, documents, [[[d]] for d in every], None)
     floor = FLOOR.get(target.dtype, 3e-2)
-    measured: list[float] = []
 
-    def noise() -> float:  # measured at most once, and only if it is needed
-        if not measured:
-            measured.append(_largest(alone, _in_padded_rows(target, documents)))
-        return measured[0]
+    @cache  # measured at most once, and only if it is needed
+    def noise() -> float:
+        by_length = sorted(every, key=lambda d: (-len(documents[d]), d))
+        return _largest(alone, _captured(target, documents, _fours([[d] for d in by_length]), None))
+
+    def difference(form: str) -> float | str:
+        if form in (SINGLE, ROWS):
+            return 0.0 if form == SINGLE else noise()
+        try:
+            return _largest(alone, _captured(target, documents, _fours(packs), form))
+        except (TargetError, RunError):
+            raise
+        except _NOT_ACCEPTED as error:
+            return f"the family does not accept it ({type(error).__name__})"
 
     candidates = mask_forms(target.config, target.attn, target.device.type)
-    if packing == "auto" and not _shares_packs(documents, pack_length):
-        packing = "rows"  # no two documents share a pack, so a packed form would prove nothing
-    if packing == "rows":
+    # Where no two documents share a pack, a packed form would prove nothing.
+    if packing == "rows" or (packing == "auto" and all(len(pack) == 1 for pack in packs)):
         candidates = [ROWS, SINGLE]
     elif packing != "auto":
         candidates = [packing]
     differences: dict[str, float | str] = {}
     for form in candidates:
-        difference = _difference(target, documents, alone, form, pack_length, noise)
-        differences[form], tolerance = difference, floor
-        if isinstance(difference, str):
+        value = differences[form] = difference(form)
+        if isinstance(value, str):
             continue
-        if not difference <= floor:
-            tolerance = max(_NOISE_FACTOR * min(noise(), floor), floor)
-        if difference <= tolerance:
+        within = value <= floor
+        tolerance = floor if within else max(_NOISE_FACTOR * min(noise(), floor), floor)
+        if value <= tolerance:
             return IsolationProof(
                 form=form,
                 tolerance=tolerance,
-                noise=measured[0] if measured else None,
+                noise=noise() if noise.cache_info().currsize else None,
                 differences=differences,
                 documents=len(documents),
                 longest=max(map(len, documents)),
             )
-    found = ", ".join(f"{k}: {v}" for k, v in differences.items())
-    if packing not in ("auto", "rows"):
-        raise TargetError(f"--packing {packing} does not isolate documents ({found}); use auto")
+    if candidates == [packing]:
+        raise TargetError(
+            f"--packing {packing} does not isolate documents ({_listed(differences)}); use auto"
+        )
     raise RunError(
-        f"no mask form isolates documents of this target ({found}, allowed {floor:.1e}); try "
-        "--dtype float32 or --attn eager"
+        f"no mask form isolates documents of this target ({_listed(differences)}, allowed "
+        f"{floor:.1e}); try --dtype float32 or --attn eager"
     )
 
 
-def _shares_packs(documents: Sequence[Tensor], pack_length: int) -> bool:
-    """Return whether any pack holds more than one document."""
-    packs = pack_documents([len(ids) for ids in documents], pack_length)
-    return any(len(pack) > 1 for pack in packs)
+def _fours(rows: list[list[int]]) -> list[list[list[int]]]:
+    """Return batches of four rows each."""
+    starts = range(0, len(rows), _ROWS_OF_A_FORWARD)
+    return [rows[start : start + _ROWS_OF_A_FORWARD] for start in starts]
 
 
-def _difference(
+def _captured(
     target: Capturer,
     documents: Sequence[Tensor],
-    alone: list[Tensor],
-    form: str,
-    pack_length: int,
-    noise: Callable[[], float],
-) -> float | str:
-    """Return the largest relative difference of a document in this form, or why it cannot run.
-
-    `alone` holds the states of each document alone, float32 [T_d, C, H].
-    """
-    if form == SINGLE:
-        return 0.0
-    if form == ROWS:
-        return noise()
-    try:
-        return _largest(alone, _packed(target, documents, form, pack_length))
-    except (TargetError, RunError):
-        raise
-    except _NOT_ACCEPTED as error:
-        return f"the family does not accept it ({type(error).__name__})"
-
-
-def _unpacked(target: Capturer, documents: Sequence[Tensor]) -> list[Tensor]:
-    """Capture documents (int64 [T_d]) in right-padded rows; return float32 [T_d, C, H] each."""
-    lengths = [[len(ids)] for ids in documents]
-    width = max(len(ids) for ids in documents)
-    input_ids = torch.zeros(len(documents), width, dtype=torch.long)  # [B, T]
-    for b, ids in enumerate(documents):
-        input_ids[b, : len(ids)] = ids
-    stacked = _stacked(target, input_ids, *row_layout(lengths, width), None)
-    return [stacked[b, : len(ids)] for b, ids in enumerate(documents)]
-
-
-def _in_padded_rows(target: Capturer, documents: Sequence[Tensor]) -> list[Tensor]:
-    """Capture documents in another batch shape: four of similar length share a padded batch.
-
-    Return float32 [T_d, C, H] per document.
-    """
-    order = sorted(range(len(documents)), key=lambda d: (-len(documents[d]), d))
-    states: dict[int, Tensor] = {}
-    for first in range(0, len(order), 4):
-        group = order[first : first + 4]
-        states.update(zip(group, _unpacked(target, [documents[d] for d in group]), strict=True))
-    return [states[d] for d in range(len(documents))]
-
-
-def _packed(
-    target: Capturer, documents: Sequence[Tensor], form: str, pack_length: int
+    batches: Sequence[Sequence[Sequence[int]]],
+    form: str | None,
 ) -> list[Tensor]:
-    """Capture documents in packs with this mask form, four packs to a forward.
+    """Capture documents, int64 [T_d] each, in batches of rows of their indices.
 
-    Return float32 [T_d, C, H] per document.
+    Return all columns, float32 [T_d, C, H] per document on the CPU.
     """
     states: dict[int, Tensor] = {}
-    packs = pack_documents([len(ids) for ids in documents], pack_length)
-    for first in range(0, len(packs), 4):
-        group = packs[first : first + 4]
-        lengths = [[len(documents[d]) for d in pack] for pack in group]
+    for rows in batches:
+        lengths = [[len(documents[d]) for d in row] for row in rows]
         width = max(map(sum, lengths))
-        input_ids = torch.zeros(len(group), width, dtype=torch.long)  # [B, T]
-        for b, pack in enumerate(group):
-            tokens = torch.cat([documents[d] for d in pack])
-            input_ids[b, : len(tokens)] = tokens
-        stacked = _stacked(target, input_ids, *row_layout(lengths, width), form)
-        for b, pack in enumerate(group):
-            # One part [T_d, C, H] per document of the pack, then the padding, which zip drops.
-            parts = stacked[b].split([*lengths[b], width - sum(lengths[b])])
-            states.update(zip(pack, parts, strict=False))
+        input_ids = torch.zeros(len(rows), width, dtype=torch.long)  # [B, T]
+        for ids, row in zip(input_ids, rows, strict=True):
+            tokens = torch.cat([documents[d] for d in row])
+            ids[: len(tokens)] = tokens
+        columns = _columns(target.forward(input_ids, *row_layout(lengths, width), form))
+        for values, row, sizes in zip(columns, rows, lengths, strict=True):
+            # One part [T_d, C, H] per document of the row, then the padding, which zip drops.
+            parts = values.split([*sizes, width - sum(sizes)])
+            states.update(zip(row, parts, strict=False))
     return [states[d] for d in range(len(documents))]
 
 
-def _stacked(
-    target: Capturer, input_ids: Tensor, document_ids: Tensor, positions: Tensor, form: str | None
-) -> Tensor:
-    """Run a forward of int64 [B, T] inputs; return all columns, float32 [B, T, C, H] on the CPU."""
-    captured, _ = target.capture(input_ids, document_ids, positions, form)
-    return _columns(captured)
+def _columns(states: States) -> Tensor:
+    """Return all columns of a capture, float32 [B, T, C, H] on the CPU, layers ascending."""
+    columns = [*(states.layers[k] for k in sorted(states.layers)), states.final]
+    return torch.stack([column.float().cpu() for column in columns], dim=2)
+
+
+def largest_difference(reference: Tensor, other: Tensor) -> float:
+    """Return the largest relative difference of a document's columns, float32 [T_d, C, H].
+
+    The difference of a column is the mean over its tokens. The mean tolerates a single token for
+    which rounding selects another expert; a leak changes every token after the first document, and
+    a lost window every token beyond the window. Infinite where anything is not finite.
+    """
+    relative = (reference - other).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-30)
+    value = float(relative.mean(dim=0).max())
+    return value if value == value else float("inf")
 
 
 def _largest(reference: list[Tensor], other: list[Tensor]) -> float:
-    """Return the largest relative difference over documents and columns, each float32 [T_d, C, H].
-
-    The difference of a document is the mean over its tokens. The mean tolerates a single token for
-    which rounding selects another expert; a leak changes every token after the first document, and
-    a lost window every token beyond the window.
-    """
-    worst = 0.0
-    for a, b in zip(reference, other, strict=True):
-        relative = (a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-30)  # [T_d, C]
-        value = float(relative.mean(dim=0).max())
-        worst = max(worst, value if value == value else float("inf"))  # NaN never passes
-    return worst
+    return max(largest_difference(a, b) for a, b in zip(reference, other, strict=True))
 
 
 def why_no_chunks(
-    run: Callable[[Tensor, bool], Captured], ids: Tensor, config: Any, dtype: torch.dtype
+    run: Callable[[Tensor, bool], States], ids: Tensor, config: Any, dtype: torch.dtype
 ) -> str | None:
     """Compare a forward that attends in chunks with a plain one; return why they cannot be used.
 
@@ -330,54 +284,55 @@ def why_no_chunks(
     beyond = view + _BEYOND_VIEW if view < ids.shape[1] else 0
     ids = ids[:, : min(max(_CHUNK_TOKENS, beyond), _MOST_CHUNK_TOKENS)]
     try:
-        plain, chunked = (_columns(run(ids, chunks)) for chunks in (False, True))  # [1, n, C, H]
+        plain, chunked = (_columns(run(ids, chunks))[0] for chunks in (False, True))  # [n, C, H]
     except (TargetError, *_NOT_ACCEPTED) as error:
         return f"the family does not accept it ({type(error).__name__})"
-    worst = max(
-        _largest([plain[0, part]], [chunked[0, part]])
-        for part in (slice(None), slice(-_LAST, None))
-    )
+    parts = slice(None), slice(-_LAST, None)
+    worst = max(largest_difference(plain[part], chunked[part]) for part in parts)
     allowed = FLOOR.get(dtype, 3e-2)
     return None if worst <= allowed else f"states differ by {worst:.1e}, allowed {allowed:.0e}"
 
 
-def _columns(captured: Captured) -> Tensor:
-    """Return all columns of a capture, float32 [B, T, C, H] on the CPU, layers ascending."""
-    columns = [captured.layers[k] for k in sorted(captured.layers)]
-    if captured.final is not None:
-        columns.append(captured.final)
-    return torch.stack([c.float().cpu() for c in columns], dim=2)
+def prove_head(
+    error_of: Callable[[Tensor], float],
+    documents: Sequence[Tensor],
+    dtype: torch.dtype,
+    whose: str = "the model's",
+) -> float:
+    """Return the largest error of the head as data on the first tokens of documents.
 
-
-def prove_head(target: Capturer, documents: Sequence[Tensor], tokens: int = 512) -> float:
-    """Compare `head(final hidden)` with the model's logits on the first `tokens` tokens.
-
-    `documents` are int64 [T_d]. Return the largest error, relative to the largest |logit| of its
-    token.
+    Args:
+        error_of: the error of a document int64 [T_d], see `head_error`.
+        documents: token ids, int64 [T_d] each.
+        dtype: of the target.
+        whose: in words, the logits that it is compared with.
 
     Raises:
         TargetError: they differ by more than rounding. The head then does something that its
             description cannot express, and final-hidden and top-k supervision would be wrong.
     """
-    worst, seen = 0.0, 0
+    worst, left = 0.0, _HEAD_TOKENS
     for ids in documents:
-        ids = ids[: tokens - seen][None]  # [1, T]
-        layout = torch.zeros_like(ids), torch.arange(ids.shape[1])[None]  # [1, T] each
-        captured, logits = target.capture(ids, *layout, None, full_logits=True)
-        if logits is None or captured.final is None:
-            raise TargetError("the target returned no logits; it is not a causal language model")
-        derived = target.logits_of(captured.final).float()  # [1, T, V]
-        error = (derived - logits.float()).abs().amax(-1) / logits.float().abs().amax(-1)  # [1, T]
-        worst = max(worst, float(error.max()))
-        seen += ids.shape[1]
-        if seen >= tokens:
+        worst = max(worst, error_of(ids[:left]))
+        left -= len(ids)
+        if left <= 0:
             break
-    allowed = HEAD_TOLERANCE.get(target.dtype, 2e-2)
+    allowed = _HEAD_TOLERANCE.get(dtype, 2e-2)
     if not worst <= allowed:
         raise TargetError(
-            f"head(final hidden) is not the model's logits (relative error {worst:.1e}, allowed "
-            f"{allowed:.0e}): the head of {type(target.model).__name__} does more than scale, "
-            "bias and soft-cap. Use --supervision logits: it stores the model's own logits (2 "
-            "bytes x vocabulary size per token), and `spec-train fit` learns from them"
+            f"head(final hidden) is not {whose} logits (relative error {worst:.1e}, allowed "
+            f"{allowed:.0e}): the head does more than scale, bias and soft-cap. Use --supervision "
+            "logits: it stores the target's own logits (2 bytes x vocabulary size per token), and "
+            "`spec-train fit` learns from them"
         )
     return worst
+
+
+def head_error(derived: Tensor, logits: Tensor | None) -> float:
+    """Return the largest error of derived logits [..., V], relative to the largest |logit| of a
+    token of the model's own.
+    """
+    if logits is None:
+        raise TargetError("the target returned no logits; it is not a causal language model")
+    derived, logits = derived.float(), logits.float()
+    return float(((derived - logits).abs().amax(-1) / logits.abs().amax(-1)).max())

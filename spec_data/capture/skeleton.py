@@ -1,14 +1,15 @@
-"""A target without its decoder blocks, or with a few of them, for what an engine cannot tell.
+"""A target without its decoder blocks, or with a few of them, for states that come from elsewhere.
 
-An engine runs the target itself. What the dataset also needs comes from transformers: embedding,
-head, final norm and rotary modules, and single blocks to prove the states of the engine with. A
+An engine, or another trainer, ran the blocks. What a dataset also needs comes from transformers:
+embedding, head, final norm and rotary modules, and single blocks to prove the states with. A
 skeleton is the model's own class; each block that is not kept is replaced by one that returns its
 input, so its weights are never read. It needs the memory of embedding, head and the kept blocks.
+
+Shapes: T tokens of a document, H hidden size.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from spec_data.capture.hooks import decoder_layers, output_head
+from spec_data.capture.hooks import block_input, block_output, decoder_layers, output_head
+from spec_data.capture.model import Target
 from spec_data.capture.proofs import FLOOR
 from spec_data.models.loading import load_model
 from spec_data.shards.errors import RunError, TargetError
@@ -25,7 +27,7 @@ from spec_data.shards.layer_ids import EMBEDDING
 _TOKENS = 2  # of the forward that shows what blocks return
 
 
-class Through(nn.Module):
+class IdentityBlock(nn.Module):
     """A decoder block that returns its input, and has the plain attributes of the block.
 
     Attributes:
@@ -51,17 +53,22 @@ def load_skeleton(
     Raises:
         MissingError, TargetError: see `load_model`; or its blocks cannot be left out.
     """
-    with _quiet():
-        model = load_model(
-            str(path),
-            dtype=dtype,
-            device="cpu",
-            trust=trust,
-            change=lambda made: _strip(made, kept),
-        )
-    through = [block for block in decoder_layers(model) if isinstance(block, Through)]
+
+    def strip(model: Any) -> None:
+        """Replace the decoder blocks that are not kept, wherever the model holds them."""
+        blocks = {id(b) for k, b in enumerate(decoder_layers(model)) if k not in kept}
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if id(child) in blocks:  # code of families finds their class in its module
+                    kind = type(child)
+                    named = type(kind.__name__, (IdentityBlock,), {"__module__": kind.__module__})
+                    setattr(parent, name, named(child))
+
+    with _no_bars():
+        model = load_model(str(path), dtype=dtype, device="cpu", trust=trust, change=strip)
+    identities = [block for block in decoder_layers(model) if isinstance(block, IdentityBlock)]
     for as_tuple in (False, True):
-        for block in through:
+        for block in identities:
             block.as_tuple = as_tuple
         if _runs(model):
             return model
@@ -72,7 +79,7 @@ def load_skeleton(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _no_bars() -> Iterator[None]:
     """Show no bar of transformers: a proof loads a skeleton for each layer."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -83,93 +90,100 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _strip(model: Any, kept: Collection[int]) -> None:
-    """Replace the decoder blocks that are not kept."""
-    gone = {id(b): b for k, b in enumerate(decoder_layers(model)) if k not in kept}
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) in gone:
-                setattr(parent, name, _through(child))
-
-
-def _through(block: nn.Module) -> Through:
-    """Return what replaces a block; its class is found in the module of the family's code."""
-    kind = type(block)
-    return type(kind.__name__, (Through,), {"__module__": kind.__module__})(block)
-
-
-@torch.no_grad()
 def _runs(model: Any) -> bool:
     """Whether a forward of a few tokens reaches the head with one state per token."""
-    seen: list[tuple[int, ...]] = []
-    head = output_head(model)
-    handle = head.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
     try:
-        model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=False)
+        final = _run(model, torch.zeros(_TOKENS, dtype=torch.long))
     except Exception:  # the code of a family that is given another form than it expects
         return False
-    finally:
-        handle.remove()
-    return seen == [(1, _TOKENS, head.weight.shape[1])]
+    return tuple(final.shape) == (_TOKENS, output_head(model).weight.shape[1])
 
 
 @torch.no_grad()
-def run_from(model: Any, ids: Tensor, layer: int, states: Tensor, until: int | None) -> Tensor:
-    """Run a skeleton whose block `layer` receives `states`, and return what follows from them.
+def _run(
+    model: Any,
+    ids: Tensor,
+    layer: int = 0,
+    states: Tensor | None = None,
+    until: int | None = None,
+) -> Tensor:
+    """Run int64 [T]; return the output [T, H] of block `until`, or the input of the LM head.
 
-    Args:
-        model: a skeleton that keeps at most the block `layer`.
-        ids: the tokens of a document, int64 [T].
-        layer: the block.
-        states: its input [T, H].
-        until: return the output of this block; None: the input of the LM head.
-
-    Returns:
-        States [T, H] in the dtype of the model.
+    The input of block `layer` is replaced by `states` [T, H], if they are given. `until` may be the
+    embedding output.
     """
-    blocks, found = decoder_layers(model), []
-    states = states.to(next(model.parameters()).dtype)[None]  # [1, T, H]
+    blocks, seen = decoder_layers(model), dict[str, Tensor]()
 
-    def inject(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if args:
-            return (states, *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": states}
+    def inject(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        seen["input"] = block_input(args, kwargs)
+        if states is None:
+            return None
+        given = states.to(next(model.parameters()).dtype)[None]  # [1, T, H]
+        return ((given, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": given})
 
-    def keep(_module: nn.Module, _args: tuple, output: Any) -> None:
-        found.append(output[0] if isinstance(output, tuple) else output)
-
-    def keep_input(_module: nn.Module, args: tuple) -> None:
-        found.append(args[0])
+    def keep(_module: nn.Module, args: tuple, output: Any = None) -> None:
+        seen["output"] = args[0] if until is None else block_output(output)
 
     handles = [blocks[layer].register_forward_pre_hook(inject, with_kwargs=True)]
     if until is None:
-        handles.append(output_head(model).register_forward_pre_hook(keep_input))
-    else:
+        handles.append(output_head(model).register_forward_pre_hook(keep))
+    elif until != EMBEDDING:
         handles.append(blocks[until].register_forward_hook(keep))
-    _run(model, ids, handles)
-    return found[0][0]
-
-
-def embedded(model: Any, ids: Tensor) -> Tensor:
-    """Return the embedding output (the input of block 0) of tokens int64 [T], as [T, H]."""
-    found: list[Tensor] = []
-
-    def keep(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-        found.append(args[0] if args else kwargs["hidden_states"])
-
-    handle = decoder_layers(model)[0].register_forward_pre_hook(keep, with_kwargs=True)
-    _run(model, ids, [handle])
-    return found[0][0]
-
-
-@torch.no_grad()
-def _run(model: Any, ids: Tensor, handles: list[Any]) -> None:
-    """Run a forward of int64 [T], then remove the hooks."""
     try:
         model(input_ids=ids[None], use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
+    return seen["input" if until == EMBEDDING else "output"][0]
+
+
+def run_block(model: Any, ids: Tensor, layer: int, states: Tensor) -> Tensor:
+    """Return what a block of a skeleton makes of its input `states` [T, H], in the model's dtype.
+
+    The skeleton keeps the block; `ids` are the tokens of the document, int64 [T].
+    """
+    return _run(model, ids, layer, states, layer)
+
+
+def run_norm(model: Any, ids: Tensor, states: Tensor) -> Tensor:
+    """Return the input of the LM head [T, H], of the output `states` [T, H] of the last block."""
+    return _run(model, ids, len(decoder_layers(model)) - 1, states)
+
+
+def embedded(model: Any, ids: Tensor) -> Tensor:
+    """Return the embedding output (the input of block 0) of tokens int64 [T], as [T, H]."""
+    return _run(model, ids, until=EMBEDDING)
+
+
+class SkeletonTarget(Target):
+    """A target whose states come from elsewhere: with head, final norm and positions alone."""
+
+    def __init__(
+        self, path: str | Path, layers: Sequence[int], dtype: str, trust: bool, **options: Any
+    ) -> None:
+        """Load them from a model directory; `layers` are the ids to capture.
+
+        Raises:
+            MissingError, TargetError: see `load_skeleton`.
+        """
+        skeleton = load_skeleton(path, (), dtype=dtype, trust=trust)
+        super().__init__(skeleton, sorted(layers), **options)
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the skeleton; states and logits are then on `device`."""
+        self.model.to(device)
+        self.device = self.input_device = device
+
+    def normed(self, ids: Tensor, last: Tensor) -> Tensor:
+        """Return the final states [T, H] of the output `last` [T, H] of the last block.
+
+        `ids` are its tokens, int64 [T].
+        """
+        return run_norm(self.model, ids.to(self.device), last.to(self.device, self.dtype))
+
+    def peak_memory(self, run: Callable[[], None]) -> float | None:
+        """Return None: what is large runs elsewhere, in memory that it reserves by itself."""
+        return None
 
 
 # -- block proof -----------------------------------------------------------------------------------
@@ -181,8 +195,6 @@ def _run(model: Any, ids: Tensor, handles: list[Any]) -> None:
 # to each other differ by little more than that. The embedding output must be the embedding's, and
 # the engine's last state, run through the final norm, must be the engine's input of the LM head: so
 # a state before the norm is never taken for one after it. One block is in memory at a time.
-#
-# Shapes: T tokens of a document, H hidden size.
 
 
 _CHECKED_TOKENS = 2048  # of the proof, unless the longest document has more
@@ -191,6 +203,8 @@ _CHECKED_TOKENS = 2048  # of the proof, unless the longest document has more
 _OF_UPDATE = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.25}
 _QUANTISED = 0.35  # another kernel multiplies rounded weights with rounded inputs
 _MOST = 2.0  # what one token counts at most, so that a massive activation does not decide
+
+_Document = tuple[Tensor, dict[int, Tensor], Tensor]  # ids [T], layers [T, H] by id, final [T, H]
 
 
 def needed_layers(layers: Sequence[int], blocks: int) -> tuple[int, ...]:
@@ -201,8 +215,7 @@ def needed_layers(layers: Sequence[int], blocks: int) -> tuple[int, ...]:
 
 def prove_states(
     path: str | Path,
-    documents: Sequence[Tensor],
-    states: Sequence[tuple[dict[int, Tensor], Tensor]],
+    documents: Sequence[_Document],
     layers: Sequence[int],
     *,
     blocks: int,
@@ -214,9 +227,8 @@ def prove_states(
 
     Args:
         path: the model directory.
-        documents: token ids, int64 [T] each.
-        states: of each document, the states [T, H] of `needed_layers` by id, and the input of the
-            LM head [T, H].
+        documents: token ids, int64 [T]; the states [T, H] of `needed_layers` by id; and the input
+            of the LM head [T, H].
         layers: the layers to prove; blocks: the number of decoder blocks.
         dtype: of the engine; quantised: whether it runs quantised weights.
         trust: run code that comes with the model.
@@ -227,97 +239,74 @@ def prove_states(
     Raises:
         RunError: an error is too large, or no document begins with finite states.
     """
-    few = _first(documents, states)
-    last = blocks - 1
-    found = _ends(few, load_skeleton(path, (), dtype=dtype, trust=trust), layers, last)
-    for name, error in found.items():
-        _check(name, error, _QUANTISED if quantised else FLOOR.get(dtype, 3e-2))
+    few, last = _finite_beginnings(documents), blocks - 1
+    skeleton, errors = load_skeleton(path, (), dtype=dtype, trust=trust), dict[str, float]()
+    small = _QUANTISED if quantised else FLOOR.get(dtype, 3e-2)
+    if EMBEDDING in layers:
+        pairs = ((states[EMBEDDING], embedded(skeleton, ids)) for ids, states, _ in few)
+        errors["embedding"] = _error([(a, b, b) for a, b in pairs])
+        what = "the embedding output is not that of the embedding"
+        _check(what, errors["embedding"], small)
+    pairs = ((final, run_norm(skeleton, ids, states[last])) for ids, states, final in few)
+    errors["final"] = _error([(a, b, b) for a, b in pairs])
+    what = "the input of the LM head is not the final norm of its last block"
+    _check(what, errors["final"], small)
     # The last block is always proven: the final state follows from it.
     for k in sorted({*layers, last} - {EMBEDDING}):
-        name, model = f"layer {k}", load_skeleton(path, (k,), dtype=dtype, trust=trust)
-        found[name] = _worst(few, partial(_of_update, model, k))
-        _check(name, found[name], _QUANTISED if quantised else _OF_UPDATE[dtype])
-    return found
+        model, triples = load_skeleton(path, (k,), dtype=dtype, trust=trust), []
+        for ids, states, _ in few:
+            expected = run_block(model, ids, k, states[k - 1])
+            triples.append((states[k], expected, expected.float() - states[k - 1].float()))
+        name = f"layer {k}"
+        errors[name] = _error(triples)
+        allowed = _QUANTISED if quantised else _OF_UPDATE[dtype]
+        _check(f"{name} is not the output of that block", errors[name], allowed)
+    return errors
 
 
-def _ends(
-    documents: list[tuple[Tensor, Any]], skeleton: Any, layers: Sequence[int], last: int
-) -> dict[str, float]:
-    """Return the errors of the final state and, if it is captured, of the embedding output."""
-
-    def embedding(ids: Tensor, own: dict[int, Tensor], _final: Tensor) -> Tensor:
-        return _relative(own[EMBEDDING], embedded(skeleton, ids))
-
-    def final(ids: Tensor, own: dict[int, Tensor], final: Tensor) -> Tensor:
-        return _relative(final, run_from(skeleton, ids, last, own[last], None))
-
-    found = {"embedding": _worst(documents, embedding)} if EMBEDDING in layers else {}
-    return found | {"final": _worst(documents, final)}
-
-
-def _first(documents: Sequence[Tensor], states: Sequence[Any]) -> list[tuple[Tensor, Any]]:
+def _finite_beginnings(documents: Sequence[_Document]) -> list[_Document]:
     """Return documents up to a state that is not finite, the longest first (for its windows).
 
     Raises:
         RunError: there is none.
     """
-    order = sorted(range(len(documents)), key=lambda d: (-len(documents[d]), d))
-    found, left = [], max(_CHECKED_TOKENS, len(documents[order[0]]))
+    order = sorted(range(len(documents)), key=lambda d: (-len(documents[d][0]), d))
+    some, left = [], max(_CHECKED_TOKENS, len(documents[order[0]][0]))
     for d in order:
-        (layers, final), length = states[d], _finite(states[d])
+        ids, states, final = documents[d]
+        finite = torch.stack([torch.isfinite(v).all(-1) for v in (final, *states.values())]).all(0)
+        length = int(finite.cpu().long().cumprod(0).sum())
         if 0 < length <= left:
-            kept = {k: v[:length].cpu() for k, v in layers.items()}
-            found.append((documents[d][:length], (kept, final[:length].cpu())))
+            beginnings = {k: v[:length].cpu() for k, v in states.items()}
+            some.append((ids[:length], beginnings, final[:length].cpu()))
             left -= length
-    if not found:
+    if not some:
         raise RunError(
             "the states of the engine are not finite, so nothing can be proven: try --dtype float32"
         )
-    return found
+    return some
 
 
-def _finite(states: tuple[dict[int, Tensor], Tensor]) -> int:
-    """Return the number of tokens before the first one with a state that is not finite."""
-    layers, final = states
-    good = torch.stack([torch.isfinite(v).all(-1) for v in (final, *layers.values())]).all(0)
-    return int(good.cpu().long().cumprod(0).sum())
+def _error(triples: Sequence[tuple[Tensor, Tensor, Tensor]]) -> float:
+    """Return the mean error of tokens, each counting `_MOST` at most.
 
-
-def _worst(
-    documents: list[tuple[Tensor, Any]],
-    error: Callable[[Tensor, dict[int, Tensor], Tensor], Tensor],
-) -> float:
-    """Return the mean error of the tokens, each [T] of `error` counting `_MOST` at most."""
-    found = torch.cat([error(ids, layers, final) for ids, (layers, final) in documents])
-    return float(found.nan_to_num(_MOST).clamp(max=_MOST).mean())
-
-
-def _relative(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the relative difference of states [T, H], float32 [T]."""
-    actual, expected = actual.float(), expected.float()
-    return (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
-
-
-def _of_update(
-    model: Any, layer: int, ids: Tensor, own: dict[int, Tensor], _final: Tensor
-) -> Tensor:
-    """Return the error of a block relative to what it adds to its input, float32 [T]."""
-    before, after = own[layer - 1], own[layer]
-    expected = run_from(model, ids, layer, before, layer).float()
-    update = (expected - before.float()).norm(dim=-1).clamp_min(1e-30)
-    return (after.float() - expected).norm(dim=-1) / update
-
-
-def _check(name: str, error: float, allowed: float) -> None:
-    """Raise RunError if an error is too large."""
-    if error <= allowed:
-        return
-    kind = {
-        "final": "what the engine returns as the input of the LM head is not the final norm of its "
-        "last block",
-        "embedding": "what the engine returns as the embedding output is not that of the embedding",
-    }.get(name, f"what the engine returns as {name} is not the output of that block")
-    raise RunError(
-        f"{kind} (relative error {error:.1e}, allowed {allowed:.0e}): the states of this engine "
-        "cannot be used. Use --backend hf, or another release of the engine"
+    Of actual and expected states [T, H], relative to the third ones.
+    """
+    tokens = torch.cat(
+        [
+            (actual.float() - expected.float()).norm(dim=-1)
+            / unit.float().norm(dim=-1).clamp_min(1e-30)
+            for actual, expected, unit in triples
+        ]
     )
+    return float(tokens.nan_to_num(_MOST).clamp(max=_MOST).mean())
+
+
+def _check(what: str, error: float, allowed: float) -> None:
+    """Raise RunError if an error is too large."""
+    if error > allowed:
+        raise RunError(
+            f"what the engine returns as {what} (relative error {error:.1e}, allowed "
+            f"{allowed:.0e}): the states of this engine cannot be used. Use --backend hf, or "
+            "another release of the engine"
+        )

@@ -136,15 +136,12 @@ class TargetBatch:
                 "final_hidden or logits: make the Target with one of these as supervision"
             )
         first, padding = document_starts(self.document_ids), self.document_ids == PADDING
-        found = {}
+        moved = {}
         for name in filter(self._has, _SHIFTED):
-            shifted = getattr(self, name)
-            values = torch.zeros_like(shifted)
-            values[:, 1:] = shifted[:, :-1]
+            values = moved[name] = getattr(self, name).roll(1, 1)
             values[first] = self.starts[name]
             values[padding] = 0
-            found[name] = values
-        return found
+        return moved
 
 
 def layout_of(

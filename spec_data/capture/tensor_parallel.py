@@ -10,11 +10,10 @@ whole sums.
 """
 
 import json
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,15 @@ import transformers
 from torch import Tensor
 
 from spec_data.capture.backend import BackendOptions
-from spec_data.capture.hf_backend import HFBackend
-from spec_data.capture.hooks import Captured
+from spec_data.capture.hooks import States
 from spec_data.capture.model import Target
 from spec_data.models.spread import Spread, processes
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.position_data import Positions
 
-logger = logging.getLogger(__name__)
-
-_OPEN, _CAPTURE, _POSITIONS, _END = "open", "capture", "positions", "end"
+_OPEN, _FORWARD, _POSITIONS, _END = "open", "forward", "positions", "end"
 _WAITING = timedelta(days=30)  # the others wait while the first process renders the corpus
-_FORWARD = timedelta(hours=2)  # a collective of a forward, or of sharded loading
+_COLLECTIVE = timedelta(hours=2)  # a collective of a forward, or of sharded loading
 
 
 class _Commands:
@@ -47,7 +43,7 @@ class _Commands:
         if cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, timeout=_FORWARD)
+        dist.init_process_group(backend, timeout=_COLLECTIVE)
         self.group = dist.new_group(backend="gloo", timeout=_WAITING)
         self.leads = dist.get_rank() == 0
 
@@ -113,20 +109,19 @@ def leading(spread: Spread) -> Iterator[None]:
 def _follow(commands: _Commands) -> None:
     """Run what the first process announces, until it is done."""
     transformers.utils.logging.disable_progress_bar()
-    backend: ShardedBackend | None = None
+    target: ShardedTarget | None = None
     while True:
         name, values, tensors = commands.receive()
         if name == _END:
             return
         if name == _OPEN:
             spread = Spread(**values.pop("spread"))
-            backend = ShardedBackend.load(BackendOptions(**values, spread=spread))
-        elif backend is not None and name == _CAPTURE:
+            target = ShardedTarget.load(BackendOptions(**values, spread=spread))
+        elif target is not None and name == _FORWARD:
             ids, documents, positions = tensors
-            form, logits = values["form"], values["logits"]
-            backend.target.capture(ids, documents, positions, form, full_logits=logits)
-        elif backend is not None and name == _POSITIONS:
-            backend.positions(values["length"])
+            target.forward(ids, documents, positions, **values)
+        elif target is not None and name == _POSITIONS:
+            target.positions(values["length"])
 
 
 def _announced(name: str, values: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
@@ -134,52 +129,21 @@ def _announced(name: str, values: dict[str, Any], tensors: Sequence[Tensor] = ()
         _commands.announce(name, values, tensors)
 
 
-class _ShardedTarget(Target):
+class ShardedTarget(Target):
     """A target of which every process holds a part."""
 
-    def capture(
-        self,
-        input_ids: Tensor,
-        document_ids: Tensor,
-        position_ids: Tensor,
-        form: str | None,
-        *,
-        full_logits: bool = False,
-    ) -> tuple[Captured, Tensor | None]:
-        """Run one forward on all processes; see `Target.capture`."""
-        tensors = (input_ids, document_ids, position_ids)
-        _announced(_CAPTURE, {"form": form, "logits": full_logits}, tensors)
-        try:
-            return self._captured(tensors, form, full_logits)
-        except torch.OutOfMemoryError:
-            # The other processes wait inside this forward: it cannot be tried again.
-            raise RunError(
-                "out of memory on a GPU of --tp-plan; run the same command again with fewer "
-                "--batch-tokens: finished shards are kept"
-            ) from None
-
-    def _captured(
-        self, tensors: Sequence[Tensor], form: str | None, full_logits: bool
-    ) -> tuple[Captured, Tensor | None]:
-        input_ids, document_ids, position_ids = tensors
-        return super().capture(input_ids, document_ids, position_ids, form, full_logits=full_logits)
-
-
-class ShardedBackend(HFBackend):
-    """The backend of a target of which every process holds a part."""
-
-    def __init__(self, target: Target) -> None:
+    def __init__(self, model: Any, *layers: Any, **options: Any) -> None:
         """Gather embedding, head and norm, which all processes do together.
 
         The head is kept on the device as well: the first process computes logits alone.
         """
-        super().__init__(target)
-        self._tensors = super().head_tensors()
+        super().__init__(model, *layers, **options)
+        self._stored_head = super().head_tensors()
         for name in ("weight", "bias"):
-            target.head_tensor(name)
+            self.head_tensor(name)
 
     @classmethod
-    def open(cls, options: BackendOptions) -> "ShardedBackend":
+    def open(cls, options: BackendOptions) -> "ShardedTarget":
         """Load the shards of this process, and let the others load theirs.
 
         Raises:
@@ -194,28 +158,38 @@ class ShardedBackend(HFBackend):
         return cls.load(options)
 
     @classmethod
-    def load(cls, options: BackendOptions) -> "ShardedBackend":
+    def load(cls, options: BackendOptions) -> "ShardedTarget":
         """Load the shards of this process."""
-        return cls(
-            _ShardedTarget.from_pretrained(
-                options.path,
-                options.layers,
-                dtype=options.dtype,
-                attn=options.attn,
-                trust_remote_code=options.trust_remote_code,
-                rope_factors=options.rope_factors,
-                spread=options.spread,
-            )
-        )
+        target = super().open(replace(options, device="auto"))
+        assert isinstance(target, cls)
+        return target
 
-    @property
-    def devices(self) -> str:
-        """The kind of device, and the number of processes."""
+    def forward(
+        self,
+        input_ids: Tensor,
+        document_ids: Tensor,
+        position_ids: Tensor,
+        form: str | None,
+        *,
+        full_logits: bool = False,
+    ) -> States:
+        """Run one forward on all processes; see `Target.forward`."""
+        tensors = (input_ids, document_ids, position_ids)
+        _announced(_FORWARD, {"form": form, "full_logits": full_logits}, tensors)
+        try:
+            return super().forward(*tensors, form, full_logits=full_logits)
+        except torch.OutOfMemoryError:
+            # The other processes wait inside this forward: it cannot be tried again.
+            raise RunError(
+                "out of memory on a GPU of --tp-plan; run the same command again with fewer "
+                "--batch-tokens: finished shards are kept"
+            ) from None
+
+    def _devices(self) -> str:
         return f"{self.device.type}, split over {processes()} processes"
 
     def head_tensors(self) -> dict[str, Tensor]:
-        """Return embedding, head and final norm on the CPU."""
-        return dict(self._tensors)
+        return dict(self._stored_head)
 
     def positions(self, length: int) -> Positions:
         """Read and prove rotary frequencies and final norm, with a forward of all processes."""

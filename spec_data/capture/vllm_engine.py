@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_data.capture.hooks import States
 from spec_data.shards.errors import ConfigError, MissingError, RunError, TargetError
 
 MISSING = (
@@ -81,9 +82,9 @@ class Engine:
         device: torch.device,
         longest: int,
         most_tokens: int,
-        tensor_parallel: int = 1,
-        memory: float = 0.8,
-        trust: bool = False,
+        tensor_parallel: int,
+        memory: float,
+        trust: bool,
     ) -> None:
         """Load a target into vLLM.
 
@@ -91,16 +92,14 @@ class Engine:
             path: a model directory.
             layers: the layers to record.
             dtype, device: of the states.
-            longest: tokens of the longest document.
-            most_tokens: tokens of a forward; at least `longest`.
+            longest: tokens of the longest document; most_tokens: of a forward.
             tensor_parallel: GPUs (or groups of CPU cores) that share each layer.
             memory: share of each GPU's memory that vLLM may use.
             trust: run code that comes with the model.
 
         Raises:
-            MissingError: vLLM is not installed.
-            ConfigError: this build of vLLM does not run on the device.
-            TargetError: vLLM cannot load the target.
+            MissingError, ConfigError, TargetError: vLLM is not installed, does not run on the
+                device, or cannot load the target.
         """
         self.most_tokens = max(most_tokens, longest)
         self._workers = tensor_parallel
@@ -138,49 +137,34 @@ class Engine:
 
     def run(
         self, documents: Sequence[Tensor], full_logits: bool = False
-    ) -> tuple[dict[str, Any], list[int]]:
+    ) -> tuple[States, list[int]]:
         """Run documents, int64 [T] each with N tokens together, in one call of the engine.
 
         Attention of vLLM reads its whole cache blocks, so what is not finite in a block stays there
         for later documents: the cache is cleared, and the documents of the call run one by one.
 
         Returns:
-            `layers` [N, H] by id, `final` [N, H] and `logits` [N, V] (or None) in the order of the
-            documents; and the token that vLLM chose after each document.
+            The states [N, H] of the layers that are recorded, in the order of the documents; and
+            the token that vLLM chose after each document.
 
         Raises:
             RunError: vLLM did not compute every token of every document.
         """
-        states, chosen = self._call(documents, full_logits)
-        if bool(torch.isfinite(states["final"]).all()):
+        self._llm.collective_rpc("capture_start", args=(full_logits,))
+        prompts = [{"prompt_token_ids": ids.tolist()} for ids in documents]
+        answers = self._llm.generate(prompts, self._sampling, use_tqdm=False)
+        taken = self._llm.collective_rpc("capture_take", args=(self._workers > 1,))
+        forwards = next(worker for worker in taken if worker is not None)
+        spans = spans_of([(f["ids"], f["positions"]) for f in forwards], documents)
+        states = joined([_part(forwards[f], tokens) for f, tokens in spans])
+        chosen = [answer.outputs[0].token_ids[0] for answer in answers]
+        if bool(torch.isfinite(states.final).all()):
             return states, chosen
         self._llm.collective_rpc("capture_clear")
         if len(documents) == 1:
             return states, chosen
         each = [self.run([ids], full_logits) for ids in documents]
-        return joined([found for found, _ in each]), [token for _, (token,) in each]
-
-    def _call(
-        self, documents: Sequence[Tensor], full_logits: bool
-    ) -> tuple[dict[str, Any], list[int]]:
-        """Run documents in one call, as `run` describes."""
-        self._llm.collective_rpc("capture_start", args=(full_logits,))
-        prompts = [{"prompt_token_ids": ids.tolist()} for ids in documents]
-        answers = self._llm.generate(prompts, self._sampling, use_tqdm=False)
-        taken = self._llm.collective_rpc("capture_take", args=(self._workers > 1,))
-        forwards = next(found for found in taken if found is not None)
-        spans = spans_of([(f["ids"], f["positions"]) for f in forwards], documents)
-
-        def ordered(read: Any) -> Tensor:
-            return torch.cat([read(forwards[f])[part] for f, part in spans])
-
-        layers = {k: ordered(lambda f, k=k: f["layers"][k]) for k in forwards[0]["layers"]}
-        states = {
-            "layers": layers,
-            "final": ordered(lambda f: f["final"]),
-            "logits": ordered(lambda f: f["logits"]) if full_logits else None,
-        }
-        return states, [answer.outputs[0].token_ids[0] for answer in answers]
+        return joined([states for states, _ in each]), [token for _, (token,) in each]
 
     def close(self) -> None:
         """Free the memory of the engine, unless another one is open in this process.
@@ -200,14 +184,24 @@ class Engine:
         gc.collect()
 
 
-def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join the states of several calls, see `Engine.run`, in their order."""
-    logits = [p["logits"] for p in parts if p["logits"] is not None]
-    return {
-        "layers": {k: torch.cat([p["layers"][k] for p in parts]) for k in parts[0]["layers"]},
-        "final": torch.cat([p["final"] for p in parts]),
-        "logits": torch.cat(logits) if logits else None,
-    }
+def _part(forward: dict[str, Any], tokens: slice) -> States:
+    """Return the states of some tokens of a recorded forward."""
+    logits = forward["logits"]
+    return States(
+        layers={k: v[tokens] for k, v in forward["layers"].items()},
+        final=forward["final"][tokens],
+        logits=None if logits is None else logits[tokens],
+    )
+
+
+def joined(parts: Sequence[States]) -> States:
+    """Join states [n, H] of several documents or calls, in their order."""
+    logits = [part.logits for part in parts if part.logits is not None]
+    return States(
+        layers={k: torch.cat([part.layers[k] for part in parts]) for k in parts[0].layers},
+        final=torch.cat([part.final for part in parts]),
+        logits=torch.cat(logits) if logits else None,
+    )
 
 
 def spans_of(
@@ -218,29 +212,28 @@ def spans_of(
     Args:
         forwards: token ids and positions of each forward, int64 [n]. A document begins where the
             position is 0, and ends where the next one begins.
-        documents: token ids, int64 [T] each. Equal documents take equal places in turn.
+        documents: token ids, int64 [T] each. Equal documents take equal spans in turn.
 
     Raises:
         RunError: a document is in no forward as a whole: its beginning was taken from a cache, its
             prefill was split, or it did not run.
     """
-    places: dict[bytes, list[tuple[int, slice]]] = defaultdict(list)
+    spans: dict[bytes, list[tuple[int, slice]]] = defaultdict(list)
     for number, (ids, positions) in enumerate(forwards):
         starts = (positions == 0).nonzero()[:, 0].tolist()
         for start, stop in pairwise([*starts, len(ids)]):
-            whole = torch.equal(positions[start:stop], torch.arange(stop - start))
-            if whole:
-                places[ids[start:stop].numpy().tobytes()].append((number, slice(start, stop)))
+            if torch.equal(positions[start:stop], torch.arange(stop - start)):
+                spans[ids[start:stop].numpy().tobytes()].append((number, slice(start, stop)))
     found = []
     for d, ids in enumerate(documents):
-        own = places.get(ids.long().numpy().tobytes())
-        if not own:
+        equal = spans.get(ids.long().numpy().tobytes())
+        if not equal:
             raise RunError(
                 f"vLLM did not compute document {d} of the batch ({len(ids)} tokens) as a whole; "
                 "prefix caching or chunked prefill is on, or this release of vLLM runs requests in "
                 "another way. Use --backend hf"
             )
-        found.append(own.pop(0))
+        found.append(equal.pop(0))
     return found
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from spec_data.capture.proofs import FLOOR
-from spec_data.capture.skeleton import embedded, load_skeleton, run_from
+from spec_data.capture.skeleton import embedded, load_skeleton, run_block, run_norm
 from spec_data.conversion.samples import AFTER, BEFORE, Samples, States
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.shards.errors import CorpusError, RunError
@@ -81,10 +81,10 @@ def target_states(
     for k in progress(range(blocks), desc="run the target", unit="blocks", leave=False):
         model = load_skeleton(path, (k,), dtype=dtype, trust=trust)
         for ids, states in zip(documents, layers, strict=True):
-            states[k] = run_from(model, ids, k, states[k - 1], k)
+            states[k] = run_block(model, ids, k, states[k - 1])
     last = blocks - 1
     return [
-        TargetStates(layers=states, final=run_from(skeleton, ids, last, states[last], None))
+        TargetStates(layers=states, final=run_norm(skeleton, ids, states[last]))
         for ids, states in zip(documents, layers, strict=True)
     ]
 

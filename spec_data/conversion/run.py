@@ -8,7 +8,7 @@ a setup). Everything else is what `generate` does: a plan, units, resuming, and 
 
 import hashlib
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 
 from spec_data.capture.backend import ForwardBatch
-from spec_data.capture.backend import States as CapturedStates
-from spec_data.capture.hf_backend import HFBackend
+from spec_data.capture.hooks import States
 from spec_data.capture.mask_forms import REQUESTS
-from spec_data.capture.model import Target
 from spec_data.capture.proofs import FLOOR, IsolationProof
-from spec_data.capture.skeleton import load_skeleton, run_from
+from spec_data.capture.skeleton import SkeletonTarget
 from spec_data.conversion.evidence import (
     find_conventions,
     in_token_frame,
@@ -103,9 +101,10 @@ def set_up_conversion(
     evidence = _saved_evidence(out)
     if evidence is None:
         refuse_other_files(out)
+        skeleton = SkeletonTarget(path, (), run.dtype, trust)
+        skeleton.move_to(usable_device(run.device))
         evidence = find_conventions(
-            *(samples, path, load_tokenizer(path, trust)),
-            Head(path, (), run.dtype, usable_device(run.device), trust).normed,
+            *(samples, path, load_tokenizer(path, trust), skeleton.normed),
             blocks=text.num_hidden_layers,
             vocabulary=text.vocab_size,
             supervise_all=every_token,
@@ -200,33 +199,7 @@ class SampleCorpus:
             yield where, {"input_ids": ids.tolist(), "loss_mask": mask.tolist()}
 
 
-class Head(HFBackend):
-    """Embedding, head, final norm and positions of a target, without its decoder blocks."""
-
-    def __init__(
-        self, path: Path, layers: Sequence[int], dtype: str, device: torch.device, trust: bool
-    ) -> None:
-        """Load them from a model directory; `layers` are the ids to capture.
-
-        Raises:
-            MissingError, TargetError: see `load_skeleton`.
-        """
-        model = load_skeleton(path, (), dtype=dtype, trust=trust)
-        super().__init__(Target(model, sorted(layers)))
-        model.to(device)
-        self.target.device = self.target.states_device = device
-
-    @torch.no_grad()
-    def normed(self, ids: Tensor, last: Tensor) -> Tensor:
-        """Return the final states [T, H] of the output `last` [T, H] of the last block.
-
-        `ids` are its tokens, int64 [T].
-        """
-        states = last.to(self.device, self.dtype)
-        return run_from(self.target.model, ids.to(self.device), self.num_layers - 1, states, None)
-
-
-class StoredBackend(Head):
+class StoredBackend(SkeletonTarget):
     """A `backend.TargetBackend` whose states were stored by another tool.
 
     Generation asks for the states of documents; this one finds the sample that a document was made
@@ -241,8 +214,8 @@ class StoredBackend(Head):
             MissingError, TargetError, ConfigError: the target or the device cannot be used.
         """
         run = setup.run
-        device, trust = usable_device(run.device), run.trust_remote_code
-        super().__init__(setup.model_dir, setup.layers, run.dtype, device, trust)
+        super().__init__(setup.model_dir, setup.layers, run.dtype, run.trust_remote_code)
+        self.move_to(usable_device(run.device))
         self._samples, self._evidence, self._documents = corpus.samples, evidence, plan.documents
         self._order = np.argsort(evidence.stored_layers)  # of the chunks, ascending
         self._numbers = _sample_numbers(corpus, setup, plan)
@@ -274,9 +247,7 @@ class StoredBackend(Head):
             longest=max(map(len, documents)),
         )
 
-    def capture(
-        self, batch: ForwardBatch, form: str, *, full_logits: bool = False
-    ) -> CapturedStates:
+    def capture(self, batch: ForwardBatch, form: str, *, full_logits: bool = False) -> States:
         """Read the states of the documents of a batch.
 
         Raises:
@@ -291,7 +262,7 @@ class StoredBackend(Head):
             k: torch.cat([aux[:, number] for aux, _ in read])
             for k, number in zip(self.layers, self._order.tolist(), strict=True)
         }
-        return CapturedStates(layers=layers, final=torch.cat([final for _, final in read]))
+        return States(layers=layers, final=torch.cat([final for _, final in read]))
 
     def _read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return aux states [T, n, H] and final states [T, H] of tokens int64 [T]."""
@@ -316,10 +287,6 @@ class StoredBackend(Head):
             if np.array_equal(planned[start : min(end, start + len(ids))], ids):
                 return self._numbers[_digest(planned[start:end])]
         raise RunError("states of tokens that are not planned; this is a bug, please report it")
-
-    def peak_memory(self, run: Callable[[], None]) -> float | None:
-        """Return None: nothing large runs on the device."""
-        return None
 
 
 def _sample_numbers(corpus: SampleCorpus, setup: Setup, plan: Plan) -> dict[bytes, int]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from spec_data.capture import model
-from spec_data.capture.hf_backend import HFBackend
+from spec_data.capture.model import Target
 from spec_data.models import loading
 from spec_data.models.devices import usable_device
 from spec_data.models.loading import load_model
@@ -153,7 +153,7 @@ def gpu() -> Iterator[pytest.MonkeyPatch]:
                 loading, "_where", lambda device, spread: {}
             )  # read to the CPU, then moved
             patch.setattr(model, "load_model", lambda *a, **k: load_model(*a, **k).to("cuda"))
-            patch.setattr(HFBackend, "peak_memory", lambda *_: None)  # there is none to measure
+            patch.setattr(Target, "peak_memory", lambda *_: None)  # there is none to measure
             patch.setattr(unrolled_backends, "tried", lambda name, make: "merged" in name)
             patch.setattr(torch.autograd.Function, "apply", classmethod(apply))
             patch.setattr(torch.cuda, "Event", Event)

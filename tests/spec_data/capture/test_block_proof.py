@@ -32,18 +32,18 @@ def target(request, tmp_path_factory):
 
 
 def states_of(target):
-    """The states of each document alone: every layer, and the input of the head."""
+    """Each document with its states alone: every layer, and the input of the head."""
     found = []
     for ids in documents():
         layout = torch.zeros_like(ids)[None], torch.arange(len(ids))[None]
-        captured, _ = target.capture(ids[None], *layout, None)
-        found.append(({k: v[0] for k, v in captured.layers.items()}, captured.final[0]))
+        captured = target.forward(ids[None], *layout, None)
+        found.append((ids, {k: v[0] for k, v in captured.layers.items()}, captured.final[0]))
     return found
 
 
 def proven(target, states, layers=WANTED):
     path, model = target
-    return prove_states(path, documents(), states, layers, blocks=LAYERS, dtype=model.dtype)
+    return prove_states(path, states, layers, blocks=LAYERS, dtype=model.dtype)
 
 
 def test_the_states_of_transformers_are_proven(target):
@@ -56,9 +56,9 @@ def test_the_states_of_transformers_are_proven(target):
 @pytest.mark.parametrize("shift", [1, -1])
 def test_layer_ids_that_are_off_by_one_are_refused(target, shift):
     states = [
-        ({k: own[min(max(k + shift, -1), LAYERS - 1)] if 0 <= k < LAYERS - 1 else v
+        (ids, {k: own[min(max(k + shift, -1), LAYERS - 1)] if 0 <= k < LAYERS - 1 else v
           for k, v in own.items()}, final)
-        for own, final in states_of(target[1])
+        for ids, own, final in states_of(target[1])
     ]  # fmt: skip
     with pytest.raises(RunError, match=r"layer \d is not the output of that block"):
         proven(target, states, (1, 2, 4))
@@ -75,7 +75,7 @@ def test_layer_ids_that_are_off_by_one_are_refused(target, shift):
 )
 def test_one_wrong_state_is_refused_by_name(target, spoilt, message):
     with pytest.raises(RunError, match=message):
-        proven(target, [spoilt(*states) for states in states_of(target[1])])
+        proven(target, [(ids, *spoilt(*states)) for ids, *states in states_of(target[1])])
 
 
 def test_a_document_that_sees_another_one_is_refused(target):
@@ -83,18 +83,19 @@ def test_a_document_that_sees_another_one_is_refused(target):
     path, model = target
     first, second, _ = documents()
     ids = torch.cat([first, second])[None]
-    captured, _ = model.capture(ids, torch.zeros_like(ids), torch.arange(ids.shape[1])[None], None)
+    captured = model.forward(ids, torch.zeros_like(ids), torch.arange(ids.shape[1])[None], None)
     part = slice(len(first), None)
-    leaked = {k: v[0, part] for k, v in captured.layers.items()}, captured.final[0, part]
+    layers = {k: v[0, part] for k, v in captured.layers.items()}
+    leaked = (second, layers, captured.final[0, part])
     with pytest.raises(RunError, match="is not the output of that block"):
-        prove_states(path, [second], [leaked], WANTED, blocks=LAYERS, dtype=model.dtype)
+        prove_states(path, [leaked], WANTED, blocks=LAYERS, dtype=model.dtype)
 
 
 def test_documents_with_states_that_are_not_finite_prove_nothing(target):
     states = states_of(target[1])
-    states[1][0][2][4] = torch.nan
+    states[1][1][2][4] = torch.nan
     assert proven(target, states)
-    for own, _ in states:
+    for _, own, _ in states:
         own[2][0] = torch.inf  # the first token of every document
     with pytest.raises(RunError, match="not finite"):
         proven(target, states)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spec_data.capture.model import Target
-from spec_data.capture.proofs import prove_head, prove_isolation
+from spec_data.capture.proofs import prove_isolation
 from tests.current_families import CURRENT, LAYERS, NESTED, ONE_PER_ROW, VOCAB, WINDOW
 from tests.families import tiny_model
 from tests.tolerance import LAYER, tolerance
@@ -24,12 +24,12 @@ def test_capture_is_exact_and_proven(family: str) -> None:
     ids = documents[1][None]
     plain = model(ids, output_hidden_states=True, use_cache=False)
     layout = torch.zeros_like(ids), torch.arange(ids.shape[1])[None]
-    captured, logits = target.capture(ids, *layout, None, full_logits=True)
+    captured = target.forward(ids, *layout, None, full_logits=True)
     for layer in CHOSEN:
         assert torch.equal(captured.layers[layer], plain.hidden_states[layer + 1]), layer
     assert torch.equal(captured.final, plain.hidden_states[-1])
-    assert torch.equal(logits, plain.logits)
-    assert prove_head(target, documents[3:5]) < tolerance(torch.float32, LAYER)
+    assert torch.equal(captured.logits, plain.logits)
+    assert target.prove_head(documents[3:5]) < tolerance(torch.float32, LAYER)
 
     proof = prove_isolation(target, documents, 48)
     assert proof.longest > WINDOW, "the proof must see documents longer than the window"

@@ -11,7 +11,7 @@ import torch
 
 import spec_data
 from spec_data.capture.backend import BACKENDS, BackendOptions, open_backend
-from spec_data.capture.hf_backend import HFBackend
+from spec_data.capture.model import Target
 from tests.spec_data.capture.backend_contract import (
     BackendContract,
     test_a_backend_that_does_not_exist_is_refused,  # noqa: F401 (collected here)
@@ -23,8 +23,8 @@ class TestTransformers(BackendContract):
 
     def test_closing_frees_the_model(self, model_dir):
         backend = self.open(model_dir)
-        assert isinstance(backend, HFBackend)
-        alive = weakref.ref(backend.target.model)
+        assert isinstance(backend, Target)
+        alive = weakref.ref(backend.model)
         backend.close()
         gc.collect()
         assert alive() is None

@@ -6,7 +6,6 @@ from torch import nn
 
 from spec_data.capture.hooks import capturing, decoder_layers
 from spec_data.capture.model import Target
-from spec_data.capture.proofs import prove_head
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import parse_layers
 from tests.factory import tiny_llama
@@ -29,16 +28,16 @@ def test_captured_states_are_those_of_output_hidden_states(family):
     plain = model(ids, output_hidden_states=True, use_cache=False)
     target = Target(model, CHOSEN)
     layout = torch.zeros_like(ids), torch.arange(21).expand(2, 21)
-    captured, logits = target.capture(ids, *layout, None, full_logits=True)
+    captured = target.forward(ids, *layout, None, full_logits=True)
     for k in CHOSEN:
         assert torch.equal(captured.layers[k], plain.hidden_states[k + 1]), f"layer {k}"
     assert torch.equal(captured.final, plain.hidden_states[-1])
-    assert torch.equal(logits, plain.logits)
+    assert torch.equal(captured.logits, plain.logits)
     # The head as data returns the model's own logits, and skipping the head changes no state.
     close(target.logits_of(captured.final), plain.logits, terms=LAYER)
-    assert prove_head(target, ids_of(9, 5)) < tolerance(torch.float32, LAYER)
-    light, none = target.capture(ids, *layout, None)
-    assert none is None
+    assert target.prove_head(ids_of(9, 5)) < tolerance(torch.float32, LAYER)
+    light = target.forward(ids, *layout, None)
+    assert light.logits is None
     assert all(torch.equal(light.layers[k], captured.layers[k]) for k in CHOSEN)
     assert torch.equal(light.final, captured.final)
 
@@ -48,23 +47,23 @@ def test_captured_states_are_those_of_output_hidden_states(family):
 def test_final_states_on_the_wrong_side_of_the_norm_are_refused(family, planted, monkeypatch):
     model = tiny_model(family)
     target = Target(model, (LAYERS - 1,))
-    capture = target.capture
+    forward = target.forward
     norm = getattr(model, model.base_model_prefix)
     norm = norm.ln_f if family == "gpt2" else norm.norm
 
     def wrong(*arguments, **options):
-        captured, logits = capture(*arguments, **options)
+        captured = forward(*arguments, **options)
         raw = captured.layers[LAYERS - 1]
         captured.final = raw if planted == "before the norm" else norm(captured.final)
-        return captured, logits
+        return captured
 
     for module in norm.modules():  # trained norms have weights that are not all one
         if getattr(module, "weight", None) is not None:
             nn.init.normal_(module.weight, 1.0, 0.5)
-    assert prove_head(target, ids_of(9, 5)) < tolerance(torch.float32, LAYER)
-    monkeypatch.setattr(target, "capture", wrong)
+    assert target.prove_head(ids_of(9, 5)) < tolerance(torch.float32, LAYER)
+    monkeypatch.setattr(target, "forward", wrong)
     with pytest.raises(TargetError, match=r"head\(final hidden\) is not the model's logits"):
-        prove_head(target, ids_of(9, 5))
+        target.prove_head(ids_of(9, 5))
 
 
 def hooks_of(model: nn.Module) -> int:
@@ -135,11 +134,11 @@ def test_a_target_is_in_evaluation_mode_whatever_the_model_was_in():
             module.p = 0.5
     ids = torch.stack(ids_of(9))
     layout = torch.zeros_like(ids), torch.arange(9)[None]
-    expected, _ = Target(model.eval(), CHOSEN).capture(ids, *layout, None)
+    expected = Target(model.eval(), CHOSEN).forward(ids, *layout, None)
     with capturing(model.train(), CHOSEN) as dropped:
         model(ids, use_cache=False)
     assert not torch.equal(dropped.layers[4], expected.layers[4]), "dropout must matter here"
-    found, _ = Target(model.train(), CHOSEN).capture(ids, *layout, None)
+    found = Target(model.train(), CHOSEN).forward(ids, *layout, None)
     assert all(torch.equal(found.layers[k], expected.layers[k]) for k in CHOSEN)
     assert torch.equal(found.final, expected.final) and not model.training
 

@@ -8,7 +8,6 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from spec_data.capture.model import Target
-from spec_data.capture.proofs import prove_head
 from spec_data.models.reading import residual_streams
 from spec_data.shards.errors import TargetError
 from tests.current_families import STREAMS, current_config
@@ -26,7 +25,7 @@ def test_a_forward_of_several_streams_is_refused_with_the_reason(family: str) ->
     count = residual_streams(target.config)
     ids = torch.arange(3, 3 + count)[None]  # as many tokens as streams: no shape alone tells
     with pytest.raises(TargetError, match="layer 0: .*" + REASON.format(count)):
-        prove_head(target, [ids[0]])
+        target.prove_head([ids[0]])
 
 
 @pytest.mark.parametrize("family", STREAMS)
@@ -60,4 +59,4 @@ def test_states_of_another_size_are_refused() -> None:
     target.model.model.layers[5] = Wider()
     target.model.model.norm = nn.Linear(64, 32)
     with pytest.raises(TargetError, match=r"layer 5 has shape \(1, 6, 64\).*\(1, 6, 32\)"):
-        prove_head(target, [torch.arange(3, 9)])
+        target.prove_head([torch.arange(3, 9)])

@@ -4,9 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spec_data.capture.hf_backend import HFBackend
 from spec_data.capture.model import Target
-from spec_data.capture.skeleton import embedded, load_skeleton, run_from
+from spec_data.capture.skeleton import SkeletonTarget, embedded, load_skeleton, run_block, run_norm
 from tests.families import tiny_model
 
 FAMILIES = ("llama", "gemma3", "qwen3_moe", "gpt2", "granite", "phi3")
@@ -18,12 +17,12 @@ def whole(request, tmp_path_factory):
     """A model directory, and the backend of the whole model."""
     path = tmp_path_factory.mktemp(request.param)
     tiny_model(request.param).save_pretrained(path)
-    return path, HFBackend(Target.from_pretrained(path, LAYERS, device="cpu"))
+    return path, Target.from_pretrained(path, LAYERS, device="cpu")
 
 
 def test_head_and_positions_are_those_of_the_whole_model(whole):
     path, backend = whole
-    rest = HFBackend(Target(load_skeleton(path, (), dtype="auto"), LAYERS))
+    rest = SkeletonTarget(path, LAYERS, "auto", False)
     assert rest.head == backend.head and rest.num_layers == backend.num_layers
     assert rest.dtype == backend.dtype and rest.architecture == backend.architecture
     own, found = backend.head_tensors(), rest.head_tensors()
@@ -37,13 +36,13 @@ def test_a_block_of_a_skeleton_computes_what_it_does_in_the_model(whole):
     path, backend = whole
     ids = torch.randint(3, 96, (1, 20), generator=torch.Generator().manual_seed(0))
     layout = torch.zeros_like(ids), torch.arange(20)[None]
-    captured, _ = backend.target.capture(ids, *layout, None)
+    captured = backend.forward(ids, *layout, None)
     states = {k: v[0] for k, v in captured.layers.items()}  # [T, H] each
     model = load_skeleton(path, (3,), dtype="float32")
-    assert torch.equal(run_from(model, ids[0], 3, states[2], 3), states[3])
-    assert torch.equal(run_from(model, ids[0], 5, states[5], None), captured.final[0])
+    assert torch.equal(run_block(model, ids[0], 3, states[2]), states[3])
+    assert torch.equal(run_norm(model, ids[0], states[5]), captured.final[0])
     assert torch.equal(embedded(model, ids[0]), states[-1])
-    assert not torch.allclose(run_from(model, ids[0], 3, states[0], 3), states[3], rtol=0.01)
+    assert not torch.allclose(run_block(model, ids[0], 3, states[0]), states[3], rtol=0.01)
 
 
 def test_weights_of_other_blocks_are_not_read(tmp_path):

@@ -14,8 +14,8 @@ import torch
 import spec_data.generation.replica as replica_module
 from spec_data.capture import proofs
 from spec_data.capture.backend import States
-from spec_data.capture.hf_backend import HFBackend
 from spec_data.capture.mask_forms import PER_DOCUMENT, ROWS, mask_forms
+from spec_data.capture.model import Target
 from spec_data.generation.batch_size import SAFE, choose_batch_tokens, largest_batch
 from spec_data.generation.replica import load_target
 from spec_data.generation.setup import make_plan
@@ -35,7 +35,7 @@ OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentat
 WEIGHTS = 0.2  # share of the pretended memory
 
 
-class PretendedGPU(HFBackend):
+class PretendedGPU(Target):
     """A backend of which the device holds `room` slots beside the weights."""
 
     room = 1 << 30
@@ -56,6 +56,11 @@ class PretendedGPU(HFBackend):
         return WEIGHTS + (1 - WEIGHTS) * self.most / self.room
 
 
+def pretended(setup, plan) -> PretendedGPU:
+    plain = load_target(setup, plan)
+    return PretendedGPU(plain.model, plain.layers)
+
+
 @pytest.fixture(scope="module")
 def files(target, tmp_path_factory) -> tuple[Path, Path]:
     return target, write_corpus(tmp_path_factory.mktemp("files") / "corpus.jsonl", 24)
@@ -66,7 +71,7 @@ def gpu(monkeypatch):
     """Let every loaded target be a pretended GPU."""
 
     def load(setup, plan):
-        return PretendedGPU(load_target(setup, plan).target)
+        return pretended(setup, plan)
 
     monkeypatch.setattr(replica_module, "load_target", load)
     monkeypatch.setattr(PretendedGPU, "room", 1 << 30)
@@ -83,7 +88,7 @@ def planned(files, tmp_path):
 @pytest.mark.parametrize("room", [100, 150, 400, 1000, 5000])
 def test_the_largest_safe_size_is_chosen(room, planned, gpu, monkeypatch):
     setup, plan = planned
-    target = PretendedGPU(load_target(setup, plan).target)
+    target = pretended(setup, plan)
     monkeypatch.setattr(gpu, "room", room)
     chosen = choose_batch_tokens(target, plan, ROWS, setup.columns, None)
     slots = largest_batch(plan, ROWS, chosen).input_ids.numel()
@@ -98,7 +103,7 @@ def test_a_document_that_does_not_fit_is_refused_with_the_length_that_does(
     given = options(*files, tmp_path / "out", packing="rows", batch_tokens="auto")
     setup = setup_of(**given)
     longest = int(make_plan(setup).lengths.max())
-    target = PretendedGPU(load_target(setup, make_plan(setup)).target)
+    target = pretended(setup, make_plan(setup))
     monkeypatch.setattr(gpu, "room", longest - 10)
     with pytest.raises(RunError, match="the longest document has") as caught:
         choose_batch_tokens(target, make_plan(setup), ROWS, setup.columns, None)
@@ -136,7 +141,7 @@ def test_an_explicit_size_that_does_not_fit_is_refused_before_the_first_shard(
 
 def test_without_a_measured_device_the_size_is_the_default(planned, gpu, monkeypatch):
     setup, plan = planned
-    target = PretendedGPU(load_target(setup, plan).target)
+    target = pretended(setup, plan)
     monkeypatch.setattr(gpu, "measures", False)
     assert choose_batch_tokens(target, plan, ROWS, setup.columns, None) == 8192
     assert choose_batch_tokens(target, plan, ROWS, setup.columns, 77) == 77
@@ -270,14 +275,14 @@ def test_a_run_whose_states_differ_by_more_is_refused(files, tmp_path, monkeypat
     given = options(*files, tmp_path / "out", batch_tokens=512)
     interrupted(given, monkeypatch)
     before = digests(tmp_path / "out" / "shards")
-    capture = HFBackend.capture
+    capture = Target.capture
 
     def wrong(self, batch, form, *, full_logits=False):
         states = capture(self, batch, form, full_logits=full_logits)
         return States(layers={k: 1.01 * v for k, v in states.layers.items()}, final=states.final)
 
     with monkeypatch.context() as patch, pytest.raises(RunError, match="more than rounding"):
-        patch.setattr(HFBackend, "capture", wrong)
+        patch.setattr(Target, "capture", wrong)
         generate_with(**given | {"batch_tokens": 256})
     assert digests(tmp_path / "out" / "shards") == before  # nothing was written
     with pytest.raises(ConfigError, match="layers"):  # what decides the data is refused as ever

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from spec_data.capture import long_rows
+from spec_data.capture import attention_in_parts
 from spec_data.capture import model as model_module
 from spec_data.capture.mask_forms import ROWS, SINGLE
 from spec_data.capture.model import Target
@@ -44,16 +44,16 @@ def test_one_long_document_among_short_ones(family, tmp_path, monkeypatch):
     monkeypatch.setattr(plan_module, "_LEAST_PACK", 64)
     monkeypatch.setattr(plan_module, "_MOST_PACK", 64)
     monkeypatch.setattr(model_module, "LONG_ROW", 64)
-    monkeypatch.setattr(long_rows, "QUERIES", 16)
+    monkeypatch.setattr(attention_in_parts, "QUERIES", 16)
     shapes: list[tuple[int, int]] = []
-    forward = Target.capture
+    forward = Target.forward
 
     def counted(self: Target, input_ids: torch.Tensor, *args: Any, **more: Any) -> Any:
         if not more.get("full_logits"):  # the proof of the head reads 512 tokens at most
             shapes.append((input_ids.shape[0], input_ids.shape[1]))
         return forward(self, input_ids, *args, **more)
 
-    monkeypatch.setattr(Target, "capture", counted)
+    monkeypatch.setattr(Target, "forward", counted)
     target, corpus = save_target(tmp_path / "target", family), tmp_path / "c.jsonl"
     answers = [f"{i} yes" for i in range(8)] + ["so " * 170]
     rows = [

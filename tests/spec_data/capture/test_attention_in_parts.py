@@ -1,4 +1,4 @@
-"""Long documents: chunks of queries give the plain states, without anything of size T x T."""
+"""Attention in parts gives the plain states, without anything of the size of a whole row."""
 
 from typing import Any
 
@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from spec_data.capture import long_rows
+from spec_data.capture import attention_in_parts as module
 from spec_data.capture import model as model_module
-from spec_data.capture.hooks import Captured
-from spec_data.capture.long_rows import ChunkedMask, attention_in_chunks
+from spec_data.capture.attention_in_parts import RuleMask, attention_in_parts, spans_of
+from spec_data.capture.hooks import States
 from spec_data.capture.mask_forms import PER_DOCUMENT, mask_forms
 from spec_data.capture.model import Target
 from spec_data.capture.proofs import proof_documents, proof_length, prove_isolation
+from spec_data.models.reading import text_config
 from spec_data.shards.errors import TargetError
 from spec_data.shards.packing import row_layout
 from tests.families import FAMILIES, LEAKY, WINDOW, tiny_model
@@ -42,7 +44,7 @@ class Largest(TorchDispatchMode):
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 16 queries, for documents of over 64 tokens."""
-    monkeypatch.setattr(long_rows, "QUERIES", 16)
+    monkeypatch.setattr(module, "QUERIES", 16)
     monkeypatch.setattr(model_module, "LONG_ROW", 64)
 
 
@@ -53,11 +55,11 @@ def target_of(family: str, attn: str) -> Target:
     return Target(model, CHOSEN)
 
 
-def capture(target: Target, ids: Tensor) -> tuple[Captured, int]:
+def capture(target: Target, ids: Tensor) -> tuple[States, int]:
     """Capture a document alone; return its states, and the elements of the largest tensor."""
     layout = row_layout([[len(ids)]], len(ids))
     with Largest() as largest:
-        captured, _ = target.capture(ids[None], *layout, None)
+        captured = target.forward(ids[None], *layout, None)
     return captured, largest.elements
 
 
@@ -73,11 +75,11 @@ def test_a_long_document_has_the_states_of_output_hidden_states_in_bounded_memor
     for k in CHOSEN:
         close(captured.layers[k], plain.hidden_states[k + 1], **FORWARD, name=f"layer {k}")
     close(captured.final, plain.hidden_states[-1], **FORWARD)
-    with pytest.raises(KeyboardInterrupt), attention_in_chunks(target.model, target.attn):
+    with pytest.raises(KeyboardInterrupt), attention_in_parts(target.model, target.attn):
         raise KeyboardInterrupt
     assert target.config._attn_implementation == target.attn  # as it was, after an error too
     assert elements < LENGTH * LENGTH
-    windowed = getattr(target.text_config, "sliding_window", None)
+    windowed = getattr(text_config(target.config), "sliding_window", None)
     if target.attn == "eager" or windowed or family == "deepseek_v3":
         assert target._chunks == {True: True}
         assert dense.elements >= LENGTH * LENGTH, "the plain forward has what chunks avoid"
@@ -99,13 +101,14 @@ def test_a_recurrent_target_captures_long_documents_as_it_is(family):
 def test_chunks_that_lose_the_window_are_found_and_not_used(family, monkeypatch, caplog):
     """The planted failure: chunks whose queries see every earlier token."""
 
-    def everything(
-        self: ChunkedMask, start: int, stop: int, device: torch.device
-    ) -> tuple[int, Tensor]:
-        rows = torch.arange(start, stop)[:, None] >= torch.arange(stop)[None]
-        return 0, rows[None, None]
+    def everything(self: RuleMask, row: int, start: int, stop: int, first: int, _: Any) -> Tensor:
+        return (torch.arange(start, stop)[:, None] >= torch.arange(first, stop))[None, None]
 
-    monkeypatch.setattr(ChunkedMask, "part", everything)
+    monkeypatch.setattr(RuleMask, "of", everything)
+    whole = RuleMask.parts
+    monkeypatch.setattr(
+        RuleMask, "parts", lambda *given: ((0, a, b, 0) for _, a, b, _ in whole(*given))
+    )
     target, (ids,) = target_of(family, "default"), ids_of(LENGTH)
     plain = target.model(ids[None], output_hidden_states=True, use_cache=False)
     captured, _ = capture(target, ids)
@@ -128,12 +131,10 @@ def test_the_first_document_beyond_the_window_is_compared_as_well():
 
 @pytest.mark.usefixtures("small")
 def test_a_family_that_does_not_accept_the_rule_is_captured_plainly(monkeypatch, caplog):
-    def slices_its_mask(
-        self: ChunkedMask, start: int, stop: int, device: torch.device
-    ) -> tuple[int, Tensor]:
-        raise TypeError("'ChunkedMask' object is not subscriptable")
+    def slices_its_mask(*_given: Any) -> Tensor:
+        raise TypeError("'RuleMask' object is not subscriptable")
 
-    monkeypatch.setattr(ChunkedMask, "part", slices_its_mask)
+    monkeypatch.setattr(RuleMask, "of", slices_its_mask)
     target, (ids,) = target_of("llama", "eager"), ids_of(LENGTH)
     plain = target.model(ids[None], output_hidden_states=True, use_cache=False)
     captured, _ = capture(target, ids)
@@ -151,10 +152,96 @@ def test_a_document_alone_has_no_mask_argument_in_any_packed_form():
     one, two = row_layout([[12]], 12), row_layout([[5, 7]], 12)
     ids = ids_of(12)[0][None]
     for form in mask_forms(target.config, target.attn)[:-2]:
-        target.capture(ids, *one, form)
-        target.capture(ids, *two, form)
+        target.forward(ids, *one, form)
+        target.forward(ids, *two, form)
     # per document, block-causal, position ids
     assert [mask is None for mask in seen] == [True, True, True, False, True, True]
+
+
+# --- documents of a pack ---
+
+LENGTHS = [[5, 30, 11], [3, 17], [2 * WINDOW]]
+WIDTH = 48
+SDPA = ["gpt2", "mistral-sliding", "gemma3", "qwen3_moe", "deepseek_v3"]
+EAGER = ["llama", "gemma2", "gpt_oss"]
+
+
+@pytest.mark.parametrize(
+    ("family", "attn"), [(f, "sdpa") for f in SDPA] + [(f, "eager") for f in EAGER]
+)
+def test_states_are_those_of_documents_alone(family: str, attn: str) -> None:
+    target = target_of(family, attn)
+    assert target.attn == attn
+    documents = [ids_of(*row, seed=b) for b, row in enumerate(LENGTHS)]
+    ids = torch.zeros(len(LENGTHS), WIDTH, dtype=torch.long)
+    for row, parts in zip(ids, documents, strict=True):
+        row[: sum(map(len, parts))] = torch.cat(parts)
+    layout = row_layout(LENGTHS, WIDTH)
+    with Largest() as largest:
+        packed = target.forward(ids, *layout, PER_DOCUMENT)
+    with pytest.raises(KeyboardInterrupt), attention_in_parts(target.model, attn, layout[0]):
+        raise KeyboardInterrupt
+    assert target.config._attn_implementation == attn  # as it was, after an error too
+    longest = max(max(row) for row in LENGTHS)
+    heads, slots = text_config(target.config).num_attention_heads, ids.numel()
+    width = max(p.shape[0] for p in target.model.parameters())  # of activations
+    if family not in ("gpt_oss", "qwen3_moe", "deepseek_v3"):  # experts have larger tensors
+        assert largest.elements <= max(heads * longest**2, slots * width)
+    for row, parts in enumerate(documents):
+        start = 0
+        for part in parts:
+            alone = target.forward(part[None], *row_layout([[len(part)]], len(part)), None)
+            for k in target.layers:
+                found = packed.layers[k][row, start : start + len(part)]
+                close(found, alone.layers[k][0], **FORWARD)
+            close(packed.final[row, start : start + len(part)], alone.final[0], **FORWARD)
+            start += len(part)
+
+
+def test_it_is_the_first_form_on_a_cpu_and_no_form_elsewhere() -> None:
+    config = target_of("llama", "sdpa").config
+    assert mask_forms(config, "sdpa")[0] == mask_forms(config, "eager")[0] == PER_DOCUMENT
+    assert PER_DOCUMENT not in mask_forms(config, "sdpa", "cuda")
+    assert PER_DOCUMENT not in mask_forms(config, "flash_attention_2")
+
+
+def test_a_family_with_attention_of_its_own_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the family makes its masks without asking."""
+    target = target_of("mistral-sliding", "sdpa")
+    registry = ALL_MASK_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(registry._local_mapping, "spec_data_parts_sdpa", lambda **o: None)
+    proof = prove_isolation(target, ids_of(5, 30, 11, 3, 17, 26, 9), 48)
+    assert "does not accept it" in str(proof.differences[PER_DOCUMENT])
+    assert proof.form == "block-causal-window"
+
+
+def test_a_family_whose_eager_attention_is_not_found_falls_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Planted: the function is in another module than the classes of the family."""
+    target = target_of("llama", "eager")
+    kind = type(target.model.model.layers[0].self_attn)
+    monkeypatch.setattr(kind, "__module__", "typing")
+    proof = prove_isolation(target, ids_of(5, 30, 11, 3, 17, 26, 9), 48)
+    assert "does not accept it" in str(proof.differences[PER_DOCUMENT])
+    assert proof.form == "block-causal"
+
+
+@pytest.mark.parametrize("planted", ["spans", "window"])
+def test_documents_that_are_cut_wrongly_fail_the_proof(
+    planted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if planted == "spans":
+
+        def one_span(document_ids: torch.Tensor) -> Any:
+            return [[(row[0][0], row[-1][1])] for row in spans_of(document_ids)]
+
+        monkeypatch.setattr(module, "spans_of", one_span)
+    else:
+        monkeypatch.setattr(RuleMask, "of", lambda *a: None)
+    target = target_of("mistral-sliding", "sdpa")
+    with pytest.raises(TargetError, match="does not isolate"):
+        prove_isolation(target, ids_of(5, 30, 11, 3, 17, 26, 9), 48, packing=PER_DOCUMENT)
 
 
 # --- proofs --------------------------------------------------------------------------------------
@@ -167,13 +254,13 @@ def test_one_long_document_does_not_lengthen_the_proof():
     assert 40 in chosen and len(chosen) > 8
     assert sum(min(lengths[d], 2048) for d in chosen) <= 4096
     target, widths = target_of("mistral-sliding", "default"), []
-    run = target.capture
+    run = target.forward
 
     def counted(input_ids: Tensor, *args: Any, **options: Any) -> Any:
         widths.append(input_ids.shape[1])
         return run(input_ids, *args, **options)
 
-    target.capture = counted  # type: ignore[method-assign]
+    target.forward = counted  # type: ignore[method-assign]
     proof = prove_isolation(target, ids_of(250, 9, 12, 7), 48)
     assert max(widths) == proof.longest == 48
     assert proof.form == PER_DOCUMENT
