@@ -206,7 +206,7 @@ def write_dataset(
     if not chosen or not set(chosen) <= set(manifest.layers):
         has = ",".join(map(str, manifest.layers)) or "no layer"
         raise ConfigError(f"layers {','.join(map(str, chosen))}: the dataset has {has}")
-    if FINAL not in dataset.columns or dataset.final != ALL:
+    if FINAL not in dataset.columns or dataset.manifest.final != ALL:
         raise DatasetError(
             f"{dataset.path}: other trainers read the final state of every token, and this dataset "
             f"has {'it only where the next is supervised' if FINAL in dataset.columns else 'none'}"

@@ -33,9 +33,8 @@ from spec_data.pages.viewer import (
 from spec_data.report import column_payload, counts_rows, dataset_lines
 from spec_data.shards.checksums import numbers
 from spec_data.shards.even_sample import even_sample
-from spec_data.shards.index import read_index
 from spec_data.shards.likelihood_text import suspicions
-from spec_data.shards.reader import INDEX, HiddenStatesDataset, load_head_tensors, mapped_file
+from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import (
     ALL,
     FINAL,
@@ -76,11 +75,10 @@ def dataset_page(data: str | Path, documents: int = DOCUMENTS, scored: int | Non
     manifest = dataset.manifest
     shown = shown_documents(dataset.lengths, documents)
     sampled = even_sample(shown, SAMPLED)
-    index = read_index(mapped_file(dataset.path, INDEX, manifest), manifest, dataset.path / INDEX)
     sections = [
         _overview(manifest),
         _storage(manifest),
-        _documents(dataset.lengths, dataset.supervised, index.column("source")),
+        _documents(dataset.lengths, dataset.supervised, dataset.index.column("source")),
     ]
     if manifest.documents.rendered:
         sections.append(_counts(structs.asdict(manifest.documents), manifest.totals.tokens))
@@ -515,7 +513,7 @@ def _scored(dataset: HiddenStatesDataset, shown: list[int], scored: int | None) 
     if scored is not None or supervision != "final-hidden":
         return even_sample(shown, SAMPLED if scored is None else scored)
     head = dataset.manifest.head
-    tokens = dataset.lengths if dataset.teacher == ALL else dataset.supervised
+    tokens = dataset.lengths if dataset.manifest.teacher == ALL else dataset.supervised
     costs = tokens * (2.0 * head.vocab_size * head.hidden_size)
     return affordable_sample(shown, SAMPLED, costs, OPERATIONS)
 
@@ -564,7 +562,7 @@ class Teacher:
     def view(self, row: dict[str, Any], scored: bool) -> TeacherView:
         """Return the predictions for a row of the dataset, with entropies and NLLs if `scored`."""
         mask = row["loss_mask"].numpy()
-        known = mask != 0 if self._dataset.teacher != ALL else np.ones(len(mask), bool)
+        known = mask != 0 if self._dataset.manifest.teacher != ALL else np.ones(len(mask), bool)
         known[:1] = False  # nothing predicts the first token
         before = torch.from_numpy(np.flatnonzero(known) - 1)  # [K]
         choice = row["target_argmax"][before].numpy().astype(np.int64)

@@ -1,13 +1,9 @@
 """Checksums of chunks. A chunk is one field of one document, so damage can be named by place.
 
-The checksum is xxh3_64, from the `xxhash` package (which `datasets` needs as well). One core
-computes 17 GB/s from memory (crc32: 2.4, SHA-256: 1.7), so a reader can afford to check some
-chunks. xxh3 finds accidental damage; the SHA-256 in the manifest protects against forgery.
-
-The index holds a checksum of each row's checksums, and the manifest holds a checksum of the index.
-So every chunk is compared with what was written at this place, and a shard under another shard's
-name is detected when it is first read. The `outline` of a shard, in the manifest, is the checksum
-of its metadata.
+The checksum is xxh3_64: one core computes 17 GB/s from memory (crc32: 2.4, SHA-256: 1.7). It finds
+accidental damage; the SHA-256 in the manifest protects against forgery. The index holds a checksum
+of each row's checksums, and the manifest one of the index. So every chunk is compared with what was
+written at this place, and a shard under another shard's name is detected when it is first read.
 """
 
 import itertools
@@ -19,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from spec_data.shards.schema import FORMAT_VERSION, Column, Manifest
+from spec_data.shards.schema import FORMAT_VERSION, Column
 
 CHECKSUMS = "checksums"
 """Name of a shard's last column: the checksums of the row's other fields, in column order."""
@@ -90,23 +86,14 @@ def stored_checksums(batch: pa.RecordBatch) -> np.ndarray:
 
 
 def read_batches(file: Path) -> tuple[pa.Schema, list[pa.RecordBatch], str]:
-    """Map a shard and return its schema, its record batches and its outline.
-
-    Raises:
-        pa.ArrowInvalid, OSError: the file is not an Arrow stream, or is damaged.
-    """
-    return batches_of(pa.memory_map(str(file)))
-
-
-def batches_of(source: pa.NativeFile) -> tuple[pa.Schema, list[pa.RecordBatch], str]:
-    """Return schema, record batches and outline of an Arrow stream; batches are views of `source`.
+    """Map an Arrow stream; return its schema, its record batches (views of it) and its outline.
 
     The outline is the xxh3_64, as 16 hex digits, of the metadata of every IPC message.
 
     Raises:
-        pa.ArrowInvalid, OSError: it is not an Arrow stream, or is damaged.
+        pa.ArrowInvalid, OSError: the file is not an Arrow stream, or is damaged.
     """
-    messages = list(pa.ipc.MessageReader.open_stream(source))
+    messages = list(pa.ipc.MessageReader.open_stream(pa.memory_map(str(file))))
     if not messages:
         raise pa.ArrowInvalid("no message in it")
     digest = xxh3_64()
@@ -123,10 +110,9 @@ def batches_of(source: pa.NativeFile) -> tuple[pa.Schema, list[pa.RecordBatch], 
 
 
 def _is_compressed(metadata: bytes) -> bool:
-    """Return whether the metadata of a record batch name a compression of its body.
+    """Return whether a record batch is compressed: Arrow has no option that refuses to unpack it.
 
-    64 kB can hold gigabytes, and Arrow has no option that refuses to unpack them. The metadata are
-    the flatbuffer `Message` of Arrow's Message.fbs; Arrow has checked its offsets.
+    The metadata are the flatbuffer `Message` of Arrow's Message.fbs; Arrow has checked its offsets.
     """
 
     def field(table: int, number: int) -> int:
@@ -142,15 +128,11 @@ def _is_compressed(metadata: bytes) -> bool:
     return bool(field(header, 3))  # RecordBatch.compression
 
 
-# -- arrow schema ----------------------------------------------------------------------------------
-# The Arrow schema of a shard: a field per text and per part of a token column, then checksums.
-
-
 _TURNS = pa.list_(pa.struct([("role", pa.string()), ("start", pa.int32()), ("end", pa.int32())]))
 
 
 def arrow_schema(columns: Sequence[Column]) -> pa.Schema:
-    """Return the Arrow schema of every shard of a dataset with these columns."""
+    """Return the schema of a shard: a field per text and per part of a column, then checksums."""
     fields = [
         pa.field("doc_id", pa.string(), nullable=False),
         pa.field("source", pa.string(), nullable=False),
@@ -160,8 +142,3 @@ def arrow_schema(columns: Sequence[Column]) -> pa.Schema:
     kind = pa.list_(pa.field("item", pa.uint64(), nullable=False), len(fields))
     fields.append(pa.field(CHECKSUMS, kind, nullable=False))
     return pa.schema(fields, metadata={"spec-data": FORMAT_VERSION})
-
-
-def schema_of(manifest: Manifest) -> pa.Schema:
-    """Return the schema of every shard of a dataset."""
-    return arrow_schema(manifest.columns)

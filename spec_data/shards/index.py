@@ -6,11 +6,12 @@ them. A checksum does not protect from that, as anyone can compute it again.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from spec_data.shards.checksums import batches_of, numbers
+from spec_data.shards.checksums import numbers, read_batches
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import Manifest, ShardRecord, Totals
 from spec_data.shards.view import View, view_index_schema
@@ -29,34 +30,38 @@ INDEX_SCHEMA = pa.schema(
 )
 
 
-def read_index(data: pa.Buffer, manifest: Manifest, file: Path) -> pa.Table:
-    """Return the index in `data`, in one chunk per column: a row for each document, in order.
+def read_index(file: Path, manifest: Manifest) -> pa.Table:
+    """Return the index in a file, in one chunk per column: a row for each document, in order.
 
     Raises:
-        DatasetError: it is no valid Arrow, or contradicts itself or the manifest; named by `file`.
+        DatasetError: it is no valid Arrow, or contradicts itself or the manifest.
     """
     try:
-        found, batches, _ = batches_of(pa.BufferReader(data))
+        found, batches, _ = read_batches(file)
         schema = INDEX_SCHEMA if manifest.view is None else view_index_schema(manifest.view)
-        if not found.equals(schema, check_metadata=True):
-            raise DatasetError(f"{file}: its columns are not those of an index; copy it again")
-        for batch in batches:
-            batch.validate(full=True)
-        table = pa.Table.from_batches(batches, schema).combine_chunks()
+        if found.equals(schema, check_metadata=True):
+            for batch in batches:
+                batch.validate(full=True)
+            table = pa.Table.from_batches(batches, schema).combine_chunks()
+            wrong = _wrong(table, manifest)
+        else:
+            wrong = "its columns are not those of an index"
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-        if isinstance(error, DatasetError):
-            raise
-        raise DatasetError(f"{file}: damaged ({error}); copy it again") from None
-    wrong = _wrong(table, manifest)
+        wrong = f"damaged ({error})"
     if wrong:
         raise DatasetError(f"{file}: {wrong}; copy it again")
     return table
 
 
+def index_column(table: pa.Table, name: str) -> Any:
+    """Return a column of an index as one array: a view where possible."""
+    chunks = table.column(name)
+    return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
+
+
 def index_numbers(table: pa.Table, name: str) -> np.ndarray:
     """Return a column of numbers of an index, [N]: a view where possible."""
-    chunks = table.column(name)
-    return numbers(chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks())
+    return numbers(index_column(table, name))
 
 
 def _wrong(table: pa.Table, manifest: Manifest) -> str | None:
@@ -134,6 +139,5 @@ def _wrong_in_view(table: pa.Table, view: View, totals: Totals) -> str | None:
 
 def spans_of(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     """Return offsets, int64 [N + 1], and values, int64 [S], of the spans of a view's index."""
-    column = table.column("spans")
-    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    array = index_column(table, "spans")
     return array.offsets.to_numpy().astype(np.int64), array.values.to_numpy().astype(np.int64)

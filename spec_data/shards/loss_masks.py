@@ -78,7 +78,10 @@ def masks_under(
     check_policy(policy)
     _require_conversations(dataset, policy)
     recorded = dataset.manifest.mask
-    stored_at = {"hidden.final": dataset.final, "target_argmax": dataset.teacher}
+    stored_at = {
+        "hidden.final": dataset.manifest.final,
+        "target_argmax": dataset.manifest.teacher,
+    }
     sparse = [name for name, tokens in stored_at.items() if tokens == SUPERVISED]
     masks: list[np.ndarray] = []
     roles: set[str] = set()

@@ -18,17 +18,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from xxhash import xxh3_64_hexdigest
 
-from spec_data.shards.checking import FIRST, known_policy
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.codecs import Tables, tensor_of
 from spec_data.shards.errors import DatasetError, MissingError
-from spec_data.shards.files import MANIFEST, read_object
-from spec_data.shards.index import index_numbers, read_index, spans_of
+from spec_data.shards.files import MANIFEST, read_object, xxh3_file
+from spec_data.shards.index import index_column, index_numbers, read_index, spans_of
 from spec_data.shards.path_kinds import Kind, wrong_kind
-from spec_data.shards.remote import Mirror, open_mirror, wrong_size
-from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
+from spec_data.shards.remote import Mirror, open_mirror
+from spec_data.shards.schema import Column, Manifest, predicts_supervised
 from spec_data.shards.shard import (
     CodedRows,
     IndexRows,
@@ -41,33 +39,150 @@ from spec_data.shards.shard import (
 from spec_data.shards.turn_masks import Turn
 from spec_data.shards.view import View, source_path
 
-# -- document access -------------------------------------------------------------------------------
-# How documents of a dataset are reached from Python: as rows of a dataset of `datasets` are.
-#
-# `ds[3]` is one document, a dict; `ds[0:3]` and `ds[[0, 5]]` are one dict with a list per column;
-# `len(ds)`, iteration, negative numbers and `column_names` work as they do there.
-
-
+INDEX = "index.arrow"
+MASK = "loss_mask"
 TEXTS = ("doc_id", "source", "turns")
+_SHOWN = 20  # wrong shards that a message names
 
 
-class DocumentAccess:
-    """Base class of datasets: a subclass has a length and reads one document by its number."""
+def open_dataset(
+    path: str | Path, columns: str | Sequence[str] | None = None
+) -> "HiddenStatesDataset":
+    """Open a dataset; documents are read only when they are asked for.
 
-    path: Path
-    _columns: dict[str, Column]
+    Args:
+        path: a dataset or a view, a directory or a URL (docs/remote.md).
+        columns: the token columns to read; None: all.
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    Returns:
+        The dataset. `ds[3]` is a document: a dict of fresh tensors, such as `input_ids` int64 [T]
+        and `hidden.L1` bfloat16 [T, H], and `doc_id`, `source` and `turns`. `ds[0:3]` is one dict
+        with a list per column.
 
-    def _document(self, index: int) -> dict[str, Any]:
-        """Read document `index`; a negative one counts from the end."""
-        raise NotImplementedError
+    Raises:
+        MissingError: no such directory, or it is not sealed yet.
+        DatasetError: a damaged or foreign manifest, a truncated shard, an unknown column.
+
+    >>> ds = spec_data.open_dataset("data", columns=["input_ids", "hidden.L2"])
+    >>> len(ds), ds.column_names[-2:]
+    (12, ['input_ids', 'hidden.L2'])
+    >>> ds[0]["hidden.L2"].shape == (len(ds[0]["input_ids"]), ds.manifest.hidden_size)
+    True
+    >>> len(ds[0:3]["input_ids"])
+    3
+    """
+    return HiddenStatesDataset(path, [columns] if isinstance(columns, str) else columns)
+
+
+class HiddenStatesDataset:
+    """A sealed dataset, or a view of others: one row per document, token frame, unshifted.
+
+    Row t of a document holds x_t, m_t, the captured states at t, and what the target predicts for
+    x_{t+1}: `hidden.final` (or top-k or logits), `target_argmax`, `target_logsumexp`. Lossy columns
+    are decoded: names, projection and values are as if every column were stored in bf16.
+
+    It is read like a dataset of the `datasets` library: `len`, iteration, `ds[3]`, `ds[-1]`, and
+    `ds[0:3]` or `ds[[0, 5]]`, which return one dict with a list per column.
+
+    Attributes:
+        mirror: of a remote dataset, its local files; None: the dataset is local.
+        view: what a view refers to; None: the dataset has shards.
+        sources: the stored datasets that are read: those of a view, or this one.
+    """
+
+    mirror: Mirror | None = None
+    view: View | None = None
+    sources: "tuple[HiddenStatesDataset, ...]" = ()
+
+    def __init__(self, path: str | Path, columns: Sequence[str] | None = None) -> None:
+        """Open `path`, a directory or a URL; `columns` projects the token columns (default: all).
+
+        Raises:
+            MissingError: no such directory, the dataset is not sealed, or a shard or a source of a
+                view is missing.
+            DatasetError: the manifest is damaged or foreign, a shard is truncated, a column is
+                unknown, or a source of a view was changed or replaced.
+            ConfigError: the URL cannot be read here. RunError: the storage does not answer.
+        """
+        self.mirror = open_mirror(path)
+        self.path = self.mirror.directory if self.mirror else Path(path)
+        if not (self.path / MANIFEST).is_file():
+            raise wrong_kind(self.path, Kind.DATASET)
+        self.manifest = Manifest.read(self.path / MANIFEST)
+        self._check_sizes()
+        if unknown := [name for name in columns or () if name not in self.declared]:
+            raise DatasetError(
+                f"{self.path}: no column {', '.join(unknown)}; it has {', '.join(self.declared)}"
+            )
+        wanted = self.declared if columns is None else columns
+        self._columns: dict[str, Column] = {name: self.declared[name] for name in wanted}
+        self._shards: dict[int, Shard] = {}
+        self.view = self.manifest.view
+        self.sources = (self,) if self.view is None else self._open_sources(self.view)
+
+    def _check_sizes(self) -> None:
+        """Refuse truncated or missing shards at once, and not in the middle of a run."""
+        missing, wrong = [], []
+        for record in self.manifest.shards:
+            where = f"{self.place}/{record.file}"
+            try:
+                local = self.path / record.file
+                size = self.mirror.size(record) if self.mirror else local.stat().st_size
+            except OSError:  # no such file, a link to nowhere, a folder without rights
+                missing.append(f"{where}: shard is missing")
+                continue
+            if size != record.bytes:
+                says = f"the manifest says {record.bytes:,}: truncated or replaced"
+                wrong.append(f"{where}: {size:,} bytes, {says}")
+        if found := missing + wrong:
+            more = f"\n... and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            text = "\n".join(found[:_SHOWN]) + more + "; copy the dataset again"
+            raise MissingError(text) if missing else DatasetError(text)
+
+    def _open_sources(self, view: View) -> "tuple[HiddenStatesDataset, ...]":
+        """Open what a view refers to, and prove that it is what it was.
+
+        Raises:
+            MissingError: a source was moved or deleted. DatasetError: it was changed or replaced.
+        """
+        opened = []
+        made = self.manifest.provenance
+        redo = f"or make the view again with `spec-data {made.command if made else 'select'}`"
+        for source in view.sources:
+            where = source_path(self.place, source.path)
+            what = f"{self.place}: a view of {where} (fingerprint {source.fingerprint[:16]})"
+            try:
+                dataset = HiddenStatesDataset(where)
+            except MissingError as error:
+                raise MissingError(
+                    f"{what}, which was moved or deleted: {error}. Put it back, {redo}"
+                ) from None
+            except DatasetError as error:
+                raise DatasetError(f"{what}, which is damaged: {error}") from None
+            if dataset.manifest.fingerprint != source.fingerprint or dataset.view is not None:
+                raise DatasetError(
+                    f"{what}: another dataset is there now (fingerprint "
+                    f"{dataset.manifest.fingerprint[:16]}). Put the first one back, {redo}"
+                )
+            opened.append(dataset)
+        return tuple(opened)
+
+    # -- facts ------------------------------------------------------------------------------------
 
     @property
-    def num_rows(self) -> int:
-        """Number of documents."""
-        return len(self)
+    def place(self) -> str:
+        """Where the dataset is: its URL, or its directory."""
+        return self.mirror.url if self.mirror else str(self.path)
+
+    @cached_property
+    def declared(self) -> dict[str, Column]:
+        """All token columns of the manifest, by name."""
+        return {column.name: column for column in self.manifest.columns}
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Token columns after projection."""
+        return tuple(self._columns)
 
     @property
     def column_names(self) -> list[str]:
@@ -79,14 +194,125 @@ class DocumentAccess:
         """What a document holds by column: type, and shape in T tokens, as "bfloat16 [T, 4096]"."""
         found = {"doc_id": "string", "source": "string", "turns": "list of {role, start, end}"}
         for name, column in self._columns.items():
-            kind = torch.bfloat16 if column.lossy else column.coder.logical
             shape = "[T]" if column.width is None else f"[T, {column.width}]"
-            found[name] = f"{str(kind).removeprefix('torch.')} {shape}"
+            found[name] = f"{str(column.logical).removeprefix('torch.')} {shape}"
         return found
+
+    @property
+    def num_rows(self) -> int:
+        """Number of documents."""
+        return len(self)
+
+    def __len__(self) -> int:
+        return self.manifest.totals.documents
 
     def __repr__(self) -> str:
         names = ", ".join(self.column_names)
         return f"{type(self).__name__}({str(self.path)!r}, {len(self):,} documents: {names})"
+
+    @cached_property
+    def tables(self) -> dict[str, Tables]:
+        """Decoding tables of the lossy columns."""
+        lossy = [c for c in self.manifest.columns if c.lossy]
+        if self.view is not None:
+            sources = {c.name: self._references[self._group_of[c.name]][0][0] for c in lossy}
+            return {name: self.sources[number].tables[name] for name, number in sources.items()}
+        if not lossy:
+            return {}
+        if self.mirror:
+            self.mirror.ensure(TABLES)
+        codec = self.manifest.codec
+        return load_tables(self.path / TABLES, lossy, codec.sha256 if codec else "")
+
+    @property
+    def target_dir(self) -> Path:
+        """Folder with the target's config.json, tokenizer and head.safetensors."""
+        if self.view is not None:
+            return self.sources[0].target_dir
+        return self.mirror.ensure_target() if self.mirror else self.path / "target"
+
+    def target_config(self) -> dict[str, Any]:
+        """Return the target's configuration, with every default written out.
+
+        Raises:
+            MissingError, DatasetError: the file is missing, or not the one that was sealed.
+        """
+        return read_object(checked_file(self.path, "target/config.json", self.manifest))
+
+    # -- index ------------------------------------------------------------------------------------
+
+    @cached_property
+    def index(self) -> pa.Table:
+        """index.arrow: a row per document, in order."""
+        if self.mirror:
+            self.mirror.ensure(INDEX)
+        return read_index(checked_file(self.path, INDEX, self.manifest), self.manifest)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens per document, int64 [N]."""
+        return index_numbers(self.index, "tokens").astype(np.int64)
+
+    @cached_property
+    def supervised(self) -> np.ndarray:
+        """Supervised tokens per document, int64 [N]."""
+        return index_numbers(self.index, "supervised").astype(np.int64)
+
+    @cached_property
+    def first_supervised(self) -> np.ndarray:
+        """Index of the first supervised token, int64 [N]; the length when there is none."""
+        return index_numbers(self.index, "first_supervised").astype(np.int64)
+
+    @cached_property
+    def id_array(self) -> pa.StringArray:
+        """Content hashes of the documents, as a view of the index, without Python objects."""
+        return index_column(self.index, "doc_id")
+
+    @cached_property
+    def doc_ids(self) -> list[str]:
+        """Content hashes of the documents."""
+        return self.id_array.to_pylist()
+
+    def source_of(self, index: int) -> str:
+        """Return the source of a document: what the corpus called the place that it is from."""
+        return str(self.index.column("source")[index])
+
+    @cached_property
+    def _rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Shard of each document, and row in it, int32 [N] each."""
+        return index_numbers(self.index, "shard"), index_numbers(self.index, "row")
+
+    @cached_property
+    def _references(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of each group of a view's columns: the source and the document in it, int32 [N] each."""
+        return [
+            (
+                index_numbers(self.index, f"source_number.{group}"),
+                index_numbers(self.index, f"document.{group}"),
+            )
+            for group in range(len(self.view.groups if self.view else ()))
+        ]
+
+    @cached_property
+    def _group_of(self) -> dict[str, int]:
+        groups = self.view.groups if self.view else ()
+        return {name: number for number, names in enumerate(groups) for name in names}
+
+    @cached_property
+    def _spans(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Offsets and values of the supervised spans; None: loss masks are those in the shards."""
+        return spans_of(self.index) if self.view and self.view.remasked else None
+
+    @cached_property
+    def _narrowed(self) -> frozenset[str]:
+        """Columns of a view that has fewer tokens of them than a source stores."""
+        if self.view is None:
+            return frozenset()
+        dense = {c.name for source in self.sources for c in source.manifest.columns if not c.sparse}
+        sparse = {c.name for c in self.manifest.columns if c.sparse}
+        return frozenset(sparse if self.view.remasked else sparse & dense)
+
+    # -- documents --------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self._document(index) for index in range(len(self)))
@@ -112,357 +338,25 @@ class DocumentAccess:
             )
         if hasattr(index, "__index__") and not getattr(index, "ndim", 0):
             return self._document(operator.index(index))
-        if isinstance(index, slice):
-            chosen = list(range(len(self))[index])
-        else:
-            try:
-                chosen = [operator.index(number) for number in index]
-            except TypeError:
-                raise TypeError(
-                    f"ds[{index!r}]: a number, a slice or a list of numbers is expected"
-                ) from None
+        numbers = range(len(self))[index] if isinstance(index, slice) else index
+        try:
+            chosen = [operator.index(number) for number in numbers]
+        except TypeError:
+            raise TypeError(
+                f"ds[{index!r}]: a number, a slice or a list of numbers is expected"
+            ) from None
         rows = [self._document(number) for number in chosen]
         return {name: [row[name] for row in rows] for name in self.column_names}
 
-
-# -- opened ----------------------------------------------------------------------------------------
-
-
-def open_shard(
-    place: Path | Mirror, manifest: Manifest, number: int, index: IndexRows, check: str
-) -> Shard:
-    """Map shard `number` of a dataset.
-
-    Args:
-        place: the directory of the dataset, or the mirror of a remote one.
-        manifest: of the dataset.
-        number: of the shard.
-        index: what the index says about its documents.
-        check: one of checking.CHECKS.
-
-    Raises:
-        DatasetError: the file is damaged, of another dataset, or another file under its name.
-    """
-    record = manifest.shards[number]
-    given = (manifest, record, index, check)
-    if not isinstance(place, Mirror):
-        return Shard(place, *given)
-    url, copy = place.storage.where(record.file), place.shard(record)
-    try:
-        return Shard(place.directory, *given, (url, copy))
-    except DatasetError:  # damaged on this disk, or just deleted by another process
-        copy.unlink(missing_ok=True)
-    return Shard(place.directory, *given, (url, place.shard(record)))
-
-
-# -- reader ----------------------------------------------------------------------------------------
-
-
-INDEX = "index.arrow"
-MASK = "loss_mask"
-_KEPT_BY = ("supervised", "first_supervised")  # columns that tell the rows of sparse columns
-_SHOWN = 20  # wrong shards that a message names
-
-
-def open_dataset(
-    path: str | Path, columns: str | Sequence[str] | None = None, *, check: str = FIRST
-) -> "HiddenStatesDataset":
-    """Open a dataset; documents are read only when they are asked for.
-
-    Args:
-        path: a dataset or a view, a directory or a URL (docs/remote.md).
-        columns: the token columns to read; None: all.
-        check: when data are compared with their checksums: "first" (before their first use in this
-            process, and 1 read in 64 afterwards), "always", "sample" (1 read in 16) or "never".
-
-    Returns:
-        The dataset. `ds[3]` is a document: a dict of fresh tensors, such as `input_ids` int64 [T]
-        and `hidden.L1` bfloat16 [T, H], and `doc_id`, `source` and `turns`. `ds[0:3]` is one dict
-        with a list per column.
-
-    Raises:
-        MissingError: no such directory, or it is not sealed yet.
-        DatasetError: a damaged or foreign manifest, a truncated shard, an unknown column.
-        ConfigError: an unknown `check`.
-
-    >>> ds = spec_data.open_dataset("data", columns=["input_ids", "hidden.L2"])
-    >>> len(ds), ds.column_names[-2:]
-    (12, ['input_ids', 'hidden.L2'])
-    >>> ds[0]["hidden.L2"].shape == (len(ds[0]["input_ids"]), ds.manifest.hidden_size)
-    True
-    >>> len(ds[0:3]["input_ids"])
-    3
-    """
-    chosen = [columns] if isinstance(columns, str) else columns
-    return HiddenStatesDataset(path, chosen, check)
-
-
-class HiddenStatesDataset(DocumentAccess):
-    """A sealed dataset, or a view of others: one row per document, token frame, unshifted.
-
-    Row t of a document holds x_t, m_t, the captured states at t, and what the target predicts for
-    x_{t+1}: `hidden.final` (or top-k or logits), `target_argmax`, `target_logsumexp`. Lossy columns
-    are decoded: names, projection and values are as if every column were stored in bf16.
-
-    It is read like a dataset of the `datasets` library: `len`, iteration, `ds[3]`, `ds[-1]`, and
-    `ds[0:3]` or `ds[[0, 5]]`, which return one dict with a list per column.
-
-    Attributes:
-        mirror: of a remote dataset, its local files; None: the dataset is local.
-        view: what a view refers to; None: the dataset has shards.
-        sources: the stored datasets that are read: those of a view, or this one.
-    """
-
-    mirror: Mirror | None = None
-    view: View | None = None
-    sources: "tuple[HiddenStatesDataset, ...]" = ()
-
-    def __init__(
-        self,
-        path: str | Path,
-        columns: Sequence[str] | None = None,
-        check: str = FIRST,
-    ) -> None:
-        """Open `path`, a directory or a URL; `columns` projects the token columns (default: all).
-
-        `check` says when chunks are compared with their checksums: "first" (before their first use
-        in this process, and 1 read in 64 afterwards), "always", "sample" (1 read in 16) or "never".
-
-        Raises:
-            MissingError: no such directory, the dataset is not sealed, or a shard or a source of a
-                view is missing.
-            DatasetError: the manifest is damaged or foreign, a shard is truncated, a column is
-                unknown, or a source of a view was changed or replaced.
-            ConfigError: `check` is not one of these, or the URL cannot be read here.
-            RunError: the remote storage does not answer.
-        """
-        self._check = known_policy(check)
-        self.mirror = open_mirror(path)
-        self.path = self.mirror.directory if self.mirror else Path(path)
-        if not (self.path / MANIFEST).is_file():
-            raise wrong_kind(self.path, Kind.DATASET)
-        self.manifest = Manifest.read(self.path / MANIFEST)
-        self._check_sizes()
-        unknown = [name for name in columns or () if name not in self.declared]
-        if unknown:
-            raise DatasetError(
-                f"{self.path}: no column {', '.join(unknown)}; it has {', '.join(self.declared)}"
-            )
-        wanted = columns if columns is not None else tuple(self.declared)
-        self._columns: dict[str, Column] = {name: self.declared[name] for name in wanted}
-        self._shards: dict[int, Shard] = {}
-        self.view = self.manifest.view
-        self.sources = (self,) if self.view is None else self._open_sources(self.view)
-
-    def _open_sources(self, view: View) -> "tuple[HiddenStatesDataset, ...]":
-        """Open what a view refers to, and prove that it is what it was.
-
-        Raises:
-            MissingError: a source was moved or deleted. DatasetError: it was changed or replaced.
-        """
-        opened = []
-        made = self.manifest.provenance
-        redo = f"or make the view again with `spec-data {made.command if made else 'select'}`"
-        for source in view.sources:
-            where = source_path(self.place, source.path)
-            what = f"{self.place}: a view of {where} (fingerprint {source.fingerprint[:16]})"
-            try:
-                dataset = HiddenStatesDataset(where, check=self._check)
-            except MissingError as error:
-                raise MissingError(
-                    f"{what}, which was moved or deleted: {error}. Put it back, {redo}"
-                ) from None
-            except DatasetError as error:
-                raise DatasetError(f"{what}, which is damaged: {error}") from None
-            if dataset.manifest.fingerprint != source.fingerprint or dataset.view is not None:
-                raise DatasetError(
-                    f"{what}: another dataset is there now (fingerprint "
-                    f"{dataset.manifest.fingerprint[:16]}). Put the first one back, {redo}"
-                )
-            opened.append(dataset)
-        return tuple(opened)
-
-    @property
-    def place(self) -> str:
-        """Where the dataset is: its URL, or its directory."""
-        return self.mirror.url if self.mirror else str(self.path)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Token columns after projection."""
-        return tuple(self._columns)
-
-    @cached_property
-    def declared(self) -> dict[str, Column]:
-        """All token columns of the manifest, by name."""
-        return {column.name: column for column in self.manifest.columns}
-
-    @property
-    def final(self) -> str:
-        """ "all", or "supervised": `hidden.final` is zero where x_{t+1} is not supervised."""
-        return self.manifest.final
-
-    @property
-    def teacher(self) -> str:
-        """ "all", or "supervised": argmax, logsumexp and stored logits are zero elsewhere."""
-        return self.manifest.teacher
-
-    @cached_property
-    def tables(self) -> dict[str, Tables]:
-        """Decoding tables of the lossy columns."""
-        if self.view is not None:
-            lossy_names = [c.name for c in self.manifest.columns if c.lossy]
-            first = {n: self._references[self._group_of[n]][0][0] for n in lossy_names}
-            return {name: self.sources[number].tables[name] for name, number in first.items()}
-        lossy = [c for c in self.manifest.columns if c.lossy]
-        if lossy and self.mirror:
-            self.mirror.ensure(TABLES)
-        codec = self.manifest.codec
-        return (
-            load_tables(self.path / TABLES, lossy, codec.sha256 if codec else "") if lossy else {}
-        )
-
-    @property
-    def target_dir(self) -> Path:
-        """Folder with the target's config.json, tokenizer and head.safetensors."""
-        if self.view is not None:
-            return self.sources[0].target_dir
-        return self.mirror.ensure_target() if self.mirror else self.path / "target"
-
-    def _check_sizes(self) -> None:
-        """Refuse truncated or missing shards at once, and not in the middle of a run."""
-        shards = self.manifest.shards
-        missing, wrong = self.mirror.sizes(shards) if self.mirror else self._sizes(shards)
-        found = missing + wrong
-        if found:
-            more = f"\n... and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            text = "\n".join(found[:_SHOWN]) + more + "; copy the dataset again"
-            raise MissingError(text) if missing else DatasetError(text)
-
-    def _sizes(self, shards: Sequence[ShardRecord]) -> tuple[list[str], list[str]]:
-        """Return what to say about shards that are missing, and of another size."""
-        missing, wrong = [], []
-        for record in shards:
-            file = self.path / record.file
-            try:
-                size = file.stat().st_size
-            except OSError as error:  # no such file, a link to nowhere, a folder without rights
-                missing.append(f"{file}: shard is missing or out of reach ({error.strerror})")
-                continue
-            if size != record.bytes:
-                wrong.append(wrong_size(str(file), size, record))
-        return missing, wrong
-
-    def target_config(self) -> dict[str, Any]:
-        """Return the target's configuration, with every default written out.
-
-        Raises:
-            MissingError, DatasetError: the file is missing, or not the one that was sealed.
-        """
-        file = checked_file(self.path, "target/config.json", self.manifest)
-        return read_object(file)
-
-    @cached_property
-    def index(self) -> pa.Table:
-        """index.arrow: a row per document, in order."""
-        if self.mirror:
-            self.mirror.ensure(INDEX)
-        data = mapped_file(self.path, INDEX, self.manifest)
-        return read_index(data, self.manifest, self.path / INDEX)
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """Tokens per document, int64 [N]."""
-        return index_numbers(self.index, "tokens").astype(np.int64)
-
-    @cached_property
-    def supervised(self) -> np.ndarray:
-        """Supervised tokens per document, int64 [N]."""
-        return index_numbers(self.index, "supervised").astype(np.int64)
-
-    @cached_property
-    def first_supervised(self) -> np.ndarray:
-        """Index of the first supervised token, int64 [N]; the length when there is none."""
-        return index_numbers(self.index, "first_supervised").astype(np.int64)
-
-    @cached_property
-    def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        return index_numbers(self.index, "shard"), index_numbers(self.index, "row")
-
-    @cached_property
-    def _checksums(self) -> np.ndarray:
-        return index_numbers(self.index, "checksum")
-
-    @cached_property
-    def _references(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each group of a view's columns: the source and the document in it, int32 [N] each."""
-        groups = range(len(self.view.groups if self.view else ()))
-        table = self.index
-        return [
-            (index_numbers(table, f"source_number.{g}"), index_numbers(table, f"document.{g}"))
-            for g in groups
-        ]
-
-    @cached_property
-    def _group_of(self) -> dict[str, int]:
-        groups = self.view.groups if self.view else ()
-        return {name: number for number, names in enumerate(groups) for name in names}
-
-    @cached_property
-    def _spans(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Offsets and values of the supervised spans; None: loss masks are those in the shards."""
-        return spans_of(self.index) if self.view and self.view.remasked else None
-
-    @cached_property
-    def _narrowed(self) -> frozenset[str]:
-        """Columns of a view that has fewer tokens of them than a source stores."""
-        if self.view is None:
-            return frozenset()
-        dense = {c.name for source in self.sources for c in source.manifest.columns if not c.sparse}
-        sparse = {c.name for c in self.manifest.columns if c.sparse}
-        return frozenset(sparse if self.view.remasked else sparse & dense)
-
-    @cached_property
-    def id_array(self) -> pa.StringArray:
-        """Content hashes of the documents, as a view of the index, without Python objects."""
-        chunks = self.index.column("doc_id")
-        return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
-
-    @cached_property
-    def doc_ids(self) -> list[str]:
-        """Content hashes of the documents."""
-        return self.id_array.to_pylist()
-
-    def source_of(self, index: int) -> str:
-        """Return the source of a document: what the corpus called the place that it is from."""
-        return str(self.index.column("source")[index])
-
-    def __len__(self) -> int:
-        return self.manifest.totals.documents
-
-    def locate(self, index: int, group: int = 0) -> "Located":
-        """Return where the columns of a group of a document are stored.
-
-        Raises:
-            IndexError: no such document. DatasetError: its shard is damaged.
-        """
-        if self.view is None:
-            shard, row = self._locate(index)
-            return Located(self, shard, shard.place(row))
-        number = range(len(self))[index]
-        source, document = self._references[group]
-        return self.sources[source[number]].locate(int(document[number]))
-
     def _document(self, index: int) -> dict[str, Any]:
-        """Return a document as new tensors (safe to modify), `doc_id`, `source` and `turns`."""
+        """Return a document; a negative number counts from the end."""
         at = self.locate(index)
         out: dict[str, Any] = at.shard.texts(at.place)
         if self.view is not None:
             out["doc_id"] = self.id_array[index].as_py()
         for column in self._columns.values():
-            kind = torch.bfloat16 if column.lossy else column.coder.logical
             shape = (at.length,) if column.width is None else (at.length, column.width)
-            out[column.name] = torch.empty(shape, dtype=kind)
+            out[column.name] = torch.empty(shape, dtype=column.logical)
         self.read_into(index, {name: out[name] for name in self._columns})
         return out
 
@@ -534,10 +428,9 @@ class HiddenStatesDataset(DocumentAccess):
         Raises:
             DatasetError: damage.
         """
-        column = self._columns[name]
-        at = self.locate(index, self._group_of.get(name, 0))
         tokens = self._sparse_tokens(index) if name in self._narrowed else None
-        return at.rows(column, tokens)
+        at = self.locate(index, self._group_of.get(name, 0))
+        return at.rows(self._columns[name], tokens)
 
     def _sparse_tokens(self, index: int) -> np.ndarray:
         """Return which tokens of a document a sparse column has, bool [T]."""
@@ -554,10 +447,65 @@ class HiddenStatesDataset(DocumentAccess):
         for first, last in spans:
             out[first:last] = 1
 
+    # -- shards -----------------------------------------------------------------------------------
+
+    def locate(self, index: int, group: int = 0) -> "Located":
+        """Return where the columns of a group of a document are stored.
+
+        Raises:
+            IndexError: no such document. DatasetError: its shard is damaged.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        if self.view is None:
+            shard, row = self._stored_at(index)
+            return Located(self, shard, shard.place(row))
+        source, document = self._references[group]
+        return self.sources[source[index]].locate(int(document[index]))
+
+    def _stored_at(self, index: int) -> tuple[Shard, int]:
+        """Return the shard of a document, and its row there."""
+        shards, rows = self._rows
+        return self.shard(int(shards[index])), int(rows[index])
+
     def shard_of(self, index: int) -> str:
         """Return the shard file that holds a document: relative to the dataset, or whole."""
         at = self.locate(index)
         return at.shard.record.file if at.dataset is self else at.shard.name
+
+    def shard(self, number: int) -> Shard:
+        """Return shard `number`, mapped at its first use.
+
+        Raises:
+            DatasetError: the shard is damaged, of another dataset, or another shard under its name.
+        """
+        if (found := self._shards.get(number)) is not None:
+            return found
+        record = self.manifest.shards[number]
+        before = sum(other.rows for other in self.manifest.shards[:number])
+        rows = slice(before, before + record.rows)
+        # not of `supervised`: a subclass may have other masks than the stored ones
+        supervised = index_numbers(self.index, "supervised")[rows].astype(np.int64)
+        index = IndexRows(
+            first=before,
+            ids=self.id_array[rows],
+            lengths=self.lengths[rows],
+            stored=supervised - (index_numbers(self.index, "first_supervised")[rows] == 0),
+            checksums=index_numbers(self.index, "checksum"),
+        )
+        if self.mirror is None:
+            found = Shard(self.path / record.file, self.manifest, record, index)
+        else:
+            url, copy = f"{self.mirror.url}/{record.file}", self.mirror.shard(record)
+            try:
+                found = Shard(copy, self.manifest, record, index, url)
+            except DatasetError:  # damaged on this disk, or just deleted by another process
+                copy.unlink(missing_ok=True)
+                found = Shard(self.mirror.shard(record), self.manifest, record, index, url)
+            # mapped copies of remote shards that were deleted still take the disk
+            self._shards = {n: s for n, s in self._shards.items() if s.file.exists()}
+        self._shards[number] = found
+        return found
 
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:
         """Wait until documents can be read; always True at once, as this dataset is complete."""
@@ -578,43 +526,8 @@ class HiddenStatesDataset(DocumentAccess):
             )
         if self.mirror is None:
             return 0
-        numbers = dict.fromkeys(self._places[0][list(rows)].tolist())
-        return sum(self.mirror.shards.fetch_ahead(self.manifest.shards[n]) for n in numbers)
-
-    def _locate(self, index: int) -> tuple[Shard, int]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"document {index} of {len(self)}")
-        shards, rows = self._places
-        return self.shard(int(shards[index])), int(rows[index])
-
-    def shard(self, number: int) -> Shard:
-        """Return shard `number`, mapped at its first use.
-
-        Raises:
-            DatasetError: the shard is damaged, of another dataset, or another shard under its name.
-        """
-        found = self._shards.get(number)
-        if found is None:
-            record = self.manifest.shards[number]
-            before = sum(other.rows for other in self.manifest.shards[:number])
-            rows = slice(before, before + record.rows)
-            # not of `supervised`: a subclass may have other masks than the stored ones
-            supervised, first = (index_numbers(self.index, n)[rows] for n in _KEPT_BY)
-            kept = supervised.astype(np.int64) - (first == 0)
-            index = IndexRows(
-                rows.start, self.id_array[rows], self.lengths[rows], kept, self._checksums
-            )
-            given = (self.mirror or self.path, self.manifest, number, index)
-            found = self._shards[number] = open_shard(*given, self._check)
-            if self.mirror:
-                self._unmap_deleted()
-        return found
-
-    def _unmap_deleted(self) -> None:
-        """Let go of copies of remote shards that were deleted: mapped, they still take the disk."""
-        for number, shard in list(self._shards.items()):
-            if not shard.file.exists():
-                self._shards.pop(number, None)
+        numbers = dict.fromkeys(self._rows[0][list(rows)].tolist())
+        return sum(self.mirror.fetch_ahead(self.manifest.shards[n]) for n in numbers)
 
 
 class Located(NamedTuple):
@@ -642,18 +555,16 @@ class Located(NamedTuple):
             column.coder.decode_into(self.shard.values(column, place)[: len(out)], out)
             return
         values = out if isinstance(out, Tensor) else tensor_of(out)
-        stored, lossy = self.shard.stored(column, place), column.lossy
-        tables = self.dataset.tables[name] if lossy else None
-        if lossy and tables and not column.sparse:
-            decode_rows(lossy, stored.cut(0, len(values)), tables, values)
-            return
+        stored, spans = self.shard.stored(column, place), [(0, len(values))]
+        if column.sparse:
+            spans = runs(self.shard.sparse_tokens(place)[: len(values)])
         first, done = 0, 0
-        for a, b in runs(self.shard.kept(place)[: len(values)]):
-            part, target = stored.cut(first, first + b - a), values[a:b]
-            if lossy and tables:
-                decode_rows(lossy, part, tables, target)
+        for a, b in spans:
+            part = stored.cut(first, first + b - a)
+            if column.lossy:
+                decode_rows(column.lossy, part, self.dataset.tables[name], values[a:b])
             else:
-                column.coder.decode_into(part.values, target)
+                column.coder.decode_into(part.values, values[a:b])
             values[done:a] = 0
             first, done = first + b - a, b
         values[done:] = 0
@@ -665,10 +576,10 @@ class Located(NamedTuple):
 
         `wanted`, bool [T], leaves out rows of other tokens; None: none.
         """
-        column, place = self.dataset.declared[name], self.place
-        kept = self.shard.kept(place)[:count] if column.sparse else None
-        tokens = np.arange(count) if kept is None else np.flatnonzero(kept)
-        rows = self.shard.stored(column, place).cut(0, len(tokens))
+        column, tokens = self.dataset.declared[name], np.arange(count)
+        if column.sparse:
+            tokens = np.flatnonzero(self.shard.sparse_tokens(self.place)[:count])
+        rows = self.shard.stored(column, self.place).cut(0, len(tokens))
         if wanted is not None:
             chosen = np.flatnonzero(wanted[tokens])
             rows, tokens = rows.take(chosen), tokens[chosen]
@@ -682,8 +593,8 @@ class Located(NamedTuple):
         column = self.dataset.declared[declared.name]
         rows = self.shard.stored(column, self.place)
         if wanted is not None:
-            tokens = np.flatnonzero(self.shard.kept(self.place)) if column.sparse else slice(None)
-            rows = rows.take(np.flatnonzero(wanted[tokens]))
+            stored = self.shard.sparse_tokens(self.place) if column.sparse else slice(None)
+            rows = rows.take(np.flatnonzero(wanted[stored]))
         if column.lossy is None or column.codec == declared.codec:
             return rows
         states = torch.empty(len(rows), column.width or 1, dtype=torch.bfloat16)
@@ -692,41 +603,34 @@ class Located(NamedTuple):
         return StoredRows(bits, bits, np.zeros(0, np.int32), bits)
 
 
-def _small_file(directory: Path, name: str, manifest: Manifest) -> Path:
-    """Return where a small file of a dataset lies: the target's files of a view, in a source."""
-    if manifest.view is None or not name.startswith("target/"):
-        return directory / name
-    mirror = open_mirror(directory)
-    where = source_path(mirror.url if mirror else directory, manifest.view.sources[0].path)
-    source = open_mirror(where)
-    return (source.directory if source else Path(where)) / name
+# -- small files -----------------------------------------------------------------------------------
 
 
-def mapped_file(directory: Path, name: str, manifest: Manifest) -> pa.Buffer:
-    """Map a small file of a dataset and compare it with the manifest's checksum.
+def checked_file(directory: Path, name: str, manifest: Manifest) -> Path:
+    """Return the path of a small file of a dataset, compared with the manifest's checksum.
+
+    Of a view, the target's files are in its first source.
 
     Raises:
         MissingError: no such file. DatasetError: the file was changed.
     """
-    file = _small_file(directory, name, manifest)
-    record = manifest.files.get(name)
-    if not file.is_file() and (mirror := open_mirror(file.parents[name.count("/")])):
+    if manifest.view is not None and name.startswith("target/"):
+        mirror = open_mirror(directory)
+        view = mirror.url if mirror else directory
+        source = source_path(view, manifest.view.sources[0].path)
+        mirror = open_mirror(source)
+        directory = mirror.directory if mirror else Path(source)
+    file = directory / name
+    if not file.is_file() and (mirror := open_mirror(directory)):
         mirror.ensure(name)
     if not file.is_file():
         raise MissingError(f"{file}: missing; copy the dataset again")
-    if record and 0 < record.bytes == file.stat().st_size:
-        data = pa.memory_map(str(file)).read_buffer()
-        if xxh3_64_hexdigest(data) == record.xxh3:
-            return data
-    raise DatasetError(
-        f"{file}: changed or damaged: its checksum is not the manifest's; copy it again"
-    )
-
-
-def checked_file(directory: Path, name: str, manifest: Manifest) -> Path:
-    """Return the path of a small file of a dataset, after `mapped_file` has checked it."""
-    mapped_file(directory, name, manifest)
-    return _small_file(directory, name, manifest)
+    record = manifest.files.get(name)
+    if not record or record.bytes != file.stat().st_size or record.xxh3 != xxh3_file(file):
+        raise DatasetError(
+            f"{file}: changed or damaged: its checksum is not the manifest's; copy it again"
+        )
+    return file
 
 
 def load_head_tensors(dataset: str | Path, manifest: Manifest | None = None) -> dict[str, Tensor]:
@@ -738,36 +642,28 @@ def load_head_tensors(dataset: str | Path, manifest: Manifest | None = None) -> 
         MissingError, DatasetError: the file is missing or not what the manifest describes.
     """
     manifest = manifest or Manifest.read(Path(dataset) / MANIFEST)
-    from_file = checked_file(Path(dataset), "target/head.safetensors", manifest)
-    head = manifest.head
+    head, file = manifest.head, checked_file(Path(dataset), "target/head.safetensors", manifest)
     try:
-        tensors = load_file(from_file)
+        tensors = load_file(file)
     except SafetensorError as error:
-        raise DatasetError(f"{from_file}: damaged ({error}); copy it again") from None
+        raise DatasetError(f"{file}: damaged ({error}); copy it again") from None
     if head.tied:
         tensors.setdefault("lm_head", tensors.get("embed_tokens", torch.empty(0)))
     for name in ("embed_tokens", "lm_head"):
         shape = tuple(tensors[name].shape) if name in tensors else None
         if shape != (head.vocab_size, head.hidden_size):
             raise DatasetError(
-                f"{from_file}: {name} has shape {shape}, the manifest says "
+                f"{file}: {name} has shape {shape}, the manifest says "
                 f"({head.vocab_size}, {head.hidden_size})"
             )
     return tensors
 
 
-# -- whole -----------------------------------------------------------------------------------------
-# Is a dataset that a command finds finished still whole?
-#
-# A command that writes a dataset returns at once if the dataset is sealed already. The seal says
-# that the files were whole once. Since then a shard may have been deleted, or a copy may have
-# stopped half way, and "complete already" would be wrong.
-
-
 def check_whole(place: str | Path) -> None:
     """Compare the shards of a sealed dataset (a directory or a URL) with its manifest, by size.
 
-    The index of a local dataset is compared by its checksum, too. `verify` reads every byte.
+    So a command that finds a sealed dataset says "complete already" only where nothing was lost
+    since. The index of a local dataset is compared, too; `verify` reads every byte.
 
     Raises:
         MissingError, DatasetError: a file is missing, truncated or changed.

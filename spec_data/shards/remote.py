@@ -5,10 +5,9 @@
         manifest.json, ...    small files, fetched when they are first needed
     $SPEC_DATA_CACHE/remote/shards/SHA256.arrow        shards, at most SPEC_DATA_REMOTE_SIZE bytes
 
-The manifest is read at every open, and its fingerprint names the directory. So a dataset that was
-replaced has a directory of its own, and everything in a directory is compared with one manifest.
-Datasets that have a shard in common share its file; processes share it through a lock per file. The
-shards that were not used for the longest time are deleted; a mapped one stays readable meanwhile.
+The manifest is read at every open, and its fingerprint names the directory: a dataset that was
+replaced has another one. Shards are shared by datasets and, through a lock per file, by processes.
+Those that were not used for the longest time are deleted; a mapped one stays readable meanwhile.
 Every file is downloaded under a temporary name, compared with its checksum and renamed: it is whole
 and right, or absent, also after a kill.
 """
@@ -17,7 +16,6 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from pathlib import Path
@@ -73,137 +71,6 @@ def size_limit() -> int:
     return limit
 
 
-class ShardCache:
-    """The shards of one remote dataset. Its methods may be called from any thread.
-
-    Those that download raise FileNotFoundError (there is no such shard), DatasetError (it is not
-    the record's), ConfigError or RunError (as `Storage`; the disk has no room).
-    """
-
-    def __init__(self, storage: Storage) -> None:
-        """Keep shards of `storage`.
-
-        Raises:
-            ConfigError: SPEC_DATA_REMOTE_SIZE is no size, or the folder cannot be written.
-        """
-        self._storage, self.limit = storage, size_limit()
-        self._folder = remote_directory() / "shards"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"{self._folder}: cannot be written ({error.strerror}); set {CACHE_VARIABLE} to a "
-                "folder that can be"
-            ) from None
-        self._coming: dict[str, Future[Path]] = {}
-        self._stop = threading.Event()
-
-    @cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(THREADS, thread_name_prefix="download")
-
-    def path(self, record: ShardRecord) -> Path:
-        """Return the local file of a shard, which is downloaded if it is not there."""
-        coming = self._coming.pop(record.sha256, None)
-        if coming is not None and not coming.cancel():
-            wait((coming,))  # if it failed, the same is tried again below
-        return self._fetch(record, threading.Event())
-
-    def fetch_ahead(self, record: ShardRecord) -> int:
-        """Begin to download a shard; return its bytes, or 0 where it is there or on its way."""
-        coming = self._coming.get(record.sha256)
-        if (coming is not None and not coming.done()) or _used(self._file(record), record):
-            return 0
-        self._coming[record.sha256] = self._pool.submit(self._fetch, record, self._stop)
-        return record.bytes
-
-    def stop(self) -> None:
-        """Give up what `fetch_ahead` began: a run that is stopped must not wait for it."""
-        self._stop.set()
-        self._stop = threading.Event()
-        for coming in list(self._coming.values()):
-            coming.cancel()
-
-    def fetch_again(self, record: ShardRecord) -> str:
-        """Download a shard, also if it is there, and keep it if it is right; return its SHA-256."""
-        with self._locked(record):
-            return self._download(record, threading.Event())
-
-    def _file(self, record: ShardRecord) -> Path:
-        return self._folder / f"{record.sha256}.arrow"
-
-    def _locked(self, record: ShardRecord) -> FileLock:
-        return FileLock(self._file(record).with_suffix(".lock"))
-
-    def _fetch(self, record: ShardRecord, stop: threading.Event) -> Path:
-        file = self._file(record)
-        with self._locked(record):
-            if _used(file, record):
-                return file
-            for _ in range(2):  # what the way has damaged is right the second time
-                if self._download(record, stop) == record.sha256:
-                    return file
-        raise DatasetError(
-            f"{self._storage.where(record.file)}: damaged: its SHA-256 is not the manifest's; "
-            "upload this shard again"
-        )
-
-    def _download(self, record: ShardRecord, stop: threading.Event) -> str:
-        """Download a shard while its lock is held; return its SHA-256, and keep it if right."""
-        self._make_room(record)
-        temporary = temporary_name(self._file(record))
-        try:
-            self._storage.download(record.file, temporary, stop)
-            digest = sha256_file(temporary)
-            if digest == record.sha256:
-                temporary.replace(self._file(record))
-            return digest
-        except OSError as error:
-            if error.errno not in DISK_FULL:
-                raise
-            raise RunError(
-                f"{self._folder}: the disk is full; lower {SIZE_VARIABLE} (now {self.limit:,} "
-                f"bytes), or set {CACHE_VARIABLE} to a folder on another disk"
-            ) from None
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _make_room(self, record: ShardRecord) -> None:
-        """Delete the files that were not used for the longest time until a shard fits."""
-        if record.bytes > self.limit:
-            raise ConfigError(
-                f"{self._storage.where(record.file)} has {record.bytes:,} bytes, more than "
-                f"{SIZE_VARIABLE} ({self.limit:,}); raise it"
-            )
-        shards, total = [], record.bytes
-        for entry in os.scandir(self._folder):
-            file = Path(entry.path)
-            try:
-                state = entry.stat()
-            except FileNotFoundError:
-                continue  # another process has just deleted it
-            if is_temporary(file) and time.time() - state.st_mtime > _LEFT_OVER:
-                file.unlink(missing_ok=True)  # of a killed process
-                continue
-            total += state.st_size
-            if file.suffix == ".arrow":
-                shards.append((state.st_mtime_ns, state.st_size, file))
-        for _, size, file in sorted(shards):
-            if total <= self.limit:
-                return
-            file.unlink(missing_ok=True)
-            total -= size
-
-
-def _used(file: Path, record: ShardRecord) -> bool:
-    """Make a file the newest; return whether it is there, with the size of the record."""
-    try:
-        os.utime(file)
-        return file.stat().st_size == record.bytes
-    except FileNotFoundError:
-        return False
-
-
 def open_mirror(path: str | Path) -> "Mirror | None":
     """Open the remote dataset that `path` names, by its URL or by its mirror's directory.
 
@@ -219,10 +86,10 @@ def open_mirror(path: str | Path) -> "Mirror | None":
 
 
 class Mirror:
-    """The local directory of one remote dataset with one fingerprint.
+    """The local files of one remote dataset with one fingerprint; for any thread.
 
     Attributes:
-        manifest: of the dataset. directory: of its small files. shards: the cache of its shards.
+        manifest: of the dataset. directory: of its small files. limit: bytes of shards on disk.
     """
 
     def __init__(self, url: str, fingerprint: str | None = None) -> None:
@@ -231,9 +98,10 @@ class Mirror:
         Raises:
             MissingError: there is no sealed dataset. DatasetError: the manifest is damaged, or its
                 fingerprint is not `fingerprint`.
-            ConfigError: the URL cannot be read here. RunError: the storage does not answer.
+            ConfigError: the URL cannot be read here, SPEC_DATA_REMOTE_SIZE is no size, or the cache
+                cannot be written. RunError: the storage does not answer.
         """
-        self.storage = Storage(url)
+        self.storage, self.limit = Storage(url), size_limit()
         self.url = self.storage.url
         self._text = self._read_manifest()
         self.manifest = Manifest.parse(self._text, self.storage.where(MANIFEST))
@@ -242,31 +110,21 @@ class Mirror:
         scheme, _, rest = self.url.partition("://")
         folder = remote_directory() / scheme / quote(rest, safe="/ ._-")
         self.directory = folder.with_name(f"{folder.name}@{self.manifest.fingerprint[:16]}")
+        self._folder = remote_directory() / "shards"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._folder}: cannot be written ({error.strerror}); set {CACHE_VARIABLE} to a "
+                "folder that can be"
+            ) from None
         self._keep(MANIFEST, self._text)
         pinned = {"url": self.url, "fingerprint": self.manifest.fingerprint}
         self._keep(MARKER, dump_json(pinned).encode())
-        self.shards = ShardCache(self.storage)
+        self._coming: dict[str, Future[Path]] = {}
+        self._stop = threading.Event()
 
-    def sizes(self, shards: Sequence[ShardRecord]) -> tuple[list[str], list[str]]:
-        """Return what to say about remote shards that are missing, and of another size.
-
-        Where the storage cannot list, they are taken to be right until they are read.
-        """
-        if not self.storage.lists:
-            return [], []
-        listed: dict[str, int] = {}
-        for folder in {record.file.rpartition("/")[0] for record in shards}:
-            listed |= self.storage.sizes(folder)
-        missing, wrong = [], []
-        for record in shards:
-            size, where = listed.get(record.file), self.storage.where(record.file)
-            if size != record.bytes:  # a list may be late: ask for the object itself
-                size = self.storage.size(record.file)
-            if size is None:
-                missing.append(f"{where}: shard is missing")
-            elif size != record.bytes:
-                wrong.append(wrong_size(where, size, record))
-        return missing, wrong
+    # -- small files ------------------------------------------------------------------------------
 
     def ensure(self, name: str) -> Path:
         """Return the local path of a small file, which is fetched if it is not there.
@@ -300,40 +158,11 @@ class Mirror:
                 self.ensure(name)
         return self.directory / "target"
 
-    def shard(self, record: ShardRecord) -> Path:
-        """Return the local copy of a shard, which is downloaded if it is not there.
-
-        Raises:
-            MissingError: there is no such shard. DatasetError: it is not the manifest's.
-        """
-        try:
-            return self.shards.path(record)
-        except FileNotFoundError:
-            error = MissingError(f"{self.storage.where(record.file)}: shard is missing")
-            raise self._explained(error) from None
-        except DatasetError as error:
-            raise self._explained(error) from None
-
-    def sha256(self, record: ShardRecord) -> str | None:
-        """Return the SHA-256 of a remote shard, which is fetched again; None: it is missing."""
-        try:
-            return self.shards.fetch_again(record)
-        except FileNotFoundError:
-            return None
-
-    def _explained(self, error: DatasetError | MissingError) -> DatasetError | MissingError:
-        """Return the error to raise for data that are not the manifest's: why, where known."""
-        try:
-            same = self._read_manifest() == self._text
-        except MissingError:
-            return MissingError(f"{self.url}: the dataset was deleted while it was read")
-        return error if same else self._replaced(self.manifest.fingerprint)
-
-    def _replaced(self, fingerprint: str) -> DatasetError:
-        return DatasetError(
-            f"{self.url}: the dataset was replaced while it was read (its fingerprint was "
-            f"{fingerprint[:16]}); nothing of the new one was mixed in. Start again"
-        )
+    def _keep(self, name: str, data: bytes) -> None:
+        file = self.directory / name
+        if not file.is_file() or file.read_bytes() != data:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, data)
 
     def _read_manifest(self) -> bytes:
         try:
@@ -346,13 +175,154 @@ class Mirror:
             )
         raise MissingError(f"{self.url}: no {MANIFEST} there, so this is not a spec-data dataset")
 
-    def _keep(self, name: str, data: bytes) -> None:
-        file = self.directory / name
-        if not file.is_file() or file.read_bytes() != data:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, data)
+    def _explained(self, error: DatasetError | MissingError) -> DatasetError | MissingError:
+        """Return the error to raise for data that are not the manifest's: why, if that is clear."""
+        try:
+            same = self._read_manifest() == self._text
+        except MissingError:
+            return MissingError(f"{self.url}: the dataset was deleted while it was read")
+        return error if same else self._replaced(self.manifest.fingerprint)
+
+    def _replaced(self, fingerprint: str) -> DatasetError:
+        return DatasetError(
+            f"{self.url}: the dataset was replaced while it was read (its fingerprint was "
+            f"{fingerprint[:16]}); nothing of the new one was mixed in. Start again"
+        )
+
+    # -- shards -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return self.storage.sizes()
+
+    def size(self, record: ShardRecord) -> int:
+        """Return the bytes of a remote shard; those of the record where the storage cannot list.
+
+        Raises:
+            FileNotFoundError: there is no such shard.
+        """
+        if not self.storage.lists or self._sizes.get(record.file) == record.bytes:
+            return record.bytes
+        size = self.storage.size(record.file)  # a list may be late
+        if size is None:
+            raise FileNotFoundError(record.file)
+        return size
+
+    def shard(self, record: ShardRecord) -> Path:
+        """Return the local copy of a shard, which is downloaded if it is not there.
+
+        Raises:
+            MissingError: there is no such shard. DatasetError: it is not the manifest's.
+            ConfigError, RunError: as `Storage`, or the disk has no room.
+        """
+        coming = self._coming.pop(record.sha256, None)
+        if coming is not None and not coming.cancel():
+            wait((coming,))  # if it failed, the same is tried again below
+        try:
+            return self._fetch(record, threading.Event())
+        except FileNotFoundError:
+            error = MissingError(f"{self.storage.where(record.file)}: shard is missing")
+            raise self._explained(error) from None
+        except DatasetError as error:
+            raise self._explained(error) from None
+
+    def sha256(self, record: ShardRecord) -> str | None:
+        """Return the SHA-256 of a remote shard, which is fetched again; None: it is missing."""
+        try:
+            with self._locked(record):
+                return self._download(record, threading.Event())
+        except FileNotFoundError:
+            return None
+
+    def fetch_ahead(self, record: ShardRecord) -> int:
+        """Begin to download a shard; return its bytes, or 0 where it is there or on its way."""
+        coming = self._coming.get(record.sha256)
+        if (coming is not None and not coming.done()) or _used(self._file(record), record):
+            return 0
+        self._coming[record.sha256] = self._pool.submit(self._fetch, record, self._stop)
+        return record.bytes
+
+    def stop(self) -> None:
+        """Give up what `fetch_ahead` began: a run that is stopped must not wait for it."""
+        self._stop.set()
+        self._stop = threading.Event()
+        for coming in list(self._coming.values()):
+            coming.cancel()
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(THREADS, thread_name_prefix="download")
+
+    def _file(self, record: ShardRecord) -> Path:
+        return self._folder / f"{record.sha256}.arrow"
+
+    def _locked(self, record: ShardRecord) -> FileLock:
+        return FileLock(self._file(record).with_suffix(".lock"))
+
+    def _fetch(self, record: ShardRecord, stop: threading.Event) -> Path:
+        file = self._file(record)
+        with self._locked(record):
+            if _used(file, record):
+                return file
+            for _ in range(2):  # what the way has damaged is right the second time
+                if self._download(record, stop) == record.sha256:
+                    return file
+        raise DatasetError(
+            f"{self.storage.where(record.file)}: damaged: its SHA-256 is not the manifest's; "
+            "upload this shard again"
+        )
+
+    def _download(self, record: ShardRecord, stop: threading.Event) -> str:
+        """Download a shard while its lock is held; return its SHA-256, and keep it if right."""
+        self._make_room(record)
+        temporary = temporary_name(self._file(record))
+        try:
+            self.storage.download(record.file, temporary, stop)
+            digest = sha256_file(temporary)
+            if digest == record.sha256:
+                temporary.replace(self._file(record))
+            return digest
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            raise RunError(
+                f"{self._folder}: the disk is full; lower {SIZE_VARIABLE} (now {self.limit:,} "
+                f"bytes), or set {CACHE_VARIABLE} to a folder on another disk"
+            ) from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _make_room(self, record: ShardRecord) -> None:
+        """Delete the files that were not used for the longest time until a shard fits."""
+        if record.bytes > self.limit:
+            raise ConfigError(
+                f"{self.storage.where(record.file)} has {record.bytes:,} bytes, more than "
+                f"{SIZE_VARIABLE} ({self.limit:,}); raise it"
+            )
+        shards, total = [], record.bytes
+        for entry in os.scandir(self._folder):
+            file = Path(entry.path)
+            try:
+                state = entry.stat()
+            except FileNotFoundError:
+                continue  # another process has just deleted it
+            if is_temporary(file) and time.time() - state.st_mtime > _LEFT_OVER:
+                file.unlink(missing_ok=True)  # of a killed process
+                continue
+            total += state.st_size
+            if file.suffix == ".arrow":
+                shards.append((state.st_mtime_ns, state.st_size, file))
+        for _, size, file in sorted(shards):
+            if total <= self.limit:
+                return
+            file.unlink(missing_ok=True)
+            total -= size
 
 
-def wrong_size(where: str, size: int, record: ShardRecord) -> str:
-    """Say that a shard has another size than its record."""
-    return f"{where}: {size:,} bytes, the manifest says {record.bytes:,}: truncated or replaced"
+def _used(file: Path, record: ShardRecord) -> bool:
+    """Make a file the newest; return whether it is there, with the size of the record."""
+    try:
+        os.utime(file)
+        return file.stat().st_size == record.bytes
+    except FileNotFoundError:
+        return False

@@ -193,6 +193,11 @@ class Column(Record, frozen=True, kw_only=True, dict=True):
         return (self.lossy or self.coder).storage
 
     @property
+    def logical(self) -> torch.dtype:
+        """torch type of the values that are read."""
+        return (self.lossy or self.coder).logical
+
+    @property
     def part_bytes(self) -> dict[str, int]:
         """Bytes of one stored token, by part."""
         return {p.name: p.storage.itemsize * (p.stored_width or 1) for p in self.parts}
@@ -284,6 +289,19 @@ def predicts_supervised(loss_mask: np.ndarray, offsets: np.ndarray) -> np.ndarra
     kept[:-1] = loss_mask[1:] != 0
     kept[offsets[1:] - 1] = False  # the last token of a document has no next one
     return kept
+
+
+def mask_counts(loss_mask: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Count the supervised tokens of D documents, and find their first; int64 [D] each.
+
+    Where there is none, the first is the length. `loss_mask` [N] and `offsets` int64 [D+1] are as
+    for `predicts_supervised`.
+    """
+    total = np.concatenate([[0], np.cumsum(loss_mask, dtype=np.int64)])
+    before = total[offsets[:-1]]
+    count = total[offsets[1:]] - before
+    first = np.searchsorted(total, before + 1) - 1 - offsets[:-1]
+    return count, np.where(count > 0, first, np.diff(offsets))
 
 
 # -- manifest --------------------------------------------------------------------------------------

@@ -13,15 +13,10 @@ import numpy as np
 import pyarrow as pa
 
 from spec_data.shards.card_text import code, front_matter, licence_fields, plain, table
-from spec_data.shards.checksums import row_checksums, schema_of
+from spec_data.shards.checksums import CHECKSUMS, arrow_schema, list_views, row_checksums
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.files import (
-    dump_json,
-    sha256_file,
-    write_atomically,
-    xxh3_file,
-)
-from spec_data.shards.index import INDEX_SCHEMA
+from spec_data.shards.files import dump_json, sha256_file, write_atomically, xxh3_file
+from spec_data.shards.index import INDEX_SCHEMA, index_column
 from spec_data.shards.likelihood_text import agreement_rows, suspicions
 from spec_data.shards.reader import INDEX, MANIFEST
 from spec_data.shards.schema import (
@@ -29,6 +24,7 @@ from spec_data.shards.schema import (
     FileRecord,
     Manifest,
     ShardRecord,
+    mask_counts,
     totals_of,
 )
 
@@ -119,8 +115,7 @@ def check_shard(directory: Path, record: ShardRecord) -> None:
 
 def index_part(shard: Path) -> bytes:
     """Return what the index says about the documents of a shard, as an Arrow stream."""
-    batch = pa.RecordBatch.from_pydict(_index_rows(pa.ipc.open_stream(pa.memory_map(str(shard)))))
-    return arrow_stream(batch)
+    return arrow_stream(_index_rows(pa.ipc.open_stream(pa.memory_map(str(shard)))))
 
 
 def part_name(record: ShardRecord) -> str:
@@ -138,58 +133,45 @@ def arrow_stream(batch: pa.RecordBatch) -> bytes:
 
 def _write_index(directory: Path, manifest: Manifest, parts: Path | None) -> None:
     """Write index.arrow: one small row per document, in shard order, in one record batch."""
-    columns: dict[str, list[pa.Array]] = {name: [] for name in INDEX_SCHEMA.names}
+    tables = [INDEX_SCHEMA.empty_table()]
     for number, record in enumerate(manifest.shards):
-        part = parts / part_name(record) if parts else None
-        if part is not None and part.is_file():
+        if parts and (part := parts / part_name(record)).is_file():
             (batch,) = pa.ipc.open_stream(part.read_bytes())
-            rows = dict(zip(batch.schema.names, batch.columns, strict=True))
         else:
-            file = directory / record.file
-            stream = pa.ipc.open_stream(pa.memory_map(str(file)))
-            if not stream.schema.equals(schema_of(manifest), check_metadata=True):
-                raise DatasetError(f"{file}: its columns are not those of this dataset")
-            rows = _index_rows(stream)
-        rows["shard"] = pa.array(np.full(len(rows["doc_id"]), number, np.int32))
-        for name, array in rows.items():
-            columns[name].append(array)
-    arrays = [
-        pa.concat_arrays(columns[f.name]) if columns[f.name] else pa.array([], f.type)
-        for f in INDEX_SCHEMA
-    ]
+            stream = pa.ipc.open_stream(pa.memory_map(str(directory / record.file)))
+            if not stream.schema.equals(arrow_schema(manifest.columns), check_metadata=True):
+                raise DatasetError(
+                    f"{directory / record.file}: its columns are not those of this dataset"
+                )
+            batch = _index_rows(stream)
+        shard = pa.array(np.full(batch.num_rows, number, np.int32))
+        rows = pa.Table.from_batches([batch]).append_column("shard", shard)
+        tables.append(rows.select(INDEX_SCHEMA.names).cast(INDEX_SCHEMA))
+    index = pa.concat_tables(tables)
+    arrays = [index_column(index, name) for name in INDEX_SCHEMA.names]
     batch = pa.RecordBatch.from_arrays(arrays, schema=INDEX_SCHEMA)
     write_atomically(directory / INDEX, arrow_stream(batch))
 
 
-def _index_rows(stream: pa.RecordBatchStreamReader) -> dict[str, pa.Array]:
+def _index_rows(stream: pa.RecordBatchStreamReader) -> pa.RecordBatch:
     """Make the index rows of one shard from its own columns, without its number.
 
     States are not read.
     """
-    ids, sources, tokens, supervised, first, sums = [], [], [], [], [], []
-    for batch in stream:
-        ids.append(batch.column("doc_id"))
-        sources.append(batch.column("source"))
-        sums.append(row_checksums(batch))
-        masks = batch.column("loss_mask")
-        offsets, values = masks.offsets.to_numpy(), masks.values.to_numpy()
-        lengths = np.diff(offsets)
-        total = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
-        count = total[offsets[1:]] - total[offsets[:-1]]
-        tokens.append(lengths)
-        supervised.append(count)
-        position = np.searchsorted(total, total[offsets[:-1]] + 1) - 1 - offsets[:-1]
-        first.append(np.where(count > 0, position, lengths))
-    rows = sum(len(t) for t in tokens)
-    return {
-        "doc_id": pa.concat_arrays(ids),
-        "source": pa.concat_arrays(sources),
-        "row": pa.array(np.arange(rows, dtype=np.int32)),
-        "tokens": pa.array(np.concatenate(tokens).astype(np.int32)),
-        "supervised": pa.array(np.concatenate(supervised).astype(np.int32)),
-        "first_supervised": pa.array(np.concatenate(first).astype(np.int32)),
-        "checksum": pa.array(np.concatenate(sums)),
-    }
+    small = stream.read_all().select(["doc_id", "source", "loss_mask", CHECKSUMS])
+    (batch,) = small.combine_chunks().to_batches()
+    offsets, mask = list_views(batch.column("loss_mask"))
+    supervised, first = mask_counts(mask, offsets)
+    numbers = (np.arange(batch.num_rows), np.diff(offsets), supervised, first)
+    names = ("row", "tokens", "supervised", "first_supervised")
+    return pa.RecordBatch.from_pydict(
+        {
+            "doc_id": batch.column("doc_id"),
+            "source": batch.column("source"),
+            **{n: pa.array(v.astype(np.int32)) for n, v in zip(names, numbers, strict=True)},
+            "checksum": pa.array(row_checksums(batch)),
+        }
+    )
 
 
 def dataset_card(manifest: Manifest) -> str:

@@ -1,11 +1,16 @@
-"""One mapped shard, checked against the manifest and the index.
+"""One mapped shard, checked against the manifest and the index: this is the only place.
 
-Metadata, checksums, offsets and schema are checked when they are first used. The bytes of a chunk
-are checked when they are read, before the caller has them; `checking.py` decides which reads.
+when it is opened         schema, metadata, and the number of rows; no value is null
+first use of a row        its checksums, with the one in the index
+first use of a column     in a record batch: offsets, with the lengths in the index
+first use of the texts    in a record batch: offsets and UTF-8
+before bytes are handed out    their checksum: at their first use in this process, and at one
+                          read in 64 afterwards, so that later damage is found, too
 """
 
 import bisect
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +21,13 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from spec_data.shards.checking import ChunkChecks
 from spec_data.shards.checksums import (
+    arrow_schema,
     checksum,
     chunk_checksums,
     list_views,
     read_batches,
-    schema_of,
     stored_checksums,
-    string_views,
     turns_bytes,
 )
 from spec_data.shards.codecs import LossyCodec, Tables, bf16_tensor
@@ -32,14 +35,10 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
 
 # -- coded -----------------------------------------------------------------------------------------
-# Decode stored tokens of a lossy column to states, and put escaped tokens in their places.
+# Stored tokens of a lossy column become states in two ways with equal bits: `decode_rows` decodes
+# into a CPU buffer; `CodedRows` gathers codes, moves them to the training device and decodes there.
 #
-# There are two ways, with bit-identical results. `decode_rows` decodes at once into a CPU buffer.
-# `CodedRows` gathers the codes of a micro-batch, moves them to the training device as a half or a
-# quarter of the bytes, and decodes them there.
-#
-# A row here is one stored token of the column. Shapes: n, N rows, W code bytes per row, H
-# channels.
+# A row here is one stored token of the column. Shapes: n, N rows, W code bytes per row, H channels.
 
 
 DECODED_AT_ONCE = 1 << 24
@@ -80,9 +79,9 @@ class StoredRows:
         _, here, there = np.intersect1d(
             rows, self.escape_index, assume_unique=True, return_indices=True
         )
-        escape_index = here.astype(np.int32)
-        escape = self.escape[there]
-        return StoredRows(self.values[rows], self.scale[rows], escape_index, escape)
+        return StoredRows(
+            self.values[rows], self.scale[rows], here.astype(np.int32), self.escape[there]
+        )
 
 
 def decode_rows(codec: LossyCodec, stored: StoredRows, tables: Tables, out: Tensor) -> None:
@@ -96,9 +95,8 @@ def decode_rows(codec: LossyCodec, stored: StoredRows, tables: Tables, out: Tens
 class CodedRows:
     """The stored rows of a lossy column for one micro-batch, gathered document by document.
 
-    `codes` [N, W], `scale` bf16 [N] and `slots` int64 [N] are allocated once for N slots and reused
-    for every micro-batch. `slots` says to which slot of the micro-batch a row belongs. Escaped
-    tokens are few and are kept apart.
+    `codes` [N, W], `scale` bf16 [N] and `slots` int64 [N], the slot of the micro-batch that a row
+    belongs to, are allocated once for N slots. Escaped tokens are few and are kept apart.
     """
 
     def __init__(self, column: Column, tables: Tables, slots: int, pin: bool) -> None:
@@ -170,20 +168,22 @@ _MASK = Column(name="loss_mask", codec="bool8")
 _TEXTS = ("doc_id", "source", "turns")
 _NO_ROWS = np.zeros(0, np.int32)
 _NOT_FINITE = np.uint16(0x7F80)  # the exponent bits of a bf16 that is infinite or not a number
+_CHECK_AGAIN = 1 / 64  # share of the later reads of a chunk that compare its checksum again
+_draw = random.Random().random  # processes leave out different reads, and no caller's seed is used
 
 
 @dataclass(frozen=True)
 class IndexRows:
     """What the index says about the documents of one shard.
 
-    Without `checksums`, documents are compared by their ids: a dataset that is still being
-    generated has no index.
+    A dataset that is still being generated has no index, so no `checksums`; the SHA-256 of the
+    whole shard is compared instead, and the ids of its documents.
     """
 
     first: int  # number of the shard's first document in the dataset
     ids: pa.StringArray
     lengths: np.ndarray  # int64 [rows], tokens
-    kept: np.ndarray  # int64 [rows], tokens stored in sparse columns
+    stored: np.ndarray  # int64 [rows], tokens stored in sparse columns
     checksums: np.ndarray | None  # uint64, of all documents of the dataset
 
 
@@ -200,112 +200,78 @@ class Shard:
 
     def __init__(
         self,
-        path: Path,
+        file: Path,
         manifest: Manifest,
         record: ShardRecord,
         index: IndexRows,
-        check: str,
-        remote: tuple[str, Path] | None = None,
+        url: str | None = None,
     ) -> None:
-        """Map the shard that `record` describes, in the dataset directory `path`.
+        """Map the shard that `record` describes.
 
-        `check` is one of checking.CHECKS. `remote` is the URL of a remote shard and its local copy,
-        which is deleted if it is damaged.
+        `url` is that of a remote shard, whose local copy `file` is deleted if it is damaged.
 
         Raises:
             DatasetError: the shard is damaged, of another dataset, or another shard under its name.
         """
-        self.record = record
-        self.file = remote[1] if remote else path / self.record.file
-        self.name = f"{remote[0]} (local copy {remote[1]})" if remote else str(self.file)
-        self._is_copy = remote is not None
+        self.file, self.record, self.index, self._manifest = file, record, index, manifest
+        self.name = f"{url} (local copy {file})" if url else str(file)
+        self._is_copy = url is not None
         try:
-            schema, self.batches, outline = read_batches(self.file)
+            schema, self.batches, outline = read_batches(file)
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise DatasetError(f"{self.name}: damaged ({error}); copy it again") from None
-        expected = schema_of(manifest)
+            raise self._damaged(f"damaged ({error})") from None
+        expected = arrow_schema(manifest.columns)
         if not schema.equals(expected, check_metadata=True):
-            raise DatasetError(
-                f"{self.name}: its columns are not those of the manifest; it belongs to another "
-                "dataset or release"
+            raise self._damaged(
+                "its columns are not those of the manifest; it belongs to another dataset or "
+                "release"
             )
-        if self.record.outline != outline:
-            raise DatasetError(
-                f"{self.name}: its metadata is not what the manifest says: it is damaged, of "
-                "another dataset, or another shard under this name; copy it again"
+        if record.outline != outline:
+            raise self._damaged(
+                "its metadata is not what the manifest says: it is damaged, of another dataset, or "
+                "another shard under this name"
             )
         if any(column.null_count for batch in self.batches for column in batch.columns):
-            raise DatasetError(f"{self.name}: some of its values are null; copy this shard again")
+            raise self._damaged("some of its values are null")
         self.starts = [0, *itertools.accumulate(b.num_rows for b in self.batches)]
-        if not self.starts[-1] == len(index.lengths) == self.record.rows:
-            raise DatasetError(
-                f"{self.name}: {self.starts[-1]} documents, the manifest says {self.record.rows}, "
-                f"the index {len(index.lengths)}; copy the dataset again"
+        if not self.starts[-1] == len(index.lengths) == record.rows:
+            raise self._damaged(
+                f"{self.starts[-1]} documents, the manifest says {record.rows}, the index "
+                f"{len(index.lengths)}"
             )
-        self.index, self._manifest = index, manifest
         self._fields = {name: number for number, name in enumerate(expected.names)}
-        self._checks = ChunkChecks(check, self.record.rows, len(expected))
         self._checksums = [stored_checksums(batch) for batch in self.batches]
-        if index.checksums is None:
-            self._check_documents()
-        self._placed = bytearray(self.record.rows)  # 1: the row is the one that the index has
+        self._checked_rows = bytearray(record.rows)
+        self._checked = bytearray(record.rows * len(expected))  # chunks
+        self._checked_texts: set[int] = set()  # record batches
         self._views: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
-        self._readable: set[int] = set()  # record batches whose texts are checked
+        if index.checksums is None:
+            self._check_ids()
 
-    def _check_documents(self) -> None:
-        """Check that every row is the document that the index has here, by ids."""
-        for first, batch in zip(self.starts, self.batches, strict=False):
-            expected = self.index.ids[first : first + batch.num_rows]
-            bounds, text = string_views(batch.column("doc_id"))
-            own_bounds, own_text = string_views(expected)
-            wrong = np.flatnonzero(bounds != own_bounds)
-            if not len(wrong) and not pa.py_buffer(text).equals(pa.py_buffer(own_text)):
-                letter = np.flatnonzero(text != own_text)[0]
-                wrong = np.searchsorted(bounds, [letter], "right")
-            if len(wrong):
-                row = first + max(0, int(wrong[0]) - 1)
-                raise DatasetError(
-                    f"{self.where(row)}, column doc_id: not the document that the index has here: "
-                    "damaged, renamed, swapped or of another dataset; copy this shard again"
-                )
-
-    def place(self, row: int) -> Place:
-        """Return where to read a row, whose checksums are compared with the index once."""
-        batch = bisect.bisect_right(self.starts, row) - 1
-        if not self._placed[row]:
-            self._check_row(row, batch)
-            self._placed[row] = 1
-        return Place(row, batch, row - self.starts[batch])
-
-    def _check_row(self, row: int, batch: int) -> None:
-        """Check that a row's checksums are those that the index has here."""
-        expected = self.index.checksums
-        if expected is None:
-            return
-        found = checksum(self._checksums[batch][row - self.starts[batch]])
-        if expected[self.index.first + row] == found:
-            return
-        (elsewhere,) = np.flatnonzero(expected == found)[:1].tolist() or [None]
-        if elsewhere is None:
-            what = "its checksums are damaged, or it is of another dataset; copy this shard again"
-        else:
-            records = self._manifest.shards
-            ends = itertools.accumulate(record.rows for record in records)
-            number = next(i for i, end in enumerate(ends) if elsewhere < end)
-            what = (
-                f"this is a row of {records[number].file}: swapped, renamed or copied; put the "
-                "right file here"
-            )
-        raise DatasetError(f"{self.where(row)}: {what}")
+    def _damaged(self, what: str, row: int | None = None, column: str = "") -> DatasetError:
+        where = self.name if row is None else self.where(row)
+        where += f", column {column}" if column else ""
+        return DatasetError(f"{where}: {what}; copy this shard again")
 
     def where(self, row: int) -> str:
         """Name a row in an error message: file, number, document."""
         return f"{self.name}: row {row} (document {self.index.ids[row].as_py()})"
 
+    def place(self, row: int) -> Place:
+        """Return where to read a row, whose checksums are compared with the index once."""
+        batch = bisect.bisect_right(self.starts, row) - 1
+        if not self._checked_rows[row]:
+            self._check_row(row, batch)
+            self._checked_rows[row] = 1
+        return Place(row, batch, row - self.starts[batch])
+
+    def length(self, row: int) -> int:
+        """Tokens of a document."""
+        return int(self.index.lengths[row])
+
     def texts(self, place: Place) -> dict[str, Any]:
         """Return doc_id, source and turns of a row."""
-        if place.batch not in self._readable:
-            self._check_texts(place.batch)
+        self._check_texts(place.batch)
         batch = self.batches[place.batch]
         found = {name: batch.column(name)[place.local].as_py() for name in _TEXTS}
         self._check("doc_id", place, found["doc_id"].encode())
@@ -313,30 +279,11 @@ class Shard:
         self._check("turns", place, turns_bytes(turn.values() for turn in found["turns"]))
         return found
 
-    def _check_texts(self, batch: int) -> None:
-        """Check offsets and UTF-8 of a record batch's texts, which Arrow itself does not do."""
-        for name in _TEXTS:
-            column = self.batches[batch].column(name)
-            try:
-                column.validate(full=True)
-                if name == "turns" and any(c.null_count for c in column.flatten().flatten()):
-                    raise pa.ArrowInvalid("null values")
-            except pa.ArrowInvalid as error:
-                raise DatasetError(
-                    f"{self.name}: rows {self.starts[batch]} to {self.starts[batch + 1] - 1}, "
-                    f"column {name}: damaged ({error}); copy this shard again"
-                ) from None
-        self._readable.add(batch)
-
-    def length(self, row: int) -> int:
-        """Tokens of a document."""
-        return int(self.index.lengths[row])
-
     def mask(self, place: Place) -> np.ndarray:
         """Return the stored loss mask of a document, bool [T]."""
         return self.values(_MASK, place) != 0
 
-    def kept(self, place: Place) -> np.ndarray:
+    def sparse_tokens(self, place: Place) -> np.ndarray:
         """Tokens that have a row in sparse columns, bool [T]."""
         mask = self.values(_MASK, place)
         return predicts_supervised(mask, np.array([0, len(mask)]))
@@ -347,7 +294,13 @@ class Shard:
         Raises:
             DatasetError: damage, named by row and column.
         """
-        found = self._part(column, place)
+        key = place.batch, column.name
+        if (view := self._views.get(key)) is None:
+            offsets, flat = list_views(self.batches[place.batch].column(column.name))
+            self._check_offsets(column, place.batch, offsets, len(flat))
+            view = self._views[key] = offsets, flat
+        offsets, flat = view
+        found = flat[offsets[place.local] : offsets[place.local + 1]]
         self._check(column.name, place, found)
         return found
 
@@ -361,40 +314,9 @@ class Shard:
         if column.lossy is None:
             return StoredRows(values, values, _NO_ROWS, values)
         parts = (column.scale_part, *column.escape_parts)
-        found = [self._part(part, place) for part in parts]
-        for part, chunk in zip(parts, found, strict=True):
-            self._check(part.name, place, chunk)
-        stored = StoredRows(values, *found)
+        stored = StoredRows(values, *(self.values(part, place) for part in parts))
         self._check_lossy(column, place.row, stored)
         return stored
-
-    def _check(self, field: str, place: Place, chunk: np.ndarray | bytes) -> None:
-        """Compare a chunk with its checksum if this read is due."""
-        number = self._fields[field]
-        if not self._checks.due(place.row, number):
-            return
-        if self._checksums[place.batch][place.local, number] != checksum(chunk):
-            if self._is_copy:
-                self.file.unlink(missing_ok=True)  # the next run downloads it again
-            raise DatasetError(
-                f"{self.where(place.row)}, column {field}: damaged: its bytes do not match "
-                "their checksum; copy this shard again (`spec-data verify` lists all damage)"
-            )
-        self._checks.done(place.row, number)
-
-    def _check_lossy(self, column: Column, row: int, stored: StoredRows) -> None:
-        """Refuse values that would decode to garbage, even if their checksum matches."""
-        rows = stored.escape_index
-        inside = not len(rows) or (rows[0] >= 0 and rows[-1] < len(stored))
-        if len(rows) != len(stored.escape) or not inside or np.any(rows[1:] <= rows[:-1]):
-            raise DatasetError(
-                f"{self.where(row)}, column {column.name}.escape_index: not ascending rows "
-                f"of {column.name}, one for each of {column.name}.escape; copy this shard again"
-            )
-        if ((stored.scale & _NOT_FINITE) == _NOT_FINITE).any():
-            raise DatasetError(
-                f"{self.where(row)}, column {column.name}.scale: not finite; copy this shard again"
-            )
 
     def damage(self) -> Iterator[tuple[int, str]]:
         """Yield row and field of every chunk whose bytes do not match its checksum.
@@ -410,36 +332,86 @@ class Shard:
             for local, field in np.argwhere(found != stored).tolist():
                 yield self.starts[batch] + local, self.batches[batch].schema.names[field]
 
-    def _part(self, column: Column, place: Place) -> np.ndarray:
-        """Return one document's part of a stored field, [n] or [n, W], unchecked; a view."""
-        key = place.batch, column.name
-        found = self._views.get(key)
-        if found is None:
-            offsets, values = list_views(self.batches[place.batch].column(column.name))
-            self._check_offsets(column, place.batch, offsets, len(values))
-            found = self._views[key] = offsets, values
-        offsets, view = found
-        return view[offsets[place.local] : offsets[place.local + 1]]
+    def _check(self, field: str, place: Place, chunk: np.ndarray | bytes) -> None:
+        """Compare a chunk with its checksum if this read is due."""
+        number = self._fields[field]
+        at = place.row * len(self._fields) + number
+        if self._checked[at] and _draw() >= _CHECK_AGAIN:
+            return
+        if self._checksums[place.batch][place.local, number] != checksum(chunk):
+            if self._is_copy:
+                self.file.unlink(missing_ok=True)  # the next run downloads it again
+            raise DatasetError(
+                f"{self.where(place.row)}, column {field}: damaged: its bytes do not match "
+                "their checksum; copy this shard again (`spec-data verify` lists all damage)"
+            )
+        self._checked[at] = 1
+
+    def _check_row(self, row: int, batch: int) -> None:
+        """Check that a row's checksums are those that the index has here."""
+        expected = self.index.checksums
+        if expected is None:
+            return
+        found = checksum(self._checksums[batch][row - self.starts[batch]])
+        if expected[self.index.first + row] == found:
+            return
+        elsewhere = np.flatnonzero(expected == found)
+        if not len(elsewhere):
+            raise self._damaged("its checksums are damaged, or it is of another dataset", row)
+        ends = np.cumsum([record.rows for record in self._manifest.shards])
+        other = self._manifest.shards[int(np.searchsorted(ends, elsewhere[0], "right"))]
+        raise DatasetError(
+            f"{self.where(row)}: this is a row of {other.file}: swapped, renamed or copied; put "
+            "the right file here"
+        )
+
+    def _check_ids(self) -> None:
+        """Check that the rows are the documents that the plan has here."""
+        for number, batch in enumerate(self.batches):
+            self._check_texts(number)
+            if not batch.column("doc_id").equals(self.index.ids[slice(*self.starts[number:][:2])]):
+                raise self._damaged("its documents are not those that the plan has here")
+
+    def _check_texts(self, batch: int) -> None:
+        """Check offsets and UTF-8 of a record batch's texts once, which Arrow does not do."""
+        if batch in self._checked_texts:
+            return
+        for name in _TEXTS:
+            column = self.batches[batch].column(name)
+            try:
+                column.validate(full=True)
+                if name == "turns" and any(c.null_count for c in column.flatten().flatten()):
+                    raise pa.ArrowInvalid("null values")
+            except pa.ArrowInvalid as error:
+                raise self._damaged(
+                    f"rows {self.starts[batch]} to {self.starts[batch + 1] - 1}, column {name}: "
+                    f"damaged ({error})"
+                ) from None
+        self._checked_texts.add(batch)
 
     def _check_offsets(self, column: Column, batch: int, offsets: np.ndarray, stored: int) -> None:
         """Check a column's offsets int64 [rows + 1] in a record batch: lengths as in the index, and
         all within the `stored` rows."""
         first, last = self.starts[batch], self.starts[batch + 1]
         found = np.diff(offsets)
-        if column.name.endswith((".escape_index", ".escape")):
-            wrong = found < 0
-        else:
-            expected = self.index.kept if column.sparse else self.index.lengths
-            wrong = found != expected[first:last]
+        expected = (self.index.stored if column.sparse else self.index.lengths)[first:last]
+        escapes = column.name.endswith((".escape_index", ".escape"))
+        wrong = found < 0 if escapes else found != expected
         if wrong.any():
-            row = first + int(wrong.argmax())
-            expect = int((self.index.kept if column.sparse else self.index.lengths)[row])
-            raise DatasetError(
-                f"{self.where(row)}, column {column.name}: {found[row - first]} tokens, the index "
-                f"says {expect}; copy this shard again"
-            )
+            local = int(wrong.argmax())
+            what = f"{found[local]} tokens, the index says {expected[local]}"
+            raise self._damaged(what, first + local, column.name)
         if offsets[0] != 0 or offsets[-1] > stored:
-            raise DatasetError(
-                f"{self.name}: rows {first} to {last - 1}, column {column.name}: offsets outside "
-                "the column; copy this shard again"
+            raise self._damaged(
+                f"rows {first} to {last - 1}, column {column.name}: offsets outside the column"
             )
+
+    def _check_lossy(self, column: Column, row: int, stored: StoredRows) -> None:
+        """Refuse values that would decode to garbage, even if their checksum matches."""
+        rows = stored.escape_index
+        inside = not len(rows) or (rows[0] >= 0 and rows[-1] < len(stored))
+        if len(rows) != len(stored.escape) or not inside or np.any(rows[1:] <= rows[:-1]):
+            what = f"not ascending rows of {column.name}, one for each of {column.name}.escape"
+            raise self._damaged(what, row, f"{column.name}.escape_index")
+        if ((stored.scale & _NOT_FINITE) == _NOT_FINITE).any():
+            raise self._damaged("not finite", row, f"{column.name}.scale")

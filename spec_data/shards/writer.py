@@ -1,16 +1,17 @@
 """Write one unit as one shard: an Arrow IPC stream file, written atomically, with checksums.
 
 The file is a stream because `datasets` memory-maps only streams. Record batches hold about 32 MB,
-so that a random read touches little and a reader keeps few of them. `shard_bytes` returns the exact
-size of a shard before any state is computed.
+so that a random read touches little and a reader keeps few of them.
 """
 
 import hashlib
+import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -65,8 +66,7 @@ class UnitData:
     ) -> "UnitData":
         """Allocate zeroed arrays for documents of `lengths` tokens.
 
-        The operating system provides the memory only when it is written to. `loss_mask` [N] is
-        stored at once; it is required when a column is sparse.
+        `loss_mask` [N] is stored at once; it is required when a column is sparse.
         """
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         data = cls(doc_ids, sources, turns, offsets)
@@ -83,14 +83,10 @@ class UnitData:
         return data
 
     @cached_property
-    def kept(self) -> np.ndarray:
-        """True for tokens that sparse columns store, bool [N]."""
-        return predicts_supervised(self.tokens["loss_mask"], self.offsets)
-
-    @cached_property
     def sparse_offsets(self) -> np.ndarray:
         """Offsets of each document's rows in sparse columns, int64 [D+1]."""
-        return np.concatenate([[0], np.cumsum(self.kept, dtype=np.int64)])[self.offsets]
+        stored = predicts_supervised(self.tokens["loss_mask"], self.offsets)
+        return np.concatenate([[0], np.cumsum(stored, dtype=np.int64)])[self.offsets]
 
     def row_offsets(self, column: Column) -> np.ndarray:
         """Return the offsets of each document's rows in a column, int64 [D+1]."""
@@ -194,16 +190,21 @@ def shard_bytes(unit: UnitData, columns: tuple[Column, ...]) -> int:
     return sink.size()
 
 
-class _HashingFile:
+class _HashingFile(io.RawIOBase):
     """A binary file that hashes and counts the bytes written to it."""
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("wb", buffering=0)
         self.digest = hashlib.sha256()
         self.size = 0
-        self.closed = False
 
-    def write(self, data: bytes | memoryview) -> int:
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.size
+
+    def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self.digest.update(view)
         self.size += len(view)
@@ -211,26 +212,11 @@ class _HashingFile:
             view = view[self.file.write(view) :]
         return self.size
 
-    def writable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return False
-
-    def seekable(self) -> bool:
-        return False
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        pass
-
     def close(self) -> None:
-        if not self.closed:
+        if not self.file.closed:
             os.fsync(self.file.fileno())
             self.file.close()
-            self.closed = True
+        super().close()
 
 
 class ShardStream:
@@ -290,7 +276,6 @@ class ShardStream:
     def discard(self) -> None:
         """Close and remove the file."""
         self._file.file.close()
-        self._file.closed = True
         self._temporary.unlink(missing_ok=True)
 
 

@@ -34,7 +34,7 @@ def fetched_ahead(
 ) -> Iterator[T]:
     """Yield `steps`; shards of the documents `rows(step)` of coming ones are downloaded."""
     mirrors = [part.mirror for part in remote_parts(dataset) if part.mirror]
-    limit = min(mirror.shards.limit for mirror in mirrors) // 4
+    limit = min(mirror.limit for mirror in mirrors) // 4
     waiting: deque[tuple[T, int]] = deque()
     ahead = 0
     try:
@@ -50,7 +50,7 @@ def fetched_ahead(
             yield step
     finally:
         for mirror in mirrors:
-            mirror.shards.stop()  # a run that is stopped must not wait for them
+            mirror.stop()  # a run that is stopped must not wait for them
 
 
 def warn_of_small_cache(dataset: Documents, window_tokens: int) -> None:
@@ -58,7 +58,7 @@ def warn_of_small_cache(dataset: Documents, window_tokens: int) -> None:
     needed, limit = 0, 0
     for part in remote_parts(dataset):
         assert part.mirror is not None
-        totals, limit = part.manifest.totals, part.mirror.shards.limit
+        totals, limit = part.manifest.totals, part.mirror.limit
         largest = max((record.bytes for record in part.manifest.shards), default=0)
         window = window_tokens * totals.bytes // max(1, totals.tokens)
         needed += min(totals.bytes, window + STRETCHES_PER_WINDOW * largest)

@@ -22,7 +22,6 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from spec_data.shards.checking import FIRST
 from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.identity import compare, joined
@@ -353,17 +352,17 @@ class Mixture:
 
 
 def open_documents(
-    sources: Sequence[Source], check: str = FIRST, mask: str | None = None
+    sources: Sequence[Source], mask: str | None = None
 ) -> HiddenStatesDataset | Mixture:
     """Open what a run trains on; one dataset of weight 1 is returned as it is.
 
-    `check` is as for HiddenStatesDataset; `mask` is a mask policy, None: the stored masks.
+    `mask` is a mask policy, None: the stored masks.
 
     Raises:
         MissingError, DatasetError: a dataset cannot be read, or its target or supervision is not
             that of the first.
     """
-    datasets = tuple(open_with_mask(source.path, mask, check=check) for source in sources)
+    datasets = tuple(open_with_mask(source.path, mask) for source in sources)
     if len(sources) == 1 and sources[0].weight == 1:
         return datasets[0]
     for other in datasets[1:]:

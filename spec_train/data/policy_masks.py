@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from spec_data.shards.checking import FIRST
 from spec_data.shards.loss_masks import masks_under
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.terminal.progress import progress
@@ -16,7 +15,6 @@ def open_with_mask(
     path: str | Path,
     policy: str | None,
     columns: Sequence[str] | None = None,
-    check: str = FIRST,
 ) -> HiddenStatesDataset:
     """Open a dataset with the masks of a policy; None, or its own policy: as it is stored.
 
@@ -24,10 +22,10 @@ def open_with_mask(
         MissingError, DatasetError: it cannot be read, or the masks cannot be derived from it.
         ConfigError: an unknown policy.
     """
-    stored = HiddenStatesDataset(path, columns, check)
+    stored = HiddenStatesDataset(path, columns)
     if policy is None or policy == stored.manifest.mask:
         return stored
-    return PolicyDataset(path, policy, columns, check)
+    return PolicyDataset(path, policy, columns)
 
 
 class PolicyDataset(HiddenStatesDataset):
@@ -38,17 +36,16 @@ class PolicyDataset(HiddenStatesDataset):
         path: str | Path,
         policy: str,
         columns: Sequence[str] | None = None,
-        check: str = FIRST,
     ) -> None:
-        """Open `path`; `columns` and `check` are as for HiddenStatesDataset.
+        """Open `path`; `columns` are as for HiddenStatesDataset.
 
         Raises:
             As `open_with_mask`.
         """
-        super().__init__(path, columns, check)
+        super().__init__(path, columns)
         self.policy = policy
         bar = partial(progress, desc="masks", unit="documents", leave=False)
-        self._masks = masks_under(HiddenStatesDataset(path, (), check), policy, bar)
+        self._masks = masks_under(HiddenStatesDataset(path, ()), policy, bar)
 
     @cached_property
     def _spans(self) -> tuple[np.ndarray, np.ndarray]:

@@ -206,7 +206,7 @@ def _train_plan(
         return MixedPlan(dataset.lengths, mask, dataset.shares, **options)
     options["fingerprint"] = dataset.manifest.fingerprint
     if isinstance(dataset, FollowedDataset):
-        return FollowingPlan(dataset.lengths, mask, dataset.planned.units, **options)
+        return FollowingPlan(dataset.lengths, mask, dataset.units, **options)
     return BatchPlan(dataset.lengths, mask, **options)
 
 

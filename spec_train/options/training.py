@@ -108,9 +108,6 @@ class Training:
     window_tokens: Annotated[int, DATA] = 4_194_304
     """Documents are shuffled inside windows of so many tokens: a larger window mixes better, a
     smaller one reads the disk in longer runs."""
-    check: Annotated[Literal["first", "always", "sample", "never"], DATA] = "first"
-    """When data are compared with their checksums. first: before their first use in this process,
-    and 1 read in 64 afterwards; always: at every read; sample: 1 read in 16; never: no read."""
     dtype: Annotated[Literal["auto", "fp32", "bf16"], RUNNING] = "auto"
     """Dtype of the arithmetic; weights and optimizer are always fp32. auto: bf16 on a GPU, fp32
     elsewhere."""

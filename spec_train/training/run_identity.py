@@ -17,7 +17,6 @@ TIMES, INTERVAL = 5, 500
 MAY_CHANGE = (
     "preset",  # the options that it sets are still compared
     *("data", "out", "device", "log_every", "eval_every", "save_every", "keep", "track"),
-    "check",  # decides when damage is found, not what is learnt
     "accept_edited",  # about the files of --init-from, which is compared
     *("follow", "follow_timeout"),  # their effect on the order is compared instead
     *("batch_size", "accumulation"),  # packs_per_step, their product with the ranks, is compared

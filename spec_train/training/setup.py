@@ -216,13 +216,8 @@ def open_data(config: Training) -> Documents:
                 f"--follow --data {sources[0]}: a dataset on remote storage can be trained on once "
                 "it is sealed; leave --follow out then, or generate into a local directory"
             )
-        return FollowedDataset(
-            sources[0].path,
-            config.follow_timeout,
-            config.check,
-            await_start=True,
-        )
-    return open_documents(sources, config.check, config.mask)
+        return FollowedDataset(sources[0].path, config.follow_timeout, await_start=True)
+    return open_documents(sources, config.mask)
 
 
 def resolve_config(config: Training, dataset: Documents) -> Training:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from spec_data.shards.errors import SpecDataError
+from spec_data.shards.shard import Shard
 from spec_data.verification.run import examine
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
@@ -111,11 +112,11 @@ def test_verify_names_every_damaged_file(source, request, tmp_path):
     assert not missed, missed
 
 
-def fitted(data: Path, out: Path, check: str = "first") -> dict[str, bytes]:
+def fitted(data: Path, out: Path) -> dict[str, bytes]:
     """Fit for an epoch; return the bytes of all weights it leaves."""
     config = Training(
         data=str(data), out=str(out), epochs=1, batch_size=2, seq_len=64, lr=1e-3, device="cpu",
-        validation=0.2, eval_every=100, save_every=100, check=check,
+        validation=0.2, eval_every=100, save_every=100,
     )  # fmt: skip
     fit("eagle3", config, Eagle3Options(ttt_steps=2, draft_vocab_size=40))
     files = sorted((out / "last").glob("*.safetensors"))
@@ -152,8 +153,8 @@ def test_damage_never_reaches_a_weight(source, request, tmp_path, caplog):
     assert outcomes["refused"]
 
 
-def test_a_damage_that_is_not_checked_reaches_a_weight(exact, tmp_path):
-    """The campaign can fail: with --check never, a flipped sign of states trains other weights."""
+def test_a_damage_that_is_not_checked_reaches_a_weight(exact, tmp_path, monkeypatch):
+    """The campaign can fail: without checks, a flipped sign of states trains other weights."""
     data = Path(shutil.copytree(exact, tmp_path / "data"))
     expected = fitted(data, tmp_path / "run")
     file = data / "shards" / "unit-00001.arrow"
@@ -164,4 +165,5 @@ def test_a_damage_that_is_not_checked_reaches_a_weight(exact, tmp_path):
     file.write_bytes(raw)
     with pytest.raises(SpecDataError, match=r"unit-00001\.arrow: row \d .* damaged"):
         fitted(data, tmp_path / "refused")
-    assert fitted(data, tmp_path / "never", "never") != expected
+    monkeypatch.setattr(Shard, "_check", lambda self, field, place, chunk: None)
+    assert fitted(data, tmp_path / "unchecked") != expected

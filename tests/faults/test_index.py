@@ -12,7 +12,7 @@ import pytest
 
 from spec_data.generation.plan import PLAN_COLUMNS
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.follow import PlanTokens
+from spec_data.shards.follow import PlannedDocuments
 from spec_data.shards.index import INDEX_SCHEMA
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.writer import UnitData, write_shard
@@ -266,7 +266,7 @@ def test_planned_documents_with_bad_offsets_are_refused(tmp_path, column, offset
     tokens = {"input_ids": np.arange(9, dtype=np.int32), "loss_mask": np.ones(9, np.uint8)}
     unit = UnitData(["a" * 32, "b" * 32, "c" * 32], ["s"] * 3, [[]] * 3, lengths, tokens)
     write_shard(file, unit, PLAN_COLUMNS)
-    assert PlanTokens(file).offsets.tolist() == lengths.tolist()
+    assert PlannedDocuments(file).offsets.tolist() == lengths.tolist()
     content = bytearray(file.read_bytes())
     size, kind = (4, "<i") if column == "doc_id" else (8, "<q")
     struct.pack_into(kind, content, offsets_place(bytes(content), column) + 2 * size, offset)
@@ -274,7 +274,7 @@ def test_planned_documents_with_bad_offsets_are_refused(tmp_path, column, offset
 
     def read(_):
         try:
-            PlanTokens(file)
+            PlannedDocuments(file)
         except DatasetError as error:
             return str(error)
 

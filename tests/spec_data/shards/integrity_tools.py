@@ -14,6 +14,7 @@ import torch
 from spec_data.shards.files import dump_json
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import fingerprint
+from spec_data.shards.shard import Shard
 from tests.factory import random_documents, tiny_dataset
 
 
@@ -32,6 +33,12 @@ def reordered(documents: list, shift: int) -> list:
 
 
 @pytest.fixture
+def unchecked(monkeypatch):
+    """No chunk is compared with its checksum."""
+    monkeypatch.setattr(Shard, "_check", lambda self, field, place, chunk: None)
+
+
+@pytest.fixture
 def data(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "data"))
 
@@ -40,8 +47,8 @@ def shard_file(data: Path, number: int) -> Path:
     return data / "shards" / f"unit-{number:05d}.arrow"
 
 
-def read_all(data: Path, check: str = "first") -> list[dict]:
-    dataset = HiddenStatesDataset(data, check=check)
+def read_all(data: Path) -> list[dict]:
+    dataset = HiddenStatesDataset(data)
     return [dataset[i] for i in range(len(dataset))]
 
 

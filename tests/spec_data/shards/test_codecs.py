@@ -50,7 +50,11 @@ def test_states_are_the_exact_ones_within_the_declared_error(lossy, exact):
         squares, spread = [], []
         for index in range(len(exact)):
             row, back = exact[index], lossy[index]
-            tokens = kept(row) if lossy.final == "supervised" and name == "hidden.final" else ...
+            tokens = (
+                kept(row)
+                if lossy.manifest.final == "supervised" and name == "hidden.final"
+                else ...
+            )
             true, found = row[name].float()[tokens], back[name].float()[tokens]
             massive = true.abs().amax(-1) > 1000
             escaped += int(massive.sum())
@@ -168,7 +172,7 @@ def test_projection_is_by_column_and_datasets_opens_the_parts(lossy):
 
 def test_final_is_zero_exactly_where_it_was_not_kept(mixed, exact):
     dataset = HiddenStatesDataset(mixed)
-    assert dataset.final == dataset.manifest.final == "supervised" and exact.final == "all"
+    assert dataset.manifest.final == "supervised" and exact.manifest.final == "all"
     for index in range(len(dataset)):
         row = dataset[index]
         there = row["hidden.final"].abs().sum(-1) > 0

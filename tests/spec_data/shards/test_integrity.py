@@ -29,6 +29,7 @@ from tests.spec_data.shards.integrity_tools import (
 
 target, corpus, mixed = codec_tools.target, codec_tools.corpus, codec_tools.mixed
 whole, data = integrity_tools.whole, integrity_tools.data
+unchecked = integrity_tools.unchecked
 LISTS = ("input_ids", "loss_mask", "hidden.L1", "hidden.final", "target_argmax")
 
 
@@ -256,7 +257,7 @@ def test_a_wrong_dtype_in_the_schema_is_refused(data, column, kind):
 
 
 @pytest.mark.parametrize("shift", [1, -1, 10**6, -(10**12)])
-def test_wrong_bounds_are_an_error_even_without_checksums(data, shift):
+def test_wrong_bounds_are_an_error_even_without_checksums(data, shift, unchecked):
     (batch,) = pa.ipc.open_stream(pa.py_buffer(raw := shard_file(data, 0).read_bytes()))
     place = batch.column("hidden.L0").buffers()[1].address - pa.py_buffer(raw).address
     changed = bytearray(raw)
@@ -264,7 +265,7 @@ def test_wrong_bounds_are_an_error_even_without_checksums(data, shift):
     bound += shift
     shard_file(data, 0).write_bytes(changed)
     with pytest.raises(DatasetError, match=r"row 1 .*column hidden\.L0: -?\d+ tokens, the index"):
-        HiddenStatesDataset(data, check="never")[0]
+        HiddenStatesDataset(data)[0]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,7 @@ def test_wrong_bounds_are_an_error_even_without_checksums(data, shift):
     ],
 )
 def test_what_would_decode_to_garbage_is_an_error_without_checksums(
-    mixed, tmp_path, field, value, said
+    mixed, tmp_path, field, value, said, unchecked
 ):
     data = Path(shutil.copytree(mixed, tmp_path / "data"))
     rows = range(HiddenStatesDataset(data).manifest.shards[0].rows)
@@ -288,7 +289,7 @@ def test_what_would_decode_to_garbage_is_an_error_without_checksums(
     raw[start : start + size] = int(value).to_bytes(size, "little", signed=value < 0)
     shard_file(data, 0).write_bytes(raw)
     with pytest.raises(DatasetError, match=rf"row {row} .*column {field}: {said}"):
-        HiddenStatesDataset(data, check="never")[row]
+        HiddenStatesDataset(data)[row]
 
 
 # -- the manifest ---------------------------------------------------------------------------------

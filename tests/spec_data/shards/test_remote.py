@@ -138,18 +138,18 @@ def test_shards_on_disk_stay_below_the_limit_and_deleted_ones_are_unmapped(
 def test_the_shard_that_was_not_used_for_the_longest_time_goes(system, monkeypatch, tmp_path):
     records = HiddenStatesDataset(URL).manifest.shards
     monkeypatch.setenv("SPEC_DATA_REMOTE_SIZE", str(sum(r.bytes for r in records[:3])))
-    cache = HiddenStatesDataset(URL).mirror.shards
+    cache = HiddenStatesDataset(URL).mirror
     left = tmp_path / "cache" / "remote" / "shards" / ".x.arrow.0123456789ab.tmp"
     for number in (0, 1, 2, 0):
-        cache.path(records[number])
+        cache.shard(records[number])
     left.write_bytes(b"half of a shard, of a process that was killed")
     os.utime(left, (1, 1))
-    cache.path(records[3])
+    cache.shard(records[3])
     assert [f.name for f in copies()] == sorted(f"{records[n].sha256}.arrow" for n in (0, 2, 3))
     assert not left.exists()
     monkeypatch.setenv("SPEC_DATA_REMOTE_SIZE", "100")
     with pytest.raises(ConfigError, match=r"unit-00001.arrow has .*SPEC_DATA_REMOTE_SIZE"):
-        HiddenStatesDataset(URL).mirror.shards.path(records[1])
+        HiddenStatesDataset(URL).mirror.shard(records[1])
 
 
 def test_a_download_that_ends_early_leaves_nothing(system, monkeypatch):
@@ -184,7 +184,7 @@ def _fetch_in_a_process(record, asked) -> None:
         whole(self, name, *more)
 
     Storage.download = counted
-    HiddenStatesDataset(URL).mirror.shards.path(record)
+    HiddenStatesDataset(URL).mirror.shard(record)
 
 
 def test_two_processes_share_a_download(system, local):
@@ -220,7 +220,7 @@ def test_threads_share_a_cache(system, local):
 
 def test_shards_are_fetched_ahead_and_given_up(system, monkeypatch):
     dataset = HiddenStatesDataset(URL)
-    records, cache = dataset.manifest.shards, dataset.mirror.shards
+    records, cache = dataset.manifest.shards, dataset.mirror
     begun, held, whole = threading.Event(), threading.Event(), type(system).get_file
 
     def slow(self, rpath, lpath, callback, **more):

@@ -98,7 +98,7 @@ def test_sigterm_while_waiting_for_a_unit_saves_and_stops(source, sealed, refere
     generate_units(source, data, HELD)
     config = config_of(data, tmp_path / "run", save_every=1000)
     planned = FollowedDataset(data)
-    assert len(planned.planned.units) - 1 > 9
+    assert len(planned.units) - 1 > 9
     original, last_step = Trainer._train_step, []
 
     def spy(self, step):
@@ -173,7 +173,7 @@ def test_the_view_is_the_same_before_and_after_sealing(source, sealed, tmp_path)
     for name in ("lengths", "supervised", "first_supervised"):
         assert np.array_equal(getattr(before, name), getattr(after, name))
         assert np.array_equal(getattr(before, name), getattr(stored, name))
-    assert np.array_equal(before.planned.units, after.planned.units)
+    assert np.array_equal(before.units, after.units)
     counts = [
         count_supervised_tokens(d, make_splits(d, config_of(data, tmp_path)).train)
         for d in (before, after)
@@ -214,7 +214,7 @@ def test_documents_that_capture_leaves_out_keep_their_place(source, tmp_path, mo
     raw = json.loads((data / "manifest.json").read_text())
     assert raw["left_out"]["units"] == [1, 4] and (data / LEFT_OUT).is_file()
     place = raw["left_out"]["places"][1]
-    assert place == followed.planned.units[4] and followed.unit_of(place) == 4
+    assert place == followed.units[4] and followed.unit_of(place) == 4
     length = int(followed.lengths[place])
     out = {
         "input_ids": torch.ones(length, dtype=torch.int64),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import spec_train
-from spec_data.shards.checksums import schema_of
+from spec_data.shards.checksums import arrow_schema
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import dump_json
 from spec_data.shards.reader import HiddenStatesDataset
@@ -88,7 +88,7 @@ def test_sparse_columns_are_those_of_the_whole_dataset_and_zero_elsewhere(pair):
 
 
 def test_a_shard_says_its_version(sparse):
-    schema = schema_of(HiddenStatesDataset(sparse).manifest)
+    schema = arrow_schema(HiddenStatesDataset(sparse).manifest.columns)
     assert schema.metadata[b"spec-data"] == b"1.0"
     found = pa.ipc.open_stream(sparse / "shards" / "unit-00000.arrow").schema
     assert found.equals(schema, check_metadata=True)

@@ -61,7 +61,7 @@ def test_local_and_remote_datasets_are_mixed(remote, data):
 
 def test_shards_of_coming_steps_are_asked_for(remote, monkeypatch):
     dataset = open_documents(parse_sources(remote))
-    cache, asked = dataset.mirror.shards, []
+    cache, asked = dataset.mirror, []
     monkeypatch.setattr(cache, "fetch_ahead", lambda record: (asked.append(record.file), 10)[1])
     monkeypatch.setattr(cache, "limit", 4 * 39)
     steps = fetched_ahead(dataset, range(60), lambda step: [step])
@@ -95,7 +95,7 @@ def test_a_cache_that_is_smaller_than_a_window_is_said(remote, monkeypatch, capl
     dataset = open_documents(parse_sources(remote))
     warn_of_small_cache(dataset, 1 << 22)
     assert not caplog.messages
-    monkeypatch.setattr(dataset.mirror.shards, "limit", dataset.manifest.totals.bytes - 1)
+    monkeypatch.setattr(dataset.mirror, "limit", dataset.manifest.totals.bytes - 1)
     warn_of_small_cache(dataset, 1 << 22)
     assert "downloaded again and again. Set SPEC_DATA_REMOTE_SIZE" in caplog.text
 
