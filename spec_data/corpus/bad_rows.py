@@ -1,17 +1,8 @@
 """How many bad rows a run accepts (`--max-bad-rows`), and what is stored and logged of each.
 
-One `BadRows` counts the rows of one corpus source as the user named it: a file, a directory or a
-dataset. A directory is counted as a whole: a directory of text files has few rows per file.
-
-    limit = parse_limit("1%")
-    rows = BadRows("chats.jsonl", limit)
-    for ...:
-        rows.read += 1
-        rows.add("chats.jsonl:7: not valid JSON")     # raises where the run must stop at once
-    rows.check()                                      # at the end: raises where too many are bad
-
-The default, "auto", allows 1 % of the rows. In sources below 1,000 rows, 1 % would be a few rows or
-none, so auto allows up to 10 bad rows there, if they are not more than 10 %.
+One `BadRows` counts the rows of one corpus source as the user named it: a file, a dataset, or a
+directory as a whole, because a directory of text files has few rows per file. The default, "auto",
+allows 1 % of the rows, and in sources below 1,000 rows up to 10, if they are not more than 10 %.
 """
 
 import re
@@ -29,15 +20,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class BadRow(ValueError):
-    """A row cannot be used. The message has the reason; the reader adds the place."""
-
-
-class UnforeseenRow(BadRow):
-    """A row that raised an exception that no check foresees; the message has its type.
-
-    The run goes on without the row. The cause is logged with its traceback at level DEBUG, because
-    it may be an error of this program.
-    """
+    """A row cannot be used. The message has the reason; the reader adds the file and line."""
 
 
 def too_long(size: int, limit: int) -> BadRow:
@@ -62,7 +45,7 @@ class BadRowLimit:
         return max(int(_AUTO_SHARE * rows), min(_AUTO_ROWS, int(_AUTO_SMALL * rows)))
 
 
-def parse_limit(text: str, flag: str = "--max-bad-rows") -> BadRowLimit:
+def parse_limit(text: str) -> BadRowLimit:
     """Return the limit that a text means: auto, a count (5), or a share (1% or 0.01).
 
     Raises:
@@ -70,15 +53,15 @@ def parse_limit(text: str, flag: str = "--max-bad-rows") -> BadRowLimit:
     """
     plain = text.strip().lower().replace(" ", "")
     if plain == "auto":
-        return BadRowLimit(plain)
+        return AUTO
     if re.fullmatch(r"\d+", plain):
         return BadRowLimit(plain, count=int(plain[:18]))
     number = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e-\d{1,2})?(%?)", plain)
     share = Fraction(number[1] + (number[2] or "")) / (100 if number[3] else 1) if number else 2
     if share > 1:
         raise ConfigError(
-            f"{flag} {text!r}: expected a count of rows such as 5, a share such as 1% or 0.01, or "
-            "auto"
+            f"--max-bad-rows {text!r}: expected a count of rows such as 5, a share such as 1% or "
+            "0.01, or auto"
         )
     return BadRowLimit(plain, share=Fraction(share))
 
@@ -136,16 +119,12 @@ class BadRows:
             f"{message} (and {rows - 1} rows more)" if rows > 1 else message
             for message, rows in self.examples.items()
         )
-        advice = (
-            "No row could be used: fix the rows, convert the file to a known format, or use a chat "
-            "template that accepts them"
-            if self.bad == self.read
-            else f"To go on without the bad rows, add --max-bad-rows {enough}. To use them, fix "
-            "the rows, convert the file to a known format, or use a chat template that accepts them"
-        )
+        more = f"add --max-bad-rows {enough} to go on without them, or "
         raise CorpusError(
             f"{printable(self.source)}: {self.bad} of {self.read} rows are bad{moment}; "
-            f"--max-bad-rows {self.limit.text} allows {allowed}:\n  {examples}\n{advice}"
+            f"--max-bad-rows {self.limit.text} allows {allowed}:\n  {examples}\n"
+            f"{more if self.bad < self.read else ''}fix the rows, convert the file to a known "
+            "format, or use a chat template that accepts them"
         )
 
 
@@ -163,9 +142,8 @@ def printable(message: str) -> str:
     if len(message) > _LONGEST:
         half = _LONGEST // 2
         message = f"{message[:half]} ... {message[-half:]}"
-    return _UNPRINTABLE.sub(lambda found: _escape(found[0]), message)
+    return _UNPRINTABLE.sub(lambda match: _escape(ord(match[0])), message)
 
 
-def _escape(character: str) -> str:
-    code = ord(character)
+def _escape(code: int) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

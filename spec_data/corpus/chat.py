@@ -58,15 +58,15 @@ from spec_data.corpus.documents import (
     WITH_SYSTEM,
     WITHOUT_SYSTEM,
     Document,
-    RenderCounts,
     RenderError,
     Rendering,
     Turn,
     loss_mask_from_turns,
 )
 from spec_data.corpus.left_out import answer_of, reasoning_of
-from spec_data.corpus.records import Record
+from spec_data.corpus.records import Message, Record
 from spec_data.corpus.template import Chat, EndTokens, Template, render_error, text_ids
+from spec_data.corpus.tokens import common
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.identity import kwargs_text
 
@@ -77,7 +77,7 @@ _EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 _BLOCK = 16  # tokens of an empty think block at most, where its tags are no tokens of their own
 
 
-class Renderer(RenderCounts):
+class Renderer:
     """Render records with one tokenizer.
 
     Args:
@@ -90,9 +90,6 @@ class Renderer(RenderCounts):
             tokenizer's and the template's end-of-turn tokens are added to them.
         vocab_size: vocabulary size of the target; every token id must be below it. Default: the
             size of the tokenizer.
-
-    Attributes:
-        of `RenderCounts`: what `render` has counted so far.
 
     Raises:
         ConfigError: an unknown `mask`, or a template kwarg that cannot be set or is not read.
@@ -107,7 +104,6 @@ class Renderer(RenderCounts):
         eot_token_ids: Sequence[int] = (),
         vocab_size: int | None = None,
     ) -> None:
-        super().__init__()
         loss_mask_from_turns(0, (), mask)
         self.tokenizer = tokenizer
         self.mask = mask
@@ -117,18 +113,8 @@ class Renderer(RenderCounts):
         self.eot_token_ids = self._ends.all
         self._first_texts: dict[int, str] = {}  # of the first tokens of turns
 
-    def render(self, record: Record) -> list[Document]:
-        """Return the documents of one record, one or one per assistant turn, and count them.
-
-        Raises:
-            RenderError: as `rendering`; nothing is counted for the record.
-        """
-        result = self.rendering(record)
-        self.count(result)
-        return result.documents
-
-    def rendering(self, record: Record) -> Rendering:
-        """Return the documents of one record, and what is to be counted for it.
+    def render(self, record: Record) -> Rendering:
+        """Return the documents of one record, one or one per assistant turn, and its counts.
 
         Raises:
             RenderError: the record cannot be rendered. Any other exception is one with the reason
@@ -191,16 +177,10 @@ class Renderer(RenderCounts):
         ends = [d.input_ids[turn.end - 1] for d in result.documents for turn in d.turns]
         unended = sum(token not in self.eot_token_ids for token in ends)
         result.counts[UNENDED] = unended
-        result.system = self._system(messages)
+        system = any(m.get("role") in ("system", "developer") for m in messages)
+        result.system = WITH_SYSTEM if system else WITHOUT_SYSTEM
         result.left_out = chat.left_out(whole)
         return result
-
-    def _system(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Return the name under which a conversation is counted by its system message."""
-        if any(message.get("role") in ("system", "developer") for message in messages):
-            return WITH_SYSTEM
-        added = self.template.added_system
-        return f'{WITHOUT_SYSTEM} (the template adds "{added}")' if added else WITHOUT_SYSTEM
 
     def _supervisable(self, record: Record, answers: list[int], result: Rendering) -> list[int]:
         """Return the answers (indices of messages) that are no mere context; count the others.
@@ -208,25 +188,24 @@ class Renderer(RenderCounts):
         Raises:
             RenderError: there is none.
         """
-        messages = record.messages or []
-        weights = {k: messages[k].get("weight", 1) for k in answers}
-        empty = {k for k in answers if weights[k] and _is_empty(messages[k])}
-        result.counts["answers of weight 0, not supervised"] = sum(not w for w in weights.values())
-        result.counts["answers of weights other than 0 and 1, supervised in full"] = sum(
-            w not in (0, 1) for w in weights.values()
-        )
-        result.counts["empty answers, not supervised"] = len(empty)
-        result.counts[CUT_ANSWERS] = sum(
-            messages[k].get("finish_reason") == "length"
-            for k in answers
-            if weights[k] and k not in empty
-        )
-        found = [k for k in answers if weights[k] and k not in empty]
-        if not found:
+        messages, full = record.messages or [], []
+        for k in answers:
+            weight = messages[k].get("weight", 1)
+            if not weight:
+                result.counts["answers of weight 0, not supervised"] += 1
+                continue
+            if weight != 1:
+                result.counts["answers of weights other than 0 and 1, supervised in full"] += 1
+            if _is_empty(messages[k]):
+                result.counts["empty answers, not supervised"] += 1
+                continue
+            result.counts[CUT_ANSWERS] += _is_truncated(messages[k])
+            full.append(k)
+        if not full:
             raise render_error(
                 record, "nothing-supervised", "every assistant message is empty or has weight 0"
             )
-        return found
+        return full
 
     def _spans_of_whole(
         self, chat: Chat, answers: list[int], result: Rendering
@@ -246,7 +225,7 @@ class Renderer(RenderCounts):
             if end == start or whole.ids[:end] != ids[:end]:
                 return None
             start = self._after_empty_thought(ids, start, end, result)
-            if _is_truncated(chat, k):
+            if _is_truncated(chat.messages[k]):
                 end = self._before_end(ids, end)
                 if end > start:
                     spans += _tagged(whole.tags, start, end)
@@ -264,14 +243,14 @@ class Renderer(RenderCounts):
         if ids[:start] != prompt:
             ids = chat.spliced(k)
             if tags is not None:  # they index through_k; all that counts is whether any is set
-                supervised = any(tags[_common(through.ids, prompt) :])
+                supervised = any(tags[common(through.ids, prompt) :])
                 tags = [int(supervised)] * len(ids)
         end = self._ends.turn_end(ids, start)
         if end <= start:
             result.dropped["unprovable-boundaries"] += 1
             return
         start = self._after_empty_thought(ids, start, end, result)
-        if _is_truncated(chat, k):
+        if _is_truncated(chat.messages[k]):
             end = self._before_end(ids, end)
         where, spans = f"{chat.record.where} (message {k})", _tagged(tags, start, end)
         ids = self._closed(chat, k, ids, spans, result)
@@ -286,7 +265,7 @@ class Renderer(RenderCounts):
         turn; the token is added to its span.
         """
         ended = not spans or spans[-1][1] < len(ids) or ids[-1] in self.eot_token_ids
-        if ended or _is_truncated(chat, k) or not self._ends.generation:
+        if ended or _is_truncated(chat.messages[k]) or not self._ends.generation:
             return ids
         after = chat.token_after(k)
         token = self._ends.generation[0] if after is None else after
@@ -368,14 +347,14 @@ class Renderer(RenderCounts):
 _Span = tuple[int, int]
 
 
-def _is_empty(message: dict[str, Any]) -> bool:
+def _is_empty(message: Message) -> bool:
     """Return whether an answer holds nothing that the target would generate."""
     return not (answer_of(message) or reasoning_of(message) or message.get("tool_calls"))
 
 
-def _is_truncated(chat: Chat, k: int) -> bool:
-    """Return whether answer k was cut at a limit of tokens."""
-    return bool((chat.record.messages or [])[k].get("finish_reason") == "length")
+def _is_truncated(answer: Message) -> bool:
+    """Return whether an answer was cut at a limit of tokens."""
+    return bool(answer.get("finish_reason") == "length")
 
 
 def _tagged(tags: list[int] | None, start: int, end: int) -> list[_Span]:
@@ -387,9 +366,3 @@ def _tagged(tags: list[int] | None, start: int, end: int) -> list[_Span]:
         return [(start, end)]
     first = next((i for i in range(start, min(end, len(tags))) if tags[i]), None)
     return [] if first is None else [(first, end)]
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """Return the length of the common prefix."""
-    length = min(len(a), len(b))
-    return next((i for i in range(length) if a[i] != b[i]), length)

@@ -8,7 +8,7 @@ turn has one. This module does no input or output.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.turn_masks import supervised_spans
@@ -70,25 +70,7 @@ def loss_mask_from_turns(length: int, turns: Sequence[Turn], policy: str) -> lis
     return mask
 
 
-def cut_document(document: Document, length: int) -> Document:
-    """Return the first `length` tokens of a document with its turns clipped.
-
-    Turns beyond the cut are removed; the result may have none.
-    """
-    turns = tuple(
-        replace(turn, end=min(turn.end, length)) for turn in document.turns if turn.start < length
-    )
-    return replace(
-        document,
-        input_ids=document.input_ids[:length],
-        loss_mask=document.loss_mask[:length],
-        turns=turns,
-    )
-
-
-# -- renderings ------------------------------------------------------------------------------------
-# What rendering a record results in, and the sums over many records.
-
+# -- counts ----------------------------------------------------------------------------------------
 
 WITH_SYSTEM = "conversations with a system message"
 WITHOUT_SYSTEM = "conversations without a system message"
@@ -121,35 +103,28 @@ class Rendering:
     kwargs: str | None = None
 
 
+@dataclass
 class RenderCounts:
     """Sums over records, in the order in which each kind first occurred.
 
     Attributes:
-        method: how the last record was rendered; `methods` counts records by method.
-        left_out: what the template left out of the last record, by kind.
-        counts, dropped: sums of those of `Rendering`; systems: records by their `system`.
+        methods: records by method; systems: by their `system`.
+        counts, dropped: sums of those of `Rendering`.
         kwargs_used: documents by the template kwargs that rendered them.
     """
 
-    def __init__(self) -> None:
-        self.method: str | None = None
-        self.methods: Counter[str] = Counter()
-        self.left_out: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter()
-        self.dropped: Counter[str] = Counter()
-        self.systems: Counter[str] = Counter()
-        self.kwargs_used: Counter[str] = Counter()
+    methods: Counter[str] = field(default_factory=Counter)
+    systems: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    kwargs_used: Counter[str] = field(default_factory=Counter)
 
-    def count(self, result: Rendering, documents: int | None = None) -> None:
-        """Add one record; `documents` is their number where the result does not hold them."""
-        self.left_out = result.left_out
-        self.method = result.method
+    def count(self, result: Rendering, documents: int) -> None:
+        """Add a record with so many documents."""
         self.methods[result.method] += 1
         self.counts.update(result.counts)
+        self.dropped.update(result.dropped)
         if result.system:
             self.systems[result.system] += 1
-        self.dropped.update(result.dropped)
         if result.kwargs is not None:
-            self.kwargs_used[result.kwargs] += (
-                len(result.documents) if documents is None else documents
-            )
+            self.kwargs_used[result.kwargs] += documents

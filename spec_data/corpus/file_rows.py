@@ -11,29 +11,24 @@ import json
 import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 from spec_data.corpus.bad_rows import BadRow, too_long
-from spec_data.corpus.json_values import json_problem, parse_json
+from spec_data.corpus.json_values import json_problem
 from spec_data.shards.errors import CorpusError
 
 _CHUNK = 1 << 20  # bytes
 _LARGEST_LIST = 1 << 30  # bytes of a file that is one JSON list
 _BOM = b"\xef\xbb\xbf"
 
-Row = tuple[str, Any]  # (where, the row: parsed, a JsonText, or a BadRow in its place)
+Row = tuple[str, Any]
+"""(where, the row: parsed, a JsonText, or a BadRow in its place)."""
 
 
 class JsonText(bytes):
     """A row that is not parsed yet: reading is serial, and parsing can be done elsewhere."""
-
-    def value(self) -> Any:
-        """Return the parsed row, or a BadRow if it cannot be parsed."""
-        try:
-            return parse_json(bytes(self))
-        except BadRow as reason:
-            return reason
 
 
 @contextmanager
@@ -61,28 +56,31 @@ def first_character(path: Path) -> bytes:
         return b""  # reading the rows reports what is wrong with the file
 
 
-def json_lines(name: str, path: Path, limit: int) -> Generator[Row]:
-    """Yield one row per line that is not blank."""
-    with _opened(name, path) as file:
-        for number, line in _lines(file, limit):
-            if isinstance(line, BadRow) or line.strip():
-                yield f"{name}:{number}", line if isinstance(line, BadRow) else JsonText(line)
-
-
-def _lines(file: IO[bytes], limit: int) -> Iterator[tuple[int, bytes | BadRow]]:
-    """Yield (number from 1, line without its end), or a BadRow for a longer line than `limit`."""
+def _lines(file: IO[bytes], limit: int) -> Iterator[tuple[int, int, bytes | None]]:
+    """Yield (number from 1, bytes, line with its end), or None for a line of more than `limit`."""
     number = 0
     while line := file.readline(limit + 1):
         number += 1
-        if len(line) > limit and not line.endswith(b"\n"):
-            size = len(line)
-            while rest := file.readline(_CHUNK):
-                size += len(rest.removesuffix(b"\n"))
-                if rest.endswith(b"\n"):
-                    break
-            yield number, too_long(size, limit)
-        else:
-            yield number, line.removeprefix(_BOM) if number == 1 else line
+        size = len(line)
+        if size <= limit or line.endswith(b"\n"):
+            yield number, size, line
+            continue
+        while rest := file.readline(_CHUNK):
+            size += len(rest.removesuffix(b"\n"))
+            if rest.endswith(b"\n"):
+                break
+        yield number, size, None
+
+
+def json_lines(name: str, path: Path, limit: int) -> Generator[Row]:
+    """Yield one row per line that is not blank."""
+    with _opened(name, path) as file:
+        for number, size, line in _lines(file, limit):
+            where = f"{name}:{number}"
+            if line is None:
+                yield where, too_long(size, limit)
+            elif line.removeprefix(_BOM if number == 1 else b"").strip():
+                yield where, JsonText(line.removeprefix(_BOM if number == 1 else b""))
 
 
 def json_list(name: str, path: Path, limit: int) -> Generator[Row]:
@@ -92,12 +90,11 @@ def json_list(name: str, path: Path, limit: int) -> Generator[Row]:
     """
     with _opened(name, path) as file:
         content = file.read(_LARGEST_LIST + 1)
-        if len(content) > _LARGEST_LIST:
-            raise CorpusError(
-                f"{name}: more than {_LARGEST_LIST:,} bytes in one JSON list, which is read as a "
-                "whole; convert it to JSON Lines, one row per line: "
-                "jq -c '.[]' FILE.json > FILE.jsonl"
-            )
+    if len(content) > _LARGEST_LIST:
+        raise CorpusError(
+            f"{name}: more than {_LARGEST_LIST:,} bytes in one JSON list, which is read as a "
+            "whole; convert it to JSON Lines, one row per line: jq -c '.[]' FILE.json > FILE.jsonl"
+        )
     try:
         elements = json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -135,17 +132,17 @@ def csv_rows(name: str, path: Path, limit: int) -> Generator[Row]:
         lines = _CsvLines(file, limit)
         reader, header = csv.reader(lines), None
         while True:
+            lines.size = 0
             try:
                 cells = next(reader, None)
-                if cells is None:
-                    return
-                lines.size = 0
             except (BadRow, csv.Error) as error:
                 if header is None:
                     raise CorpusError(f"{name}:{lines.number}: not a CSV header: {error}") from None
                 yield f"{name}:{lines.number}", BadRow(str(error))
-                reader, lines.size = csv.reader(lines), 0  # the next line begins a record
+                reader = csv.reader(lines)  # the next line begins a record
                 continue
+            if cells is None:
+                return
             if header is None:
                 header = cells
             elif len(cells) == len(header):
@@ -167,14 +164,14 @@ class _CsvLines:
         return self
 
     def __next__(self) -> str:
-        self.number, line = next(self._lines)
-        if isinstance(line, BadRow):
-            raise line
-        self.size += len(line)
+        self.number, size, line = next(self._lines)
+        self.size += size
+        if line is None:
+            raise too_long(size, self._limit)
         if self.size > self._limit:
             raise BadRow(f"{too_long(self.size, self._limit)}, or a quote that nothing closes")
         try:
-            return line.decode("utf-8")
+            return line.decode("utf-8-sig" if self.number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             raise BadRow(f"not UTF-8: {error}") from None
 
@@ -182,25 +179,18 @@ class _CsvLines:
 def paragraphs(name: str, path: Path, limit: int) -> Generator[Row]:
     """Yield one row per paragraph of a text: blank lines stand between them."""
     with _opened(name, path) as file:
-        number = first = size = 0
+        first = total = 0
         parts: list[bytes] = []
-        whole_line = True  # the next piece begins a line
-        while True:
-            piece = file.readline(_CHUNK)
-            number += whole_line
-            if not piece or (whole_line and not piece.strip()):  # the end, or a blank line
-                if size:
-                    where = f"{name}:{first}"
-                    yield where, too_long(size, limit) if size > limit else _text(b"".join(parts))
-                parts, size = [], 0
-                if not piece:
-                    return
-            else:
-                first = first if size else number
-                size += len(piece)
-                if size <= limit:
-                    parts.append(piece)
-            whole_line = piece.endswith(b"\n")
+        for number, size, line in chain(_lines(file, limit), [(0, 0, b"")]):  # a blank one ends it
+            if line is None or line.strip():
+                first = first if total else number
+                total += size
+                if line is not None and total <= limit:
+                    parts.append(line)
+            elif total:
+                row = too_long(total, limit) if total > limit else _text(b"".join(parts))
+                yield f"{name}:{first}", row
+                parts, total = [], 0
 
 
 def _text(content: bytes) -> dict[str, str] | BadRow:

@@ -9,11 +9,10 @@ started. The other processes have limits (`limits.py`), because chat templates r
 they are parsed, and a bad row must be counted where it stands.
 """
 
-import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from queue import SimpleQueue
@@ -23,10 +22,10 @@ from spec_data.corpus.file_rows import JsonText
 from spec_data.corpus.limits import Child
 from spec_data.corpus.record_reader import RawRow, RowResult
 
-logger = logging.getLogger(__name__)
-
 Work = Callable[[RawRow], RowResult]
 """Maps one row. An exception that it raises ends the run at that row."""
+Chunk = list[RawRow]
+Results = Generator[tuple[RawRow, RowResult]]
 
 _FEW = 512  # rows that one process maps before others start
 _ROWS, _BYTES = 64, 1 << 20  # of a chunk
@@ -35,10 +34,8 @@ _MOST = 16  # processes by default: one process cannot read for more
 
 def default_processes() -> int:
     """Return the number of cores that this process may use, at most 16."""
-    return max(1, min(_MOST, len(os.sched_getaffinity(0)) if _ON_LINUX else os.cpu_count() or 1))
-
-
-_ON_LINUX = sys.platform == "linux"
+    linux = sys.platform == "linux"
+    return min(_MOST, len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1)
 
 
 def in_order(
@@ -46,7 +43,7 @@ def in_order(
     make_work: Callable[..., Work],
     args: tuple[Any, ...],
     processes: int,
-) -> Iterator[tuple[RawRow, RowResult]]:
+) -> Results:
     """Yield every row with its result, in order.
 
     Args:
@@ -60,80 +57,75 @@ def in_order(
         CorpusError: a chat template does not end, for several rows.
     """
     chunks, count = _chunks(rows), 0
-    with ExitStack() as started:
-        children = [_child(make_work, args, started)]
+    with ExitStack() as stack:
+
+        def start() -> Child:
+            child = Child(make_work, args)
+            stack.callback(child.end)
+            return child
+
+        first = start()
         for chunk in chunks:
-            results, failure = children[0].map(chunk, _ended)
-            yield from zip(chunk, results, strict=False)
-            if failure is not None:
-                raise failure
+            yield from _results(chunk, *first.map(chunk))
             count += len(chunk)
             if processes > 1 and count >= _FEW:
                 break
         else:
             return
         # All are forked before the first thread starts.
-        children += [_child(make_work, args, started) for _ in range(processes - 1)]
-        logger.debug("rendering in %d processes", processes)
-        yield from _in_all(chunks, children, started)
+        children = [first, *(start() for _ in range(processes - 1))]
+        pool = ThreadPoolExecutor(len(children))
+        stack.callback(pool.shutdown, cancel_futures=True)
+        for child in children:
+            stack.callback(child.end)  # before the threads that wait for it
+        yield from _in_all(chunks, children, pool)
 
 
-def _child(make_work: Callable[..., Work], args: tuple[Any, ...], started: ExitStack) -> Child:
-    child = Child(make_work, args)
-    started.callback(child.end)
-    return child
-
-
-def _ended(row: RawRow, reason: str) -> RowResult:
-    """Return the result of a row that ended its process."""
-    return RowResult(bad=reason)
+def _results(chunk: Chunk, results: Sequence[Any], error: Exception | None) -> Results:
+    """Yield the rows of a chunk with their results, then raise the error of the next row."""
+    for row, result in zip(chunk, results, strict=False):
+        yield row, RowResult(bad=str(result)) if isinstance(result, TimeoutError) else result
+    if error is not None:
+        raise error
 
 
 def _in_all(
-    chunks: Iterator[list[RawRow]], children: Sequence[Child], started: ExitStack
-) -> Iterator[tuple[RawRow, RowResult]]:
+    chunks: Iterator[Chunk], children: Sequence[Child], pool: ThreadPoolExecutor
+) -> Results:
     """Yield rows with their results from all children; a thread waits for each."""
     idle: SimpleQueue[Child] = SimpleQueue()
     for child in children:
         idle.put(child)
 
-    def mapped(chunk: list[RawRow]) -> tuple[list[RowResult], Exception | None]:
+    def mapped(chunk: Chunk) -> tuple[list[Any], Exception | None]:
         child = idle.get()
         try:
-            return child.map(chunk, _ended)
+            return child.map(chunk)
         finally:
             idle.put(child)
 
-    under_way: deque[tuple[list[RawRow], Future]] = deque()
-    failure: Exception | None = None
-    ended = False
-    pool = ThreadPoolExecutor(len(children))
-    started.callback(pool.shutdown, cancel_futures=True)
-    for child in children:
-        started.callback(child.end)  # before the threads that wait for it
-    while True:
-        while not ended and len(under_way) < 2 * len(children) + 2:
+    under_way: deque[tuple[Chunk, Future]] = deque()
+    failure: Exception | None = None  # of reading: raised after the results before it
+    more = True
+    while more or under_way:
+        while more and len(under_way) < 2 * len(children) + 2:
             try:
                 chunk = next(chunks)
                 under_way.append((chunk, pool.submit(mapped, chunk)))
             except StopIteration:
-                ended = True
-            except Exception as error:  # of reading: raised after the results before it
-                failure, ended = error, True
-        if not under_way:
-            break
-        chunk, future = under_way.popleft()
-        results, ended_by = future.result()
-        yield from zip(chunk, results, strict=False)
-        if ended_by is not None:
-            raise ended_by
+                more = False
+            except Exception as error:
+                failure, more = error, False
+        if under_way:
+            chunk, future = under_way.popleft()
+            yield from _results(chunk, *future.result())
     if failure is not None:
         raise failure
 
 
-def _chunks(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
+def _chunks(rows: Iterator[RawRow]) -> Iterator[Chunk]:
     """Cut rows into chunks; what comes before an exception of `rows` is a chunk of its own."""
-    chunk: list[RawRow] = []
+    chunk: Chunk = []
     size = 0
     try:
         for row in rows:

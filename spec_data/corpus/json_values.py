@@ -11,8 +11,6 @@ from spec_data.corpus.bad_rows import BadRow
 
 MAX_DEPTH = 100  # lists and objects inside each other; tool schemas have about 10
 
-_HALF = "half of a surrogate pair, which is no character"
-
 
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text; bytes must be UTF-8.
@@ -38,41 +36,27 @@ def json_problem(error: Exception) -> str:
 
 
 def check_depth(value: Any, name: str) -> None:
-    """Check that lists and objects are nested at most `MAX_DEPTH` levels deep.
-
-    Raises:
-        BadRow: they are nested more deeply.
-    """
-    level = [value] if isinstance(value, (dict, list)) else []
-    for _ in range(MAX_DEPTH):
+    """Raise a BadRow if lists and objects are nested more than `MAX_DEPTH` levels deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [item for item in level if isinstance(item, (dict, list))]
         if not level:
             return
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, (dict, list))
-        ]
-    if level:
-        raise BadRow(f"{name} is nested more than {MAX_DEPTH} levels deep")
+        level = [i for item in level for i in (item.values() if isinstance(item, dict) else item)]
+    raise BadRow(f"{name} is nested more than {MAX_DEPTH} levels deep")
 
 
 def check_text(value: Any, name: str) -> None:
-    """Check that every text and every key inside a value is valid Unicode.
-
-    Raises:
-        BadRow: one has half of a surrogate pair.
-    """
+    """Raise a BadRow if a text or a key inside a value has half of a surrogate pair."""
     left = [value]
     while left:
         item = left.pop()
         if isinstance(item, str):
             if not is_text(item):
-                raise BadRow(f"{name} has {_HALF}")
+                raise BadRow(f"{name} has half of a surrogate pair, which is no character")
         elif isinstance(item, dict):
-            for key in item:
-                if isinstance(key, str) and not is_text(key):
-                    raise BadRow(f"a key in {name} has {_HALF}")
+            if not all(is_text(str(key)) for key in item):
+                raise BadRow(f"a key in {name} has half of a surrogate pair")
             left.extend(item.values())
         elif isinstance(item, (list, tuple)):
             left.extend(item)
@@ -80,8 +64,6 @@ def check_text(value: Any, name: str) -> None:
 
 def is_text(text: str) -> bool:
     """Return whether a string can be written as UTF-8."""
-    if text.isascii():
-        return True
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -12,25 +12,15 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from spec_data.corpus.documents import RenderError
-from spec_data.corpus.records import REASONING
+from spec_data.corpus.records import REASONING, Message
 
 REASONINGS, CALLS, TOOL_LISTS = "reasoning texts", "tool calls", "lists of tools"
 _CLOSE, _OPEN = "</think>", "<think>"
 _MARK = re.compile(r"Qzv\d+mark")
-
-Message = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Part:
-    message: int
-    kind: str  # in the plural: "developer messages"
-    marks: tuple[str, ...]
-    texts: tuple[str, ...]
 
 
 def left_out(
@@ -45,25 +35,32 @@ def left_out(
         ends: the documents: each renders `messages[:end]`. Ascending.
         text: renders messages; it may raise a RenderError.
     """
-    marked, missing = _marked(messages)
+    parts: list[_Part] = []
+    marked = [_marked(message, parts) for message in messages]
     for end in reversed(ends):
-        if not missing:
+        if not parts:
             break
-        missing = _missing(missing, messages[:end], marked[:end], text)
-    return Counter(part.kind for part in missing)
+        parts = _missing(parts, messages[:end], marked[:end], text)
+    return Counter(part.kind for part in parts)
 
 
 def reasoning_of(message: Message) -> str:
     """Return the reasoning of a message, from its own field or its content; "" without any."""
-    found = next((message[name] for name in REASONING if message.get(name) is not None), None)
-    if found is not None:
-        return found if isinstance(found, str) else json.dumps(found)
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    if reasoning is not None:
+        return reasoning if isinstance(reasoning, str) else json.dumps(reasoning)
     return _without_tags(_split(message.get("content") or "")[0])
 
 
 def answer_of(message: Message) -> str:
     """Return the content of a message without its reasoning and white space around it."""
     return _split(message.get("content") or "")[1].strip()
+
+
+@dataclass
+class _Part:
+    kind: str  # in the plural: "developer messages"
+    texts: dict[str, str] = field(default_factory=dict)  # by their marks
 
 
 def _missing(
@@ -74,16 +71,16 @@ def _missing(
 ) -> list[_Part]:
     """Return the parts that are not in the render of some messages."""
     try:
-        found = text(marked)
+        rendered = text(marked)
     except RenderError:  # the template does not accept the marks
-        found = ""
-    missing = [part for part in parts if not all(mark in found for mark in part.marks)]
+        rendered = ""
+    missing = [part for part in parts if not all(mark in rendered for mark in part.texts)]
     if not missing:
         return []
     real = _squeezed(text(plain))
-    if _squeezed(_MARK.sub("", found)) == real:
+    if _squeezed(_MARK.sub("", rendered)) == real:
         return missing
-    return [part for part in missing if not all(_holds(real, t) for t in part.texts)]
+    return [p for p in missing if not all(_holds(real, t) for t in p.texts.values())]
 
 
 def _holds(real: str, text: str) -> bool:
@@ -93,56 +90,6 @@ def _holds(real: str, text: str) -> bool:
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
-
-
-class _Marker:
-    """Hands out marks, and puts them into texts."""
-
-    def __init__(self) -> None:
-        self.parts: list[_Part] = []
-        self._count = 0
-
-    def add(self, message: int, kind: str, *texts: str) -> list[str]:
-        """Record a part; return its texts, each with a mark inside."""
-        marks = [f"Qzv{self._count + i}mark" for i in range(len(texts))]
-        self._count += len(texts)
-        self.parts.append(_Part(message, kind, tuple(marks), texts))
-        return [_with_mark(*pair) for pair in zip(texts, marks, strict=True)]
-
-
-def _with_mark(text: str, mark: str) -> str:
-    """Put a mark between two words in the middle, so that both ends of the text stay."""
-    middle = len(text) // 2
-    at = text.find(" ", middle)
-    at = middle if at < 0 else at
-    return f"{text[:at]}{mark}{text[at:]}"
-
-
-def _marked(messages: Sequence[Message]) -> tuple[list[Message], list[_Part]]:
-    """Return a copy of a conversation with marks, and its parts."""
-    marker = _Marker()
-    return [_marked_message(i, m, marker) for i, m in enumerate(messages)], marker.parts
-
-
-def _marked_message(index: int, message: Message, marker: _Marker) -> Message:
-    result, kind = dict(message), f"{message['role']} messages"
-    content = message.get("content")
-    if isinstance(content, str):
-        before, after = _split(content) if message["role"] == "assistant" else ("", content)
-        if _without_tags(before):
-            head, _, thought = before.removesuffix(_CLOSE).rpartition(_OPEN)
-            (thought,) = marker.add(index, REASONINGS, thought)
-            before = f"{head}{_OPEN if _OPEN in before else ''}{thought}{_CLOSE}"
-        if after.strip():
-            (after,) = marker.add(index, kind, after)
-        result["content"] = before + after
-    names = [n for n in REASONING if isinstance(message.get(n), str) and message[n].strip()]
-    if names:
-        (marked,) = marker.add(index, REASONINGS, message[names[0]])
-        result |= {n: marked for n in names if message[n] == message[names[0]]}
-    if message.get("tool_calls"):
-        result["tool_calls"] = [_marked_call(index, c, marker) for c in message["tool_calls"]]
-    return result
 
 
 def _split(content: str) -> tuple[str, str]:
@@ -155,42 +102,66 @@ def _without_tags(reasoning: str) -> str:
     return reasoning.replace(_OPEN, "").replace(_CLOSE, "").strip()
 
 
-def _marked_call(index: int, call: Message, marker: _Marker) -> Message:
+# -- marks -----------------------------------------------------------------------------------------
+
+
+def _marked(message: Message, parts: list[_Part]) -> Message:
+    """Return a copy of a message with marks, and add its parts to `parts`."""
+
+    def add(kind: str, text: str) -> str:
+        parts.append(_Part(kind))
+        return _mark(text, parts)
+
+    result, kind = dict(message), f"{message['role']} messages"
+    content = message.get("content")
+    if isinstance(content, str):
+        before, after = _split(content) if message["role"] == "assistant" else ("", content)
+        if _without_tags(before):
+            head, _, thought = before.removesuffix(_CLOSE).rpartition(_OPEN)
+            opening = _OPEN if _OPEN in before else ""
+            before = f"{head}{opening}{add(REASONINGS, thought)}{_CLOSE}"
+        result["content"] = before + (add(kind, after) if after.strip() else after)
+    names = [n for n in REASONING if isinstance(message.get(n), str) and message[n].strip()]
+    if names:
+        marked = add(REASONINGS, message[names[0]])
+        result |= {n: marked for n in names if message[n] == message[names[0]]}
+    if message.get("tool_calls"):
+        result["tool_calls"] = [_marked_call(call, parts) for call in message["tool_calls"]]
+    return result
+
+
+def _marked_call(call: Message, parts: list[_Part]) -> Message:
+    """Return a copy of a tool call with a mark in its name and in the first of its arguments."""
     inner = call.get("function")
-    function = inner if isinstance(inner, dict) else call
-    found = {key: _first_text(function.get(key)) for key in ("name", "arguments")}
-    texts = {key: text for key, text in found.items() if text is not None}
-    if not texts:
-        return call
-    changed = dict(function)
-    for key, marked in zip(texts, marker.add(index, CALLS, *texts.values()), strict=True):
-        changed[key] = _replaced(function[key], texts[key], marked)[0]
-    return {**call, "function": changed} if function is inner else changed
+    function = dict(inner if isinstance(inner, dict) else call)
+    parts.append(_Part(CALLS))
+    for key in ("name", "arguments"):
+        if key in function:
+            function[key] = _mark_first(function[key], parts)
+    if not parts[-1].texts:
+        parts.pop()
+    return {**call, "function": function} if isinstance(inner, dict) else function
 
 
-def _first_text(value: Any) -> str | None:
-    """Return the first text in nested arguments that is not blank."""
+def _mark_first(value: Any, parts: list[_Part]) -> Any:
+    """Return nested arguments with a mark in the first text that is not blank."""
     if isinstance(value, str):
-        return value if value.strip() else None
-    inner = value.values() if isinstance(value, dict) else value
-    if not isinstance(value, (dict, list)):
-        return None
-    return next((found for v in inner if (found := _first_text(v)) is not None), None)
+        return _mark(value, parts) if value.strip() else value
+    if isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            marked = _mark_first(item, parts)
+            if marked is not item:
+                copy: Any = value.copy()
+                copy[key] = marked
+                return copy
+    return value
 
 
-def _replaced(value: Any, old: str, new: str) -> tuple[Any, bool]:
-    """Return nested arguments with the first text `old` replaced, and whether it was there."""
-    if value == old:
-        return new, True
-    if isinstance(value, dict):
-        done, result = False, {}
-        for name, inner in value.items():
-            result[name], done = (inner, True) if done else _replaced(inner, old, new)
-        return result, done
-    if isinstance(value, list):
-        done, items = False, []
-        for inner in value:
-            item, done = (inner, True) if done else _replaced(inner, old, new)
-            items.append(item)
-        return items, done
-    return value, False
+def _mark(text: str, parts: list[_Part]) -> str:
+    """Put a mark of the last part between two words in the middle: both ends of the text stay."""
+    mark = f"Qzv{sum(len(part.texts) for part in parts)}mark"
+    parts[-1].texts[mark] = text
+    middle = len(text) // 2
+    at = text.find(" ", middle)
+    at = middle if at < 0 else at
+    return f"{text[:at]}{mark}{text[at:]}"

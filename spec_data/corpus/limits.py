@@ -30,12 +30,11 @@ SECONDS = 10.0  # of computing in one block; a template takes milliseconds
 MEMORY = 1 << 30  # bytes that a block may add
 FORKS = sys.platform == "linux"
 _TIMEOUTS = 3  # inputs in a row that do not end: the next ones would not end either
-_PARALLEL_TOKENS = "TOKENIZERS_PARALLELISM"
 
 Work = Callable[[Any], Any]
 
 _active = False  # this process is a child, which may be ended
-_hard = -1  # what the system lets it have
+_hard = -1  # bytes of addresses that the system lets it have
 _most = -1  # bytes of addresses that it may have in a limited block
 
 
@@ -69,21 +68,21 @@ def limited_call(function: Callable[..., Any], *args: Any) -> Any:
     if _active or not FORKS:
         with limited():
             return function(*args)
-    child = Child(lambda: lambda given: _within_limits(function, given), ())
+    child = Child(_limited, (function,))
     try:
-        results, error = child.map([args], lambda _, reason: CorpusError(reason))
+        return child.call(args)
+    except TimeoutError as error:
+        raise CorpusError(str(error)) from None
     finally:
         child.end()
-    if error is not None:
-        raise error
-    if isinstance(results[0], CorpusError):
-        raise results[0]
-    return results[0]
 
 
-def _within_limits(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    with limited():
-        return function(*args)
+def _limited(function: Callable[..., Any]) -> Work:
+    def call(args: Sequence[Any]) -> Any:
+        with limited():
+            return function(*args)
+
+    return call
 
 
 class Child:
@@ -91,65 +90,64 @@ class Child:
 
     def __init__(self, make: Callable[..., Work], args: tuple[Any, ...]) -> None:
         self._make, self._args = make, args
-        self._row = 0  # inputs in a row that ended the process
+        self._in_a_row = 0  # inputs that ended the process
         self._closed = False
         self._start()
 
     def _start(self) -> None:
         context: Any = multiprocessing.get_context("fork" if FORKS else "spawn")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads do not survive a fork
         with _starting:  # another process must not inherit the other end of the pipe
-            before = os.environ.get(_PARALLEL_TOKENS)
-            os.environ[_PARALLEL_TOKENS] = "false"  # threads do not survive a fork
-            try:
-                self._pipe, theirs = context.Pipe()
-                self._done = context.RawValue("q")  # inputs of the last message that were mapped
-                given = theirs, self._done, os.getpid(), self._make, self._args
-                self._process = context.Process(target=_serve, args=given, daemon=True)
-                self._process.start()
-            finally:
-                if before is None:
-                    del os.environ[_PARALLEL_TOKENS]
-                else:
-                    os.environ[_PARALLEL_TOKENS] = before
+            self._pipe, theirs = context.Pipe()
+            given = theirs, os.getpid(), self._make, self._args
+            self._process = context.Process(target=_serve, args=given, daemon=True)
+            self._process.start()
             theirs.close()
         self._ready = False
         self._finalizer = weakref.finalize(self, _end, self._process, self._pipe)
 
-    def map(
-        self, inputs: Sequence[Any], ended: Callable[[Any, str], Any]
-    ) -> tuple[list[Any], Exception | None]:
+    def call(self, given: Any) -> Any:
+        """Return the result of one input.
+
+        Raises:
+            TimeoutError: the input ended the process. Otherwise as `map`, and what the work raises.
+        """
+        results, error = self.map([given])
+        if error is None and isinstance(results[0], TimeoutError):
+            error = results[0]
+        if error is not None:
+            raise error
+        return results[0]
+
+    def map(self, inputs: Sequence[Any]) -> tuple[list[Any], Exception | None]:
         """Return the results of inputs, up to the first exception, and the exception.
 
-        `ended(input, reason)` is the result of an input that ended the process.
+        The result of an input that ended the process is a TimeoutError with the reason.
 
         Raises:
             CorpusError: the process cannot begin, or several inputs in a row ended it.
             RunError: something else ended it.
         """
         results: list[Any] = []
-        stop, reason = len(inputs), ""
         while len(results) < len(inputs):
-            if reason and len(results) == stop:
-                results.append(ended(inputs[stop], reason))
-                stop, reason = len(inputs), ""
-                continue
             try:
-                if not self._ready and (error := self._pipe.recv()) is not None:
-                    return results, error
-                self._ready = True
-                self._pipe.send(inputs[len(results) : stop])
-                found, error = self._pipe.recv()
+                if not self._ready:
+                    _, error = self._pipe.recv()
+                    if error is not None:
+                        return results, error
+                    self._ready = True
+                self._pipe.send(inputs[len(results) :])
+                while len(results) < len(inputs):
+                    result, error = self._pipe.recv()
+                    if error is not None:
+                        return results, error
+                    results.append(result)
+                    self._in_a_row = 0
             except (EOFError, OSError):
                 if self._closed:
                     break
-                reason = self._reason()
-                stop = len(results) + self._done.value  # those before it are mapped once more
+                results.append(TimeoutError(self._reason()))
                 self._start()
-                continue
-            results += found
-            self._row = 0 if found else self._row
-            if error is not None:
-                return results, error
         return results, None
 
     def _reason(self) -> str:
@@ -166,11 +164,10 @@ class Child:
                 "command again with fewer processes (--num-proc), or with a smaller --max-row-bytes"
             )
         reason = f"the chat template did not finish in {SECONDS:g} s of computing"
-        self._row += 1
-        if self._row == _TIMEOUTS or not self._ready:
+        self._in_a_row += 1
+        if self._in_a_row == _TIMEOUTS or not self._ready:
             times = f", {_TIMEOUTS} times in a row" if self._ready else ""
-            advice = "correct the template of the target's tokenizer"
-            raise CorpusError(f"{reason}{times}; {advice}")
+            raise CorpusError(f"{reason}{times}; correct the template of the target's tokenizer")
         return reason
 
     def end(self) -> None:
@@ -188,12 +185,10 @@ def _end(process: Any, pipe: Connection) -> None:
     pipe.close()
 
 
-# --- in the child --------------------------------------------------------------------------------
+# -- in the child ----------------------------------------------------------------------------------
 
 
-def _serve(
-    pipe: Connection, done: Any, parent: int, make: Callable[..., Work], args: tuple[Any, ...]
-) -> None:
+def _serve(pipe: Connection, parent: int, make: Callable[..., Work], args: tuple[Any, ...]) -> None:
     """Map what comes through the pipe. Leave signals to the parent, and end when it does.
 
     A forked process has the handlers of its parent, which raise exceptions.
@@ -211,23 +206,19 @@ def _serve(
     try:
         work = make(*args)
     except Exception as error:
-        pipe.send(error)
+        pipe.send((None, error))
         return
-    pipe.send(None)
+    pipe.send((None, None))
     logging.disable(logging.NOTSET)
     while True:
         inputs = pipe.recv()
         if FORKS:
             _measure()
-        results: list[Any] = []
-        done.value, failure = 0, None
         try:
             for given in inputs:
-                results.append(work(given))
-                done.value += 1
-        except Exception as raised:
-            failure = raised
-        pipe.send((results, failure))
+                pipe.send((work(given), None))
+        except Exception as error:
+            pipe.send((None, error))
 
 
 def _measure() -> None:

@@ -10,7 +10,6 @@ The comparison is exact: hashes find candidates, and then the ids are compared.
 Shapes: T tokens of a document, n tokens of an n-gram, K n-grams.
 """
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +23,7 @@ NGRAM = 13
 """Token ids in a row that two texts share by chance only rarely."""
 LEAST_TOKENS = 8
 """Shorter texts are too common to say anything."""
-_FACTOR = 0x9E3779B97F4A7C15  # odd, so that it has an inverse
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _BITS = 22
 
 
@@ -42,7 +41,7 @@ class Grams:
     short: int = 0
     _owners: dict[bytes, set[int]] = field(default_factory=dict)
     _beginnings: dict[bytes, set[int]] = field(default_factory=dict)
-    _known: dict[int, np.ndarray] = field(default_factory=dict)
+    _tables: dict[int, np.ndarray] = field(default_factory=dict)
 
     def add(self, texts: Iterable[Sequence[int]], whole: Sequence[int] = ()) -> None:
         """Add a prompt: the token ids of each of its texts, and of all that serving sends.
@@ -52,34 +51,32 @@ class Grams:
         number, self.prompts = self.prompts, self.prompts + 1
         added = False
         for ids in texts:
-            own = np.asarray(ids, np.int32)
-            if len(own) < min(LEAST_TOKENS, self.size):
+            if len(ids) < min(LEAST_TOKENS, self.size):
                 continue
             added = True
-            for gram in windows(own, min(self.size, len(own))):
+            for gram in windows(np.asarray(ids, np.int32), min(self.size, len(ids))):
                 self._owners.setdefault(gram.tobytes(), set()).add(number)
         if not added and len(whole):
             added = True
             self._beginnings.setdefault(np.asarray(whole, np.int32).tobytes(), set()).add(number)
         self.short += not added
-        self._known = {}
+        self._tables = {}
 
     def matches(self, ids: np.ndarray) -> set[int]:
         """Return the numbers of the prompts that a document, int32 [T], overlaps."""
-        if not self._known:
-            self._known = self._tables()
-        found: set[int] = set()
+        if not self._tables:
+            self._tables = self._hashes()
+        numbers: set[int] = set()
         for size in {len(beginning) // 4 for beginning in self._beginnings}:
-            found |= self._beginnings.get(ids[:size].tobytes(), set())
-        for size, known in self._known.items():
-            if len(ids) < size:
-                continue
-            grams = windows(ids, size)
-            for place in np.flatnonzero(known[_short_hashes(ids, size)]).tolist():
-                found |= self._owners.get(grams[place].tobytes(), set())
-        return found
+            numbers |= self._beginnings.get(ids[:size].tobytes(), set())
+        for size, table in self._tables.items():
+            if len(ids) >= size:
+                grams = windows(ids, size)
+                for at in np.flatnonzero(table[_short_hashes(ids, size)]).tolist():
+                    numbers |= self._owners.get(grams[at].tobytes(), set())
+        return numbers
 
-    def _tables(self) -> dict[int, np.ndarray]:
+    def _hashes(self) -> dict[int, np.ndarray]:
         """Return which hashes the n-grams of each length have, bool [2 ** _BITS] each."""
         tables: dict[int, np.ndarray] = {}
         for gram in self._owners:
@@ -97,25 +94,14 @@ def windows(ids: np.ndarray, size: int) -> np.ndarray:
 def _short_hashes(ids: np.ndarray, size: int) -> np.ndarray:
     """Return a hash of each run of `size` ids of int32 [T], uint64 [T - size + 1] below 2 ** _BITS.
 
-    It is a polynomial of the ids modulo 2 ** 64: the difference of two sums, moved to power 0.
+    It is made of three of the ids: the first, the middle and the last one.
     """
-    power, inverse = _powers(1 << max(len(ids) - 1, 1).bit_length())
-    sums = np.zeros(len(ids) + 1, np.uint64)
-    with np.errstate(over="ignore"):
-        np.cumsum((ids.astype(np.uint64) + np.uint64(1)) * power[: len(ids)], out=sums[1:])
-        runs = (sums[size:] - sums[:-size]) * inverse[: len(ids) - size + 1]
-    return runs >> np.uint64(64 - _BITS)
-
-
-@functools.lru_cache(maxsize=32)
-def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the powers 0 to `count` - 1 of a factor and of its inverse, uint64 [count] each."""
-    with np.errstate(over="ignore"):
-        power, inverse = (
-            np.cumprod(np.r_[np.uint64(1), np.full(count - 1, base, np.uint64)])
-            for base in (_FACTOR, pow(_FACTOR, -1, 1 << 64))
-        )
-    return power, inverse
+    count = len(ids) - size + 1
+    state = np.zeros(count, np.uint64)
+    for at in (0, size // 2, size - 1):
+        state = (state ^ ids[at : at + count].astype(np.uint64)) * _FACTOR
+        state ^= state >> np.uint64(32)
+    return (state * _FACTOR) >> np.uint64(64 - _BITS)
 
 
 def add_prompt(grams: Grams, record: Record, template: Template) -> None:
@@ -124,17 +110,12 @@ def add_prompt(grams: Grams, record: Record, template: Template) -> None:
         grams.add([record.input_ids], record.input_ids)
         return
     messages = record.messages or []
-    own = [m["content"] for m in messages if m["role"] == "user"]
-    own = [record.text or ""] if record.messages is None else [*own, *record.follow_ups]
+    texts = [m["content"] for m in messages if m["role"] == "user"] + list(record.follow_ups)
+    texts = [record.text or ""] if record.messages is None else texts
     tokenizer = template.tokenizer
-    texts = [
-        list(tokenizer(text.strip(), add_special_tokens=False)["input_ids"])
-        for text in own
-        if isinstance(text, str)
-    ]
-    grams.add(
-        texts, _sent(record, template) if max(map(len, texts), default=0) < LEAST_TOKENS else ()
-    )
+    ids = [list(tokenizer(t.strip(), add_special_tokens=False)["input_ids"]) for t in texts]
+    short = max(map(len, ids), default=0) < LEAST_TOKENS
+    grams.add(ids, _sent(record, template) if short else ())
 
 
 def _sent(record: Record, template: Template) -> list[int]:

@@ -11,29 +11,19 @@ most frequent format and counts the others.
 the work, and counts what comes back, in the order of the rows. Rows that the work was ahead with
 when reading stops are not counted, so the result does not depend on how far ahead it was.
 
-Bad rows. Each is logged and counted, and reading stops when a source as the user named it (a file,
-or a directory as a whole) has more of them than `max_bad_rows` allows; `bad_rows.py` has the rule.
-A warning names a file without any good row.
-
-Some records turn out to be broken only when they are rendered. `refuse` counts them: a broken
-record counts as a bad row, a record with nothing to learn from does not.
-
-Columns that no row uses are named once per source, and so is what the chat template leaves out
-(`count_left_out`).
+Each bad row is counted, and reading stops when a source as the user named it has more of them than
+`max_bad_rows` allows (`bad_rows.py`). Some records turn out to be broken only when they are
+rendered: `refuse` counts them as bad rows, and those with nothing to learn from by their reason.
 
 The dataset stores the names of sources, and the examples of bad rows, without the directories of
-this machine. Messages name files as the user wrote them.
-
-Hashes cover the bytes on disk (the compressed ones for .gz), in a pass of their own after the rows.
-`limit` ends the records but not the hash, so a report identifies the whole file and not only the
-part that was used.
+this machine. Messages name files as the user wrote them. Hashes cover the bytes on disk (the
+compressed ones for .gz), in a pass of their own after the rows, also where `limit` ends the rows.
 """
 
 import functools
 import logging
-import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -44,12 +34,12 @@ from spec_data.corpus.bad_rows import (
     BadRow,
     BadRowLimit,
     BadRows,
-    UnforeseenRow,
     printable,
     reason_of,
 )
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.file_rows import JsonText
+from spec_data.corpus.json_values import parse_json
 from spec_data.corpus.records import COLUMNS, Record, parse_row
 from spec_data.corpus.sources import MAX_ROW_BYTES, Source, resolve
 from spec_data.shards.errors import ConfigError, CorpusError
@@ -69,7 +59,6 @@ class RawRow(NamedTuple):
         where: names the row in messages.
         value: the row, see `file_rows.Row`.
         arrow: it comes from an Arrow table.
-        end: this is no row, but the end of the source.
     """
 
     source: int
@@ -77,7 +66,6 @@ class RawRow(NamedTuple):
     where: str
     value: Any
     arrow: bool = False
-    end: bool = False
 
 
 @dataclass(kw_only=True)
@@ -86,42 +74,34 @@ class RowResult:
 
     Attributes:
         bad: the reason; None for a good row.
-        unforeseen: the class of the exception, if no check foresees it; trace: its traceback.
+        unforeseen: no check foresees it: it may be an error of this program.
         kind: the format of a good row; unused: the columns that were not used.
-        made: what was made of the record; None if only the row was parsed.
+        made: the record, or what was made of it.
     """
 
     bad: str | None = None
-    unforeseen: str | None = None
-    trace: str = ""
+    unforeseen: bool = False
     kind: str = ""
     unused: tuple[str, ...] = ()
     made: Any = None
-    _record: Record | None = None
-
-    @property
-    def record(self) -> Record:
-        """The record of a good row, in the process that parsed it."""
-        assert self._record is not None
-        return self._record
 
 
-def parsed_row(row: RawRow, parse: Callable[..., tuple[str, Record]]) -> RowResult:
+def parsed_row(row: RawRow, parse: Callable[..., Record]) -> RowResult:
     """Return the result of parsing a row; `parse` is as in `CorpusReader`."""
-    value = row.value.value() if isinstance(row.value, JsonText) else row.value
+    value = row.value
     try:
-        if row.end:
-            return RowResult()
         if isinstance(value, BadRow):
             raise value
-        kind, record = parse(value, source=row.name, where=row.where, arrow=row.arrow)
-    except UnforeseenRow as reason:
-        trace = "".join(traceback.format_exception(reason))
-        cause = type(reason.__cause__).__name__
-        return RowResult(bad=str(reason), unforeseen=cause, trace=trace)
+        if isinstance(value, JsonText):
+            value = parse_json(bytes(value))
+        record = parse(value, source=row.name, where=row.where, arrow=row.arrow)
     except BadRow as reason:
         return RowResult(bad=str(reason))
-    return RowResult(kind=kind, unused=record.unused, _record=record)
+    except MemoryError:  # says nothing about the row
+        raise
+    except Exception as error:
+        return RowResult(bad=f"{type(error).__name__}: {error}", unforeseen=True)
+    return RowResult(kind=record.kind, unused=record.unused, made=record)
 
 
 @dataclass(kw_only=True)
@@ -146,8 +126,8 @@ class SourceReport:
 
     def __str__(self) -> str:
         mixed = ", ".join(f"{n} {name}" for name, n in self.formats.items() if name != self.format)
-        found = f"{self.format} (and {mixed})" if mixed else self.format
-        return f"{self.path}: {self.kind}, {found}, {self.rows} rows, {self.bad} bad"
+        formats = f"{self.format} (and {mixed})" if mixed else self.format
+        return f"{self.path}: {self.kind}, {formats}, {self.rows} rows, {self.bad} bad"
 
 
 class CorpusReader:
@@ -160,15 +140,14 @@ class CorpusReader:
             whose path names another split (`test-00000.parquet`) are left out with a warning.
         max_bad_rows: how many rows of each of `sources` may be bad; 0 stops at the first.
         max_row_bytes: a row of more bytes is a bad row, and is never held in memory.
-        parse: returns (format name, record) of a row, as `parse_row` does.
+        parse: returns the record of a row, as `parse_row` does.
         find: returns the files and datasets behind one of `sources`, as `resolve` does.
-        more_columns: of columnar sources, which `parse` reads beside those of `records.COLUMNS`.
+        more_columns: of columnar sources, which `parse` reads beside `records.COLUMNS`.
 
     Attributes:
-        notes: the files of directories that were left out, and why.
-        reports: one per source that was opened.
+        sources: the files and datasets; reports: one per source that was opened.
         refused: records without a document, by reason; `refused_examples` has the first of each.
-        unforeseen: bad rows that raised an exception which no check foresees, by its class.
+        unforeseen: bad rows that raised an exception which no check foresees.
 
     Raises:
         MissingError, CorpusError, ConfigError: at once for sources that cannot be opened; during
@@ -182,7 +161,7 @@ class CorpusReader:
         split: str = "train",
         max_bad_rows: BadRowLimit = AUTO,
         max_row_bytes: int = MAX_ROW_BYTES,
-        parse: Callable[..., tuple[str, Record]] = parse_row,
+        parse: Callable[..., Record] = parse_row,
         find: Callable[..., list[Source]] = resolve,
         more_columns: Sequence[str] = (),
     ) -> None:
@@ -191,46 +170,28 @@ class CorpusReader:
         if limit is not None and limit < 1:
             raise ConfigError(f"limit = {limit}: expected at least 1")
         self.limit = limit
-        self.notes: list[str] = []
+        self._max_bad_rows = max_bad_rows
+        self._parse, self._columns = parse, COLUMNS.union(more_columns)
+        given = [
+            (g, s) for g in enumerate(map(str, sources)) for s in find(g[1], split, max_row_bytes)
+        ]
+        self._given, self.sources = [g for g, _ in given], [s for _, s in given]
+        self._reset()
+
+    def _reset(self) -> None:
         self.reports: list[SourceReport] = []
         self.refused: Counter[str] = Counter()
         self.refused_examples: dict[str, list[str]] = {}
-        self.unforeseen: Counter[str] = Counter()
-        self._max_bad_rows = max_bad_rows
-        self._parse, self._columns = parse, frozenset((*COLUMNS, *more_columns))
-        self.sources: list[Source] = []
-        self._given: list[tuple[int, str]] = []  # per source: which of `sources` it belongs to
-        for given in enumerate(map(str, sources)):
-            found = find(given[1], split, self.notes, max_row_bytes)
-            self.sources += found
-            self._given += [given] * len(found)
-        self._bad = BadRows("")  # of the source that is being read
-        for note in self.notes:
-            logger.warning("%s", note)
-        self._warn_of_equal_names()
-
-    def _warn_of_equal_names(self) -> None:
-        """Warn if sources that were given one by one have one name, which is all that is stored."""
-        places: dict[str, list[str]] = {}
-        for source, given in zip(self.sources, self._given, strict=True):
-            if given[1] not in places.setdefault(source.name, []):
-                places[source.name].append(given[1])
-        for name, given_names in places.items():
-            if len(given_names) > 1:
-                logger.warning(
-                    "warning: %s have one name, %s: their figures are counted together, and "
-                    "--source cannot tell them apart. Rename the files, or give the directory "
-                    "above them",
-                    *(" and ".join(map(printable, given_names)), name),
-                )
+        self.unforeseen = 0
+        self._bad = BadRows("")  # of the source, as given, that is being read
 
     def __iter__(self) -> Iterator[Record]:
         parse = functools.partial(parsed_row, parse=self._parse)
-        for found in self.results(lambda rows: ((row, parse(row)) for row in rows)):
-            yield found.record
+        for result in self.results(lambda rows: ((row, parse(row)) for row in rows)):
+            yield result.made
 
     def results(
-        self, work: Callable[[Iterator[RawRow]], Iterator[tuple[RawRow, RowResult]]]
+        self, work: Callable[[Iterator[RawRow]], Generator[tuple[RawRow, RowResult]]]
     ) -> Generator[RowResult]:
         """Yield what `work` makes of every good row, at most `limit` of them.
 
@@ -240,68 +201,66 @@ class CorpusReader:
         Raises:
             CorpusError: too many bad rows, a source that cannot be read, or no good row.
         """
-        self.reports, self.refused, self.refused_examples = [], Counter(), {}
-        self.unforeseen = Counter()
-        number, left = -1, self.limit
-        with closing(self._rows()) as rows, closing(_generator(work(rows))) as results:
+        self._reset()
+        good = 0
+        with closing(self._rows()) as rows, closing(work(rows)) as results:
             for row, result in results:
-                while number < row.source:
-                    self._end(number)
-                    number += 1
-                    self._begin(number)
-                if row.end:
-                    continue
+                self._advance(row.source)
                 self._count(row, result)
                 if result.bad is None:
                     yield result
-                    left = None if left is None else left - 1
-                    if left == 0:
+                    good += 1
+                    if good == self.limit:
                         break
-            self._end(number)
+            else:
+                self._advance(len(self.sources) - 1)
+        self._end()
         self._bad.check()
-        if not any(report.formats for report in self.reports):
+        if not good:
             raise CorpusError(f"no usable row in {', '.join(r.path for r in self.reports)}")
 
     def _rows(self) -> Generator[RawRow]:
-        """Yield the rows of all sources, and after those of each a RawRow that marks its end."""
         for number, source in enumerate(self.sources):
             with closing(source.rows(self._columns)) as stream:
                 for where, row in stream:
                     yield RawRow(number, source.name, where, row, source.arrow)
-            yield RawRow(number, source.name, source.path, None, end=True)
 
-    def _begin(self, number: int) -> None:
-        """Begin the report of a source."""
-        given = self._given[number]
-        if given not in self._given[max(0, number - 1) : number]:
-            self._bad = BadRows(given[1], self._max_bad_rows)
-        source = self.sources[number]
-        report = SourceReport(
-            source=source.name, path=source.path, kind=source.kind, licence=source.licence
-        )
-        self.reports.append(report)
-
-    def _end(self, number: int) -> None:
-        """Complete the report of a source.
+    def _advance(self, number: int) -> None:
+        """Complete the reports of the sources before source `number`, and begin its own.
 
         Raises:
-            CorpusError: it was the last file of a source as the user named it, with too many bad
-                rows.
+            CorpusError: a source as given is complete, and too many of its rows are bad.
         """
-        if number < 0:
-            return
-        report, source = self.reports[-1], self.sources[number]
+        while len(self.reports) <= number:
+            current = len(self.reports)
+            if current:
+                self._end()
+            if current == 0 or self._given[current] != self._given[current - 1]:
+                self._bad.check()
+                self._bad = BadRows(self._given[current][1], self._max_bad_rows)
+            source = self.sources[current]
+            report = SourceReport(
+                source=source.name, path=source.path, kind=source.kind, licence=source.licence
+            )
+            self.reports.append(report)
+
+    def _end(self) -> None:
+        """Complete the report of the current source, and log what its documents do not have."""
+        report, source = self.reports[-1], self.sources[len(self.reports) - 1]
         report.sha256 = source.digest()
         _add_names(report.unused_columns, [c for c in source.columns() if c not in self._columns])
         logger.info("%s", report)
-        if self._given[number] not in self._given[number + 1 : number + 2]:
-            self._bad.check()
-        if report.bad and not report.formats:
-            logger.warning("warning: %s: every row of this file is bad", report.path)
         for example in report.bad_examples:
             shown = printable(report.path) + example.removeprefix(report.source)
             logger.warning("bad row skipped: %s", shown)
-        _name_what_is_not_used(report)
+        if report.unused_columns:
+            names = printable(", ".join(report.unused_columns))
+            logger.info("%s: columns that are not used: %s", report.path, names)
+        if report.template_left_out:
+            parts = ", ".join(
+                f"{n:,} {kind}" for kind, n in sorted(report.template_left_out.items())
+            )
+            logger.warning("%s: the chat template leaves out %s", report.path, parts)
 
     def _count(self, row: RawRow, result: RowResult) -> None:
         """Count one row."""
@@ -310,10 +269,8 @@ class CorpusReader:
         self._bad.read += 1
         if result.bad is not None:
             report.bad += 1
-            if result.unforeseen:
-                self.unforeseen[result.unforeseen] += 1
-                logger.debug("%s\n%s", printable(row.where), result.trace)
-            self._broken(report, f"{row.where}: {result.bad}")
+            self.unforeseen += result.unforeseen
+            self._broken(f"{row.where}: {result.bad}")
             return
         report.formats[result.kind] = report.formats.get(result.kind, 0) + 1
         report.format = max(report.formats, key=lambda name: report.formats[name])
@@ -325,59 +282,37 @@ class CorpusReader:
         Raises:
             CorpusError: the record is broken, and with it too many rows are bad.
         """
-        report = self.reports[-1]
         self.refused[error.reason] += 1
         if error.broken:
-            report.unrendered += 1
-            self._broken(report, str(error))
+            self.reports[-1].unrendered += 1
+            self._broken(str(error))
         examples = self.refused_examples.setdefault(error.reason, [])
-        if _add_example(examples, _portable(report, str(error))) and not error.broken:
+        if self._add_example(examples, str(error)) and not error.broken:
             logger.info("row left out (%s): %s", error.reason, printable(str(error)))
 
     def count_left_out(self, parts: Mapping[str, int]) -> None:
         """Count what the template left out of the record that was yielded last, by kind."""
-        found = self.reports[-1].template_left_out
+        counts = self.reports[-1].template_left_out
         for kind, count in parts.items():
-            found[kind] = found.get(kind, 0) + count
+            counts[kind] = counts.get(kind, 0) + count
 
-    def _broken(self, report: SourceReport, message: str) -> None:
+    def _broken(self, message: str) -> None:
         """Count a bad row and store an example of it; raise if too many rows are bad."""
         self._bad.add(message)
-        _add_example(report.bad_examples, _portable(report, message))
+        self._add_example(self.reports[-1].bad_examples, message)
 
-
-def _generator(results: Iterator[tuple[RawRow, RowResult]]) -> Generator:
-    """Return an iterator as a generator, which can be closed."""
-    yield from results
-
-
-def _add_example(examples: list[str], message: str) -> bool:
-    """Add a message of a new reason to a few of them; return whether it was added."""
-    new = all(reason_of(message) != reason_of(other) for other in examples)
-    if new := new and len(examples) < EXAMPLES:
+    def _add_example(self, examples: list[str], message: str) -> bool:
+        """Add a message of a new reason, without directories, to a few; return whether it was."""
+        report = self.reports[-1]
+        message = printable(report.source + message.removeprefix(report.path))
+        if len(examples) == EXAMPLES or reason_of(message) in map(reason_of, examples):
+            return False
         examples.append(message)
-    return new
+        return True
 
 
-def _add_names(known: list[str], names: Sequence[str]) -> None:
+def _add_names(known: list[str], names: Iterable[str]) -> None:
     """Add new names of columns, up to a bound: rows can have a new name each."""
     for name in map(printable, names):
         if len(known) < _NAMES and name not in known:
             known.append(name)
-
-
-def _name_what_is_not_used(report: SourceReport) -> None:
-    """Log the columns and the parts of conversations that documents do not have."""
-    if report.unused_columns:
-        names = printable(", ".join(report.unused_columns))
-        logger.info("%s: columns that are not used: %s", report.path, names)
-    if report.template_left_out:
-        parts = ", ".join(
-            f"{count:,} {kind}" for kind, count in sorted(report.template_left_out.items())
-        )
-        logger.warning("%s: the chat template leaves out %s", report.path, parts)
-
-
-def _portable(report: SourceReport, message: str) -> str:
-    """Return a message about a row without the directories of this machine."""
-    return printable(report.source + message.removeprefix(report.path))

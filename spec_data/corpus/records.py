@@ -24,21 +24,13 @@ Rows are normalised, so that the same template call renders every source in the 
   those that the format does not use, are in `Record.unused`; the reader names them per source.
 """
 
-import difflib
-import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spec_data.corpus.bad_rows import BadRow, UnforeseenRow
-from spec_data.corpus.json_values import (
-    check_depth,
-    check_text,
-    is_text,
-    json_problem,
-    parse_json,
-)
+from spec_data.corpus.bad_rows import BadRow
+from spec_data.corpus.json_values import check_depth, check_text, is_text, json_problem, parse_json
 
 FORMATS = (
     *("messages", "conversations", "prompt+completion", "prompt+response", "question+answer"),
@@ -50,22 +42,6 @@ _NEEDS = {name: tuple(name.split("+")) for name in FORMATS} | {
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _FINISH = ("finish_reason", "stop_reason")
 _CUT = ("length", "max_tokens")  # in any case: OpenAI, vLLM, SGLang, TGI; Anthropic, Gemini
-_OPTIONAL = (
-    *(
-        "input",
-        "history",
-        "system",
-        "loss_mask",
-        "tools",
-        "chat_template_kwargs",
-        *_FINISH,
-        *_MEDIA,
-    ),
-)
-
-COLUMNS = (*dict.fromkeys([c for needs in _NEEDS.values() for c in needs]), "turns", *_OPTIONAL)
-"""Every column that is used; readers of columnar files read only these."""
-
 _OF_CHATS = frozenset(("system", "tools", "chat_template_kwargs", *_FINISH, *_MEDIA))
 _OTHERS: dict[str, frozenset[str]] = {
     "input_ids": frozenset(("loss_mask",)),
@@ -74,6 +50,11 @@ _OTHERS: dict[str, frozenset[str]] = {
     "prompt": _OF_CHATS | {"completion", "response"},
     "question": _OF_CHATS | {"answer"},
 }
+COLUMNS = frozenset(
+    {*(c for needs in _NEEDS.values() for c in needs), "turns", *_OF_CHATS}
+    | {"input", "history", "loss_mask"}
+)
+"""Every column that is used; readers of columnar files read only these."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the reasoning of a message, in the order in which `apply_chat_template` reads them."""
@@ -89,6 +70,8 @@ _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "t
 _SYSTEM = ("system", "developer")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
+Message = dict[str, Any]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -101,7 +84,7 @@ class Record:
 
     source: str
     where: str
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Message] | None = None
     text: str | None = None
     input_ids: list[int] | None = None
     loss_mask: list[int] | None = None
@@ -112,31 +95,17 @@ class Record:
     unused: tuple[str, ...] = field(default=(), compare=False)  # columns that were not used
 
 
-def recognise(row: dict[str, Any]) -> str | None:
+def recognise(row: Any) -> str | None:
     """Return the name of the row's format, or None if the row has no known set of columns."""
+    if not isinstance(row, dict):
+        return None
     return next(
         (name for name in FORMATS if all(row.get(c) is not None for c in _NEEDS[name])), None
     )
 
 
-def foreseen(parse: Callable[..., tuple[str, Record]]) -> Callable[..., tuple[str, Record]]:
-    """Decorate a parser of rows: any other exception than a BadRow becomes an UnforeseenRow."""
-
-    @functools.wraps(parse)
-    def guarded(row: Any, *, source: str, where: str, arrow: bool = False) -> tuple[str, Record]:
-        try:
-            return parse(row, source=source, where=where, arrow=arrow)
-        except (BadRow, MemoryError):
-            raise
-        except Exception as error:
-            raise UnforeseenRow(f"{type(error).__name__}: {error}") from error
-
-    return guarded
-
-
-@foreseen
-def parse_row(row: Any, *, source: str, where: str, arrow: bool = False) -> tuple[str, Record]:
-    """Return (format name, Record) of one row.
+def parse_row(row: Any, *, source: str, where: str, arrow: bool = False) -> Record:
+    """Return the record of one row.
 
     Args:
         row: the parsed row; anything but a dict is a bad row.
@@ -145,134 +114,91 @@ def parse_row(row: Any, *, source: str, where: str, arrow: bool = False) -> tupl
         arrow: the row comes from an Arrow table, where a null inside a struct means "no such key".
 
     Raises:
-        BadRow: the row has no known format, or is broken. Any other exception is an UnforeseenRow.
+        BadRow: the row has no known format, or is broken.
     """
-    kind = recognise(row) if isinstance(row, dict) else None
-    row = checked_row(row, kind, FORMATS, arrow)
-    return str(kind), record_of(str(kind), row, source=source, where=where)
+    return _record(row, recognise(row), FORMATS, source, where, arrow)
 
 
-def checked_row(row: Any, kind: str | None, known: Sequence[str], arrow: bool) -> dict[str, Any]:
-    """Return a row that may have a usable format.
-
-    Args:
-        row: the parsed row.
-        kind: the name of its format, None if it was not recognised.
-        known: the formats that the message of the error names.
-        arrow: see `parse_row`.
-
-    Raises:
-        BadRow: the row is no object, has no known format, or has media.
-    """
+def _record(
+    row: Any, kind: str | None, known: Sequence[str], source: str, where: str, arrow: bool
+) -> Record:
+    """Return the record of a row of the format `kind`; `known` are those that an error names."""
     if not isinstance(row, dict):
         raise BadRow(f"expected an object with named columns, found {_kind(row)}")
     if not all(is_text(str(column)) for column in row):
         raise BadRow("the name of a column has half of a surrogate pair, which is no character")
-    for column in COLUMNS:
-        check_depth(row.get(column), column)
+    for column, value in row.items():
+        if column in COLUMNS:
+            check_depth(value, column)
     if kind is None:
-        raise unknown_columns((k for k, v in row.items() if v is not None), known)
+        names = ", ".join(sorted(k for k, v in row.items() if v is not None)) or "none"
+        raise BadRow(f"no known columns (found: {names}; known formats: {', '.join(known)})")
     if arrow and kind not in ("text", "input_ids"):
         row = _without_none(row)
     for column in _MEDIA:
         if row.get(column):
             raise BadRow(f"the row has '{column}'; only text can be rendered")
-    return row
-
-
-def unknown_columns(columns: Iterable[str], known: Sequence[str] = FORMATS) -> BadRow:
-    """Return the bad row of a row that has `columns` and no format of `known`."""
-    found = tuple(sorted(columns))
-    names = ", ".join(found) or "none"
-    nearest = _nearest_format(found, tuple(known))
-    advice = f"; nearest: {nearest}" if nearest else ""
-    return BadRow(f"no known columns (found: {names}{advice}; known formats: {', '.join(known)})")
-
-
-@functools.lru_cache
-def _nearest_format(found: tuple[str, ...], known: tuple[str, ...]) -> str:
-    """Return the format that lacks the least, and what it lacks; "" if no column is like one."""
-    best, nearest = 0.0, ""
-    for name in known:
-        needs = _NEEDS.get(name, (name,))
-        near = {n: difflib.get_close_matches(n, found, n=1, cutoff=0.75) for n in needs}
-        share = sum(n in found or 0.9 * bool(near[n]) for n in needs) / len(needs)
-        if share > best:
-            hints = {n: f" (rename {near[n][0]}?)" if near[n] else "" for n in needs}
-            lacks = ", ".join(n + hint for n, hint in hints.items() if n not in found)
-            best, nearest = share, f"{name}, which lacks {lacks}"
-    return nearest
-
-
-def record_of(kind: str, row: dict[str, Any], *, source: str, where: str) -> Record:
-    """Return the record of a row of the format `kind`.
-
-    Raises:
-        BadRow: the row is broken.
-    """
     used = set(kind.split("+")) | _OTHERS.get(kind, _OF_CHATS) | set(_NEEDS.get(kind, ()))
     unused = [c for c, v in row.items() if c not in used and v not in (None, "", [], {})]
-    record = Record(source=source, where=where, kind=kind, unused=tuple(unused))
+    facts: dict[str, Any]
     if kind == "text":
-        return replace(record, text=_given_text(row["text"]))
-    if kind == "input_ids":
-        ids, mask = _integers(row, "input_ids", (int,)), row.get("loss_mask")
-        if mask is not None:
-            mask = [int(v) for v in _integers(row, "loss_mask", (int, bool))]
-        return replace(record, input_ids=ids, loss_mask=mask)
-    messages, follow_ups = _conversation(kind, row)
-    system, first = row.get("system"), messages[0]
-    if system and first["role"] in _SYSTEM and first.get("content") != system:
-        unused.append("system")
-    finish = next((row[name] for name in _FINISH if isinstance(row.get(name), str)), None)
-    record = replace(
-        record,
-        messages=_with_system(_with_finish(messages, finish), system),
-        tools=_tools(row.get("tools")),
-        template_kwargs=_template_kwargs(row.get("chat_template_kwargs")),
-        follow_ups=follow_ups,
-        unused=tuple(unused),
-    )
-    for name in ("messages", "tools", "template_kwargs", "follow_ups"):
-        check_text(getattr(record, name), name)
-    return record
+        facts = {"text": _text(row["text"], "text")}
+        if not facts["text"].strip():
+            raise BadRow("text is empty")
+    elif kind == "input_ids":
+        facts = {"input_ids": _integers(row, "input_ids", (int,))}
+        if row.get("loss_mask") is not None:
+            facts["loss_mask"] = list(map(int, _integers(row, "loss_mask", (int, bool))))
+    else:
+        messages, follow_ups = _conversation(kind, row)
+        system, first = row.get("system"), messages[0]
+        if system and first["role"] in _SYSTEM:
+            if first.get("content") != system:
+                unused.append("system")
+        elif system:
+            messages = [{"role": "system", "content": _text(system, "system")}, *messages]
+        facts = {
+            "messages": _with_finish(messages, row),
+            "tools": _tools(row.get("tools")),
+            "template_kwargs": _template_kwargs(row.get("chat_template_kwargs")),
+            "follow_ups": follow_ups,
+        }
+    for name, value in facts.items():
+        if kind != "input_ids":
+            check_text(value, name)
+    return Record(source=source, where=where, kind=kind, unused=tuple(unused), **facts)
 
 
-def _conversation(kind: str, row: dict[str, Any]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+# -- conversations ---------------------------------------------------------------------------------
+
+
+def _conversation(kind: str, row: dict[str, Any]) -> tuple[list[Message], tuple[str, ...]]:
     """Return the messages of a row, and the user messages after the first answer of `turns`."""
-    if kind == "prompt":
-        return _side(row["prompt"], "prompt", "user"), ()
-    if kind == "question":
-        return _side(row["question"], "question", "user"), ()
-    if "+" in kind:
-        asked, answered = kind.split("+")
-        return _side(row[asked], asked, "user") + _side(row[answered], answered, "assistant"), ()
+    if kind == "turns":
+        turns = _from_json(row["turns"], "turns")
+        if not isinstance(turns, list) or not turns:
+            raise BadRow(f"turns is {_kind(turns)}, not a list of user messages")
+        texts = [_text(turn, f"turns[{i}] (a user message)") for i, turn in enumerate(turns)]
+        return [{"role": "user", "content": texts[0]}], tuple(texts[1:])
     if kind == "instruction":
         return _alpaca(row), ()
-    if kind == "turns":
-        return _turns(row["turns"])
-    return _messages(_from_json(row[kind], kind), kind), ()
+    if kind in ("messages", "conversations"):
+        return _messages(_from_json(row[kind], kind), kind), ()
+    columns = zip(kind.split("+"), ("user", "assistant"), strict=False)
+    return [m for column, role in columns for m in _side(row[column], column, role)], ()
 
 
-def _turns(value: Any) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    value = _from_json(value, "turns")
-    if not isinstance(value, list) or not value:
-        raise BadRow(f"turns is {_kind(value)}, not a list of user messages")
-    texts = [_text(turn, f"turns[{i}] (a user message)") for i, turn in enumerate(value)]
-    return [{"role": "user", "content": texts[0]}], tuple(texts[1:])
-
-
-def _side(value: Any, column: str, role: str) -> list[dict[str, Any]]:
+def _side(value: Any, column: str, role: str) -> list[Message]:
     """Return the messages of one side of a row of two columns, such as prompt+completion.
 
     `value` is a string, one message or a list of messages.
     """
     if isinstance(value, str):
-        return [{"role": role, "content": _text(value, column)}]
+        return [{"role": role, "content": value}]
     return _messages([value] if isinstance(value, dict) else value, column)
 
 
-def _alpaca(row: dict[str, Any]) -> list[dict[str, Any]]:
+def _alpaca(row: dict[str, Any]) -> list[Message]:
     instruction = _text(row["instruction"], "instruction")
     extra = _text("" if row.get("input") is None else row["input"], "input")
     question = "\n\n".join(part for part in (instruction, extra) if part)
@@ -290,7 +216,7 @@ def _alpaca(row: dict[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _messages(value: Any, column: str) -> list[dict[str, Any]]:
+def _messages(value: Any, column: str) -> list[Message]:
     if not isinstance(value, list):
         raise BadRow(f"{column} is {_kind(value)}, not a list of messages")
     if not value:
@@ -298,7 +224,7 @@ def _messages(value: Any, column: str) -> list[dict[str, Any]]:
     return [_message(message, f"{column}[{i}]") for i, message in enumerate(value)]
 
 
-def _message(message: Any, name: str) -> dict[str, Any]:
+def _message(message: Any, name: str) -> Message:
     """Return one message in OpenAI form: `role`, `content`, then every other key unchanged."""
     if not isinstance(message, dict):
         raise BadRow(f"{name} is {_kind(message)}, not a message")
@@ -307,41 +233,31 @@ def _message(message: Any, name: str) -> dict[str, Any]:
     if role is None:
         raise BadRow(f"{name} has the unknown role {speaker!r}; known: {', '.join(_ROLES)}")
     content = message.get("content", message.get("value"))
-    result: dict[str, Any] = {"role": role}
-    if content is not None:
-        result["content"] = _content(content, name)
+    result: Message = {"role": role}
+    if isinstance(content, list):
+        result["content"] = "".join(_part(part, name) for part in content)
+    elif content is not None:
+        result["content"] = _text(content, f"the content of {name}")
     elif role != "assistant" or not any(message.get(n) for n in ("tool_calls", *REASONING)):
         raise BadRow(f"{name} ({role}) has no content")
     taken = ("role", "from", "content", "value")
     result.update({k: v for k, v in message.items() if k not in taken and v is not None})
     if not isinstance(result.get("weight", 1), (int, float)):
         raise BadRow(f"the weight of {name} is {_kind(result['weight'])}, not 0 or 1")
-    if result.get("tool_calls"):
-        result["tool_calls"] = _tool_calls(result["tool_calls"], name)
+    if calls := result.get("tool_calls"):
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise BadRow(f"tool_calls of {name} is not a list of objects")
+        result["tool_calls"] = [_tool_call(call) for call in calls]
     return result
-
-
-def _content(content: Any, name: str) -> str:
-    if isinstance(content, str):
-        return _text(content, name)
-    if not isinstance(content, list):
-        raise BadRow(f"the content of {name} is {_kind(content)}, not text")
-    return "".join(_part(part, name) for part in content)
 
 
 def _part(part: Any, name: str) -> str:
     if isinstance(part, str):
-        return _text(part, name)
+        return part
     kind = part.get("type") if isinstance(part, dict) else _kind(part)
     if not isinstance(part, dict) or kind not in _TEXT_PARTS:
         raise BadRow(f"{name} holds a part of type {kind!r}; only text parts can be rendered")
     return _text(part.get("text"), f"a text part of {name}")
-
-
-def _tool_calls(calls: Any, name: str) -> list[Any]:
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise BadRow(f"tool_calls of {name} is not a list of objects")
-    return [_tool_call(call) for call in calls]
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -360,26 +276,25 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": parsed}
 
 
-def _with_finish(messages: list[dict[str, Any]], finish: str | None) -> list[dict[str, Any]]:
+def _with_finish(messages: list[Message], row: dict[str, Any]) -> list[Message]:
     """Return messages whose cut answers have the finish reason "length".
 
-    `finish` is the reason of the row: that of its last answer, unless this has one of its own.
+    The reason of the row is that of its last answer, unless this has one of its own.
     """
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
     result = []
     for i, message in enumerate(messages):
-        own = next((message[n] for n in _FINISH if isinstance(message.get(n), str)), None)
-        reason = finish if own is None and i == last else own
+        reason = _finish(message)
+        if reason is None and i == last:
+            reason = _finish(row)
         if message["role"] == "assistant" and reason is not None and reason.lower() in _CUT:
             message = {**message, "finish_reason": "length"}
         result.append(message)
     return result
 
 
-def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
-    if not system or messages[0]["role"] in _SYSTEM:
-        return messages
-    return [{"role": "system", "content": _text(system, "system")}, *messages]
+def _finish(table: dict[str, Any]) -> str | None:
+    return next((table[name] for name in _FINISH if isinstance(table.get(name), str)), None)
 
 
 def _tools(value: Any) -> list[Any] | None:
@@ -398,6 +313,9 @@ def _template_kwargs(value: Any) -> dict[str, Any]:
     return value or {}
 
 
+# -- values ----------------------------------------------------------------------------------------
+
+
 def _from_json(value: Any, column: str) -> Any:
     """Return a nested value, parsed if it is text; blank text counts as null."""
     if not isinstance(value, str):
@@ -408,12 +326,6 @@ def _from_json(value: Any, column: str) -> Any:
         raise BadRow(f"{column} is a string but not JSON: {error}") from None
     check_depth(parsed, column)
     return parsed
-
-
-def _given_text(value: Any) -> str:
-    if not _text(value, "text").strip():
-        raise BadRow("text is empty")
-    return value
 
 
 def _integers(row: dict[str, Any], column: str, kinds: tuple[type, ...]) -> list[int]:
@@ -429,8 +341,6 @@ def _integers(row: dict[str, Any], column: str, kinds: tuple[type, ...]) -> list
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise BadRow(f"{name} is {_kind(value)}, not text")
-    if not is_text(value):
-        raise BadRow(f"{name} has half of a surrogate pair, which is no character")
     return value
 
 
@@ -448,20 +358,10 @@ def _kind(value: Any) -> str:
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
 
 
-# -- prompt rows -----------------------------------------------------------------------------------
-# Turn one row of prompts into a `Record` that ends where the target is to answer.
-#
-# `spec-train eval` reads its prompts here, with the code that reads a corpus: a prompt that is read
-# in another way is rendered in another way, and acceptance falls without an error. Rows may hold a
-# question alone: `prompt` or `question` (a string or messages), or `turns`, the user messages of
-# MT-bench, which are sent one after the other, each after the answer to the one before. Messages of
-# the user alone are such turns too: that is how SPEED-Bench is written by its own script.
-#
-# SPEED-Bench on the Hub has a notice in place of questions that it may not redistribute. Such a row
-# is bad: the target would answer the notice.
+# -- prompts ---------------------------------------------------------------------------------------
 
-
-_NOTICE = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # of SPEED-Bench
+_NOTICE = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+"""SPEED-Bench on the Hub has it in place of questions that it may not redistribute."""
 
 PROMPT_FORMATS = (
     *("messages", "conversations", "turns", "prompt", "question", "instruction", "input_ids"),
@@ -469,14 +369,18 @@ PROMPT_FORMATS = (
 )
 
 
-@foreseen
-def parse_prompt(row: Any, *, source: str, where: str, arrow: bool = False) -> tuple[str, Record]:
-    """Return (format name, Record) of one row of prompts; the arguments are those of `parse_row`.
+def parse_prompt(row: Any, *, source: str, where: str, arrow: bool = False) -> Record:
+    """Return the record of one row of prompts, which ends where the target is to answer.
 
-    Answers at the end of the messages are dropped. Several messages, all of the user, are turns:
-    the first one is the prompt, the others follow its answer. Of `input_ids` the tokens before the
-    first supervised one remain, or all if there is none before it. A row with a string as `prompt`
-    or `question` is of kind "prompt" and has one user message.
+    A prompt is read by the code that reads a corpus: read in another way, it is rendered in another
+    way, and acceptance falls without an error. Rows may hold a question alone: `prompt` or
+    `question` (a string or messages), or `turns`, the user messages of MT-bench, which are sent one
+    after the other, each after the answer to the one before. Messages of the user alone are such
+    turns too: that is how SPEED-Bench is written by its own script.
+
+    Answers at the end of the messages are dropped. Of `input_ids` the tokens before the first
+    supervised one remain, or all if there is none before it. A row with a string as `prompt` or
+    `question` is of kind "prompt" and has one user message. The arguments are those of `parse_row`.
 
     Raises:
         BadRow: the row has no known format, is broken, asks nothing, or has SPEED-Bench's notice.
@@ -484,49 +388,28 @@ def parse_prompt(row: Any, *, source: str, where: str, arrow: bool = False) -> t
     kind = None
     if isinstance(row, dict):
         kind = next((name for name in PROMPT_FORMATS if row.get(name) is not None), None)
-    row = checked_row(row, kind, PROMPT_FORMATS, arrow)
-    record = record_of(str(kind), row, source=source, where=where)
-    if record.messages is not None:
-        if kind in ("messages", "conversations"):
-            record = _in_turns(record)
-        elif kind in ("prompt", "question"):
-            kind = "prompt" if isinstance(row[kind], str) else "messages"
-        record = replace(record, messages=_asked(record.messages or []), kind=str(kind))
-        _refuse_notice(record)
-    elif record.input_ids is not None:
+    record = _record(row, kind, PROMPT_FORMATS, source, where, arrow)
+    if record.input_ids is not None:
         mask = record.loss_mask or []
         end = mask.index(1) if 1 in mask else 0
-        record = replace(record, input_ids=record.input_ids[: end or None], loss_mask=None)
-    return str(kind), record
-
-
-def _in_turns(record: Record) -> Record:
-    """Return a record of user messages alone as the first one, with the others as follow-ups.
-
-    A row with an answer stays as it is: its document has no answers between those messages.
-    """
-    messages = record.messages or []
-    texts = [m["content"] for m in messages if m["role"] == "user"]
-    if len(texts) < 2 or len(texts) < len(messages):
+        return replace(record, input_ids=record.input_ids[: end or None], loss_mask=None)
+    if record.messages is None:
         return record
-    return replace(record, messages=messages[:1], follow_ups=tuple(texts[1:]))
-
-
-def _refuse_notice(record: Record) -> None:
-    asked = [*(m.get("content") or "" for m in record.messages or ()), *record.follow_ups]
-    if any(_NOTICE in text for text in asked):
+    messages, follow_ups = record.messages, record.follow_ups
+    if kind in ("messages", "conversations"):
+        if all(m["role"] == "user" for m in messages):  # turns without answers between them
+            follow_ups = tuple(m["content"] for m in messages[1:])
+            messages = messages[:1]
+    elif kind in ("prompt", "question"):
+        kind = "prompt" if isinstance(row[kind], str) else "messages"
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    last = messages[-1]["role"] if messages else "nothing"
+    if last not in ("user", "tool"):
+        raise BadRow(f"the last message before the answer must be of a user or a tool, not {last}")
+    if any(_NOTICE in text for text in (*(m.get("content", "") for m in messages), *follow_ups)):
         raise BadRow(
             "a notice of SPEED-Bench in place of the question; NVIDIA's prepare_data.py "
             "(Model-Optimizer, examples/specdec_bench) writes a file with all questions"
         )
-
-
-def _asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages before the answers at the end."""
-    end = len(messages)
-    while end and messages[end - 1]["role"] == "assistant":
-        end -= 1
-    last = messages[end - 1]["role"] if end else "nothing"
-    if last not in ("user", "tool"):
-        raise BadRow(f"the last message before the answer must be of a user or a tool, not {last}")
-    return messages[:end]
+    return replace(record, messages=messages, follow_ups=follow_ups, kind=str(kind))

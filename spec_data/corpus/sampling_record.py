@@ -14,11 +14,11 @@ may hold such files.
     versions     of the programs
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from spec_data.shards.errors import CorpusError
+from spec_data.shards.files import read_object
 
 FORMAT = "spec-data sampling 1"
 FAILURES = 10_000
@@ -38,17 +38,10 @@ def read_record(corpus: Path) -> dict[str, Any] | None:
     file = record_path(corpus)
     if not file.is_file():
         return None
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        known = found["format"] == FORMAT and isinstance(found["settings"], dict)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    record = read_object(file, CorpusError)
+    if record.get("format") != FORMAT or not isinstance(record.get("settings"), dict):
         raise CorpusError(
-            f"{file}: damaged ({type(error).__name__}: {error}); delete it to use {corpus} without "
-            "it, or run `spec-data regenerate` again"
-        ) from None
-    if not known:
-        raise CorpusError(
-            f"{file}: its format is {found['format']!r}, and this release reads {FORMAT!r}; update "
-            "spec-data, or delete the file"
+            f"{file}: not a record of {FORMAT!r}; delete it to use {corpus} without it, or run "
+            "`spec-data regenerate` again"
         )
-    return dict(found)
+    return record

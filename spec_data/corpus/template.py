@@ -2,43 +2,38 @@
 
 Every text comes from the tokenizer's own `apply_chat_template`, and so does every token, but that a
 beginning of the conversation takes tokens of the whole where these are the same (`tokens.py`). A
-template is a program that
-strangers wrote: any exception it raises becomes a `RenderError` of the record, and so does a render
-that does not end. `spec-train eval` renders its prompts through the same code.
+template is a program that strangers wrote: any exception it raises becomes a `RenderError` of the
+record, and so does a render that does not end. `spec-train eval` renders its prompts through the
+same code.
 """
 
 import contextlib
-import difflib
 import functools
 import logging
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import cached_property
-from textwrap import shorten
 from typing import Any
 
 import jinja2.meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from spec_data.corpus.bad_rows import printable
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.left_out import TOOL_LISTS, left_out
-from spec_data.corpus.limits import FORKS, MEMORY, Child, limited, limited_call
-from spec_data.corpus.records import Record
-from spec_data.corpus.tokens import TokenisedText, Tokens, common
-from spec_data.shards.errors import ConfigError, CorpusError
+from spec_data.corpus.limits import FORKS, MEMORY, Child, Work, limited, limited_call
+from spec_data.corpus.records import Message, Record
+from spec_data.corpus.tokens import TokenisedText, Tokens
+from spec_data.shards.errors import ConfigError
 
-# -- template names --------------------------------------------------------------------------------
-# Which names a chat template reads: a keyword argument that it does not read has no effect.
-#
+logger = logging.getLogger(__name__)
+
+# -- template kwargs -------------------------------------------------------------------------------
 # A misspelt `enable_thinking` renders without an error, and every document is then another than
 # serving's. So template kwargs are compared with the names that the parsed template looks up.
-
 
 RESERVED = {  # arguments of apply_chat_template that rendering sets; users cannot set them
     *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize"),
@@ -56,12 +51,10 @@ def names_read(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
     template has a syntax error, or if the tokenizer renders in Python code of its own. A template
     that prints the date (`strftime_now`) reads `date_string` at least through `fixed_date`.
     """
-    own = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
-    templates = tokenizer.chat_template or {}
-    if own:
+    if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
         return None
-    texts = tuple(templates.values()) if isinstance(templates, dict) else (templates,)
-    return _names_of(texts)
+    templates = tokenizer.chat_template or {}
+    return _names_of(tuple(templates.values()) if isinstance(templates, dict) else (templates,))
 
 
 @functools.lru_cache(maxsize=64)
@@ -70,19 +63,35 @@ def _names_of(texts: tuple[str, ...]) -> frozenset[str] | None:
 
     Jinja computes constants such as `10**10**9` even here, so this is done under limits.
     """
-    found: frozenset[str] | None = limited_call(_undeclared, texts)
-    return found
+    names: frozenset[str] | None = limited_call(_undeclared, texts)
+    return names
 
 
 def _undeclared(texts: Iterable[str]) -> frozenset[str] | None:
-    found: set[str] = set()
+    names = {_DATE} if _CLOCK in str(texts) else set()
     for text in texts:
         try:
             environment = _compile_jinja_template(text).environment
-            found |= jinja2.meta.find_undeclared_variables(environment.parse(text))
+            names |= jinja2.meta.find_undeclared_variables(environment.parse(text))
         except jinja2.TemplateError:
             return None  # rendering a record reports the error
-    return frozenset(found | ({_DATE} if _CLOCK in str(texts) else set()))
+    return frozenset(names)
+
+
+def refused_kwargs(kwargs: Iterable[str], read: frozenset[str] | None) -> str | None:
+    """Return why template kwargs cannot be used, or None if they can.
+
+    `kwargs` are their names, `read` the result of `names_read`.
+    """
+    given = set(kwargs)
+    if reserved := sorted(RESERVED & given):
+        return f"{', '.join(reserved)} cannot be set here"
+    if read is None or given <= read:
+        return None
+    return (
+        f"the chat template does not read {', '.join(sorted(given - read))} (it reads "
+        f"{', '.join(sorted(read - RESERVED)) or 'none'}); correct it where it is set"
+    )
 
 
 def fixed_date(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> date | None:
@@ -105,7 +114,7 @@ def fixed_date(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) ->
 
 
 @contextlib.contextmanager
-def on_date(template: str, fixed: date | None) -> Iterator[None]:
+def _on_date(template: str, fixed: date | None) -> Iterator[None]:
     """Let a template render as on a date; None: today."""
     if fixed is None:
         yield
@@ -119,57 +128,9 @@ def on_date(template: str, fixed: date | None) -> Iterator[None]:
         names[_CLOCK] = clock
 
 
-def refused_kwargs(kwargs: Iterable[str], read: frozenset[str] | None) -> str | None:
-    """Return why template kwargs cannot be used, or None if they can.
-
-    `kwargs` are their names, `read` the result of `names_read`.
-    """
-    given = set(kwargs)
-    if reserved := sorted(RESERVED & given):
-        return f"{', '.join(reserved)} cannot be set here"
-    unread = sorted(given - read) if read is not None else []
-    if read is None or not unread:
-        return None
-    settable = sorted(read - RESERVED)
-    known = f"it reads {', '.join(settable)}" if settable else "it reads none"
-    near = [n for name in unread for n in difflib.get_close_matches(name, settable, n=1)]
-    near = list(dict.fromkeys(near))
-    advice = f"did you mean {' or '.join(near)}?" if near else "remove it where it is set"
-    return f"the chat template does not read {', '.join(unread)} ({known}); {advice}"
-
-
-def prints_the_date(
-    tokenizer: PreTrainedTokenizerBase, read: frozenset[str] | None, kwargs: Mapping[str, Any]
-) -> bool:
-    """Return whether the template prints today's date.
-
-    It does not where `kwargs` has a date that the template reads.
-    """
-    fixed = [name for name in date_kwargs(read) if name in kwargs]
-    return _CLOCK in str(tokenizer.chat_template) and not fixed
-
-
-def date_kwargs(read: frozenset[str] | None) -> list[str]:
-    """Return the names of template kwargs that fix the date (Llama's `date_string`)."""
-    if read is None:
-        return [_DATE]
-    return sorted(n for n in read if any(d in n.lower() for d in _DATES))
-
-
 # -- template --------------------------------------------------------------------------------------
 
-
-logger = logging.getLogger(__name__)
-
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """The token ids of one render, and its generation tags."""
-
-    ids: list[int]
-    tags: list[int] | None  # 1 at tokens inside generation tags; None: the template has no tags
 
 
 class Template:
@@ -202,44 +163,24 @@ class Template:
         self._apart = apart and FORKS
         self._child: Child | None = None
         self._lock = threading.Lock()  # of the child
-        if reason := refused_kwargs(self.kwargs, self.names):
-            raise ConfigError(f"chat template kwargs: {reason}")
+        reason = refused_kwargs(self.kwargs, self.names)
         try:
             fixed_date(tokenizer, self.kwargs)
         except ValueError as error:
-            raise ConfigError(f"chat template kwargs: {error}") from None
-
-    @property
-    def clock_dependent(self) -> bool:
-        """Whether the template prints today's date, so that documents depend on the day."""
-        return prints_the_date(self.tokenizer, self.names, self.kwargs)
-
-    @cached_property
-    def added_system(self) -> str:
-        """The beginning of what the template writes where a chat has no system message, or "".
-
-        It is what a chat with a system message does not have in that place.
-        """
-        user = {"role": "user", "content": "Qzv8probe"}
-        chats = [user], [{"role": "system", "content": "Qzv9probe"}, user]
-        try:
-            alone, given = (self.apply(chat, None, self.kwargs, tokenize=False) for chat in chats)
-        except Exception:  # the template may need more, or know no system message
-            return ""
-        start = common(alone, given)
-        end = common(alone[start:][::-1], given[start:][::-1])
-        return shorten(printable(alone[start : len(alone) - end]), 40, placeholder=" ...")
+            reason = reason or str(error)
+        if reason:
+            raise ConfigError(f"chat template kwargs: {reason}")
 
     def warn_of_the_date(self) -> None:
-        """Log a warning if the template prints today's date."""
-        if not self.clock_dependent:
-            return
-        names = date_kwargs(self.names)
-        logger.warning(
-            "the chat template prints today's date, so documents rendered on another day differ; "
-            "set a fixed date with the template kwarg %s",
-            " or ".join(names),
-        )
+        """Log a warning if the template prints today's date, and no kwarg fixes it."""
+        names = [_DATE] if self.names is None else sorted(self.names)
+        names = [name for name in names if any(word in name.lower() for word in _DATES)]
+        if _CLOCK in str(self.tokenizer.chat_template) and not self.kwargs.keys() & set(names):
+            logger.warning(
+                "the chat template prints today's date, so documents rendered on another day "
+                "differ; set a fixed date with the template kwarg %s",
+                " or ".join(names),
+            )
 
     def kwargs_of(self, record: Record) -> dict[str, Any]:
         """Return the kwargs that render a record: those of the run, overridden by its own.
@@ -247,14 +188,13 @@ class Template:
         Some corpora have every kwarg of their own template in each row, most of them empty. An
         empty one (null, "", [] or {}) that this template does not read is left out.
         """
-        own = {
+        return self.kwargs | {
             name: value
             for name, value in record.template_kwargs.items()
             if self.names is None or name in self.names or value not in (None, "", [], {})
         }
-        return {**self.kwargs, **own}
 
-    def chat(self, record: Record, messages: Sequence[dict[str, Any]]) -> "Chat":
+    def chat(self, record: Record, messages: Sequence[Message]) -> "Chat":
         """Return the renders of a conversation of `record`.
 
         Raises:
@@ -264,7 +204,7 @@ class Template:
 
     def apply(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Message],
         tools: Sequence[Any] | None,
         kwargs: Mapping[str, Any],
         **options: Any,
@@ -272,47 +212,47 @@ class Template:
         """Return what `apply_chat_template` returns.
 
         Raises:
-            TimeoutError: the template did not finish in time.
+            TemplateError: the template raised an exception. MemoryError: it needs too much.
+            TimeoutError: it did not finish in time.
             CorpusError: nor did it several times before.
         """
         given = list(messages), list(tools) if tools else None, dict(kwargs), options
         if not self._apart:
-            return _applied(self.tokenizer, given)
+            return _apply(self.tokenizer, given)
         with self._lock:
-            if self._child is None:
-                self._child = Child(_caught, (self.tokenizer,))
-            results, error = self._child.map([given], lambda _, reason: TimeoutError(reason))
-        if error is not None:
-            raise error
-        if isinstance(results[0], TimeoutError):
-            raise results[0]
-        return results[0]
+            self._child = self._child or Child(_applying, (self.tokenizer,))
+            return self._child.call(given)
 
 
-_Given = tuple[list[dict[str, Any]], list[Any] | None, dict[str, Any], dict[str, Any]]
+class TemplateError(Exception):
+    """What a template raised, in words: not every exception can be sent by another process."""
 
 
-def _applied(tokenizer: PreTrainedTokenizerBase, given: _Given) -> Any:
+def _applying(tokenizer: PreTrainedTokenizerBase) -> Work:
+    return functools.partial(_apply, tokenizer)
+
+
+def _apply(tokenizer: PreTrainedTokenizerBase, given: tuple[Any, ...]) -> Any:
     messages, tools, kwargs, options = given
-    fixed = fixed_date(tokenizer, kwargs)
-    with limited(), on_date(tokenizer.get_chat_template(None, tools), fixed):
-        return tokenizer.apply_chat_template(messages, tools=tools, **kwargs, **options)
+    try:
+        date, text = fixed_date(tokenizer, kwargs), tokenizer.get_chat_template(None, tools)
+        with limited(), _on_date(text, date):
+            return tokenizer.apply_chat_template(messages, tools=tools, **kwargs, **options)
+    except MemoryError:
+        raise
+    except Exception as error:  # templates are programs: they can raise anything
+        raise TemplateError(f"{type(error).__name__}: {error}") from error
 
 
-class _FailedError(Exception):
-    """What a template raised in another process, in words: not every exception can be sent."""
+# -- conversations ---------------------------------------------------------------------------------
 
 
-def _caught(tokenizer: PreTrainedTokenizerBase) -> Callable[[_Given], Any]:
-    def render(given: _Given) -> Any:
-        try:
-            return _applied(tokenizer, given)
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise _FailedError(f"{type(error).__name__}: {error}") from None
+@dataclass(frozen=True)
+class Rendered:
+    """The token ids of one render, and its generation tags."""
 
-    return render
+    ids: list[int]
+    tags: list[int] | None  # 1 at tokens inside generation tags; None: the template has no tags
 
 
 class Chat:
@@ -321,13 +261,11 @@ class Chat:
     `tagged` is True if the template marks what the target generates with `{% generation %}`.
     """
 
-    def __init__(
-        self, template: Template, record: Record, messages: Sequence[dict[str, Any]]
-    ) -> None:
+    def __init__(self, template: Template, record: Record, messages: Sequence[Message]) -> None:
         self.record = record
         self._template = template
         self._tokenizer = template.tokenizer
-        self._messages = messages
+        self.messages = messages
         self._kwargs = template.kwargs_of(record)
         self._prompts: dict[int, list[int]] = {}
         self._throughs: dict[int, Rendered] = {}
@@ -348,19 +286,16 @@ class Chat:
             raise render_error(record, "no-chat-template", str(error)) from error
         self.tagged = bool(_GENERATION_TAG.search(text)) and self._tokenizer.is_fast
 
-    def _apply(self, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
+    def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
         try:
             return self._template.apply(messages, self.record.tools, self._kwargs, **options)
         except TimeoutError as error:
             raise render_error(self.record, "template-timeout", str(error)) from None
-        except CorpusError:
-            raise
         except MemoryError:
             message = f"the chat template needs more than {MEMORY >> 30} GB of memory"
             raise render_error(self.record, "template-memory", message) from None
-        except Exception as error:  # templates are programs: they can raise anything
-            kind = "" if isinstance(error, _FailedError) else f"{type(error).__name__}: "
-            message = f"the chat template fails: {kind}{error}"
+        except TemplateError as error:
+            message = f"the chat template fails: {error}"
             raise render_error(self.record, "template-error", message) from error
 
     def prompt(self, k: int) -> list[int]:
@@ -373,16 +308,14 @@ class Chat:
         """Return the render of the conversation up to and including message k."""
         if k not in self._throughs:
             if self.tagged:
-                self._throughs[k] = self._with_tags(k)
+                rendered = self._apply(
+                    self.messages[: k + 1], return_dict=True, return_assistant_tokens_mask=True
+                )
+                tags = list(rendered["assistant_masks"])
+                self._throughs[k] = Rendered(list(rendered["input_ids"]), tags)
             else:
                 self._throughs[k] = Rendered(self._ids(k + 1), None)
         return self._throughs[k]
-
-    def _with_tags(self, k: int) -> Rendered:
-        found = self._apply(
-            self._messages[: k + 1], return_dict=True, return_assistant_tokens_mask=True
-        )
-        return Rendered(list(found["input_ids"]), list(found["assistant_masks"]))
 
     def _ids(self, end: int, add_generation_prompt: bool = False) -> list[int]:
         """Return the token ids of the render of `messages[:end]`."""
@@ -390,15 +323,15 @@ class Chat:
         if tokens.direct:
             text = self._text(end, add_generation_prompt)
             try:
-                found = tokens.beginning(self._whole, text) if self._whole else None
-                if found is None:
+                ids = tokens.beginning(self._whole, text) if self._whole else None
+                if ids is None:
                     tokenised = tokens.tokenise(text)
-                    self._whole, found = self._whole or tokenised, tokenised.ids
-                return found
+                    self._whole, ids = self._whole or tokenised, tokenised.ids
+                return ids
             except Exception:  # of the tokenizer; below, it becomes the error of this record
                 self._whole = None
         rendered = self._apply(
-            self._messages[:end], add_generation_prompt=add_generation_prompt, return_dict=True
+            self.messages[:end], add_generation_prompt=add_generation_prompt, return_dict=True
         )
         return list(rendered["input_ids"])
 
@@ -406,11 +339,12 @@ class Chat:
         """Return the token that follows answer k where a user asks on; None if that is unclear."""
         question = {"role": "user", "content": "?"}
         try:
-            rendered = self._apply([*self._messages[: k + 1], question], return_dict=True)
+            rendered = self._apply([*self.messages[: k + 1], question], return_dict=True)
         except RenderError:
             return None
-        ids, own = list(rendered["input_ids"]), self.through(k).ids
-        return ids[len(own)] if len(ids) > len(own) and ids[: len(own)] == own else None
+        ids, through = list(rendered["input_ids"]), self.through(k).ids
+        follows = len(ids) > len(through) and ids[: len(through)] == through
+        return ids[len(through)] if follows else None
 
     def spliced(self, k: int) -> list[int]:
         """Return prompt_k, then the tokens of the rest of the text of through_k, tokenised alone.
@@ -432,22 +366,20 @@ class Chat:
         `answers` are the last messages of the documents, ascending.
         """
         ends = [k + 1 for k in answers]
-        found = left_out(self._messages[: ends[-1]], ends, self._text_of)
+        counts = left_out(self.messages[: ends[-1]], ends, self._text_of)
         names = self._template.names
         if self.record.tools and names is not None and "tools" not in names:
-            found[TOOL_LISTS] += 1
-        return found
+            counts[TOOL_LISTS] += 1
+        return counts
 
     def _text(self, end: int, add_generation_prompt: bool = False) -> str:
         """Return the render of `messages[:end]`."""
         key = end, add_generation_prompt
         if key not in self._texts:
-            self._texts[key] = self._text_of(self._messages[:end], add_generation_prompt)
+            self._texts[key] = self._text_of(self.messages[:end], add_generation_prompt)
         return self._texts[key]
 
-    def _text_of(
-        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False
-    ) -> str:
+    def _text_of(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         return str(
             self._apply(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
         )
@@ -482,8 +414,6 @@ def render_error(record: Record, reason: str, message: str) -> RenderError:
 
 
 # -- end tokens ------------------------------------------------------------------------------------
-# Which tokens end a turn: those that stop generation, and those that a template writes there.
-
 
 _KNOWN = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "</s>"),
@@ -494,7 +424,7 @@ _PROBE = "Qzv7probe"  # an answer that no template contains
 
 
 class EndTokens:
-    """The end-of-turn tokens of a target.
+    """The end-of-turn tokens of a target: those that stop generation, and those of its template.
 
     Args:
         template: the chat template, with its tokenizer.
@@ -509,9 +439,9 @@ class EndTokens:
 
     def __init__(self, template: Template, generation: Sequence[int]) -> None:
         tokenizer = template.tokenizer
-        own = tokenizer.eos_token_id
+        eos = tokenizer.eos_token_id
         self.generation = tuple(generation)
-        self.stops = frozenset([*generation, *([] if own is None else [own])])
+        self.stops = frozenset([*generation, *([] if eos is None else [eos])])
         added = {str(t): i for i, t in getattr(tokenizer, "added_tokens_decoder", {}).items()}
         known = {added[name] for name in _KNOWN if name in added}
         self.all = self.stops | known | set(_probed(template, set(added.values())))

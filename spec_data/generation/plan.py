@@ -514,15 +514,15 @@ class RowRenderer:
             CorpusError: the chat template does not end, for several rows.
         """
         parsed = parsed_row(row, parse_row)
-        if row.end or parsed.bad is not None:
+        if parsed.bad is not None:
             return parsed
         try:
-            rendering = self._renderer.rendering(parsed.record)
+            rendering = self._renderer.render(parsed.made)
             documents = tuple(truncate(d, self._max_length) for d in rendering.documents)
             rendered = RenderedRow(replace(rendering, documents=[]), documents)
         except RenderError as error:
             rendered = RenderedRow(refused=(error.reason, str(error)))
-        return replace(parsed, made=rendered, _record=None)
+        return replace(parsed, made=rendered)
 
 
 class RenderedCorpus(NamedTuple):

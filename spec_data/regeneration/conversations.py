@@ -154,8 +154,8 @@ def _as_context(index: int, message: Message, slots: Sequence[int]) -> Message:
     return message
 
 
-def parse_question(row: Any, *, source: str, where: str, arrow: bool = False) -> tuple[str, Record]:
-    """Return (format name, Record) of a row of conversations, or of questions without an answer.
+def parse_question(row: Any, *, source: str, where: str, arrow: bool = False) -> Record:
+    """Return the record of a row of conversations, or of questions without an answer.
 
     Raises:
         BadRow: see `parse_row`.

@@ -84,7 +84,7 @@ SETS: Mapping[str, Mapping[str, PromptSet]] = {
 }
 """The parts of each named set by their names; "" names the set as a whole."""
 
-Parse = Callable[..., tuple[str, Record]]
+Parse = Callable[..., Record]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class PromptSource:
         """Return what parses a row; it puts the set of the row's place into `groups`."""
         by_category = self.known is None or self.known.categories
 
-        def parse(row: Any, *, source: str, where: str, arrow: bool = False) -> tuple[str, Record]:
+        def parse(row: Any, *, source: str, where: str, arrow: bool = False) -> Record:
             category = row.get("category") if isinstance(row, Mapping) else None
             part = category if isinstance(category, str) and by_category else None
             groups[where] = f"{self.name}: {part}" if part else self.name

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import processors
 
 from spec_data.corpus.chat import Renderer, RenderError, Turn, loss_mask_from_turns
-from spec_data.corpus.documents import cut_document
+from spec_data.corpus.documents import RenderCounts
 from spec_data.corpus.records import Record
 from spec_data.shards.errors import ConfigError
 from tests.spec_data.corpus.chat_cases import (
@@ -32,6 +32,10 @@ def chat(*messages, **more):
 
 def text(content):
     return Record(source="s", where="s:1", text=content)
+
+
+def documents_of(tok, record, **options):
+    return Renderer(tok, **options).render(record).documents
 
 
 def expect(tok, marked):
@@ -65,19 +69,18 @@ def supervised_texts(tok, document):
 def test_documents_and_masks_are_the_expected_ones(name):
     family, messages, kwargs, tools, expected = CASES[name]
     tok = tokenizer(family)
-    renderer = Renderer(tok, template_kwargs=kwargs)
-    documents = renderer.render(chat(*messages, tools=tools))
-    assert [(d.input_ids, d.loss_mask) for d in documents] == [expect(tok, e) for e in expected]
-    assert renderer.method == METHODS.get(name, "prefix boundaries")
-    assert renderer.methods == {renderer.method: 1}
-    assert not +renderer.counts
+    result = Renderer(tok, template_kwargs=kwargs).render(chat(*messages, tools=tools))
+    found = [(d.input_ids, d.loss_mask) for d in result.documents]
+    assert found == [expect(tok, e) for e in expected]
+    assert result.method == METHODS.get(name, "prefix boundaries")
+    assert not result.counts
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_stored_prompt_is_what_serving_sends(name):
     family, messages, kwargs, tools, _ = CASES[name]
     tok = tokenizer(family)
-    documents = Renderer(tok, template_kwargs=kwargs).render(chat(*messages, tools=tools))
+    documents = documents_of(tok, chat(*messages, tools=tools), template_kwargs=kwargs)
     turns = [(d.input_ids, turn) for d in documents for turn in d.turns]
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and not m.get("skip")]
     assert len(turns) == len(answers)
@@ -86,19 +89,9 @@ def test_every_stored_prompt_is_what_serving_sends(name):
 
 
 FAMILIES = [name for name in TEMPLATES if name not in ("r1", "glm", "thinking", "qwen3")]
-PIECES = (
-    *(
-        "Paris",
-        " ",
-        "\n",
-        "\n\n",
-        "🦊é",
-        "<|im_start|>assistant\n",
-        "[INST]",
-        "<start_of_turn>model\n",
-    ),
-    *("<|start_header_id|>assistant<|end_header_id|>\n\n", "the end.", "  x", "<think>", "\t"),
-)
+PIECES = ("Paris", " ", "\n", "\n\n", "🦊é", "<|im_start|>assistant\n", "[INST]", "the end.")
+PIECES += ("<start_of_turn>model\n", "<|start_header_id|>assistant<|end_header_id|>\n\n", "  x")
+PIECES += ("<think>", "\t")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -109,13 +102,13 @@ def test_random_conversations_follow_the_rules(family):
     renderer = Renderer(tok)
     end = {"llama3": "<|eot_id|>", "mistral": "</s>", "phi3": "<|end|>", "odd-end": "<|stop|>"}
     end |= {"gemma2": "<end_of_turn>", "gemma3": "<end_of_turn>"}
-    for _ in range(40):
+    for _ in range(20):
         messages = []
         for _ in range(draw.randint(1, 3)):
             messages.append(user("".join(draw.choices(PIECES, k=draw.randint(0, 5)))))
             messages.append(answer("".join(draw.choices(PIECES, k=draw.randint(0, 5))) + "z"))
         turns = []
-        for document in renderer.render(chat(*messages)):
+        for document in renderer.render(chat(*messages)).documents:
             length = len(document.input_ids)
             assert document.loss_mask == loss_mask_from_turns(length, document.turns, "assistant")
             turns += [(document.input_ids, turn) for turn in document.turns]
@@ -130,9 +123,9 @@ def test_random_conversations_follow_the_rules(family):
 def test_a_boundary_inside_a_merged_token_is_detected_and_split_as_text():
     """The thinking prompt ends in a newline; in the whole it merges with the next newline."""
     tok = tokenizer("thinking")
-    renderer = Renderer(tok)
-    (document,) = renderer.render(chat(user("a"), answer("B")))
-    assert renderer.method == "turn by turn"
+    result = Renderer(tok).render(chat(user("a"), answer("B")))
+    (document,) = result.documents
+    assert result.method == "turn by turn"
     prompt = prompt_ids(tok, [user("a")])
     (turn,) = document.turns
     assert document.input_ids[: turn.start] == prompt
@@ -146,64 +139,61 @@ def test_turns_that_only_the_next_header_ends():
     """GLM: if <|user|> is an end-of-turn token, it is supervised where the whole has it."""
     tok = tokenizer("glm")
     header = tok.convert_tokens_to_ids("<|user|>")
-    renderer = Renderer(tok, eot_token_ids=[header])
-    (document,) = renderer.render(chat(*TWO))
+    result = Renderer(tok, eot_token_ids=[header]).render(chat(*TWO))
+    (document,) = result.documents
     marked = (
         "<|user|>\nhello<|assistant|>\n«Paris 🦊\n\n x<|user|>»\n"
         "and?<|assistant|>\n«I think so.<|user|>»"
     )
     assert (document.input_ids, document.loss_mask) == expect(tok, marked)
-    assert renderer.counts == {"end-of-turn tokens appended": 1}
+    assert result.counts == {"end-of-turn tokens appended": 1}
 
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_template_kwargs_of_a_row_override_those_of_the_run(thinking):
     tok = tokenizer("qwen3")
-    renderer = Renderer(tok, template_kwargs={"enable_thinking": not thinking})
     answered = THOUGHT if thinking else TWO[1]
     record = chat(TWO[0], answered, template_kwargs={"enable_thinking": thinking})
-    (document,) = renderer.render(record)
+    run = {"enable_thinking": not thinking}
+    (document,) = documents_of(tok, record, template_kwargs=run)
     start = document.turns[0].start
     assert document.input_ids[:start] == prompt_ids(tok, [TWO[0]], enable_thinking=thinking)
 
 
 def test_an_empty_think_block_that_only_the_template_writes_is_not_supervised():
     """With thinking, serving never generates an empty one; without it, the block is prompt."""
-    tok = tokenizer("qwen3")
-    renderer = Renderer(tok)
-    (document,) = renderer.render(chat(*TWO[:2]))
+    tok, count = tokenizer("qwen3"), {"empty think blocks, not supervised": 1}
+    result = Renderer(tok).render(chat(*TWO[:2]))
+    (document,) = result.documents
     assert supervised_texts(tok, document) == [TWO[1]["content"] + "<|im_end|>"]
     start = document.turns[0].start
     assert document.input_ids[:start] == prompt_ids(tok, [TWO[0]], enable_thinking=False)
-    assert renderer.counts["empty think blocks, not supervised"] == 1
-    (document,) = Renderer(tok).render(chat(TWO[0], THOUGHT))
+    assert result.counts == count
+    (document,) = documents_of(tok, chat(TWO[0], THOUGHT))
     assert supervised_texts(tok, document)[0].startswith("<think>")
-    _, document = renderer.render(chat(TWO[0], THOUGHT, *TWO[:2]))  # turn by turn
-    assert supervised_texts(tok, document) == [TWO[1]["content"] + "<|im_end|>"]
-    assert renderer.counts["empty think blocks, not supervised"] == 2
+    result = Renderer(tok).render(chat(TWO[0], THOUGHT, *TWO[:2]))  # turn by turn
+    assert supervised_texts(tok, result.documents[1]) == [TWO[1]["content"] + "<|im_end|>"]
+    assert result.counts == count
 
 
 def test_conversations_are_counted_by_their_system_message():
     renderer = Renderer(tokenizer("qwen2.5"))
-    renderer.render(chat({"role": "system", "content": "Be brief."}, *TWO))
-    renderer.render(chat(*TWO))
-    added = "You are Qwen."
-    assert renderer.systems == {
+    rendered = RenderCounts()
+    for messages in ([system("Be brief."), *TWO], TWO, TWO):
+        result = renderer.render(chat(*messages))
+        rendered.count(result, len(result.documents))
+    assert rendered.systems == {
         "conversations with a system message": 1,
-        f'conversations without a system message (the template adds "{added}")': 1,
+        "conversations without a system message": 2,
     }
-    for family in ("chatml", "llama3", "mistral", "gemma3", "qwen3"):
-        plain = Renderer(tokenizer(family))
-        plain.render(chat(*TWO))
-        assert plain.systems == {"conversations without a system message": 1}, family
+    assert rendered.kwargs_used == {"{}": 3} and sum(rendered.methods.values()) == 3
 
 
 def test_unanswered_messages_at_the_end_are_left_out_and_counted():
     tok = tokenizer("chatml")
-    renderer = Renderer(tok)
-    (document,) = renderer.render(chat(*TWO, user("bye"), user("bye?")))
-    assert [document] == Renderer(tok).render(chat(*TWO))
-    assert renderer.counts["trailing messages left out"] == 2
+    result = Renderer(tok).render(chat(*TWO, user("bye"), user("bye?")))
+    assert result.documents == documents_of(tok, chat(*TWO))
+    assert result.counts == {"trailing messages left out": 2}
 
 
 @pytest.mark.parametrize(
@@ -219,11 +209,9 @@ def test_unanswered_messages_at_the_end_are_left_out_and_counted():
     ],
 )
 def test_records_that_cannot_be_rendered_say_why(family, messages, reason):
-    renderer = Renderer(tokenizer(family))
     with pytest.raises(RenderError, match=r"^s:1: ") as caught:
-        renderer.render(chat(*messages))
+        Renderer(tokenizer(family)).render(chat(*messages))
     assert caught.value.reason == reason
-    assert not renderer.methods and not +renderer.counts
 
 
 def test_a_tokenizer_without_template_renders_text_only():
@@ -232,7 +220,7 @@ def test_a_tokenizer_without_template_renders_text_only():
     with pytest.raises(RenderError) as caught:
         Renderer(tok).render(chat(*TWO))
     assert caught.value.reason == "no-chat-template"
-    assert Renderer(tok).render(Record(source="s", where="s:1", text="hello"))
+    assert documents_of(tok, text("hello"))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +230,7 @@ def test_a_turn_ends_at_the_first_end_token_that_its_answer_quotes(quoted):
     """The target stops at the first end-of-turn token it generates."""
     tok = tokenizer("chatml")
     messages = [user("a"), answer(quoted), user("c"), answer("d")]
-    (document,) = Renderer(tok).render(chat(*messages))
+    (document,) = documents_of(tok, chat(*messages))
     assert supervised_texts(tok, document) == ["b<|im_end|>", "d<|im_end|>"]
     assert document.input_ids == list(tok.apply_chat_template(messages)["input_ids"])
 
@@ -259,43 +247,41 @@ def test_a_turn_ends_at_the_first_end_token_that_its_answer_quotes(quoted):
 )
 def test_supervised_turns(messages, ends, supervised):
     tok = tokenizer("chatml")
-    renderer = Renderer(tok, eot_token_ids=tok.convert_tokens_to_ids(ends))
-    (document,) = renderer.render(chat(*messages))
+    ids = tok.convert_tokens_to_ids(ends)
+    (document,) = documents_of(tok, chat(*messages), eot_token_ids=ids)
     assert supervised_texts(tok, document) == supervised
 
 
 def test_a_last_turn_without_end_gets_the_token_of_the_generation_config():
     tok = tokenizer("glm")
     end, other = tok.convert_tokens_to_ids(["<|eot_id|>", "<|end|>"])
-    renderer = Renderer(tok, eot_token_ids=[end, other])
-    (document,) = renderer.render(chat(user("a"), answer("b")))
+    record = chat(user("a"), answer("b"))
+    result = Renderer(tok, eot_token_ids=[end, other]).render(record)
+    (document,) = result.documents
     assert supervised_texts(tok, document) == ["b<|eot_id|>"]
     assert document.loss_mask[-1] == 1
-    assert renderer.counts == {"end-of-turn tokens appended": 1}
-    renderer = Renderer(tok)  # no generation config: nothing to append
-    (document,) = renderer.render(chat(user("a"), answer("b")))
-    assert supervised_texts(tok, document) == ["b"]
-    assert renderer.counts["turns without an end-of-turn token"] == 1
-    assert len(Renderer(tok, eot_token_ids=[end]).render(text("hi"))[0].input_ids) == len(
-        tok("hi")["input_ids"]
-    )
+    assert result.counts == {"end-of-turn tokens appended": 1}
+    result = Renderer(tok).render(record)  # no generation config: nothing to append
+    assert supervised_texts(tok, result.documents[0]) == ["b"]
+    assert result.counts == {"turns without an end-of-turn token": 1}
+    (document,) = documents_of(tok, text("hi"), eot_token_ids=[end])
+    assert document.input_ids == tok("hi")["input_ids"]
 
 
 def test_answers_of_weight_zero_are_context():
     tok = tokenizer("chatml")
-    renderer = Renderer(tok)
     messages = [user("a"), answer("b", weight=0), user("c"), answer("d", weight=1)]
-    (document,) = renderer.render(chat(*messages))
+    result = Renderer(tok).render(chat(*messages))
+    (document,) = result.documents
     assert supervised_texts(tok, document) == ["d<|im_end|>"]
     assert "assistant\nb<|im_end|>" in tok.decode(document.input_ids)
-    assert renderer.counts == {"answers of weight 0, not supervised": 1}
+    assert result.counts == {"answers of weight 0, not supervised": 1}
     messages[3]["weight"] = 0.0
     with pytest.raises(RenderError, match="empty or has weight 0") as caught:
         Renderer(tok).render(chat(*messages))
     assert caught.value.reason == "nothing-supervised" and not caught.value.broken
-    renderer = Renderer(tok)
-    renderer.render(chat(user("a"), answer("b", weight=0.5)))
-    assert +renderer.counts == {"answers of weights other than 0 and 1, supervised in full": 1}
+    result = Renderer(tok).render(chat(user("a"), answer("b", weight=0.5)))
+    assert result.counts == {"answers of weights other than 0 and 1, supervised in full": 1}
 
 
 @pytest.mark.parametrize("nothing", ["", " \n", "<think>\n\n</think>\n\n"])
@@ -303,13 +289,13 @@ def test_an_empty_answer_is_no_data(nothing):
     tok = tokenizer("qwen3")
     with pytest.raises(RenderError, match="empty or has weight 0"):
         Renderer(tok).render(chat(user("a"), answer(nothing)))
-    renderer = Renderer(tok)
-    documents = renderer.render(chat(user("a"), answer(nothing), user("b"), answer("c")))
-    turns = [t for d in documents for t in supervised_texts(tok, d)]
+    cut = answer(nothing, finish_reason="length")
+    result = Renderer(tok).render(chat(user("a"), cut, user("b"), answer("c")))
+    turns = [t for d in result.documents for t in supervised_texts(tok, d)]
     assert len(turns) == 1 and turns[0].endswith("c<|im_end|>")
-    assert renderer.counts["empty answers, not supervised"] == 1
+    assert result.counts["empty answers, not supervised"] == 1
     for full in (answer("", reasoning_content="r"), {**CALL, "content": ""}):
-        assert Renderer(tok).render(chat(user("a"), full))
+        assert documents_of(tok, chat(user("a"), full))
 
 
 def test_a_text_that_begins_with_the_tokenizers_first_token_is_refused():
@@ -318,7 +304,7 @@ def test_a_text_that_begins_with_the_tokenizers_first_token_is_refused():
         single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", tok.bos_token_id)]
     )
     renderer = Renderer(tok)
-    (document,) = renderer.render(text("hi"))
+    (document,) = renderer.render(text("hi")).documents
     assert document.input_ids[0] == tok.bos_token_id != document.input_ids[1]
     with pytest.raises(RenderError, match=r"begins with <.begin_of_text.>.*remove it") as caught:
         renderer.render(text("<|begin_of_text|>hi"))
@@ -328,7 +314,7 @@ def test_a_text_that_begins_with_the_tokenizers_first_token_is_refused():
 def test_mask_policies():
     tok = tokenizer("chatml")
     policies = ("assistant", "last-turn", "all")
-    by_policy = {p: Renderer(tok, mask=p).render(chat(*TWO))[0] for p in policies}
+    by_policy = {p: documents_of(tok, chat(*TWO), mask=p)[0] for p in policies}
     assert len({d.turns for d in by_policy.values()}) == 1, "the policy can be changed later"
     first, last = by_policy["assistant"].turns
     expected = [int(last.start <= t < last.end) for t in range(len(by_policy["all"].input_ids))]
@@ -339,8 +325,9 @@ def test_mask_policies():
 
 def test_last_turn_of_a_rewriting_template_is_one_document():
     tok = tokenizer("qwen3")
-    (document,) = Renderer(tok, mask="last-turn").render(chat(user("a"), THOUGHT, *TWO[:2]))
-    everything = Renderer(tok).render(chat(user("a"), THOUGHT, *TWO[:2]))
+    record = chat(user("a"), THOUGHT, *TWO[:2])
+    (document,) = documents_of(tok, record, mask="last-turn")
+    everything = documents_of(tok, record)
     assert len(everything) == 2 and document == everything[-1]
     assert [d.where for d in everything] == ["s:1 (message 1)", "s:1 (message 3)"]
 
@@ -357,12 +344,10 @@ def test_loss_mask_from_turns_checks_its_arguments():
 
 def test_plain_text_is_supervised_as_a_whole():
     tok = tokenizer("llama3")
-    renderer = Renderer(tok)
-    (document,) = renderer.render(Record(source="s", where="s:1", text="hello there"))
+    (document,) = documents_of(tok, text("hello there"))
     assert document.input_ids == tok("hello there")["input_ids"]
     assert document.loss_mask == [1] * len(document.input_ids)
     assert document.turns == (Turn(role="text", start=0, end=len(document.input_ids)),)
-    assert renderer.methods == {"text": 1}
 
 
 def given(ids, mask=None):
@@ -370,12 +355,12 @@ def given(ids, mask=None):
 
 
 def test_input_ids_are_stored_unchanged():
-    renderer = Renderer(tokenizer("chatml"))
-    (document,) = renderer.render(given([5, 6, 7, 8, 9], [1, 0, 1, 1, 0]))
+    tok = tokenizer("chatml")
+    (document,) = documents_of(tok, given([5, 6, 7, 8, 9], [1, 0, 1, 1, 0]))
     assert document.input_ids == [5, 6, 7, 8, 9]
     assert document.loss_mask == [1, 0, 1, 1, 0]
     assert [(t.role, t.start, t.end) for t in document.turns] == [("given", 0, 1), ("given", 2, 4)]
-    (document,) = renderer.render(given([5, 6]))
+    (document,) = documents_of(tok, given([5, 6]))
     assert document.loss_mask == [1, 1]
 
 
@@ -398,18 +383,9 @@ def test_broken_input_ids_are_refused(ids, mask, reason):
 @pytest.mark.parametrize("record", [chat(*TWO), Record(source="f", where="f:1", text="hello")])
 def test_tokens_beyond_the_rows_of_the_head_are_refused(record):
     tok = tokenizer("chatml")
-    (document,) = Renderer(tok).render(record)
+    (document,) = documents_of(tok, record)
     most = max(document.input_ids)
-    assert Renderer(tok, vocab_size=most + 1).render(record) == [document]
+    assert documents_of(tok, record, vocab_size=most + 1) == [document]
     with pytest.raises(RenderError, match=f"token id {most} is not in 0..{most - 1}") as caught:
         Renderer(tok, vocab_size=most).render(record)
     assert caught.value.reason == "bad-token-id" and caught.value.broken
-
-
-def test_cutting_keeps_the_head_and_clips_turns():
-    (whole,) = Renderer(tokenizer("chatml")).render(chat(*TWO))
-    first = whole.turns[0]
-    document = cut_document(whole, first.start + 2)
-    assert document.input_ids == whole.input_ids[: first.start + 2]
-    assert document.loss_mask == [0] * first.start + [1, 1]
-    assert document.turns == (Turn(role="assistant", start=first.start, end=first.start + 2),)

@@ -92,7 +92,7 @@ def test_what_no_check_foresees_is_a_bad_row_and_named_with_its_type(tmp_path, m
     write_jsonl(path, [{"text": "good"}] * 20 + [{"text": "bomb"}])
     reader = CorpusReader([str(path)])
     assert len(list(reader)) == 20
-    assert reader.unforeseen == {"ZeroDivisionError": 1}
+    assert reader.unforeseen == 1
     assert reader.reports[0].bad_examples == ["a.jsonl:21: ZeroDivisionError: by a row"]
 
     def no_memory(row):
@@ -105,7 +105,7 @@ def test_what_no_check_foresees_is_a_bad_row_and_named_with_its_type(tmp_path, m
 
 def test_what_no_check_foresees_in_a_render_is_a_broken_record(monkeypatch):
     renderer = Renderer(tokenizer("chatml"))
-    _, record = parse_row({"messages": pair(0)}, source="s", where="s:1")
+    record = parse_row({"messages": pair(0)}, source="s", where="s:1")
 
     def deep(*_):
         raise RecursionError("too deep")
@@ -127,7 +127,7 @@ def test_the_deepest_row_that_is_accepted_is_rendered(tmp_path):
     (record,), _ = read(path)
     tok = tokenizer("chatml")
     tok.chat_template = "{{ tools | tojson }}" + tok.chat_template
-    assert Renderer(tok).render(record)
+    assert Renderer(tok).render(record).documents
 
 
 # --- names ---

@@ -44,11 +44,10 @@ def template(text, family="chatml"):
 
 
 def left_out(tok, *messages, **more):
-    renderer = Renderer(tok)
-    renderer.render(chat(*messages, **more))
+    result = Renderer(tok).render(chat(*messages, **more))
     prefix = "left out by the template: "
-    counts = {k.removeprefix(prefix): n for k, n in renderer.counts.items() if prefix in k}
-    assert counts == renderer.left_out, "the manifest and the log count alike"
+    counts = {k.removeprefix(prefix): n for k, n in result.counts.items() if prefix in k}
+    assert counts == result.left_out, "the manifest and the log count alike"
     return counts
 
 
@@ -78,8 +77,8 @@ def test_reasoning_that_no_document_has_is_counted():
 
 def test_earlier_reasoning_without_a_document_of_its_own_is_counted():
     renderer = Renderer(tokenizer("qwen3"), mask="last-turn")
-    renderer.render(chat(user("a"), THOUGHT, user("b"), THOUGHT))
-    assert renderer.left_out == {"reasoning texts": 1}
+    result = renderer.render(chat(user("a"), THOUGHT, user("b"), THOUGHT))
+    assert result.left_out == {"reasoning texts": 1}
 
 
 DEAF_QWEN3 = QWEN3.replace("messages %}", "messages if message.role != 'developer' %}")
@@ -161,8 +160,7 @@ def test_columns_that_no_format_uses_are_named_once_per_source(tmp_path, caplog)
 
 def test_kwargs_that_the_template_does_not_read_are_refused():
     tok = tokenizer("qwen3")
-    with pytest.raises(ConfigError, match=r"does not read enable_thinkin \(it reads .*\bthinking"
-                                          r".*did you mean enable_thinking\?"):  # fmt: skip
+    with pytest.raises(ConfigError, match=r"does not read enable_thinkin \(it reads .*\benable_th"):
         Renderer(tok, template_kwargs={"enable_thinkin": False})
     with pytest.raises(ConfigError, match="does not read date_string"):
         Renderer(tokenizer("chatml"), template_kwargs={"date_string": "1 Jan"})
@@ -183,9 +181,9 @@ def test_an_empty_kwarg_of_a_row_that_the_template_does_not_read_is_left_out(emp
     """Smoltalk2 has four kwargs in each row, those of its own template, and most are empty."""
     renderer = Renderer(tokenizer("qwen3"))
     given = {"enable_thinking": False, "xml_tools": empty}
-    documents = renderer.render(chat(*TWO, template_kwargs=given))
-    assert documents == renderer.render(chat(*TWO, template_kwargs={"enable_thinking": False}))
-    assert list(renderer.kwargs_used) == ['{"enable_thinking": false}']
+    result = renderer.render(chat(*TWO, template_kwargs=given))
+    assert result == renderer.render(chat(*TWO, template_kwargs={"enable_thinking": False}))
+    assert result.kwargs == '{"enable_thinking": false}'
     for full in (False, 0, "x", [1]):
         with pytest.raises(RenderError, match="does not read xml_tools"):
             renderer.render(chat(*TWO, template_kwargs={"xml_tools": full}))
@@ -208,7 +206,7 @@ def test_every_way_of_reading_a_kwarg_counts(reads):
 def test_named_templates_read_what_any_of_them_reads():
     tok = template({"default": CHATML, "tool_use": "{{ mode }}" + CHATML})
     assert Template(tok, {"mode": "x"})
-    with pytest.raises(ConfigError, match="did you mean mode"):
+    with pytest.raises(ConfigError, match=r"\(it reads .*mode\)"):
         Template(tok, {"modes": "x"})
 
 

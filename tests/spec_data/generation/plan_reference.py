@@ -3,11 +3,11 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spec_data.corpus.chat import Renderer, RenderError
-from spec_data.corpus.documents import Document, cut_document
+from spec_data.corpus.documents import Document, RenderCounts
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.generation.plan import DocumentCounts
 from spec_data.shards.identity import count_kwargs
@@ -41,25 +41,26 @@ def one_by_one(
     records: Iterable | None = None,
 ) -> Reference:
     """Return the documents of a corpus and their counts; `records` are those of the reader."""
-    found = Reference()
+    found, rendered = Reference(), RenderCounts()
     for record in reader if records is None else records:
         try:
-            documents = renderer.render(record)
+            result = renderer.render(record)
         except RenderError as error:
             reader.refuse(error)
             continue
-        reader.count_left_out(renderer.left_out)
-        for document in documents:
+        rendered.count(result, len(result.documents))
+        reader.count_left_out(result.left_out)
+        for document in result.documents:
             _add(found, document, max_length)
     counts = found.counts
     counts.rows = sum(r.rows for r in reader.reports)
     counts.bad_rows = sum(r.bad for r in reader.reports)
     counts.unrendered = dict(sorted(reader.refused.items()))
     counts.unrendered_examples = dict(sorted(reader.refused_examples.items()))
-    counts.rendering = dict(renderer.methods + renderer.systems + renderer.counts)
-    counts.kwargs_used = count_kwargs(renderer.kwargs_used)
-    counts.rendered += sum(renderer.dropped.values())
-    found.dropped.update(renderer.dropped)
+    counts.rendering = dict(rendered.methods + rendered.systems + rendered.counts)
+    counts.kwargs_used = count_kwargs(rendered.kwargs_used)
+    counts.rendered += sum(rendered.dropped.values())
+    found.dropped.update(rendered.dropped)
     counts.dropped = dict(sorted(found.dropped.items()))
     return found
 
@@ -74,7 +75,7 @@ def _add(found: Reference, document: Document, max_length: int) -> None:
     if len(document.input_ids) > max_length:
         counts.cut += 1
         counts.tokens_cut += len(document.input_ids) - max_length
-        document = cut_document(document, max_length)
+        document = _cut(document, max_length)
         if not any(document.loss_mask[1:]):
             found.dropped["nothing-supervised-within-max-length"] += 1
             return
@@ -97,4 +98,14 @@ def _trimmed(counts: DocumentCounts, document: Document) -> Document:
     if not tail:
         return document
     counts.tail_tokens_trimmed += tail
-    return cut_document(document, len(document.input_ids) - tail)
+    return _cut(document, len(document.input_ids) - tail)
+
+
+def _cut(document: Document, length: int) -> Document:
+    """Return the first `length` tokens of a document with its turns clipped."""
+    return replace(
+        document,
+        input_ids=document.input_ids[:length],
+        loss_mask=document.loss_mask[:length],
+        turns=tuple(replace(t, end=min(t.end, length)) for t in document.turns if t.start < length),
+    )

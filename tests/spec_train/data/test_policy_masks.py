@@ -115,9 +115,8 @@ def test_every_template_stores_turns_that_derive_its_mask(name, policy, length):
     """Reasoning, tool calls, tags, end-of-turn tokens, turn by turn; whole, cut and trimmed."""
     family, messages, kwargs, tools, _ = CASES[name]
     writer = PlanWriter()
-    for document in Renderer(tokenizer(family), mask=policy, template_kwargs=kwargs).render(
-        chat(*messages, tools=tools)
-    ):
+    renderer = Renderer(tokenizer(family), mask=policy, template_kwargs=kwargs)
+    for document in renderer.render(chat(*messages, tools=tools)).documents:
         writer.add(truncate(document, length))
     try:
         plan = writer.finish()

@@ -144,7 +144,7 @@ def test_a_prompt_is_the_beginning_of_the_document_of_the_same_row(tmp_path, kin
     kwargs = {"enable_thinking": True}
     renderer = Renderer(tokenizer, template_kwargs=kwargs)
     documents = {
-        r.where: (r, renderer.render(r))
+        r.where: (r, renderer.render(r).documents)
         for r in CorpusReader([path], max_bad_rows=parse_limit("100%"))
     }
     prompts = read_prompts(path, Template(tokenizer, kwargs), max_bad_rows="100%")
@@ -288,7 +288,7 @@ def test_limit_counts_rows_and_blank_lines_are_no_rows(tmp_path, tokenizer):
         ({"turns": []}, "turns is a list, not a list of user messages"),
         ({"prompt": 3}, "prompt is a number"),
         ({"prompt": "a", "tools": 3}, "tools is not a list"),
-        ({"prompt": "a", "chat_template_kwargs": {"shot": 1}}, "did you mean shout"),
+        ({"prompt": "a", "chat_template_kwargs": {"shot": 1}}, "does not read shot"),
         ({"messages": [say("user", "a", tool_calls=3)]}, "tool_calls of"),
     ],
 )

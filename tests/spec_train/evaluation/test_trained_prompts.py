@@ -73,9 +73,10 @@ def grams_of(prompts) -> Grams:
 )
 def test_blanks_around_a_prompt_hide_no_leak(text):
     tok = templates.tokenizer("chatml")
-    (document,) = Renderer(tok).render(chat(user(text), answer("fine")))
-    (later,) = Renderer(tok).render(chat(user("so"), answer("well"), user(text), answer("fine")))
-    (other,) = Renderer(tok).render(chat(user(text[:-2] + "x"), answer("fine")))
+    chats = [user(text)], [user("so"), answer("well"), user(text)], [user(text[:-2] + "x")]
+    document, later, other = (
+        Renderer(tok).render(chat(*messages, answer("fine"))).documents[0] for messages in chats
+    )
     for asked in (text, f"{text} ", f"\n{text}\n"):
         grams = Grams()
         add_prompt(grams, chat(user(asked)), Template(tok))
