@@ -21,10 +21,10 @@ def write_report(
 ) -> "WrittenPage":
     """Write one HTML page of a dataset, which needs no network and no other file.
 
-    It shows bytes by column and their measured error, lengths, what was left out, packing,
-    agreement with the target, norms of the hidden states, and the documents token by token:
-    supervised tokens, turns, special tokens, the target's first choice and its entropy. It contains
-    texts of the dataset. `spec-data estimate --page` writes such a page before any capture.
+    It shows the documents token by token (supervised tokens, turns, special tokens, the target's
+    first choice and its entropy), sources and their agreement with the target, lengths, bytes by
+    column and their measured error, and what was left out. It contains texts of the dataset.
+    `spec-data estimate --page` writes such a page before any capture.
 
     Examples:
         spec-data report data/qwen3-8b

@@ -7,7 +7,7 @@ const page = { charts: [], viewer: null };
   const DASHES = [[], [7, 4], [2, 3], [10, 4, 2, 4], [14, 4], [4, 2]];
   const SHAPES = ["circle", "rect", "triangle", "rectRot", "crossRot", "star"];
   const LABEL = 24; // characters of a label below a bar
-  const ALL_LABELS = 16; // so many labels are all written
+  const FEW = 40; // points of a line that are marked
 
   // make("p", {class: "note"}, "text", child, ...): an element; strings become text, never markup.
   page.make = function (tag, attributes, ...children) {
@@ -30,13 +30,10 @@ const page = { charts: [], viewer: null };
     return value.toLocaleString("en-US", { maximumSignificantDigits: 4 });
   };
 
-  function axis(own, labels, dense) {
-    const scale = { type: labels ? "category" : own.log ? "logarithmic" : "linear" };
-    scale.title = { display: true, text: labels ? own : own.title };
+  function axis(own, labels) {
+    const scale = { type: labels ? "category" : "linear", title: { display: true, text: own.title } };
     scale.ticks = { maxRotation: 0, autoSkipPadding: 14 };
     if (labels) {
-      // a histogram may leave out labels, other bars must not
-      if (labels.length <= ALL_LABELS && !dense) Object.assign(scale.ticks, { autoSkip: false, maxRotation: 50 });
       scale.ticks.callback = (i) => (labels[i].length > LABEL ? `${labels[i].slice(0, LABEL)}\u2026` : labels[i]);
       return scale;
     }
@@ -47,20 +44,16 @@ const page = { charts: [], viewer: null };
     return scale;
   }
 
-  function dataset(part, name, values, i) {
-    if (part.kind === "bars") {
-      const gap = part.dense ? { barPercentage: 1, categoryPercentage: 0.96 } : { maxBarThickness: 72 };
-      return { label: name, data: values, ...gap };
-    }
+  function dataset(name, values, i, lines) {
+    if (!lines) return { label: name, data: values, maxBarThickness: 72 };
     return {
       label: name,
       data: values.map(([x, y]) => ({ x, y })),
       borderDash: DASHES[i % DASHES.length],
       borderWidth: 2,
       pointStyle: SHAPES[i % SHAPES.length],
-      pointRadius: part.points || values.length < 2 ? 4 : 0,
+      pointRadius: values.length <= FEW ? 4 : 0,
       pointHitRadius: 8,
-      spanGaps: false,
     };
   }
 
@@ -81,19 +74,19 @@ const page = { charts: [], viewer: null };
   }
 
   function draw(canvas, part) {
-    const lines = part.kind === "lines";
+    const lines = !part.labels.length;
     const series = Object.entries(part.series);
     const legend = { usePointStyle: true, pointStyleWidth: lines ? 34 : 12, pointStyle: lines ? "line" : "rect" };
     const title = (items) => (lines ? page.format(items[0].parsed.x, part.x.format) : items[0].label);
     const label = (item) => `${item.dataset.label}: ${page.format(item.parsed.y, part.y.format)}`;
     const config = {
       type: lines ? "line" : "bar",
-      data: { datasets: series.map(([name, values], i) => dataset(part, name, values, i)) },
+      data: { datasets: series.map(([name, values], i) => dataset(name, values, i, lines)) },
       options: {
         animation: false,
         maintainAspectRatio: false,
         interaction: { mode: lines ? "nearest" : "index", axis: "x", intersect: false },
-        scales: { x: axis(part.x, part.labels, part.dense), y: axis(part.y) },
+        scales: { x: axis(part.x, lines ? null : part.labels), y: axis(part.y) },
         plugins: { legend: { display: series.length > 1, labels: legend }, tooltip: { callbacks: { title, label } } },
       },
     };

@@ -3,7 +3,6 @@
 // every text reaches the page as a text node.
 page.viewer = function (box, data) {
   const { make, format } = page;
-  const AT_ONCE = 8000; // items that are built at a time; a button builds the next
   const BOUNDS = [0.25, 1, 2, 3]; // nats, between the shades of entropy
   const GONE = ["rejected", "unused", "differs"]; // no part of the text: <del> tells screen readers
   const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/;
@@ -93,14 +92,10 @@ page.viewer = function (box, data) {
 
   // -- one document -------------------------------------------------------------------------------
 
-  function build(segments, start) {
-    let count = 0;
+  function build(segments) {
     for (const segment of segments) {
-      const items = segment.items.slice(Math.max(0, start - count), Math.max(0, start + AT_ONCE - count));
-      count += segment.items.length;
-      if (!items.length) continue;
       const text = make("div", { class: "text", dir: "auto" });
-      for (const item of items) {
+      for (const item of segment.items) {
         const element = make("span", { class: "item", "data-i": state.items.length, tabindex: -1 });
         for (const [word, kind] of item.words) {
           const gone = GONE.includes(kind);
@@ -114,16 +109,6 @@ page.viewer = function (box, data) {
       const head = segment.title ? [make("h3", {}, segment.title)] : [];
       tokens.append(make("div", { class: segment.learned ? "turn learned" : "turn" }, ...head, text));
     }
-    if (count <= start + AT_ONCE) return;
-    const title = `Show the next ${format(Math.min(AT_ONCE, count - start - AT_ONCE), "count")} ${data.item}s`;
-    const more = make("button", { type: "button" }, title);
-    more.addEventListener("click", () => {
-      more.remove();
-      build(segments, start + AT_ONCE);
-      mark();
-      select(start + AT_ONCE, true);
-    });
-    tokens.append(more);
   }
 
   function show(number) {
@@ -131,7 +116,7 @@ page.viewer = function (box, data) {
     const own = documents[state.at];
     state.items = [];
     tokens.replaceChildren();
-    build(own.segments || expanded(own), 0);
+    build(own.segments || expanded(own));
     head.replaceChildren(own.head);
     identity.replaceChildren(own.id);
     place.value = String(state.at + 1);
@@ -190,22 +175,18 @@ page.viewer = function (box, data) {
     return tokens.querySelector(".hit");
   }
 
-  function find(step) {
+  function find() {
     const query = search.value.toLowerCase();
     const fresh = query !== state.query;
     state.query = query;
     if (fresh) state.hits = documents.map((own, i) => i).filter((i) => query && textOfDocument(documents[i]).includes(query));
-    if (!state.hits.length) {
-      mark();
-      status.replaceChildren(query ? `No ${data.noun} of this page has this text.` : "");
-      return;
-    }
     const { at, hits } = state;
-    const next = step > 0 ? hits.find((i) => (fresh ? i >= at : i > at)) ?? hits[0] : hits.findLast((i) => i < at) ?? hits.at(-1);
-    show(next);
+    if (hits.length) show(hits.find((i) => (fresh ? i >= at : i > at)) ?? hits[0]);
     const first = mark();
     if (first) first.scrollIntoView({ block: "nearest" });
-    status.replaceChildren(`This text is in ${format(hits.length, "count")} ${data.noun}${hits.length === 1 ? "" : "s"}; this is match ${hits.indexOf(next) + 1}.`);
+    const where = `This text is in ${format(hits.length, "count")} ${data.noun}${hits.length === 1 ? "" : "s"}`;
+    const none = query ? `No ${data.noun} of this page has this text.` : "";
+    status.replaceChildren(hits.length ? `${where}; this is match ${hits.indexOf(state.at) + 1}.` : none);
   }
 
   // -- the page's elements ------------------------------------------------------------------------
@@ -217,7 +198,7 @@ page.viewer = function (box, data) {
   place.addEventListener("change", () => show((Number.parseInt(place.value, 10) || 1) - 1));
   const search = make("input", { type: "search", placeholder: `text in a ${data.noun}` });
   search.addEventListener("keydown", (event) => {
-    if (event.key === "Enter") find(event.shiftKey ? -1 : 1);
+    if (event.key === "Enter") find();
   });
   const colours = make("select", {}, ...data.modes.map(([, title], i) => make("option", { value: i }, title)));
   colours.addEventListener("change", showMode);
@@ -225,7 +206,7 @@ page.viewer = function (box, data) {
     "div",
     { class: "bar" },
     make("div", { class: "group" }, before, make("label", {}, `Shown, of ${format(documents.length, "count")}`, place), after),
-    make("div", { class: "group" }, make("label", {}, "Search", search), button("Find", () => find(1))),
+    make("div", { class: "group" }, make("label", {}, "Search", search), button("Find", find)),
     make("label", {}, "Show", colours),
   );
   const status = make("p", { class: "status", role: "status" });

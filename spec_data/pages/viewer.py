@@ -1,9 +1,9 @@
-"""What the viewer of tokens reads, and the documents of a dataset or corpus in that form.
+"""The data of the viewer of tokens (`viewer.js`), and the documents of a dataset or plan as such.
 
-The data of `viewer.js` are `note` (a sentence above), `noun` and `item` (what a document and a part
-of it that can be selected are called), `modes` (what can be shown: [class, title, keys], each key
-of the legend [class, text]) and `documents`. A document has a `head` (a line of figures), an `id`,
-and `segments`: {"title", "learned", "items"}; an item has `words`, each [text, class], and `about`,
+The data are `note` (a sentence above), `noun` and `item` (what a document, and a part of it that
+can be selected, are called), `modes` (what can be shown: [class, title, keys], each key of the
+legend [class, text]) and `documents`. A document has a `head` (a line of figures), an `id`, and
+`segments`: {"title", "learned", "items"}; an item has `words`, each [text, class], and `about`,
 the lines that are shown when it is selected.
 
 A page may hold millions of tokens of a dataset. Their documents are compact instead, and the script
@@ -29,48 +29,29 @@ from spec_data.shards.even_sample import even_sample
 MOST_TOKENS = 4_000_000
 """Tokens that a page embeds at most, about 5 bytes each."""
 _SPECIAL = ["special", "special token"]
+_SHADES = ["below 0.25 nats", "0.25 to 1", "1 to 2", "2 to 3", "3 or more"]
 _MODES = [
     ["supervised", "supervised tokens", [["sup", "supervised: learned by drafts"], _SPECIAL]],
     [
         *("choice", "the target's first choice"),
         [["right", "the target's first choice"], ["wrong", "not its first choice"], _SPECIAL],
     ],
-    [
-        *("entropy", "the target's entropy"),
-        [
-            ["e0", "below 0.25 nats"],
-            *(["e1", "0.25 to 1"], ["e2", "1 to 2"], ["e3", "2 to 3"], ["e4", "3 or more"]),
-        ],
-    ],
+    ["entropy", "the target's entropy", [[f"e{i}", text] for i, text in enumerate(_SHADES)]],
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherView:
-    """What the target predicts for the tokens of a document.
-
-    Attributes:
-        known: tokens for which a prediction is stored, bool [T]; never the first one.
-        choice: the target's first choice at the known tokens, int64 [K].
-        entropy, nll: of the prediction, and of the token under it, in nats, float64 [K]; None: not
-            computed.
-    """
-
-    known: np.ndarray
-    choice: np.ndarray
-    entropy: np.ndarray | None = None
-    nll: np.ndarray | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class ViewedDocument:
-    """One document.
+    """One document, and what the target predicts for its tokens.
 
     Attributes:
         number: its number in the dataset or corpus; name: its id; source: where it is from.
         ids: int [T]; mask: 1 at supervised tokens, [T].
         turns: (role, start, end) of the turns that may be supervised.
-        teacher: what the target predicts; None without a target.
+        known: tokens for which a prediction is stored, bool [T]; never the first; None: no target.
+        choice: the target's first choice at the known tokens, int64 [K].
+        entropy, nll: of the prediction, and of the token under it, in nats, float64 [K]; None: not
+            computed.
     """
 
     number: int
@@ -79,31 +60,22 @@ class ViewedDocument:
     ids: np.ndarray
     mask: np.ndarray
     turns: Sequence[tuple[str, int, int]]
-    teacher: TeacherView | None = None
-
-    @property
-    def head(self) -> str:
-        """The line of figures."""
-        words = [f"Document {self.number:,}", self.source]
-        words.append(f"{len(self.ids):,} tokens, {np.count_nonzero(self.mask):,} supervised")
-        if self.teacher is not None and len(self.teacher.choice):
-            right = float((self.teacher.choice == self.ids[self.teacher.known]).mean())
-            words.append(f"{shown(right, 'share')} the target's first choice")
-            if self.teacher.nll is not None:
-                words.append(f"NLL {self.teacher.nll.mean():.2f} nats")
-        return " · ".join(words)
+    known: np.ndarray | None = None
+    choice: np.ndarray | None = None
+    entropy: np.ndarray | None = None
+    nll: np.ndarray | None = None
 
 
 def token_viewer(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[ViewedDocument], note: str
 ) -> Viewer:
     """Return the viewer of documents, at least one; `note` is a sentence above it."""
-    known = TokenTexts(tokenizer)
-    teachers = [d.teacher for d in documents if d.teacher is not None]
-    used = [d.ids for d in documents] + [teacher.choice for teacher in teachers]
-    tokens = np.unique(np.concatenate(used).astype(np.int64))
-    texts = known.table(tokens.tolist())
-    modes = 1 if not teachers else 2 if all(t.entropy is None for t in teachers) else 3
+    single = TokenTexts(tokenizer)
+    choices = [d.choice for d in documents if d.choice is not None]
+    used = np.concatenate([d.ids for d in documents] + choices).astype(np.int64)
+    tokens = np.unique(used)
+    texts = single.table(tokens.tolist())
+    modes = 1 if not choices else 2 if all(d.entropy is None for d in documents) else 3
     data = {
         "note": note,
         "noun": "document",
@@ -111,39 +83,41 @@ def token_viewer(
         "modes": _MODES[:modes],
         "texts": texts,
         "tokens": tokens.tolist(),
-        "special": [i for i, token in enumerate(tokens.tolist()) if token in known.special],
+        "special": [i for i, token in enumerate(tokens.tolist()) if token in single.special],
         "documents": [_compact(d, tokens, texts) for d in documents],
     }
     return Viewer(data=data)
 
 
 def _compact(document: ViewedDocument, tokens: np.ndarray, texts: list[str]) -> dict[str, Any]:
-    rows = np.searchsorted(tokens, document.ids)
+    ids, known, choice = document.ids, document.known, document.choice
+    head = [f"Document {document.number:,}", document.source]
+    head.append(f"{len(ids):,} tokens, {np.count_nonzero(document.mask):,} supervised")
     data: dict[str, Any] = {
-        "head": document.head,
         "id": document.name,
-        "t": rows.tolist(),
+        "t": np.searchsorted(tokens, ids).tolist(),
         "m": spans_of(document.mask != 0),
         "turns": [list(turn) for turn in document.turns],
     }
     if joined := Joiner().later(texts[row] for row in data["t"]):
         data["join"] = joined
-    if (teacher := document.teacher) is not None:
-        wrong = teacher.choice != document.ids[teacher.known]
-        pairs = np.flatnonzero(teacher.known)[wrong], np.searchsorted(tokens, teacher.choice[wrong])
-        data |= {"known": spans_of(teacher.known), "wrong": np.stack(pairs, 1).ravel().tolist()}
-        if teacher.entropy is not None and teacher.nll is not None:
-            data |= {n: np.round(getattr(teacher, n), 3).tolist() for n in ("entropy", "nll")}
-    return data
+    if known is not None and choice is not None:
+        wrong = choice != ids[known]
+        pairs = np.flatnonzero(known)[wrong], np.searchsorted(tokens, choice[wrong])
+        data |= {"known": spans_of(known), "wrong": np.stack(pairs, 1).ravel().tolist()}
+        if len(choice):
+            head.append(f"{shown(1 - float(wrong.mean()), 'share')} the target's first choice")
+        if document.entropy is not None and document.nll is not None:
+            data["entropy"] = np.round(document.entropy, 3).tolist()
+            data["nll"] = np.round(document.nll, 3).tolist()
+            head += [f"NLL {document.nll.mean():.2f} nats"] * bool(len(choice))
+    return data | {"head": " · ".join(head)}
 
 
 def spans_of(marked: np.ndarray) -> list[int]:
     """Return where runs of marked tokens, bool [T], start and end: [a, b, a, b, ...], ascending."""
     steps = np.diff(np.concatenate([[0], marked.astype(np.int8), [0]]))
     return np.flatnonzero(steps).tolist()
-
-
-# -- which documents -------------------------------------------------------------------------------
 
 
 def affordable_sample(
@@ -167,11 +141,11 @@ def shown_documents(lengths: np.ndarray, most: int) -> list[int]:
     return affordable_sample(range(len(lengths)), most, lengths, MOST_TOKENS)
 
 
-def sample_text(shown: int, total: int) -> str:
+def sample_text(count: int, total: int) -> str:
     """Say how many documents a page shows of how many."""
-    if shown == total:
-        return f"All {total:,} documents are in this page." if total != 1 else "One document."
+    if count == total:
+        return f"All {total:,} documents are in this page."
     return (
-        f"This page holds {shown:,} of {total:,} documents, evenly spaced. "
+        f"This page holds {count:,} of {total:,} documents, evenly spaced. "
         "--documents N takes another number."
     )

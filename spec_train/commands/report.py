@@ -23,10 +23,9 @@ Places = Annotated[
 def write_report(places: Places, *, out: File | None = None) -> "WrittenPage":
     """Write one HTML page about runs and evaluations, which needs no network.
 
-    It shows loss, acceptance length and acceptance by depth over trained tokens, by position and
-    source; learning rate, gradient norm, time spent waiting for data; calibration of confidence
-    heads; and which drafted tokens of sampled responses were accepted. `fit` and `eval` write such
-    a page at their end; this command does at any time, also while a run trains.
+    It shows loss and acceptance length over trained tokens; acceptance by depth, position and
+    source; which drafted tokens of sampled responses were accepted; and settings. `fit` and `eval`
+    write such a page at their end; this command does at any time, also while a run trains.
 
     Examples:
         spec-train report RUN

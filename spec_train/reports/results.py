@@ -5,7 +5,6 @@ A run may still be training: what is absent stays None.
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -19,8 +18,6 @@ METRICS, OPTIONS = "metrics.jsonl", "fit.json"
 
 Point = tuple[float, float | None]
 Count = Annotated[int, msgspec.Meta(ge=0)]
-Interval = tuple[float, float]
-Bins = list[tuple[float | None, float | None, float | None]]
 T = TypeVar("T")
 
 # -- evaluations -----------------------------------------------------------------------------------
@@ -34,56 +31,6 @@ class Range(msgspec.Struct):
     rounds: Count
     end: int | None = None
     acceptance_length: float | None = None
-
-
-class Source(msgspec.Struct):
-    """Acceptance on the documents of one source."""
-
-    source: str
-    documents: Count
-    supervised_tokens: Count
-    on_policy: float | None
-    rounds: Count
-    acceptance_length: float | None
-
-
-class PromptSet(msgspec.Struct):
-    """Acceptance on one set of prompts."""
-
-    set: str
-    prompts: Count
-    rounds: Count
-    acceptance_length: float | None
-    interval: Interval | None = None
-
-
-class Prompt(msgspec.Struct):
-    """Verifications of a prompt, by a digest of its ids, and the tokens that they emitted."""
-
-    prompt: str
-    rounds: int
-    emitted: int
-
-
-class Modelled(msgspec.Struct):
-    """The speed-up that follows from the costs of passes."""
-
-    speedup: float | None
-
-
-class SweepLine(msgspec.Struct):
-    """The result of one number of drafted tokens."""
-
-    draft_tokens: int
-    acceptance_length: float | None
-    speedup: float | None
-    modelled: Modelled
-
-
-class Speed(msgspec.Struct):
-    """Where the time of decoding goes, by part."""
-
-    shares: dict[str, float | None]
 
 
 class Tokens(msgspec.Struct, tag_field="kind", tag=str.lower):
@@ -129,13 +76,13 @@ class Acceptance(msgspec.Struct):
     acceptance_length: float | None
     accept_rate: list[float | None]
     rounds: Count
-    interval: Interval | None = None
+    interval: tuple[float, float] | None = None
 
 
 class Forced(msgspec.Struct):
-    """Teacher-forced metrics; `confidence_bins` only for a draft with a confidence head."""
+    """Weight, mean forecast and share accepted of ten ranges of forecasts, of confidence heads."""
 
-    confidence_bins: Bins = msgspec.field(default_factory=list)
+    confidence_bins: list[tuple[float | None, float | None, float | None]] = []
 
 
 class Simulated(msgspec.Struct):
@@ -146,17 +93,20 @@ class Simulated(msgspec.Struct):
     documents: Count
     on_policy: float | None
     walk: Acceptance
-    by_source: list[Source]
+    by_source: list[dict[str, Any]]
     by_position: list[Range]
     samples: list[Sample]
     texts: dict[str, str]
     teacher_forced: Forced | None = None
     step: int | None = None
 
-    @property
-    def acceptance(self) -> Acceptance:
-        """What was measured."""
-        return self.walk
+
+class Prompt(msgspec.Struct):
+    """Verifications of a prompt, by a digest of its ids, and the tokens that they emitted."""
+
+    prompt: str
+    rounds: int
+    emitted: int
 
 
 class Decoded(Acceptance, kw_only=True):
@@ -165,10 +115,8 @@ class Decoded(Acceptance, kw_only=True):
     target: str
     responses: Count
     by_position: list[Range]
-    by_context: list[Range]
-    by_set: list[PromptSet]
-    speed: Speed
-    sweep: list[SweepLine]
+    by_set: list[dict[str, Any]]
+    sweep: list[dict[str, Any]]
     samples: list[Sample]
     texts: dict[str, str]
     tree_tokens: int = 0
@@ -180,11 +128,6 @@ class Decoded(Acceptance, kw_only=True):
     dtype: str
     draft_tokens: int
     options: dict[str, Any]
-
-    @property
-    def acceptance(self) -> Acceptance:
-        """What was measured."""
-        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,20 +144,16 @@ class Evaluation:
         return self.result if isinstance(self.result, Decoded) else None
 
     @property
+    def acceptance(self) -> Acceptance:
+        """What was measured."""
+        return self.result if isinstance(self.result, Decoded) else self.result.walk
+
+    @property
     def where(self) -> str:
         """The dataset or the target."""
         if isinstance(self.result, Decoded):
             return f"{self.result.target}: {self.result.responses:,} responses"
         return f"{self.result.path}, {self.result.split}: {self.result.documents:,} documents"
-
-
-def read_evaluation(file: Path, name: str) -> list[Evaluation]:
-    """Read a file of `spec-train eval --json`: real decoding, a dataset, or both.
-
-    Raises:
-        MissingError: it does not exist. ConfigError: it is no such file, or is damaged.
-    """
-    return evaluations(read_json(file), str(file), name)
 
 
 def evaluations(raw: Any, where: str, name: str) -> list[Evaluation]:
@@ -288,8 +227,8 @@ class Run:
     options: dict[str, Any]
     training: list[dict[str, Any]]
     validation: list[dict[str, Any]]
-    damaged: int = 0
-    held_out: Evaluation | None = None
+    damaged: int
+    held_out: Evaluation | None
 
     def curve(self, name: str, held_out: bool = False) -> list[Point]:
         """Return (trained tokens, metric) of every line that has both."""
@@ -305,29 +244,18 @@ class Run:
         return max((int(number(line, name) or 0) for line in lines), default=0)
 
     @property
-    def depths(self) -> int:
-        """The largest depth that was measured."""
-        prefix = "accept_rate/"
-        names = (n for line in self.validation or self.training for n in line)
-        return max((int(n[len(prefix) :]) for n in names if n.startswith(prefix)), default=0)
-
-    @property
     def best(self) -> dict[str, Any]:
-        """The validation with the longest product-limit length, the later of equals by loss.
+        """The validation that `fit` chooses; empty: there is none yet."""
 
-        Empty: there is none yet.
-        """
+        def rank(line: dict[str, Any]) -> tuple[float, float]:
+            length = number(line, "product_limit_length")
+            return (1.0 if length is None else length), -(number(line, "loss") or 0.0)
+
         lines = [line for line in self.validation if number(line, "loss") is not None]
-        return max(lines, key=_rank, default={})
+        return max(lines, key=rank, default={})
 
 
-def _rank(line: Mapping[str, Any]) -> tuple[float, float]:
-    """Order validations as `fit` does when it chooses the best draft."""
-    length = number(line, "product_limit_length")
-    return (1.0 if length is None else length), -(number(line, "loss") or 0.0)
-
-
-def number(line: Mapping[str, Any], name: str) -> float | None:
+def number(line: dict[str, Any], name: str) -> float | None:
     """Return a number of a line; None if it has none, or one that is not finite."""
     value = line.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -350,6 +278,13 @@ def read_run(folder: Path, name: str) -> Run:
     run = read_run_json(folder) if (folder / "run.json").is_file() else {}
     options = _object(folder / OPTIONS)
     steps = run.get("notes", {}).get("total_steps") or options.get("steps")
+    held_out = None
+    if figures := _object(folder / HELD_OUT):
+        try:
+            result = msgspec.convert(figures, Simulated)
+        except msgspec.ValidationError as error:
+            raise RunError(f"{folder / HELD_OUT}: damaged ({error}); remove it") from None
+        held_out = Evaluation(name=f"{name}, step {result.step:,}", result=result)
     return Run(
         name=name,
         path=folder,
@@ -359,19 +294,8 @@ def read_run(folder: Path, name: str) -> Run:
         training=[line for line in lines if line.get("split") == "train"],
         validation=[line for line in lines if line.get("split") == "validation"],
         damaged=damaged,
-        held_out=_held_out(folder / HELD_OUT, name),
+        held_out=held_out,
     )
-
-
-def _held_out(file: Path, name: str) -> Evaluation | None:
-    """Return what a run kept of its best validation; None: nothing was held out, or recorded."""
-    if not (raw := _object(file)):
-        return None
-    try:
-        result = msgspec.convert(raw, Simulated)
-    except msgspec.ValidationError as error:
-        raise RunError(f"{file}: damaged ({error}); remove it") from None
-    return Evaluation(name=f"{name}, step {result.step:,}", result=result)
 
 
 def _metrics(file: Path) -> tuple[list[dict[str, Any]], int]:

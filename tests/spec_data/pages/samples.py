@@ -1,16 +1,6 @@
 """A page with every kind of part, and texts that try to become markup."""
 
-from spec_data.pages.page import (
-    Axis,
-    Bars,
-    Figures,
-    Lines,
-    Note,
-    Page,
-    Section,
-    Table,
-    Viewer,
-)
+from spec_data.pages.page import Axis, Chart, Figures, Note, Page, Section, Table, Viewer
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u2028\u2029\ud800"
 
@@ -30,19 +20,18 @@ def sample_viewer(text: str) -> Viewer:
 def sample_page(text: str = "plain") -> Page:
     """Return the page; `text` is in every place that a text of the data can be in."""
     steps = [(float(i), 2.0 / (i + 1)) for i in range(40)]
-    lines = Lines(
+    lines = Chart(
         title=f"Loss {text}",
         x=Axis(title=f"trained tokens {text}", format="count"),
         y=Axis(title="loss in nats"),
         series={f"first {text}": steps, "second": [(x, y + 0.2) for x, y in steps]},
     )
-    bars = Bars(
+    bars = Chart(
         title="Documents by length",
-        x="tokens",
+        x=Axis(title="tokens"),
         y=Axis(title="documents", format="count", least=0),
         labels=["0–49", f"50–99 {text}"],
         series={"documents": [3, 4]},
-        dense=True,
     )
     table = Table(
         title=f"Columns {text}",

@@ -77,21 +77,17 @@ def test_totals_and_bytes_are_those_of_the_shards(page, data, rows):
     assert predicting == supervised and len(columns) == 8
 
 
-def test_histograms_and_sources_count_every_document(page, rows):
-    for title, count in (
-        ("Length of documents", lambda row: len(row["input_ids"])),
-        ("Supervised tokens", lambda row: int(row["loss_mask"].sum())),
-    ):
-        chart = part(page, "Documents", "bars", title)
-        counted: Counter = Counter()
-        for row in rows:
-            for place, label in enumerate(chart["labels"]):
-                low, _, high = label.replace(",", "").partition("–")
-                counted[place] += int(low) <= count(row) <= int(high or low)
-        values = chart["series"]["documents"]
-        assert values == [counted[i] for i in range(len(values))] and sum(values) == 20
+def test_a_histogram_and_sources_count_every_document(page, rows):
+    chart = part(page, "Documents", "chart", "Length of documents")
+    lengths = [len(row["input_ids"]) for row in rows]
+    counted: Counter = Counter()
+    for place, label in enumerate(chart["labels"]):
+        low, _, high = label.replace(",", "").partition("–")
+        counted[place] = sum(int(low) <= length <= int(high or low) for length in lengths)
+    values = chart["series"]["documents"]
+    assert values == [counted[i] for i in range(len(values))] and sum(values) == 20
     table = part(page, "Documents", "table", "Sources")["rows"]
-    for name, documents, tokens, supervised, share in table:
+    for name, documents, tokens, supervised, share, *_ in table:
         own = [row for row in rows if row["source"] == name]
         assert documents == len(own) and tokens == sum(len(row["input_ids"]) for row in own)
         assert supervised == sum(int(row["loss_mask"].sum()) for row in own)
@@ -100,18 +96,9 @@ def test_histograms_and_sources_count_every_document(page, rows):
 
 
 def test_what_was_left_out_is_counted_by_reason(page):
-    chart = part(page, "What was left out", "bars", "Rows and documents left out")
-    assert chart["labels"] == ["dropped: duplicate"] and chart["series"]["left out"] == [2]
     counts = dict(part(page, "What was left out", "table", "From rows to documents")["rows"])
     assert counts["corpus rows read"] == 22 and counts["documents kept"] == 20
-
-
-def test_packing_is_that_of_the_manifest(page, data):
-    packing = HiddenStatesDataset(data).manifest.packing
-    items = part(page, "Packing at capture", "figures")["items"]
-    assert items[0][1] == packing.utilisation and 0 < items[0][1] <= 1
-    masks = part(page, "Packing at capture", "table", "Masks that were tried")["rows"]
-    assert dict(masks) == packing.differences
+    assert counts["dropped: duplicate"] == 2
 
 
 def logits_of(row, head, t):
@@ -126,8 +113,8 @@ def head(data):
 
 
 def test_agreement_by_source_equals_a_loop_over_tokens(page, rows, head):
-    table = part(page, "Agreement with the target", "table", "By source")["rows"]
-    for name, tokens, first, _, nll, _ in table:
+    table = part(page, "Documents", "table", "Sources")["rows"]
+    for name, *_, tokens, _, first, _, nll, _ in table:
         seen = hits = 0
         total = 0.0
         for row in rows:
@@ -143,31 +130,6 @@ def test_agreement_by_source_equals_a_loop_over_tokens(page, rows, head):
                 total += float(row["target_logsumexp"][t - 1]) - z
         assert (tokens, first) == (seen, pytest.approx(hits / seen))
         assert nll == pytest.approx(total / seen, abs=0.02), "states are stored in bf16"
-
-
-def test_norms_and_outlier_channels_equal_a_loop(data, page, rows):
-    table = part(page, "Hidden states", "table", "Norms and outlier channels")
-    for name, tokens, middle, high, largest, outliers, named in table["rows"]:
-        norms, squares = [], None
-        for row in rows:
-            for state in row[name].double():
-                values = state.tolist()
-                norms.append(math.sqrt(math.fsum(v * v for v in values)))
-                squares = [
-                    s + v * v for s, v in zip(squares or [0.0] * len(values), values, strict=True)
-                ]
-        sizes = [math.sqrt(s / len(norms)) for s in squares]
-        ordered = sorted(sizes)
-        typical = (ordered[(len(sizes) - 1) // 2] + ordered[len(sizes) // 2]) / 2
-        norms.sort()
-        assert tokens == len(norms) and largest == pytest.approx(norms[-1])
-        half = (norms[(tokens - 1) // 2] + norms[tokens // 2]) / 2
-        assert middle == pytest.approx(half) and middle <= high <= largest
-        assert outliers == sum(size >= 10 * typical for size in sizes)
-        top = max(range(len(sizes)), key=lambda c: sizes[c])
-        assert named.startswith(f"{top} ({sizes[top] / typical:.1f} ×)")
-    text = next(s for s in page.sections if s.title == "Hidden states").text
-    assert "20 of 20 documents" in text
 
 
 def test_the_viewer_holds_every_token_of_every_document(page, data, rows, head):
@@ -207,7 +169,7 @@ def test_the_viewer_holds_every_token_of_every_document(page, data, rows, head):
 
 
 def test_a_sample_is_even_and_the_page_says_so(data):
-    viewer = dataset_page(data, documents=4, scored=0).sections[-1].parts[0]
+    viewer = dataset_page(data, documents=4, scored=0).sections[1].parts[0]
     heads = [d["head"].split(" · ")[0] for d in viewer.data["documents"]]
     assert heads == [f"Document {n}" for n in (2, 7, 12, 17)]
     assert viewer.data["note"].startswith("This page holds 4 of 20 documents, evenly spaced.")
@@ -218,7 +180,7 @@ def test_a_large_head_is_computed_for_fewer_documents_and_the_page_says_so(data,
     head = HiddenStatesDataset(data).manifest.head
     each = 2 * head.vocab_size * head.hidden_size
     monkeypatch.setattr(dataset_page_module, "OPERATIONS", 60 * each)
-    viewer = dataset_page(data).sections[-1].parts[0]
+    viewer = dataset_page(data).sections[1].parts[0]
     scored = [d for d in viewer.data["documents"] if "entropy" in d]
     assert 0 < len(scored) < 20 and sum(len(d["entropy"]) for d in scored) <= 60
     assert f"known in {len(scored)} of them" in viewer.data["note"]
@@ -296,8 +258,8 @@ def test_a_view_has_a_page_of_its_documents_and_of_what_it_left_out(data, tmp_pa
     assert [d["id"] for d in documents] == [r["doc_id"] for r in rows if r["source"] == "two.jsonl"]
     facts = dict(part(found, "Overview", "table", "What it is")["rows"])
     assert facts["made by"].startswith("select of ")
-    left = part(found, "What was left out", "bars", "Rows and documents left out")
-    assert 14 in left["series"]["left out"], "the documents of the other source"
+    left = part(found, "What was left out", "table", "From rows to documents")["rows"]
+    assert 14 in [count for _, count in left], "the documents of the other source"
 
 
 def test_a_converted_dataset_has_a_page(data, target, tmp_path):
@@ -306,7 +268,6 @@ def test_a_converted_dataset_has_a_page(data, target, tmp_path):
     found = dataset_page(tmp_path / "made", scored=2)
     facts = dict(part(found, "Overview", "table", "What it is")["rows"])
     assert facts["captured"].startswith("by SpecForge")
-    assert "Packing at capture" not in [section.title for section in found.sections]
     assert len(part(found, "Tokens", "viewer")["data"]["documents"]) == 20
 
 

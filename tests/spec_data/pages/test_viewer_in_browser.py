@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spec_data.pages.page import Page, Section, write_page
-from spec_data.pages.viewer import TeacherView, ViewedDocument, token_viewer
+from spec_data.pages.viewer import ViewedDocument, token_viewer
 from tests.browser_tools import DESKTOP, PHONE, open_browser, open_page, scrolls_sideways
 from tests.spec_data.corpus.templates import tokenizer
 
@@ -28,7 +28,7 @@ def document(tok, number, text, answer, teacher=True):
     known = mask.copy()
     choice = np.where(np.arange(known.sum()) % 2, ids[known], ids[0])
     entropy = np.linspace(0, 4, int(known.sum()))
-    view = TeacherView(known=known, choice=choice, entropy=entropy, nll=entropy / 2)
+    view = {"known": known, "choice": choice, "entropy": entropy, "nll": entropy / 2}
     return ViewedDocument(
         number=number,
         name=f"{number:032x}",
@@ -36,7 +36,7 @@ def document(tok, number, text, answer, teacher=True):
         ids=ids,
         mask=mask,
         turns=[("assistant", len(start), len(ids))],
-        teacher=view if teacher else None,
+        **(view if teacher else {}),
     )
 
 
@@ -151,8 +151,6 @@ def test_search_finds_documents_and_marks_tokens(browser, file):
         )
         box.press("Enter")
         assert tab.locator(".head").inner_text().startswith("Document 0 ·")
-        box.press("Shift+Enter")
-        assert tab.locator(".head").inner_text().startswith("Document 10 ·")
         box.fill("nowhere")
         tab.get_by_role("button", name="Find").click()
         assert tab.get_by_role("status").inner_text().startswith("No document")
@@ -203,16 +201,6 @@ CONTRASTS = """() => {
     return (Math.max(behind, text) + 0.05) / (Math.min(behind, text) + 0.05);
   });
 }"""
-
-
-def test_a_long_document_is_built_in_parts(browser, tmp_path):
-    tok = tokenizer("chatml")
-    long = document(tok, 0, "count", "so " * 9000)
-    file = write_viewer(tmp_path / "page.html", [long], tok)
-    with open_page(browser, file) as tab:
-        assert tab.locator(".tokens .tok").count() == 8000 < len(long.ids)
-        tab.get_by_role("button", name="Show the next").click()
-        assert tab.locator(".tokens .tok").count() == min(len(long.ids), 16_000)
 
 
 @pytest.mark.skipif(not os.environ.get("SPEC_TEST_TIMES"), reason="SPEC_TEST_TIMES=1 runs it")

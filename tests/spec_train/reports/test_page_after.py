@@ -30,10 +30,10 @@ def titles(file: Path) -> list[str]:
 
 
 def test_fit_leaves_a_page_with_its_curves(run):
-    assert titles(run / "report.html")[:3] == ["Overview", "Learning", "Depth"]
+    assert titles(run / "report.html")[:3] == ["Overview", "Learning", "Acceptance"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     held = [(x["tokens"], x["loss"]) for x in lines if x["split"] == "validation"]
-    (loss,) = [part for part in page_of([run]).parts("lines") if part.title == "Loss"]
+    (loss,) = [part for part in page_of([run]).parts("chart") if part.title == "Loss"]
     assert loss.series["held out"] == held
 
 

@@ -122,16 +122,13 @@ def real_figures(text: str = "") -> dict[str, Any]:
         "per_prompt": [{"prompt": "0f", "rounds": 40, "emitted": 100}],
         **{"rounds": 40, "responses": 8, "identical": 8, "speedup": 1.5, "tree_tokens": 0},
         "by_position": [{"start": 0, "end": 16, "rounds": 40, "acceptance_length": 2.5}],
-        "by_context": [{"start": 128, "end": 256, "rounds": 40, "acceptance_length": 2.5}],
         "by_set": [
             {"set": f"{name} {text}", "prompts": 4, "rounds": 20, "acceptance_length": length}
             | {"interval": [1.0, 3.0]}
             for name, length in (("maths", 2.75), ("chat", 2.25))
         ],
-        "speed": {"shares": {"draft": 0.25, "verify": 0.5, "prefill": 0.125, "other": 0.125}},
         "sweep": [
             {"draft_tokens": n, "acceptance_length": 1.5 + n / 4, "speedup": 1.0 + n / 8}
-            | {"modelled": {"speedup": 1.25 + n / 8}}
             for n in (2, 4)
         ],
         "samples": [sample(f"prompts.jsonl:{i}") for i in range(2)],
