@@ -1,7 +1,6 @@
 """The page about runs and evaluations: its figures are those of the files, by plain loops."""
 
 import json
-import math
 from itertools import pairwise
 from pathlib import Path
 

@@ -63,7 +63,7 @@ def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
         rounds = [[line["rounds"] for line in of[name]] for of in (kept, measured["data"])]
         assert rounds[0] == pytest.approx(rounds[1], abs=TIES)
     titles = [section.title for section in page_of([Path(config.out)]).sections]
-    assert "Where drafts are accepted" in titles and "Drafted tokens" in titles
+    assert "Acceptance" in titles and "Drafted tokens" in titles
 
 
 def test_ranks_measure_together(data, tmp_path):
