@@ -30,7 +30,7 @@ def rows(out: Path) -> list[tuple[str, str, str]]:
         ("acceptance length", "", "tokens per verification of the target"),
     ]
     for name, figures in (("untrained draft", untrained), ("trained draft", trained)):
-        simulated = figures["data"]["walk"]["acceptance_length"]
+        simulated = figures["data"]["simulated"]["acceptance_length"]
         result += [
             (f"  {name}", f"{figures['acceptance_length']:.2f}", "real greedy decoding"),
             ("", f"{simulated:.2f}", "simulated on held-out documents, without the target"),

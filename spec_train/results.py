@@ -28,8 +28,6 @@ class AcceptanceResult(Result):
     """Of verifications as serving makes them, the draft on its own tokens: predicts decoding."""
     accept_rate: tuple[float | None, ...]
     rounds: int
-    all_slots_length: float | None
-    """The same from every supervised token, not only from those where a verification begins."""
     teacher_forced_length: float | None
     """On the document's own tokens at every depth, as in training."""
     on_policy: float
@@ -40,14 +38,13 @@ class AcceptanceResult(Result):
     @classmethod
     def of(cls, figures: dict[str, Any]) -> "AcceptanceResult":
         """Return the result with the metrics of `evaluation.on_dataset`."""
-        walk = figures["walk"]
+        simulated = figures["simulated"]
         names = ("split", "documents", "supervised_tokens", "on_policy")
         return cls(
             path=Path(figures["path"]),
-            acceptance_length=walk["acceptance_length"],
-            accept_rate=tuple(walk["accept_rate"]),
-            rounds=walk["rounds"],
-            all_slots_length=figures["slots"]["acceptance_length"],
+            acceptance_length=simulated["acceptance_length"],
+            accept_rate=tuple(simulated["accept_rate"]),
+            rounds=simulated["rounds"],
             teacher_forced_length=figures["teacher_forced"].get("acceptance_length"),
             figures=figures,
             **{name: figures[name] for name in names},

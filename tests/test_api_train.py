@@ -178,7 +178,7 @@ def test_evaluate_returns_the_figures_of_the_command(here, tmp_path, capsys):
     assert both.decoding.acceptance_length == both.acceptance_length
     assert both.decoding.identical == both.decoding.responses == 2
     assert both.data.documents == stored["data"]["documents"] and both.draft_tokens == 2
-    simulated = both.figures["data"]["walk"]["acceptance_length"]
+    simulated = both.figures["data"]["simulated"]["acceptance_length"]
     assert both.figures["gap"] == simulated - both.acceptance_length
     text = str(both)
     assert text.startswith("acceptance length") and "real decoding" in text.splitlines()[0]

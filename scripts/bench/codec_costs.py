@@ -188,7 +188,7 @@ def train_and_measure(
     found = json.loads(held_out.read_text())["data"]
     figures = {
         "held-out loss": found["teacher_forced"]["loss"],
-        "simulated length": found["slots"]["acceptance_length"],
+        "simulated length": found["simulated"]["acceptance_length"],
     }
     if args.prompts:
         figures["real length"] = json.loads(decoded.read_text())["acceptance_length"]

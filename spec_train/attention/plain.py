@@ -16,12 +16,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def attend_block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    window: BlockWindow | None,
-    real: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: BlockWindow | None
 ) -> Tensor:
     """Attend from the slots of one block per sequence to all verified positions and to the block.
 
@@ -30,23 +25,18 @@ def attend_block(
         k, v: keys and values [B, g, T, d] at the positions 0 to T - 1, the slots included.
         scale: multiplies the scores.
         window: of the layer; None: every slot sees every key.
-        real: which keys are no padding, bool [B, T]. Padding comes first, so a sequence's last
-            keys are at the same distance from its slots as without it. None: there is none.
 
     Returns:
         Heads [B, h, S, d].
     """
-    kept = None if real is None else real[:, None, None]  # [B, 1, 1, T]
     if window is None:
-        return _attend(q, k, v, scale, kept)
+        return _attend(q, k, v, scale, None)
     slots, held = q.shape[2], k.shape[2]
     start = max(0, held - slots - window.size + 1)  # the first key that the first slot sees
     query = torch.arange(held - slots, held, device=q.device)[:, None]  # positions [S, 1]
     key = torch.arange(start, held, device=q.device)  # positions [keys]
     limit = query + (1 if window.causal else window.size)
     seen = (query - key < window.size) & (key < limit)  # bool [S, keys]
-    if kept is not None:
-        seen = seen & kept[..., start:]  # [B, 1, S, keys]
     return _attend(q, k[:, :, start:], v[:, :, start:], scale, seen)
 
 

@@ -11,13 +11,12 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
 from spec_data.shards.turn_masks import check_policy
 from spec_data.terminal.command import command
-from spec_data.terminal.paths import check_file_to_write, check_path
+from spec_data.terminal.paths import check_path
 from spec_data.terminal.types import (
     AnyPath,
     Count,
     Dataset,
     Draft,
-    File,
     JsonObject,
     Positive,
     Share,
@@ -51,12 +50,9 @@ def evaluate(
     temperature: Annotated[float, Meta(ge=0)] = 0.0,
     max_new_tokens: Positive = 256,
     tree_tokens: Annotated[Count, _DECODING] = 0,
-    batch_prompts: Annotated[Count, _DECODING] = 0,
     cost_ratio: Annotated[float, Meta(ge=0), _DECODING] = 0.0,
     confidence_threshold: Annotated[Share, _DECODING] = 0.0,
     chat_template_kwargs: Annotated[JsonObject | None, _DECODING] = None,
-    save_responses: Annotated[File | None, _DECODING] = None,
-    page: File | None = None,
     dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], _RUNNING] = "auto",
     device: Annotated[str, _RUNNING] = "auto",
     accept_edited: Annotated[bool, _RUNNING] = False,
@@ -95,17 +91,12 @@ def evaluate(
         max_new_tokens: longest response, in tokens.
         tree_tokens: decode with dynamic trees (EAGLE-2) of so many drafted tokens, --draft-tokens
             deep; 0: with chains. EAGLE-2 and EAGLE-3 use 60.
-        batch_prompts: prompts that are decoded together, after those that are timed one by one;
-            0: 8 in float32, else 1.
         cost_ratio: time of a pass of the draft, divided by that of the target, where it will be
             served: the speed-up to expect there is modelled with it; 0: as measured here.
         confidence_threshold: end the drafted tokens before the first one whose confidence is below
             it, for drafts that forecast it (DSpark); 0: never.
         chat_template_kwargs: for the chat template, such as {"enable_thinking": false}; not given:
             as the training data was rendered, where that is known.
-        save_responses: write the greedy responses as input_ids and loss_mask: a corpus for
-            `spec-data generate` in the target's own words.
-        page: write the metrics as an HTML page; not given: eval.html in the run, if draft is one.
         dtype: of target and draft. auto: the target's own on a GPU, else fp32, in which greedy
             decoding can be proven lossless.
         device: cpu, cuda, cuda:1, ...; auto: a GPU where there is one.
@@ -122,10 +113,10 @@ def evaluate(
         raise ConfigError("nothing to evaluate on: give --data, or --target with --prompts")
     if (target is None) != (prompts is None):
         raise ConfigError("--target and --prompts need each other: real decoding takes both")
-    if target is None and (tree_tokens or save_responses or len(depths) > 1):
+    if target is None and (tree_tokens or len(depths) > 1):
         raise ConfigError(
-            "--tree-tokens, --save-responses and several --draft-tokens are of real decoding: they "
-            "need --target and --prompts"
+            "--tree-tokens and several --draft-tokens are of real decoding: they need --target and "
+            "--prompts"
         )
     if mask is not None:
         check_policy(mask)
@@ -134,18 +125,11 @@ def evaluate(
     if temperature and not _LEAST_TEMPERATURE <= temperature < math.inf:
         least = f"0 (greedy) or at least {_LEAST_TEMPERATURE:g}"
         raise ConfigError(f"--temperature {temperature}: expected {least}")
-    if temperature and save_responses:
-        raise ConfigError("--save-responses writes greedy responses: leave out --temperature")
-    if batch_prompts > 1 and tree_tokens:
-        raise ConfigError("--batch-prompts: trees are decoded one prompt at a time; leave it out")
     if prompts is not None and not Path(prompts).exists():
         for part in str(prompts).split(","):
             check_path("--prompts", part.strip(), Kind.CORPUS)
-    for name, file in (("--page", page), ("--save-responses", save_responses)):
-        if file is not None:
-            check_file_to_write(name, str(file))
     from spec_train.evaluation.evaluate import Documents, measure, require_sound, write_eval_page
-    from spec_train.evaluation.paired_decoding import Decoding
+    from spec_train.evaluation.on_target import Decoding
     from spec_train.reports.results import is_run
     from spec_train.results import EvalResult
 
@@ -156,9 +140,7 @@ def evaluate(
         temperature=temperature,
         max_new_tokens=max_new_tokens,
         tree_tokens=tree_tokens,
-        batch_prompts=batch_prompts,
         cost_ratio=cost_ratio,
-        save_responses=None if save_responses is None else str(save_responses),
         trust_remote_code=trust_remote_code,
     )
     report = measure(
@@ -172,8 +154,8 @@ def evaluate(
         device=device,
         accept_edited=accept_edited,
     )
-    if page is not None or is_run(Path(draft)):
-        write_eval_page(Path(page or Path(draft) / "eval.html"), Path(draft), report)
+    if is_run(Path(draft)):
+        write_eval_page(Path(draft), report)
     export = ("spec-train", "export", "--draft", str(draft))
     target_words = ("--target", str(target)) if target else ()
     result = EvalResult.of(report, next_command=(*export, *target_words))

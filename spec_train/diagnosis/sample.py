@@ -25,7 +25,7 @@ from spec_train.drafts import Draft
 from spec_train.drafts.teacher import LOGITS, TOPK
 from spec_train.evaluation.on_dataset import choose_documents, measured_mask, read_pack
 from spec_train.losses.head import TargetHead
-from spec_train.simulation.simulated_decoding import document_sums, documents_of
+from spec_train.simulation.simulated_decoding import documents_of, judge_chains
 
 LEAST_DOCUMENTS = 12
 """With fewer, no permutation test of some twenty conventions can be clear."""
@@ -215,8 +215,9 @@ def slot_counts(sample: Sample, chains: Sequence[Tensor], depth: int) -> np.ndar
     rows = []
     for batch, drafted in zip(sample.batches, chains, strict=True):
         for _, arrays in documents_of(batch, drafted[..., :depth]):
-            sums = document_sums(*arrays)
-            rows.append((sums.slots, sums.slots + int(sums.slot_hits.sum())))
+            outcomes = judge_chains(*arrays)
+            slots = int(outcomes.at_risk[:, 0].sum())
+            rows.append((slots, slots + int(outcomes.hit.sum())))
     return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
 

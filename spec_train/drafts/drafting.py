@@ -1,18 +1,13 @@
 """Drafting for sequences: what the target has verified goes in, proposed tokens come out.
 
-A `Drafter` drafts for one sequence and keeps the keys and values of its rows. Sequences that decode
-side by side share forward passes: their caches are copied into one batch, where the rows of every
-sequence end at the last slot, and new rows follow, padded on the right. A mask hides the padding,
-and padded rows repeat the last position of their sequence, so each sequence computes what it
-computes alone. Afterwards every drafter takes its rows out again.
+A `Drafter` drafts for one sequence and keeps the keys and values of its rows.
 
-B sequences, T slots of the longest cache, n new rows, H hidden size, A width of the target's
-states, h / g query / key-value heads, d head size, Vd draft vocabulary.
+B sequences, n new rows, H hidden size, A width of the target's states, h / g query / key-value
+heads, d head size, Vd draft vocabulary.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -80,16 +75,6 @@ class KVCache:
             self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
 
 
-@dataclass(frozen=True)
-class DraftRequest:
-    """What a sequence asks of its drafter."""
-
-    tokens: Sequence[int]  # t known tokens; token i is at the position after states[:, i]
-    states: Tensor  # the target's at the next t positions, `Draft.state_columns` joined [1, t, A]
-    count: int  # drafted tokens wanted, at least 1
-    sampler: Sampler  # chooses the tokens
-
-
 class Drafter(ABC):
     """Drafting for one sequence: reads what the target has verified, proposes the next tokens."""
 
@@ -102,155 +87,12 @@ class Drafter(ABC):
     ) -> Proposal:
         """Append verified positions and draft at most `count` tokens after the last of them.
 
-        The arguments are the fields of `DraftRequest`.
+        Args:
+            tokens: t known tokens; token i is at the position after states[:, i].
+            states: the target's at the next t positions, `Draft.state_columns` joined [1, t, A].
+            count: drafted tokens wanted, at least 1.
+            sampler: chooses the tokens.
         """
-
-    @classmethod
-    def propose_batch(
-        cls, drafters: Sequence[Any], requests: Sequence[DraftRequest]
-    ) -> list[Proposal]:
-        """Answer one request per drafter, all of this class and of one draft, as `propose` would.
-
-        A subclass does it in fewer forward passes; `passes` counts as if each was alone.
-        """
-        pairs = zip(drafters, requests, strict=True)
-        return [d.propose(r.tokens, r.states, r.count, r.sampler) for d, r in pairs]
-
-
-# -- several sequences in one forward pass ---------------------------------------------------------
-
-
-def stacked(caches: Sequence[Sequence[KVCache]]) -> list[KVCache]:
-    """Return one cache per layer, with keys and values [B, g, T, d], of the caches of B sequences.
-
-    Args:
-        caches: of each sequence one cache [1, g, rows, d] per layer; none is empty.
-    """
-    return [
-        KVCache(*(left_padded(list(parts)) for parts in zip(*(c.rows for c in layer), strict=True)))
-        for layer in zip(*caches, strict=True)
-    ]
-
-
-def left_padded(parts: Sequence[Tensor]) -> Tensor:
-    """Return [B, g, T, d], zero in padding, of tensors [1, g, rows, d] of different lengths."""
-    width, first = max(part.shape[2] for part in parts), parts[0]
-    joined = first.new_zeros(len(parts), first.shape[1], width, first.shape[3])
-    for row, part in enumerate(parts):
-        joined[row, :, width - part.shape[2] :] = part[0]
-    return joined
-
-
-def unstack(
-    batch: Sequence[KVCache], row: int, width: int, caches: Sequence[KVCache], new: int
-) -> None:
-    """Give a sequence its rows of a batch, to which new rows were appended.
-
-    Args:
-        batch: one cache per layer, of all sequences.
-        row: the sequence.
-        width: T, slots of the caches before the new rows.
-        caches: of the sequence, cropped to the rows that it had before.
-        new: new rows to take.
-    """
-    for cache, of_all in zip(caches, batch, strict=True):
-        part = slice(width - cache.length, width + new)
-        keys, values = of_all.rows
-        cache.keys, cache.values = keys[row : row + 1, :, part], values[row : row + 1, :, part]
-
-
-@dataclass(frozen=True, kw_only=True)
-class NewRows:
-    """The verified rows that B sequences append, side by side.
-
-    Attributes:
-        ids: int64 [B, n], 0 in padding. states: [B, n, A]. positions: int64 [B, n].
-        lengths: rows of each sequence, int64 [B].
-        seen: which rows a new row sees, bool [B, 1, n, T + n].
-    """
-
-    ids: Tensor
-    states: Tensor
-    positions: Tensor
-    lengths: Tensor
-    seen: Tensor
-
-    @classmethod
-    def of(cls, requests: Sequence[DraftRequest], rows: Sequence[int], width: int) -> "NewRows":
-        """Put the rows of `requests` side by side.
-
-        `rows` are the rows that each sequence has already, `width` the slots T of the longest one.
-        """
-        first, batch = requests[0].states, len(requests)
-        counts = [len(request.tokens) for request in requests]
-        longest = max(counts)
-        ids = torch.zeros(batch, longest, dtype=torch.long)
-        states = first.new_zeros(batch, longest, first.shape[-1])
-        for row, request in enumerate(requests):
-            ids[row, : counts[row]] = torch.as_tensor(request.tokens, dtype=torch.long)
-            states[row, : counts[row]] = request.states[0]
-        lengths, held = torch.tensor(counts), torch.tensor(rows)
-        causal = torch.ones(longest, longest, dtype=torch.bool).tril().expand(batch, -1, -1)
-        old = real_slots(held, width)[:, None].expand(-1, longest, -1)
-        return cls(
-            ids=ids.to(first.device),
-            states=states,
-            positions=new_positions(held, lengths).to(first.device),
-            lengths=lengths.to(first.device),
-            seen=torch.cat([old, causal], dim=-1)[:, None].to(first.device),
-        )
-
-    def last(self, values: Tensor) -> Tensor:
-        """Return the value [B, 1, ...] of each sequence's last new row, of values [B, n, ...]."""
-        every = torch.arange(len(values), device=values.device)
-        return values[every, self.lengths - 1][:, None]
-
-
-def new_positions(held: Tensor, lengths: Tensor) -> Tensor:
-    """Return the positions of new rows side by side, int64 [B, n], of `held` and `lengths` [B].
-
-    A padded row repeats the last position of its sequence: longrope looks at the largest one, and
-    a model with learned positions has no more of them.
-    """
-    every = torch.arange(int(lengths.max()), device=held.device)
-    return held[:, None] + torch.minimum(every, lengths[:, None] - 1)
-
-
-def real_slots(rows: Tensor, width: int) -> Tensor:
-    """Return which of the T slots hold a row, bool [B, T]; `rows` int64 [B], `width` is T."""
-    slots = torch.arange(width, device=rows.device)
-    return slots >= width - rows[:, None]
-
-
-class Draws:
-    """The tokens that the samplers of B sequences draw, depth by depth."""
-
-    def __init__(
-        self, requests: Sequence[DraftRequest], draft_ids: Tensor, vocab_size: int
-    ) -> None:
-        """Start without tokens; `draft_ids` int64 [Vd] are the target's ids of the draft's."""
-        self._requests, self._draft_ids, self._vocab_size = requests, draft_ids, vocab_size
-        self._tokens: list[list[Tensor]] = [[] for _ in requests]  # int64 [] each
-        self._distributions: list[list[Any]] = [[] for _ in requests]
-
-    def draw(self, row: int, logits: Tensor) -> None:
-        """Draw the next token of a sequence from the draft's logits [Vd]."""
-        token, q = self._requests[row].sampler.draft(logits, self._draft_ids, self._vocab_size)
-        self._tokens[row].append(token)
-        self._distributions[row].append(q)
-
-    def latest(self, before: Tensor) -> Tensor:
-        """Return the newest token of each sequence, int64 [B], or that of `before` [B]."""
-        newest = [tokens[-1] if tokens else before[row] for row, tokens in enumerate(self._tokens)]
-        return torch.stack(newest)
-
-    def proposals(self) -> list[Proposal]:
-        """Return what was drawn, of each sequence."""
-        empty = torch.empty(0, dtype=torch.long, device=self._draft_ids.device)
-        return [
-            (torch.stack(tokens) if tokens else empty, q)
-            for tokens, q in zip(self._tokens, self._distributions, strict=True)
-        ]
 
 
 # -- chains ----------------------------------------------------------------------------------------
@@ -312,7 +154,7 @@ class ChainDrafter(Drafter):
         self._rows = 0  # rows computed from the target's own states
 
     def extend(self, tokens: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
-        """Drop the drafted rows and append verified ones (arguments: see `DraftRequest`).
+        """Drop the drafted rows and append verified ones (arguments: see `Drafter.propose`).
 
         Returns:
             The state of the last row [1, 1, H] and its position, int64 [1, 1].
@@ -349,63 +191,3 @@ class ChainDrafter(Drafter):
             distributions.append(q)
         self.passes += count - 1
         return torch.stack(drafted), distributions
-
-    @classmethod
-    def propose_batch(
-        cls, drafters: Sequence["ChainDrafter"], requests: Sequence[DraftRequest]
-    ) -> list[Proposal]:
-        """Answer several sequences: one pass per drafted depth."""
-        state, position = cls._extend_batch(drafters, requests)
-        draft = drafters[0].draft
-        draws = Draws(requests, draft.draft_ids, drafters[0]._vocab_size)
-        caches = stacked([d.caches for d in drafters])
-        rows = torch.tensor([d._rows for d in drafters], device=state.device)
-        for depth in range(max(request.count for request in requests)):
-            if depth:  # a sequence that wants fewer tokens goes on with its last one
-                token = draws.latest(torch.zeros_like(position[:, 0]))[:, None]
-                seen = real_slots(rows + depth, caches[0].length + 1)[:, None, None]
-                state = draft.step(token, state, position + depth, caches, seen)
-            logits = draft.logits(state)[:, 0]  # [B, Vd]
-            for row, request in enumerate(requests):
-                if depth < request.count:
-                    draws.draw(row, logits[row])
-        for drafter, request in zip(drafters, requests, strict=True):
-            drafter.passes += request.count - 1
-        return draws.proposals()
-
-    @staticmethod
-    def _extend_batch(
-        drafters: Sequence["ChainDrafter"], requests: Sequence[DraftRequest]
-    ) -> tuple[Tensor, Tensor]:
-        """Let every drafter append its verified rows; return states [B, 1, H], positions [B, 1].
-
-        Prompts are appended one by one: they are much longer than what a round adds.
-        """
-        ends: dict[int, tuple[Tensor, Tensor]] = {}
-        later = [row for row, drafter in enumerate(drafters) if drafter._rows]
-        for row in set(range(len(drafters))) - set(later):
-            ends[row] = drafters[row].extend(requests[row].tokens, requests[row].states)
-        if later:
-            old, asked = [drafters[row] for row in later], [requests[row] for row in later]
-            parts = zip(*(x.split(1) for x in _append_rows(old, asked)), strict=True)
-            ends |= zip(later, parts, strict=True)
-        states, positions = zip(*(ends[row] for row in range(len(drafters))), strict=True)
-        return torch.cat(states), torch.cat(positions)
-
-
-def _append_rows(
-    drafters: Sequence[ChainDrafter], requests: Sequence[DraftRequest]
-) -> tuple[Tensor, Tensor]:
-    """Append the rows of a round in one pass; return states [B, 1, H] and positions [B, 1]."""
-    draft = drafters[0].draft
-    for drafter in drafters:
-        drafter._crop()
-    caches = stacked([d.caches for d in drafters])
-    width = caches[0].length
-    new = NewRows.of(requests, [d._rows for d in drafters], width)
-    out = draft.step(new.ids, draft.project(new.states), new.positions, caches, new.seen)
-    for row, (drafter, request) in enumerate(zip(drafters, requests, strict=True)):
-        unstack(caches, row, width, drafter.caches, len(request.tokens))
-        drafter._rows += len(request.tokens)
-        drafter.passes += 1
-    return new.last(out), new.last(new.positions)

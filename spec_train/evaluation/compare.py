@@ -1,11 +1,7 @@
-"""`spec-train compare`: is one draft accepted longer than another, on the same prompts?
-
-In: two files of `spec-train eval --json`, made by real decoding. Out: both acceptance lengths with
-their intervals, and the difference with its interval and p-value.
-"""
+"""`spec-train compare`: is one draft accepted longer than another, on the same prompts?"""
 
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +26,26 @@ class ComparedDrafts(Comparison, Result):
 
     def facts(self) -> dict[str, Any]:
         """Return every figure, for --json."""
-        figures = {field.name: getattr(self, field.name) for field in fields(Comparison)}
-        return {"a": self.files[0], "b": self.files[1], "level": LEVEL, **figures}
+        figures = asdict(self)
+        del figures["drafts"]
+        a, b = figures.pop("files")
+        return {"a": a, "b": b, "level": LEVEL, **figures}
 
     def __str__(self) -> str:
         """Return the comparison as lines for people."""
-        return comparison_table(self, *self.drafts)
+        level = f"{LEVEL:.0%} interval"
+        lines = [
+            f"{name}  {length:.3f}  {level} {low:.3f} to {high:.3f}  {draft}"
+            for name, length, (low, high), draft in zip(
+                "AB", self.lengths, self.intervals, self.drafts, strict=True
+            )
+        ]
+        low, high = self.interval
+        clear = "" if low <= 0 <= high else ", which excludes 0"
+        lines.append(f"B - A  {self.difference:+.3f}  {level} {low:+.3f} to {high:+.3f}{clear}")
+        over = f"over {self.prompts:,} prompts that both have"
+        lines.append(f"p = {self.p_value:.2g}, permutation test {over}")
+        return "\n".join(lines)
 
 
 def compare_files(first: str, second: str, seed: int) -> ComparedDrafts:
@@ -46,19 +56,23 @@ def compare_files(first: str, second: str, seed: int) -> ComparedDrafts:
             the two have fewer than two prompts in common.
     """
     a, b = _read(first), _read(second)
-    for line in differing_settings(a, b):
-        log.warning("warning: %s", line)
+    settings = [(name, getattr(a, name), getattr(b, name)) for name in _SETTINGS]
+    name = "max_new_tokens"
+    settings.append((name, a.options.get(name), b.options.get(name)))
+    for name, x, y in settings:
+        if x != y:
+            log.warning("warning: %s differs: %r and %r", name, x, y)
     counts_a, counts_b = _by_prompt(a), _by_prompt(b)
     common = [prompt for prompt in counts_a if prompt in counts_b]
     alone = len(counts_a) + len(counts_b) - 2 * len(common)
     if alone:
         log.warning("warning: %d prompts are in one file only, and are left out", alone)
+    one, other = (
+        np.array([counts[prompt] for prompt in common], dtype=np.int64).reshape(-1, 2)
+        for counts in (counts_a, counts_b)
+    )
     try:
-        figures = compare(
-            np.array([counts_a[prompt] for prompt in common], dtype=np.int64).reshape(-1, 2),
-            np.array([counts_b[prompt] for prompt in common], dtype=np.int64).reshape(-1, 2),
-            seed,
-        )
+        figures = compare(one, other, seed)
     except ValueError as error:
         raise ConfigError(f"{first} and {second}: {error}") from None
     if len(common) > figures.prompts:
@@ -69,33 +83,7 @@ def compare_files(first: str, second: str, seed: int) -> ComparedDrafts:
     return ComparedDrafts(**vars(figures), files=(first, second), drafts=(a.draft, b.draft))
 
 
-def differing_settings(a: Decoded, b: Decoded) -> list[str]:
-    """Return a line for each setting in which two evaluations differ."""
-    pairs = [(name, getattr(a, name), getattr(b, name)) for name in _SETTINGS]
-    name = "max_new_tokens"
-    pairs.append((name, a.options.get(name), b.options.get(name)))
-    return [f"{name} differs: {x!r} and {y!r}" for name, x, y in pairs if x != y]
-
-
-def comparison_table(found: Comparison, a: str, b: str) -> str:
-    """Return the comparison as lines for people."""
-    level = f"{LEVEL:.0%} interval"
-    lines = [
-        f"{name}  {length:.3f}  {level} {low:.3f} to {high:.3f}  {draft}"
-        for name, length, (low, high), draft in zip(
-            "AB", found.lengths, found.intervals, (a, b), strict=True
-        )
-    ]
-    low, high = found.interval
-    clear = "" if low <= 0 <= high else ", which excludes 0"
-    lines.append(f"B - A  {found.difference:+.3f}  {level} {low:+.3f} to {high:+.3f}{clear}")
-    lines.append(
-        f"p = {found.p_value:.2g}, permutation test over {found.prompts:,} prompts that both have"
-    )
-    return "\n".join(lines)
-
-
-def _read(name: str | Path) -> Decoded:
+def _read(name: str) -> Decoded:
     path = Path(name)
     if not path.is_file():
         raise MissingError(f"{path}: no such file; `spec-train eval --json FILE` writes one")

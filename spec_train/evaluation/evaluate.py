@@ -5,7 +5,6 @@ decoding on the dataset; it is None if there was nothing to measure. The evaluat
 output differs from plain decoding by more than rounding, or if no prompt was answered.
 """
 
-import json
 import logging
 import platform
 from dataclasses import asdict, dataclass
@@ -20,33 +19,32 @@ from spec_data.corpus.prompt_overlap import Grams, add_prompt
 from spec_data.corpus.template import Template
 from spec_data.models.devices import compute_dtype, usable_device
 from spec_data.models.families import block_count
-from spec_data.models.resolve import cached_model, local_directory
+from spec_data.models.identify import identify
+from spec_data.models.reading import load_config, load_tokenizer
+from spec_data.models.resolve import cached_model, local_directory, resolve_model
 from spec_data.pages.page import write_page
 from spec_data.shards.errors import ConfigError, RunError
-from spec_data.shards.files import write_atomically
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_train.drafts import Draft, load_draft
+from spec_train.evaluation.decoding_metrics import fastest, sweep_line
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
 from spec_train.evaluation.on_target import (
+    Decoding,
+    PlainResponses,
     check_draft,
     evaluate_target,
-    find_target,
     load_target,
+    stop_ids,
 )
-from spec_train.evaluation.paired_decoding import Decoding, PlainResponses, stop_ids
-from spec_train.evaluation.prompt_batches import batch_width
 from spec_train.evaluation.prompts import read_prompts
 from spec_train.evaluation.run_record import read_run
 from spec_train.evaluation.same_target import (
     compare_with_trained,
-    identity_of,
+    find_trained,
     kwargs_for,
-    prompt_kwargs,
+    prompt_warnings,
     system_warnings,
-    trained_identity,
 )
-from spec_train.evaluation.speed_model import fastest, sweep_line
-from spec_train.evaluation.trained_prompts import find_trained, prompt_facts, prompt_warnings
 from spec_train.formats.draft_files import read_config
 from spec_train.formats.forms import is_own_form
 from spec_train.formats.target_facts import TargetFacts, read_target
@@ -65,6 +63,16 @@ class Documents:
     data: str
     split: str = "auto"
     mask: str | None = None
+
+
+class Warnings(list[str]):
+    """The warnings of an evaluation, each logged as it comes."""
+
+    def add(self, more: list[str]) -> None:
+        """Log and keep some."""
+        for warning in more:
+            log.warning("warning: %s", warning)
+        self.extend(more)
 
 
 def measure(
@@ -96,14 +104,19 @@ def measure(
     folder = resolve_draft_dir(given)
     run = read_run(Path(given), folder)
     where = usable_device(device)
-    target = None if decoding is None else decoding.target
-    data = None if documents is None else documents.data
-    draft = draft_to_measure(folder, data, target, accept_edited).eval()
-    warnings: list[str] = []
-    if data is not None:  # report a mismatch before the target is loaded
-        _warn(warnings, check_fit(draft, HiddenStatesDataset(data)))
+    # a published draft may leave its embedding or layers to the target
+    facts = None if is_own_form(read_config(folder)) else _facts_of(documents, decoding)
+    draft = load_draft(folder, facts, accept_edited=accept_edited).eval()
+    warnings = Warnings()
+    if documents is not None:  # report a mismatch before the target is loaded
+        warnings.add(check_fit(draft, HiddenStatesDataset(documents.data)))
     if confidence_threshold:
-        _set_threshold(draft, confidence_threshold, folder)
+        try:
+            draft.stop_below(confidence_threshold)
+        except ConfigError as error:
+            raise ConfigError(
+                f"--confidence-threshold {confidence_threshold}: {folder} {error}; leave it out"
+            ) from None
     depths = [depth or draft.depth for depth in draft_tokens]
     depth = depths[-1]
     if draft.max_depth is not None and depth > draft.max_depth:
@@ -112,6 +125,7 @@ def measure(
         )
     report: dict[str, Any] = {"acceptance_length": None, "draft": str(folder), "warnings": warnings}
     if decoding is not None:
+        data = None if documents is None else Path(documents.data)
         report |= _decode(decoding, draft, where, dtype, depths, limit, run, data, warnings)
     else:
         draft.to(where, compute_dtype(dtype, where))
@@ -125,17 +139,31 @@ def measure(
             limit=limit,
             mask=documents.mask,
         )
-        simulated = report["data"]["walk"]["acceptance_length"]
+        simulated, real = (
+            part["acceptance_length"] for part in (report["data"]["simulated"], report)
+        )
         if decoding is None:
             report["acceptance_length"] = simulated
         else:
-            known = None not in (simulated, report["acceptance_length"])
-            report["gap"] = simulated - report["acceptance_length"] if known else None
-    _warn(warnings, _unmeasured(report) + _parted(report))
+            report["gap"] = None if None in (simulated, real) else simulated - real
+    warnings.add(_doubts(report))
     options = {"limit": limit, "confidence_threshold": confidence_threshold}
     for record in (documents, decoding):
         options |= asdict(record) if record is not None else {}
-    return report | _setting(draft, where, depth) | {"options": options}
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else platform.processor()
+    return report | {
+        "draft_tokens": depth,
+        "dtype": str(draft.embed_tokens.weight.dtype).removeprefix("torch."),
+        "device": f"{where} {name}".strip(),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "spec-data": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "options": options,
+    }
 
 
 def _decode(
@@ -146,143 +174,99 @@ def _decode(
     depths: list[int],
     limit: int,
     run: dict[str, Any] | None,
-    data: str | None,
-    warnings: list[str],
+    data: Path | None,
+    warnings: Warnings,
 ) -> dict[str, Any]:
     """Read the prompts, load the target, check that everything matches, and decode.
 
     The metrics are those of the last of `depths`; `sweep` has some of all. Moves the draft to the
-    target's device and dtype. Appends to `warnings`.
+    target's device and dtype.
     """
-    directory, tokenizer = find_target(decoding)
-    trained = trained_identity(draft.config.origin, run)
-    usual = prompt_kwargs(trained)
-    kwargs, about = kwargs_for(decoding.chat_template_kwargs, usual, tokenizer)
-    _warn(warnings, about)
+    directory, _ = resolve_model(decoding.target)
+    tokenizer = load_tokenizer(directory, decoding.trust_remote_code)
+    # the identity that the draft was fitted to: its origin, then what its data records
+    trained = {**((run or {}).get("identity") or {}), **draft.config.origin}
+    kwargs, about = kwargs_for(decoding.chat_template_kwargs, trained, tokenizer)
+    warnings.add(about)
     template = Template(tokenizer, kwargs, apart=True)
     prompts = read_prompts(decoding.prompts, template, limit)
     chats = [p.record.messages for p in prompts if p.record.messages is not None]
-    _warn(warnings, system_warnings(trained, chats))
+    warnings.add(system_warnings(trained, chats))
     grams = Grams()
     for prompt in prompts:
         add_prompt(grams, prompt.record, template)
-    overlap = find_trained(grams, run, Path(data) if data else None)
-    _warn(warnings, prompt_warnings(prompts, overlap))
+    overlap = find_trained(grams, run, data)
+    warnings.add(prompt_warnings(prompts, overlap))
     model = load_target(decoding, directory, device, dtype, trained.get("rope_factors"))
-    _warn(warnings, check_draft(draft, model))
+    warnings.add(check_draft(draft, model))
     draft.to(device, model.dtype)
-    identity = identity_of(directory, tokenizer, model.dtype, decoding.trust_remote_code)
-    compared = compare_with_trained(trained, identity, tokenizer, kwargs=prompts.kwargs)
-    _warn(warnings, [f"{line}; expect lower acceptance" for line in compared.texts])
+    identity = identify(
+        directory,
+        config=load_config(directory, decoding.trust_remote_code),
+        tokenizer=tokenizer,
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
+    compared = compare_with_trained(trained, identity, tokenizer, prompts)
+    warnings.add([f"{line}; expect lower acceptance" for line in compared.texts])
     if compared.not_compared:
         log.info("not compared with the draft's training: %s", compared.not_compared)
     stop = stop_ids(model, tokenizer)
-    width = batch_width(decoding, model, prompts)
-    plain = PlainResponses.of(model, identity, decoding.max_new_tokens, stop, width)
+    plain = PlainResponses.of(model, identity, decoding.max_new_tokens, stop)
     sweep: list[dict[str, Any]] = []
     different: list[str] = []
     for depth in depths:
-        metrics, responses = evaluate_target(
-            draft, model, tokenizer, decoding, prompts, plain, depth=depth, width=width
-        )
+        metrics = evaluate_target(draft, model, tokenizer, decoding, prompts, plain, depth)
         sweep.append(sweep_line(metrics))
         different += metrics["different"] or []
-    metrics |= {"sweep": sweep, "best_draft_tokens": fastest(sweep)}
-    metrics["different"] = None if metrics["different"] is None else different
-    if decoding.save_responses is not None:
-        lines = "".join(json.dumps(response) + "\n" for response in responses)
-        write_atomically(Path(decoding.save_responses), lines)
-    facts = {"target": decoding.target, "chat_template_kwargs": kwargs}
-    facts |= {"not_compared": list(compared.unknown)} | prompt_facts(prompts, overlap)
-    return facts | metrics
+    return metrics | {
+        "target": decoding.target,
+        "chat_template_kwargs": kwargs,
+        "not_compared": list(compared.unknown),
+        "prompts": len(prompts),
+        "bad_prompts": prompts.left_out,
+        "bad_prompt_examples": prompts.examples,
+        "trained_prompts": None if overlap.numbers is None else len(overlap.numbers),
+        "trained_prompts_compared_with": overlap.data,
+        "trained_prompts_not_compared": overlap.problem,
+        "sweep": sweep,
+        "best_draft_tokens": fastest(sweep),
+        "different": None if metrics["different"] is None else different,
+    }
 
 
-def draft_to_measure(
-    folder: Path, data: str | None, target: str | None, accept_edited: bool = False
-) -> Draft:
-    """Read the draft in `folder`, of any program.
-
-    A published draft may leave its embedding or layers to the target: what its files lack comes
-    from the dataset `data`, or from `target`.
-
-    Raises:
-        As `load_draft`, and for a dataset or target that cannot be read.
-    """
-    facts = None if is_own_form(read_config(folder)) else _facts_of(data, target)
-    return load_draft(folder, facts, accept_edited=accept_edited)
-
-
-def _facts_of(data: str | None, target: str | None) -> TargetFacts | None:
-    if data is not None:
-        dataset = HiddenStatesDataset(data)
+def _facts_of(documents: Documents | None, decoding: Decoding | None) -> TargetFacts | None:
+    """Return what a draft's files may lack, from the dataset or the target; None: unknown."""
+    if documents is not None:
+        dataset = HiddenStatesDataset(documents.data)
         tensors = load_head_tensors(dataset.path)
         return TargetFacts(
             num_layers=block_count(dataset.target_config()),
             embedding=tensors["embed_tokens"],
             head=tensors["lm_head"],
         )
-    directory = None if target is None else local_directory(target) or cached_model(target)
-    return None if directory is None else read_target(directory, target)
+    name = decoding.target if decoding is not None else ""
+    directory = local_directory(name) or cached_model(name) if name else None
+    return None if directory is None else read_target(directory, name)
 
 
-def _set_threshold(draft: Draft, threshold: float, folder: Path) -> None:
-    """Let a draft that forecasts its acceptance stop early."""
-    try:
-        draft.stop_below(threshold)
-    except ConfigError as error:
-        raise ConfigError(
-            f"--confidence-threshold {threshold}: {folder} {error}; leave it out"
-        ) from None
-
-
-def _warn(warnings: list[str], more: list[str]) -> None:
-    for warning in more:
-        log.warning("warning: %s", warning)
-    warnings += more
-
-
-def _setting(draft: Draft, device: torch.device, depth: int) -> dict[str, Any]:
-    """Return the device, dtype, threads and versions of the measurement."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    return {
-        "draft_tokens": depth,
-        "dtype": str(draft.embed_tokens.weight.dtype).removeprefix("torch."),
-        "device": f"{device} {name}".strip(),
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "spec-data": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-    }
-
-
-def _parted(report: dict[str, Any]) -> list[str]:
-    """Return a warning if the length of training and that of serving differ clearly."""
-    data = report.get("data")
-    if data is None:
-        return []
-    walk = data["walk"]
-    text = train_serve_gap(
-        data["teacher_forced"], uncut_length(walk["accept_rate"]), walk["rounds"]
-    )
-    return [text] if text else []
-
-
-def _unmeasured(report: dict[str, Any]) -> list[str]:
-    """Return warnings for metrics that are null because there was nothing to measure."""
+def _doubts(report: dict[str, Any]) -> list[str]:
+    """Return warnings about what was not measured, and if training and serving differ clearly."""
     warnings = []
     if "target" in report and report["responses"] and not report["rounds"]:
         warnings.append(
             "no draft was verified: every response ended with its first token, which the prefill "
             "returns. Raise --max-new-tokens, or use prompts with longer answers"
         )
-    if "data" in report and not report["data"]["walk"]["rounds"]:
-        warnings.append(
-            "nothing was verified: no measured document has two supervised tokens in a row after "
-            "its first token. Measure more documents, or documents with longer answers"
-        )
+    if "data" in report:
+        data, simulated = report["data"], report["data"]["simulated"]
+        if not simulated["rounds"]:
+            warnings.append(
+                "nothing was verified: no measured document has two supervised tokens in a row "
+                "after its first token. Measure more documents, or documents with longer answers"
+            )
+        uncut = uncut_length(simulated["accept_rate"])
+        if gap := train_serve_gap(data["teacher_forced"], uncut, simulated["rounds"]):
+            warnings.append(gap)
     return warnings
 
 
@@ -305,10 +289,11 @@ def require_sound(report: dict[str, Any]) -> None:
         )
 
 
-def write_eval_page(file: Path, draft: Path, report: dict[str, Any]) -> None:
-    """Write the page of an evaluation; a failure is a warning: the metrics are worth more."""
+def write_eval_page(run: Path, report: dict[str, Any]) -> None:
+    """Write eval.html in a run; a failure is a warning: the metrics are worth more."""
+    file = run / "eval.html"
     try:
-        (name,) = short_names([draft])
+        (name,) = short_names([run])
         page = report_page([], evaluations(report, "this evaluation", name))
         log.info("page       %s", write_page(file, page).path)
     except Exception as error:

@@ -2,12 +2,11 @@
 
 Teacher-forced metrics use the documents' own tokens at every depth, as training does. Serving-like
 metrics let the draft continue with its own tokens and states (see simulation/simulated_decoding.py,
-also for documents that the target did not write). Documents are read completely, never cut.
+also for documents that the target did not write). Documents are read whole.
 
 Shapes: B packs, T tokens of a pack of documents, S draft depths, V vocabulary.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,12 @@ from spec_train.formats.origin import origin_warnings, require_same_embedding
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import add_sums, shown, summarise_parts
 from spec_train.simulation.breakdown import Breakdown
-from spec_train.simulation.sample_texts import token_texts
-from spec_train.simulation.samples import tokenizer_of
-from spec_train.simulation.simulated_decoding import ServingSums, documents_of
-
-log = logging.getLogger(__name__)
+from spec_train.simulation.samples import token_texts, tokenizer_of
+from spec_train.simulation.simulated_decoding import documents_of
 
 _PACK_TOKENS = 2048
 SAMPLES = 8
-"""Documents that are returned with every drafted token."""
+"""Documents, evenly spread, that are returned with every drafted token."""
 
 
 def choose_documents(
@@ -220,13 +216,11 @@ def evaluate_data(
     depth: int,
     limit: int = 0,
     mask: str | None = None,
-    samples: int = SAMPLES,
 ) -> dict[str, Any]:
     """Return the metrics of `draft` on the dataset at `path`, on the draft's device and dtype.
 
-    `check_fit` must have accepted the two before. `mask` is a mask
-    policy; None: that of the run on the run's own data, otherwise the stored masks.
-    So many `samples` of the documents, evenly spread, are returned with every drafted token.
+    `check_fit` must have accepted the two before. `mask` is a mask policy; None: that of the run on
+    the run's own data, otherwise the stored masks.
     """
     dataset = HiddenStatesDataset(path)
     policy = measured_mask(dataset, run, mask)
@@ -236,9 +230,8 @@ def evaluate_data(
     weight = draft.embed_tokens.weight
     head = TargetHead.from_dataset(dataset.path, weight.dtype, weight.device)
     teacher_forced: dict[str, Tensor] = {}
-    serving = ServingSums.zero(depth)
     missing = torch.zeros(2, dtype=torch.float64)  # sum over supervised slots, and their number
-    breakdown = Breakdown(depth, even_sample(documents, samples))
+    breakdown = Breakdown(depth, even_sample(documents, SAMPLES))
     with progress(total=len(documents), unit="documents", desc="data", leave=False) as bar:
         for pack in _packs(dataset, documents):
             batch = read_pack(dataset, pack, columns, weight.dtype).to(weight.device)
@@ -247,18 +240,18 @@ def evaluate_data(
             missing += _missing(batch)
             chains = draft.chains(batch, head, depth, scored_only=True)
             for document, arrays in documents_of(batch, chains):
-                serving += breakdown.add(document, dataset.source_of(document), arrays)
+                breakdown.add(document, dataset.source_of(document), arrays)
             bar.update(len(pack))
-            length = shown(serving.walk_figures().acceptance_length)
+            length = shown(breakdown.acceptance_length)
             bar.set_postfix_str(f"acceptance {length}", refresh=False)
-    found = breakdown.figures()
-    tokenizer = tokenizer_of(dataset.target_dir) if found["samples"] else None
+    simulated = breakdown.figures()
+    tokenizer = tokenizer_of(dataset.target_dir) if simulated["samples"] else None
     return {
         "path": dataset.place,
         "split": split,
         "mask": policy or dataset.manifest.mask,
         "teacher_forced": summarise_parts({"": teacher_forced}, draft.summarise),
         "missing_mass": float(missing[0] / missing[1]) if missing[1] else None,
-        **found,
-        "texts": token_texts(found["samples"], tokenizer),
+        **simulated,
+        "texts": token_texts(simulated["samples"], tokenizer),
     }

@@ -1,56 +1,77 @@
 """Acceptance and speed of a draft by decoding with its target; also checks that output is lossless.
 
-The same model answers prompts without and with the draft. Greedy responses without a draft are kept
-between evaluations (see plain_responses.py). The speed-up is the ratio over the first responses,
-which are always decoded both ways in this process, prefill included. Greedy answers must be equal.
+The same model answers prompts without and with the draft. The first responses are always decoded
+both ways in turn: the speed-up is theirs, prefill included. Later ones are decoded without the
+draft only if that response is not known from an earlier evaluation. Greedy answers must be equal.
 If they differ, the first differing position is examined, and a difference counts as a tie only if
-rounding in the dtype explains it. First the draft's embedding is compared with the target's: a
-draft of another target decodes without an error, and its tokens are never accepted.
+rounding in the dtype explains it.
 """
 
+import hashlib
+import json
+import logging
+import platform
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
+from spec_data.corpus.documents import RenderError
 from spec_data.models.devices import compute_dtype
 from spec_data.models.loading import load_model
-from spec_data.models.reading import load_tokenizer
-from spec_data.models.resolve import resolve_model
 from spec_data.models.rope_factors import fix_rope_factors, short_positions
 from spec_data.shards.errors import DraftError
 from spec_data.shards.even_sample import even_sample
+from spec_data.shards.files import cache_directory, sha256_json, write_atomically
 from spec_data.terminal.progress import progress
-from spec_train.decoding.chains import check_target
+from spec_train.decoding.chains import (
+    Generation,
+    Request,
+    check_target,
+    decode_plain,
+    decode_speculative,
+    decoder_config,
+    examine_difference,
+)
+from spec_train.decoding.trees import TreeDrafter, TreeMasks, TreeShape, decode_tree
 from spec_train.drafts import Draft
-from spec_train.evaluation import paired_decoding
+from spec_train.evaluation.decoding_metrics import Response, decoding_metrics
 from spec_train.evaluation.on_dataset import SAMPLES
-from spec_train.evaluation.paired_decoding import Bench, Decoding, PlainResponses
-from spec_train.evaluation.prompt_batches import answer_in_batches
-from spec_train.evaluation.prompts import Prompts
-from spec_train.evaluation.speed_model import with_model
-from spec_train.evaluation.tally import figures
+from spec_train.evaluation.prompts import Prompt, Prompts
 from spec_train.formats.origin import embedding_warnings
+from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import shown
-from spec_train.simulation.sample_texts import token_texts
+from spec_train.losses.sampling import make_sampler
+from spec_train.simulation.samples import token_texts
+
+log = logging.getLogger(__name__)
+
+SEED = 0
+"""Of the first sampled response; later ones count on."""
+TIMED_PAIRS = 16
+"""Responses that are decoded both ways, even if the one without a draft is known."""
+_WARM_UP_TOKENS = 8
 
 
-def find_target(decoding: Decoding) -> tuple[Path, Any]:
-    """Return the directory and the tokenizer of the target.
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How prompts are answered, as the options of `spec-train eval` say it."""
 
-    Raises:
-        MissingError: the model does not exist. TargetError: its tokenizer cannot be loaded.
-    """
-    directory, _ = resolve_model(decoding.target)
-    return directory, load_tokenizer(directory, decoding.trust_remote_code)
+    target: str
+    prompts: str
+    chat_template_kwargs: dict[str, Any] | None = None
+    temperature: float = 0.0
+    max_new_tokens: int = 256
+    tree_tokens: int = 0
+    cost_ratio: float = 0.0
+    trust_remote_code: bool = False
 
 
 def load_target(
-    decoding: Decoding,
-    directory: Path,
-    device: torch.device,
-    dtype: str = "auto",
-    rope_factors: str | None = None,
+    decoding: Decoding, directory: Path, device: torch.device, dtype: str, rope_factors: str | None
 ) -> Any:
     """Load the target in evaluation mode on `device`.
 
@@ -77,6 +98,8 @@ def load_target(
 def check_draft(draft: Draft, model: Any) -> list[str]:
     """Refuse a target that the draft cannot run with; return warnings if it was fitted to another.
 
+    A draft of another target decodes without an error, and its tokens are never accepted.
+
     Raises:
         DraftError: vocabulary, hidden size or layers do not match.
     """
@@ -97,39 +120,243 @@ def check_draft(draft: Draft, model: Any) -> list[str]:
     return embedding_warnings(own, embedding, trained=config.train_embeddings)
 
 
+def stop_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Return the ids that end a response, from the generation config and the tokenizer.
+
+    The model config is used only if those name none: the default of its class may be another token
+    in this vocabulary.
+    """
+    for owners in ((model.generation_config, tokenizer), (decoder_config(model),)):
+        values = [getattr(owner, "eos_token_id", None) for owner in owners]
+        lists = [v if isinstance(v, (list, tuple)) else [v] for v in values]
+        if found := {int(i) for ids in lists for i in ids if i is not None}:
+            return found
+    return set()
+
+
+class PlainResponses:
+    """Greedy responses of a target without a draft, kept in a file between evaluations.
+
+    They are the same for every draft. Everything that can change a token is part of the file's
+    name: the target's weights, config, dtype, attention and device, the longest response, and the
+    versions of the libraries. A file that is damaged is ignored.
+    """
+
+    def __init__(self, file: Path) -> None:
+        """Read what is kept in `file`."""
+        self.file = file
+        self._tokens: dict[str, list[int]] = {}
+        self.used = 0
+        """Responses that did not have to be decoded."""
+        try:
+            self._tokens = dict(json.loads(file.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError) as error:
+            log.info("%s is not used: %s", file, error)
+
+    @classmethod
+    def of(
+        cls, model: Any, identity: Mapping[str, Any], limit: int, stop: Collection[int]
+    ) -> "PlainResponses":
+        """Find the responses of a loaded target.
+
+        `identity` are the facts of its files (see `models.identify`), `limit` is the longest
+        response, in tokens, and `stop` the token ids that end one.
+        """
+        settings = {
+            "identity": dict(identity),
+            "limit": limit,
+            "stop": sorted(stop),
+            "dtype": str(model.dtype),
+            "device": model.device.type,
+            "attention": getattr(model.config, "_attn_implementation", None),
+            "rope": getattr(model.config.get_text_config(), "rope_parameters", None),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+        }
+        name = sha256_json(settings).removeprefix("sha256:")[:32]
+        return cls(cache_directory("plain-responses") / f"{name}.json")
+
+    def find(self, prompt: Sequence[int], limit: int) -> list[int] | None:
+        """Return the kept response to a prompt of token ids with this limit, or None."""
+        tokens = self._tokens.get(_key(prompt, limit))
+        self.used += tokens is not None
+        return tokens
+
+    def keep(self, prompt: Sequence[int], limit: int, response: Sequence[int]) -> None:
+        """Keep a response, token ids, until `save`.
+
+        If another one is kept for this prompt, the device does not repeat its results, and all
+        kept responses are dropped.
+        """
+        key, tokens = _key(prompt, limit), list(response)
+        if self._tokens.get(key, tokens) != tokens:
+            log.info("this device does not repeat its responses: kept ones are not used")
+            self._tokens.clear()
+        self._tokens[key] = tokens
+
+    def save(self) -> None:
+        """Write the file. A failure is logged: only time is lost."""
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.file, json.dumps(self._tokens))
+        except OSError as error:
+            log.info("the responses of the target alone were not kept: %s", error)
+
+
+def _key(prompt: Sequence[int], limit: int) -> str:
+    return hashlib.sha256(json.dumps([limit, *map(int, prompt)]).encode()).hexdigest()[:32]
+
+
 def evaluate_target(
     draft: Draft,
     model: Any,
     tokenizer: Any,
     decoding: Decoding,
     prompts: Prompts,
-    known: PlainResponses,
-    *,
+    plain: PlainResponses,
     depth: int,
-    width: int = 1,
-) -> tuple[dict[str, Any], list[dict[str, list[int]]]]:
-    """Decode the prompts; return the metrics, and the responses if they are to be saved.
+) -> dict[str, Any]:
+    """Decode the prompts with up to `depth` drafted tokens per step; return the metrics.
 
-    `known` are the responses of the target alone; new ones are added and saved. The prompts after
-    the timed pairs are decoded `width` at a time.
+    `plain` are the responses of the target alone; new ones are added and saved.
     """
-    sampled = [prompt.where for prompt in even_sample(prompts.found, SAMPLES)]
-    bench = Bench(draft, model, tokenizer, decoding, depth, known, sampled, prompts.groups)
-    bench.warm_up([0])
+    bench = PairedDecoding(draft, model, tokenizer, decoding, depth, plain)
+    rounds = emitted = 0
     with progress(total=len(prompts), unit="prompts", desc="decode", leave=False) as bar:
-        for number, prompt in enumerate(prompts.found):
-            if width > 1 and bench.tally.responses >= paired_decoding.TIMED_PAIRS:
-                answer_in_batches(bench, prompts, prompts.found[number:], width, bar)
-                break
-            bench.converse(prompt, prompts)
-            length = shown(bench.tally.acceptance_length)
+        for prompt in prompts:
+            for response in bench.converse(prompt, prompts):
+                rounds += len(response.generation.rounds)
+                emitted += sum(step.emitted for step in response.generation.rounds)
+            length = shown(emitted / rounds if rounds else None)
             bar.set_postfix_str(f"acceptance {length}", refresh=False)
             bar.update(1)
-    known.save()
-    result = figures(bench.tally, depth, decoding.temperature)
-    result["texts"] = token_texts(result["samples"], tokenizer)
-    result["modelled"] = with_model(result, decoding.cost_ratio)
-    result["batch_prompts"] = width
-    result["plain_responses_kept"] = known.used
-    result["tree_tokens"] = decoding.tree_tokens
-    return result, bench.saved
+    greedy = decoding.temperature == 0
+    if greedy:
+        plain.save()
+    sampled = {prompt.where for prompt in even_sample(prompts.found, SAMPLES)}
+    samples = [response.sample() for response in bench.responses if response.where in sampled]
+    return decoding_metrics(bench.responses, depth, decoding.cost_ratio) | {
+        "temperature": decoding.temperature,
+        "identical": bench.identical if greedy else None,
+        "ties": bench.ties if greedy else None,
+        "different": bench.different if greedy else None,
+        "too_long": bench.too_long,
+        "failed_turns": bench.failed_turns,
+        "samples": samples,
+        "texts": token_texts(samples, tokenizer),
+        "plain_responses_kept": plain.used,
+        "tree_tokens": decoding.tree_tokens,
+    }
+
+
+class PairedDecoding:
+    """Answers prompts with and without the draft, and compares the responses."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        model: Any,
+        tokenizer: Any,
+        decoding: Decoding,
+        depth: int,
+        plain: PlainResponses,
+    ) -> None:
+        """Decode both ways once, untimed: the first forwards of a process are slower."""
+        self.draft, self.model, self.tokenizer = draft, model, tokenizer
+        self.decoding, self.depth, self.plain = decoding, depth, plain
+        self.head = TargetHead.from_model(model, draft.config.origin.get("head"))
+        self.responses: list[Response] = []
+        self.identical = self.ties = 0
+        self.different: list[str] = []
+        self.too_long: list[str] = []
+        self.failed_turns: list[str] = []
+        self._stop = stop_ids(model, tokenizer)
+        self._context = getattr(decoder_config(model), "max_position_embeddings", None) or 1 << 62
+        self._shape = TreeShape(nodes=decoding.tree_tokens)
+        self._masks: TreeMasks | None = None
+        if decoding.tree_tokens:
+            TreeDrafter.of(draft, self.head, self._shape)  # raises if the draft has no trees
+            self._masks = TreeMasks(model)
+        for decode in (self._decode_plain, self._decode):
+            decode(self._request([0], _WARM_UP_TOKENS, 0))
+
+    def converse(self, prompt: Prompt, prompts: Prompts) -> list[Response]:
+        """Answer a prompt of `prompts`: one response, or one for each of its turns."""
+        before, group = len(self.responses), prompts.groups.get(prompt.where, "")
+        ids, chat = prompt.ids, list(prompt.record.messages or ())
+        for follow_up in (*prompt.record.follow_ups, None):
+            limit = min(self.decoding.max_new_tokens, self._context - len(ids))
+            if limit < 1:
+                self.too_long.append(prompt.where)
+                log.warning(
+                    "%s: skipped; its %d tokens leave no room for an answer in the target's "
+                    "context",
+                    *(prompt.where, len(ids)),
+                )
+                break
+            tokens = self._answer(ids, limit, prompt.where, group)
+            if follow_up is None:
+                break
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            chat.append({"role": "assistant", "content": text})
+            chat.append({"role": "user", "content": follow_up})
+            try:
+                ids = prompts.continued(prompt, chat)
+            except RenderError as error:
+                log.warning("warning: the next turn of a prompt is left out: %s", error)
+                self.failed_turns.append(str(error))
+                break
+        return self.responses[before:]
+
+    def _answer(self, ids: list[int], limit: int, where: str, group: str) -> list[int]:
+        """Answer one prompt; return the response for the next turn of the chat."""
+        number, greedy = len(self.responses), self.decoding.temperature == 0
+        timed = number < TIMED_PAIRS
+        known = self.plain.find(ids, limit) if greedy and not timed else None
+        ways = [self._decode]
+        if timed or (greedy and known is None):
+            ways.insert(number % 2, self._decode_plain)  # neither way always runs first
+        found = {way: way(self._request(ids, limit, SEED + number)) for way in ways}
+        alone, generation = found.get(self._decode_plain), found[self._decode]
+        if greedy:
+            if alone is not None:
+                known = alone.tokens
+                self.plain.keep(ids, limit, known)
+            self._compare(ids, known or [], generation.tokens, where)
+        self.responses.append(
+            Response(where=where, group=group, ids=ids, generation=generation, plain=alone)
+        )
+        return generation.tokens
+
+    def _request(self, ids: Sequence[int], limit: int, seed: int) -> Request:
+        return Request(ids, make_sampler(self.decoding.temperature, seed), limit, self._stop)
+
+    def _decode_plain(self, request: Request) -> Generation:
+        return decode_plain(self.model, request)
+
+    def _decode(self, request: Request) -> Generation:
+        columns = self.draft.state_columns
+        if self._masks is None:
+            drafter = self.draft.drafter(self.head)
+            return decode_speculative(self.model, drafter, columns, request, self.depth)
+        trees = TreeDrafter.of(self.draft, self.head, self._shape)
+        return decode_tree(self.model, self._masks, trees, columns, request, self.depth)
+
+    def _compare(
+        self, ids: list[int], plain: list[int], speculative: list[int], where: str
+    ) -> None:
+        d = examine_difference(self.model, ids, plain, speculative)
+        if d is None:
+            self.identical += 1
+        elif d.is_tie:
+            self.ties += 1
+        else:
+            self.different.append(
+                f"{where}: token {d.index} is {d.speculative} with the draft and {d.plain} without;"
+                f" their logits differ by {d.gap:.3g}, rounding in this dtype allows "
+                f"{d.tolerance:.3g}"
+            )

@@ -151,7 +151,7 @@ def _measured(
                 measured, dataset.path, split="auto", run=run, depth=one.depth, limit=DOCUMENTS
             )
         )
-    lengths = [found["walk"]["acceptance_length"] for found in figures]
+    lengths = [found["simulated"]["acceptance_length"] for found in figures]
     return PruningCost(
         tokens_before=draft.config.draft_vocab_size,
         tokens=smaller.config.draft_vocab_size,

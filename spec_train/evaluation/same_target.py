@@ -1,64 +1,56 @@
-"""Compare the target and the prompts of an evaluation with those that a draft was fitted to.
+"""Are target and prompts of an evaluation those that the draft was fitted to, and no others?
 
 A draft runs with any target of its shape. With another version of the target, other rope settings,
 another tokenizer or prompts rendered otherwise, it is only accepted less often, so each difference
-is a warning that names the fact.
+is a warning that names the fact. On prompts that are in training documents more drafted tokens are
+accepted than on new ones, and nothing else shows it: the comparison is that of `select
+--decontaminate` (`spec_data/corpus/prompt_overlap.py`).
 """
 
-import logging
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from spec_data.corpus.prompt_overlap import NGRAM, Grams
 from spec_data.corpus.template import names_read
-from spec_data.models.identify import identify
-from spec_data.models.reading import load_config
+from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.identity import Comparison, compare, kwargs_text, usual_kwargs
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.terminal.progress import progress
+from spec_train.data.policy_masks import open_with_mask
+from spec_train.evaluation.on_dataset import choose_documents, recorded_fingerprint
+from spec_train.evaluation.prompts import Prompts
 
-log = logging.getLogger(__name__)
-
-UNKNOWN_KWARGS = (
-    "neither the draft nor its training data records the chat template kwargs of the rendering, so "
-    "prompts are rendered without any; if there were some, pass --chat-template-kwargs"
-)
-
-
-def trained_identity(origin: Mapping[str, Any], run: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the identity that a draft was fitted to: its origin, then what its data records.
-
-    `run` holds the facts of the draft's run (see run_record.py).
-    """
-    return {**((run or {}).get("identity") or {}), **origin}
-
-
-def prompt_kwargs(trained: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the template kwargs of most documents of the training data; None: not recorded."""
-    used = trained.get("template_kwargs_used") or {}
-    if len(used) > 1:
-        log.info("the training data has several chat template kwargs: %s", "; ".join(used))
-    return usual_kwargs(trained)
+_COLUMNS = ("input_ids", "loss_mask")  # where the index does not tell, masks decide what is trained
 
 
 def kwargs_for(
-    given: dict[str, Any] | None, usual: dict[str, Any] | None, tokenizer: Any
+    given: dict[str, Any] | None, trained: Mapping[str, Any], tokenizer: Any
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the template kwargs for the prompts, and warnings about them.
 
     Args:
-        given: --chat-template-kwargs, None if not given.
-        usual: those of the training data, None if not known.
+        given: --chat-template-kwargs; None: those of most documents of the training data.
+        trained: the identity that a draft was fitted to.
         tokenizer: that of the target.
     """
     if given is not None:
         return given, []
+    usual = usual_kwargs(trained)
     if usual is None:
-        return {}, [UNKNOWN_KWARGS] if tokenizer.chat_template else []
+        return {}, [
+            "neither the draft nor its training data records the chat template kwargs of the "
+            "rendering, so prompts are rendered without any; if there were some, pass "
+            "--chat-template-kwargs"
+        ] if tokenizer.chat_template else []
     names = names_read(tokenizer)
     unread = sorted(set(usual) - names) if names is not None else []
-    kept = {name: value for name, value in usual.items() if name not in unread}
-    return kept, [
+    return {name: value for name, value in usual.items() if name not in unread}, [
         f"the training data was rendered with {name} = {usual[name]!r}, which this target's chat "
         "template does not read"
         for name in unread
@@ -71,16 +63,13 @@ def system_warnings(
     """Return a warning if most prompts have a system message and most training rows none, or the
     other way round.
 
-    Args:
-        trained: the identity that a draft was fitted to.
-        prompts: the messages of every prompt that is a chat.
+    `trained` is the identity that a draft was fitted to, `prompts` the messages of every chat.
     """
-    known = trained.get("system_messages") or {}
-    rows = sum(known.values())
+    rows = trained.get("system_messages") or {}
     asked = [any(m["role"] in ("system", "developer") for m in messages) for messages in prompts]
-    if not rows or not asked:
+    if not sum(rows.values()) or not asked:
         return []
-    before, now = known.get("with", 0) / rows, sum(asked) / len(asked)
+    before, now = rows.get("with", 0) / sum(rows.values()), sum(asked) / len(asked)
     if (before < 0.5) == (now < 0.5):
         return []
     return [
@@ -89,36 +78,97 @@ def system_warnings(
     ]
 
 
-def identity_of(
-    directory: Path, tokenizer: Any, dtype: torch.dtype, trust: bool = False
-) -> dict[str, Any]:
-    """Return the identity of the target in `directory` that runs in `dtype`.
-
-    `trust` runs the code that comes with the target.
-    """
-    config = load_config(directory, trust)
-    name = str(dtype).removeprefix("torch.")
-    return identify(directory, config=config, tokenizer=tokenizer, dtype=name)
-
-
 def compare_with_trained(
-    trained: Mapping[str, Any],
-    identity: Mapping[str, Any],
-    tokenizer: Any,
-    *,
-    kwargs: Sequence[Mapping[str, Any]],
+    trained: Mapping[str, Any], identity: Mapping[str, Any], tokenizer: Any, prompts: Prompts
 ) -> Comparison:
-    """Compare a target with the identity that a draft was fitted to.
+    """Compare a target with the identity that a draft was fitted to, as far as that is known.
+
+    `identity` (see `models.identify`) and `tokenizer` are those of the target.
+    """
+    known = dict(identity)
+    if prompts.kwargs and tokenizer.chat_template:
+        known["template_kwargs_used"] = dict.fromkeys(map(kwargs_text, prompts.kwargs), 1)
+    return compare(
+        trained, known, of_recorded="the draft was fitted with", of_found="this target has"
+    )
+
+
+# -- prompts that were trained on ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedPrompts:
+    """Which prompts are in training documents.
+
+    `numbers` are those prompts, ascending; None if no training data could be read. `data` are the
+    datasets that were compared; `problem` says why another one was not.
+    """
+
+    numbers: list[int] | None
+    data: list[str]
+    problem: str | None = None
+
+
+def find_trained(grams: Grams, run: dict[str, Any] | None, data: Path | None) -> TrainedPrompts:
+    """Compare prompts with the training documents of a draft, without those that it held out.
 
     Args:
-        trained: that identity, as far as it is known.
-        identity: that of the target (see `identity_of`).
-        tokenizer: that of the target.
-        kwargs: the template kwargs of every prompt that was rendered with the chat template.
+        grams: the n-grams of the prompts.
+        run: the facts of the draft's run (see run_record.py), None without a run.
+        data: the dataset of `--data`; of a draft without a run, it counts as the training data.
     """
-    found = dict(identity)
-    if kwargs and tokenizer.chat_template:
-        found["template_kwargs_used"] = dict.fromkeys(map(kwargs_text, kwargs), 1)
-    return compare(
-        trained, found, of_recorded="the draft was fitted with", of_found="this target has"
+    paths = [*(run["sources"] if run is not None else ()), *([] if data is None else [data])]
+    numbers: set[int] = set()
+    compared, problem = [], None if paths else "the training data is not known"
+    for path in dict.fromkeys(map(Path, paths)):
+        try:
+            dataset = HiddenStatesDataset(path, _COLUMNS)
+            if run is not None and recorded_fingerprint(dataset, run) not in run["datasets"]:
+                if path != data:
+                    problem = f"{path} is not the dataset that the draft was trained on"
+                continue
+            if run is not None:
+                dataset = open_with_mask(path, run.get("mask"), _COLUMNS)
+            numbers |= _overlapping(grams, dataset, run)
+            compared.append(str(path))
+        except SpecDataError as error:
+            problem = str(error)
+    return TrainedPrompts(
+        numbers=sorted(numbers) if compared else None, data=compared, problem=problem
     )
+
+
+def _overlapping(
+    grams: Grams, dataset: HiddenStatesDataset, run: dict[str, Any] | None
+) -> set[int]:
+    """Return the prompts that the training documents of a dataset overlap."""
+    documents: Sequence[int] = range(len(dataset))
+    if run is not None:
+        with contextlib.suppress(ConfigError):  # its held-out documents are not known
+            documents = choose_documents(dataset, "train", run)[0]
+    numbers: set[int] = set()
+    buffer = torch.zeros(int(dataset.lengths.max()), dtype=torch.int64)
+    for document in progress(
+        documents, unit="documents", desc="prompts in training data", leave=False
+    ):
+        count = dataset.read_into(document, {"input_ids": buffer}, 0, len(buffer))
+        numbers |= grams.matches(buffer[:count].numpy().astype(np.int32))
+    return numbers
+
+
+def prompt_warnings(prompts: Prompts, trained: TrainedPrompts) -> list[str]:
+    """Return warnings about prompts that are missing, and that were trained on."""
+    warnings = []
+    if prompts.left_out:
+        warnings.append(
+            f"{prompts.left_out} rows of --prompts are left out, so {len(prompts)} prompts remain; "
+            f"the first: {prompts.examples[0]}"
+        )
+    if trained.numbers:
+        first = prompts.found[trained.numbers[0]].where
+        warnings.append(
+            f"{len(trained.numbers)} of {len(prompts)} prompts are in training documents (the "
+            f"first: {first}): {NGRAM} token ids in a row, or a whole shorter prompt. The draft "
+            "knows their answers, and its acceptance on new prompts is lower"
+        )
+    return warnings

@@ -92,7 +92,7 @@ class Simulated(msgspec.Struct):
     split: str
     documents: Count
     on_policy: float | None
-    walk: Acceptance
+    simulated: Acceptance
     by_source: list[dict[str, Any]]
     by_position: list[Range]
     samples: list[Sample]

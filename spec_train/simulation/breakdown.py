@@ -1,13 +1,12 @@
 """Acceptance by source, by position in the response, and by the length of the context.
 
-A *position* is the number of tokens that a response has before a round; the context has those of
-the prompt as well. Both are counted in ranges that double, because texts have very different
-lengths.
+A *position* is the number of tokens that a response has before a verification step; the context has
+those of the prompt as well. Both are counted in ranges that double, because texts have very
+different lengths.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,16 @@ import numpy as np
 from spec_train.simulation.intervals import middle, resampled
 from spec_train.simulation.samples import document_sample
 from spec_train.simulation.simulated_decoding import (
+    DOCUMENTS,
+    ON_POLICY,
+    STEPS,
+    TOKENS,
     Arrays,
-    ServingSums,
-    Walk,
-    round_sums,
-    walk_document,
-    walk_lengths,
-    walk_sums,
+    SimulatedDocument,
+    Step,
+    acceptance_lengths,
+    figures,
+    no_counts,
 )
 
 EDGES = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -46,151 +48,98 @@ def range_json(number: int, rounds: int, length: float | None) -> dict[str, Any]
     return {"start": EDGES[number], "end": end, "rounds": rounds, "acceptance_length": length}
 
 
-def by_position(counts: Mapping[int, Sequence[int]]) -> list[dict[str, Any]]:
-    """Return the lines of real decoding.
-
-    Args:
-        counts: verifications, and tokens that they emitted, by the number of the range.
-    """
-    return [
-        range_json(number, rounds, emitted / rounds)
-        for number, (rounds, emitted) in sorted(counts.items())
-        if rounds
-    ]
-
-
-def positions_of(emitted: Iterable[int]) -> list[int]:
-    """Return the position of every round of a response, given the tokens that each emits.
-
-    The first token of a response belongs to no round, so the first position is 1.
-    """
-    found, position = [], 1
-    for count in emitted:
-        found.append(position)
-        position += count
-    return found
-
-
 class Breakdown:
-    """The sums of an evaluation on a dataset, taken apart, and its sampled documents."""
+    """The counts of an evaluation on a dataset, taken apart, and its sampled documents."""
 
     def __init__(self, depth: int, sampled: Iterable[int] = ()) -> None:
         """Start with nothing; `depth` is S, `sampled` the numbers of documents to keep."""
-        self._depth, self._sampled = depth, set(sampled)
-        self._sources: dict[str, tuple[int, ServingSums]] = {}
-        self._ranges: dict[int, ServingSums] = {}
-        self._groups: dict[int, ServingSums] = {}
+        self._sampled = set(sampled)
+        self._total = no_counts(depth)
+        self._counts: dict[tuple[str, str | int], np.ndarray] = {}
+        """By ("source", name), ("range", number) and ("group", number)."""
         self._samples: dict[int, dict[str, Any]] = {}
 
-    def add(self, document: int, source: str, arrays: Arrays) -> ServingSums:
-        """Walk a document and count it; return its sums.
-
-        Args:
-            document, source: its number and its source.
-            arrays: drafted, input_ids, target_argmax, loss_mask, as for `judge_chains`.
-        """
-        walk = walk_document(*arrays)
-        sums = walk_sums(walk, *arrays[1:])
-        count, total = self._sources.get(source, (0, ServingSums.zero(self._depth)))
-        total += sums
-        self._sources[source] = count + 1, total
-        group = self._groups.setdefault(document % MOST_GROUPS, ServingSums.zero(self._depth))
-        group += sums
-        mask = arrays[3]
-        for number, rounds in _rounds_by_range(walk).items():
-            own = self._ranges.setdefault(number, ServingSums.zero(self._depth))
-            own += round_sums(walk.outcomes, rounds, mask)
+    def add(self, document: int, source: str, arrays: Arrays) -> None:
+        """Simulate and count a document of this number and source; `arrays`: see `judge_chains`."""
+        simulated = SimulatedDocument(arrays)
+        counts = simulated.counts()
+        self._add("source", source, counts)
+        self._add("group", document % MOST_GROUPS, counts)
+        for number, steps in _steps_by_range(simulated).items():
+            self._add("range", number, simulated.counts_of(steps))
         if document in self._sampled:
-            name = f"document {document}"
-            self._samples[document] = document_sample(name, source, walk, *arrays[:3])
-        return sums
+            self._samples[document] = document_sample(f"document {document}", source, simulated)
+
+    def _add(self, kind: str, name: str | int, counts: np.ndarray) -> None:
+        self._counts[kind, name] = self._counts.get((kind, name), 0) + counts
+        if kind == "source":
+            self._total += counts
 
     def add_all(self, other: Mapping[str, Any]) -> None:
         """Count the documents of another process: its `as_json`."""
-        for source, documents, counts in other["sources"]:
-            count, total = self._sources.get(source, (0, ServingSums.zero(self._depth)))
-            total += ServingSums.from_array(np.array(counts))
-            self._sources[source] = count + documents, total
-        for name, known in (("ranges", self._ranges), ("groups", self._groups)):
-            for number, counts in other[name]:
-                own = known.setdefault(number, ServingSums.zero(self._depth))
-                own += ServingSums.from_array(np.array(counts))
+        for kind, name, counts in other["counts"]:
+            self._add(kind, name, np.array(counts))
         self._samples |= {number: sample for number, sample in other["samples"]}
 
     def as_json(self) -> dict[str, Any]:
         """Return everything that was counted, as plain JSON for `add_all`."""
         return {
-            "sources": [
-                [name, count, sums.as_array().tolist()]
-                for name, (count, sums) in self._sources.items()
-            ],
-            "ranges": [[n, sums.as_array().tolist()] for n, sums in self._ranges.items()],
-            "groups": [[n, sums.as_array().tolist()] for n, sums in self._groups.items()],
+            "counts": [[*key, counts.tolist()] for key, counts in self._counts.items()],
             "samples": [[number, sample] for number, sample in self._samples.items()],
         }
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Of all documents; None before the first verification step."""
+        length: float | None = figures(self._total)["acceptance_length"]
+        return length
 
     def figures(self) -> dict[str, Any]:
         """Return what `eval --json` has of all documents.
 
-        `documents`, `supervised_tokens`, `on_policy`, `slots` and `walk` (each a `walk.Figures`;
-        `walk` with the `interval` of its length), `by_source`, `by_position` and `samples`.
+        `documents`, `supervised_tokens`, `on_policy`, `simulated` (figures of simulated decoding,
+        with the `interval` of the length), `by_source`, `by_position` and `samples`.
         """
-        total = ServingSums.zero(self._depth)
-        for _, sums in self._sources.values():
-            total += sums
+        ranges = ((n, figures(counts)) for n, counts in sorted(self._of("range").items()))
         return {
-            "documents": sum(count for count, _ in self._sources.values()),
-            "supervised_tokens": total.tokens,
-            "on_policy": total.on_policy / max(total.tokens, 1),
-            "slots": asdict(total.slot_figures()),
-            "walk": asdict(total.walk_figures()) | {"interval": self._interval()},
-            **self._parts(),
+            **_documents(self._total),
+            "simulated": figures(self._total) | {"interval": self._interval()},
+            "by_source": self._by_source(),
+            "by_position": [range_json(n, f["rounds"], f["acceptance_length"]) for n, f in ranges],
+            "samples": [self._samples[document] for document in sorted(self._samples)],
         }
 
+    def _of(self, wanted: str) -> dict[Any, np.ndarray]:
+        return {name: counts for (kind, name), counts in self._counts.items() if kind == wanted}
+
     def _interval(self) -> list[float] | None:
-        """Return the interval of the walk's length over documents; None for too few of them."""
-        groups = [g.as_array() for _, g in sorted(self._groups.items()) if g.rounds]
+        """Return the interval of the length over documents; None for too few of them."""
+        groups = [counts for _, counts in sorted(self._of("group").items()) if counts[STEPS]]
         if len(groups) < FEWEST_DOCUMENTS:
             return None
-        return list(middle(walk_lengths(resampled(np.stack(groups)))))
+        return list(middle(acceptance_lengths(resampled(np.stack(groups)))))
 
-    def _parts(self) -> dict[str, Any]:
-        ranked = sorted(self._sources.items(), key=lambda item: (-item[1][1].tokens, item[0]))
-        lines = [_source_json(name, *found) for name, found in ranked[:MOST_SOURCES]]
-        if len(ranked) > MOST_SOURCES:
-            count, total = 0, ServingSums.zero(self._depth)
-            for _, (documents, sums) in ranked[MOST_SOURCES:]:
-                count += documents
-                total += sums
-            lines.append(_source_json(OTHERS, count, total))
-        ranges = [
-            range_json(number, sums.rounds, sums.walk_figures().acceptance_length)
-            for number, sums in sorted(self._ranges.items())
+    def _by_source(self) -> list[dict[str, Any]]:
+        ranked = sorted(self._of("source").items(), key=lambda item: (-item[1][TOKENS], item[0]))
+        lines, others = ranked[:MOST_SOURCES], ranked[MOST_SOURCES:]
+        if others:
+            lines.append((OTHERS, np.sum([counts for _, counts in others], axis=0)))
+        names = ("rounds", "acceptance_length", "accept_rate")
+        return [
+            {"source": name, **_documents(counts)} | {n: figures(counts)[n] for n in names}
+            for name, counts in lines
         ]
-        samples = [self._samples[document] for document in sorted(self._samples)]
-        return {"by_source": lines, "by_position": ranges, "samples": samples}
 
 
-def _rounds_by_range(walk: Walk) -> dict[int, list[tuple[int, int]]]:
-    """Return the rounds of a document by the range of their position."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    spans = iter(walk.spans)
-    start, end = next(spans, (0, 0))
-    for slot, tokens in walk.rounds:
-        while slot >= end - 1:  # a round's slot is before the last token of its span
-            start, end = next(spans)
-        found.setdefault(position_range(slot + 2 - start), []).append((slot, tokens))
+def _documents(counts: np.ndarray) -> dict[str, Any]:
+    documents, tokens, own = counts[[DOCUMENTS, TOKENS, ON_POLICY]].tolist()
+    return {"documents": documents, "supervised_tokens": tokens, "on_policy": own / max(tokens, 1)}
+
+
+def _steps_by_range(document: SimulatedDocument) -> dict[int, list[Step]]:
+    """Return the steps of a document by the range of their position."""
+    found: dict[int, list[Step]] = {}
+    for (start, _), steps in document.spans:
+        for slot, tokens in steps:
+            found.setdefault(position_range(slot + 2 - start), []).append((slot, tokens))
     return found
-
-
-def _source_json(name: str, documents: int, sums: ServingSums) -> dict[str, Any]:
-    figures = sums.walk_figures()
-    return {
-        "source": name,
-        "documents": documents,
-        "supervised_tokens": sums.tokens,
-        "on_policy": sums.on_policy / max(sums.tokens, 1),
-        "rounds": figures.rounds,
-        "acceptance_length": figures.acceptance_length,
-        "accept_rate": figures.accept_rate,
-    }

@@ -8,63 +8,49 @@ A sample is plain JSON, in the file of `spec-train eval --json`. Its `parts` are
     {"kind": "round", "drafted": ids, "accepted": n,    one verification of the target
      "emitted": ids, "choice": id or null}
 
-The first `accepted` of the `drafted` tokens were kept, `emitted` are the tokens that the round adds
+The first `accepted` of the `drafted` tokens were kept, `emitted` are the tokens that the step adds
 to the response, and `choice` is the target's token where it rejected a draft or added one. In real
 decoding `emitted` are the accepted drafts and the choice. On a document they are the document's own
 tokens, which may differ from an accepted draft (the last one) or from the choice.
 """
 
 import logging
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from spec_data.models.reading import load_tokenizer
+from spec_data.pages.token_texts import TokenTexts
 from spec_data.shards.errors import SpecDataError
-from spec_train.simulation.simulated_decoding import Walk
+from spec_train.simulation.simulated_decoding import SimulatedDocument
 
 log = logging.getLogger(__name__)
 
 CONTEXT_TOKENS = 192
 """Tokens kept of a context: its last ones."""
 RESPONSE_TOKENS = 1024
-"""A sample ends with the round in which its responses reach so many tokens."""
+"""A sample ends with the step in which its responses reach so many tokens."""
 
 
-def document_sample(
-    name: str,
-    source: str,
-    walk: Walk,
-    drafted: np.ndarray,
-    input_ids: np.ndarray,
-    target_argmax: np.ndarray,
-) -> dict[str, Any]:
-    """Return the sample of a document that was walked.
-
-    Args:
-        name, source: what the document is called, and where it is from.
-        walk: of the document. drafted, input_ids, target_argmax: as for `judge_chains`.
-    """
-    ids, best = input_ids.tolist(), target_argmax.tolist()
+def document_sample(name: str, source: str, document: SimulatedDocument) -> dict[str, Any]:
+    """Return the sample of a document; `name` and `source` say which it is."""
+    drafted, input_ids, target_argmax, _ = document.arrays
+    outcomes, ids, best = document.outcomes, input_ids.tolist(), target_argmax.tolist()
     parts: list[dict[str, Any]] = []
-    rounds = iter(walk.rounds)
     shown, done = 0, 0  # tokens of responses; tokens of the document
-    upcoming = next(rounds, None)
-    for start, end in walk.spans:
+    for (start, end), steps in document.spans:
         if shown >= RESPONSE_TOKENS:
             break
         if start > done:
             parts.append(context_part(ids[done:start]))
-        done = min(max(start + 1, 2), end)  # the first round knows this many tokens
+        done = min(max(start + 1, 2), end)  # the first step knows this many tokens
         parts.append({"kind": "first", "tokens": ids[start:done]})
-        while upcoming is not None and upcoming[0] < end and shown < RESPONSE_TOKENS:
-            slot, count = upcoming
-            upcoming = next(rounds, None)
-            accepted = int(walk.outcomes.accepted[slot])
-            censored = bool(walk.outcomes.censored[slot])
-            kept = accepted if censored else count
+        for slot, count in steps:
+            if shown >= RESPONSE_TOKENS:
+                break
+            accepted, censored = int(outcomes.accepted[slot]), bool(outcomes.censored[slot])
+            emitted = accepted if censored else count
             inside = drafted[slot, : end - slot - 2].tolist()
             rejected = not censored and slot + 1 + accepted < end - 1
             parts.append(
@@ -72,11 +58,11 @@ def document_sample(
                     "kind": "round",
                     "drafted": list(takewhile(lambda token: token >= 0, inside)),
                     "accepted": accepted,
-                    "emitted": ids[done : done + kept],
+                    "emitted": ids[done : done + emitted],
                     "choice": best[slot + 1 + accepted] if rejected else None,
                 }
             )
-            shown, done = shown + kept, done + kept
+            shown, done = shown + emitted, done + emitted
     return {"name": name, "source": source, "parts": parts}
 
 
@@ -86,12 +72,23 @@ def context_part(tokens: list[int]) -> dict[str, Any]:
     return {"kind": "context", "tokens": tokens[left_out:], "left_out": left_out}
 
 
-def tokenizer_of(directory: Path) -> Any:
-    """Return the tokenizer that a dataset holds; None, with a line in the log, if it has none.
+def token_texts(samples: Sequence[dict[str, Any]], tokenizer: Any) -> dict[str, str]:
+    """Return the text of every token of some samples, each alone, by its id as text.
 
-    Args:
-        directory: `target/` of the dataset.
+    Bytes that are no character by themselves are marks, such as ⟨E2 82⟩ (`pages.token_texts`).
+    `tokenizer` is that of the target; None: without texts.
     """
+    if tokenizer is None:
+        return {}
+    parts = [part for sample in samples for part in sample["parts"]]
+    lists = [part.get(name, ()) for part in parts for name in ("tokens", "drafted", "emitted")]
+    lists.append([part["choice"] for part in parts if part.get("choice") is not None])
+    ids = sorted(set().union(*lists))
+    return dict(zip(map(str, ids), TokenTexts(tokenizer).table(ids), strict=True))
+
+
+def tokenizer_of(directory: Path) -> Any:
+    """Return the tokenizer in `target/` of a dataset; None, with a line in the log, without one."""
     try:
         return load_tokenizer(directory)
     except (SpecDataError, OSError) as error:

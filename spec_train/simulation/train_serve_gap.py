@@ -17,8 +17,8 @@ ENOUGH = 200
 def uncut_length(accept_rate: Sequence[float | None]) -> float:
     """Return the acceptance length of chains that no end of an answer cuts, from rates by depth.
 
-    It is counted like the product-limit length of training. The acceptance length of a walk is
-    smaller where answers are short: their ends cut rounds.
+    It is counted like the product-limit length of training. The acceptance length of
+    simulated decoding is smaller where answers are short: their ends cut steps.
     """
     rates = list(takewhile(lambda rate: rate is not None, accept_rate))
     return 1.0 + float(np.cumprod(np.array(rates, dtype=float)).sum())
@@ -29,7 +29,7 @@ def train_serve_gap(forced: Mapping[str, Any], served: float | None, rounds: int
 
     Args:
         forced: figures of training, with "product_limit_length".
-        served: `uncut_length` of the walk on the same documents, over so many `rounds`.
+        served: `uncut_length` of simulated decoding on the same documents, over so many `rounds`.
     """
     length = forced.get("product_limit_length")
     if length is None or served is None or rounds < ENOUGH:

@@ -20,8 +20,7 @@ from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import Sums, add_sums, summarise_parts
 from spec_train.simulation.breakdown import Breakdown
-from spec_train.simulation.sample_texts import token_texts
-from spec_train.simulation.samples import tokenizer_of
+from spec_train.simulation.samples import token_texts, tokenizer_of
 from spec_train.simulation.simulated_decoding import documents_of
 from spec_train.simulation.train_serve_gap import uncut_length
 from spec_train.training.failure import arithmetic, seed_place
@@ -79,7 +78,7 @@ class Validation:
             return {}, {}
         sums, breakdown = self._sums()
         found = breakdown.figures()
-        walk = found["walk"]
+        walk = found["simulated"]
         figures = summarise_parts(sums, self.draft.summarise) | {
             "serving_like_length": walk["acceptance_length"],
             "serving_like_interval": walk["interval"],

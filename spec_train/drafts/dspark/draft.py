@@ -23,15 +23,7 @@ from spec_train.attention.plain import attend_block
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import DatasetFacts, DraftLoss
-from spec_train.drafts.drafting import (
-    Drafter,
-    DraftRequest,
-    Draws,
-    NewRows,
-    Proposal,
-    real_slots,
-    stacked,
-)
+from spec_train.drafts.drafting import Drafter, Proposal
 from spec_train.drafts.dspark.loss import (
     Blocks,
     batch_block_frame,
@@ -120,41 +112,6 @@ class BlockDrafter(Drafter):
         ids = torch.stack(drafted) if drafted else block.new_empty(0)  # 0: the first one is unsure
         return ids, distributions
 
-    @classmethod
-    def propose_batch(
-        cls, drafters: Sequence["BlockDrafter"], requests: Sequence[DraftRequest]
-    ) -> list[Proposal]:
-        """Answer several sequences: all blocks in one pass."""
-        draft, head = drafters[0]._draft, drafters[0]._head
-        _append_batch(drafters, requests)
-        caches = stacked([d._caches for d in drafters])
-        anchors = [request.tokens[-1] for request in requests]
-        block = torch.full((len(requests), draft.config.block_size), draft.config.mask_token_id)
-        block[:, 0] = torch.tensor(anchors)
-        block = block.to(requests[0].states.device)
-        verified = torch.tensor([d._verified for d in drafters], device=block.device)
-        every = torch.arange(block.shape[1], device=block.device)
-        real = real_slots(verified + block.shape[1], caches[0].length + block.shape[1])
-        attends = draft.per_layer(lambda window: partial(attend_block, window=window, real=real))
-        context = [cache.rows for cache in caches]
-        y = draft.forward_blocks(block, verified[:, None] + every, context, attends)
-        tokens_of = BlockTokens(draft, head, y[:, draft.config.first :])
-        draws = Draws(requests, draft.draft_ids, draft.config.vocab_size)
-        going = [
-            min(request.count, draft.config.depth) for request in requests
-        ]  # drafts still wanted
-        while any(going):
-            logits, confidence = tokens_of.advance(draws.latest(block[:, 0]))  # [B, Vd], [B]
-            for row, drafter in enumerate(drafters):
-                if going[row] and drafter._ends(None if confidence is None else confidence[row]):
-                    going[row] = 0
-                elif going[row]:
-                    draws.draw(row, logits[row])
-                    going[row] -= 1
-        for drafter in drafters:
-            drafter.passes += 1
-        return draws.proposals()
-
     def _append(self, tokens: Sequence[int], states: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Append verified positions to the caches; return keys and values of all, per layer."""
         first, self._verified = self._verified, self._verified + len(tokens)
@@ -167,23 +124,6 @@ class BlockDrafter(Drafter):
         return (
             confidence is not None and self._threshold > 0 and float(confidence) < self._threshold
         )
-
-
-def _append_batch(drafters: Sequence[BlockDrafter], requests: Sequence[DraftRequest]) -> None:
-    """Append the verified positions of several sequences: prompts alone, the others in one pass."""
-    later = [(d, r) for d, r in zip(drafters, requests, strict=True) if d._verified]
-    for drafter, request in zip(drafters, requests, strict=True):
-        if not drafter._verified:
-            drafter._append(request.tokens, request.states)
-    if not later:
-        return
-    new = NewRows.of([request for _, request in later], [d._verified for d, _ in later], 0)
-    pairs = drafters[0]._draft.context(new.states, new.positions)
-    for row, (drafter, request) in enumerate(later):
-        count = len(request.tokens)
-        for cache, (keys, values) in zip(drafter._caches, pairs, strict=True):
-            cache.append(keys[row : row + 1, :, :count], values[row : row + 1, :, :count])
-        drafter._verified += count
 
 
 @torch.no_grad()

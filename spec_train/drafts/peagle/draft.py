@@ -20,16 +20,7 @@ from spec_train.attention.masked import Attending
 from spec_train.attention.masks import AttentionMask, causal_mask, parallel_mask
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.draft import DatasetFacts, DraftLoss
-from spec_train.drafts.drafting import (
-    Drafter,
-    DraftRequest,
-    Draws,
-    KVCache,
-    NewRows,
-    Proposal,
-    stacked,
-    unstack,
-)
+from spec_train.drafts.drafting import Drafter, KVCache, Proposal
 from spec_train.drafts.frames import batch_frame, slot_mask_of, slots_of
 from spec_train.drafts.layers import Attend, argmax_by_chunks
 from spec_train.drafts.mask_token import settle_mask_token
@@ -85,65 +76,6 @@ class ParallelDrafter(Drafter):
         vocab_size = draft.config.vocab_size
         pairs = [sampler.draft(row, draft.draft_ids, vocab_size) for row in draft.logits(out)]
         return torch.stack([token for token, _ in pairs]), [q for _, q in pairs]
-
-    @classmethod
-    def propose_batch(
-        cls, drafters: Sequence["ParallelDrafter"], requests: Sequence[DraftRequest]
-    ) -> list[Proposal]:
-        """Answer several sequences in one pass; prompts alone."""
-        proposals: dict[int, Proposal] = {}
-        later = [row for row, drafter in enumerate(drafters) if drafter._rows]
-        for row in set(range(len(drafters))) - set(later):
-            r = requests[row]
-            proposals[row] = drafters[row].propose(r.tokens, r.states, r.count, r.sampler)
-        if later:
-            old, asked = [drafters[row] for row in later], [requests[row] for row in later]
-            proposals |= zip(later, _propose_rows(old, asked), strict=True)
-        return [proposals[row] for row in range(len(drafters))]
-
-
-def _propose_rows(
-    drafters: Sequence[ParallelDrafter], requests: Sequence[DraftRequest]
-) -> list[Proposal]:
-    """Append the verified rows of B sequences and draft, in one pass.
-
-    A sequence's rows are its t verified ones, padded to n, and then m rows with the mask token.
-    """
-    draft = drafters[0]._draft
-    caches = stacked([d._caches for d in drafters])
-    width = caches[0].length
-    new = NewRows.of(requests, [d._rows for d in drafters], width)
-    counts = [min(request.count, draft.options.depths) for request in requests]
-    masks = max(counts) - 1
-    device, size = new.ids.device, new.ids.shape[1]
-    ids, carried = draft.element_inputs(new.ids, draft.project(new.states), masks)
-    deeper = torch.arange(1, masks + 1, device=device).expand(len(requests), -1)  # [B, m]
-    own = torch.tensor(counts, device=device)[:, None] - 1  # [B, 1]
-    # a row that is not wanted repeats the last position that is (see NewRows)
-    places = new.last(new.positions) + torch.minimum(deeper, own)
-    positions = torch.cat([new.positions, places], dim=1)  # [B, n + m]
-    out = draft.step(ids, carried, positions, caches, _seen(new, masks))
-    rows = torch.cat([new.last(out), out[:, size:]], dim=1)  # [B, 1 + m, H]
-    logits = draft.logits(rows)
-    draws = Draws(requests, draft.draft_ids, draft.config.vocab_size)
-    for row, (drafter, request) in enumerate(zip(drafters, requests, strict=True)):
-        for depth in range(counts[row]):
-            draws.draw(row, logits[row, depth])
-        unstack(caches, row, width, drafter._caches, len(request.tokens))
-        drafter._rows += len(request.tokens)
-        drafter.passes += 1
-    return draws.proposals()
-
-
-def _seen(new: NewRows, masks: int) -> Tensor:
-    """Return what new rows and m mask rows see, bool [B, 1, n + m, T + n + m]."""
-    size, batch = new.ids.shape[1], len(new.ids)
-    # a mask row sees what the last verified row of its sequence sees, and the mask rows before it
-    above = new.last(new.seen[:, 0])  # [B, 1, T + n]
-    old = torch.cat([new.seen[:, 0], above.expand(-1, masks, -1)], dim=1)  # [B, n + m, T + n]
-    own = torch.zeros(size + masks, masks, dtype=torch.bool, device=old.device)
-    own[size:] = torch.ones(masks, masks, dtype=torch.bool, device=old.device).tril()
-    return torch.cat([old, own.expand(batch, -1, -1)], dim=-1)[:, None]
 
 
 @torch.no_grad()

@@ -201,4 +201,3 @@ def test_eval_decodes_with_trees(workplace, capsys) -> None:
     )
     assert "trees of 20 drafted tokens, depth 4" in shown
     assert "4 drafted each" in chains_shown
-    assert f"{report['draft_passes']:,} passes of the draft" in shown

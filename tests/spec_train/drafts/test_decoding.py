@@ -7,12 +7,13 @@ import torch
 
 from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.losses.sampling import Greedy, make_sampler
-from spec_train.simulation.simulated_decoding import ServingSums, serving_sums
+from spec_train.simulation.simulated_decoding import EMITTED, STEPS, no_counts
 from tests.factory import tiny_llama
 from tests.spec_train.decoding.test_chains import exact_distribution
 from tests.spec_train.drafts.any_draft import draft_for
 from tests.spec_train.evaluation import tools
 from tests.spec_train.evaluation.tools import LIMIT, STOP, batch_of, head_of, respond
+from tests.spec_train.simulated import length, simulate
 from tests.tolerance import same_but_for_a_tie
 
 target, prompts = tools.target, tools.prompts
@@ -45,11 +46,11 @@ def draft(request: Any, target: Any, prompts: list[list[int]]) -> Any:
     return teach(request.param, target, prompts)
 
 
-def test_greedy_decoding_is_the_targets_own_and_the_walk_over_chains_is_the_decoding(
+def test_greedy_decoding_is_the_targets_own_and_simulated_decoding_is_the_same(
     draft: Any, target: Any, prompts: list[list[int]]
 ) -> None:
     head, depth = head_of(target), draft.depth
-    total, walked, real, lengths = ServingSums.zero(depth), [], [], set()
+    total, simulated, real, lengths = no_counts(depth), [], [], set()
     for prompt in prompts[:10]:
         request = Request(prompt, Greedy(), LIMIT, {STOP})
         drafter = draft.drafter(head)
@@ -60,14 +61,14 @@ def test_greedy_decoding_is_the_targets_own_and_the_walk_over_chains_is_the_deco
                         for r in got.rounds if r.drafted)  # fmt: skip
         assert got.draft_passes == per_round
         batch = batch_of(target, [document])
-        sums = serving_sums(batch, draft.chains(batch, head, depth))
+        sums = simulate(batch, draft.chains(batch, head, depth))
         total += sums
-        walked.append((sums.emitted, sums.rounds))
+        simulated.append((sums[EMITTED], sums[STEPS]))
         real.append((sum(r.emitted for r in got.rounds), len(got.rounds)))
         lengths |= {r.accepted for r in got.rounds}
     assert len(lengths) >= 3, "rounds of few lengths prove little"
-    same_but_for_a_tie(walked, real)
-    assert total.walk_figures().acceptance_length == total.emitted / total.rounds > 1.1
+    same_but_for_a_tie(simulated, real)
+    assert length(total) == total[EMITTED] / total[STEPS] > 1.1
 
 
 def test_packing_changes_no_chain(draft: Any, target: Any, prompts: list[list[int]]) -> None:

@@ -85,7 +85,7 @@ def test_generate_fit_and_eval(family: str, places) -> None:
     for draft in drafts_of(family):
         at = train(draft, place)
         report = run_eval(dict(draft=str(at), data=data, split="all", device="cpu"))
-        assert report["data"]["walk"]["acceptance_length"] >= 1
+        assert report["data"]["simulated"]["acceptance_length"] >= 1
 
 
 @pytest.mark.long

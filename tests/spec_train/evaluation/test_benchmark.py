@@ -13,11 +13,16 @@ from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_train.decoding import chains
 from spec_train.decoding import chains as stopwatch
 from spec_train.decoding.chains import Generation, Request, VerificationStep, decode_speculative
+from spec_train.evaluation.decoding_metrics import (
+    Response,
+    decoding_metrics,
+    fastest,
+    modelled_speed,
+    speed,
+)
 from spec_train.evaluation.eval_table import _sweep_lines, table
-from spec_train.evaluation.evaluate import _parted
+from spec_train.evaluation.evaluate import _doubts
 from spec_train.evaluation.prompts import read_prompts
-from spec_train.evaluation.speed_model import Times, fastest, modelled_speedup
-from spec_train.evaluation.tally import Tally, figures
 from spec_train.losses.sampling import Greedy
 from tests.spec_train.evaluation import test_prompts, tools
 from tests.spec_train.evaluation.tools import COLUMNS, config_of, run_eval
@@ -217,15 +222,16 @@ def rounds_of(draw: random.Random, number: int) -> list[VerificationStep]:
 def test_sums_by_context_and_by_set_are_those_of_plain_loops():
     draw = random.Random(0)
     groups = {f"p{i}": f"set {i % 3}" for i in range(40)}
-    tally, slow = Tally(tried=[0] * 4, accepted=[0] * 4, groups=groups), []
+    responses, slow = [], []
     for where, name in groups.items():
         prompt, rounds = [0] * draw.randint(1, 400), rounds_of(draw, 30)
-        tally.add(Generation(tokens=[], rounds=rounds), where, prompt)
+        made = Generation(tokens=[], rounds=rounds)
+        responses.append(Response(where=where, group=name, ids=prompt, generation=made))
         text = len(prompt) + 1  # the prefill returns the first token of the response
         for one in rounds:
             slow.append((text, name, one))
             text += one.emitted
-    found = figures(tally, 4, 0.0)
+    found = decoding_metrics(responses, 4)
     assert sum(line["rounds"] for line in found["by_context"]) == len(slow)
     assert len(found["by_context"]) > 4 and len(found["by_set"]) == 3
     for line in found["by_context"]:
@@ -254,20 +260,20 @@ def test_the_modelled_speedup_is_that_of_a_schedule():
         tokens += one.emitted
     expected = tokens / clock  # the target alone takes one unit for a token
     count = len(rounds)
-    found = modelled_speedup(tokens / count, passes / count, cost, verification)
-    assert found == pytest.approx(expected, rel=1e-9)
+    measured = {"cost_ratio": cost, "verification_ratio": verification}
+    metrics = {"acceptance_length": tokens / count, "draft_passes": passes, "rounds": count}
+    found = modelled_speed({**metrics, "speed": measured}, 0.0)
+    assert found["speedup"] == pytest.approx(expected, rel=1e-9)
 
 
 def test_costs_are_unknown_without_a_timed_pair():
-    figures = Times().figures()
+    figures = speed([])
     assert figures["cost_ratio"] is None and set(figures["shares"].values()) == {None}
-    counted = Times()
     plain = Generation(tokens=[1] * 11, seconds=24.0, prefill_seconds=4.0)
     one = VerificationStep(drafted=2, tried=1, accepted=1, emitted=2)
     draft = Generation(tokens=[1] * 11, rounds=[one] * 5, draft_passes=10, seconds=20.0,
                        prefill_seconds=4.0, draft_seconds=5.0, verify_seconds=10.0)  # fmt: skip
-    counted.add(plain, draft)
-    figures = counted.figures()
+    figures = speed([(plain, draft)])
     assert figures["shares"] == {"draft": 0.25, "verify": 0.5, "prefill": 0.2, "other": 0.05}
     assert (figures["target_pass_seconds"], figures["draft_pass_seconds"]) == (2.0, 0.5)
     assert (figures["cost_ratio"], figures["verification_ratio"]) == (0.25, 1.0)
@@ -368,7 +374,7 @@ def test_every_set_has_its_figures(workplace, tmp_path, monkeypatch):
 def test_a_draft_that_is_worse_on_its_own_states_is_warned_of(rate, warned):
     data = {
         "teacher_forced": {"product_limit_length": 2.9},
-        "walk": {"acceptance_length": 1.2, "accept_rate": [rate, rate, None], "rounds": 500},
+        "simulated": {"acceptance_length": 1.2, "accept_rate": [rate, rate, None], "rounds": 500},
     }
-    assert len(_parted({"data": data})) == warned
-    assert _parted({}) == []
+    assert len(_doubts({"data": data})) == warned
+    assert _doubts({}) == []

@@ -9,8 +9,8 @@ import torch
 
 from spec_data.shards.errors import RunError
 from spec_data.shards.files import cache_directory
-from spec_train.evaluation import paired_decoding
-from spec_train.evaluation.paired_decoding import PlainResponses
+from spec_train.evaluation import on_target
+from spec_train.evaluation.on_target import PlainResponses
 from tests.spec_train.evaluation import tools
 from tests.spec_train.evaluation.tools import VOCAB, config_of, run_eval
 
@@ -20,7 +20,7 @@ target, prompts, trained, workplace = tools.target, tools.prompts, tools.trained
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(paired_decoding, "TIMED_PAIRS", 1)
+    monkeypatch.setattr(on_target, "TIMED_PAIRS", 1)
 
 
 def kept_file() -> Path:
@@ -29,26 +29,22 @@ def kept_file() -> Path:
 
 
 def test_a_second_evaluation_decodes_only_the_timed_pairs(workplace, monkeypatch):
-    first = run_eval(config_of(workplace, limit=4, batch_prompts=1))
+    first = run_eval(config_of(workplace, limit=4))
     calls = []
-    honest = paired_decoding.decode_plain
-    monkeypatch.setattr(paired_decoding, "decode_plain", lambda *a: calls.append(a) or honest(*a))
-    second = run_eval(config_of(workplace, limit=4, batch_prompts=1))
+    honest = on_target.decode_plain
+    monkeypatch.setattr(on_target, "decode_plain", lambda *a: calls.append(a) or honest(*a))
+    second = run_eval(config_of(workplace, limit=4))
     assert (first["timed_pairs"], first["plain_responses_kept"]) == (4, 0)
     assert (second["timed_pairs"], second["plain_responses_kept"]) == (1, 3)
     assert len(calls) == 2  # the warm-up and one pair
-    for name in ("accepted_per_depth", "identical", "rounds", "tokens"):
+    for name in ("accept_rate", "identical", "rounds", "tokens"):
         assert first[name] == second[name], name
     # the planted failure: a kept response that is not the target's fails the comparison
-    body = json.loads(kept_file().read_text())
-    timed, *others = body["responses"]
-    responses = {k: [(t + 1) % VOCAB for t in body["responses"][k]] for k in others}
-    responses[timed] = body["responses"][timed]
-    file, found = kept_file(), PlainResponses(None)
-    found._kept, found._file, found._new = responses, file, True
-    found.save()
+    timed, *others = kept = json.loads(kept_file().read_text())
+    wrong = {key: [(t + 1) % VOCAB for t in kept[key]] for key in others}
+    kept_file().write_text(json.dumps({timed: kept[timed], **wrong}))
     with pytest.raises(RunError, match="3 of 4 responses"):
-        run_eval(config_of(workplace, limit=4, batch_prompts=1))
+        run_eval(config_of(workplace, limit=4))
 
 
 def test_sampling_keeps_and_uses_nothing(workplace):
@@ -57,30 +53,29 @@ def test_sampling_keeps_and_uses_nothing(workplace):
     assert report["responses"] == 3 and not cache_directory("plain-responses").exists()
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b'{"responses": {}}', b"\xff"])
-def test_damaged_files_are_ignored_and_written_again(workplace, damage):
+def test_damaged_files_are_ignored_and_written_again(workplace):
     run_eval(config_of(workplace, limit=2))
     whole = kept_file().read_bytes()
-    kept_file().write_bytes(damage)
-    assert run_eval(config_of(workplace, limit=2))["plain_responses_kept"] == 0
-    assert kept_file().read_bytes() == whole
+    for damage in (b"", b"{", b"3", b"\xff"):
+        kept_file().write_bytes(damage)
+        assert run_eval(config_of(workplace, limit=2))["plain_responses_kept"] == 0
+        assert kept_file().read_bytes() == whole
 
 
-def test_other_settings_have_other_files(target, tmp_path):
-    def file(**changes: Any) -> Path | None:
+def test_other_settings_have_other_files(target):
+    def file(**changes: Any) -> Path:
         arguments = {"identity": {"weights_hash": "a"}, "limit": 8, "stop": {2}} | changes
-        return PlainResponses.of(target, **arguments)._file
+        return PlainResponses.of(target, **arguments).file
 
     others = [file(identity={"weights_hash": "b"}), file(limit=9), file(stop={2, 3})]
-    assert file(batch=8) == file()
     target.to(torch.bfloat16)
-    others += [file(), file(batch=8)]  # another batch decides near-ties otherwise
+    others.append(file())
     target.float()
-    assert len({file(), file(), *others}) == 6
+    assert len({file(), file(), *others}) == 5
 
 
-def test_a_device_that_does_not_repeat_itself_loses_what_was_kept():
-    known = PlainResponses(None)
+def test_a_device_that_does_not_repeat_itself_loses_what_was_kept(tmp_path):
+    known = PlainResponses(tmp_path / "none.json")
     known.keep([1, 2], 8, [3])
     known.keep([1, 4], 8, [5])
     assert known.find([1, 2], 8) == [3] and known.find([1, 2], 7) is None

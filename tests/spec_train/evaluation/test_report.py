@@ -16,12 +16,7 @@ from spec_train.drafts.drafting import ChainDrafter
 from spec_train.evaluation import on_dataset as evaluate_data
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.losses.sampling import Greedy, make_sampler
-from spec_train.simulation.simulated_decoding import (
-    judge_chains,
-    serving_sums,
-    supervised_spans,
-    walk_rounds,
-)
+from spec_train.simulation.simulated_decoding import ON_POLICY, TOKENS, SimulatedDocument, no_counts
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import (
@@ -37,6 +32,7 @@ from tests.spec_train.evaluation.tools import (
     respond,
     run_eval,
 )
+from tests.spec_train.simulated import length, simulate
 from tests.tolerance import close, network, same_but_for_a_tie
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
@@ -44,10 +40,10 @@ HEAD = cast(Any, None)  # an EAGLE-3 draft has a head of its own
 trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
 
 
-def test_on_the_targets_own_responses_the_walk_is_the_real_decoding(target, prompts, trained):
+def test_on_the_targets_own_responses_simulated_decoding_is_the_real_one(target, prompts, trained):
     """The same rounds, the same tokens, the same acceptance length, without the target."""
     real, simulated, lengths = [], [], set()
-    total = evaluate_data.ServingSums.zero(STEPS)
+    total = no_counts(STEPS)
     for prompt in prompts:
         request = Request(prompt, Greedy(), LIMIT, {STOP})
         got = decode_speculative(
@@ -58,26 +54,24 @@ def test_on_the_targets_own_responses_the_walk_is_the_real_decoding(target, prom
         batch = batch_of(target, [document])
         chains = trained.chains(batch, HEAD, STEPS)
         columns = (chains, batch.input_ids, batch.target_argmax, batch.loss_mask)
-        arrays = [values[0].numpy() for values in columns]
-        walked = walk_rounds(judge_chains(*arrays), supervised_spans(arrays[3]))
-        simulated.append([tokens for _, tokens in walked])
-        total += serving_sums(batch, chains)
+        document = SimulatedDocument(tuple(values[0].numpy() for values in columns))
+        simulated.append([tokens for _, steps in document.spans for _, tokens in steps])
+        total += simulate(batch, chains)
         lengths |= {r.accepted for r in got.rounds}
         real.append([r.emitted for r in got.rounds])
     assert len(lengths) >= 4  # rounds of many lengths, or this proves little
     same_but_for_a_tie(simulated, real)
-    rounds = [tokens for walked in simulated for tokens in walked]
-    assert total.walk_figures().acceptance_length == sum(rounds) / len(rounds)
-    assert total.walk_figures().acceptance_length > 1.3
-    assert total.on_policy == total.tokens
+    rounds = [tokens for document in simulated for tokens in document]
+    assert length(total) == sum(rounds) / len(rounds) > 1.3
+    assert total[ON_POLICY] == total[TOKENS]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_untrained_draft_with_a_small_vocabulary_loses_nothing(target, prompts, temperature):
-    """And its walk is the decoding as well; at temperature 1 it at least decodes to the end."""
+    """And simulated decoding is the same; at temperature 1 it at least decodes to the end."""
     draft = make_draft(target, draft_vocab=24)
     draft.set_vocabulary(torch.arange(24) * 2 + 1)
-    total, rounds = evaluate_data.ServingSums.zero(STEPS), []
+    total, rounds = no_counts(STEPS), []
     for seed, prompt in enumerate(prompts[:6]):
         sampler = make_sampler(temperature, seed)
         request = Request(prompt, sampler, LIMIT, {STOP})
@@ -87,21 +81,19 @@ def test_an_untrained_draft_with_a_small_vocabulary_loses_nothing(target, prompt
         assert got.stopped or len(got.tokens) == LIMIT
         document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
         batch = batch_of(target, [document])
-        total += serving_sums(batch, draft.chains(batch, HEAD, STEPS))
+        total += simulate(batch, draft.chains(batch, HEAD, STEPS))
         rounds += [r.emitted for r in got.rounds]
         if temperature == 0:
             assert document == respond(target, prompt)
     if temperature == 0:
-        assert total.walk_figures().acceptance_length == sum(rounds) / len(rounds)
+        assert length(total) == sum(rounds) / len(rounds)
 
 
 def test_packing_changes_no_chain(target, prompts, trained):
     documents = [respond(target, p) for p in prompts[:5]]
-    together = trained.chains(packed := batch_of(target, documents), HEAD, STEPS)
+    together = trained.chains(batch_of(target, documents), HEAD, STEPS)
     alone = [trained.chains(batch_of(target, [d]), HEAD, STEPS) for d in documents]
     same_but_for_a_tie(together[0].tolist(), torch.cat(alone, dim=1)[0].tolist())
-    sums = serving_sums(packed, together)
-    assert sums.spans == len(documents)
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +110,7 @@ def test_pack_size_changes_no_figure_and_teacher_forcing_is_the_drafts_own(
     whole = run_eval(config)["data"]
     monkeypatch.setattr(evaluate_data, "_PACK_TOKENS", 1)
     single = run_eval(config)["data"]
-    for name in ("walk", "slots"):
-        assert whole[name] == single[name]
+    assert whole["simulated"] == single["simulated"]
     close(single["teacher_forced"], whole["teacher_forced"], **forward)
     assert whole["documents"] == 20 and whole["split"] == "all"
     assert 0 <= whole["on_policy"] < 0.5  # random documents are nobody's own words
@@ -192,20 +183,13 @@ def test_a_dataset_of_another_target_or_without_a_layer_is_refused(workplace, tm
         ({}, "nothing to evaluate on"),
         ({"target": True}, "prompts"),
         ({"prompts": True, "data": True}, "target"),
-        ({"data": True, "save_responses": "f"}, "save_responses"),
         ({"data": True, "tree_tokens": 8}, "tree_tokens"),
         ({"data": True, "draft_tokens": "2,3"}, "draft_tokens"),
-        (
-            {"target": True, "prompts": True, "save_responses": "f", "temperature": 1.0},
-            "save_responses",
-        ),
         ({"data": True, "temperature": -1.0}, "temperature -1.0"),
         ({"data": True, "temperature": 1e-320}, "temperature 1e-320"),
         ({"data": True, "temperature": float("nan")}, "temperature nan"),
         ({"data": True, "max_new_tokens": 0}, "max_new_tokens 0"),
-        ({"data": True, "batch_prompts": -1}, "batch_prompts -1"),
         ({"target": True, "prompts": True, "mask": "all"}, "mask all"),
-        ({"target": True, "prompts": True, "batch_prompts": 2, "tree_tokens": 6}, "trees"),
         *(
             ({"data": True, "draft_tokens": text}, "draft_tokens")
             for text in ("-1", "x", "2,", "2,0", "2.5", "²")
@@ -217,9 +201,3 @@ def test_options_that_contradict_each_other(workplace, data, options, said):
     given = {name: paths.get(name, value) for name, value in options.items()}
     with pytest.raises(ConfigError, match=said):
         run_eval({"draft": workplace / "draft", **given})
-
-
-@pytest.mark.parametrize("name", ["page", "save_responses"])
-def test_an_output_that_cannot_be_written_is_said_before_the_work(workplace, tmp_path, name):
-    with pytest.raises(ConfigError, match=name):
-        run_eval(config_of(workplace, **{name: str(tmp_path / "no" / "out")}))

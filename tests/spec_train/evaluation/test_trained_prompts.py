@@ -16,8 +16,7 @@ from spec_data.shards.resumable import write_record
 from spec_train.data.order import SPLIT_RULE, split_border
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
-from spec_train.evaluation.same_target import kwargs_for
-from spec_train.evaluation.trained_prompts import find_trained
+from spec_train.evaluation.same_target import find_trained, kwargs_for
 from tests.factory import tiny_dataset
 from tests.spec_data.corpus import templates
 from tests.spec_data.corpus.chat_cases import answer, user
@@ -188,12 +187,13 @@ def test_a_later_turn_that_the_template_rejects_is_counted(workplace, tmp_path):
 
 def test_kwargs_of_the_training_data_that_the_target_does_not_read_are_named(workplace):
     tokenizer = templates.tokenizer("qwen3")
-    assert kwargs_for({"x": 1}, None, tokenizer) == ({"x": 1}, [])
+    assert kwargs_for({"x": 1}, {}, tokenizer) == ({"x": 1}, [])
     usual = {"enable_thinking": False, "enable_thinkin": True}
-    kept, (warning,) = kwargs_for(None, usual, tokenizer)
+    trained = {"chat_template_kwargs": usual}
+    kept, (warning,) = kwargs_for(None, trained, tokenizer)
     assert kept == {"enable_thinking": False}
     assert "rendered with enable_thinkin = True, which this target's chat template does" in warning
-    kept, (warning,) = kwargs_for(None, None, tokenizer)
+    kept, (warning,) = kwargs_for(None, {}, tokenizer)
     assert kept == {} and "pass --chat-template-kwargs" in warning
     with pytest.raises(ConfigError, match=r"does not read loud \(it reads"):
         run_eval(config_of(workplace, chat_template_kwargs={"loud": True}))

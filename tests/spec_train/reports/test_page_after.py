@@ -64,19 +64,16 @@ def test_only_the_first_rank_writes_pages(place, tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "report.html").exists()
 
 
-def test_eval_writes_its_page_into_the_run_or_where_it_is_told(run, place, tmp_path, capsys):
+def test_eval_writes_its_page_into_the_run(run, place, tmp_path, capsys):
     common = ["eval", "--data", str(place / "data"), "--limit", "2", "--device", "cpu"]
-    for more, file in (
-        (("--draft", str(run)), run / "eval.html"),
-        (("--draft", str(run / "best"), "--page", str(tmp_path / "p.html")), tmp_path / "p.html"),
-    ):
-        file.unlink(missing_ok=True)
-        assert main([*common, *more, "--json", str(tmp_path / "r.json")]) == 0
-        assert {"Acceptance", "Drafted tokens"} <= set(titles(file))
-        written = json.loads((tmp_path / "r.json").read_text())
-        assert titles(spec_train.write_report(tmp_path / "r.json").path) == titles(file)
-        assert f"{written['acceptance_length']:.3f}" in capsys.readouterr().out
-    (run / "eval.html").unlink()
+    file, result = run / "eval.html", tmp_path / "r.json"
+    file.unlink(missing_ok=True)
+    assert main([*common, "--draft", str(run), "--json", str(result)]) == 0
+    assert {"Acceptance", "Drafted tokens"} <= set(titles(file))
+    assert titles(spec_train.write_report(result).path) == titles(file)
+    written = json.loads(result.read_text())
+    assert f"{written['acceptance_length']:.3f}" in capsys.readouterr().out
+    file.unlink()
     assert main([*common, "--draft", str(run / "best")]) == 0
     assert not (run / "eval.html").exists() and not list((run / "best").glob("*.html"))
 

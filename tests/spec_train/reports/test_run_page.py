@@ -242,7 +242,7 @@ def test_a_character_of_several_drafted_tokens_is_shown_once_it_ends():
     [
         lambda f: f.pop("warnings"),
         lambda f: f["data"].pop("path"),
-        lambda f: f["data"].update(walk=[1]),
+        lambda f: f["data"].update(simulated=[1]),
         lambda f: f["data"].update(by_source=["a"]),
         lambda f: f["data"]["by_position"][0].update(rounds="x"),
         lambda f: f["data"]["samples"][0]["parts"][2].update(accepted=9),

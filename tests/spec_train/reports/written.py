@@ -106,7 +106,7 @@ def data_figures(seed: int = 0, text: str = "", sources: int = 3) -> dict[str, A
     return {
         **{"path": f"data {text}", "split": "validation", "mask": "assistant", "documents": 12},
         **{"supervised_tokens": 600, "on_policy": 0.75, "missing_mass": None},
-        **{"teacher_forced": None, "slots": walk, "walk": walk},
+        **{"teacher_forced": None, "simulated": walk},
         **{"by_source": by_source, "by_position": by_position},
         "samples": [sample(f"document {i} {text}", text=True) for i in range(3)],
         "texts": texts(text),

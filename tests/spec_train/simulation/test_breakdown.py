@@ -6,13 +6,18 @@ import numpy as np
 import pytest
 
 from spec_train.decoding.chains import Generation, VerificationStep
-from spec_train.evaluation.tally import Tally, figures, response_sample
+from spec_train.evaluation.decoding_metrics import Response, decoding_metrics
 from spec_train.simulation import breakdown, samples
 from spec_train.simulation.breakdown import Breakdown, position_range
 from spec_train.simulation.intervals import _weights
-from spec_train.simulation.sample_texts import sample_ids, token_texts
-from spec_train.simulation.samples import document_sample
-from spec_train.simulation.simulated_decoding import ServingSums, document_sums, walk_document
+from spec_train.simulation.samples import document_sample, token_texts
+from spec_train.simulation.simulated_decoding import (
+    ON_POLICY,
+    TOKENS,
+    SimulatedDocument,
+    figures,
+    no_counts,
+)
 from tests.spec_data.corpus.templates import tokenizer
 from tests.spec_train.simulation.test_simulated_decoding import outcome, random_document
 
@@ -45,7 +50,7 @@ def positions_by_hand(drafted, ids, best, mask):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_positions_are_those_of_a_walk_by_hand(seed):
+def test_positions_are_those_of_steps_by_hand(seed):
     """Also where documents leave the target's choice; ranges are taken narrow for it."""
     documents = [random_document(10 * seed + k, 0.85, 0.6, length=90) for k in range(3)]
     found = added(documents, "abc")["by_position"]
@@ -88,14 +93,14 @@ def test_sources_add_up_and_many_are_joined(monkeypatch):
     found = added(documents, sources)["by_source"]
     assert [line["source"] for line in found] == ["a", "b", breakdown.OTHERS]
     for line, wanted in zip(found, ("a", "b", "small"), strict=True):
-        total = ServingSums.zero(DEPTHS)
+        total = no_counts(DEPTHS)
         for document, source in zip(documents, sources, strict=True):
             if source == wanted:
-                total += document_sums(*document)
+                total += SimulatedDocument(document).counts()
         assert line["documents"] == sources.count(wanted)
-        assert line["supervised_tokens"] == total.tokens
-        assert line["acceptance_length"] == total.walk_figures().acceptance_length
-        assert line["on_policy"] == pytest.approx(total.on_policy / total.tokens)
+        assert line["supervised_tokens"] == total[TOKENS]
+        assert line["acceptance_length"] == figures(total)["acceptance_length"]
+        assert line["on_policy"] == pytest.approx(total[ON_POLICY] / total[TOKENS])
 
 
 @pytest.mark.parametrize("on_policy", [1.0, 0.7])
@@ -103,9 +108,9 @@ def test_sources_add_up_and_many_are_joined(monkeypatch):
 def test_a_sample_repeats_its_document(seed, on_policy):
     drafted, ids, best, mask = random_document(seed, on_policy, 0.7, length=60)
     drafted[5::7, 2:] = -1  # chains that ended early
-    walk = walk_document(drafted, ids, best, mask)
-    sample = document_sample("d", "s", walk, drafted, ids, best)
-    told, rounds = [], iter(walk.rounds)
+    document = SimulatedDocument((drafted, ids, best, mask))
+    sample = document_sample("d", "s", document)
+    told, rounds = [], iter([step for _, steps in document.spans for step in steps])
     for part in sample["parts"]:
         if part["kind"] != "round":
             told += part["tokens"]
@@ -135,8 +140,8 @@ def test_a_sample_is_cut(monkeypatch):
     drafted, ids, best, _ = random_document(0, 1.0, 0.5, length=80)
     mask = np.zeros(80, dtype=bool)
     mask[20:70] = True
-    walk = walk_document(drafted, ids, best, mask)
-    parts = document_sample("d", "s", walk, drafted, ids, best)["parts"]
+    document = SimulatedDocument((drafted, ids, best, mask))
+    parts = document_sample("d", "s", document)["parts"]
     assert parts[0] == {"kind": "context", "tokens": ids[17:20].tolist(), "left_out": 17}
     told = sum(len(part["emitted"]) for part in parts if part["kind"] == "round")
     assert 10 <= told < 10 + DEPTHS + 1
@@ -153,19 +158,23 @@ def rounds_of(tokens):
 def test_a_response_is_sampled_with_its_rejected_drafts():
     tokens = [5, 6, 7, 8, 9]
     made = Generation(tokens=tokens, rounds=rounds_of(tokens), stopped=True)
-    sample = response_sample("p:1", [1, 2, 3], made)
+    sample = response([1, 2, 3], made).sample()
     context, first, one, two = sample["parts"]
     assert context["tokens"] == [1, 2, 3] and first["tokens"] == [5]
     assert one == {
         "kind": "round", "drafted": [6, 99, 98], "accepted": 1, "emitted": [6, 7], "choice": 7,
     }  # fmt: skip
     assert two["emitted"] == [8, 9] and two["choice"] is None
-    texts = token_texts([sample], None)
-    assert texts == {} and sample_ids([sample]) == [1, 2, 3, 5, 6, 7, 8, 9, 98, 99]
+    assert token_texts([sample], None) == {}
+    known = token_texts([sample], tokenizer("qwen3"))
+    assert list(map(int, known)) == [1, 2, 3, 5, 6, 7, 8, 9, 98, 99]
 
 
-def test_a_tally_keeps_the_chosen_prompts_and_counts_positions():
-    tally = Tally(tried=[0] * 3, accepted=[0] * 3, sampled=frozenset(["p:2"]))
+def response(ids, generation, where="p:1"):
+    return Response(where=where, group="", ids=ids, generation=generation)
+
+
+def test_metrics_count_positions():
     tokens = [5, 6, 7, 8, 9]
     made = Generation(tokens=tokens, rounds=rounds_of(tokens), stopped=True)
     long = Generation(
@@ -175,10 +184,8 @@ def test_a_tally_keeps_the_chosen_prompts_and_counts_positions():
             for _ in range(20)
         ],
     )
-    for where, generation in (("p:1", made), ("p:2", made), ("p:3", long)):
-        tally.add(generation, where, [1, 2, 3])
-    found = figures(tally, 3, 0.0)
-    assert [sample["name"] for sample in found["samples"]] == ["p:2"]
+    responses = [response([1, 2, 3], generation) for generation in (made, made, long)]
+    found = decoding_metrics(responses, 3)
     assert found["by_position"] == [  # positions 1 to 15, and 16 to 20
         {"start": 0, "end": 16, "rounds": 4 + 15, "acceptance_length": (8 + 15) / 19},
         {"start": 16, "end": 32, "rounds": 5, "acceptance_length": 1.0},
@@ -190,10 +197,10 @@ def test_texts_of_tokens_keep_their_space_and_their_bytes():
     """As of a tokenizer that drops the space at a beginning, and of one that cuts characters."""
     pieces, cut = tokenizer("mistral"), tokenizer("qwen3")
     ids = pieces.encode("a the", add_special_tokens=False)
-    sample = response_sample("p", ids, Generation(tokens=ids))
+    sample = response(ids, Generation(tokens=ids)).sample()
     assert " the" in "".join(token_texts([sample], pieces)[str(i)] for i in ids[1:])
     ids = cut.encode("é", add_special_tokens=False)
-    sample = response_sample("p", ids, Generation(tokens=ids))
+    sample = response(ids, Generation(tokens=ids)).sample()
     assert [token_texts([sample], cut)[str(i)] for i in ids] == ["⟨C3⟩", "⟨A9⟩"]
 
 
@@ -210,30 +217,30 @@ def test_drafts_and_the_target_may_end_a_character_differently():
             VerificationStep(drafted=2, tried=2, accepted=2, emitted=2, tokens=(a, b)),
         ],
     )
-    sample = response_sample("p", [a, b, c], made)
+    sample = response([a, b, c], made).sample()
     texts = token_texts([sample], tok)
     assert texts[str(draft)] == "⟨81⟩" and texts[str(own)] == "⟨80⟩"
 
 
-def test_the_interval_of_the_walk_is_that_of_resampled_documents():
+def test_the_interval_is_that_of_resampled_documents():
     """Also in groups: a group is drawn as a whole."""
     documents = [random_document(k, 0.8, 0.7, length=40) for k in range(9)]
-    found = added(documents, "abcabcabc")["walk"]
-    sums = [document_sums(*document) for document in documents]
+    found = added(documents, "abcabcabc")["simulated"]
+    counts = [SimulatedDocument(document).counts() for document in documents]
     lengths = []
     for rows in _weights(9, seed=0):
         for row in rows:
-            total = ServingSums.zero(DEPTHS)
-            for often, own in zip(row, sums, strict=True):
+            total = no_counts(DEPTHS)
+            for often, own in zip(row, counts, strict=True):
                 for _ in range(often):
                     total += own
-            lengths.append(total.walk_figures().acceptance_length)
+            lengths.append(figures(total)["acceptance_length"])
         break  # one part of the resamples is slow enough in plain loops
     low, high = np.quantile(lengths, [0.025, 0.975])
     spread_of = high - low
     assert found["interval"] == pytest.approx([low, high], abs=0.15 * spread_of)
     assert low < found["acceptance_length"] < high
-    assert added(documents[:7], "aaaaaaa")["walk"]["interval"] is None
+    assert added(documents[:7], "aaaaaaa")["simulated"]["interval"] is None
 
 
 def test_documents_beyond_the_most_groups_share_one(monkeypatch):
@@ -247,5 +254,5 @@ def test_documents_beyond_the_most_groups_share_one(monkeypatch):
     for number, document in enumerate(documents):
         halves[number % 2].add(number, "a", document)
     halves[0].add_all(halves[1].as_json())
-    assert halves[0].figures()["walk"] == once.figures()["walk"]
-    assert len(once.as_json()["groups"]) == 3 and once.figures()["walk"]["interval"]
+    assert halves[0].figures()["simulated"] == once.figures()["simulated"]
+    assert len(once._of("group")) == 3 and once.figures()["simulated"]["interval"]

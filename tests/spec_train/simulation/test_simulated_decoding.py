@@ -1,16 +1,17 @@
 """Serving-like acceptance from drafted chains: outcomes, censoring, averages; by plain loops."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from spec_train.simulation.simulated_decoding import (
-    ServingSums,
-    document_sums,
+    BY_DEPTH,
+    EMITTED,
+    STEPS,
+    TOKENS,
+    SimulatedDocument,
+    figures,
     judge_chains,
-    supervised_spans,
-    walk_rounds,
+    no_counts,
 )
 
 
@@ -60,24 +61,20 @@ def test_chains_are_judged_as_the_definition_says(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_walk_emits_every_supervised_token_of_an_on_policy_document_once(seed):
+def test_every_supervised_token_of_an_on_policy_document_is_emitted_once(seed):
     """All of each span except its first token, which comes from the prefill."""
-    drafted, ids, best, mask = random_document(seed, on_policy=1.0, hit=0.7)
-    outcomes = judge_chains(drafted, ids, best, mask)
-    spans = supervised_spans(mask)
-    rounds = walk_rounds(outcomes, spans)
-    assert not outcomes.censored.any()
-    known = [start if start else 1 for start, _ in spans]
-    assert sum(tokens for _, tokens in rounds) == sum(
-        end - 1 - first for first, (_, end) in zip(known, spans, strict=True)
-    )
-    for slot, tokens in rounds:
-        _, accepted, _ = outcome(drafted, ids, best, mask, slot)
-        assert tokens in (accepted, accepted + 1)
-        if tokens == accepted:  # the drafts filled the span: nothing was left to add
-            assert slot + 2 + tokens == len(mask) or not mask[slot + 2 + tokens]
-    sums = document_sums(drafted, ids, best, mask)
-    assert sums.walk_figures().acceptance_length == sums.emitted / sums.rounds
+    document = random_document(seed, on_policy=1.0, hit=0.7)
+    found, mask = SimulatedDocument(document), document[3]
+    assert not found.outcomes.censored.any()
+    for (start, end), steps in found.spans:
+        assert sum(tokens for _, tokens in steps) == end - 1 - (start or 1)
+        for slot, tokens in steps:
+            _, accepted, _ = outcome(*document, slot)
+            assert tokens in (accepted, accepted + 1)
+            if tokens == accepted:  # the drafts filled the span: nothing was left to add
+                assert slot + 2 + tokens == len(mask) or not mask[slot + 2 + tokens]
+    counts = found.counts()
+    assert figures(counts)["acceptance_length"] == counts[EMITTED] / counts[STEPS]
 
 
 def test_a_chain_that_leaves_the_document_is_neither_hit_nor_miss_beyond():
@@ -89,51 +86,34 @@ def test_a_chain_that_leaves_the_document_is_neither_hit_nor_miss_beyond():
     drafted[0] = [3, 9, 0]  # knows 2: right, then right and off the document, then unknowable
     drafted[2] = [5, 6, 0]  # knows 4: right, right, wrong
     drafted[5] = [8, 1, 1]  # knows 7: right, then past the end
-    got = judge_chains(drafted, ids, best, mask)
+    document = SimulatedDocument((drafted, ids, best, mask))
+    got = document.outcomes
     assert got.at_risk[0].tolist() == [True, True, False] and got.censored[0]
     assert got.at_risk[2].tolist() == [True, True, True] and got.accepted[2] == 2
     assert got.at_risk[5].tolist() == [True, False, False] and not got.censored[5]
-    # The walk: slot 0 keeps two drafts, the second off the document, whose token 4 comes instead.
-    assert walk_rounds(got, supervised_spans(mask)) == [(0, 3), (2, 3), (5, 1)]
-    figures = document_sums(drafted, ids, best, mask).walk_figures()
-    assert figures.accept_rate == [1.0, 1.0, 0.0]
-    assert figures.censored == pytest.approx(1 / 3)
-    assert figures.acceptance_length == pytest.approx(7 / 3)  # nothing expected after depth 2
+    # slot 0 keeps two drafts, the second off the document, whose token 4 comes instead
+    assert document.spans == [((1, 8), [(0, 3), (2, 3), (5, 1)])]
+    found = figures(document.counts())
+    assert found["accept_rate"] == [1.0, 1.0, 0.0]
+    assert found["censored"] == pytest.approx(1 / 3)
+    assert found["acceptance_length"] == pytest.approx(7 / 3)  # nothing expected after depth 2
 
 
 def test_product_limit_estimate_by_hand():
-    """Four rounds: one fails at depth 1, one at depth 2, one never, one is censored after 1."""
-    sums = ServingSums.zero(3)
-    sums.walk_risk, sums.walk_hits = np.array([4, 2, 1]), np.array([3, 1, 1])
-    sums.walk_censored = np.array([1, 0, 0])
-    sums.rounds, sums.emitted = 4, 1 + 2 + 4 + 2
-    figures = sums.walk_figures()
-    assert figures.accept_rate == [0.75, 0.5, 1.0]
-    assert figures.acceptance_length == pytest.approx((9 + 0.5 + 0.5) / 4)
-    sums.slot_risk, sums.slot_hits = sums.walk_risk, sums.walk_hits
-    assert sums.slot_figures().acceptance_length == pytest.approx(1 + 0.75 + 0.375 + 0.375)
+    """Four steps: one fails at depth 1, one at depth 2, one never, one is censored after 1."""
+    counts = no_counts(3)
+    counts[BY_DEPTH:] = [*(4, 2, 1), *(3, 1, 1), *(1, 0, 0)]
+    counts[STEPS], counts[EMITTED] = 4, 1 + 2 + 4 + 2
+    found = figures(counts)
+    assert found["accept_rate"] == [0.75, 0.5, 1.0]
+    assert found["acceptance_length"] == pytest.approx((9 + 0.5 + 0.5) / 4)
 
 
-def test_sums_add_and_nothing_has_no_length():
-    documents = [random_document(seed, 0.8, 0.6) for seed in range(6)]
-    total = ServingSums.zero(4)
-    for nothing in (total.walk_figures(), total.slot_figures()):
-        assert nothing.acceptance_length is None and nothing.accept_rate == [None] * 4
-    for document in documents:
-        total += document_sums(*document)
-    outcomes = [outcome(*d, t) for d in documents for t in range(len(d[1]))]
-    assert total.slot_hits.sum() == sum(accepted for _, accepted, _ in outcomes)
-    assert total.slots == sum(at_risk > 0 for at_risk, _, _ in outcomes)
-    assert total.spans == sum(len(supervised_spans(d[3])) for d in documents)
-    unsupervised = document_sums(*documents[0][:3], np.zeros(30, dtype=bool))
-    assert unsupervised.rounds == unsupervised.slots == unsupervised.tokens == 0
-
-
-def test_sums_pass_through_an_array():
-    sums = document_sums(*random_document(3, on_policy=0.8, hit=0.7))
-    counts = sums.as_array()
-    assert counts.shape == (5 * 4 + 7,)
-    for name, value in vars(ServingSums.from_array(counts.astype(float))).items():
-        np.testing.assert_array_equal(value, vars(sums)[name])
-    twice = ServingSums.from_array(counts + counts)
-    assert twice.walk_figures() == dataclasses.replace(sums.walk_figures(), rounds=2 * sums.rounds)
+def test_counts_add_and_nothing_has_no_length():
+    nothing = figures(no_counts(4))
+    assert nothing["acceptance_length"] is None and nothing["accept_rate"] == [None] * 4
+    document = random_document(3, on_policy=0.8, hit=0.7)
+    counts = SimulatedDocument(document).counts()
+    assert figures(counts + counts) == figures(counts) | {"rounds": 2 * counts[STEPS]}
+    unsupervised = SimulatedDocument((*document[:3], np.zeros(30, dtype=bool))).counts()
+    assert unsupervised[STEPS] == unsupervised[TOKENS] == 0

@@ -47,7 +47,7 @@ def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
     lines = [line for line in metrics(config.out) if line["split"] == "validation"]
     assert [line["step"] for line in lines] == [0, 20, 40]
     measured = run_eval(dict(draft=config.out, data=str(data), device="cpu", dtype="fp32"))
-    walk = measured["data"]["walk"]
+    walk = measured["data"]["simulated"]
     best = next(line for line in lines if line["step"] == result.best["step"])
     assert best["serving_like_length"] == result.best["serving_like_length"]
     # other batches round otherwise, so that a draft may differ by a tie
@@ -74,7 +74,7 @@ def test_ranks_measure_together(data, tmp_path):
     config = dataclasses.replace(config, out=str(tmp_path / "two"), batch_size=1)
     fit_well(config, 2)
     together = json.loads((Path(config.out) / HELD_OUT).read_text())
-    assert together["walk"]["rounds"] == pytest.approx(alone["walk"]["rounds"], abs=TIES)
+    assert together["simulated"]["rounds"] == pytest.approx(alone["simulated"]["rounds"], abs=TIES)
     names = [[sample["name"] for sample in kept["samples"]] for kept in (alone, together)]
     assert sorted(names[0]) == sorted(names[1]) and len(names[0]) == SAMPLES
     assert together["supervised_tokens"] == alone["supervised_tokens"]

@@ -12,7 +12,7 @@ from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.drafts.dspark.draft import BlockDrafter, DSparkDraft
 from spec_train.drafts.slots import NOT_DRAFTED
 from spec_train.losses.sampling import Greedy, Sampled
-from spec_train.simulation.simulated_decoding import ServingSums, serving_sums
+from spec_train.simulation.simulated_decoding import EMITTED, STEPS, no_counts
 from tests.spec_train.drafts.any_draft import draft_for
 from tests.spec_train.drafts.dspark.cases import (
     Case,
@@ -33,6 +33,7 @@ from tests.spec_train.evaluation.tools import (
     head_of,
     respond,
 )
+from tests.spec_train.simulated import length, simulate
 from tests.tolerance import close, network, same_but_for_a_tie
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
@@ -122,13 +123,13 @@ def median_confidence(draft: DSparkDraft, model: Any, prompts: list[list[int]]) 
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_blocks_cut_by_their_confidence_lose_nothing_and_the_walk_is_the_decoding(
+def test_blocks_cut_by_their_confidence_lose_nothing_and_are_simulated_alike(
     name, target, prompts, drafts
 ) -> None:
     draft = drafts[name]
     draft.stop_below(median_confidence(draft, target, prompts))
     head, depth = head_of(target), draft.depth
-    total, walked, real, drafted = ServingSums.zero(depth), [], [], set()
+    total, simulated, real, drafted = no_counts(depth), [], [], set()
     passes, cut = 0, False
     for prompt in prompts[:9]:
         request = Request(prompt, Greedy(), LIMIT, {STOP})
@@ -138,9 +139,9 @@ def test_blocks_cut_by_their_confidence_lose_nothing_and_the_walk_is_the_decodin
         assert document == respond(target, prompt)
         batch = batch_of(target, [document])
         chains = draft.chains(batch, head, depth)
-        sums = serving_sums(batch, chains)
+        sums = simulate(batch, chains)
         total += sums
-        walked.append((sums.emitted, sums.rounds))
+        simulated.append((sums[EMITTED], sums[STEPS]))
         real.append((sum(r.emitted for r in got.rounds), len(got.rounds)))
         drafted |= {r.drafted for r in got.rounds}
         assert got.draft_passes <= len(got.rounds)
@@ -148,10 +149,9 @@ def test_blocks_cut_by_their_confidence_lose_nothing_and_the_walk_is_the_decodin
         cut |= bool((chains == NOT_DRAFTED).any())
     draft.stop_below(0.0)
     assert cut and passes >= 0  # a round may also end before its first draft
-    walk = total.walk_figures()
-    same_but_for_a_tie(walked, real)
-    assert walk.acceptance_length == total.emitted / total.rounds
-    assert walk.acceptance_length > 1.1, "a draft that is never right proves little"
+    same_but_for_a_tie(simulated, real)
+    assert length(total) == total[EMITTED] / total[STEPS]
+    assert length(total) > 1.1, "a draft that is never right proves little"
     assert max(drafted) == depth
     assert len(drafted - {0}) > 2
 
@@ -184,8 +184,8 @@ def test_the_figure_with_a_threshold_is_that_of_blocks_cut_by_hand(
     table = draft.markov_head.markov_w1.weight @ weight[0, -rank:]  # [V]
     confidence = (table + (draft.confidence_head.proj.bias or 0.0)).sigmoid()
     threshold = float(confidence.median())
-    whole = {"cut": ServingSums.zero(draft.depth), "first kept": ServingSums.zero(draft.depth)}
-    walked, emitted, rounds = ServingSums.zero(draft.depth), 0, 0
+    whole = {"cut": no_counts(draft.depth), "first kept": no_counts(draft.depth)}
+    simulated, emitted, rounds = no_counts(draft.depth), 0, 0
     for prompt in prompts[:6]:
         batch = batch_of(target, [respond(target, prompt)])
         chains = draft.chains(batch, head, draft.depth)
@@ -198,16 +198,16 @@ def test_the_figure_with_a_threshold_is_that_of_blocks_cut_by_hand(
                     if float(confidence[previous]) < threshold and (d or rule == "cut"):
                         expected[0, t, d:] = NOT_DRAFTED
                         break
-            sums += serving_sums(batch, expected)
+            sums += simulate(batch, expected)
         draft.stop_below(threshold)
-        walked += serving_sums(batch, draft.chains(batch, head, draft.depth))
+        simulated += simulate(batch, draft.chains(batch, head, draft.depth))
         request = Request(prompt, Greedy(), LIMIT, {STOP})
         got = decode_speculative(target, draft.drafter(head), COLUMNS, request, draft.depth)
         draft.stop_below(0.0)
         emitted += sum(r.emitted for r in got.rounds)
         rounds += len(got.rounds)
-    found = walked.walk_figures().acceptance_length
-    by_hand, longer = (sums.walk_figures().acceptance_length for sums in whole.values())
+    found = length(simulated)
+    by_hand, longer = (length(sums) for sums in whole.values())
     assert found == by_hand == emitted / rounds
     assert longer > found + 0.02
 

@@ -181,7 +181,7 @@ def test_training_from_a_dataset_and_evaluation_on_it(data, tmp_path: Path, caps
     best = min(lines, key=lambda m: (-m["product_limit_length"], m["loss"]))
     forced = report["data"]["teacher_forced"]
     close(forced["loss"], best["loss"], **FORWARD)  # saved in the target's dtype, which is float32
-    assert len(report["data"]["walk"]["accept_rate"]) == 3
+    assert len(report["data"]["simulated"]["accept_rate"]) == 3
 
 
 # --- decoding ------------------------------------------------------------------------------------

@@ -102,8 +102,8 @@ def test_fit_then_eval(data: Path, tmp_path: Path) -> None:
     assert load_draft(out / "best").depth == 3
     report = run_eval(dict(draft=str(out), data=str(data), device="cpu"))["data"]
     assert report["split"] == "validation"
-    assert report["walk"]["acceptance_length"] >= 1
-    assert len(report["slots"]["accept_rate"]) == 3
+    assert report["simulated"]["acceptance_length"] >= 1
+    assert len(report["simulated"]["accept_rate"]) == 3
     with pytest.raises(ConfigError, match="drafts at most 3 tokens"):
         run_eval(dict(draft=str(out), data=str(data), device="cpu", draft_tokens=4))
 

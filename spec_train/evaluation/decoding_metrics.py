@@ -1,0 +1,216 @@
+"""The metrics of real decoding, from the responses of an evaluation.
+
+A verification step costs one verification and the passes of the draft, and emits `length` tokens on
+average; the target alone needs one pass for each token. So with times in passes of the target
+
+    speed-up = length / (verification + passes * cost_ratio)
+
+which is Theorem 3.8 of Leviathan et al., Fast Inference from Transformers via Speculative Decoding
+(2023), with the measured length instead of one that follows from a constant acceptance rate. The
+prefill, which is the same with and without a draft, is left out.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64_hexdigest
+
+from spec_train.decoding.chains import Generation, VerificationStep
+from spec_train.simulation.breakdown import position_range, range_json
+from spec_train.simulation.intervals import length_interval
+from spec_train.simulation.samples import RESPONSE_TOKENS, context_part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """A response with the draft, to token ids; `where` and `group` are place and set of its prompt.
+
+    `plain` is the response without the draft that was decoded beside it, so that their times can be
+    compared; None: there is none.
+    """
+
+    where: str
+    group: str
+    ids: Sequence[int]
+    generation: Generation
+    plain: Generation | None = None
+
+    def positions(self) -> list[tuple[int, int]]:
+        """Return the position of each verification step, and the tokens that it emitted.
+
+        The first token of a response belongs to no step, so the first position is 1.
+        """
+        emitted = [step.emitted for step in self.generation.rounds]
+        return list(zip(accumulate(emitted, initial=1), emitted, strict=False))
+
+    def sample(self) -> dict[str, Any]:
+        """Return the response as a sample for the acceptance viewer (`simulation.samples`)."""
+        tokens = self.generation.tokens
+        parts = [context_part(list(self.ids)), {"kind": "first", "tokens": tokens[:1]}]
+        for (done, count), step in zip(self.positions(), self.generation.rounds, strict=True):
+            if done >= RESPONSE_TOKENS:
+                break
+            emitted = tokens[done : done + count]
+            parts.append(
+                {
+                    "kind": "round",
+                    "drafted": list(step.tokens),
+                    "accepted": step.accepted,
+                    "emitted": emitted,
+                    "choice": emitted[step.accepted] if step.accepted < count else None,
+                }
+            )
+        return {"name": self.where, "source": "", "parts": parts}
+
+
+def decoding_metrics(
+    responses: Sequence[Response], depth: int, cost_ratio: float = 0.0
+) -> dict[str, Any]:
+    """Return the metrics of all responses, decoded with up to `depth` drafted tokens per step."""
+    generations = [response.generation for response in responses]
+    steps = _steps(responses)
+    tokens = sum(len(generation.tokens) for generation in generations)
+    seconds = sum(generation.seconds for generation in generations)
+    pairs = [(r.plain, r.generation) for r in responses if r.plain is not None]
+    alone = _ratio(sum(len(a.tokens) for a, _ in pairs), sum(a.seconds for a, _ in pairs))
+    paired = _ratio(sum(len(b.tokens) for _, b in pairs), sum(b.seconds for _, b in pairs))
+    prompts = _by_prompt(responses)
+    groups: dict[str, list[Response]] = {}
+    for response in responses:
+        groups.setdefault(response.group, []).append(response)
+    found = {
+        **_acceptance(prompts, steps, depth),
+        "draft_tokens": depth,
+        "drafted": sum(step.drafted for step in steps),
+        "draft_passes": sum(generation.draft_passes for generation in generations),
+        "responses": len(responses),
+        "tokens": tokens,
+        "stopped": sum(generation.stopped for generation in generations),
+        "tokens_per_second": _ratio(tokens, seconds) or 0.0,
+        "plain_tokens_per_second": alone or 0.0,
+        "speedup": _ratio(paired, alone),
+        "timed_pairs": len(pairs),
+        "speed": speed(pairs),
+        "by_set": [_of_set(name, own) for name, own in groups.items()],
+        "per_prompt": prompts,
+        "by_position": _by_range(pair for r in responses for pair in r.positions()),
+        "by_context": _by_range(
+            (len(r.ids) + position, count) for r in responses for position, count in r.positions()
+        ),
+    }
+    return found | {"modelled": modelled_speed(found, cost_ratio)}
+
+
+def _steps(responses: Iterable[Response]) -> list[VerificationStep]:
+    return [step for response in responses for step in response.generation.rounds]
+
+
+def _acceptance(
+    prompts: Sequence[Mapping[str, Any]], steps: Sequence[VerificationStep], depth: int
+) -> dict[str, Any]:
+    """Return the acceptance of steps: length with interval, and the share accepted by depth."""
+    counts = np.array([(p["rounds"], p["emitted"]) for p in prompts], dtype=np.int64)
+    interval = length_interval(counts.reshape(-1, 2))
+    emitted = sum(step.emitted for step in steps)
+    tried = [sum(step.tried > d for step in steps) for d in range(depth)]
+    accepted = [sum(step.accepted > d for step in steps) for d in range(depth)]
+    return {
+        "acceptance_length": _ratio(emitted, len(steps)),
+        "interval": None if interval is None else list(interval),
+        "accept_rate": [_ratio(*pair) for pair in zip(accepted, tried, strict=True)],
+        "rounds": len(steps),
+        "emitted": emitted,
+    }
+
+
+def _of_set(name: str, responses: Sequence[Response]) -> dict[str, Any]:
+    prompts, steps = _by_prompt(responses), _steps(responses)
+    depth = max((step.tried for step in steps), default=0)
+    return {"set": name, "prompts": len(prompts)} | _acceptance(prompts, steps, depth)
+
+
+def _by_prompt(responses: Iterable[Response]) -> list[dict[str, Any]]:
+    """Return the verification steps and their tokens of each prompt, in the order of the places.
+
+    `prompt` is a digest of its first token ids, the same on every machine.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for response in responses:
+        digest = xxh3_64_hexdigest(np.asarray(response.ids, dtype="<i8").tobytes())
+        own = found.setdefault(response.where, {"prompt": digest, "rounds": 0, "emitted": 0})
+        own["rounds"] += len(response.generation.rounds)
+        own["emitted"] += sum(step.emitted for step in response.generation.rounds)
+    return [found[where] for where in sorted(found)]
+
+
+def _by_range(steps: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Return the lines of ranges, of steps with their position and the tokens that they emitted."""
+    found: dict[int, list[int]] = {}
+    for position, emitted in steps:
+        found.setdefault(position_range(position), []).append(emitted)
+    return [range_json(n, len(own), sum(own) / len(own)) for n, own in sorted(found.items())]
+
+
+def speed(pairs: Sequence[tuple[Generation, Generation]]) -> dict[str, Any]:
+    """Return shares of the time, and costs in passes of the target; None: unknown.
+
+    Each pair is a response without the draft and the one with it.
+    """
+    names = ("seconds", "draft_seconds", "verify_seconds", "prefill_seconds")
+    total, draft, verify, prefill = (sum(getattr(b, name) for _, b in pairs) for name in names)
+    parts = {"draft": draft, "verify": verify, "prefill": prefill}
+    parts["other"] = total - draft - verify - prefill
+    decoding = sum(a.seconds - a.prefill_seconds for a, _ in pairs)
+    target_pass = _ratio(decoding, sum(len(a.tokens) - 1 for a, _ in pairs))
+    draft_pass = _ratio(draft, sum(b.draft_passes for _, b in pairs))
+    verification = _ratio(verify, sum(len(b.rounds) for _, b in pairs))
+    return {
+        "shares": {name: _ratio(part, total) for name, part in parts.items()},
+        "target_pass_seconds": target_pass,
+        "draft_pass_seconds": draft_pass,
+        "verification_seconds": verification,
+        "cost_ratio": _ratio(draft_pass, target_pass),
+        "verification_ratio": _ratio(verification, target_pass),
+    }
+
+
+def modelled_speed(metrics: Mapping[str, Any], cost_ratio: float) -> dict[str, Any]:
+    """Return the modelled speed-up of some metrics, and the costs that it is for; None: unknown.
+
+    `cost_ratio` is the time of a pass of the draft, in passes of the target, on the machine that
+    serves; there a verification counts as one pass, as on a GPU with small batches: reading the
+    weights takes most of both. 0: both costs as measured here.
+    """
+    measured = metrics["speed"]["cost_ratio"], metrics["speed"]["verification_ratio"]
+    draft, verification = (cost_ratio, 1.0) if cost_ratio else measured
+    length, passes = (
+        metrics["acceptance_length"],
+        _ratio(metrics["draft_passes"], metrics["rounds"]),
+    )
+    known = None not in (length, draft, verification)
+    return {
+        "cost_ratio": draft,
+        "verification_ratio": verification,
+        "passes_per_round": passes,
+        "speedup": length / (verification + (passes or 0) * draft) if known else None,
+    }
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return None if a is None or not b else a / b
+
+
+def sweep_line(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a sweep keeps of the metrics of one number of drafted tokens."""
+    names = ("draft_tokens", "acceptance_length", "interval", "rounds", "emitted", "speedup")
+    return {name: metrics[name] for name in (*names, "modelled")}
+
+
+def fastest(sweep: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the number of drafted tokens with the largest modelled speed-up; None: unknown."""
+    known = [line for line in sweep if line["modelled"]["speedup"] is not None]
+    best = max(known, key=lambda line: line["modelled"]["speedup"], default=None)
+    return None if best is None else int(best["draft_tokens"])
