@@ -94,7 +94,7 @@ def line(name: str, data: Path, args: argparse.Namespace) -> tuple:
         name,
         f"{parameters:,}",
         f"{speeds[len(speeds) // 2]:,.0f}",
-        f"{found['data']['data']['walk']['acceptance_length']:.2f}",
+        f"{found['data']['data']['simulated']['acceptance_length']:.2f}",
         f"{greedy['acceptance_length']:.2f}",
         f"{found['sampled']['acceptance_length']:.2f}",
         f"{greedy['draft_passes'] / greedy['rounds']:.1f}",

@@ -146,7 +146,7 @@ class Evaluation:
     @property
     def acceptance(self) -> Acceptance:
         """What was measured."""
-        return self.result if isinstance(self.result, Decoded) else self.result.walk
+        return self.result if isinstance(self.result, Decoded) else self.result.simulated
 
     @property
     def where(self) -> str:
