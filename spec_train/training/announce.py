@@ -4,11 +4,8 @@ import logging
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from spec_data.models.engines import engine_warnings
-from spec_data.shards.layer_ids import AUTO_DRAFTS, recipe_layers
-from spec_train.data.mixture import Documents, MixedPlan, Mixture
+from spec_train.data.mixture import MixedPlan, Mixture
 from spec_train.data.policy_masks import PolicyDataset
 from spec_train.data.splits import Splits
 from spec_train.drafts.config import DraftConfig, target_architectures
@@ -33,122 +30,87 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
 
     `total` is the number of steps of the run, if the trainer only runs some of them.
     """
-    dataset, config, plan = trainer.dataset, trainer.config, splits.train
-    for part in dataset.datasets if isinstance(dataset, Mixture) else (dataset,):
-        _announce_dataset(part)
-    _announce_layers(trainer)
-    warn_of_biases(trainer.draft.name, vars(trainer.draft.config))
-    for line in engine_warnings(
-        [trainer.draft.name], target_architectures(trainer.dataset.target_config())
-    ):
-        log.warning("warning: %s", line)
-    if isinstance(plan, MixedPlan):
-        _announce_shares(plan)
-    reasons = [f"{count:,} with {reason}" for reason, count in splits.selection.left_out.items()]
-    log.info(
-        "documents  %s for training, %s held out (%s measured); %s cut to %d tokens; %s",
-        *(f"{n:,}" for n in (len(plan.rows), splits.held_out, len(splits.validation.rows))),
-        *(f"{splits.selection.cut:,}", config.seq_len),
-        "left out: " + "; ".join(reasons) if reasons else "none left out",
-    )
-    _warn_of_few_held_out(dataset, splits.validation.rows)
-    batches = plan.iter_batches(trainer.stream.epoch)
-    some = [p for batch in islice(batches, FIRST_STEPS) for p in batch]
-    filled = sum(int(plan.lengths[pack].sum()) for pack in some)
-    log.info(
-        "epoch      %s tokens in packs of %d (%.1f %% full): about %s steps of %d packs",
-        *(f"{plan.tokens:,}", plan.seq_len, 100 * filled / (len(some) * plan.seq_len)),
-        f"{-(-plan.tokens * len(some) // (filled * plan.packs_per_batch)):,}",
-        plan.packs_per_batch,
-    )
-    ranks = trainer.ranks
+    _announce_data(trainer, splits)
+    _announce_draft(trainer)
+    config, ranks = trainer.config, trainer.ranks
     log.info(
         "training   %s parameters, steps %d to %d, learning rate %g, %s on %s%s, output in %s",
-        *(
-            f"{sum(p.numel() for p in trainer.masters.params):,}",
-            trainer.step,
-            trainer.total if total is None else total,
-            config.lr,
-        ),
-        *(config.dtype, config.device),
+        f"{sum(p.numel() for p in trainer.masters.params):,}",
+        *(trainer.step, trainer.total if total is None else total),
+        *(config.lr, config.dtype, config.device),
         "" if ranks.alone else f" in {ranks.world_size} processes ({config.sharding})",
         config.out,
     )
 
 
-def _warn_of_few_held_out(dataset: Documents, rows: np.ndarray) -> None:
-    """Warn if documents `rows`, int64 [n], are too few to tell drafts apart."""
-    tokens = int(dataset.supervised[rows].sum())
-    if len(rows) and (len(rows) < FEWEST_HELD_OUT or tokens < FEWEST_TOKENS):
+def _announce_data(trainer: Trainer, splits: Splits) -> None:
+    dataset, plan, selection = trainer.dataset, splits.train, splits.selection
+    for part in dataset.datasets if isinstance(dataset, Mixture) else (dataset,):
+        counts = len(part), part.lengths.sum(), part.supervised.sum()
+        quantised = part.manifest.target.quantised_as
+        log.info(
+            "dataset    %s: %s documents, %s tokens, %s supervised%s",
+            *(part.place, *(f"{count:,}" for count in counts)),
+            f"; the target was quantised: {quantised}" if quantised else "",
+        )
+        if isinstance(part, PolicyDataset):
+            log.info(
+                "mask       %s, from the stored turns; the dataset was generated with %s",
+                *(part.policy, part.manifest.mask or "another one"),
+            )
+    if isinstance(plan, MixedPlan):
+        for share, documents in zip(plan.shares, plan.draw(0), strict=True):
+            log.info(
+                "share      %s, weight %g: %s documents and %.1f %% of the tokens of an epoch",
+                *(share.name, float(share.weight), f"{len(documents):,}"),
+                100 * int(plan.lengths[documents].sum()) / max(1, plan.tokens),
+            )
+    reasons = [f"{count:,} with {reason}" for reason, count in selection.left_out.items()]
+    held_out = splits.validation.rows
+    log.info(
+        "documents  %s for training, %s held out (%s measured); %s cut to %d tokens; %s",
+        *(f"{n:,}" for n in (len(plan.rows), splits.held_out, len(held_out), selection.cut)),
+        plan.seq_len,
+        "left out: " + "; ".join(reasons) if reasons else "none left out",
+    )
+    tokens = int(dataset.supervised[held_out].sum())
+    if len(held_out) and (len(held_out) < FEWEST_HELD_OUT or tokens < FEWEST_TOKENS):
         log.warning(
             "warning: %d held-out documents with %s supervised tokens choose the best draft: their "
             "figures say little. In a new run, raise --validation",
-            *(len(rows), f"{tokens:,}"),
+            *(len(held_out), f"{tokens:,}"),
         )
-
-
-def _announce_dataset(dataset: Documents) -> None:
-    """Log the contents of a dataset, and what its masks are."""
+    batches = plan.iter_batches(trainer.stream.epoch)
+    packs = [pack for batch in islice(batches, FIRST_STEPS) for pack in batch]
+    filled = sum(int(plan.lengths[pack].sum()) for pack in packs)
     log.info(
-        "dataset    %s: %s documents, %s tokens, %s supervised",
-        dataset.place,
-        *(f"{n:,}" for n in (len(dataset), dataset.lengths.sum(), dataset.supervised.sum())),
+        "epoch      %s tokens in packs of %d (%.1f %% full): about %s steps of %d packs",
+        *(f"{plan.tokens:,}", plan.seq_len, 100 * filled / (len(packs) * plan.seq_len)),
+        f"{-(-plan.tokens * len(packs) // (filled * plan.packs_per_batch)):,}",
+        plan.packs_per_batch,
     )
-    quantised = dataset.manifest.target.quantised_as
-    if quantised:
-        log.info("target     captured quantised: %s", quantised)
-    if isinstance(dataset, PolicyDataset):
-        log.info(
-            "mask       %s, from the stored turns; the dataset was generated with %s",
-            *(dataset.policy, dataset.manifest.mask or "another one"),
-        )
 
 
-def _announce_layers(trainer: Trainer) -> None:
-    """Log which captured layers the draft reads, and why; some drafts read none."""
+def _announce_draft(trainer: Trainer) -> None:
+    """Log which captured layers the draft reads, and why; name engines that cannot serve it."""
     draft: Any = trainer.draft
-    if not isinstance(draft, LayersDraft):
-        return
-    manifest, layers = trainer.dataset.manifest, tuple(draft.config.layers)
-    if trainer.config.init_from is not None:
-        why = "those of the draft of --init-from"
-    else:
-        why = draft.why_layers(draft.options, manifest)
-    log.info(
-        "layers     %s (outputs of these blocks, from 0): %s", ", ".join(map(str, layers)), why
-    )
-    recipe = recipe_layers(draft.name, manifest.target.num_layers or 0)
-    chosen = trainer.config.init_from is not None or draft.options.layers != "auto"
-    if recipe not in (None, layers) and not chosen:
-        log.warning(
-            "warning: the recipe of %s reads layers %s, and the dataset was not captured for it. "
-            "To train on those, capture them: spec-data generate ... --for %s",
-            *(draft.name, ", ".join(map(str, recipe or ()))),
-            ",".join(dict.fromkeys([*(manifest.draft_layers or AUTO_DRAFTS), draft.name])),
-        )
-
-
-def warn_of_biases(kind: str, config: dict[str, Any]) -> None:
-    """Name the engines that do not load the biases of a draft; `config` has its fields."""
+    if isinstance(draft, LayersDraft):
+        why = draft.why_layers(draft.options, trainer.dataset.manifest)
+        if trainer.config.init_from is not None:
+            why = "those of the draft of --init-from"
+        layers = ", ".join(map(str, draft.config.layers))
+        log.info("layers     %s (outputs of these blocks, from 0): %s", layers, why)
     for name in ("attention_bias", "mlp_bias"):
-        engines = refusing(kind, name) if config.get(name) else []
-        if not engines:
-            continue
-        log.warning(
-            "warning: the draft has %s, as its target or the option says. Engines that do not load "
-            "such biases in %s drafts: %s. --%s false fits a draft without",
-            *(name, kind, ", ".join(engines), name.replace("_", "-")),
-        )
-
-
-def _announce_shares(plan: MixedPlan) -> None:
-    """Log the share of each dataset in the first epoch."""
-    for share, documents in zip(plan.shares, plan.draw(0), strict=True):
-        log.info(
-            "share      %s, weight %g: %s documents and %.1f %% of the tokens of an epoch",
-            *(share.name, float(share.weight), f"{len(documents):,}"),
-            100 * int(plan.lengths[documents].sum()) / max(1, plan.tokens),
-        )
+        if getattr(draft.config, name, False) and (engines := refusing(draft.name, name)):
+            log.warning(
+                "warning: the draft has %s, as its target or the option says. Engines that do not "
+                "load such biases in %s drafts: %s. --%s false fits a draft without",
+                *(name, draft.name, ", ".join(engines), name.replace("_", "-")),
+            )
+    for line in engine_warnings(
+        [draft.name], target_architectures(trainer.dataset.target_config())
+    ):
+        log.warning("warning: %s", line)
 
 
 def log_vocabulary(config: DraftConfig, coverage: float, best: float) -> None:

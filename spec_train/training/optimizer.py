@@ -29,7 +29,7 @@ from spec_train.options.training import Training
 BETAS = 0.9, 0.95
 """Decay rates of AdamW's averages of the gradient and of its square."""
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
-NOT_HIDDEN = ("embed_tokens", "lm_head", "markov_w1", "markov_w2", "confidence_head", "mask_hidden")
+NOT_HIDDEN = {"embed_tokens", "lm_head", "markov_w1", "markov_w2", "confidence_head", "mask_hidden"}
 """Parts of a name that mark embeddings and heads: AdamW moves them, with any optimizer."""
 
 
@@ -42,45 +42,37 @@ class Masters:
         names = {id(p): name for name, p in draft.named_parameters()}
         self.names = [names[id(p)] for p in self.params]
         self._limit = config.clip or math.inf
-        hidden = self._hidden_matrices() if config.optimizer == "muon" else []
-        if hidden and any(hasattr(p, "full_tensor") for p in hidden):
+        hidden = {
+            name: p
+            for name, p in zip(self.names, self.params, strict=True)
+            if config.optimizer == "muon" and p.ndim == 2 and NOT_HIDDEN.isdisjoint(name.split("."))
+        }
+        if any(hasattr(p, "full_tensor") for p in hidden.values()):
             raise ConfigError(
                 "--optimizer muon with --sharding fsdp2: Muon needs whole matrices, and fsdp2 "
                 "splits each of them among the processes; use --sharding ddp, or --optimizer adamw"
             )
-        self.optimizers: list[torch.optim.Optimizer] = [self._adamw(hidden, config)]
+        others = [p for name, p in zip(self.names, self.params, strict=True) if name not in hidden]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in others if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr or 0.0,
+            betas=BETAS,
+            fused=self.params[0].device.type in ("cuda", "cpu"),
+        )
+        self.optimizers: list[torch.optim.Optimizer] = [adamw]
         if hidden:
             muon = torch.optim.Muon(
-                hidden,
+                list(hidden.values()),
                 lr=config.lr or 0.0,
                 weight_decay=config.weight_decay,
                 adjust_lr_fn="match_rms_adamw",
             )
             self.optimizers.append(muon)
-
-    def _hidden_matrices(self) -> list[nn.Parameter]:
-        """Return the parameters that Muon moves."""
-        pairs = zip(self.names, self.params, strict=True)
-        return [p for name, p in pairs if p.ndim == 2 and not _has(name, NOT_HIDDEN)]
-
-    def _adamw(self, others: list[nn.Parameter], config: Training) -> torch.optim.AdamW:
-        """Return the optimizer of all parameters except `others`."""
-        other = {id(p) for p in others}
-        own = [p for p in self.params if id(p) not in other]
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in own if p.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in own if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        fused = self.params[0].device.type in ("cuda", "cpu")
-        return torch.optim.AdamW(groups, lr=config.lr or 0.0, betas=BETAS, fused=fused)
-
-    def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Return the state of a parameter in its optimizer; empty before the first step."""
-        for optimizer in self.optimizers:
-            if any(parameter is p for g in optimizer.param_groups for p in g["params"]):
-                return optimizer.state[parameter]
-        raise AssertionError("every trained parameter has an optimizer")
+        self._states = [self.optimizers[name in hidden].state for name in self.names]
 
     def clip(self) -> Tensor:
         """Limit the gradient norm of the step; return the norm before, a float32 scalar."""
@@ -108,9 +100,9 @@ class Masters:
             yield f"master.{name}", gather_whole(parameter)
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the optimizer's tensors in the same way."""
-        for name, parameter in zip(self.names, self.params, strict=True):
-            for key, value in self._state(parameter).items():
+        """Yield the optimizer's tensors in the same way; none before the first step."""
+        for name, parameter, states in zip(self.names, self.params, self._states, strict=True):
+            for key, value in states[parameter].items():
                 yield f"optimizer.{key}.{name}", gather_whole(value)
 
     @torch.no_grad()
@@ -119,13 +111,13 @@ class Masters:
         lacking = [name for name in self.names if f"master.{name}" not in tensors]
         if lacking:
             return lacking
-        for name, parameter in zip(self.names, self.params, strict=True):
+        for name, parameter, states in zip(self.names, self.params, self._states, strict=True):
             parameter.copy_(shard_like(tensors[f"master.{name}"], parameter))
             for key in STATE_KEYS:
                 value = tensors.get(f"optimizer.{key}.{name}")
                 if value is not None:
-                    kept = shard_like(value, parameter) if value.ndim else value
-                    self._state(parameter)[key] = kept.to(parameter.device)
+                    whole = shard_like(value, parameter) if value.ndim else value
+                    states[parameter][key] = whole.to(parameter.device)
         return []
 
 
@@ -147,11 +139,6 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
 
     sharded = cast(DTensor, like)
     return distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None)
-
-
-def _has(name: str, parts: tuple[str, ...]) -> bool:
-    """Return whether one of the dotted parts of a parameter's name is in `parts`."""
-    return any(part in parts for part in name.split("."))
 
 
 def learning_rate(step: int, total: int, config: Training) -> float:

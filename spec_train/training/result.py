@@ -51,16 +51,9 @@ class FitResult:
 
     def __str__(self) -> str:
         text = f"{'finished' if self.finished else 'stopped and saved'} at step {self.step}"
-        if self.best and _measured(self.best):
+        if self.best and self.best.get("loss") is not None:
             text += f"; best draft: step {self.best['step']}, {headline(self.best)}"
-        elif self.best and self.best.get("loss") is not None:
-            text += f"; best draft: step {self.best['step']}, loss {self.best['loss']:.4f}"
         return text
-
-    @property
-    def improved(self) -> bool:
-        """Whether a draft after step 0 is the best; True where no step was taken."""
-        return self.best is None or self.best["step"] > 0 or self.step == 0
 
 
 def log_result(result: FitResult) -> None:
@@ -70,9 +63,10 @@ def log_result(result: FitResult) -> None:
     on its own tokens than in training.
     """
     log.info("%s: %s", result.directory, result)
+    best = result.best or {}
     if not result.finished:
         log.info("the same command resumes the run")
-    elif not result.improved:
+    elif best.get("step") == 0 and result.step > 0:
         log.warning(
             "warning: %d steps did not improve the draft: no validation was better than the one at "
             "step 0, so `best` is the draft that the run started with. Use another draft "
@@ -80,19 +74,10 @@ def log_result(result: FitResult) -> None:
             "longer, or check that the data are what the draft is for",
             result.step,
         )
-    elif text := _parted(result.best or {}):
-        log.warning("warning: %s", text)
-
-
-def _measured(best: dict[str, Any]) -> bool:
-    names = ("acceptance_length", "product_limit_length", "serving_like_length")
-    return any(best.get(name) is not None for name in names)
-
-
-def _parted(best: dict[str, Any]) -> str | None:
-    return train_serve_gap(
+    elif text := train_serve_gap(
         best, best.get("serving_like_uncut"), best.get("serving_like_rounds") or 0
-    )
+    ):
+        log.warning("warning: %s", text)
 
 
 def better(figures: dict[str, Any], best: dict[str, Any]) -> bool:
@@ -112,16 +97,17 @@ def headline(figures: dict[str, Any]) -> str:
     metrics.jsonl and on the page.
     """
     if figures.get("serving_like_length") is None:
-        name = "product_limit_length" if "product_limit_length" in figures else "acceptance_length"
-        return f"teacher-forced length {shown(figures[name])}"
-    text = f"serving-like length {shown(figures['serving_like_length'])}"
-    low, high = figures.get("serving_like_interval") or (None, None)
-    return text if low is None else f"{text} ({low:.2f} to {high:.2f})"
+        length = f"teacher-forced length {shown(figures.get('product_limit_length'))}"
+    else:
+        length = f"serving-like length {shown(figures['serving_like_length'])}"
+        low, high = figures.get("serving_like_interval") or (None, None)
+        length += "" if low is None else f" ({low:.2f} to {high:.2f})"
+    return f"{length}, loss {figures['loss']:.4f}"
 
 
 def log_validation(step: int, figures: dict[str, Any], first: bool) -> None:
     """Log the results of a validation; the `first` one also warns of a missing length."""
-    log.info("validation at step %d: %s, loss %.4f", step, headline(figures), figures["loss"])
+    log.info("validation at step %d: %s", step, headline(figures))
     if first and figures["acceptance_length"] is None:
         log.warning(
             "warning: no held-out answer is long enough for a chain of every depth, so there is "

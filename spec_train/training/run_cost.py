@@ -11,7 +11,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,50 +33,36 @@ class DryRun(Result):
 
     Attributes:
         steps: optimizer steps in all.
-        step_seconds: median of the steps that were run; None if the run has too few.
+        seconds: of all steps and validations; None if the run has too few steps to measure it.
+        step_seconds: median of the steps that were run; None likewise.
         validation_seconds: of one validation; None likewise.
         validations: how often the run validates.
         peak_bytes: the most memory that this process held, of the GPU if it trains on one.
         device: where it trained.
-        parameters: that are trained.
         draft_bytes: of a saved draft: the trained weights and those that stay as they are.
         checkpoint_bytes: of one checkpoint: a draft, the weights in float32, and the optimizer.
         checkpoints: how many are kept.
-        tokens_per_step: about how many, with full packs.
     """
 
+    again = ("--dry-run",)
+
     steps: int
+    seconds: float | None
     step_seconds: float | None
     validation_seconds: float | None
     validations: int
     peak_bytes: int
     device: str
-    parameters: int
     draft_bytes: int
     checkpoint_bytes: int
     checkpoints: int
-    tokens_per_step: int
-
-    @property
-    def again(self) -> Sequence[str]:  # type: ignore[override]
-        """The next command: the same one, without --dry-run."""
-        return ("--dry-run",)
-
-    @property
-    def seconds(self) -> float | None:
-        """Expected seconds of all steps and validations; None if it was not measured."""
-        if self.step_seconds is None or self.validation_seconds is None:
-            return None
-        return self.steps * self.step_seconds + self.validations * self.validation_seconds
 
     def __str__(self) -> str:
         rate = "not measured: the run has too few steps"
-        if self.step_seconds is not None and self.seconds is not None:
-            speed = self.tokens_per_step / self.step_seconds
+        if self.seconds is not None:
             rate = (
-                f"about {duration(self.seconds)}: {self.steps:,} steps of "
-                f"{self.step_seconds:.3g} s ({speed:,.0f} tok/s at most) and "
-                f"{self.validations:,} validations of {self.validation_seconds:.3g} s"
+                f"about {duration(self.seconds)}: {self.steps:,} steps of {self.step_seconds:.3g} "
+                f"s and {self.validations:,} validations of {self.validation_seconds:.3g} s"
             )
         where = "on the GPU" if self.device.startswith("cuda") else "of this process"
         return (
@@ -93,9 +79,7 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    if minutes < 90:
-        return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def probe(trainer: Trainer, config: Training, total: int) -> DryRun:
@@ -104,35 +88,33 @@ def probe(trainer: Trainer, config: Training, total: int) -> DryRun:
     `config` and `total` are the options of that run and its number of steps.
     """
     times: list[float] = []
-    on_gpu = trainer.device.type == "cuda"
-    if on_gpu:
+    cuda = trainer.device.type == "cuda"
+    if cuda:
         torch.cuda.reset_peak_memory_stats(trainer.device)
     with _silently():
         trainer.run(lambda: times.append(time.perf_counter()))
+    peak = torch.cuda.max_memory_allocated(trainer.device) if cuda else _peak_bytes()
     gaps = [b - a for a, b in itertools.pairwise(times)]
-    step = validation = None
+    validations = 1 + -(-total // (config.eval_every or max(1, total)))
+    step = validation = seconds = None
     if len(gaps) > _WARM:
         step = statistics.median(gaps[_WARM - 1 : -1])  # the last gap has the validation
         validation = max(0.0, gaps[-1] - step)
-    count = sum(p.numel() for p in trainer.masters.params)
+        seconds = total * step + validations * validation
+    weights = sum(4 * p.numel() for p in trainer.masters.params)
     moments = sum(value.nbytes for _, value in trainer.masters.moments())
     draft = trainer.saver.draft_bytes()
-    every = config.eval_every or max(1, total)
     return DryRun(
         steps=total,
+        seconds=seconds,
         step_seconds=step,
         validation_seconds=validation,
-        validations=1 + -(-total // every),
-        peak_bytes=torch.cuda.max_memory_allocated(trainer.device) if on_gpu else _peak_bytes(),
+        validations=validations,
+        peak_bytes=peak,
         device=str(trainer.device),
-        parameters=count,
         draft_bytes=draft,
-        checkpoint_bytes=draft + 4 * count + moments,
+        checkpoint_bytes=draft + weights + moments,
         checkpoints=config.keep,
-        tokens_per_step=config.micro_batch
-        * config.accumulation
-        * config.seq_len
-        * trainer.ranks.world_size,
     )
 
 

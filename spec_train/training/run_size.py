@@ -9,7 +9,6 @@ what the preset says, or BATCH packs per step and EPOCHS epochs.
 import dataclasses
 import logging
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,8 @@ EPOCHS, MOST_EPOCHS = 3, 20
 LEAST_STEPS = 1500
 LEAST_PER_EPOCH = 100
 """A step is made smaller, down to one pack per process, if an epoch has fewer steps than this."""
+TIMES, INTERVAL = 5, 500
+"""By default a run validates and saves TIMES times, or after every INTERVAL steps if more often."""
 
 
 def sized(
@@ -41,82 +42,77 @@ def sized(
             --accumulation cannot have.
     """
     preset = PRESETS[config.preset].values if config.preset in PRESETS else {}
-    whole_step = _of_preset(config, preset, "batch_size", "accumulation")
-    free = Free(
-        batch=config.batch_size is None or whole_step,
-        accumulation=whole_step,
-        epochs=config.steps is None
-        and (config.epochs is None or _of_preset(config, preset, "epochs")),
-    )
+
+    def of_preset(*names: str) -> bool:
+        return all(name in preset and getattr(config, name) == preset[name] for name in names)
+
+    free_accumulation = of_preset("batch_size", "accumulation")
+    free_batch = config.batch_size is None or free_accumulation
+    free_epochs = config.steps is None and (config.epochs is None or of_preset("epochs"))
+    batch, accumulation, epochs = config.micro_batch, config.accumulation, config.epochs
     if started is not None:
-        return _as_started(config, free, world_size, started)
-    batch, accumulation = config.micro_batch, config.accumulation
-    if config.steps is not None:
-        return dataclasses.replace(config, batch_size=batch)
-    packs = packs_of_epoch(config, dataset)
-    while free.batch and packs < LEAST_PER_EPOCH * batch * accumulation * world_size:
-        if free.accumulation and accumulation > 1:
-            accumulation //= 2
-        elif batch > 1:
-            batch //= 2
-        else:
-            break
-    steps, epochs = packs / (batch * accumulation * world_size), config.epochs or EPOCHS
-    if free.epochs:
-        epochs = max(epochs, min(MOST_EPOCHS, math.ceil(LEAST_STEPS / max(1.0, steps))))
-    if epochs > (config.epochs or EPOCHS) or batch < config.micro_batch:
-        log.info(
-            "size       small dataset, about %.0f packs per epoch: %d epochs and %d packs per "
-            "step and process, about %d steps (--epochs or --steps and --batch-size change it)",
-            *(packs, epochs, batch * accumulation, epochs * max(1.0, steps)),
-        )
+        if free_batch:
+            batch, accumulation = _started_step(config, free_accumulation, world_size, started)
+        if free_epochs:
+            epochs = started.get("epochs") or epochs or EPOCHS
+    elif config.steps is None:
+        packs = packs_of_epoch(config, dataset)
+        while free_batch and packs < LEAST_PER_EPOCH * batch * accumulation * world_size:
+            if free_accumulation and accumulation > 1:
+                accumulation //= 2
+            elif batch > 1:
+                batch //= 2
+            else:
+                break
+        steps = max(1.0, packs / (batch * accumulation * world_size))
+        epochs = epochs or EPOCHS
+        if free_epochs:
+            epochs = max(epochs, min(MOST_EPOCHS, math.ceil(LEAST_STEPS / steps)))
+        if epochs > (config.epochs or EPOCHS) or batch < config.micro_batch:
+            log.info(
+                "size       small dataset, about %.0f packs per epoch: %d epochs and %d packs per "
+                "step and process, about %d steps (--epochs or --steps and --batch-size change it)",
+                *(packs, epochs, batch * accumulation, epochs * steps),
+            )
     return dataclasses.replace(config, batch_size=batch, accumulation=accumulation, epochs=epochs)
-
-
-@dataclass(frozen=True)
-class Free:
-    """Which options the dataset decides: the user gave no value of their own."""
-
-    batch: bool
-    accumulation: bool
-    epochs: bool
 
 
 def packs_of_epoch(config: Training, dataset: Documents) -> float:
     """Return about how many full packs an epoch of the training documents fills."""
     used = np.minimum(dataset.lengths, config.seq_len) * (dataset.supervised > 0)  # int64 [N]
+    tokens = float(used.sum())
     if isinstance(dataset, Mixture):
-        tokens = sum(
-            float(share.weight) * int(used[share.first : share.last].sum())
-            for share in dataset.shares
-        )
-    else:
-        tokens = float(used.sum())
+        tokens = sum(float(s.weight) * int(used[s.first : s.last].sum()) for s in dataset.shares)
     return tokens * (1 - config.validation) / config.seq_len
 
 
-def _of_preset(config: Training, preset: dict[str, Any], *names: str) -> bool:
-    """Whether these options have the values of the preset, and it sets them."""
-    return all(name in preset and getattr(config, name) == preset[name] for name in names)
+def _started_step(
+    config: Training, free_accumulation: bool, world_size: int, started: dict[str, Any]
+) -> tuple[int, int]:
+    """Return the batch size and the accumulation that make the steps of the run to resume."""
+    packs = started["packs_per_step"]
+    share, rest = divmod(packs, world_size)
+    accumulation = config.accumulation
+    if free_accumulation:
+        accumulation = share // math.gcd(share, config.micro_batch)
+    batch, left = divmod(share, accumulation)
+    if rest or left:
+        raise ConfigError(
+            f"--out {config.out}: this run has {packs} packs per step, which {world_size} "
+            f"processes with --accumulation {accumulation} cannot share evenly; use another number "
+            "of processes or another --accumulation"
+        )
+    return batch, accumulation
 
 
-def _as_started(config: Training, free: Free, world_size: int, started: dict[str, Any]) -> Training:
-    """Return the config with the size of the run that it resumes, where that is free."""
-    batch, accumulation, epochs = config.micro_batch, config.accumulation, config.epochs
-    if free.batch:
-        share, rest = divmod(started["packs_per_step"], world_size)
-        if free.accumulation:
-            batch = math.gcd(share, batch)
-            accumulation = share // batch
-        else:
-            batch, left = divmod(share, accumulation)
-            rest = rest or left
-        if rest:
-            raise ConfigError(
-                f"--out {config.out}: this run has {started['packs_per_step']} packs per step, "
-                f"which {world_size} processes with --accumulation {accumulation} cannot share "
-                "evenly; use another number of processes or another --accumulation"
-            )
-    if free.epochs:
-        epochs = started.get("epochs") or epochs or EPOCHS
-    return dataclasses.replace(config, batch_size=batch, accumulation=accumulation, epochs=epochs)
+def with_intervals(config: Training, total: int) -> Training:
+    """Set the steps between validations and between checkpoints where they are not given.
+
+    A run of `total` steps then has five of each or more, and at most INTERVAL steps between two.
+    """
+    steps = max(1, min(INTERVAL, total // TIMES))
+    return dataclasses.replace(
+        config,
+        eval_every=config.eval_every or steps,
+        save_every=config.save_every or steps,
+    )

@@ -1,14 +1,13 @@
-"""Prepare a run from its options, new or resumed: documents, draft, number of steps.
+"""Fit a draft, from its options to the last step: what `spec-train fit` does, top to bottom.
 
-Everything here happens once, before the first step; the loop is in `trainer`. The target is never
-opened: its config, embeddings and head are part of the dataset.
+The target is never opened: its config, embeddings and head are part of the dataset. Everything here
+happens once, before the first step; the loop is in `trainer`.
 """
 
 import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,26 +34,16 @@ from spec_train.options.draft_options import draft_options
 from spec_train.options.training import Training
 from spec_train.training.announce import announce, log_vocabulary
 from spec_train.training.checkpoint import RunDirectory
-from spec_train.training.grown import accept_growth, continued
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
 from spec_train.training.run_cost import STEPS, DryRun, probe
-from spec_train.training.run_identity import run_identity, with_intervals
-from spec_train.training.run_size import sized
+from spec_train.training.run_identity import accept_growth, continued, run_identity
+from spec_train.training.run_size import sized, with_intervals
 from spec_train.training.start_draft import start_from, with_shape_of_start
-from spec_train.training.stored import Saved, read_checkpoint
+from spec_train.training.stored import read_checkpoint
 from spec_train.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-
-def default_lr(hidden_size: int) -> float:
-    """Peak learning rate by draft width, to two digits: 1e-4 at 4096, 4e-4 at 1024, at most 4e-3.
-
-    1e-4 is what public trainers use for targets of 4096 and more; the rate of a matrix under Adam
-    goes with 1/width (maximal-update parametrisation, arXiv 2203.03466).
-    """
-    return float(f"{min(4e-3, 1e-4 * 4096 / hidden_size):.1e}")
 
 
 def fit(draft_name: str, config: Training, options: Any) -> FitResult:
@@ -74,16 +63,55 @@ def fit(draft_name: str, config: Training, options: Any) -> FitResult:
             "come from spec_train.options.draft_options"
         )
     check_directory_to_write("--out", config.out)
-    device = usable_device(config.device)
-    with Ranks(device, config.sharding) as ranks, contextlib.ExitStack() as stack:
-        dataset = open_data(config)
-        _class(draft_name, dataset).check_data(options, dataset.manifest)
-        config = resolve_config(config, dataset)
-        run = None
+    with (
+        Ranks(usable_device(config.device), config.sharding) as ranks,
+        contextlib.ExitStack() as at_end,
+    ):
+        kind, dataset, config = _open(draft_name, config, options)
+        run, started = None, None  # rank 0 alone writes, and knows of a run to resume
         if ranks.is_main:
-            run = RunDirectory(config.out, config.keep)
-            stack.callback(run.close)
-        return _fit(draft_name, config, options, dataset, run, ranks)
+            run = at_end.enter_context(contextlib.closing(RunDirectory(config.out, config.keep)))
+            started = run.started()
+        started = ranks.gather(started)[0]
+        config, options, splits = _settled(
+            kind, config, options, dataset, ranks.world_size, started
+        )
+        total, saved = 0, None
+        if run is not None:
+            world = ranks.world_size
+            identity = run_identity(kind.name, dataset, config, options, splits.border, world)
+            accept_growth(run, started, identity, config, dataset)
+            total = _record(run, identity, config, options, splits)
+            saved = run.load_newest()
+        total, newest = ranks.gather([total, None if saved is None else str(saved.path)])[0]
+        config = with_intervals(config, total)
+        if newest is not None:
+            saved = continued(saved or read_checkpoint(Path(newest)), splits.train, dataset)
+        if saved is not None and saved.step >= total:
+            result = FitResult(Path(config.out), saved.step, True, best=saved.state["best"])
+            log.info("%s: nothing to do, %s", result.directory, result)
+            return result
+
+        head = _head(config, dataset, ranks)
+        counts = None
+        if saved is None:
+            counts = count_supervised_tokens(dataset, splits.train, ranks)
+            draft = _new_draft(kind, config, options, dataset, head, counts)
+        else:  # a checkpoint also holds the vocabulary
+            draft = kind.from_pretrained(saved.path)
+            draft.use_options(options)  # a few of them may change when a run resumes
+            draft.join(head, dataset.manifest, str(saved.path))
+        ranks.gather(None)  # raises if another rank failed before this point
+        trainer = Trainer(draft, head, config, dataset, splits, total, run, ranks)
+        if isinstance(dataset, FollowedDataset):  # its validation documents come first
+            dataset.wait_for(splits.validation.rows.tolist(), threading.Event())
+        if saved is not None:
+            trainer.restore(saved)
+        if run is not None:
+            run.begin() if saved is None else run.truncate_metrics(saved.step)
+            announce(trainer, splits)
+            _note_vocabulary(run, draft, counts, dataset)
+        return trainer.run()
 
 
 def dry_run(draft_name: str, config: Training, options: Any) -> DryRun:
@@ -99,139 +127,43 @@ def dry_run(draft_name: str, config: Training, options: Any) -> DryRun:
     with Ranks(usable_device(config.device), config.sharding) as ranks:
         if not ranks.alone:
             raise ConfigError("--dry-run runs in one process; start it without torchrun")
-        dataset = open_data(config)
-        _class(draft_name, dataset).check_data(options, dataset.manifest)
-        config = resolve_config(config, dataset)
-        config, options, splits = _settled(draft_name, config, options, dataset, 1, None)
+        kind, dataset, config = _open(draft_name, config, options)
+        config, options, splits = _settled(kind, config, options, dataset, 1, None)
         total = _total_steps(config, splits)
         config = with_intervals(config, total)
-        torch.manual_seed(config.seed)
-        dtype = compute_dtype(config.dtype, ranks.device)
-        head = TargetHead.from_dataset(dataset.path, dtype, ranks.device, dataset.manifest)
+        head = _head(config, dataset, ranks)
         counts = count_supervised_tokens(dataset, splits.train, ranks)
-        draft = _make_draft(draft_name, config, options, dataset, head, counts, None)
+        draft = _new_draft(kind, config, options, dataset, head, counts)
         short = dataclasses.replace(config, eval_every=None, save_every=None)
         trainer = Trainer(draft, head, short, dataset, splits, min(total, STEPS), None, ranks)
         announce(trainer, splits, total)
         return probe(trainer, config, total)
 
 
-def _settled(
-    draft_name: str,
-    config: Training,
-    options: Any,
-    dataset: Documents,
-    world_size: int,
-    started: dict[str, Any] | None,
-) -> tuple[Training, Any, Splits]:
-    """Return the settings that depend on the dataset and on a started run, and the splits."""
-    options = with_shape_of_start(draft_name, config, options, dataset, started)
-    raw = dataset.target_config()
-    options = options.sized(dataset.manifest.hidden_size, block_count(raw) or 0)
-    config = sized(config, dataset, world_size, started)
-    border = None if started is None else started["split_border"]
-    return config, options, make_splits(dataset, config, world_size, border)
+# -- data ------------------------------------------------------------------------------------------
 
 
-def _fit(
-    draft_name: str,
-    config: Training,
-    options: Any,
-    dataset: Documents,
-    run: RunDirectory | None,
-    ranks: Ranks,
-) -> FitResult:
-    """Run one rank; `run` is None on every rank except rank 0."""
-    started = ranks.gather(None if run is None else run.started())[0]
-    world = ranks.world_size
-    config, options, splits = _settled(draft_name, config, options, dataset, world, started)
-    total, saved = 0, None
-    if run is not None:
-        identity = run_identity(draft_name, dataset, config, options, splits.border, world)
-        accept_growth(run, started, identity, config, dataset, splits)
-        total = _record(run, identity, config, options, splits)
-        saved = run.load_newest()
-    newest = None if saved is None else str(saved.path)
-    total, newest = ranks.gather([total, newest])[0]
-    config = with_intervals(config, total)
-    if newest is not None and saved is None:
-        saved = read_checkpoint(Path(newest))
-    if saved is not None:
-        saved = continued(saved, splits.train, dataset)
-    if saved is not None and saved.step >= total:
-        result = FitResult(Path(config.out), saved.step, True, best=saved.state["best"])
-        log.info("%s: nothing to do, %s", result.directory, result)
-        return result
-    torch.manual_seed(config.seed)
-    dtype = compute_dtype(config.dtype, ranks.device)
-    head = TargetHead.from_dataset(dataset.path, dtype, ranks.device, dataset.manifest)
-    counts = None
-    if saved is None:  # a checkpoint also holds the vocabulary
-        counts = count_supervised_tokens(dataset, splits.train, ranks)
-    draft = _make_draft(draft_name, config, options, dataset, head, counts, saved)
-    ranks.gather(None)  # raises if another rank failed before this point
-    trainer = Trainer(draft, head, config, dataset, splits, total, run, ranks)
-    if isinstance(dataset, FollowedDataset):  # its validation documents come first
-        dataset.wait_for(splits.validation.rows.tolist(), threading.Event())
-    if saved is not None:
-        trainer.restore(saved)
-    if run is not None:
-        run.begin() if saved is None else run.truncate_metrics(saved.step)
-        announce(trainer, splits)
-        _note_vocabulary(run, draft, counts, special_ids(dataset.target_config()))
-    return trainer.run()
-
-
-def _record(
-    run: RunDirectory, identity: dict[str, Any], config: Training, options: Any, splits: Splits
-) -> int:
-    """Write the run's identity, or check that it has not changed; return the total of steps."""
-    table = {**to_dict(config), **to_dict(options)}
-    total = run.record(table, identity).get("total_steps")
-    if total is None:
-        total = _total_steps(config, splits)
-        run.note(total_steps=total, split_border=splits.border)
-    config = with_intervals(config, total)
-    run.write_options({**to_dict(config), **to_dict(options)})
-    return total
-
-
-def _note_vocabulary(
-    run: RunDirectory, draft: Draft, counts: Tensor | None, special: Sequence[int]
-) -> None:
-    """Log which share of the supervised tokens a new run's draft can propose, and note it."""
-    if draft.full_vocabulary or counts is None:
-        return
-    coverage, best = vocabulary_coverage(counts, draft.draft_ids, special)
-    log_vocabulary(draft.config, coverage, best)
-    run.note(vocabulary_coverage=round(coverage, 6), best_coverage=round(best, 6))
+def _open(
+    draft_name: str, config: Training, options: Any
+) -> tuple[type[Draft], Documents, Training]:
+    """Return the class of the draft for the target of the data, the data, and resolved options."""
+    dataset = open_data(config)
+    kind = draft_class(draft_name, target_architectures(dataset.target_config()))
+    kind.check_data(options, dataset.manifest)
+    return kind, dataset, resolve_config(config, dataset)
 
 
 def open_data(config: Training) -> Documents:
     """Open the data of a run: one dataset, several, or one that is still being generated."""
     sources = parse_sources(config.data)
-    if config.follow:
-        if sources[0].remote:
-            raise ConfigError(
-                f"--follow --data {sources[0]}: a dataset on remote storage can be trained on once "
-                "it is sealed; leave --follow out then, or generate into a local directory"
-            )
-        return FollowedDataset(sources[0].path, config.follow_timeout, await_start=True)
-    return open_documents(sources, config.mask)
-
-
-def resolve_config(config: Training, dataset: Documents) -> Training:
-    """Replace each automatic option by its value, so that fit.json alone repeats the run."""
-    device = usable_device(config.device)
-    return dataclasses.replace(
-        config,
-        data=tuple(  # absolute: fit.json may be read from any working directory
-            str(source.absolute()) for source in parse_sources(config.data)
-        ),
-        device=str(device),
-        dtype=cast(Any, compute_dtype_name(config.dtype, device)),
-        lr=config.lr if config.lr is not None else default_lr(dataset.manifest.hidden_size),
-    )
+    if not config.follow:
+        return open_documents(sources, config.mask)
+    if sources[0].remote:
+        raise ConfigError(
+            f"--follow --data {sources[0]}: a dataset on remote storage can be trained on once "
+            "it is sealed; leave --follow out then, or generate into a local directory"
+        )
+    return FollowedDataset(sources[0].path, config.follow_timeout, await_start=True)
 
 
 def count_supervised_tokens(
@@ -252,11 +184,59 @@ def count_supervised_tokens(
     return ranks.sum(torch.from_numpy(count_tokens(dataset, documents, plan.seq_len)))
 
 
-def _positions(dataset: Documents) -> Positions:
-    """Return the positions of the target; of several datasets, those of the first that has them."""
-    parts = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
-    recorded = [load_positions(part.path, part.manifest) for part in parts]
-    return next((found for found in recorded if found.kind != UNKNOWN), recorded[0])
+# -- settings --------------------------------------------------------------------------------------
+
+
+def resolve_config(config: Training, dataset: Documents) -> Training:
+    """Replace each automatic option by its value, so that fit.json alone repeats the run."""
+    device = usable_device(config.device)
+    sources = parse_sources(config.data)
+    return dataclasses.replace(
+        config,
+        data=tuple(str(source.absolute()) for source in sources),  # fit.json is read from anywhere
+        device=str(device),
+        dtype=cast(Any, compute_dtype_name(config.dtype, device)),
+        lr=config.lr if config.lr is not None else default_lr(dataset.manifest.hidden_size),
+    )
+
+
+def default_lr(hidden_size: int) -> float:
+    """Peak learning rate by draft width, to two digits: 1e-4 at 4096, 4e-4 at 1024, at most 4e-3.
+
+    1e-4 is what public trainers use for targets of 4096 and more; the rate of a matrix under Adam
+    goes with 1/width (maximal-update parametrisation, arXiv 2203.03466).
+    """
+    return float(f"{min(4e-3, 1e-4 * 4096 / hidden_size):.1e}")
+
+
+def _settled(
+    kind: type[Draft],
+    config: Training,
+    options: Any,
+    dataset: Documents,
+    world_size: int,
+    started: dict[str, Any] | None,
+) -> tuple[Training, Any, Splits]:
+    """Return the settings that depend on the dataset and on a started run, and the splits."""
+    options = with_shape_of_start(kind.name, config, options, dataset, started)
+    layers = block_count(dataset.target_config()) or 0
+    options = options.sized(dataset.manifest.hidden_size, layers)
+    config = sized(config, dataset, world_size, started)
+    border = None if started is None else started["split_border"]
+    return config, options, make_splits(dataset, config, world_size, border)
+
+
+def _record(
+    run: RunDirectory, identity: dict[str, Any], config: Training, options: Any, splits: Splits
+) -> int:
+    """Write the run's identity, or check that it has not changed; return the total of steps."""
+    table = {**to_dict(config), **to_dict(options)}
+    total = run.record(table, identity).get("total_steps")
+    if total is None:
+        total = _total_steps(config, splits)
+        run.note(total_steps=total, split_border=splits.border)
+    run.write_options(table | to_dict(with_intervals(config, total)))
+    return total
 
 
 def _total_steps(config: Training, splits: Splits) -> int:
@@ -265,31 +245,27 @@ def _total_steps(config: Training, splits: Splits) -> int:
     return sum(splits.train.count_batches(epoch) for epoch in range(config.epochs or 0))
 
 
-def _class(name: str, dataset: Documents) -> type[Draft]:
-    """Return the class of a draft for the target of a dataset."""
-    return draft_class(name, target_architectures(dataset.target_config()))
+# -- draft -----------------------------------------------------------------------------------------
 
 
-def _make_draft(
-    name: str,
+def _head(config: Training, dataset: Documents, ranks: Ranks) -> TargetHead:
+    dtype = compute_dtype(config.dtype, ranks.device)
+    return TargetHead.from_dataset(dataset.path, dtype, ranks.device, dataset.manifest)
+
+
+def _new_draft(
+    kind: type[Draft],
     config: Training,
     options: Any,
     dataset: Documents,
     head: TargetHead,
-    counts: Tensor | None,
-    saved: Saved | None,
+    counts: Tensor,
 ) -> Draft:
-    """Return the draft to train: from the checkpoint, from --init-from, or new.
+    """Return a draft that `config.seed` initialises, or the one of --init-from.
 
-    `counts` are the supervised tokens of the training documents, int64 [V]; a checkpoint needs
-    none.
+    `counts` are the supervised tokens of the training documents, int64 [V].
     """
-    kind = _class(name, dataset)
-    if saved is not None:
-        draft = kind.from_pretrained(saved.path)
-        draft.use_options(options)  # a few of them may change when a run resumes
-        draft.join(head, dataset.manifest, str(saved.path))
-        return draft
+    torch.manual_seed(config.seed)
     fresh = kind.build(
         options,
         target_config=dataset.target_config(),
@@ -300,4 +276,23 @@ def _make_draft(
     )
     if config.init_from is None:
         return fresh
-    return start_from(name, config, options, dataset, head, fresh)
+    return start_from(kind.name, config, options, dataset, head, fresh)
+
+
+def _positions(dataset: Documents) -> Positions:
+    """Return the positions of the target; of several datasets, those of the first that has them."""
+    parts = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
+    recorded = [load_positions(part.path, part.manifest) for part in parts]
+    return next((positions for positions in recorded if positions.kind != UNKNOWN), recorded[0])
+
+
+def _note_vocabulary(
+    run: RunDirectory, draft: Draft, counts: Tensor | None, dataset: Documents
+) -> None:
+    """Log which share of the supervised tokens a new run's draft can propose, and note it."""
+    if draft.full_vocabulary or counts is None:
+        return
+    special = special_ids(dataset.target_config())
+    coverage, best = vocabulary_coverage(counts, draft.draft_ids, special)
+    log_vocabulary(draft.config, coverage, best)
+    run.note(vocabulary_coverage=round(coverage, 6), best_coverage=round(best, 6))

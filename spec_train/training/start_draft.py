@@ -6,7 +6,6 @@ dataset's target; and the options with the shape of that draft, where the user g
 
 import dataclasses
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,36 +50,36 @@ def with_shape_of_start(
     if config.init_from is None:
         return options
     if started is not None and started.get("init_from") == config.init_from:
-        return _filled(options, started)
+        return _with_shape(options, started)
     head = TargetHead.from_dataset(dataset.path, manifest=dataset.manifest)  # perhaps not sealed
     draft = _load(name, config, dataset, head)
-    found = to_dict(draft.options) | {key: getattr(draft.config, key) for key in _SIZES}
+    shape = to_dict(draft.options) | {key: getattr(draft.config, key) for key in _SIZES}
     if not draft.full_vocabulary:  # its size may have been chosen by coverage or by a file
-        found["draft_vocab_size"] = draft.config.draft_vocab_size
+        shape["draft_vocab_size"] = draft.config.draft_vocab_size
     if draft.config.layers:
-        found["layers"] = ",".join(map(str, draft.config.layers))
-    if found.get("confidence_weight"):  # 0: the draft has no such head, else only a weight
-        del found["confidence_weight"]
-    made = _filled(options, found)
-    taken = {k: v for k, v in to_dict(made).items() if v != to_dict(options)[k]}
-    if taken:
-        text = ", ".join(f"{key} {value}" for key, value in taken.items())
-        log.info("shape      of --init-from, where no option says otherwise: %s", text)
-    return made
+        shape["layers"] = ",".join(map(str, draft.config.layers))
+    if shape.get("confidence_weight"):  # 0: the draft has no such head, else only a weight
+        del shape["confidence_weight"]
+    return _with_shape(options, shape)
 
 
-def _filled(options: Any, known: dict[str, Any]) -> Any:
-    """Return options whose default values are replaced by the shape in `known`."""
+def _with_shape(options: Any, shape: dict[str, Any]) -> Any:
+    """Return options whose default values are replaced by those of `shape`."""
     default = {f.name: f.default for f in dataclasses.fields(options)}
     names = [key for key in (*_SHAPE, "confidence_weight") if key in default]
-    if any(getattr(options, key, None) is not None for key in (*CHOICES[1:], *PATHS)):
+    if _vocabulary_options(options):
         names = [key for key in names if key != "draft_vocab_size"]
     changes = {
-        key: known[key]
+        key: shape[key]
         for key in names
-        if known.get(key) is not None and getattr(options, key) == default[key]
+        if shape.get(key) is not None and getattr(options, key) == default[key]
     }
     return dataclasses.replace(options, **changes)
+
+
+def _vocabulary_options(options: Any) -> list[str]:
+    """Return the names of the options by which the user chose the tokens of the vocabulary."""
+    return [n for n in (*CHOICES[1:], *PATHS) if getattr(options, n, None) is not None]
 
 
 def start_from(
@@ -100,23 +99,28 @@ def start_from(
             has another vocabulary than options ask for.
     """
     loaded = _load(name, config, dataset, head)
-    folder = resolve_draft_dir(str(config.init_from))
+    where = f"--init-from {config.init_from}"
     loaded.update_config(**_unlearned(loaded.config, fresh.config))
     ignored: dict[str, Any] = {"dtype": "", "origin": {}}  # of the file; `join` checks the target
     ignored |= dict.fromkeys(type(loaded.config).of_files)
     # "auto" follows the target in a new draft; a draft that exists keeps the biases that it has
     ignored |= dict.fromkeys(options.biases_of_target, "")
     old, new = to_dict(loaded.config), to_dict(fresh.config)
-    differing = differing_settings(old | ignored, new | ignored)
-    if differing:
+    if differing := differing_settings(old | ignored, new | ignored):
         raise DraftError(
-            f"--init-from {folder}: the draft has another shape or target than this run:\n  "
+            f"{where}: the draft has another shape or target than this run:\n  "
             + "\n  ".join(differing)
             + "\nUse the options of that draft, or leave --init-from out"
         )
-    for warning in loaded.join(head, dataset.manifest, f"--init-from {folder}"):
+    for warning in loaded.join(head, dataset.manifest, where):
         log.warning("warning: %s", warning)
-    _require_vocabulary(options, loaded, fresh, folder)
+    asked = _vocabulary_options(options)
+    if asked and not torch.equal(loaded.draft_ids.cpu(), fresh.draft_ids.cpu()):
+        raise DraftError(
+            f"{where}: the draft has a vocabulary of its own, with other tokens than "
+            f"--{asked[0].replace('_', '-')} chooses; leave that out, or prune the draft with "
+            "`spec-train export --draft-vocab-size` first"
+        )
     loaded.use_options(options)
     return loaded
 
@@ -128,7 +132,12 @@ def _load(name: str, config: Training, dataset: Documents, head: TargetHead) -> 
         MissingError, DraftError: it cannot be read, or is not a draft `name`.
     """
     folder = resolve_draft_dir(str(config.init_from))
-    loaded = load_draft(folder, _target_facts(dataset, head), accept_edited=config.accept_edited)
+    facts = TargetFacts(  # what a draft of another tool may leave to its target
+        num_layers=block_count(dataset.target_config()),
+        embedding=head.embed_weight,
+        head=head.head_weight,
+    )
+    loaded = load_draft(folder, facts, accept_edited=config.accept_edited)
     if loaded.name != name:
         raise DraftError(
             f"--init-from {folder}: holds a draft of the kind {loaded.name}; fit it with "
@@ -137,35 +146,11 @@ def _load(name: str, config: Training, dataset: Documents, head: TargetHead) -> 
     return loaded
 
 
-def _require_vocabulary(options: Any, loaded: Draft, fresh: Draft, folder: Path) -> None:
-    """Refuse a draft of --init-from whose vocabulary is not the one that options ask for.
-
-    Raises:
-        DraftError: it has other tokens, though as many.
-    """
-    asked = [n for n in (*CHOICES[1:], *PATHS) if getattr(options, n, None) is not None]
-    if asked and not torch.equal(loaded.draft_ids.cpu(), fresh.draft_ids.cpu()):
-        raise DraftError(
-            f"--init-from {folder}: the draft has a vocabulary of its own, with other tokens than "
-            f"--{asked[0].replace('_', '-')} chooses; leave that out, or prune the draft with "
-            "`spec-train export --draft-vocab-size` first"
-        )
-
-
-def _unlearned(own: Any, fresh: Any) -> dict[str, Any]:
+def _unlearned(loaded: Any, fresh: Any) -> dict[str, Any]:
     """Return fields that do not affect the draft's output and that published files may lack."""
-    found = {"token_ids": fresh.token_ids}
-    if own.rope_parameters["rope_type"] in ("default", "linear", "llama3"):
-        found["max_position_embeddings"] = fresh.max_position_embeddings
-    if not own.positions and set(fresh.positions) <= {"factors"}:
-        found["positions"] = fresh.positions  # other tools do not record the factors of longrope
-    return found
-
-
-def _target_facts(dataset: Documents, head: TargetHead) -> TargetFacts:
-    """Return what a draft of another tool may leave to its target."""
-    return TargetFacts(
-        num_layers=block_count(dataset.target_config()),
-        embedding=head.embed_weight,
-        head=head.head_weight,
-    )
+    fields = {"token_ids": fresh.token_ids}
+    if loaded.rope_parameters["rope_type"] in ("default", "linear", "llama3"):
+        fields["max_position_embeddings"] = fresh.max_position_embeddings
+    if not loaded.positions and set(fresh.positions) <= {"factors"}:
+        fields["positions"] = fresh.positions  # other tools do not record the factors of longrope
+    return fields

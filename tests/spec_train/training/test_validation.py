@@ -98,7 +98,7 @@ def test_a_draft_that_serves_worse_than_it_trains_is_called_out(caplog):
     caplog.clear()
     log_result(FitResult(Path("run"), 12, True, best=best))
     assert "warning" not in caplog.text  # no serving-like round was measured
-    figures = best | {"serving_like_length": 2.2}
+    figures = best | {"serving_like_length": 2.2, "loss": 1.0}
     assert "serving-like length 2.200" in str(FitResult(Path("run"), 12, True, best=figures))
 
 
