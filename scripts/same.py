@@ -157,8 +157,8 @@ class Cases:
         given = {"limit": 12, "max_length": 256, "max_shard_size": "1MB", "on_policy": False}
         out = self.work / name
         options = {k: v for k, v in (given | options).items() if v is not False}
-        if "for_drafts" in inspect.signature(spec_data.generate).parameters:  # an older commit
-            options = {k.replace("for_", "for_drafts"): v for k, v in options.items()}
+        if "options" in inspect.signature(spec_data.generate).parameters:  # no older commit
+            options = {"options": spec_data.CaptureOptions(**options)}
         spec_data.generate(str(self.target), str(self.corpus), str(out), **options)
         return documents(out) | shard_files(out)
 

@@ -21,6 +21,7 @@ from .commands.views import (
     select as select,
 )
 from .conversion.export import ExportedStates as ExportedStates
+from .generation.options import CaptureOptions as CaptureOptions
 from .generation.status import Status as Status
 from .hub.pull import Pulled as Pulled
 from .hub.push import Pushed as Pushed

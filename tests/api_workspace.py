@@ -32,8 +32,7 @@ def make_workspace(folder: Path, fitted: bool = True) -> Path:
             file.write(json.dumps(row) + "\n")
     if not fitted:
         return folder
-    spec_data.generate(
-        folder / "target", folder / "chats.jsonl", folder / "data", layers=[0, 2, 4], device="cpu"
-    )
+    options = spec_data.CaptureOptions(layers=[0, 2, 4], device="cpu")
+    spec_data.generate(folder / "target", folder / "chats.jsonl", folder / "data", options)
     flat.fit("eagle3", folder / "data", folder / "run", **FIT)
     return folder

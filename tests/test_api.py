@@ -137,7 +137,8 @@ def test_the_examples_of_the_page_run_in_order(workspace, tmp_path, monkeypatch)
 
 def test_values_of_another_type_are_refused(here):
     with pytest.raises(ConfigError, match="limit 'many': expected int"):
-        spec_data.generate("target", "chats.jsonl", "out", limit="many")
+        options = spec_data.CaptureOptions(limit="many")
+        spec_data.generate("target", "chats.jsonl", "out", options)
     assert not Path("out").exists()
 
 
@@ -147,21 +148,15 @@ def test_a_wrong_value_is_shown_in_one_line(here):
         spec_train.evaluate(draft, data="data")
 
 
-@pytest.mark.parametrize("check", ["sometimes", 16, None])
-def test_an_unknown_way_to_check_is_refused(here, check):
-    with pytest.raises(ConfigError, match=rf"check = {check!r}: expected one of first, always"):
-        spec_data.open_dataset("data", check=check)
-
-
 # --- spec_data ---
 
 
 def test_generate_estimate_and_verify_agree_with_the_dataset(here, tmp_path, capsys):
-    common = {"layers": [0, 2, 4], "codec": "bf16", "device": "cpu", "limit": 6}
-    sizes = spec_data.estimate(Path("target"), [Path("chats.jsonl")], tmp_path / "new", **common)
+    options = spec_data.CaptureOptions(layers=[0, 2, 4], codec="bf16", device="cpu", limit=6)
+    sizes = spec_data.estimate(Path("target"), [Path("chats.jsonl")], tmp_path / "new", options)
     assert not (tmp_path / "new").exists()
-    made = spec_data.generate(Path("target"), [Path("chats.jsonl")], tmp_path / "new", **common)
-    again = spec_data.generate("target", "chats.jsonl", str(tmp_path / "new"), **common)
+    made = spec_data.generate(Path("target"), [Path("chats.jsonl")], tmp_path / "new", options)
+    again = spec_data.generate("target", "chats.jsonl", str(tmp_path / "new"), options)
     assert made == again and made.sealed and made.path == tmp_path / "new"
     dataset = spec_data.open_dataset(made.path)
     assert made.documents == sizes.documents == len(dataset) == 6
@@ -181,26 +176,26 @@ def test_generate_estimate_and_verify_agree_with_the_dataset(here, tmp_path, cap
 def test_what_is_left_out_is_counted_by_reason(here, tmp_path):
     rows = Path("chats.jsonl").read_text().splitlines()
     corpus = tmp_path / "chats.jsonl"
+    options = spec_data.CaptureOptions(layers=[0, 2, 4], device="cpu")
     corpus.write_text("\n".join([*rows[:4], rows[0], "{not json"] * 40) + "\n" + rows[5] + "\n")
     with pytest.raises(spec_data.SpecDataError):  # a sixth of the rows is bad
-        spec_data.estimate("target", corpus, tmp_path / "no", layers="0,2,4")
+        spec_data.estimate("target", corpus, tmp_path / "no", options)
     corpus.write_text("\n".join([*rows[:4], rows[0]]) + "\n")
-    made = spec_data.generate("target", corpus, tmp_path / "new", layers=[0, 2, 4], device="cpu")
+    made = spec_data.generate("target", corpus, tmp_path / "new", options)
     assert made.documents == 4 and made.dropped == {"duplicate": 1} and made.skipped_rows == {}
 
 
 def test_a_worker_that_is_not_the_last_returns_an_unsealed_directory(here, tmp_path):
-    options = {"layers": [0, 2, 4], "device": "cpu"}
-    made = spec_data.generate("target", "chats.jsonl", tmp_path, workers="1/2", **options)
+    options = spec_data.CaptureOptions(layers=[0, 2, 4], device="cpu")
+    made = spec_data.generate("target", "chats.jsonl", tmp_path, options, workers="1/2")
     assert not made.sealed and made.documents == 0 and made.path == tmp_path
     with pytest.raises(MissingError, match="not sealed yet"):
         spec_data.open_dataset(tmp_path)
 
 
 def test_damage_is_in_the_report_of_verify(here, tmp_path):
-    made = spec_data.generate(
-        "target", "chats.jsonl", tmp_path / "new", layers=[0, 2, 4], device="cpu", limit=3
-    )
+    options = spec_data.CaptureOptions(layers=[0, 2, 4], device="cpu", limit=3)
+    made = spec_data.generate("target", "chats.jsonl", tmp_path / "new", options)
     shard = next((made.path / "shards").iterdir())
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 255

@@ -199,17 +199,17 @@ def test_a_read_only_directory_is_refused():
 
 
 def test_a_complete_dataset_may_be_read_only(tmp_path, target, corpus, monkeypatch):
-    options = {"target": str(target), "corpus": (str(corpus),), "out": str(tmp_path / "data")}
-    spec_data.generate(**options, layers="0,2,4", codec="bf16", device="cpu")
+    options = spec_data.CaptureOptions(layers="0,2,4", codec="bf16", device="cpu")
+    spec_data.generate(target, corpus, tmp_path / "data", options)
 
     def read_only(*_, **__):
         return False
 
     monkeypatch.setattr(os, "access", read_only)
-    again = spec_data.generate(**options, layers="0,2,4", codec="bf16", device="cpu")
+    again = spec_data.generate(target, corpus, tmp_path / "data", options)
     assert again.sealed
     with pytest.raises(ConfigError, match="read-only for this user"):
-        spec_data.generate(**options | {"out": str(tmp_path / "other")}, device="cpu")
+        spec_data.generate(target, corpus, tmp_path / "other", options)
 
 
 @pytest.fixture(scope="module")

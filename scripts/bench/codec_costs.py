@@ -62,16 +62,14 @@ def make_dataset(args: argparse.Namespace, name: str) -> tuple[Path, Manifest]:
     """Generate the dataset of a codec, unless it exists already."""
     codec, _, final = name.partition("/")
     out = Path(args.out) / "data" / folder_name(name)
-    made = spec_data.generate(
-        args.target,
-        args.corpus,
-        out,
+    options = spec_data.CaptureOptions(
         limit=args.limit,
         layers=args.layers,
         device=args.device,
         codec=codec,
         final="supervised" if final == "supervised" else "all",
     )
+    made = spec_data.generate(args.target, args.corpus, out, options)
     if not made.sealed:
         raise SystemExit(f"{out}: not sealed")
     return out, Manifest.read(out / MANIFEST)

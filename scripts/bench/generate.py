@@ -37,14 +37,10 @@ from spec_data.capture.attention_in_parts import attention_in_parts
 from spec_data.capture.mask_forms import PER_DOCUMENT, ROWS, SINGLE, packed_mask
 from spec_data.capture.model import Target
 from spec_data.generation.capture import CaptureSettings, capture_unit
+from spec_data.generation.options import CaptureOptions
 from spec_data.generation.plan import Plan
 from spec_data.generation.replica import Replica, load_target
 from spec_data.generation.setup import (
-    AnswerOptions,
-    CaptureOptions,
-    CorpusRows,
-    RenderOptions,
-    RunOptions,
     Setup,
     backend_options,
     make_plan,
@@ -62,17 +58,10 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, work: Path, packing: str) -> None:
         self.work = work
-        tokens = None if str(args.batch_tokens) == "auto" else int(args.batch_tokens)
-        self.setup: Setup = set_up(
-            args.target,
-            CorpusRows(sources=(args.corpus,), limit=args.limit),
-            RenderOptions(),
-            CaptureOptions(
-                codec=args.codec, teacher=args.teacher, max_shard_size=args.max_shard_size
-            ),
-            RunOptions(device=args.device, dtype=args.dtype, packing=packing, batch_tokens=tokens),
-            AnswerOptions(),
-        )
+        names = ("limit", "codec", "teacher", "max_shard_size", "device", "dtype", "batch_tokens")
+        given = {name: getattr(args, name) for name in names}
+        options = CaptureOptions(packing=packing, **given)
+        self.setup: Setup = set_up(args.target, [args.corpus], options)
         self.plan: Plan = make_plan(self.setup)
         (work / WORK).mkdir(parents=True)
         start = clock()

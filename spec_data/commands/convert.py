@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from spec_data.commands.generate import Dtype
+from spec_data.generation.options import DOCUMENTS, RUNNING, CaptureOptions, Dtype
 from spec_data.terminal.command import command
 from spec_data.terminal.types import Count, Directory, Target, Text, more
 
@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from spec_data.results import GenerateResult
 
 _CAPTURE = more("how states are stored")
-_DOCUMENTS = more("documents")
-_RUNNING = more("how the target runs")
 
 Tool = Literal["speculators", "specforge", "deepspec", "automodel", "modelopt", "torchspec"]
 
@@ -32,11 +30,11 @@ def convert(
     final: Annotated[Literal["all", "supervised"], _CAPTURE] = "all",
     teacher: Annotated[Literal["supervised", "all"], _CAPTURE] = "supervised",
     max_shard_size: Annotated[Text, _CAPTURE] = "auto",
-    allow_high_nll: Annotated[bool, _DOCUMENTS] = False,
-    max_bad_rows: Annotated[Text, _DOCUMENTS] = "auto",
-    dtype: Annotated[Dtype, _RUNNING] = "auto",
-    revision: Annotated[str | None, _RUNNING] = None,
-    trust_remote_code: Annotated[bool, _RUNNING] = False,
+    allow_high_nll: Annotated[bool, DOCUMENTS] = False,
+    max_bad_rows: Annotated[Text, DOCUMENTS] = "auto",
+    dtype: Annotated[Dtype, RUNNING] = "auto",
+    revision: Annotated[str | None, RUNNING] = None,
+    trust_remote_code: Annotated[bool, RUNNING] = False,
 ) -> "GenerateResult":
     """Read the hidden states that another trainer stored, and write a dataset.
 
@@ -85,22 +83,27 @@ def convert(
     from spec_data.commands.generate import generate_into
     from spec_data.conversion.run import keep_evidence, set_up_conversion
     from spec_data.generation.output import LocalOutput
-    from spec_data.generation.setup import AnswerOptions, CaptureOptions, CorpusRows, RunOptions
     from spec_data.generation.workers import Worker
     from spec_data.results import GenerateResult
 
-    setup, evidence = set_up_conversion(
-        *(from_, str(target), Path(str(out))),
-        CorpusRows(sources=(str(source),), limit=limit, max_bad_rows=str(max_bad_rows)),
-        CaptureOptions(
-            codec=codec, final=final, teacher=teacher, max_shard_size=str(max_shard_size)
-        ),
-        RunOptions(dtype=dtype, device=device, trust_remote_code=trust_remote_code),
-        AnswerOptions(on_policy=on_policy, allow_high_nll=allow_high_nll),
-        every_token=mask == "all",
+    options = CaptureOptions(
+        codec=codec,
+        limit=limit,
+        on_policy=on_policy,
+        device=device,
+        final=final,
+        teacher=teacher,
+        max_shard_size=max_shard_size,
+        allow_high_nll=allow_high_nll,
+        max_bad_rows=max_bad_rows,
+        dtype=dtype,
         revision=revision,
+        trust_remote_code=trust_remote_code,
+        num_proc=1,
+    )
+    setup, evidence = set_up_conversion(
+        *(from_, str(target), Path(str(out)), str(source), options), every_token=mask == "all"
     )
     keep_evidence(Path(str(out)), evidence)
-    worker = Worker(index=0, count=1, device=device)
-    manifest = generate_into(lambda: setup, LocalOutput(Path(str(out))), worker, processes=1)
+    manifest = generate_into(lambda: setup, LocalOutput(Path(str(out))), Worker(device=device))
     return GenerateResult.of(str(out), manifest, str(target))

@@ -5,26 +5,13 @@ import logging
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING
 
-from spec_data.commands.generate import Dtype, Mask, Packing, generate
+from spec_data.commands.generate import generate
+from spec_data.generation.options import CaptureOptions
 from spec_data.terminal.command import command, words_of
 from spec_data.terminal.paths import check_directory_to_write, check_file_to_write
-from spec_data.terminal.types import (
-    Corpus,
-    Count,
-    File,
-    JsonObject,
-    Layers,
-    Names,
-    NewDataset,
-    Positive,
-    Target,
-    Text,
-    comma_list,
-    more,
-    path_list,
-)
+from spec_data.terminal.types import Corpus, File, NewDataset, Target, path_list
 
 if TYPE_CHECKING:
     from spec_data.generation.plan import Plan
@@ -34,40 +21,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CAPTURE = more("what is captured")
-_DOCUMENTS = more("documents")
-_RUNNING = more("how the target runs")
-_WORKERS = more("shards and workers")
-
 
 @command
 def estimate(
     target: Target,
     corpus: Corpus,
     out: NewDataset,
+    options: CaptureOptions = CaptureOptions(),
     *,
-    layers: Layers = "auto",
-    for_: Names = "",
-    codec: str = "lm4c",
-    supervision: Annotated[str, _CAPTURE] = "final-hidden",
-    final: Annotated[Literal["all", "supervised"], _CAPTURE] = "all",
-    teacher: Annotated[Literal["supervised", "all"], _CAPTURE] = "supervised",
-    max_length: Positive = 2048,
-    limit: Count = 0,
-    mask: Mask = "assistant",
-    chat_template_kwargs: Annotated[JsonObject | None, _DOCUMENTS] = None,
-    max_bad_rows: Annotated[Text, _DOCUMENTS] = "auto",
-    max_row_bytes: Annotated[Text, _DOCUMENTS] = "8MB",
-    num_proc: Annotated[Count, _DOCUMENTS] = 0,
-    device: str = "auto",
-    dtype: Annotated[Dtype, _RUNNING] = "auto",
-    backend: Annotated[Literal["hf", "vllm"], _RUNNING] = "hf",
-    device_map: Annotated[str | None, _RUNNING] = None,
-    packing: Annotated[Packing, _RUNNING] = "auto",
-    batch_tokens: Annotated[Text, _RUNNING] = "auto",
-    revision: Annotated[str | None, _RUNNING] = None,
-    trust_remote_code: Annotated[bool, _RUNNING] = False,
-    max_shard_size: Annotated[Text, _WORKERS] = "auto",
     probe: bool = False,
     page: File | None = None,
 ) -> "EstimateResult":
@@ -86,29 +47,7 @@ def estimate(
         target: the target model: a local directory or a Hugging Face Hub id.
         corpus: the conversations, as for `generate`.
         out: the directory that `generate` would write: it says which disk is meant.
-        layers: layer ids to capture, such as 1,3,5; auto, or spread:N.
-        for_: drafts to capture for, such as eagle3,dspark or all, instead of --layers.
-        codec: how states are stored: bf16, int8c, fp8, lm6c or lm4c; or aux=NAME,final=NAME.
-        supervision: final-hidden, topk:K or logits.
-        final: tokens at which hidden.final is stored.
-        teacher: tokens at which the head runs.
-        max_length: cut documents to this many tokens.
-        limit: read at most this many corpus rows; 0 reads all.
-        mask: supervised tokens: those of every assistant turn, of the last one, or all.
-        chat_template_kwargs: JSON object of arguments for the chat template, such as
-            {"enable_thinking": false}.
-        max_bad_rows: stop if more rows are bad: a count, or a share such as 1%.
-        max_row_bytes: a row of more bytes is a bad row.
-        num_proc: processes that render the corpus; 0 takes one per core, at most 16.
-        device: with --probe: device of the target.
-        dtype: dtype in which the target runs; auto is the checkpoint's own.
-        backend: with --probe: what runs the target.
-        device_map: with --probe: spread the target over the GPUs of this machine.
-        packing: with --probe: how documents share a row.
-        batch_tokens: tokens per forward of the target; auto tries the longest documents on a GPU.
-        revision: branch, tag or commit of a target on the Hub; not given: its main branch.
-        trust_remote_code: run Python code that comes with the model; only for authors you trust.
-        max_shard_size: size of one shard, such as 500MB; auto chooses.
+        options: those of `generate`.
         probe: also load the target and run a few batches: tokens per second, time, memory.
         page: also write an HTML page of what would be captured: documents token by token, with the
             supervised ones marked, and what is left out, by reason.
@@ -117,81 +56,44 @@ def estimate(
         The sizes, and whether the disk has room (`fits`).
 
     Raises:
-        As `generate`.
+        ConfigError, CorpusError, TargetError, MissingError, RunError: as `generate`.
 
-    >>> sizes = spec_data.estimate("target", "chats.jsonl", "data-3", layers=[0, 2, 4])
+    >>> options = spec_data.CaptureOptions(layers=[0, 2, 4])
+    >>> sizes = spec_data.estimate("target", "chats.jsonl", "data-3", options)
     >>> sizes.documents, sizes.layers, sizes.fits
     (12, (0, 2, 4), True)
     >>> sizes.bytes <= sizes.bytes_needed <= sizes.bytes_free
     True
     """
-    given = {name: value for name, value in locals().items() if name not in ("probe", "page")}
+    given = {"target": target, "corpus": corpus, "out": out, "options": options}
     from spec_data.generation.probe import run_probe
     from spec_data.generation.setup import (
-        AnswerOptions,
-        CaptureOptions,
-        CorpusRows,
-        RenderOptions,
-        RunOptions,
         announce_drafts,
         check_outside_corpus,
         make_plan,
         set_up,
     )
     from spec_data.models.devices import check_devices
-    from spec_data.models.spread import parse_spread
     from spec_data.pages.dataset_page import plan_page
     from spec_data.pages.page import write_page
     from spec_data.shards.errors import ConfigError
     from spec_data.shards.urls import scheme_of
-    from spec_data.terminal.option_values import parse_batch_tokens, parse_drafts
 
+    options.check()
     if scheme_of(str(out)):
         raise ConfigError(
             f"--out {out}: estimate says whether a disk has room; give a local --out, the sizes "
             "are the same"
         )
     check_directory_to_write("--out", str(out))
-    sources = tuple(path_list(corpus))
-    check_outside_corpus(str(out), sources)
-    run = RunOptions(
-        backend=backend,
-        dtype=dtype,
-        device=device,
-        spread=parse_spread(device_map, None, None),
-        packing=packing,
-        batch_tokens=parse_batch_tokens(str(batch_tokens)),
-        trust_remote_code=trust_remote_code,
-    )
+    check_outside_corpus(str(out), path_list(corpus))
     if page is not None:
         check_file_to_write("--page", str(page))
     if probe:
-        check_devices(device, run.spread.device_map)  # before the corpus is read
-    setup = set_up(
-        str(target),
-        CorpusRows(
-            sources=sources,
-            limit=limit,
-            max_bad_rows=str(max_bad_rows),
-            max_row_bytes=str(max_row_bytes),
-        ),
-        RenderOptions(mask=mask, max_length=max_length, template_kwargs=chat_template_kwargs or {}),
-        CaptureOptions(
-            layers=comma_list(layers),
-            drafts=parse_drafts(comma_list(for_)),
-            supervision=supervision,
-            codec=codec,
-            final=final,
-            teacher=teacher,
-            max_shard_size=str(max_shard_size),
-        ),
-        run,
-        AnswerOptions(),
-        revision=revision,
-        weights=probe,
-    )
+        check_devices(options.device, options.spread.device_map)  # before the corpus is read
+    setup = set_up(str(target), path_list(corpus), options, weights=probe)
     drafts = announce_drafts(setup)
-    plan = make_plan(setup, num_proc)
+    plan = make_plan(setup)
     if page is not None:
         logger.info("page: %s", write_page(str(page), plan_page(setup, plan)).path)
     measured = run_probe(setup, plan) if probe else None
@@ -209,6 +111,7 @@ def estimated(
     from spec_data.generation.target_files import other_files
     from spec_data.report import column_rows, counts_text, draft_facts, draft_rows
     from spec_data.results import EstimateResult, skipped_rows
+    from spec_data.terminal.progress import size
     from spec_data.terminal.text_table import text_table
 
     tokens, predicting = plan.tokens, plan.documents.predicting
@@ -218,6 +121,24 @@ def estimated(
     existing = next(p for p in [out, *out.absolute().parents] if p.exists())
     free = shutil.disk_usage(existing).free
     reads = draft_facts(setup.draft_layers, setup.columns, tokens, predicting)
+    lossy = [c for c in setup.columns if c.lossy]
+    escape = f", and {2 * (lossy[0].width or 1) + 4:,} per massive token" if lossy else ""
+    lines = [
+        ("target", f"{setup.target['name']} ({setup.target['num_layers']} blocks)"),
+        ("layers (output of block k, from 0)", ", ".join(map(str, setup.layers)) or "none"),
+        ("documents", f"{len(plan.lengths):,}"),
+        ("tokens", f"{tokens:,}"),
+        ("supervised tokens", f"{plan.documents.supervised:,}"),
+        ("longest document", f"{int(plan.lengths.max()):,}"),
+        ("packing utilisation", f"{plan.utilisation():.1%} of packs of {plan.pack_length:,}"),
+        ("shards", f"{len(plan.units):,}"),
+        ("bytes per token", f"{shards / tokens:,.1f}"),
+        ("bytes of all shards", f"{shards:,} ({size(shards)}){escape}"),
+        ("bytes of the target's embedding and head", f"{other['head']:,} ({size(other['head'])})"),
+        ("bytes of the whole directory", f"{size(needed)} (to within 1 % and 64 KB)"),
+        ("free on this disk", size(free) + ("" if needed <= free else "  NOT ENOUGH")),
+        *(probe.lines() if probe else []),
+    ]
     return EstimateResult(
         target=setup.target["name"],
         blocks=setup.target["num_layers"],
@@ -249,74 +170,10 @@ def estimated(
         text="\n\n".join(
             [
                 "drafts that can be fitted\n  " + "\n  ".join(drafts.lines),
-                "corpus\n" + "\n".join(f"  {_source_text(source)}" for source in plan.corpus),
                 counts_text(vars(plan.counts), tokens),
                 column_rows(setup.columns, tokens, predicting),
                 *([draft_rows(reads)] if reads else []),
-                text_table(_lines(setup, plan, shards, other, free, probe)),
+                text_table(lines),
             ]
         ),
-    )
-
-
-def _lines(
-    setup: "Setup",
-    plan: "Plan",
-    shards: int,
-    other: dict[str, int],
-    free: int,
-    probe: "Probe | None",
-) -> list[tuple[str, str]]:
-    """Return the figures as names and values, in words."""
-    from spec_data.terminal.progress import size
-
-    needed = shards + sum(other.values())
-    return [
-        ("target", f"{setup.target['name']} ({setup.target['num_layers']} blocks)"),
-        ("layers (output of block k, from 0)", ", ".join(map(str, setup.layers)) or "none"),
-        ("documents", f"{len(plan.lengths):,}"),
-        ("tokens", f"{plan.tokens:,}"),
-        ("supervised tokens", f"{plan.documents.supervised:,}"),
-        ("longest document", f"{int(plan.lengths.max()):,}"),
-        ("pack length", f"{plan.pack_length:,}"),
-        ("packing utilisation", f"{plan.utilisation():.1%}"),
-        ("shards", f"{len(plan.units):,}"),
-        ("bytes per token", f"{shards / plan.tokens:,.1f}"),
-        ("bytes of all shards", f"{shards:,} ({size(shards)}){_escape_note(setup)}"),
-        ("bytes of the target's embedding and head", f"{other['head']:,} ({size(other['head'])})"),
-        ("bytes of all other files", size(sum(other.values()) - other["head"])),
-        ("bytes of the whole directory", f"{size(needed)} (to within 1 % and 64 KB)"),
-        ("free on this disk", size(free) + ("" if needed <= free else "  NOT ENOUGH")),
-        *_probe_lines(probe),
-    ]
-
-
-def _probe_lines(probe: "Probe | None") -> list[tuple[str, str]]:
-    from spec_data.terminal.progress import size
-
-    if probe is None:
-        return []
-    minutes = probe.seconds / 60
-    lasts = f"{minutes / 60:,.1f} hours" if minutes >= 120 else f"{minutes:,.1f} minutes"
-    memory = "of the process" if probe.device == "cpu" else f"of {probe.device}"
-    return [
-        ("probe", f"{probe.tokens:,} tokens on {probe.device}, {probe.form}"),
-        ("tokens per forward", f"{probe.batch_tokens:,}"),
-        ("tokens per second", f"{probe.tokens_per_second:,.0f} (one worker)"),
-        ("time to capture", f"about {lasts}"),
-        (f"memory {memory}", f"{size(probe.memory_bytes)} at its peak"),
-    ]
-
-
-def _escape_note(setup: "Setup") -> str:
-    lossy = [c for c in setup.columns if c.lossy]
-    if not lossy:
-        return ""
-    return f", and {2 * (lossy[0].width or 1) + 4:,} per massive token and lossy column"
-
-
-def _source_text(source: dict[str, Any]) -> str:
-    return (
-        f"{source['source']}: {source['kind']}, {source['format']}, {source['rows']:,} rows, "
-        f"{source['bad']:,} bad, {source.get('unrendered', 0):,} that cannot be rendered"
     )

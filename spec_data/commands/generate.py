@@ -10,28 +10,14 @@ out/manifest.json                   written last: it makes the directory a datas
 import logging
 import sys
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from msgspec import Meta
-
+from spec_data.generation.options import WORKERS, CaptureOptions
 from spec_data.terminal.command import command
-from spec_data.terminal.types import (
-    Corpus,
-    Count,
-    JsonObject,
-    Layers,
-    Names,
-    NewDataset,
-    Positive,
-    Target,
-    Text,
-    comma_list,
-    more,
-    path_list,
-)
+from spec_data.terminal.types import Corpus, Count, NewDataset, Target, path_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,59 +32,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CAPTURE = more("what is captured")
-_DOCUMENTS = more("documents")
-_RUNNING = more("how the target runs")
-_WORKERS = more("shards and workers")
-
-Mask = Literal["assistant", "last-turn", "all"]
-Packing = Literal[
-    "auto", "rows", "per-document", "mask-per-layer-type", "block-causal-window", "block-causal",
-    "position-ids", "requests",
-]  # fmt: skip
-Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-
 
 @command
 def generate(
     target: Target,
     corpus: Corpus,
     out: NewDataset,
+    options: CaptureOptions = CaptureOptions(),
     *,
-    layers: Layers = "auto",
-    for_: Names = "",
-    codec: str = "lm4c",
-    supervision: Annotated[str, _CAPTURE] = "final-hidden",
-    final: Annotated[Literal["all", "supervised"], _CAPTURE] = "all",
-    teacher: Annotated[Literal["supervised", "all"], _CAPTURE] = "supervised",
-    max_length: Positive = 2048,
-    limit: Count = 0,
-    mask: Mask = "assistant",
-    on_policy: bool = False,
-    sampling_temperature: Annotated[Annotated[float, Meta(ge=0, le=10)] | None, _DOCUMENTS] = None,
-    allow_high_nll: Annotated[bool, _DOCUMENTS] = False,
-    chat_template_kwargs: Annotated[JsonObject | None, _DOCUMENTS] = None,
-    max_bad_rows: Annotated[Text, _DOCUMENTS] = "auto",
-    max_row_bytes: Annotated[Text, _DOCUMENTS] = "8MB",
-    num_proc: Annotated[Count, _DOCUMENTS] = 0,
-    device: str = "auto",
-    dtype: Annotated[Dtype, _RUNNING] = "auto",
-    backend: Annotated[Literal["hf", "vllm"], _RUNNING] = "hf",
-    device_map: Annotated[str | None, _RUNNING] = None,
-    max_memory: Annotated[JsonObject | None, _RUNNING] = None,
-    tp_plan: Annotated[Literal["auto"] | None, _RUNNING] = None,
-    vllm_tensor_parallel: Annotated[Positive, _RUNNING] = 1,
-    vllm_memory: Annotated[float, Meta(gt=0, lt=1), _RUNNING] = 0.8,
-    attn: Annotated[str, _RUNNING] = "auto",
-    rope_factors: Annotated[Literal["auto", "short", "long"], _RUNNING] = "auto",
-    packing: Annotated[Packing, _RUNNING] = "auto",
-    batch_tokens: Annotated[Text, _RUNNING] = "auto",
-    revision: Annotated[str | None, _RUNNING] = None,
-    trust_remote_code: Annotated[bool, _RUNNING] = False,
     workers: str = "0/1",
-    engine: Annotated[Literal["local", "torchrun", "ray"], _WORKERS] = "local",
-    replicas: Annotated[Count, _WORKERS] = 0,
-    max_shard_size: Annotated[Text, _WORKERS] = "auto",
+    engine: Annotated[Literal["local", "ray"], WORKERS] = "local",
+    replicas: Annotated[Count, WORKERS] = 0,
 ) -> "GenerateResult":
     """Run a target over a corpus and write a dataset; called again, resume it.
 
@@ -116,77 +60,15 @@ def generate(
             directory saved by `datasets`, or a Hub dataset (NAME, NAME:CONFIG, NAME@SPLIT); several
             are read in the order given.
         out: the dataset to write: a directory, or a URL such as s3://bucket/data (docs/remote.md).
-        layers: layer ids to capture, such as 1,3,5. Id k is the output of decoder block k, counted
-            from 0; -1 is the embedding output. auto takes the EAGLE-3 recipe 1, L/2-1, L-4 of L
-            blocks; spread:N takes N evenly spaced blocks from 1 to L-2.
-        for_: drafts to capture for, such as eagle3,dspark or all, instead of --layers: the layers
-            that any of their recipes reads. eagle3 and peagle read 1, L/2-1, L-4; dspark and dflash
-            5 evenly spaced blocks from 1 to L-2; eagle only hidden.final.
-        codec: how states are stored: bf16 (exact), int8c or fp8 (half of its bytes), lm6c (0.38),
-            lm4c (0.25); or per kind, such as aux=lm4c,final=int8c. The error is measured before the
-            first shard; a codec that loses too much gives way to the next finer one.
-        supervision: what the teacher's distribution is rebuilt from: final-hidden (exact and
-            small), topk:K (K exact logits and the logsumexp) or logits (all of them, very large).
-        final: tokens at which hidden.final is stored. supervised stores it only where the next
-            token is supervised: enough for EAGLE-3, not for EAGLE-1/2.
-        teacher: tokens at which the head runs: those whose next token is supervised, which is all
-            that served drafts learn from; or all, for a wider `fit --mask` later.
-        max_length: cut documents to this many tokens, or to the target's context where that is
-            shorter; cut documents are counted. Memory grows with it.
-        limit: read at most this many corpus rows; 0 reads all.
-        mask: supervised tokens: those of every assistant turn, of the last one, or all tokens (for
-            plain text).
-        on_policy: state that this very target wrote the responses. It is measured: the run stops
-            early if a sample contradicts it, and the dataset is recorded as off-policy if all does.
-        sampling_temperature: temperature at which the target wrote the responses of --on-policy, 0
-            for greedy. Not given: at most 1, and three of four tokens must be the target's first
-            choice.
-        allow_high_nll: capture a corpus that the target finds less likely than random tokens, as
-            token ids of another tokenizer are.
-        chat_template_kwargs: JSON object of arguments for the chat template, such as
-            {"enable_thinking": false}.
-        max_bad_rows: stop if more rows of the corpus are bad: a count such as 5, or a share such as
-            1% or 0.01. auto is 1 %; below 1,000 rows it is 10 rows, but not more than 10 %.
-        max_row_bytes: a row of more bytes is a bad row, skipped without being held in memory.
-            Tokenising a row takes up to 250 times its bytes.
-        num_proc: processes that render the corpus; 0 takes one per core, at most 16. The result
-            does not depend on it.
-        device: device of the target: auto (a GPU where there is one), cpu, cuda, cuda:1, ...
-        dtype: dtype in which the target runs; auto is the checkpoint's own. Take the one that the
-            target is served in.
-        backend: what runs the target: hf is transformers; vllm is vLLM in this process, for targets
-            that it serves (pip install vllm).
-        device_map: spread the target over the GPUs of this machine, and what does not fit over
-            memory and disk: auto, balanced or sequential, or a JSON object that names a device per
-            module, such as {"model": 0, "lm_head": "cpu"}.
-        max_memory: with --device-map: a JSON object of what each GPU and the CPU may hold of the
-            weights, such as {"0": "60GiB", "cpu": "200GiB"}.
-        tp_plan: auto splits every layer of the target over the processes that torchrun starts; the
-            first process writes the dataset.
-        vllm_tensor_parallel: with --backend vllm: GPUs that share every layer.
-        vllm_memory: with --backend vllm: share of each GPU's memory for weights and the cache of
-            keys and values. States, logits and a second head need the rest.
-        attn: attention implementation of transformers: auto, sdpa, eager, flash_attention_2.
-        rope_factors: factors of a longrope target (Phi-3, Phi-4) for every document; auto takes the
-            long ones if a document is longer than the short ones cover.
-        packing: how documents share a row. auto proves that packed states equal unpacked ones, and
-            uses one document per row where no mask passes; rows skips packing (slower); the other
-            names ask for one mask and stop the run if it fails the proof.
-        batch_tokens: tokens per forward of the target. auto tries the longest documents on a GPU
-            before the first shard, and takes the largest number that is safe; on a CPU it is 8192.
-        revision: branch, tag or commit of a target on the Hub; not given: its main branch.
-        trust_remote_code: run Python code that comes with the model; only for authors you trust.
+        options: what is captured, and how.
         workers: I/N makes this process worker I of N, counted from 0. Run all N, on one machine or
             on several that share the directory; the one that finishes last seals it. auto reads I
             and N from torchrun, SLURM or a Kubernetes Job, and auto/N where they name no N.
-        engine: what starts the workers: local is you, or a launcher that --workers auto knows;
-            torchrun takes the GPU of LOCAL_RANK; ray starts --replicas of the target on the Ray
-            cluster of RAY_ADDRESS, or on this machine.
+        engine: what starts the workers: local is you, or a launcher that --workers auto knows; ray
+            starts --replicas of the target on the Ray cluster of RAY_ADDRESS, or on this machine.
         replicas: with --engine ray: copies of the target that work side by side; 0 takes one per
             free GPU, or one per machine without GPUs or with --device-map, which spreads each copy
             over its share of the GPUs.
-        max_shard_size: size of one shard: what a resumed run repeats at most, and what workers
-            share out. auto is 500MB, but at most 262,144 tokens and a sixteenth of the corpus.
 
     Returns:
         What was written, with the documents that were dropped by reason. `sealed` is False where
@@ -198,9 +80,8 @@ def generate(
         CorpusError, TargetError, MissingError: bad input.
         RunError: a failed proof, states that are not finite, or not enough disk.
 
-    >>> made = spec_data.generate(
-    ...     "target", "chats.jsonl", "data-2", layers=[0, 2, 4], codec="bf16", limit=5
-    ... )
+    >>> options = spec_data.CaptureOptions(layers=[0, 2, 4], codec="bf16", limit=5)
+    >>> made = spec_data.generate("target", "chats.jsonl", "data-2", options)
     >>> made.sealed, made.documents, made.layers
     (True, 5, (0, 2, 4))
     >>> made.dropped
@@ -209,71 +90,26 @@ def generate(
     from spec_data.capture.tensor_parallel import leading
     from spec_data.generation.output import open_output
     from spec_data.generation.ray_engine import connected
-    from spec_data.generation.setup import (
-        AnswerOptions,
-        CaptureOptions,
-        CorpusRows,
-        RenderOptions,
-        RunOptions,
-        check_outside_corpus,
-        set_up,
-    )
+    from spec_data.generation.setup import check_outside_corpus, set_up
     from spec_data.generation.workers import Worker, this_worker
-    from spec_data.models.spread import parse_spread
     from spec_data.results import GenerateResult
-    from spec_data.terminal.option_values import parse_batch_tokens, parse_drafts
 
-    sources = tuple(path_list(corpus))
-    run = RunOptions(
-        backend=backend,
-        dtype=dtype,
-        device=device,
-        spread=parse_spread(device_map, max_memory, tp_plan),
-        attn=attn,
-        rope_factors=rope_factors,
-        packing=packing,
-        batch_tokens=parse_batch_tokens(str(batch_tokens)),
-        vllm_tensor_parallel=vllm_tensor_parallel,
-        vllm_memory=vllm_memory,
-        trust_remote_code=trust_remote_code,
-    )
-    prepare = partial(
-        set_up,
-        str(target),
-        CorpusRows(
-            sources=sources,
-            limit=limit,
-            max_bad_rows=str(max_bad_rows),
-            max_row_bytes=str(max_row_bytes),
-        ),
-        RenderOptions(mask=mask, max_length=max_length, template_kwargs=chat_template_kwargs or {}),
-        CaptureOptions(
-            layers=comma_list(layers),
-            drafts=parse_drafts(comma_list(for_)),
-            supervision=supervision,
-            codec=codec,
-            final=final,
-            teacher=teacher,
-            max_shard_size=str(max_shard_size),
-        ),
-        answers=AnswerOptions(
-            on_policy=on_policy, temperature=sampling_temperature, allow_high_nll=allow_high_nll
-        ),
-        revision=revision,
-    )
-    check_outside_corpus(str(out), sources)
-    check_engine(engine, workers, replicas, str(out), tp_plan is not None)
+    options.check()
+    check_outside_corpus(str(out), path_list(corpus))
+    check_engine(engine, workers, replicas, str(out), options.tp_plan is not None)
+    prepare = partial(set_up, str(target), path_list(corpus))
     if engine == "ray":
-        driver = Worker(index=0, count=1, device=device)
-        with connected(replicas, run) as fleet, open_output(str(out), str(driver)) as output:
-            prepare = partial(prepare, run=replace(run, device=fleet.device))
-            manifest = generate_into(prepare, output, driver, num_proc, fleet)
+        driver = Worker(device=options.device)
+        with connected(replicas, options) as fleet, open_output(str(out), str(driver)) as output:
+            on_replica = partial(prepare, replace(options, device=fleet.device))
+            manifest = generate_into(on_replica, output, driver, fleet)
     else:
-        with leading(run.spread):  # of the processes of --tp-plan, only the first comes here
-            worker = this_worker(workers, engine, device, one_device=run.spread.is_one_device)
-            prepare = partial(prepare, run=replace(run, device=worker.device))
+        with leading(options.spread):  # of the processes of --tp-plan, only the first comes here
+            one_device = options.spread.is_one_device
+            worker = this_worker(workers, options.device, one_device=one_device)
             with open_output(str(out), str(worker)) as output:
-                manifest = generate_into(prepare, output, worker, num_proc)
+                here = partial(prepare, replace(options, device=worker.device))
+                manifest = generate_into(here, output, worker)
     return GenerateResult.of(str(out), manifest, str(target))
 
 
@@ -281,7 +117,6 @@ def generate_into(
     prepare: "Callable[[], Setup]",
     output: "LocalOutput",
     worker: "Worker",
-    processes: int,
     fleet: "Replicas | None" = None,
 ) -> "Manifest | None":
     """Plan, capture and finalize, or go on where a run was interrupted.
@@ -290,16 +125,14 @@ def generate_into(
         prepare: finds target and tokenizer on this machine.
         output: the directory, or the stage of a URL.
         worker: which units this process captures.
-        processes: that render the corpus.
         fleet: the replicas of --engine ray; None captures in this process.
 
     Returns:
         The manifest of the finished dataset. None if it is not finished: other workers are not
         done.
     """
-    from spec_data.generation.plan import check_still_planned
     from spec_data.generation.ray_engine import capture_on_ray
-    from spec_data.generation.setup import announce_drafts, find_or_make_plan
+    from spec_data.generation.setup import announce_drafts, check_still_planned
     from spec_data.generation.target_files import other_files
     from spec_data.generation.units import (
         check_free_space,
@@ -307,7 +140,7 @@ def generate_into(
         explained_failures,
         finished_unit,
     )
-    from spec_data.generation.workers import worker_lock
+    from spec_data.generation.workers import planning_lock, worker_lock
     from spec_data.models.devices import check_devices
     from spec_data.shards.errors import SpecDataError
     from spec_data.shards.follow import WORK
@@ -316,14 +149,13 @@ def generate_into(
     setup = prepare()
     if (manifest := output.manifest()) is not None:
         return _complete_already(setup, manifest, output.name)
-    announce_drafts(setup, captures=setup.stored is None)
+    announce_drafts(setup)
     if fleet is None:
-        check_devices(setup.run.device, setup.run.spread.device_map)
+        check_devices(setup.options.device, setup.options.spread.device_map)
     directory = output.directory
     try:
         # Corpus -> documents -> plan. Made once; other workers, and later runs, read it.
-        find = partial(find_or_make_plan, setup, directory, processes)
-        plan = output.share_plan(find, partial(_refuse_other_plan, setup, output))
+        plan = output.plan(setup)
         mine = worker.units(len(plan.units))
         todo = [unit for unit in mine if finished_unit(directory, unit) is None]
         if todo:
@@ -331,11 +163,10 @@ def generate_into(
             needed = sum(sizes[: output.units_at_once or None])
             needed += sum(other_files(setup, plan).values())
             check_free_space(directory, needed, output.remote)
-            with (
-                worker_lock(directory, str(worker), len(plan.units)),
-                explained_failures(directory),
-            ):
-                check_still_planned(directory / WORK, plan)
+            with ExitStack() as locks, explained_failures(directory):
+                with planning_lock(directory):
+                    locks.enter_context(worker_lock(directory, str(worker)))
+                    check_still_planned(directory / WORK, plan)
                 clear_leftovers(directory, mine)
                 if fleet is None:
                     _capture(setup, plan, output, worker, todo)
@@ -387,16 +218,6 @@ def _complete_already(setup: "Setup", manifest: "Manifest", where: str) -> "Mani
     return manifest
 
 
-def _refuse_other_plan(setup: "Setup", output: "LocalOutput") -> None:
-    """Refuse the settings of a setup if the shared plan was made with others."""
-    from spec_data.generation.plan import read_plan_record
-    from spec_data.generation.setup import changed_settings, refuse_changes
-    from spec_data.shards.follow import WORK
-
-    if (saved := read_plan_record(output.directory / WORK)) is not None:
-        refuse_changes(changed_settings(setup, saved.settings), output.name)
-
-
 def check_engine(engine: str, workers: str, replicas: int, out: str, tp_plan: bool) -> None:
     """Refuse --engine beside options that contradict it.
 
@@ -408,10 +229,10 @@ def check_engine(engine: str, workers: str, replicas: int, out: str, tp_plan: bo
 
     if engine != "ray" and replicas:
         raise ConfigError("--replicas goes with --engine ray; add it")
-    if tp_plan and (engine == "torchrun" or workers.startswith("auto")):
+    if tp_plan and workers.startswith("auto"):
         raise ConfigError(
-            "--tp-plan: the processes of torchrun are one worker; leave --engine out, and give "
-            "--workers I/N if there are others"
+            "--tp-plan: the processes of torchrun are one worker; give --workers I/N if there are "
+            "others"
         )
     if engine != "ray":
         return

@@ -69,26 +69,27 @@ def verify(
     (True, [])
     """
     from spec_data.capture.tensor_parallel import leading
-    from spec_data.generation.setup import RunOptions
-    from spec_data.models.spread import parse_spread
+    from spec_data.generation.options import CaptureOptions
     from spec_data.report import draft_to_fit
     from spec_data.verification.run import examine
 
-    spread = RunOptions(
+    options = CaptureOptions(
         backend=backend,
         device=device,
-        spread=parse_spread(device_map, max_memory, tp_plan),
+        device_map=device_map,
+        max_memory=max_memory,
+        tp_plan=tp_plan,
         vllm_tensor_parallel=vllm_tensor_parallel,
-        vllm_memory=vllm_memory,
-    ).spread
-    with leading(spread):  # of the processes of --tp-plan, only the first comes here
+    )
+    options.check()
+    with leading(options.spread):  # of the processes of --tp-plan, only the first comes here
         report = examine(
             str(data),
             None if target is None else str(target),
             samples=samples,
             backend=backend,
             device=device,
-            spread=spread,
+            spread=options.spread,
             tensor_parallel=vllm_tensor_parallel,
             engine_memory=vllm_memory,
             trust=trust_remote_code,

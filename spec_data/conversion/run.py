@@ -35,16 +35,13 @@ from spec_data.corpus.bad_rows import BadRow
 from spec_data.corpus.documents import Document
 from spec_data.corpus.file_rows import Row
 from spec_data.corpus.sources import Source
-from spec_data.generation.plan import Plan, refuse_other_files, truncate
+from spec_data.generation.options import CaptureOptions
+from spec_data.generation.plan import Plan, truncate
 from spec_data.generation.setup import (
-    AnswerOptions,
-    CaptureOptions,
-    CorpusRows,
-    RenderOptions,
-    RunOptions,
     Setup,
     StoredStates,
     context_length,
+    refuse_other_files,
     set_up,
 )
 from spec_data.models.devices import check_devices, usable_device
@@ -68,13 +65,10 @@ def set_up_conversion(
     tool: str,
     target: str,
     out: Path,
-    rows: CorpusRows,
-    stored: CaptureOptions,
-    run: RunOptions,
-    answers: AnswerOptions,
+    directory: str,
+    options: CaptureOptions,
     *,
     every_token: bool = False,
-    revision: str | None = None,
 ) -> tuple[Setup, Evidence]:
     """Find what stored states are, and return the setup of a `generate` that reads them.
 
@@ -82,48 +76,43 @@ def set_up_conversion(
 
     Args:
         tool: what wrote the samples, a key of `samples.READERS`.
-        target, revision: whose states they are.
+        target: whose states they are.
         out: the dataset to write.
-        rows: the samples: their directory as the one source, and how many.
-        stored: how states are stored; its layers are those that are found.
-        run: of the target. answers: what is stated of the responses.
+        directory: of the samples.
+        options: of `generate`; layers, mask and length are those that are found.
         every_token: supervise every token, and read no stored mask.
 
     Raises:
         ConfigError, MissingError, DatasetError, CorpusError, TargetError: bad input.
         RunError: the states are not those of the target, or not at their tokens.
     """
-    check_devices(run.device, None)
-    path, trust = resolve_model(target, revision)[0], run.trust_remote_code
+    options.check()
+    check_devices(options.device, None)
+    path, trust = resolve_model(target, options.revision)[0], options.trust_remote_code
     text = text_config(load_config(path, trust))
-    samples = Samples(tool, Path(rows.sources[0]), text.hidden_size)
-    logger.info("%s: %d samples of %s", rows.sources[0], len(samples), samples.opened.tool)
+    samples = Samples(tool, Path(directory), text.hidden_size)
+    logger.info("%s: %d samples of %s", directory, len(samples), samples.opened.tool)
     evidence = _saved_evidence(out)
     if evidence is None:
         refuse_other_files(out)
-        skeleton = SkeletonTarget(path, (), run.dtype, trust)
-        skeleton.move_to(usable_device(run.device))
+        skeleton = SkeletonTarget(path, (), options.dtype, trust)
+        skeleton.move_to(usable_device(options.device))
         evidence = find_conventions(
             *(samples, path, load_tokenizer(path, trust), skeleton.normed),
             blocks=text.num_hidden_layers,
             vocabulary=text.vocab_size,
             supervise_all=every_token,
-            dtype=run.dtype,
+            dtype=options.dtype,
             trust=trust,
         )
     context = context_length(text)
-    setup = set_up(
-        target,
-        rows,
-        RenderOptions(
-            mask="all" if every_token else "assistant",
-            max_length=context if context >= 2 else _LONGEST,
-        ),
-        replace(stored, layers=",".join(map(str, sorted(evidence.stored_layers)))),
-        run,
-        answers,
-        revision=revision,
+    options = replace(
+        options,
+        layers=",".join(map(str, sorted(evidence.stored_layers))),
+        mask="all" if every_token else "assistant",
+        max_length=context if context >= 2 else _LONGEST,
     )
+    setup = set_up(target, [directory], options)
     corpus = SampleCorpus(samples, evidence.mask_frame, every_token)
     how = {name: getattr(evidence, name) for name in ("stored_layers", "final_norm", "mask_frame")}
     source = StoredStates(
@@ -213,9 +202,9 @@ class StoredBackend(SkeletonTarget):
         Raises:
             MissingError, TargetError, ConfigError: the target or the device cannot be used.
         """
-        run = setup.run
-        super().__init__(setup.model_dir, setup.layers, run.dtype, run.trust_remote_code)
-        self.move_to(usable_device(run.device))
+        options = setup.options
+        super().__init__(setup.model_dir, setup.layers, options.dtype, options.trust_remote_code)
+        self.move_to(usable_device(options.device))
         self._samples, self._evidence, self._documents = corpus.samples, evidence, plan.documents
         self._order = np.argsort(evidence.stored_layers)  # of the chunks, ascending
         self._numbers = _sample_numbers(corpus, setup, plan)
@@ -302,7 +291,7 @@ def _sample_numbers(corpus: SampleCorpus, setup: Setup, plan: Plan) -> dict[byte
         if int(ids.min()) >= 0 and int(ids.max()) < setup.vocab_size:
             row = {"input_ids": ids.tolist(), "loss_mask": mask.tolist()}
             document = Document(**row, turns=(), source="", where="")
-            planned = truncate(document, setup.rendering.max_length)
+            planned = truncate(document, setup.options.max_length)
             missing.discard(planned.digest.hex())
             numbers.setdefault(_digest(np.frombuffer(planned.ids, np.int32)), number)
     return numbers

@@ -21,7 +21,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
@@ -29,8 +29,17 @@ from urllib.parse import quote
 import msgspec
 
 from spec_data.generation.finalize import finalize
-from spec_data.generation.plan import ALSO, WITNESS, Plan, read_units
-from spec_data.generation.replica import PROOF
+from spec_data.generation.plan import (
+    ALSO,
+    PLAN,
+    PROOF,
+    WITNESS,
+    Plan,
+    load_plan,
+    read_plan_record,
+    read_units,
+)
+from spec_data.generation.setup import Setup, changed_settings, find_plan, refuse_changes
 from spec_data.generation.units import SHARDS, finished_unit, parse_unit_record
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import DatasetError, RunError
@@ -82,9 +91,9 @@ class LocalOutput:
         shutil.rmtree(self.directory / WORK, ignore_errors=True)  # left by a kill after sealing
         return manifest
 
-    def share_plan(self, find: Callable[[], Plan], check: Callable[[], None]) -> Plan:
-        """Return the plan of all workers: that of `find`, unless another one was first."""
-        return find()
+    def plan(self, setup: Setup) -> Plan:
+        """Return the plan of all workers; see `setup.find_plan`."""
+        return find_plan(setup, self.directory)
 
     def share_proof(self) -> bool:
         """Return False if another worker's proof of the target has replaced the one here."""
@@ -270,19 +279,21 @@ class RemoteOutput(LocalOutput):
                 )
         return True
 
-    def share_plan(self, find: Callable[[], Plan], check: Callable[[], None]) -> Plan:
-        """Return the plan of the storage; publish the one of `find` if there is none.
+    def plan(self, setup: Setup) -> Plan:
+        """Return the plan of the storage, or make and publish one.
 
-        `check` refuses the plan of another worker that was made with other settings.
+        Raises:
+            ConfigError: the plan of the storage was made with other settings.
         """
-        begun = (self.directory / WORK / "plan.json").is_file()
-        check()
-        plan = find()
-        if begun or self.publish(BEGUN, [f"{WORK}/plan.arrow", f"{WORK}/plan.json"]):
-            return plan
-        check()
-        self.pull_records()
-        return find()
+        if not (self.directory / WORK / PLAN).is_file():
+            plan = find_plan(setup, self.directory)
+            if self.publish(BEGUN, [f"{WORK}/plan.arrow", f"{WORK}/{PLAN}"]):
+                return plan
+            self.pull_records()
+        record = read_plan_record(self.directory / WORK)
+        assert record is not None
+        refuse_changes(changed_settings(setup, record.settings), self.name)
+        return load_plan(self.directory / WORK)
 
     def share_proof(self) -> bool:
         """Publish what was proven about the target, its files and the tables; see `publish`."""

@@ -4,9 +4,9 @@ A unit is a fixed list of documents that becomes one shard. The plan is a pure f
 corpus, the tokenizer and the settings. The bytes of a unit depend on nothing else, so units can be
 captured on any machine, in any order, and after any crash.
 
-    render_corpus     rows -> documents, truncated and without duplicates, in a temporary file
-    cut_into_units    documents -> Plan
-    save_plan, load_plan, find_plan   OUT/.generate/plan.{json,arrow}, made once
+    render_corpus           rows -> documents, truncated and without duplicates, in a temporary file
+    cut_units               documents -> units of a Plan
+    save_plan, load_plan    OUT/.generate/plan.{json,arrow}
 
 Several processes render; none of them decides anything: rows are counted, and documents compared
 and written, by one process in the order of the rows. So the plan is the same for any number.
@@ -21,8 +21,8 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
 from spec_data.corpus.chat import Renderer, RenderError
@@ -53,19 +52,16 @@ from spec_data.corpus.record_reader import (
 )
 from spec_data.corpus.records import parse_row
 from spec_data.corpus.sources import expected_rows
-from spec_data.generation.workers import running_workers
+from spec_data.generation.options import AUTO
 from spec_data.shards.checksums import list_views, numbers, read_batches
-from spec_data.shards.codec_tables import TABLES
-from spec_data.shards.errors import CorpusError, DatasetError, RunError, TargetError
+from spec_data.shards.errors import CorpusError, DatasetError, TargetError
 from spec_data.shards.files import dump_json, read_object, sha256_file, write_atomically
-from spec_data.shards.follow import WORK
 from spec_data.shards.identity import count_kwargs
 from spec_data.shards.packing import pack_documents
-from spec_data.shards.resumable import link_or_copy, remove
+from spec_data.shards.resumable import link_or_copy
 from spec_data.shards.schema import Column, predicts_supervised
 from spec_data.shards.writer import ShardStream, UnitData, shard_bytes
 from spec_data.terminal.option_values import parse_size
-from spec_data.terminal.paths import make_directory
 from spec_data.terminal.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -171,7 +167,7 @@ class DigestSet:
 # view of a memory map must not be written to.
 
 _ROWS, _BATCH_BYTES = 4096, 32 << 20  # of documents that are compared and written together
-_SCRATCH = ".rendering-"
+SCRATCH = ".rendering-"
 _LITTLE = 0.01  # of the tokens: fewer that are cut off need no warning
 
 
@@ -230,7 +226,7 @@ class Scratch:
 
     def __init__(self, folder: Path | None) -> None:
         """Make it in `folder`, or where the system puts temporary files."""
-        self.path = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=folder))
+        self.path = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder))
         self.remove = weakref.finalize(self, _remove_own, self.path, os.getpid())
 
 
@@ -525,21 +521,14 @@ class RowRenderer:
         return replace(parsed, made=rendered)
 
 
-class RenderedCorpus(NamedTuple):
-    """The documents of a corpus, their counts, and the manifest's entry of each source."""
-
-    documents: PlannedDocuments
-    counts: DocumentCounts
-    corpus: list[dict[str, Any]]
-
-
 def render_corpus(
     reader: CorpusReader, settings: RowSettings, processes: int = 0, scratch: Path | None = None
-) -> RenderedCorpus:
+) -> tuple[PlannedDocuments, DocumentCounts, list[dict[str, Any]]]:
     """Render all rows of `reader` in `processes` processes (0: the default).
 
-    The documents are in a temporary file in `scratch`, or where the system puts such files; it is
-    removed with them.
+    Returns:
+        The documents, in a temporary file in `scratch` (or where the system puts such files) that
+        is removed with them; their counts; and the manifest's entry of each source.
 
     Raises:
         CorpusError: the corpus cannot be read, too many rows are bad, or no document is left.
@@ -560,7 +549,7 @@ def render_corpus(
         raise
     for warning in count_warnings(asdict(writer.counts), int(documents.offsets[-1])):
         logger.warning("warning: %s", warning)
-    return RenderedCorpus(documents, writer.counts, [corpus_entry(r) for r in reader.reports])
+    return documents, writer.counts, [corpus_entry(r) for r in reader.reports]
 
 
 def _add_row(
@@ -599,7 +588,6 @@ def corpus_entry(report: SourceReport) -> dict[str, Any]:
 _LEAST_PACK, _MOST_PACK = 512, 2048
 """Tokens of a pack: those of the longest document within these bounds. Attention in a pack grows
 with the square of its length, and so does its mask; longer documents have rows of their own."""
-AUTO = "auto"
 _UNIT_BYTES, _UNIT_TOKENS, _UNITS = 500_000_000, 262_144, 16
 
 
@@ -608,7 +596,7 @@ class Plan:
     """The documents, the units [first, last) that partition them, and how they came about.
 
     Attributes:
-        documents, counts, corpus: see `RenderedCorpus`.
+        documents, counts, corpus: see `render_corpus`.
         units: of consecutive documents.
         settings: everything that decides the bytes of the dataset.
     """
@@ -667,22 +655,6 @@ class Plan:
         return self.tokens / slots
 
 
-def cut_into_units(
-    rendered: RenderedCorpus, settings: dict[str, Any], most: Callable[[int], int]
-) -> Plan:
-    """Return a plan with units of consecutive documents.
-
-    Args:
-        rendered: the documents.
-        settings: everything that decides the bytes of the dataset.
-        most: returns the most tokens of a unit, from the tokens of all documents; see
-            `unit_tokens`. A longer document has a unit of its own.
-    """
-    offsets = rendered.documents.offsets
-    units = cut_units(np.diff(offsets), most(int(offsets[-1])))
-    return Plan(rendered.documents, units, rendered.counts, rendered.corpus, settings)
-
-
 def cut_units(lengths: np.ndarray, unit_tokens: int) -> list[tuple[int, int]]:
     """Return units [first, last) of consecutive documents with at most `unit_tokens` tokens.
 
@@ -724,10 +696,10 @@ def unit_tokens(size: str, bytes_per_token: int, tokens: int, batch_tokens: int)
 
 # -- plan on disk ----------------------------------------------------------------------------------
 
-WITNESS, ALSO = "witness.safetensors", "also-*.json"
-"""In OUT/.generate: reference states of the run that proved the target, and the settings of runs
-that capture with others (see `generation.replica`)."""
-_PLAN, _DOCUMENTS, _RETIRED = "plan.json", "plan.arrow", "plan.json.retired"
+PLAN, PROOF, WITNESS, ALSO = "plan.json", "target.json", "witness.safetensors", "also-*.json"
+"""In OUT/.generate: the plan; what was proven about the target, and reference states of the run
+that proved it; the settings of runs that capture with others (see `generation.replica`)."""
+_DOCUMENTS = "plan.arrow"
 
 
 class PlanRecord(msgspec.Struct, forbid_unknown_fields=True):
@@ -753,7 +725,7 @@ def save_plan(work: Path, plan: Plan) -> Plan:
     link_or_copy(plan.documents.file, work / _DOCUMENTS)
     sha256 = plan.documents.sha256
     record = PlanRecord(plan.settings, sha256, plan.units, plan.counts, plan.corpus)
-    write_atomically(work / _PLAN, dump_json(msgspec.to_builtins(record)))
+    write_atomically(work / PLAN, dump_json(msgspec.to_builtins(record)))
     return replace(plan, documents=PlannedDocuments(work / _DOCUMENTS, sha256))
 
 
@@ -763,7 +735,7 @@ def read_plan_record(work: Path) -> PlanRecord | None:
     Raises:
         DatasetError: plan.json is damaged.
     """
-    file = work / _PLAN
+    file = work / PLAN
     if not file.is_file():
         return None
     try:
@@ -793,154 +765,3 @@ def load_plan(work: Path) -> Plan:
         )
     documents = PlannedDocuments(file, record.documents_sha256)
     return Plan(documents, record.units, record.counts, record.corpus, record.settings)
-
-
-# -- one plan per directory ------------------------------------------------------------------------
-# The process that makes the plan holds OUT/.generate/plan.lock; the others wait for it, and then
-# read the plan. If the maker is killed, its lock ends with it, and one of the others makes the
-# plan.
-#
-# A run that fails before its first shard (a wrong target, too many top logits) leaves a plan, which
-# must not block the directory for other settings. It is replaced only if no unit is finished and no
-# worker is running. Two commands may start at the same moment, so the order matters: the plan is
-# renamed first, and then workers are looked for; a worker first takes its lock and then looks for
-# its plan. The second of the two always sees the first.
-
-
-def find_plan(
-    out: Path,
-    changes: Callable[[dict[str, Any]], list[str]],
-    make: Callable[[Path], Plan],
-    refuse: Callable[[list[str], Path], None],
-) -> Plan:
-    """Load the plan of `out`, or make and save it, or wait for the process that makes it.
-
-    A plan with other settings is replaced if nothing was captured with it.
-
-    Args:
-        out: the directory.
-        changes: returns a line per setting in which saved ones differ from those of this run.
-        make: makes the plan, with its temporary files in a folder.
-        refuse: raises an error about such lines, if there are any.
-
-    Raises:
-        ConfigError: `out` holds data made with other settings.
-        CorpusError: as `make`; a new `out` is removed again.
-        DatasetError: `out` holds other files, or a damaged plan.
-    """
-    work = out / WORK
-    saved = None if half_discarded(work) else read_plan_record(work)
-    if saved is not None and not changes(saved.settings):
-        return load_plan(work)
-    if saved is None and not half_discarded(work):
-        refuse_other_files(out)
-    with _planning_lock(out):
-        if half_discarded(work):
-            discard_unused_plan(work)
-        saved = read_plan_record(work)
-        if saved is not None:
-            changed = changes(saved.settings)
-            if not changed or not discard_unused_plan(work):
-                refuse(changed, out)
-                return load_plan(work)
-            logger.warning(
-                "the settings changed, so the plan is made again (nothing was captured yet):\n  %s",
-                "\n  ".join(changed),
-            )
-        refuse_other_files(out)
-        for left in work.glob(f"{_SCRATCH}*"):  # of killed processes
-            shutil.rmtree(left, ignore_errors=True)
-        return save_plan(work, make(work))
-
-
-def refuse_other_files(out: Path) -> None:
-    """Refuse a directory that holds other files than those of an unfinished dataset.
-
-    Raises:
-        DatasetError: it does.
-    """
-    if out.exists() and any(p.name != WORK for p in out.iterdir()):
-        raise DatasetError(
-            f"{out} is not empty and not a directory of spec-data; choose another --out (nothing "
-            "was changed)"
-        )
-
-
-@contextmanager
-def _planning_lock(out: Path) -> Iterator[None]:
-    """Hold the lock of the plan; on an error, remove the directories that were made for it."""
-    work = out / WORK
-    new = [path for path in (work, out) if not path.exists()]
-    lock = FileLock(work / "plan.lock")
-    told = False
-    while not lock.is_locked:
-        make_directory("--out", work)
-        try:
-            lock.acquire(timeout=60.0 if told else 0)
-        except Timeout:
-            if not told:
-                logger.info("%s: another process is making the plan; waiting for it", out)
-            told = True
-        except FileNotFoundError:
-            pass  # the process before failed, and removed the directory
-    try:
-        make_directory("--out", work)  # the process before may have removed it
-        yield
-    except BaseException:
-        if new:
-            (work / "plan.lock").unlink(missing_ok=True)
-        for path in new:
-            if path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
-        raise
-    finally:
-        lock.release()
-
-
-def discard_unused_plan(work: Path) -> bool:
-    """Remove the plan in `work` (OUT/.generate) and everything made from it; its lock is held.
-
-    Return False, and remove nothing, if the plan is in use. A second call after a crash in the
-    middle of the first removes the rest.
-    """
-    plan, retired = work / _PLAN, work / _RETIRED
-    if _in_use(work):
-        return False
-    if plan.is_file():
-        plan.rename(retired)
-        if _in_use(work):
-            retired.rename(plan)
-            return False
-    if not retired.is_file():
-        return False
-    for name in ("shards", "target", TABLES):
-        remove(work.parent / name)
-    names = ("target.json", _DOCUMENTS, WITNESS)
-    for file in (*work.glob(ALSO), *(work / name for name in names)):
-        remove(file)
-    remove(retired)  # last: its absence means done
-    return True
-
-
-def half_discarded(work: Path) -> bool:
-    """Return whether a process died while it was removing a plan."""
-    return (work / _RETIRED).is_file() and not (work / _PLAN).is_file()
-
-
-def check_still_planned(work: Path, plan: Plan) -> None:
-    """Check that `plan` is still the saved one; the caller holds its worker lock.
-
-    Raises:
-        RunError: another command has replaced the plan since this worker read it.
-    """
-    saved = read_plan_record(work)
-    if saved is None or saved.settings != plan.settings:
-        raise RunError(
-            f"{work.parent}: another command is making a plan with other settings in this "
-            "directory; run this command again, or choose another --out"
-        )
-
-
-def _in_use(work: Path) -> bool:
-    """Return whether a unit is finished or a worker is running."""
-    return any(work.glob("unit-*.json")) or bool(running_workers(work))

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from spec_data.capture.backend import TargetBackend
 from spec_data.generation.batch_size import choose_batch_tokens
 from spec_data.generation.plan import Plan
 from spec_data.generation.replica import documents_to_prove, load_target
 from spec_data.generation.sample_check import LONGEST, measure_documents
 from spec_data.generation.setup import Setup, find_positions
 from spec_data.shards.even_sample import sample_documents
+from spec_data.terminal.progress import size
 
 _BATCHES = 3
 
@@ -42,6 +42,19 @@ class Probe:
     form: str
     batch_tokens: int
 
+    def lines(self) -> list[tuple[str, str]]:
+        """Return the figures as names and values, in words."""
+        hours = self.seconds / 3600
+        lasts = f"{hours:,.1f} hours" if hours >= 2 else f"{60 * hours:,.1f} minutes"
+        memory = "of the process" if self.device == "cpu" else f"of {self.device}"
+        return [
+            ("probe", f"{self.tokens:,} tokens on {self.device}, {self.form}"),
+            ("tokens per forward", f"{self.batch_tokens:,}"),
+            ("tokens per second", f"{self.tokens_per_second:,.0f} (one worker)"),
+            ("time to capture", f"about {lasts}"),
+            (f"memory {memory}", f"{size(self.memory_bytes)} at its peak"),
+        ]
+
 
 def run_probe(setup: Setup, plan: Plan) -> Probe:
     """Load the target, prove a mask form, and time a few batches of the plan after a warm-up.
@@ -49,34 +62,29 @@ def run_probe(setup: Setup, plan: Plan) -> Probe:
     Raises:
         TargetError, RunError: the target cannot be loaded, or no mask form is proven.
     """
+    options = setup.options
     with closing(load_target(setup, plan)) as target:
-        return _measure(setup, plan, target)
-
-
-def _measure(setup: Setup, plan: Plan, target: TargetBackend) -> Probe:
-    """Prove a mask form and time a few batches, see `run_probe`."""
-    run, temperature = setup.run, setup.answers.own_temperature
-    find_positions(setup, plan, target)
-    _, documents = documents_to_prove(setup, plan)
-    form = target.prove(documents, plan.pack_length, run.packing).form
-    asked = run.batch_tokens
-    batch_tokens = choose_batch_tokens(target, plan, form, setup.columns, asked)
-    sample = sample_documents(plan.lengths, _BATCHES * batch_tokens)
-    given = (batch_tokens, temperature)
-    measure_documents(plan, target, form, sample[:1], *given)  # warm-up
-    start = time.perf_counter()
-    measure_documents(plan, target, form, sample, *given)
-    elapsed = time.perf_counter() - start
-    tokens = int(np.minimum(plan.lengths[sample], LONGEST).sum())
-    return Probe(
-        tokens=tokens,
-        tokens_per_second=tokens / elapsed,
-        seconds=plan.tokens * elapsed / tokens,
-        memory_bytes=_memory(target.device),
-        device=str(target.device),
-        form=form,
-        batch_tokens=batch_tokens,
-    )
+        find_positions(setup, plan, target)
+        _, documents = documents_to_prove(setup, plan)
+        form = target.prove(documents, plan.pack_length, options.packing).form
+        asked = options.tokens_per_forward
+        batch_tokens = choose_batch_tokens(target, plan, form, setup.columns, asked)
+        sample = sample_documents(plan.lengths, _BATCHES * batch_tokens)
+        given = (batch_tokens, options.own_temperature)
+        measure_documents(plan, target, form, sample[:1], *given)  # warm-up
+        start = time.perf_counter()
+        measure_documents(plan, target, form, sample, *given)
+        elapsed = time.perf_counter() - start
+        tokens = int(np.minimum(plan.lengths[sample], LONGEST).sum())
+        return Probe(
+            tokens=tokens,
+            tokens_per_second=tokens / elapsed,
+            seconds=plan.tokens * elapsed / tokens,
+            memory_bytes=_memory(target.device),
+            device=str(target.device),
+            form=form,
+            batch_tokens=batch_tokens,
+        )
 
 
 def _memory(device: torch.device) -> int:

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from spec_data.generation.options import CaptureOptions
 from spec_data.generation.plan import Plan, load_plan
 from spec_data.generation.replica import Replica, load_target
-from spec_data.generation.setup import RunOptions, Setup, differences, settings
+from spec_data.generation.setup import Setup, differences, settings
 from spec_data.generation.status import FAILED, ProgressFile, read_progress
 from spec_data.generation.units import explained_failures, finish_unit
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
@@ -58,7 +59,7 @@ def import_ray() -> Any:
 
 
 @contextmanager
-def connected(replicas: int, run: RunOptions) -> Iterator[Replicas]:
+def connected(replicas: int, options: CaptureOptions) -> Iterator[Replicas]:
     """Connect to the cluster of RAY_ADDRESS or start one; yield the replicas that fit it.
 
     A cluster that was started here ends with the block; a connection of the caller stays.
@@ -66,7 +67,7 @@ def connected(replicas: int, run: RunOptions) -> Iterator[Replicas]:
     Args:
         replicas: of --replicas; 0: one per free GPU; one per machine without GPUs, or with
             --device-map.
-        run: how each of them runs its target.
+        options: how each of them runs its target.
 
     Raises:
         ConfigError: there is no such cluster, it has too few GPUs, or Ray is missing.
@@ -77,7 +78,7 @@ def connected(replicas: int, run: RunOptions) -> Iterator[Replicas]:
     try:
         if ours:
             _connect(ray, replicas)
-        yield place_replicas(ray, replicas, run)
+        yield place_replicas(ray, replicas, options)
     finally:
         if ours:
             ray.shutdown()
@@ -101,13 +102,13 @@ def _connect(ray: Any, replicas: int) -> None:
     logger.info("ray: %s", "a cluster of this machine" if address == "local" else address)
 
 
-def place_replicas(ray: Any, replicas: int, run: RunOptions) -> Replicas:
+def place_replicas(ray: Any, replicas: int, options: CaptureOptions) -> Replicas:
     """Return how many replicas share the cluster, with how many GPUs; see `connected`."""
     machines = sum(node["Alive"] for node in ray.nodes())
     free, every = ray.available_resources().get("GPU", 0), ray.cluster_resources().get("GPU", 0)
-    if not every or run.device not in ("auto", "cuda"):
-        return Replicas(replicas or machines, 0, run.device)
-    alone = run.spread.device_map is None  # Ray shows each actor its own GPUs only
+    if not every or options.device not in ("auto", "cuda"):
+        return Replicas(replicas or machines, 0, options.device)
+    alone = options.spread.device_map is None  # Ray shows each actor its own GPUs only
     replicas = replicas or max(1, int(free) if alone else machines)
     if replicas > every:
         raise ConfigError(f"--replicas {replicas}: the cluster has {every:.0f} GPUs")

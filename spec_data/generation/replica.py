@@ -29,7 +29,7 @@ from spec_data.generation.capture import (
     capture_unit,
     forward_batches,
 )
-from spec_data.generation.plan import ALSO, WITNESS, Plan
+from spec_data.generation.plan import ALSO, PROOF, WITNESS, Plan
 from spec_data.generation.sample_check import check_agreement
 from spec_data.generation.setup import Setup, backend_options, find_positions
 from spec_data.generation.target_files import manifest_draft, save_target_files
@@ -44,7 +44,6 @@ from spec_data.shards.seal import file_records, target_file_names
 
 logger = logging.getLogger(__name__)
 
-PROOF = "target.json"
 _REFERENCE_DOCUMENTS, _REFERENCE_TOKENS = 8, 256  # and tokens of each of them
 
 
@@ -56,7 +55,7 @@ def load_target(setup: Setup, plan: Plan) -> TargetBackend:
     """
     if setup.stored is not None:
         return setup.stored.load(setup, plan)
-    return open_backend(setup.run.backend, backend_options(setup, plan))
+    return open_backend(setup.options.backend, backend_options(setup, plan))
 
 
 def documents_to_prove(setup: Setup, plan: Plan) -> tuple[list[int], list[Tensor]]:
@@ -84,12 +83,12 @@ def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> 
     positions = find_positions(setup, plan, target)
     chosen, documents = documents_to_prove(setup, plan)
     head_error = None
-    if not setup.capture.supervision.startswith("logits"):
+    if not setup.options.supervision.startswith("logits"):
         head_error = target.prove_head(documents)
-    proof = target.prove(documents, plan.pack_length, setup.run.packing)
+    proof = target.prove(documents, plan.pack_length, setup.options.packing)
     level = logging.INFO if "rows" not in proof.form else logging.WARNING
     logger.log(level, "packing: %s", proof)
-    asked = setup.run.batch_tokens
+    asked = setup.options.tokens_per_forward
     batch_tokens = choose_batch_tokens(target, plan, proof.form, setup.columns, asked)
     check_agreement(setup, plan, target, proof.form, batch_tokens, chosen)
     save_target_files(setup, target, positions, out / "target")
@@ -126,7 +125,7 @@ class Replica:
                 other states than the one that proved the target.
         """
         self.plan, self.out, self.target = plan, out, target
-        self._asked = setup.run.batch_tokens
+        self._asked = setup.options.tokens_per_forward
         self._documents = documents_to_prove(setup, plan)[1]
         self.draft = prove_target(setup, plan, target, out)
         if not share():
@@ -139,7 +138,7 @@ class Replica:
             form=self.draft.packing.form,
             batch_tokens=self._batch_tokens(columns),
             tables=tables,
-            temperature=setup.answers.own_temperature,
+            temperature=setup.options.own_temperature,
             transfers=transfers_for(target.device, [c.name for c in columns]),
         )
         self._check_running()

@@ -58,16 +58,16 @@ def check_agreement(
         CorpusError: the NLL of a source is clearly above ln V, and --allow-high-nll is not set.
         ConfigError: --on-policy, and a source that the target did not write.
     """
-    answers = setup.answers
-    temperature = answers.temperature
+    options = setup.options
+    temperature = options.sampling_temperature
     chosen = sample_of_sources(plan.documents.sources, proven)
-    figures = measure_documents(plan, target, form, chosen, batch_tokens, answers.own_temperature)
+    figures = measure_documents(plan, target, form, chosen, batch_tokens, options.own_temperature)
     sources = [plan.documents.sources[d] for d in chosen]
     found = summarise(figures, sources).judged()
     _refuse_other_ids(found, setup)
-    if answers.on_policy:
+    if options.on_policy:
         _refuse_label(found, temperature)
-    for message in warnings(found, setup.vocab_size, temperature, answers.on_policy):
+    for message in warnings(found, setup.vocab_size, temperature, options.on_policy):
         logger.warning("on a sample of %d documents, %s", len(chosen), message)
 
 
@@ -109,7 +109,7 @@ def measure_documents(
 
 def _refuse_other_ids(sources: dict[str, Agreement], setup: Setup) -> None:
     for name, found in sources.items():
-        if not found.above_random(setup.vocab_size) or setup.answers.allow_high_nll:
+        if not found.above_random(setup.vocab_size) or setup.options.allow_high_nll:
             continue
         raise CorpusError(
             f"{name}: on a sample, {figures_text(found)}. {above_random_text(setup.vocab_size)}. "

@@ -81,19 +81,19 @@ def manifest_draft(
     used = {"template_kwargs_used": counts.pop("kwargs_used")}
     about = target.describe()
     facts = {k: about[k] for k in ("dtype", "rope_factors") if k in about}
-    parameters = parameter_counts(setup.model_config, setup.run.trust_remote_code)
+    parameters = parameter_counts(setup.model_config, setup.options.trust_remote_code)
     described = {k: v for k, v in setup.target.items() if k not in setup.identity or k in _NAMED}
     return Manifest(
         settings=plan.settings,
         target=msgspec.convert(described | about | parameters, TargetRecord),
         identity=setup.identity | facts | used | _system_messages(counts["rendering"]),
         corpus=msgspec.convert(plan.corpus, list[SourceRecord]),
-        mask=setup.rendering.mask,
+        mask=setup.options.mask,
         layers=tuple(setup.layers),
         draft_layers={draft: tuple(own) for draft, own in setup.draft_layers.items()},
-        supervision=setup.capture.supervision,
-        final=setup.capture.final,
-        teacher=setup.capture.teacher,
+        supervision=setup.options.supervision,
+        final=setup.options.final,
+        teacher=setup.options.teacher,
         codec=codec,
         columns=tuple(
             replace(c, exact=not c.lossy and (c.codec != "bf16" or target.dtype == torch.bfloat16))
@@ -108,7 +108,7 @@ def manifest_draft(
             pack_length=plan.pack_length,
             utilisation=round(plan.utilisation(), 4),
         ),
-        policy="on-policy" if setup.answers.on_policy else "off-policy",
+        policy="on-policy" if setup.options.on_policy else "off-policy",
         documents=CountsRecord(**counts),
     )
 
@@ -159,7 +159,7 @@ def head_bytes(setup: Setup) -> int:
     """Return the size of target/head.safetensors; no weights are read."""
     width = torch.empty(0, dtype=_dtype(setup)).element_size()
     try:
-        model = empty_model(setup.model_config, setup.run.trust_remote_code)
+        model = empty_model(setup.model_config, setup.options.trust_remote_code)
         tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
         sizes = [p.numel() for p in head_parts(model, tied).values()]
     except Exception:
@@ -172,8 +172,8 @@ def head_bytes(setup: Setup) -> int:
 
 def _dtype(setup: Setup) -> torch.dtype:
     """Return the dtype in which the target will run, as far as its config tells."""
-    if setup.run.dtype != "auto":
-        return DTYPES[setup.run.dtype]
+    if setup.options.dtype != "auto":
+        return DTYPES[setup.options.dtype]
     for config in (setup.model_config, text_config(setup.model_config)):
         found: Any = getattr(config, "dtype", None)
         if isinstance(found, str):

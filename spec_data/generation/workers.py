@@ -2,16 +2,8 @@
 
 Worker i of n captures the units i, i + n, i + 2n, ... Changing n between runs is harmless, because
 a unit has the same bytes from every worker and finished units are kept. --workers auto reads i and
-n from the environment:
-
-    launcher            index                   count
-    torchrun            RANK                    WORLD_SIZE
-    SLURM step (srun)   SLURM_PROCID            SLURM_STEP_NUM_TASKS, else SLURM_NTASKS
-    SLURM job array     SLURM_ARRAY_TASK_ID     SLURM_ARRAY_TASK_COUNT
-    Kubernetes Job      JOB_COMPLETION_INDEX    JOB_COMPLETIONS (set it to spec.completions)
-
-torchrun decides where it runs inside one of the others, if its world spans all of their processes.
-The steps of a job array are counted one after the other. Every other combination is refused: two
+n from the variables of a launcher, see `_LAUNCHERS`. torchrun decides where it runs inside another
+one, if its world spans all of the processes there. Every other combination is refused: two
 processes would take the same units, or none would take some.
 """
 
@@ -20,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,19 +21,36 @@ from filelock import FileLock, Timeout
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.follow import WORK
 from spec_data.shards.resumable import PATIENCE, process_lock
+from spec_data.terminal.paths import make_directory
 
 logger = logging.getLogger(__name__)
 
 _ADVICE = "give --workers I/N instead"
+# Variables: index; count, the first that is set; index on this machine.
+_LAUNCHERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("RANK", ("WORLD_SIZE",), "LOCAL_RANK"),  # torchrun
+    ("SLURM_ARRAY_TASK_ID", ("SLURM_ARRAY_TASK_COUNT",), ""),
+    ("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
+    ("JOB_COMPLETION_INDEX", ("JOB_COMPLETIONS",), ""),  # Kubernetes; set it to spec.completions
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """This process is worker `index` of `count`, from 0, and runs its target on `device`."""
+    """Worker `index` of `count`, from 0, which runs its target on `device`.
 
-    index: int
-    count: int
-    device: str
+    Attributes:
+        local: its number among the workers of this machine, from 0; None if unknown.
+        torchrun: torchrun has started it, so it sees the GPUs of the other local workers as well.
+        reason: the variables that decided.
+    """
+
+    index: int = 0
+    count: int = 1
+    device: str = "auto"
+    local: int | None = None
+    torchrun: bool = False
+    reason: str = ""
 
     def __str__(self) -> str:
         """As --workers takes it."""
@@ -52,140 +61,97 @@ class Worker:
         return list(range(self.index, units, self.count))
 
 
-def this_worker(workers: str, engine: str, device: str, *, one_device: bool = True) -> Worker:
+def this_worker(workers: str, device: str, *, one_device: bool = True) -> Worker:
     """Return which worker this process is, by --workers or by the environment.
 
     Args:
         workers: "i/n", "auto" or "auto/n".
-        engine: of --engine; torchrun wants its variables.
         device: of --device.
         one_device: the target lies on one device, so that workers of a machine take one each.
 
     Raises:
         ConfigError: a bad value, or the environment contradicts itself or the options.
     """
-    automatic = re.fullmatch(r"auto(/[1-9]\d*)?", workers) is not None
-    if not automatic:
-        index, count = parse_worker(workers)
-        if engine != "torchrun":
-            return Worker(index=index, count=count, device=device)
-    rank = find_rank(workers if automatic else "auto", engine)
-    if not automatic and workers not in ("0/1", str(rank)):
-        raise ConfigError(f"--workers {workers}: {rank.reason}; leave --workers out")
+    if not re.fullmatch(r"auto(/[1-9]\d*)?", workers):
+        match = re.fullmatch(r"(\d+)/(\d+)", workers)
+        if not match or not int(match[1]) < int(match[2]):
+            raise ConfigError(f"--workers {workers!r}: expected i/n with i from 0 to n-1, or auto")
+        return Worker(index=int(match[1]), count=int(match[2]), device=device)
+    worker = launched_worker(workers)
     if one_device:
-        device = device_of(rank, device, torch.cuda.device_count())
-    elif rank.torchrun and rank.local:
+        device = device_of(worker, device, torch.cuda.device_count())
+    elif worker.torchrun and worker.local:
         raise ConfigError(
             "--device-map under torchrun: each process would spread its target over all GPUs; "
             "start one process per machine"
         )
-    logger.info("worker %s on device %s: %s", rank, device, rank.reason)
-    return Worker(index=rank.index, count=rank.count, device=device)
-
-
-def parse_worker(text: str) -> tuple[int, int]:
-    """Return (i, n) of --workers i/n.
-
-    Raises:
-        ConfigError: another text, or i is not below n.
-    """
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not match or not int(match[1]) < int(match[2]):
-        raise ConfigError(f"--workers {text!r}: expected i/n with i from 0 to n-1, or auto")
-    return int(match[1]), int(match[2])
+    logger.info("worker %s on device %s: %s", worker, device, worker.reason)
+    return replace(worker, device=device)
 
 
 # -- the environment -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerRank:
-    """Worker `index` of `count`, from 0.
-
-    Attributes:
-        local: its number among the workers of this machine, from 0; None if unknown.
-        torchrun: torchrun has started it, so it sees the GPUs of the other local workers as well.
-        reason: the variables that decided.
-    """
-
-    index: int
-    count: int
-    local: int | None = None
-    torchrun: bool = False
-    reason: str
-
-    def __str__(self) -> str:
-        """As --workers takes it."""
-        return f"{self.index}/{self.count}"
-
-
-def find_rank(
-    workers: str, engine: str = "local", environ: Mapping[str, str] = os.environ
-) -> WorkerRank:
-    """Return the rank of a process that runs with --workers `workers` ("auto" or "auto/N").
+def launched_worker(workers: str, environ: Mapping[str, str] = os.environ) -> Worker:
+    """Return the worker that a process with --workers `workers` ("auto" or "auto/N") is.
 
     Raises:
-        ConfigError: the variables are incomplete or contradict each other or N, or the engine is
-            torchrun and its variables are missing.
+        ConfigError: the variables are incomplete or contradict each other or N.
     """
     asked = int(workers.partition("/")[2] or 0)
-    torchrun = _pair(environ, "RANK", ("WORLD_SIZE",), 0)
-    if engine == "torchrun" and (torchrun is None or "LOCAL_RANK" not in environ):
-        raise ConfigError(
-            "--engine torchrun: RANK, WORLD_SIZE and LOCAL_RANK are not set; start the command "
-            "with `torchrun --nproc-per-node N --no-python spec-data generate ...`"
-        )
-    counts = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    outer = [
-        _array(environ, asked),
-        _pair(environ, "SLURM_PROCID", counts, 0),
-        _pair(environ, "JOB_COMPLETION_INDEX", ("JOB_COMPLETIONS",), asked),
-    ]
-    several = [place for place in outer if place and place.count > 1]
+    found = [w for names in _LAUNCHERS if (w := _launched_by(names, environ, asked)) is not None]
+    torchrun = next((w for w in found if w.torchrun), None)
+    several = [w for w in found if w.count > 1 and w is not torchrun]
     if torchrun is not None:
-        for place in several:
-            _check_spans(environ, torchrun, place)
-        found = torchrun
+        for outer in several:
+            _check_spans(environ, torchrun, outer)
+        worker = torchrun
+    elif len(several) > 1:
+        reasons = " and ".join(w.reason for w in several)
+        raise ConfigError(f"--workers auto: {reasons} contradict each other; {_ADVICE}")
+    elif found:
+        worker = (several or found)[0]
+    elif asked:
+        names = ", ".join(index for index, _, _ in _LAUNCHERS)
+        raise ConfigError(f"--workers {workers}: no launcher has set a rank ({names}); {_ADVICE}")
     else:
-        found = _combined(several) or next(filter(None, outer), None) or _nothing(asked)
-    if asked and asked != found.count:
-        raise ConfigError(f"--workers {workers}: {found.reason} says {found.count} workers")
-    return found
+        worker = Worker(reason="no launcher has set a rank: one worker")
+    if asked and asked != worker.count:
+        raise ConfigError(f"--workers {workers}: {worker.reason} says {worker.count} workers")
+    return worker
 
 
-def _nothing(asked: int) -> WorkerRank:
-    if asked:
+def _launched_by(
+    launcher: tuple[str, tuple[str, ...], str], environ: Mapping[str, str], asked: int
+) -> Worker | None:
+    """Return the worker that the variables of a launcher name; None if its index is not set."""
+    index, counts, local = launcher
+    if index not in environ:
+        return None
+    name = next((c for c in counts if c in environ), None)
+    if name is None and not asked:
         raise ConfigError(
-            f"--workers auto/{asked}: no launcher has set a rank (RANK, SLURM_PROCID, "
-            f"SLURM_ARRAY_TASK_ID, JOB_COMPLETION_INDEX); {_ADVICE}"
+            f"--workers auto: {index} is set, but {counts[-1]} is not; set it to the number of "
+            "workers, or give --workers auto/N"
         )
-    return WorkerRank(index=0, count=1, reason="no launcher has set a rank: one worker")
+    number = _number(environ, index)
+    count = asked if name is None else _number(environ, name)
+    reason = f"{index}={number} and {name or '--workers auto/N, N'}={count}"
+    last = "SLURM_ARRAY_TASK_MAX"
+    if number >= count or ("ARRAY" in index and _number(environ, last, count - 1) != count - 1):
+        advice = f"submit with --array=0-{count - 1}" if "ARRAY" in index else _ADVICE
+        raise ConfigError(f"--workers auto: {reason} contradict each other; {advice}")
+    place = _number(environ, local) if local in environ else None
+    return Worker(index=number, count=count, local=place, torchrun=index == "RANK", reason=reason)
 
 
-def _combined(places: list[WorkerRank]) -> WorkerRank | None:
-    """Return the rank in a job array of steps, or that of the only launcher."""
-    if len(places) < 2:
-        return places[0] if places else None
-    array, step = places[0], places[1]
-    if len(places) > 2 or "ARRAY" not in array.reason or "PROCID" not in step.reason:
-        raise ConfigError(
-            f"--workers auto: {' and '.join(p.reason for p in places)} contradict each other; "
-            f"{_ADVICE}"
-        )
-    return WorkerRank(
-        index=array.index * step.count + step.index,
-        count=array.count * step.count,
-        local=step.local,
-        reason=f"{array.reason}, {step.reason}",
-    )
-
-
-def _check_spans(environ: Mapping[str, str], torchrun: WorkerRank, outer: WorkerRank) -> None:
+def _check_spans(environ: Mapping[str, str], torchrun: Worker, outer: Worker) -> None:
     """Check that one torchrun world spans all processes of the launcher around it."""
-    groups = _number(environ, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environ else None
-    if groups is None and torchrun.count % outer.count == 0:
-        return
-    if groups != outer.count:
+    if "GROUP_WORLD_SIZE" in environ:
+        spans = _number(environ, "GROUP_WORLD_SIZE") == outer.count
+    else:
+        spans = torchrun.count % outer.count == 0
+    if not spans:
         raise ConfigError(
             f"--workers auto: {torchrun.reason}, but {outer.reason}: each of these {outer.count} "
             "processes has started a torchrun of its own, and they would capture the same units. "
@@ -193,95 +159,40 @@ def _check_spans(environ: Mapping[str, str], torchrun: WorkerRank, outer: Worker
         )
 
 
-def _array(environ: Mapping[str, str], asked: int) -> WorkerRank | None:
-    """Return the rank in a SLURM job array, which may begin at another number and have steps."""
-    if "SLURM_ARRAY_TASK_ID" not in environ:
-        return None
-    number = _number(environ, "SLURM_ARRAY_TASK_ID")
-    count = asked or _number(environ, "SLURM_ARRAY_TASK_COUNT")
-    first = _number(environ, "SLURM_ARRAY_TASK_MIN") if "SLURM_ARRAY_TASK_MIN" in environ else 0
-    last = (
-        _number(environ, "SLURM_ARRAY_TASK_MAX")
-        if "SLURM_ARRAY_TASK_MAX" in environ
-        else first + count - 1
-    )
-    step = (last - first) // (count - 1) if count > 1 else 1
-    even = step > 0 and first + step * (count - 1) == last and (number - first) % step == 0
-    if not even or not first <= number <= last:
-        raise ConfigError(
-            f"--workers auto: SLURM_ARRAY_TASK_ID={number} of {count} numbers from {first} to "
-            f"{last} is in no even series; submit with --array=0-{count - 1}"
-        )
-    return WorkerRank(
-        index=(number - first) // step,
-        count=count,
-        reason=f"SLURM_ARRAY_TASK_ID={number} and SLURM_ARRAY_TASK_COUNT={count}",
-    )
-
-
-def _pair(
-    environ: Mapping[str, str], index: str, counts: tuple[str, ...], asked: int
-) -> WorkerRank | None:
-    """Return the rank that a pair of variables names, None if the index is not set."""
-    if index not in environ:
-        return None
-    name = next((c for c in counts if c in environ), None)
-    if name is None and not asked:
-        more = ", or --workers auto/N" if counts == ("JOB_COMPLETIONS",) else ""
-        raise ConfigError(
-            f"--workers auto: {index} is set, but {counts[-1]} is not; set it to the number of "
-            f"workers{more}"
-        )
-    number = _number(environ, index)
-    count = asked if name is None else _number(environ, name)
-    reason = f"{index}={number} and {name or '--workers auto/N, N'}={count}"
-    if number >= count:
-        raise ConfigError(f"--workers auto: {reason} contradict each other; {_ADVICE}")
-    local = {"RANK": "LOCAL_RANK", "SLURM_PROCID": "SLURM_LOCALID"}.get(index, "")
-    return WorkerRank(
-        index=number,
-        count=count,
-        local=_number(environ, local) if local in environ else None,
-        torchrun=index == "RANK",
-        reason=reason,
-    )
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name)
-    if text is None:
-        raise ConfigError(f"--workers auto: {name} is not set; {_ADVICE}")
+def _number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
+    text = environ.get(name, str(default))
     if not re.fullmatch(r"\d+", text):
         raise ConfigError(f"--workers auto: {name}={text!r} is not a number from 0; {_ADVICE}")
     return int(text)
 
 
-def device_of(rank: WorkerRank, device: str, gpus: int) -> str:
+def device_of(worker: Worker, device: str, gpus: int) -> str:
     """Return the --device of a worker: with several visible GPUs, the one of its local number.
 
     Args:
+        worker: by its launcher.
         device: --device.
         gpus: GPUs that this process sees; one, if the launcher gives each process its own.
 
     Raises:
         ConfigError: the machine has fewer GPUs than workers.
     """
-    if rank.local is None or gpus == 0 or (gpus == 1 and not rank.torchrun):
+    if worker.local is None or gpus == 0 or (gpus == 1 and not worker.torchrun):
         return device
     if device not in ("auto", "cuda"):
-        if rank.torchrun and rank.local and device.startswith("cuda"):
+        if worker.torchrun and worker.local and device.startswith("cuda"):
             raise ConfigError(f"--device {device}: all workers of a machine would use it; leave it")
         return device
-    if rank.local >= gpus:
+    if worker.local >= gpus:
         raise ConfigError(
-            f"worker {rank} is number {rank.local} on this machine (from 0), but only "
+            f"worker {worker} is number {worker.local} on this machine (from 0), but only "
             f"{gpus} GPUs are visible: start at most {gpus} workers per machine"
         )
-    return f"cuda:{rank.local}"
+    return f"cuda:{worker.local}"
 
 
 # -- locks -----------------------------------------------------------------------------------------
-# Two *running* workers with a unit in common are refused (0/2 and 1/3 share unit 4): each removes
+# Two *running* workers with different n are refused (0/2 and 1/3 share unit 4): each removes
 # leftovers of its own units, and would remove what the other one is writing.
 #
 # A worker first takes its own lock and then looks at the locks of the others, so of two that start
@@ -289,42 +200,39 @@ def device_of(rank: WorkerRank, device: str, gpus: int) -> str:
 
 
 @contextmanager
-def worker_lock(out: Path, workers: str, units: int) -> Iterator[None]:
-    """Hold the lock of worker `workers` ("i/n") in `out`; it is released even if the process dies.
-
-    Args:
-        units: the number of units of the plan.
-
-    Raises:
-        RunError: another process holds this worker's lock, or that of a worker with another n that
-            captures some of the same units.
-    """
-    workers = "/".join(str(int(number)) for number in workers.split("/"))  # 00/2 is 0/2
-    file = out / WORK / f"worker-{workers.replace('/', '-of-')}.lock"
-    busy = (
-        f"{out}: another process is running worker {workers} here; wait for it, or start each "
-        "process with its own --workers i/n"
-    )
-    with process_lock(file, busy):
-        _refuse_overlap(out, workers, units)
+def planning_lock(out: Path) -> Iterator[None]:
+    """Hold the lock of the plan of `out`, which is made if it does not exist; wait for it."""
+    make_directory("--out", out / WORK)
+    lock = FileLock(out / WORK / "plan.lock", thread_local=False)
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        logger.info("%s: another process is making the plan; waiting for it", out)
+        held = lock.acquire()
+    with held:
         yield
 
 
-def _refuse_overlap(out: Path, workers: str, units: int) -> None:
-    own = _units(workers, units)
-    for other, file in _held(out / WORK):
-        shared = own & _units(other, units)
-        if other != workers and shared and not _free(file, PATIENCE):
-            raise RunError(
-                f"{out}: another process is running worker {other} here, and {len(shared)} of the "
-                f"units of worker {workers} are its own (first: {min(shared)}). Start all "
-                "processes with the same n in --workers i/n, or wait for that worker"
-            )
+@contextmanager
+def worker_lock(out: Path, worker: str) -> Iterator[None]:
+    """Hold the lock of worker "i/n" in `out`; it is released even if the process dies.
 
-
-def _units(workers: str, units: int) -> set[int]:
-    index, count = map(int, workers.split("/"))
-    return set(range(index, units, count))
+    Raises:
+        RunError: another process holds this worker's lock, or that of a worker with another n.
+    """
+    file = out / WORK / f"worker-{worker.replace('/', '-of-')}.lock"
+    busy = (
+        f"{out}: another process is running worker {worker} here; wait for it, or start each "
+        "process with its own --workers i/n"
+    )
+    with process_lock(file, busy):
+        for other, lock in _held(out / WORK):
+            if other.partition("/")[2] != worker.partition("/")[2] and not _free(lock, PATIENCE):
+                raise RunError(
+                    f"{out}: another process is running worker {other} here. Start all processes "
+                    "with the same n in --workers i/n, or wait for that worker"
+                )
+        yield
 
 
 def running_workers(work: Path, patience: float = 0.0) -> list[str]:

@@ -98,7 +98,7 @@ def plan_page(setup: Setup, plan: Plan, documents: int = DOCUMENTS) -> Page:
         _documents(plan.lengths, _supervised(plan), pa.array(plan.documents.sources)),
         _left_out(asdict(plan.counts), plan.tokens),
     ]
-    names = [Path(source.rstrip("/")).name or source for source in setup.rows.sources]
+    names = [Path(source.rstrip("/")).name or source for source in setup.sources]
     return _page(", ".join(names), "Plan of a dataset", sections)
 
 
@@ -148,7 +148,7 @@ def _plan_overview(setup: Setup, plan: Plan) -> Section:
         rows=[[source[name] for name in fields] for source in plan.corpus],
     )
     parts: list[Part] = [figures, sources]
-    if 0 < setup.rows.limit <= plan.counts.rows:
+    if 0 < setup.options.limit <= plan.counts.rows:
         parts.append(Note(text=f"Only the first {plan.counts.rows:,} rows were read (--limit)."))
     for source in plan.corpus:  # what of its rows no draft sees
         name = source["source"]

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from spec_data.cli import PROGRAM
-from spec_data.generation.workers import find_rank
+from spec_data.generation.workers import launched_worker
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCRIPTS = sorted((DOCS / "examples").glob("*.sh"))
@@ -26,7 +26,7 @@ def check(words: list[str]) -> None:
     used = {word for word in words if word.startswith("--")}
     assert used <= flags_of(words[0]), words
     if words[0] == "generate":
-        assert words[words.index("--workers") + 1].startswith("auto") or "torchrun" in words
+        assert words[words.index("--workers") + 1].startswith("auto")
 
 
 @pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
@@ -51,7 +51,7 @@ def test_the_job_of_kubernetes_parses_and_counts_its_pods():
     given = {entry["name"]: entry["value"] for entry in container["env"]}
     assert job["spec"]["completionMode"] == "Indexed"
     assert int(given["JOB_COMPLETIONS"]) == job["spec"]["completions"]
-    assert str(find_rank(workers, environ=given | {"JOB_COMPLETION_INDEX": "7"})) == "7/8"
+    assert str(launched_worker(workers, environ=given | {"JOB_COMPLETION_INDEX": "7"})) == "7/8"
 
 
 def test_the_page_names_flags_that_exist_and_every_example():

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import spec_data
+from spec_data.generation.options import CaptureOptions
 from spec_data.shards.reader import open_dataset
 from spec_data.terminal.command import checked_arguments
 from spec_data.verification.run import examine
@@ -63,12 +64,12 @@ def options(target: Path, corpus: Path | tuple[Path, ...], out: Path, **changes)
 
 
 def arguments(given: dict) -> dict:
-    """Return options as keyword arguments of `spec_data.generate`: JSON texts become objects."""
-    objects = {"chat_template_kwargs", "max_memory"}
-    return {
-        name: json.loads(value) if name in objects and isinstance(value, str) else value
-        for name, value in given.items()
-    }
+    """Return options as arguments of `generate`: JSON texts become objects, most of it a record."""
+    for name in {"chat_template_kwargs", "max_memory"} & given.keys():
+        given = given | {name: json.loads(given[name])}
+    fields = {name: given[name] for name in CaptureOptions.__dataclass_fields__ if name in given}
+    rest = {name: value for name, value in given.items() if name not in fields}
+    return rest | {"options": CaptureOptions(**fields)}
 
 
 def call(function, given: dict):
@@ -108,15 +109,14 @@ def prepared(**given):
     raise AssertionError("generate did not come so far")
 
 
-def setup_of(*, weights: bool = True, **given):
+def setup_of(**given):
     """Return the setup of a `generate` with these options."""
-    return prepared(**given)(weights=weights)
+    return prepared(**given)()
 
 
 def estimate_with(**given):
-    """Estimate with options of `generate`; those that `estimate` does not have are left out."""
-    names = inspect.signature(spec_data.estimate).parameters
-    return call(spec_data.estimate, {name: v for name, v in given.items() if name in names})
+    """Estimate with options of `generate`."""
+    return call(spec_data.estimate, given)
 
 
 def with_teacher(row: dict) -> torch.Tensor:

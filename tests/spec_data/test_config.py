@@ -130,12 +130,12 @@ def test_contradictions_are_refused(change, message):
 
 
 def test_errors_name_an_option_as_it_was_given(tmp_path, capsys):
-    words = {"target": "t", "corpus": "c", "out": "o", "max_length": 0}
+    given = ("c", "o", spec_data.CaptureOptions(max_length=0))
     with pytest.raises(ConfigError) as caught:
-        spec_data.generate(**words)
+        spec_data.generate("t", *given)
     assert "max_length 0" in str(caught.value) and "--" not in str(caught.value)
     with pytest.raises(MissingError) as gone:  # of the work, after the options were read
-        spec_data.generate(**words | {"max_length": 9, "target": "/nowhere"})
+        spec_data.generate("/nowhere", *given[:2])
     assert "target /nowhere" in str(gone.value) and "--" not in str(gone.value)
     file = tmp_path / "run.yaml"
     file.write_text("max-length: 0\n")

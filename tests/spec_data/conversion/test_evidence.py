@@ -18,7 +18,7 @@ from spec_data.conversion.evidence import (
 )
 from spec_data.conversion.run import set_up_conversion
 from spec_data.conversion.samples import AFTER, BEFORE, States
-from spec_data.generation.setup import AnswerOptions, CaptureOptions, CorpusRows, RunOptions
+from spec_data.generation.options import CaptureOptions
 from spec_data.shards.errors import CorpusError, RunError
 from tests.spec_data.conversion import layouts as write
 from tests.spec_data.conversion.layouts import Sample
@@ -30,9 +30,7 @@ pytestmark = pytest.mark.usefixtures("computed_once")
 def find(target, root, tool):
     """Find what a tool stored, as `convert` does before it writes."""
     return set_up_conversion(
-        *(tool, str(target), root.with_name("out")),
-        *(CorpusRows(sources=(str(root),)), CaptureOptions(), RunOptions(device="cpu")),
-        AnswerOptions(),
+        *(tool, str(target), root.with_name("out"), str(root), CaptureOptions(device="cpu"))
     )[1]
 
 

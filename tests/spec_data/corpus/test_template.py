@@ -253,7 +253,7 @@ def rendered(tmp_path, tok, processes):
     """Return the reader and the number of documents of a corpus that other processes render."""
     given = RowSettings(tokenizer=tok, mask="assistant", vocab_size=len(tok), max_length=4096)
     reader = CorpusReader([str(tmp_path / "c.jsonl")], max_bad_rows=parse_limit("50%"))
-    return reader, len(render_corpus(reader, given, processes).documents)
+    return reader, len(render_corpus(reader, given, processes)[0])
 
 
 @FORKED

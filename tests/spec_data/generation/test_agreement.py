@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from spec_data.verification.findings import VerifyReport
 from spec_data.verification.run import check_first_choices, examine
 from tests.spec_data.corpus.templates import CHATML
 from tests.spec_data.generation.trained import BOS, TrainedTarget
-from tests.spec_data.runs import digests, options, run, save_target, write_corpus
+from tests.spec_data.runs import arguments, digests, options, run, save_target, write_corpus
 
 TRAINED = {"layers": "0,1", "max_shard_size": "20KB"}
 
@@ -127,7 +128,7 @@ def test_kills_and_workers_change_no_byte_of_the_measurement(trained, tmp_path):
 
 def test_ids_of_another_tokenizer_are_refused_early_and_a_flag_goes_on(trained, tmp_path, caplog):
     corpus = trained.corpus("foreign", trained.foreign())
-    given = options(trained.path, corpus, tmp_path / "data", mask="all", **TRAINED)
+    given = arguments(options(trained.path, corpus, tmp_path / "data", mask="all", **TRAINED))
     with pytest.raises(
         CorpusError, match=r"foreign\.jsonl.*not this tokenizer's.*allow_high_nll"
     ) as refused:
@@ -135,7 +136,9 @@ def test_ids_of_another_tokenizer_are_refused_early_and_a_flag_goes_on(trained, 
     assert "ln V = 5.97" in str(refused.value)
     assert not list((tmp_path / "data").glob("shards/*.arrow"))
     with caplog.at_level(logging.WARNING):
-        made = spec_data.generate(**given, allow_high_nll=True)
+        made = spec_data.generate(
+            **given | {"options": replace(given["options"], allow_high_nll=True)}
+        )
     assert "these token ids are not this tokenizer's" in caplog.text
     assert any("not this tokenizer's" in w for w in made.warnings)
     assert made.agreement["foreign.jsonl"].nll > math.log(391) + 1
@@ -183,7 +186,9 @@ def test_mistakes_that_lower_the_share_are_named_with_their_causes(
 def test_sound_answers_are_named_on_policy_and_raise_no_warning(trained, tmp_path, caplog, capsys):
     corpus = trained.corpus("own", trained.rows)
     with caplog.at_level(logging.WARNING):
-        made = spec_data.generate(**options(trained.path, corpus, tmp_path / "data", **TRAINED))
+        made = spec_data.generate(
+            **arguments(options(trained.path, corpus, tmp_path / "data", **TRAINED))
+        )
     engines = "spec_data.generation.setup"  # which cannot serve this target
     assert not [record for record in caplog.records if record.name != engines]
     assert made.policy == "on-policy"

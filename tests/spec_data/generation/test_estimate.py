@@ -9,7 +9,7 @@ import spec_data
 from spec_data.cli import main
 from spec_data.models import resolve
 from spec_data.shards.errors import SpecDataError
-from tests.spec_data.runs import estimate_with, options, run, save_target
+from tests.spec_data.runs import arguments, estimate_with, options, run, save_target
 
 
 @pytest.mark.parametrize("codec", ["bf16", "lm4c"])
@@ -56,7 +56,7 @@ def test_a_hub_target_downloads_no_weights(corpus, tmp_path, monkeypatch, capsys
 
 def test_a_probe_measures_speed_time_and_memory(target, corpus, tmp_path, capsys):
     given = options(target, corpus, tmp_path / "data")
-    found = spec_data.estimate(**given, probe=True)
+    found = spec_data.estimate(**arguments(given), probe=True)
     assert found.probe is not None
     assert found.probe.tokens_per_second > 0
     expected = found.tokens / found.probe.tokens_per_second

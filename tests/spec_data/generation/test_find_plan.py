@@ -10,11 +10,11 @@ from spec_data.corpus.record_reader import CorpusReader
 from spec_data.generation import setup as generation_setup
 from spec_data.generation.setup import (
     changed_settings,
-    find_or_make_plan,
+    find_plan,
     make_plan,
     refuse_changes,
 )
-from spec_data.shards.errors import ConfigError, CorpusError
+from spec_data.shards.errors import ConfigError
 from tests.spec_data.runs import digests, options, run, setup_of, write_corpus
 
 
@@ -29,11 +29,11 @@ class Process:
         saying.close()
 
     def _work(self, given, held, saying):
-        def slow(setup, processes, work):
+        def slow(setup, work):
             saying.send("making")
             if held is not None:
                 held.wait()
-            return make_plan(setup, processes, work)
+            return make_plan(setup, work)
 
         class Saying(logging.Handler):
             def emit(self, record):
@@ -43,7 +43,7 @@ class Process:
         logging.getLogger().addHandler(Saying())
         logging.getLogger().setLevel(logging.INFO)
         generation_setup.make_plan = slow
-        find_or_make_plan(setup_of(**given), Path(given["out"]))
+        find_plan(setup_of(**given), Path(given["out"]))
         saying.send("planned")
 
     def next(self):
@@ -77,16 +77,6 @@ def test_processes_wait_for_the_maker_and_one_takes_over_when_it_is_killed(
     assert digests(out) == digests(tmp_path / "whole")
 
 
-def test_a_corpus_that_cannot_be_planned_leaves_no_directory(target, tmp_path):
-    file = tmp_path / "c.jsonl"
-    file.write_text('{"messages": [{"role": "user", "content": "alone"}]}\n')
-    for out in (tmp_path / "data", tmp_path / "deep" / "data"):
-        setup = setup_of(**options(target, file, out))
-        with pytest.raises(CorpusError, match="no document is left"):
-            find_or_make_plan(setup, out)
-        assert not out.exists()
-
-
 def test_resuming_hashes_the_corpus_without_parsing_it(target, tmp_path, monkeypatch):
     folder = tmp_path / "corpus"
     folder.mkdir()
@@ -96,7 +86,7 @@ def test_resuming_hashes_the_corpus_without_parsing_it(target, tmp_path, monkeyp
     for limit in (0, 8, 6):
         out = tmp_path / f"data{limit}"
         setup = setup_of(**options(target, folder, out, limit=limit))
-        plan = find_or_make_plan(setup, out)
+        plan = find_plan(setup, out)
         assert len(plan.corpus) == {0: 3, 8: 2, 6: 1}[limit]
         with monkeypatch.context() as patch:
             patch.setattr("spec_data.corpus.sources.json_lines", None)

@@ -124,10 +124,10 @@ def test_estimate_prints_the_bytes_of_each_draft(place, tmp_path, capsys):
     printed = capsys.readouterr()
     assert re.search(r"eagle3 +1, 4, 6 +269.0 ", printed.out)  # 13 and 4 x 64 bytes per token
     assert "--for eagle3,dspark,eagle" in printed.out + printed.err  # the next command
-    found = spec_data.estimate(
-        place / "target", place / "c.jsonl", tmp_path / "out", codec="bf16",
-        for_=["eagle3", "dspark", "eagle"], teacher="all",
-    )  # fmt: skip
+    options_ = spec_data.CaptureOptions(
+        codec="bf16", for_=["eagle3", "dspark", "eagle"], teacher="all"
+    )
+    found = spec_data.estimate(place / "target", place / "c.jsonl", tmp_path / "out", options_)
     plain = 4 + 1 + 4 + 4  # ids, mask, argmax, logsumexp
     for draft, layers in (("eagle3", EAGLE3), ("dspark", BLOCK), ("eagle", ())):
         per_token = plain + 2 * 32 * (len(layers) + 1)

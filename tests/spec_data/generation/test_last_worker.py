@@ -70,7 +70,7 @@ def test_two_that_finish_together_seal_once(source, whole, tmp_path):
 def test_a_running_worker_seals_later(source, whole, tmp_path, caplog):
     caplog.set_level("INFO")
     out = captured(source, tmp_path / "data")
-    with worker_lock(out, "1/2", 9):
+    with worker_lock(out, "1/2"):
         assert run(*source, out, workers="0/2") is None
     assert "0 of 2 units are left for other workers (running: 1/2)" in caplog.text
     assert run(*source, out, workers="1/2") is not None
@@ -90,7 +90,7 @@ def test_a_directory_that_is_sealed_under_a_starting_worker_is_complete(
         assert finalize(out, set(), others=True) is not None
         raise error
 
-    monkeypatch.setattr("spec_data.generation.setup.find_or_make_plan", gone)
+    monkeypatch.setattr("spec_data.generation.output.find_plan", gone)
     assert run(*source, out, workers="0/2") is not None
     assert digests(out) == whole
 
@@ -101,6 +101,6 @@ def test_an_error_of_an_unsealed_directory_stays_an_error(source, tmp_path, monk
     def failing(*_):
         raise DatasetError("damaged")
 
-    monkeypatch.setattr("spec_data.generation.setup.find_or_make_plan", failing)
+    monkeypatch.setattr("spec_data.generation.output.find_plan", failing)
     with pytest.raises(DatasetError, match="damaged"):
         run(*source, out)

@@ -10,10 +10,9 @@ import pytest
 from filelock import FileLock
 
 from spec_data.generation.finalize import finalize
-from spec_data.generation.plan import check_still_planned, discard_unused_plan
-from spec_data.generation.setup import find_or_make_plan
+from spec_data.generation.setup import check_still_planned, find_plan
 from spec_data.generation.workers import running_workers, worker_lock
-from spec_data.shards.errors import RunError
+from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.spec_data.runs import digests, options, run, setup_of
 
@@ -22,7 +21,7 @@ def test_the_same_worker_twice_at_once_is_refused(target, corpus, tmp_path):
     out = tmp_path / "data"
     (out / ".generate").mkdir(parents=True)
     with (
-        worker_lock(out, "0/1", 9),
+        worker_lock(out, "0/1"),
         pytest.raises(RunError, match="another process is running worker 0/1"),
     ):
         run(target, corpus, out)
@@ -34,7 +33,7 @@ HOLDER = """
 import os, sys, time
 from pathlib import Path
 from spec_data.generation.workers import worker_lock
-with worker_lock(Path(sys.argv[1]), sys.argv[2], 9):
+with worker_lock(Path(sys.argv[1]), sys.argv[2]):
     if child := os.fork():
         print(child, flush=True)
     time.sleep(600)
@@ -44,7 +43,7 @@ with worker_lock(Path(sys.argv[1]), sys.argv[2], 9):
 def test_a_worker_lock_holds_between_processes_and_ends_with_a_kill(target, corpus, tmp_path):
     """Also where a process that the worker forked lives on, such as one that renders."""
     out = tmp_path / "data"
-    plan = find_or_make_plan(setup_of(**options(target, corpus, out)), out)
+    plan = find_plan(setup_of(**options(target, corpus, out)), out)
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(out), "1/2"], stdout=subprocess.PIPE, text=True
     )
@@ -53,59 +52,52 @@ def test_a_worker_lock_holds_between_processes_and_ends_with_a_kill(target, corp
         child = int(process.stdout.readline())
         with (
             pytest.raises(RunError, match="another process is running worker 1/2"),
-            worker_lock(out, "1/2", 9),
+            worker_lock(out, "1/2"),
         ):
             pass
-        assert not discard_unused_plan(out / ".generate")
+        with pytest.raises(ConfigError, match="other settings"):
+            find_plan(setup_of(**options(target, corpus, out, layers="1,3")), out)
         check_still_planned(out / ".generate", plan)
-        with worker_lock(out, "0/2", 9):
+        with worker_lock(out, "0/2"):
             pass
     finally:
         process.kill()  # SIGKILL: the process has no chance to release anything
         process.wait()
     try:
-        with worker_lock(out, "1/2", 9):
+        with worker_lock(out, "1/2"):
             pass
-        assert discard_unused_plan(out / ".generate")
+        find_plan(setup_of(**options(target, corpus, out, layers="1,3")), out)
     finally:
         os.kill(child, signal.SIGKILL)
         process.stdout.close()
 
 
-def test_running_workers_with_units_in_common_are_refused(target, corpus, tmp_path):
-    """0/2 and 1/3 share units 4, 10, ...; with the same n, or without a common unit, both run."""
+def test_running_workers_with_another_n_are_refused(target, corpus, tmp_path):
+    """0/2 and 1/3 share units 4, 10, ..."""
     out = tmp_path / "data"
     (out / ".generate").mkdir(parents=True)
-    with worker_lock(out, "0/2", 9):
+    with worker_lock(out, "0/2"):
         assert running_workers(out / ".generate") == ["0/2"]
-        with (
-            pytest.raises(
-                RunError, match=r"worker 0/2 here, and 1 of .* 1/3 .*\(first: 4\).*same n"
-            ),
-            worker_lock(out, "1/3", 9),
-        ):
+        with pytest.raises(RunError, match=r"worker 0/2 here.*same n"), worker_lock(out, "1/3"):
             pass
-        for other, units in (("1/2", 9), ("1/4", 9), ("1/3", 4)):
-            with worker_lock(out, other, units):
-                pass
-        with pytest.raises(RunError, match="running worker 0/2 here"), worker_lock(out, "00/2", 9):
+        with worker_lock(out, "1/2"):
             pass
         with pytest.raises(RunError, match="worker 0/2 here"):
             run(target, corpus, out, workers="0/1")
-    with worker_lock(out, "1/3", 9):  # one after the other: another n is harmless
+    with worker_lock(out, "1/3"):  # one after the other: another n is harmless
         pass
 
 
 def test_a_lock_that_is_only_looked_at_is_no_running_worker(tmp_path):
     """Workers that start together look at the lock files of an earlier n at the same moment."""
     (tmp_path / ".generate").mkdir()
-    with worker_lock(tmp_path, "0/1", 9):
+    with worker_lock(tmp_path, "0/1"):
         pass
     looked_at = FileLock(tmp_path / ".generate" / "worker-0-of-1.lock", thread_local=False)
     looked_at.acquire()
     release = threading.Timer(0.2, looked_at.release)
     release.start()
-    with worker_lock(tmp_path, "0/2", 9):
+    with worker_lock(tmp_path, "0/2"):
         assert not looked_at.is_locked
     release.join()
 

@@ -8,10 +8,9 @@ import pytest
 
 import spec_data
 from spec_data.generation import ray_engine
+from spec_data.generation.options import CaptureOptions
 from spec_data.generation.ray_engine import RayReplica
-from spec_data.generation.setup import RunOptions
 from spec_data.generation.workers import worker_lock
-from spec_data.models.spread import Spread
 from spec_data.shards.errors import ConfigError, RunError
 from tests.spec_data.runs import digests, options, prepared, run
 
@@ -90,7 +89,7 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # 15: other tests would starve its workers
         handler = signal.getsignal(signal.SIGTERM)
-        with ray_engine.connected(2, RunOptions()):
+        with ray_engine.connected(2, CaptureOptions()):
             yield
         assert signal.getsignal(signal.SIGTERM) == handler  # Ray replaces it
 
@@ -111,7 +110,7 @@ def test_a_unit_that_always_fails_ends_the_run_and_costs_no_other(
     cluster, source, whole, tmp_path, monkeypatch
 ):
     out = tmp_path / "data"
-    with worker_lock(out, "0/1", 9), pytest.raises(RunError, match="running worker 0/1 here"):
+    with worker_lock(out, "0/1"), pytest.raises(RunError, match="running worker 0/1 here"):
         run(*source, out, replicas=1, **ON_RAY)  # a second driver
     monkeypatch.setattr(ray_engine, "RayReplica", Failing)
     monkeypatch.setattr(ray_engine, "RETRIES", 1)
@@ -154,10 +153,9 @@ class Cluster:
     ],
 )
 def test_replicas_take_the_gpus_of_the_cluster(given, replicas, gpus, device):
-    run = RunOptions(
-        device=given.get("device", "auto"), spread=Spread(device_map=given.get("device_map"))
-    )
-    placed = ray_engine.place_replicas(Cluster, given.get("replicas", 0), run)
+    given = dict(given)
+    count = given.pop("replicas", 0)
+    placed = ray_engine.place_replicas(Cluster, count, CaptureOptions(**given))
     assert placed == ray_engine.Replicas(replicas, gpus, device)
 
 
@@ -167,7 +165,7 @@ def test_what_ray_cannot_do_is_refused(source, tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="--engine ray"):
             prepared(**given | change)
     with pytest.raises(ConfigError, match="the cluster has 8 GPUs"):
-        ray_engine.place_replicas(Cluster, 9, RunOptions())
+        ray_engine.place_replicas(Cluster, 9, CaptureOptions())
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'ray\[default\]'"):
         run(*source, tmp_path / "data", engine="ray")

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 import spec_data.generation.replica as replica_module
-from spec_data.generation.plan import check_still_planned, discard_unused_plan, half_discarded
-from spec_data.generation.setup import find_or_make_plan, make_plan
+from spec_data.generation.setup import check_still_planned, find_plan, make_plan
 from spec_data.generation.workers import worker_lock
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.resumable import remove
 from tests.spec_data.corpus.templates import CHATML, GEMMA2, tokenizer
 from tests.spec_data.runs import digests, options, run, save_target, setup_of, write_corpus
 
@@ -58,9 +58,9 @@ def test_the_plan_counts_what_the_template_leaves_out(target, tmp_path, caplog):
     assert source["template_left_out"] == {"developer messages": 17}
     assert source["unused_columns"] == ["id"]
     assert plan.counts.rendering["left out by the template: developer messages"] == 17
-    rendering = replace(setup.rendering, template_kwargs={"enable_thinking": False})
+    changed = replace(setup.options, chat_template_kwargs={"enable_thinking": False})
     with pytest.raises(ConfigError, match="does not read enable_thinking"):
-        make_plan(replace(setup, rendering=rendering))
+        make_plan(replace(setup, options=changed))
 
 
 def chats(path, good, refused):
@@ -101,7 +101,7 @@ def test_documents_end_where_the_targets_context_ends(tmp_path, caplog, family):
     assert plan.lengths.tolist() == [256]
     assert plan.counts.cut == 1 and plan.counts.tokens_cut > 300
     assert plan.settings["max_length"] == 256
-    assert setup_at(target, file, tmp_path / "out", max_length=100).rendering.max_length == 100
+    assert setup_at(target, file, tmp_path / "out", max_length=100).options.max_length == 100
 
 
 def test_a_scaled_context_counts_as_what_it_was_scaled_to(target, corpus, tmp_path):
@@ -114,7 +114,7 @@ def test_a_scaled_context_counts_as_what_it_was_scaled_to(target, corpus, tmp_pa
         "original_max_position_embeddings": 200,
     }
     (scaled / "config.json").write_text(json.dumps(config))
-    assert setup_at(scaled, corpus, tmp_path / "out", max_length=1000).rendering.max_length == 800
+    assert setup_at(scaled, corpus, tmp_path / "out", max_length=1000).options.max_length == 800
 
 
 def test_more_top_logits_than_the_vocabulary_has_are_refused(target, corpus, tmp_path):
@@ -178,13 +178,13 @@ def test_the_plan_of_a_run_that_captured_nothing_is_replaced(
 
 def planned(target, corpus, out):
     """Make a directory with a plan and nothing else; return the plan."""
-    return find_or_make_plan(setup_at(target, corpus, out), out)
+    return find_plan(setup_at(target, corpus, out), out)
 
 
 def test_the_plan_of_a_running_worker_is_not_replaced(target, corpus, tmp_path):
     out = tmp_path / "data"
     plan = planned(target, corpus, out)
-    with worker_lock(out, "1/2", 9):
+    with worker_lock(out, "1/2"):
         check_still_planned(out / ".generate", plan)
         with pytest.raises(ConfigError, match=r"other settings.*\n  layers: "):
             run(target, corpus, out, layers="1,3")
@@ -194,22 +194,32 @@ def test_the_plan_of_a_running_worker_is_not_replaced(target, corpus, tmp_path):
 def test_a_worker_stops_if_its_plan_was_replaced(target, corpus, tmp_path):
     out = tmp_path / "data"
     plan = planned(target, corpus, out)
-    assert discard_unused_plan(out / ".generate")
-    assert not half_discarded(out / ".generate")
-    with pytest.raises(RunError, match="another command is making a plan"):
-        check_still_planned(out / ".generate", plan)
-    find_or_make_plan(setup_at(target, corpus, out, layers="1,3"), out)
+    find_plan(setup_at(target, corpus, out, layers="1,3"), out)
     with pytest.raises(RunError, match="another command is making a plan"):
         check_still_planned(out / ".generate", plan)
 
 
-def test_removing_a_plan_is_finished_after_a_crash(target, corpus, tmp_path, monkeypatch):
+@pytest.mark.parametrize("layers", ["0,2,4", "1,3"])
+def test_removing_a_plan_is_finished_after_a_crash(target, corpus, tmp_path, monkeypatch, layers):
+    """With the new settings, or with the old ones."""
     out = tmp_path / "data"
-    planned(target, corpus, out)
-    (out / "target").mkdir()
-    monkeypatch.setattr("spec_data.generation.plan.remove", failing)
+    monkeypatch.setattr(replica_module, "capture_unit", failing)
     with pytest.raises(RunError):
+        run(target, corpus, out, codec="int8c")
+    monkeypatch.undo()
+    removed = []
+
+    def crash(path):
+        if len(removed) == 4:
+            raise OSError("no power")
+        removed.append(path)
+        remove(path)
+
+    monkeypatch.setattr("spec_data.generation.setup.remove", crash)
+    with pytest.raises(OSError, match="no power"):
         run(target, corpus, out, layers="1,3")
     monkeypatch.undo()
-    run(target, corpus, out, layers="1,3")
-    assert HiddenStatesDataset(out).manifest.layers == (1, 3)
+    given = {"layers": layers, "codec": "int8c" if layers == "0,2,4" else "bf16"}
+    run(target, corpus, out, **given)
+    run(target, corpus, tmp_path / "fresh", **given)
+    assert digests(out) == digests(tmp_path / "fresh")

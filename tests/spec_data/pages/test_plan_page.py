@@ -36,7 +36,7 @@ def corpus(tmp_path_factory):
 
 def page_of(target, corpus, out, documents=1000, **options):
     given = {"target": str(target), "corpus": (str(corpus),), "out": str(out), "layers": "0,1,2"}
-    setup = setup_of(weights=False, **given, **options)
+    setup = setup_of(**given, **options)
     return plan_page(setup, make_plan(setup), documents)
 
 

@@ -238,26 +238,22 @@ def test_on_policy_is_checked_against_the_record(target, trained, corpus, tmp_pa
     answered(corpus, out, target=str(trained.path), temperature=0.5)
     with pytest.raises(ConfigError, match=r"was not written by this target.*\n.*weights: sha256"):
         run(target, out, tmp_path / "data", on_policy=True)
-    with pytest.raises(ConfigError, match=r"sampled at 0\.5 \(own\.jsonl\.sampling\)"):
+    with pytest.raises(ConfigError, match=r"own\.jsonl\.sampling\) were sampled at 0\.5"):
         given = {"on_policy": True, "sampling_temperature": 0.7, "layers": "0,1"}
         run(trained.path, out, tmp_path / "data", **given)
     (tmp_path / "own.jsonl.sampling").write_text("{")
     with pytest.raises(CorpusError, match=r"own\.jsonl\.sampling: damaged"):
-        run(trained.path, out, tmp_path / "data", layers="0,1")
+        run(trained.path, out, tmp_path / "data", layers="0,1", on_policy=True)
 
 
-def test_the_record_is_no_corpus_and_names_the_flag(trained, tmp_path, caplog, capsys):
+def test_the_record_is_no_corpus(trained, tmp_path, capsys):
     folder = tmp_path / "corpora"
     folder.mkdir()
     corpus = trained.corpus("questions", trained.rows[:4])
     answered(corpus, folder / "own.jsonl", target=str(trained.path))
-    with caplog.at_level("INFO"):
-        words = ["--layers", "0,1", "--device", "cpu", "--out", str(tmp_path / "data")]
-        base = ["estimate", "--target", str(trained.path), *words, "--corpus"]
-        assert main([*base, str(folder)]) == 0
-        assert "own.jsonl.sampling" not in capsys.readouterr().out
-        assert main([*base, str(folder / "own.jsonl")]) == 0
-    assert "--on-policy states and measures it" in caplog.text
+    words = ["--layers", "0,1", "--device", "cpu", "--out", str(tmp_path / "data")]
+    assert main(["estimate", "--target", str(trained.path), *words, "--corpus", str(folder)]) == 0
+    assert "own.jsonl.sampling" not in capsys.readouterr().out
 
 
 def test_a_changed_file_is_named(trained, tmp_path, caplog):

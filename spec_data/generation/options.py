@@ -1,0 +1,210 @@
+"""What is captured of a corpus, and how: options of two commands. No torch: `--help` is instant."""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+from cyclopts import Parameter
+from msgspec import Meta
+
+from spec_data.corpus.bad_rows import parse_limit
+from spec_data.models.spread import Spread, parse_spread
+from spec_data.shards.errors import ConfigError
+from spec_data.terminal.option_values import (
+    check_drafts,
+    parse_batch_tokens,
+    parse_codecs,
+    parse_drafts,
+    parse_size,
+)
+from spec_data.terminal.types import (
+    Count,
+    JsonObject,
+    Layers,
+    Names,
+    Positive,
+    Text,
+    comma_list,
+    more,
+)
+
+AUTO: Final = "auto"
+STORED, DOCUMENTS = more("what is captured"), more("documents")
+RUNNING, WORKERS = more("how the target runs"), more("shards and workers")
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Packing = Literal[
+    "auto", "rows", "per-document", "mask-per-layer-type", "block-causal-window", "block-causal",
+    "position-ids", "requests",
+]  # fmt: skip
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions:
+    """What is captured of a corpus, and how: the options that `generate` and `estimate` share."""
+
+    layers: Layers = AUTO
+    """Layer ids to capture, such as 1,3,5. Id k is the output of decoder block k, counted from 0;
+    -1 is the embedding output. auto takes the EAGLE-3 recipe 1, L/2-1, L-4 of L blocks; spread:N
+    takes N evenly spaced blocks from 1 to L-2."""
+    for_: Names = ""
+    """Drafts to capture for, such as eagle3,dspark or all, instead of --layers: the layers that any
+    of their recipes reads. eagle3 and peagle read 1, L/2-1, L-4; dspark and dflash 5 evenly spaced
+    blocks from 1 to L-2; eagle only hidden.final."""
+    codec: str = "lm4c"
+    """How states are stored: bf16 (exact), int8c or fp8 (half of its bytes), lm6c (0.38), lm4c
+    (0.25); or per kind, such as aux=lm4c,final=int8c. The error is measured before the first shard;
+    a codec that loses too much gives way to the next finer one."""
+    supervision: Annotated[str, STORED] = "final-hidden"
+    """What the teacher's distribution is rebuilt from: final-hidden (exact and small), topk:K (K
+    exact logits and the logsumexp) or logits (all of them, very large)."""
+    final: Annotated[Literal["all", "supervised"], STORED] = "all"
+    """Tokens at which hidden.final is stored. supervised stores it only where the next token is
+    supervised: enough for EAGLE-3, not for EAGLE-1/2."""
+    teacher: Annotated[Literal["supervised", "all"], STORED] = "supervised"
+    """Tokens at which the head runs: those whose next token is supervised, which is all that served
+    drafts learn from; or all, for a wider `fit --mask` later."""
+    max_length: Annotated[int, Meta(ge=2), Parameter(metavar="N")] = 2048
+    """Cut documents to this many tokens, or to the target's context where that is shorter; cut
+    documents are counted. Memory grows with it."""
+    limit: Count = 0
+    """Read at most this many corpus rows; 0 reads all."""
+    mask: Literal["assistant", "last-turn", "all"] = "assistant"
+    """Supervised tokens: those of every assistant turn, of the last one, or all tokens (for plain
+    text)."""
+    on_policy: bool = False
+    """State that this very target wrote the responses. It is measured: the run stops early if a
+    sample contradicts it, and the dataset is recorded as off-policy if all does."""
+    sampling_temperature: Annotated[Annotated[float, Meta(ge=0, le=10)] | None, DOCUMENTS] = None
+    """Temperature at which the target wrote the responses of --on-policy, 0 for greedy. Not given:
+    at most 1, and three of four tokens must be the target's first choice."""
+    allow_high_nll: Annotated[bool, DOCUMENTS] = False
+    """Capture a corpus that the target finds less likely than random tokens, as token ids of
+    another tokenizer are."""
+    chat_template_kwargs: Annotated[JsonObject | None, DOCUMENTS] = None
+    """JSON object of arguments for the chat template, such as {"enable_thinking": false}."""
+    max_bad_rows: Annotated[Text, DOCUMENTS] = AUTO
+    """Stop if more rows of the corpus are bad: a count such as 5, or a share such as 1% or 0.01.
+    auto is 1 %; below 1,000 rows it is 10 rows, but not more than 10 %."""
+    max_row_bytes: Annotated[Text, DOCUMENTS] = "8MB"
+    """A row of more bytes is a bad row, skipped without being held in memory. Tokenising a row
+    takes up to 250 times its bytes."""
+    num_proc: Annotated[Count, DOCUMENTS] = 0
+    """Processes that render the corpus; 0 takes one per core, at most 16. The result does not
+    depend on it."""
+    device: str = AUTO
+    """Device of the target: auto (a GPU where there is one), cpu, cuda, cuda:1, ..."""
+    dtype: Annotated[Dtype, RUNNING] = AUTO
+    """Dtype in which the target runs; auto is the checkpoint's own. Take the one that the target is
+    served in."""
+    backend: Annotated[Literal["hf", "vllm"], RUNNING] = "hf"
+    """What runs the target: hf is transformers; vllm is vLLM in this process, for targets that it
+    serves (pip install vllm)."""
+    device_map: Annotated[str | None, RUNNING] = None
+    """Spread the target over the GPUs of this machine, and what does not fit over memory and disk:
+    auto, balanced or sequential, or a JSON object that names a device per module, such as
+    {"model": 0, "lm_head": "cpu"}."""
+    max_memory: Annotated[JsonObject | None, RUNNING] = None
+    """With --device-map: a JSON object of what each GPU and the CPU may hold of the weights, such
+    as {"0": "60GiB", "cpu": "200GiB"}."""
+    tp_plan: Annotated[Literal["auto"] | None, RUNNING] = None
+    """Auto splits every layer of the target over the processes that torchrun starts; the first
+    process writes the dataset."""
+    vllm_tensor_parallel: Annotated[Positive, RUNNING] = 1
+    """With --backend vllm: GPUs that share every layer."""
+    vllm_memory: Annotated[float, Meta(gt=0, lt=1), RUNNING] = 0.8
+    """With --backend vllm: share of each GPU's memory for weights and the cache of keys and values.
+    States, logits and a second head need the rest."""
+    attn: Annotated[str, RUNNING] = AUTO
+    """Attention implementation of transformers: auto, sdpa, eager, flash_attention_2."""
+    rope_factors: Annotated[Literal["auto", "short", "long"], RUNNING] = AUTO
+    """Factors of a longrope target (Phi-3, Phi-4) for every document; auto takes the long ones if a
+    document is longer than the short ones cover."""
+    packing: Annotated[Packing, RUNNING] = AUTO
+    """How documents share a row. auto proves that packed states equal unpacked ones, and uses one
+    document per row where no mask passes; rows skips packing (slower); the other names ask for one
+    mask and stop the run if it fails the proof."""
+    batch_tokens: Annotated[Text, RUNNING] = AUTO
+    """Tokens per forward of the target. auto tries the longest documents on a GPU before the first
+    shard, and takes the largest number that is safe; on a CPU it is 8192."""
+    revision: Annotated[str | None, RUNNING] = None
+    """Branch, tag or commit of a target on the Hub; not given: its main branch."""
+    trust_remote_code: Annotated[bool, RUNNING] = False
+    """Run Python code that comes with the model; only for authors you trust."""
+    max_shard_size: Annotated[Text, WORKERS] = AUTO
+    """Size of one shard: what a resumed run repeats at most, and what workers share out. auto is
+    500MB, but at most 262,144 tokens and a sixteenth of the corpus."""
+
+    def check(self) -> None:
+        """Refuse options that contradict each other; their types are checked by the command.
+
+        Raises:
+            ConfigError: see above.
+        """
+        parse_limit(str(self.max_bad_rows))
+        for name, size in (("row-bytes", self.max_row_bytes), ("shard-size", self.max_shard_size)):
+            if size != AUTO and parse_size(str(size)) < 1:
+                raise ConfigError(f"--max-{name} {size}: expected some bytes")
+        if not re.fullmatch(r"final-hidden|logits|topk:[1-9]\d*", self.supervision):
+            raise ConfigError(
+                f"--supervision {self.supervision!r}: final-hidden, topk:K (e.g. topk:64) or logits"
+            )
+        if self.final != "all" and self.supervision != "final-hidden":
+            raise ConfigError(
+                f"--final {self.final} is about hidden.final, which --supervision "
+                f"{self.supervision} does not store"
+            )
+        check_drafts(self.drafts, comma_list(self.layers), self.supervision, self.final)
+        if self.sampling_temperature is not None and not self.on_policy:
+            raise ConfigError(
+                "--sampling-temperature describes --on-policy responses; add that flag"
+            )
+        _ = self.codecs, self.tokens_per_forward
+        self._check_running()
+
+    def _check_running(self) -> None:
+        one_device = self.spread.is_one_device
+        if not one_device and self.device != AUTO:
+            name = "--tp-plan" if self.spread.tensor_parallel else "--device-map"
+            raise ConfigError(f"{name} chooses the devices; leave --device {self.device} out")
+        if self.backend != "vllm":
+            if self.vllm_tensor_parallel > 1 or self.packing == "requests":
+                raise ConfigError(
+                    "--vllm-tensor-parallel and --packing requests go with --backend vllm; add it"
+                )
+        elif not one_device:
+            raise ConfigError(
+                "--device-map and --tp-plan are for --backend hf; vLLM spreads a target over GPUs "
+                "with --vllm-tensor-parallel N"
+            )
+        elif self.attn != AUTO or self.packing not in (AUTO, "rows", "requests"):
+            raise ConfigError(
+                f"--attn {self.attn}, --packing {self.packing}: vLLM has attention of its own and "
+                "packs requests itself; leave both auto"
+            )
+
+    @property
+    def drafts(self) -> tuple[str, ...]:
+        """The drafts of --for."""
+        return parse_drafts(comma_list(self.for_))
+
+    @property
+    def codecs(self) -> dict[str, str]:
+        """The codec of the aux states and of hidden.final (bf16 where there is none)."""
+        return parse_codecs(self.codec, self.supervision)
+
+    @property
+    def spread(self) -> Spread:
+        """How the target lies on devices."""
+        return parse_spread(self.device_map, self.max_memory, self.tp_plan)
+
+    @property
+    def tokens_per_forward(self) -> int | None:
+        """The number of --batch-tokens; None for auto."""
+        return parse_batch_tokens(str(self.batch_tokens))
+
+    @property
+    def own_temperature(self) -> float:
+        """The temperature at which the target's own samples are imagined."""
+        return 1.0 if self.sampling_temperature is None else self.sampling_temperature
