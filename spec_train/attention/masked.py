@@ -1,18 +1,24 @@
 """Softmax attention under an `AttentionMask`, with three back ends that tests keep equal.
 
-- "dense": the softmax written out, in at least float32. It is the reference.
-- "sdpa": torch's scaled_dot_product_attention, for a chunk of queries of a pack at a time and only
-  the keys that any query of the chunk sees, so keys masked for all of them cost nothing. Neighbours
-  among the queries should see nearly the same keys. On CPUs the flash kernel is called directly:
-  autograd would save keys, values and a float copy of the table of every chunk for the backward
-  pass, which adds up to Q x T.
-- "flex": flex_attention, which evaluates the predicate and skips parts that no query sees, without
-  a Q x T table of scores or booleans. It is the default where its compiled form works (flex.py).
+A query may also have keys that no other query sees, one per step of EAGLE-3's unroll: its diagonal.
+One softmax runs over both.
 
-B packs, Q queries, T keys, h / g query / key-value heads, d head size.
+- "dense": the softmax written out, in at least float32. It is the reference.
+- "merged": torch's kernels that return a log-sum-exp, for a chunk of queries of a pack at a time
+  and only the keys that any query of the chunk sees, so keys masked for all of them cost nothing.
+  Neighbours among the queries should see nearly the same keys. The log-sum-exp is merged with the
+  diagonal. Kernels have no gradient through it. So, as in ring attention, the kernel's backward is
+  called with the merged output and the merged log-sum-exp, and recomputes the joint probabilities.
+  (Autograd would save keys, values and a float copy of the table of every chunk: Q x T numbers.)
+- "flex": flex_attention, which evaluates the mask and skips parts that no query sees, without a
+  Q x T table; its log-sum-exp has a gradient. The default where its compiled form works (flex.py).
+
+B packs, Q queries, T keys, h / g query / key-value heads, d head size, s steps of a diagonal.
 """
 
 import logging
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 from spec_train.attention.flex import flex, flex_works
 from spec_train.attention.masks import AttentionMask
@@ -28,26 +34,133 @@ from spec_train.attention.plain import repeat_heads
 
 log = logging.getLogger(__name__)
 
-CHUNK = 128  # queries that "sdpa" computes at a time
-BACKENDS = ("dense", "sdpa", "flex")
+BACKENDS = ("dense", "merged", "flex")
+CHUNK = 128  # queries of one kernel call
+CHUNK_ON_DEVICES = 1024  # a GPU needs more of them to be busy; their bias is 8 MB at T = 4096
+
+Diagonal = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values of the later steps, oldest first, each [B, g, Q, d]: one per query and step."""
 
 
 @cache
 def default_backend(device_type: str, head_dim: int) -> str:
     """Return the back end for a device and head size; decided once and logged."""
-    backend = "flex" if flex_works(device_type, head_dim) else "sdpa"
+    backend = "flex" if flex_works(device_type, head_dim) else "merged"
     log.info("draft attention on %s, head_dim %d: %s", device_type, head_dim, backend)
     return backend
 
 
+# -- lse kernels -----------------------------------------------------------------------------------
+# torch's attention kernels that return the log-sum-exp of their scores, forward and backward.
+#
+# - CPU: the flash kernel.
+# - CUDA: the memory-efficient kernel, the only one there with a bias and a log-sum-exp. Its rules:
+#   the head size and the rows of the bias are multiples of 8 (both are padded here), the log-sum-
+#   exp has its queries padded to a multiple of 32, and the backward pass assumes the memory layout
+#   [B, Q, h, d] of the output that it is handed, without a check.
+
+
+ALIGNED = 8
+"""Elements that the CUDA kernel reads at a time, of any dtype that it knows, at most."""
+LSE_ROWS = 32
+"""The CUDA kernel pads the queries of a log-sum-exp to a multiple of this."""
+
+
+def attend_lse(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend, without a graph.
+
+    Args:
+        q: queries [B, h, Q, d].
+        k, v: keys and values [B, h, T, d], of the dtype of `q`.
+        bias: added to the scaled scores [1, 1, Q, T], of the dtype of `q`; from `empty_bias`.
+        scale: multiplies the scores.
+
+    Returns:
+        Heads [B, h, Q, d], and the log-sum-exp [B, h, Q] in at least float32.
+    """
+    if q.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, attn_mask=bias, scale=scale)
+    wide = bias.expand(q.shape[0], q.shape[1], -1, -1)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse = efficient(*map(_padded, (q, k, v)), wide, True, scale=scale)[:2]
+    return out[..., : q.shape[3]], lse[..., : q.shape[2]]
+
+
+def attend_lse_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v for the gradient `grad` [B, h, Q, d] of the heads.
+
+    The probabilities are exp(score - lse). With the output and the log-sum-exp of more keys than
+    `k` holds, the gradients are those of the joint softmax.
+    """
+    if q.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return flash(grad, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
+    wide = bias.expand(q.shape[0], q.shape[1], -1, -1)
+    unused = torch.zeros((), dtype=torch.long, device=q.device)  # seed and offset of dropout
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    dq, dk, dv, _ = efficient(
+        _by_slot(_padded(grad)),
+        *map(_padded, (q, k, v)),
+        wide,
+        _by_slot(_padded(out)),
+        _padded_lse(lse),
+        unused,
+        unused,
+        0.0,
+        [True, True, True, False],
+        scale=scale,
+    )
+    size = q.shape[3]
+    return dq[..., :size], dk[..., :size], dv[..., :size]
+
+
+def empty_bias(queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a bias of zeros [1, 1, Q, T] whose rows are as far apart as the kernels want."""
+    width = keys if device.type == "cpu" else -(-keys // ALIGNED) * ALIGNED
+    return torch.zeros(1, 1, queries, width, dtype=dtype, device=device)[..., :keys]
+
+
+def kernel_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that the kernels of a device know; none where there is no kernel."""
+    low = (torch.float32, torch.bfloat16, torch.float16)
+    return {"cpu": (*low, torch.float64), "cuda": low}.get(device_type, ())
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Pad the head size of [B, h, n, d] with zeros to a multiple of ALIGNED."""
+    more = -x.shape[-1] % ALIGNED
+    return F.pad(x, (0, more)) if more else x
+
+
+def _by_slot(x: Tensor) -> Tensor:
+    """Return [B, h, Q, d] with the memory layout [B, Q, h, d]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _padded_lse(lse: Tensor) -> Tensor:
+    """Pad the queries of [B, h, Q] as the kernel does; infinity makes probabilities of zero."""
+    if torch.version.hip is not None:  # ROCm's kernel pads nothing
+        return lse.contiguous()
+    return F.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=math.inf).contiguous()
+
+
+# -- chunks ----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class _Chunk:
-    """Some queries of a pack, and the one or two spans of keys that hold all they see."""
+class Chunk:
+    """Queries of one pack that are computed together, and the spans of keys that they see."""
 
     pack: slice  # one pack
     queries: slice
-    keys: tuple[slice, ...]
-    table: Tensor  # bool [1, 1, queries, n], n keys
+    keys: tuple[slice, ...]  # one or two
+    ends: tuple[Tensor, ...]  # per span, first and last key of every query, int64 [queries, 2]
 
     def pick(self, x: Tensor) -> Tensor:
         """Select from keys or values [B, h, T, d] those of the chunk: [1, h, n, d]."""
@@ -64,35 +177,41 @@ class _Chunk:
 
     def bias(self, dtype: torch.dtype) -> Tensor:
         """Return 0 where a query sees a key and -inf elsewhere, [1, 1, queries, n] in `dtype`."""
-        zero = torch.zeros((), dtype=dtype, device=self.table.device)
-        return torch.where(self.table, zero, float("-inf"))
+        unseen = []
+        for span, ends in zip(self.keys, self.ends, strict=True):
+            key = torch.arange(span.start, span.stop, device=ends.device)
+            unseen.append((key < ends[:, :1]) | (key > ends[:, 1:]))
+        table = torch.cat(unseen, dim=1)
+        bias = empty_bias(len(table), table.shape[1], dtype, table.device)
+        return bias.masked_fill_(table, float("-inf"))
 
 
-def _chunks(mask: AttentionMask) -> list[_Chunk]:
-    """Cut the table into chunks of queries, each with the spans of keys that it sees."""
-    spans = mask.make_spans()
-    numbers = spans.stacked()  # [B, Q, 4]
-    parts = [slice(i, min(i + CHUNK, mask.queries)) for i in range(0, mask.queries, CHUNK)]
+def _chunks(mask: AttentionMask) -> tuple[Chunk, ...]:
+    """Cut the queries into chunks, each with the spans of keys that it sees."""
+    count = mask.ends.shape[1]
+    size = CHUNK if mask.ends.device.type == "cpu" else CHUNK_ON_DEVICES
+    parts = [slice(i, min(i + size, count)) for i in range(0, count, size)]
+    ends = torch.cat([mask.ends[..., :2], mask.ends[..., 2:] + mask.common], dim=-1)
     # [B, Q, 2] each, of both spans; an empty span does not widen that of the chunk
-    low, high = numbers[..., ::2], numbers[..., 1::2]
+    low, high = ends[..., ::2], ends[..., 1::2]
     empty = high < low
     low, high = low.masked_fill(empty, mask.keys), high.masked_fill(empty, -1)
     edges = [torch.stack([low[:, p].amin(1), high[:, p].amax(1)], dim=-1) for p in parts]
     chunks = []  # edges: per chunk [B, 2, 2], first and last key of both spans
     for part, packs in zip(parts, torch.stack(edges).tolist(), strict=True):
         for pack, bounds in enumerate(packs):
-            rows = numbers[pack, part]  # [queries, 4]
-            keys, tables = [], []
-            for (start, end), offset, ends in zip(
-                bounds, (0, spans.common), (rows[:, :2], rows[:, 2:]), strict=True
-            ):
-                if end >= start:
-                    key = torch.arange(start, end + 1, device=mask.device)
-                    tables.append((key >= ends[:, :1]) & (key <= ends[:, 1:]))
-                    keys.append(slice(offset + start, offset + end + 1))
-            table = torch.cat(tables, dim=1)[None, None]
-            chunks.append(_Chunk(slice(pack, pack + 1), part, tuple(keys), table))
-    return chunks
+            rows = ends[pack, part]  # [queries, 4]
+            spans = [
+                (slice(start, end + 1), rows[:, 2 * i : 2 * i + 2])
+                for i, (start, end) in enumerate(bounds)
+                if end >= start
+            ]
+            keys, own = zip(*spans, strict=True)
+            chunks.append(Chunk(slice(pack, pack + 1), part, keys, own))
+    return tuple(chunks)
+
+
+# -- attention -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -100,7 +219,8 @@ class Attending:
     """A mask prepared for one back end; done once per batch, for all layers and steps."""
 
     backend: str
-    mask: Any  # dense: bool [B, 1, Q, T]; sdpa: list of _Chunk; flex: BlockMask
+    mask: AttentionMask
+    prepared: Any = None  # merged: tuple of Chunk; flex: BlockMask
 
     @classmethod
     def prepare(cls, mask: AttentionMask, head_dim: int, backend: str = "auto") -> "Attending":
@@ -109,98 +229,164 @@ class Attending:
         Raises:
             ValueError: no such back end.
         """
+        device = mask.ends.device.type
         if backend == "auto":
-            backend = default_backend(mask.device.type, head_dim)
+            backend = default_backend(device, head_dim)
         if backend not in BACKENDS:
             raise ValueError(f"backend = {backend!r}: choose from {', '.join(BACKENDS)}")
         if backend == "dense":
-            return cls(backend, mask.dense())
-        if backend == "sdpa":
-            return cls(backend, _chunks(mask))
+            return cls(backend, mask)
+        if backend == "merged":
+            return cls(backend, mask, _chunks(mask))
 
         def mask_mod(pack: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return mask.sees(pack, query, key)
 
-        extents = mask.batch, None, mask.queries, mask.keys
-        return cls(backend, create_block_mask(mask_mod, *extents, device=mask.device.type))
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attend from queries [B, h, Q, d] to keys and values [B, g, T, d]: [B, h, Q, d]."""
-        if self.backend == "flex":
-            return flex(q)(q, k, v, block_mask=self.mask, scale=scale, enable_gqa=True)
-        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-        if self.backend == "sdpa" and q.device.type == "cpu":
-            return _ChunksOnCPU.apply(q.to(v.dtype), k.to(v.dtype), v, self.mask, scale)
-        if self.backend == "sdpa":
-            return _chunks_by_autograd(q.to(v.dtype), k.to(v.dtype), v, self.mask, scale)
-        scores = (q @ k.mT) * scale
-        scores = scores if scores.dtype == torch.float64 else scores.float()
-        weights = scores.masked_fill(~self.mask, float("-inf")).softmax(-1)
-        return weights.to(v.dtype) @ v
-
-
-def _chunks_by_autograd(
-    q: Tensor, k: Tensor, v: Tensor, chunks: list[_Chunk], scale: float
-) -> Tensor:
-    """Attend chunk by chunk with torch's function: shapes as for `_ChunksOnCPU`."""
-    packs: dict[int, list[Tensor]] = {}
-    for chunk in chunks:
-        part = F.scaled_dot_product_attention(
-            q[chunk.pack, :, chunk.queries],
-            chunk.pick(k),
-            chunk.pick(v),
-            attn_mask=chunk.table,
-            scale=scale,
+        batch, queries = mask.ends.shape[:2]
+        return cls(
+            backend, mask, create_block_mask(mask_mod, batch, None, queries, mask.keys, device)
         )
-        packs.setdefault(chunk.pack.start, []).append(part)
-    return torch.cat([torch.cat(parts, dim=2) for parts in packs.values()])
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: Diagonal = ()
+    ) -> Tensor:
+        """Attend from each query to the keys that it sees and to its own of the diagonal.
+
+        Args:
+            q: queries [B, h, Q, d].
+            k, v: keys and values [B, g, T, d]; g divides h.
+            scale: multiplies the scores.
+            diagonal: keys and values of the s later steps.
+
+        Returns:
+            [B, h, Q, d], in the dtype of the values. Queries and keys are cast to it: under
+            autocast, norms return float32 and projections do not, and a kernel takes one dtype.
+        """
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        diagonal = [(key.to(value.dtype), value) for key, value in diagonal]
+        if self.backend == "flex":
+            return _flex(q, k, v, scale, diagonal, self.prepared)
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+        if self.backend == "merged" and v.dtype in kernel_dtypes(v.device.type):
+            flat = [x for pair in diagonal for x in pair]
+            return _MergedAttention.apply(q, k, v, self.prepared, scale, *flat)
+        scores = ((q @ k.mT) * scale).masked_fill(~self.mask.dense(), float("-inf"))
+        joint = _wide(torch.cat([scores, _own_scores(q, diagonal, scale)], dim=-1)).softmax(-1)
+        first, later = joint.to(v.dtype).split([k.shape[2], len(diagonal)], dim=-1)
+        return _add_own(first @ v, later, diagonal)
 
 
-class _ChunksOnCPU(torch.autograd.Function):
-    """The CPU's flash kernel, chunk by chunk. Backward selects keys and makes biases again."""
+def own_only(q: Tensor, diagonal: Diagonal, scale: float) -> Tensor:
+    """Attend from queries [B, h, Q, d] to their own later keys only; there is at least one."""
+    scores = _wide(_own_scores(q, diagonal, scale))  # [B, h, Q, s]
+    return _add_own(torch.zeros_like(q), scores.softmax(-1).to(q.dtype), diagonal)
+
+
+def _wide(scores: Tensor) -> Tensor:
+    return scores if scores.dtype == torch.float64 else scores.float()
+
+
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: Diagonal, block_mask: Any
+) -> Tensor:
+    """Attend with flex_attention, merged with the diagonal."""
+    aux = AuxRequest(lse=True)
+    out, found = flex(q)(
+        q, k, v, block_mask=block_mask, scale=scale, enable_gqa=True, return_aux=aux
+    )
+    if not diagonal:
+        return out
+    own = _own_scores(q, diagonal, scale).to(found.lse.dtype)  # [B, h, Q, s]
+    lse = torch.logaddexp(found.lse, own.logsumexp(-1))  # [B, h, Q], of all keys together
+    out = out * torch.exp(found.lse - lse)[..., None].to(out.dtype)
+    return _add_own(out, torch.exp(own - lse[..., None]).to(out.dtype), diagonal)
+
+
+def _grouped(x: Tensor, like: Tensor) -> Tensor:
+    """View `x` [B, h, ...] as [B, g, h/g, ...], where g is the number of heads of `like`."""
+    return x.unflatten(1, (like.shape[1], -1))
+
+
+def _own_scores(q: Tensor, diagonal: Diagonal, scale: float) -> Tensor:
+    """Return the scores [B, h, Q, s] of queries [B, h, Q, d] with their own later keys."""
+    parts = [(_grouped(q, k) * k[:, :, None]).sum(-1).flatten(1, 2) for k, _ in diagonal]
+    return torch.stack(parts, -1) * scale if parts else q.new_zeros(*q.shape[:3], 0)
+
+
+def _add_own(out: Tensor, share: Tensor, diagonal: Diagonal) -> Tensor:
+    """Add the diagonal values, weighted by `share` [B, h, Q, s], to `out` [B, h, Q, d]."""
+    for s, (_, v) in enumerate(diagonal):
+        out = out + (_grouped(share[..., s, None], v) * v[:, :, None]).flatten(1, 2)
+    return out
+
+
+class _MergedAttention(torch.autograd.Function):
+    """A kernel's attention chunk by chunk, merged exactly with the diagonal (see the module).
+
+    q [B, h, Q, d]; k, v [B, h, T, d] (heads repeated); `flat` is the diagonal, flattened. The
+    backward pass selects keys and makes biases again.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, chunks: list[_Chunk], scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chunks: Sequence[Chunk],
+        scale: float,
+        *flat: Tensor,
     ) -> Tensor:
-        """Attend from q [B, h, Q, d] to k, v [B, h, T, d], heads repeated: [B, h, Q, d]."""
         out, lse = torch.empty_like(q), None
         for chunk in chunks:
-            found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q[chunk.pack, :, chunk.queries],
-                chunk.pick(k),
-                chunk.pick(v),
-                attn_mask=chunk.bias(q.dtype),
-                scale=scale,
-            )
+            part = q[chunk.pack, :, chunk.queries]
+            found, sums = attend_lse(part, chunk.pick(k), chunk.pick(v), chunk.bias(q.dtype), scale)
             lse = sums.new_empty(q.shape[:3]) if lse is None else lse
             out[chunk.pack, :, chunk.queries], lse[chunk.pack, :, chunk.queries] = found, sums
         if lse is None:
             raise ValueError("attention without queries")
-        ctx.save_for_backward(q, k, v, out, lse)
+        diagonal = list(zip(flat[::2], flat[1::2], strict=True))
+        if diagonal:
+            own = _own_scores(q, diagonal, scale).to(lse.dtype)
+            first, lse = lse, torch.logaddexp(lse, own.logsumexp(-1))
+            out = out * torch.exp(first - lse)[..., None].to(q.dtype)
+            out = _add_own(out, torch.exp(own - lse[..., None]).to(q.dtype), diagonal)
+        ctx.save_for_backward(q, k, v, out, lse, *flat)
         ctx.chunks, ctx.scale = chunks, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *flat = ctx.saved_tensors
         grad = grads[0].contiguous()
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for chunk in ctx.chunks:
             pack, part = chunk.pack, chunk.queries
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            found = attend_lse_backward(
                 grad[pack, :, part],
                 q[pack, :, part],
                 chunk.pick(k),
                 chunk.pick(v),
                 out[pack, :, part],
                 lse[pack, :, part],
-                0.0,
-                False,
-                attn_mask=chunk.bias(q.dtype),
-                scale=ctx.scale,
+                chunk.bias(q.dtype),
+                ctx.scale,
             )
             dq[pack, :, part] = found[0]
             chunk.spread(dk, found[1])
             chunk.spread(dv, found[2])
-        return dq, dk, dv, None, None
+        diagonal = list(zip(flat[::2], flat[1::2], strict=True))
+        d_flat: list[Tensor] = []
+        if diagonal:
+            own = _own_scores(q, diagonal, ctx.scale).to(lse.dtype)
+            shares = torch.exp(own - lse[..., None]).to(q.dtype)  # [B, h, Q, s], probabilities
+            delta = (grad * out).sum(-1)  # [B, h, Q]
+            for s, (key, value) in enumerate(diagonal):
+                share = shares[..., s]  # [B, h, Q]
+                gain = (_grouped(grad, value) * value[:, :, None]).sum(-1).flatten(1, 2)
+                # gradient of the score, [B, g, h/g, Q, 1]
+                score = _grouped((share * (gain - delta) * ctx.scale)[..., None], key)
+                dq += (score * key[:, :, None]).flatten(1, 2)
+                d_flat.append((score * _grouped(q, key)).sum(2))
+                d_flat.append((_grouped(share[..., None], value) * _grouped(grad, value)).sum(2))
+        return dq, dk, dv, None, None, *d_flat

@@ -1,8 +1,9 @@
 """Which keys a query may see: one function per draft algorithm.
 
-A mask is a predicate over indices, so that every attention back end can use it: as a boolean table,
-or as the `mask_mod` of flex_attention, which never builds the table. Padding (document id -1)
-counts as one more document: every query sees at least one key, and no real token sees padding.
+A mask is a few numbers per query, so that every attention back end can use it: as a boolean table,
+as chunks of queries with the keys that they see, or as the `mask_mod` of flex_attention, which
+never builds the table. Padding (document id -1) counts as one more document: every query sees at
+least one key, and no real token sees padding.
 
 A layer with a window of W sees the last W positions: a query at position p sees keys at positions
 p - W + 1 to p, as in transformers. `docs/windows.md` compares this with trainers and engines.
@@ -10,66 +11,42 @@ p - W + 1 to p, as in transformers. `docs/windows.md` compares this with trainer
 B packs, Q queries, T keys. The keys are the tokens of the pack, unless a function says otherwise.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from spec_data.shards.packing import PADDING
 
-Predicate = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(pack, query, key) indices, int64, broadcast together -> bool: whether the query sees the key."""
-
-
-@dataclass(frozen=True)
-class Spans:
-    """The same as a predicate, as numbers: the keys that each query sees are one or two spans.
-
-    The keys are `common` ones first, then others. A query sees the common keys `first` to `last`
-    and the others `own_first` to `own_last`, counted from the first of the others; a span whose
-    last key is before its first one is empty. All four are int64 [B, Q].
-    """
-
-    common: int
-    first: Tensor
-    last: Tensor
-    own_first: Tensor
-    own_last: Tensor
-
-    def stacked(self) -> Tensor:
-        """Return the four numbers of every query, int64 [B, Q, 4]."""
-        return torch.stack([self.first, self.last, self.own_first, self.own_last], dim=-1)
-
-    def of_queries(self, start: int) -> "Spans":
-        """Return the spans of the queries from `start` on."""
-        return Spans(self.common, *self.stacked()[:, start:].unbind(-1))
-
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """A predicate over (pack, query, key) and the extents of the three.
+    """The keys that each query sees: one or two spans.
 
-    `make_spans` returns the same as numbers, for back ends that cut the queries into chunks.
+    The first `common` keys can be seen by queries of several blocks or chains; the others belong to
+    one each. A span whose last key is before its first one is empty.
     """
 
-    sees: Predicate
-    batch: int
-    queries: int
-    keys: int
-    device: torch.device
-    make_spans: Callable[[], Spans]
+    keys: int  # T
+    common: int
+    ends: Tensor  # int64 [B, Q, 4]: first and last common key, and of the others, counted from 0
 
-    def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the table, bool [B, 1, Q, T], or only its queries [start, stop)."""
-        stop = self.queries if stop is None else stop
-        pack, key = (torch.arange(size, device=self.device) for size in (self.batch, self.keys))
-        query = torch.arange(start, stop, device=self.device)
-        # [B, 1, 1], [queries, 1] and [T] broadcast to [B, queries, T]
-        return self.sees(pack[:, None, None], query[:, None], key)[:, None].expand(
-            self.batch, 1, stop - start, self.keys
-        )
+    def sees(self, pack: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Return whether a query sees a key; the indices, int64, broadcast together."""
+        ends, own = [x[pack, query] for x in self.ends.unbind(-1)], key - self.common
+        return ((key >= ends[0]) & (key <= ends[1])) | ((own >= ends[2]) & (own <= ends[3]))
+
+    def dense(self) -> Tensor:
+        """Return the table, bool [B, 1, Q, T]."""
+        batch, queries, device = *self.ends.shape[:2], self.ends.device
+        pack, query, key = (torch.arange(n, device=device) for n in (batch, queries, self.keys))
+        return self.sees(pack[:, None, None], query[:, None], key)[:, None]
+
+
+def span_mask(first: Tensor, last: Tensor, keys: int) -> AttentionMask:
+    """Each query sees the keys `first` to `last`, int64 [B, Q] each."""
+    nothing = torch.zeros_like(last)
+    return AttentionMask(keys, keys, torch.stack([first, last, nothing, nothing - 1], dim=-1))
 
 
 def causal_mask(document_ids: Tensor, window: int | None = None) -> AttentionMask:
@@ -77,33 +54,23 @@ def causal_mask(document_ids: Tensor, window: int | None = None) -> AttentionMas
 
     `document_ids` is int64 [B, T]; `window` is a number of positions, None: no limit.
     """
-    batch, length = document_ids.shape
+    slots = _slots(document_ids).expand_as(document_ids)
+    first = _document_starts(document_ids)  # [B, T]
+    if window is not None:
+        first = torch.maximum(first, slots - window + 1)
+    return span_mask(first, slots, document_ids.shape[1])
 
-    def sees(pack: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = document_ids[pack, query] == document_ids[pack, key]
-        return (key <= query) & same & _within(query, key, window)
 
-    def spans() -> Spans:
-        slots = torch.arange(length, device=document_ids.device).expand(batch, -1)  # [B, T]
-        first = _document_starts(document_ids)  # [B, T]
-        if window is not None:
-            first = torch.maximum(first, slots - window + 1)
-        return Spans(length, first, slots, slots, slots - 1)
-
-    return AttentionMask(sees, batch, length, length, document_ids.device, spans)
+def _slots(x: Tensor) -> Tensor:
+    """Return 0, 1, ... for the second dimension of `x`."""
+    return torch.arange(x.shape[1], device=x.device)
 
 
 def _document_starts(document_ids: Tensor) -> Tensor:
     """Return the first slot of each slot's document, int64 [B, T]; documents are contiguous."""
-    slots = torch.arange(document_ids.shape[1], device=document_ids.device)
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return torch.where(begins, slots, 0).cummax(dim=1).values
-
-
-def _within(query: Tensor, key: Tensor, window: int | None) -> Tensor | bool:
-    """Whether a key's position is in the window that ends at a query's position."""
-    return True if window is None else query - key < window
+    return torch.where(begins, _slots(document_ids), 0).cummax(dim=1).values
 
 
 def parallel_mask(
@@ -116,7 +83,8 @@ def parallel_mask(
     """P-EAGLE (arXiv 2602.01469): elements of several depths in one forward.
 
     An element sees the depth-0 elements of its document up to its own anchor, and the elements of
-    its own anchor that are no deeper. Its position is anchor + depth.
+    its own anchor that are no deeper. Its position is anchor + depth. Padding among the deeper
+    elements sees itself.
 
     Args:
         document_ids: of every element, int64 [B, E]; -1 in padding.
@@ -129,49 +97,24 @@ def parallel_mask(
     Returns:
         A mask with E queries and E keys.
     """
-    batch, count = anchors.shape
-    positions = anchors + depths  # int64 [B, E], in the pack
-
-    def sees(pack: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = document_ids[pack, query] == document_ids[pack, key]
-        mine, its = anchors[pack, query], anchors[pack, key]
-        before = (depths[pack, key] == 0) & (its <= mine)
-        chain = (its == mine) & (depths[pack, key] <= depths[pack, query])
-        inside = _within(positions[pack, query], positions[pack, key], window)
-        return same & (before | chain) & inside
-
-    spans = partial(_parallel_spans, document_ids, anchors, depths, shallow, window)
-    return AttentionMask(sees, batch, count, count, anchors.device, spans)
-
-
-def _parallel_spans(
-    document_ids: Tensor, anchors: Tensor, depths: Tensor, shallow: int, window: int | None
-) -> Spans:
-    """Return the spans of `parallel_mask`; the arguments are its own.
-
-    Padding among the deeper elements sees only itself: less than the predicate says, and the
-    states of padding are never used.
-    """
     count = anchors.shape[1]
-    place = anchors - anchors[:, :1]  # [B, E]: the depth-0 element at the anchor
+    index = anchors - anchors[:, :1]  # [B, E]: the depth-0 element at the anchor
     back = depths if window is None else window - 1  # depths before its own that an element sees
-    first = _document_starts(document_ids[:, :shallow]).gather(1, place.clamp(0, shallow - 1))
+    first = _document_starts(document_ids[:, :shallow]).gather(1, index.clamp(0, shallow - 1))
     if window is not None:
-        first = torch.maximum(first, place + depths - back)
+        first = torch.maximum(first, index + depths - back)
     # The deeper elements in the order of their anchors and depths: a chain is one span of them.
-    own = torch.arange(count, device=anchors.device).expand_as(anchors) - shallow  # [B, E]
+    own = _slots(anchors).expand_as(anchors) - shallow  # [B, E]
     padding = (own >= 0) & (document_ids == PADDING)
     levels = count + 1  # more than any depth
-    keys = (anchors * levels + depths).masked_fill(padding, int(1e18))  # ascending from `shallow`
+    order = (anchors * levels + depths).masked_fill(padding, int(1e18))  # ascending from `shallow`
     least = anchors * levels + (depths - back).clamp_min(1)
-    chain = torch.searchsorted(keys[:, shallow:].contiguous(), least.contiguous())  # [B, E]
-    return Spans(
-        shallow,
-        first,
-        place.masked_fill(padding, -1),
-        torch.where(padding, own, chain),
-        torch.where(own < 0, -1, own),
+    chain = torch.searchsorted(order[:, shallow:].contiguous(), least.contiguous())  # [B, E]
+    ends = (
+        *(first, index.masked_fill(padding, -1)),
+        *(torch.where(padding, own, chain), torch.where(own < 0, -1, own)),
     )
+    return AttentionMask(count, shallow, torch.stack(ends, dim=-1))
 
 
 @dataclass(frozen=True)
@@ -210,35 +153,9 @@ def block_mask(
     Returns:
         A mask with N * size queries and T + N * size keys.
     """
-    batch, length = document_ids.shape
-    slots = anchors.shape[1] * size
-
-    def sees(pack: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        # Indices broadcast to [pack, query, key]; all lines below are of that shape.
-        block = query // size  # the block that the query is a slot of
-        anchor = anchors[pack, block]
-        place = key.clamp(max=length - 1)  # a valid token index, also for keys of blocks
-        same = document_ids[pack, place] == document_ids[pack, anchor]
-        context = (key < length) & (place < anchor) & same & kept[pack, block]
-        own = (key >= length) & ((key - length) // size == block)
-        if window is None:
-            return context | own
-        ahead = key - length - query  # of a slot of the same block: its position minus the query's
-        near = (ahead <= 0) if window.causal else (ahead < window.size)
-        own = own & near & (ahead > -window.size)
-        return (context & (anchor + query % size - place < window.size)) | own
-
-    spans = partial(_block_spans, document_ids, anchors, kept, size, window)
-    return AttentionMask(sees, batch, slots, length + slots, anchors.device, spans)
-
-
-def _block_spans(
-    document_ids: Tensor, anchors: Tensor, kept: Tensor, size: int, window: BlockWindow | None
-) -> Spans:
-    """Return the spans of `block_mask`; the arguments are its own."""
     anchor, real = (x.repeat_interleave(size, dim=1) for x in (anchors, kept))  # [B, N * S]
     first = _document_starts(document_ids).gather(1, anchor)
-    slot = torch.arange(anchor.shape[1], device=anchors.device)  # [N * S]
+    slot = _slots(anchor)  # [N * S]
     inside = slot % size
     begin, end = slot - inside, slot - inside + size - 1  # the slots of the block
     if window is not None:
@@ -246,4 +163,6 @@ def _block_spans(
         begin = torch.maximum(begin, slot - window.size + 1)
         end = torch.minimum(end, slot if window.causal else slot + window.size - 1)
     last = (anchor - 1).masked_fill(~real, -1)
-    return Spans(document_ids.shape[1], first, last, begin.expand_as(last), end.expand_as(last))
+    ends = torch.stack([first, last, begin.expand_as(last), end.expand_as(last)], dim=-1)
+    length = document_ids.shape[1]
+    return AttentionMask(length + anchor.shape[1], length, ends)

@@ -4,17 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_train.attention import unrolled
-from spec_train.attention import unrolled as lse_kernels
+from spec_train.attention import masked
 from spec_train.attention import unrolled as unrolled_backends
 from spec_train.attention.flex import Case, flex_problem, flex_works, tried
-from spec_train.attention.unrolled import (
-    Queries,
-    _MergedAttention,
-    default_backend,
-    unrolled_attention,
-    unrolled_case,
-)
+from spec_train.attention.masked import Attending, _MergedAttention
+from spec_train.attention.masks import span_mask
+from spec_train.attention.unrolled import default_backend, unrolled_case
 from tests.gpu.fake_cuda import FakeCuda, cuda_autocast, download, upload
 from tests.tolerance import LAYER, close, close_in_norm
 
@@ -45,22 +40,22 @@ def test_the_kernel_of_cuda_equals_float64_in_values_and_gradients(
     size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Head sizes that must be padded, chunks of 2 queries, spans of keys that are not aligned."""
-    monkeypatch.setattr(unrolled, "CHUNK_ON_DEVICES", 2)
+    monkeypatch.setattr(masked, "CHUNK_ON_DEVICES", 2)
     tensors, first, active = _inputs(size, dtype)
     exact = [x.double().requires_grad_() for x in tensors]
     q, k0, v0, *flat = exact
     pairs = list(zip(flat[::2], flat[1::2], strict=True))
     scale = size**-0.5
-    dense = unrolled_attention(q, k0, v0, pairs, Queries.prepare(first, active, 8, "dense"), scale)
+    attending = Attending.prepare(span_mask(first, active, 8), size, "dense")
+    dense = attending(q, k0, v0, scale, pairs)
     pull = torch.linspace(-1, 2, dense.numel(), dtype=torch.float64).view_as(dense)
     expected = [dense, *torch.autograd.grad((dense * pull).sum(), exact)]
     context = Context()
     with FakeCuda(), torch.no_grad():
-        queries = Queries.prepare(upload(first), upload(active), 8, "merged")
+        mask = span_mask(upload(first), upload(active), 8)
+        chunks = Attending.prepare(mask, size, "merged").prepared
         on_device = upload(tensors)
-        out = _MergedAttention.forward(
-            context, *on_device[:3], queries.chunks, scale, *on_device[3:]
-        )
+        out = _MergedAttention.forward(context, *on_device[:3], chunks, scale, *on_device[3:])
         grads = _MergedAttention.backward(context, upload(pull.to(dtype)))
         assert all(x.is_cuda for x in (out, *filter(lambda g: g is not None, grads)))
         found = download([out, *(g for g in grads if g is not None)])
@@ -90,7 +85,7 @@ def test_the_kernels_rules_refuse_what_is_not_aligned() -> None:
 def test_a_wrong_memory_layout_of_the_output_would_be_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lse_kernels, "_by_slot", lambda x: x.contiguous())
+    monkeypatch.setattr(masked, "_by_slot", lambda x: x.contiguous())
     with pytest.raises(RuntimeError, match="reads other numbers"):
         test_the_kernel_of_cuda_equals_float64_in_values_and_gradients(
             12, torch.float32, monkeypatch
@@ -104,10 +99,9 @@ def test_one_dtype_reaches_the_kernel_under_autocast() -> None:
     results = []
     for backend in ("merged", "dense"):
         with FakeCuda(), torch.no_grad(), cuda_autocast():
-            queries = Queries.prepare(upload(first), upload(active), 8, backend)
+            queries = Attending.prepare(span_mask(upload(first), upload(active), 8), 16, backend)
             q, k0, v0, *flat = upload(tensors)
-            pairs = list(zip(flat[::2], flat[1::2], strict=True))
-            out = unrolled_attention(q, k0, v0, pairs, queries, 0.25)
+            out = queries(q, k0, v0, 0.25, list(zip(flat[::2], flat[1::2], strict=True)))
         assert out.dtype == torch.bfloat16
         results.append(download(out))
     close_in_norm(results[0], results[1].double(), torch.bfloat16, terms=24)
@@ -127,7 +121,7 @@ def test_a_trial_is_independent_of_the_modes_around_it(dtype: torch.dtype, outer
 def test_a_trial_finds_a_wrong_kernel(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right, back = unrolled.attend_lse, unrolled.attend_lse_backward
+    right, back = masked.attend_lse, masked.attend_lse_backward
 
     def attend(*args: Tensor) -> tuple[Tensor, Tensor]:
         if fault == "raises":
@@ -139,8 +133,8 @@ def test_a_trial_finds_a_wrong_kernel(
         dq, dk, dv = back(*args)
         return dq, dk * (1.1 if fault == "gradient" else 1.0), dv
 
-    monkeypatch.setattr(unrolled, "attend_lse", attend)
-    monkeypatch.setattr(unrolled, "attend_lse_backward", backward)
+    monkeypatch.setattr(masked, "attend_lse", attend)
+    monkeypatch.setattr(masked, "attend_lse_backward", backward)
     with caplog.at_level("WARNING"):
         assert not tried("merged", lambda: unrolled_case("merged", "cpu", torch.float32, 16))
     said = "(no kernel image is available)" if fault == "raises" else "is wrong on this machine"

@@ -143,7 +143,7 @@ def _deeper(
             length,
             window,
         )
-        return _last_queries(mask, anchors.shape[1])
+        return AttentionMask(mask.keys, mask.common, mask.ends[:, length:])  # the elements alone
 
     lengths = rope_lengths(draft.rotary, batch.document_ids, anchors)  # [B, E]
     tokens, carried = draft.unknown_inputs(packs, anchors.shape[1])  # [B, E], [B, E, H]
@@ -171,19 +171,6 @@ def _attends(
 
     layers = draft.attendings(mask_of)
     return [after(cache, attending) for cache, attending in zip(caches, layers, strict=True)]
-
-
-def _last_queries(mask: AttentionMask, count: int) -> AttentionMask:
-    """Return the mask of the last `count` queries."""
-    first = mask.queries - count
-    return AttentionMask(
-        lambda row, query, key: mask.sees(row, query + first, key),
-        mask.batch,
-        count,
-        mask.keys,
-        mask.device,
-        lambda: mask.make_spans().of_queries(first),
-    )
 
 
 class PeagleDraft(PeagleModel):

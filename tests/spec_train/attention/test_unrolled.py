@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_train.attention import unrolled as attention
+from spec_train.attention import masked as attention
+from spec_train.attention.masked import Attending
+from spec_train.attention.masks import span_mask
 from spec_train.attention.plain import repeat_heads
-from spec_train.attention.unrolled import (
-    Queries,
-    active_slots,
-    unrolled_attention,
-)
+from spec_train.attention.unrolled import active_slots
 from spec_train.drafts.slots import document_offsets
 from tests.tolerance import LAYER, close
 
@@ -22,10 +20,11 @@ USED = torch.tensor(
 )
 
 
-def _queries(used: Tensor, backend: str = "dense") -> Queries:
+def _queries(used: Tensor, backend: str = "dense", device: str = "cpu") -> Attending:
     documents, active = DOCUMENTS[: len(used)], active_slots(used)
     first = torch.arange(documents.shape[1]) - document_offsets(documents)
-    return Queries.prepare(first.gather(1, active), active, documents.shape[1], backend)
+    mask = span_mask(first.gather(1, active).to(device), active.to(device), documents.shape[1])
+    return Attending.prepare(mask, 4, backend)
 
 
 def _inputs(
@@ -44,11 +43,9 @@ def _inputs(
     return tensors + [draw(rows, kv_heads, active.shape[1], size) for _ in range(2 * steps)]
 
 
-def _attend(tensors: list[Tensor], queries: Queries, scale: float) -> Tensor:
+def _attend(tensors: list[Tensor], queries: Attending, scale: float) -> Tensor:
     q, k0, v0, *flat = tensors
-    return unrolled_attention(
-        q, k0, v0, list(zip(flat[::2], flat[1::2], strict=True)), queries, scale
-    )
+    return queries(q, k0, v0, scale, list(zip(flat[::2], flat[1::2], strict=True)))
 
 
 def test_active_slots_are_the_used_ones_in_order_and_padded_with_the_last() -> None:
@@ -58,7 +55,7 @@ def test_active_slots_are_the_used_ones_in_order_and_padded_with_the_last() -> N
 
 def test_a_mask_row_sees_its_own_document_up_to_itself() -> None:
     active = active_slots(USED)
-    mask = _queries(USED).dense()[:, 0]
+    mask = _queries(USED).mask.dense()[:, 0]
     for b, a, t in itertools.product(*map(range, mask.shape)):
         slot = int(active[b, a])
         assert mask[b, a, t] == (t <= slot and DOCUMENTS[b, t] == DOCUMENTS[b, slot])
@@ -68,7 +65,7 @@ def test_a_mask_row_sees_its_own_document_up_to_itself() -> None:
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_dense_is_one_softmax_over_step_zero_and_the_diagonal(steps: int) -> None:
     tensors, queries = _inputs(USED, steps, 4, 2, torch.float64), _queries(USED)
-    out, mask = _attend(tensors, queries, 0.7), queries.dense()
+    out, mask = _attend(tensors, queries, 0.7), queries.mask.dense()
     q, k0, v0, *flat = tensors
     for b, h, a in itertools.product(*map(range, q.shape[:3])):
         seen = [t for t in range(mask.shape[-1]) if mask[b, 0, a, t]]
@@ -127,13 +124,14 @@ def test_chunks_hold_every_seen_key_and_skip_other_documents(
 ) -> None:
     monkeypatch.setattr(attention, "CHUNK", 2)
     queries = _queries(USED, "merged")
-    seen = torch.zeros_like(queries.dense())
-    for chunk in queries.chunks:
+    seen = torch.zeros_like(queries.mask.dense())
+    for chunk in queries.prepared:
         bias = chunk.bias(torch.float32)[0, 0]
-        seen[chunk.pack, 0, chunk.queries, chunk.keys] = bias == 0
-    assert torch.equal(seen, queries.dense())
-    spans = {(b.pack, b.queries.start): (b.keys.start, b.keys.stop) for b in queries.chunks}
-    assert spans[0, 0] == (0, 3) and spans[0, 2] == (3, 7) and spans[1, 0] == (0, 5)
+        seen[chunk.pack, 0, chunk.queries, chunk.keys[0]] = bias == 0
+    assert torch.equal(seen, queries.mask.dense())
+    spans = {(b.pack.start, b.queries.start): b.keys for b in queries.prepared}
+    assert spans[0, 0] == (slice(0, 3),) and spans[0, 2] == (slice(3, 7),)
+    assert spans[1, 0] == (slice(0, 5),)
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -154,9 +152,7 @@ def test_compiled_flex_equals_dense_with_gradients(steps: int) -> None:
     ]
     results = []
     for backend in ("flex", "dense"):
-        q = _queries(USED, "dense")
-        queries = Queries.prepare(q.first.cuda(), q.last.cuda(), q.width, backend)
-        out = _attend(tensors, queries, 0.5)
+        out = _attend(tensors, _queries(USED, backend, "cuda"), 0.5)
         results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)

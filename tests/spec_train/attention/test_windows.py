@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_data.shards.packing import row_layout
-from spec_train.attention import masked, unrolled
+from spec_data.shards.packing import PADDING, row_layout
+from spec_train.attention import masked
 from spec_train.attention.masked import Attending
 from spec_train.attention.masks import (
     AttentionMask,
@@ -66,6 +66,19 @@ def made(name: str, window: int | None) -> AttentionMask:
 NAMES = ["causal", "parallel", "block", "causal block"]
 
 
+def seen_by_element(items: list[list[int]], query: int, window: int) -> list[int]:
+    """Keys that an element sees; `items` are the document, anchor and depth of each."""
+    document, anchor, depth = items[query]
+    p = anchor + depth
+    return [
+        k
+        for k, (other, start, level) in enumerate(items)
+        if other == document
+        and p - window + 1 <= start + level <= p
+        and ((level == 0 and start <= anchor) or (start == anchor and level <= depth))
+    ]
+
+
 def seen_by_loops(name: str, b: int, query: int, window: int) -> list[int]:
     """Keys that a query sees, from the positions of both."""
     row = DOCUMENTS[b].tolist()
@@ -74,17 +87,7 @@ def seen_by_loops(name: str, b: int, query: int, window: int) -> list[int]:
             k for k in range(LENGTH) if row[k] == row[query] and query - window + 1 <= k <= query
         ]
     if name == "parallel":
-        documents, anchors, depths = (x[b].tolist() for x in elements())
-        items = list(zip(documents, anchors, depths, strict=True))
-        document, anchor, depth = items[query]
-        p = anchor + depth
-        return [
-            k
-            for k, (other, start, level) in enumerate(items)
-            if other == document
-            and p - window + 1 <= start + level <= p
-            and ((level == 0 and start <= anchor) or (start == anchor and level <= depth))
-        ]
+        return seen_by_element(torch.stack(elements(), -1)[b].tolist(), query, window)
     block, slot = divmod(query, SIZE)
     anchor = int(ANCHORS[b, block])
     p = anchor + slot
@@ -99,10 +102,32 @@ def seen_by_loops(name: str, b: int, query: int, window: int) -> list[int]:
 def test_a_mask_is_the_loop_over_positions(name: str, window: int) -> None:
     mask = made(name, window)
     table = mask.dense()
-    for b, query in itertools.product(range(2), range(mask.queries)):
+    for b, query in itertools.product(range(2), range(table.shape[2])):
         found = table[b, 0, query].nonzero().flatten().tolist()
         assert found == seen_by_loops(name, b, query, window)
         assert found  # also padding sees itself: no softmax over nothing
+
+
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_elements_with_gaps_in_their_chains_and_padding(window: int, first: int) -> None:
+    """Deeper elements have random depths, are sorted by anchor and depth, and padded."""
+    packs, _ = row_layout([[5, 9, 1, 3], [18], [2, 2, 7]], 20)
+    generator, slots, rows = torch.Generator().manual_seed(first), range(first, 20), []
+    for documents in packs.tolist():
+        real = [t for t in slots if documents[t] != PADDING]
+        kept = (torch.rand(len(real), 3, generator=generator) < 0.5).nonzero().tolist()
+        deep = [(documents[real[i]], real[i], d + 1) for i, d in kept]
+        rows.append([(documents[t], t, 0) for t in slots] + deep)
+    width = max(map(len, rows))
+    filled = torch.tensor([row + [(PADDING, 0, 0)] * (width - len(row)) for row in rows])
+    table = parallel_mask(*filled.unbind(-1), len(slots), window).dense()[:, 0]
+    padding = filled[..., 0] == PADDING
+    assert padding[:, len(slots) :].any() and table.any(-1).all()  # no softmax over nothing
+    assert not (table & (padding[:, :, None] != padding[:, None])).any()
+    for b, query in (~padding).nonzero().tolist():
+        found = table[b, query].nonzero().flatten().tolist()
+        assert found == seen_by_element(filled[b].tolist(), query, window)
 
 
 def test_a_window_that_is_ignored_is_seen_by_the_loops() -> None:
@@ -122,14 +147,15 @@ def test_a_window_longer_than_every_document_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("backend", ["dense", "sdpa", "sdpa in chunks", "flex"])
+@pytest.mark.parametrize("backend", ["dense", "merged", "merged in chunks", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 def test_back_ends_are_the_loops_in_values_and_gradients(
     name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mask, size = made(name, 2), 16
-    inputs = drawn(0, (2, 2, mask.queries, size), (2, 1, mask.keys, size), (2, 1, mask.keys, size))
-    if backend == "sdpa in chunks":
+    queries = mask.ends.shape[1]
+    inputs = drawn(0, (2, 2, queries, size), (2, 1, mask.keys, size), (2, 1, mask.keys, size))
+    if backend == "merged in chunks":
         monkeypatch.setattr(masked, "CHUNK", 2)
     attending = Attending.prepare(mask, size, backend.removesuffix(" in chunks"))
     if backend == "flex":  # on CPUs it has no backward, and no float64
@@ -144,7 +170,7 @@ def test_back_ends_are_the_loops_in_values_and_gradients(
                 [v[b, h // 2, j] for j in seen_by_loops(name, b, i, 2)],
                 0.3,
             )
-            for b, h, i in itertools.product(range(2), range(2), range(mask.queries))
+            for b, h, i in itertools.product(range(2), range(2), range(queries))
         ]
     ).view(found.shape)
     close(found, expected, terms=LAYER)
@@ -163,7 +189,7 @@ def test_a_window_makes_the_context_of_a_chunk_shorter() -> None:
     anchors = torch.tensor([[30, 33]])
     kept = torch.ones_like(anchors, dtype=torch.bool)
     mask = block_mask(documents, anchors, kept, SIZE, BlockWindow(5, True))
-    (chunk,) = Attending.prepare(mask, 8, "sdpa").mask
+    (chunk,) = Attending.prepare(mask, 8, "merged").prepared
     assert chunk.keys == (slice(26, 33), slice(40, 46))  # slot 30 sees 26 to 29, then its block
 
 
@@ -222,7 +248,7 @@ def test_the_unroll_is_the_loop_over_positions(
     window: int, steps: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows 1 and 2 at step 3 leave no step-0 key: only the slot's own newest ones."""
-    monkeypatch.setattr(unrolled, "CHUNK", 2)
+    monkeypatch.setattr(masked, "CHUNK", 2)
     tensors, first, active = unrolled_inputs(steps)
     if backend == "flex":
         tensors = [x.detach().float() for x in tensors]
@@ -253,10 +279,8 @@ def test_the_planted_window_of_the_first_step_only_is_seen() -> None:
     """A trainer may count every step's window from the slot; serving counts from t + s."""
     tensors, first, active = unrolled_inputs(2)
     queries = StepQueries(first, active, LENGTH, "dense")
-    standing = queries.of(0, 3)
     q, k0, v0, *flat = tensors
-    diagonal = list(zip(flat[::2], flat[1::2], strict=True))
-    wrong = unrolled.unrolled_attention(q, k0, v0, diagonal, standing, 0.4)
+    wrong = queries.of(0, 3)(q, k0, v0, 0.4, list(zip(flat[::2], flat[1::2], strict=True)))
     assert not torch.allclose(wrong, unrolled_by_loops(tensors, active, 3, 0.4))
 
 

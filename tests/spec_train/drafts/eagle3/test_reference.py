@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.schema import HeadSpec
-from spec_train.attention import unrolled as attention
+from spec_train.attention import masked as attention
 from spec_train.drafts.draft import DraftLoss
 from spec_train.drafts.eagle3.draft import Eagle3Draft, eagle3_loss
 from spec_train.losses.head import TargetHead
