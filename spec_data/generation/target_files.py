@@ -19,7 +19,7 @@ from spec_data.corpus.documents import WITH_SYSTEM, WITHOUT_SYSTEM
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup, config_json
 from spec_data.models.devices import DTYPES
-from spec_data.models.parameter_counts import empty_model, parameter_counts
+from spec_data.models.loading import empty_model, parameter_counts
 from spec_data.models.reading import text_config
 from spec_data.shards.files import dump_json, write_atomically, writing
 from spec_data.shards.position_data import POSITIONS, Positions

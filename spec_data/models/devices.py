@@ -47,11 +47,10 @@ def check_devices(name: str, device_map: object = None) -> None:
     if not isinstance(device_map, Mapping):
         usable_device(name)
         return
-    for place in dict.fromkeys(device_map.values()):
-        if place != "disk":
-            usable_device(
-                f"cuda:{place}" if isinstance(place, int) else str(place), "--device-map:"
-            )
+    for device in dict.fromkeys(device_map.values()):
+        if device != "disk":
+            name = f"cuda:{device}" if isinstance(device, int) else str(device)
+            usable_device(name, "--device-map:")
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -20,8 +20,8 @@ import msgspec
 
 from spec_data.models.families import TARGETS
 
-FOLDER = Path(__file__).parent
-TABLE, CLASSES = FOLDER / "engines.toml", FOLDER / "engine_targets.json"
+TABLE = Path(__file__).with_name("engines.toml")
+CLASSES = TABLE.with_name("engine_targets.json")
 _HEADER = "| target | architectures | "
 COLUMNS = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp"}
 """The engines of docs/targets.md."""
@@ -63,10 +63,8 @@ class Fact(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=T
 
     def concerns(self, engine: str, draft: str) -> bool:
         """Return whether the row is about an engine and a kind of draft."""
-        return all(
-            name in names.split() or names == "*"
-            for name, names in ((engine, self.engines), (draft, self.drafts))
-        )
+        pairs = ((engine, self.engines), (draft, self.drafts))
+        return all(names == "*" or name in names.split() for name, names in pairs)
 
 
 class _Rows(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -164,37 +162,30 @@ def page_with_columns(page: str) -> str:
     """Return docs/targets.md with the table's columns of engines, and the releases, as they are."""
     lines, width = page.splitlines(), 0
     for i, line in enumerate(lines):
-        if line.startswith(_HEADER):
-            cells = line.split(" | ")
-            width = len(COLUMNS) if cells[-2] == [*COLUMNS.values()][-1] else 0
-            lines[i] = _with(line, [*COLUMNS.values()], width)
-        elif i and lines[i - 1].startswith(_HEADER):
-            lines[i] = _with(line, ["---"] * len(COLUMNS), width)
-        elif (names := re.findall(r"`(\w+)`", line.split(" | ")[1] if " | " in line else "")) and (
-            set(names) <= TARGETS.keys()
-        ):
-            lines[i] = _with(line, [_cell(engine, names) for engine in COLUMNS], width)
-        elif line.startswith("Read on "):
+        names = re.findall(r"`(\w+)`", line.split(" | ")[1] if " | " in line else "")
+        if line.startswith("Read on "):
             releases = ", ".join(engines().engine[engine].release for engine in COLUMNS)
             lines[i] = f"Read on {target_classes().read} from the packages of {releases}."
+            continue
+        if line.startswith(_HEADER):
+            cells = [*COLUMNS.values()]
+            width = len(cells) if cells[-1] in line else 0
+        elif i and lines[i - 1].startswith(_HEADER):
+            cells = ["---"] * len(COLUMNS)
+        elif names and set(names) <= TARGETS.keys():
+            cells = [_cell(engine, names) for engine in COLUMNS]
+        else:
+            continue
+        *rest, test = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        lines[i] = "| " + " | ".join([*rest[: len(rest) - width], *cells, test]) + " |"
     return "\n".join(lines) + "\n"
-
-
-def _with(line: str, cells: list[str], width: int) -> str:
-    """Return a row of the table with the engines' cells before the last one."""
-    old = line.strip().strip("|").split("|")
-    *rest, test = [cell.strip() for cell in old]
-    rest = rest[: len(rest) - width]
-    return "| " + " | ".join([*rest, *cells, test]) + " |"
 
 
 def _cell(engine: str, names: list[str]) -> str:
     """Return the drafts of an engine for the architectures of a row: "all", "none", "?" or some."""
-    found = {
-        draft: {served(engine, draft, [name]).answer for name in names}
-        for draft in engines().engine[engine].drafts
-    }
-    if any(None in answers for answers in found.values()):
+    drafts = engines().engine[engine].drafts
+    answers = {draft: {served(engine, draft, [name]).answer for name in names} for draft in drafts}
+    if any(None in some for some in answers.values()):
         return "?"
-    yes = [draft for draft, answers in found.items() if answers == {True}]
-    return "all" if len(yes) == len(found) else ", ".join(yes) or "none"
+    yes = [draft for draft, some in answers.items() if some == {True}]
+    return "all" if len(yes) == len(drafts) else ", ".join(yes) or "none"

@@ -1,25 +1,17 @@
 """The registry of targets that a draft can be built for: one line per family.
 
 `architectures` of a target's config.json selects the family; the first registered name wins. Every
-kind of draft supports the same families. A family whose config uses Llama's keys is one line. A
-family that does not also needs a shape function here. A family with drafts of its
-own names their classes in `drafts`.
+kind of draft supports the same families. A shape function takes sizes and rope settings from a
+config.json; a family needs one of its own if its config has not the keys of Llama or GPT-2. No
+model class is imported.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spec_data.models.rope_settings import rope_parameters
 from spec_data.shards.errors import DraftError
-
-# -- shapes ----------------------------------------------------------------------------------------
-# What a draft takes from its target's config.json: sizes and rope settings.
-#
-# In: a target's config.json as a dictionary. Out: a `TargetShape`. Configs with the keys of Llama
-# or GPT-2 need `decoder_shape` alone; other families have a function here. No model class is
-# imported.
-
 
 _EPS_KEYS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon")
 
@@ -137,9 +129,6 @@ def _size(config: dict[str, Any], *names: str) -> int:
     )
 
 
-# -- families --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class DraftSpec:
     """How to build a draft for a family of targets.
@@ -148,28 +137,22 @@ class DraftSpec:
         family: its name in messages.
         shape: from config.json to the draft's shape.
         note: how the draft differs from its target.
-        drafts: draft classes of the family's own, by kind, as "package.module:Class"; only
-            spec_train imports them.
     """
 
     family: str
     shape: Callable[[dict[str, Any]], TargetShape] = decoder_shape
     note: str = ""
-    drafts: Mapping[str, str] = field(default_factory=dict)
 
 
 def _latent(family: str) -> DraftSpec:
     """A family with multi-head latent attention."""
-    return DraftSpec(
-        family=family,
-        shape=latent_shape,
-        note="the draft uses dense attention, with heads of the size of the target's rotary part",
-    )
+    note = "the draft uses dense attention, with heads of the size of the target's rotary part"
+    return DraftSpec(family=family, shape=latent_shape, note=note)
 
 
-def _recurrent(family: str, note: str = "") -> DraftSpec:
+def _recurrent(family: str, note: str = "the draft has attention only") -> DraftSpec:
     """A family with recurrent or convolutional blocks: captured one document per row."""
-    return DraftSpec(family=family, note=note or "the draft has attention only")
+    return DraftSpec(family=family, note=note)
 
 
 _NO_ROPE = "rotary positions, although the target's attention has none"

@@ -32,7 +32,8 @@ def fitted_shape(
     Raises:
         DraftError: config.json lacks a size, or has a rope that is unknown and not proven.
     """
-    table = positions.of_draft if positions is not None and positions.proven else None
+    positions = positions or Positions()
+    table = positions.of_draft if positions.proven else None
     try:
         shape = spec.shape(config)
     except DraftError as error:
@@ -40,10 +41,17 @@ def fitted_shape(
             raise
         shape = spec.shape(_without_rope(config))  # raises again if a size is missing
         log.warning("the rope of config.json is not used: %s", error)
-    shape = _with_norm(shape, positions)
+    eps = positions.norm.get("eps")
+    if eps is not None and not math.isclose(eps, shape.rms_norm_eps, rel_tol=1e-6):
+        log.warning(
+            "warning: config.json leads to eps %g of the norms, the target's final norm has %g, "
+            "which is used",
+            *(shape.rms_norm_eps, eps),
+        )
+        shape = replace(shape, rms_norm_eps=eps)
     if table is not None:
         return _with_table(shape, table)
-    if positions is not None and positions.kind == ROPE:
+    if positions.kind == ROPE:
         log.warning(
             "warning: the target's rotary frequencies are not proven (%s): those of its "
             "config.json are used",
@@ -73,42 +81,28 @@ def _without_rope(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _with_norm(shape: TargetShape, positions: Positions | None) -> TargetShape:
-    """Return the shape with the eps of the target's final norm, where that is recorded."""
-    eps = (positions.norm if positions is not None else {}).get("eps")
-    if eps is None or math.isclose(eps, shape.rms_norm_eps, rel_tol=1e-6):
-        return shape
-    log.warning(
-        "warning: config.json leads to eps %g of the norms, the target's final norm has %g, which "
-        "is used",
-        *(shape.rms_norm_eps, eps),
-    )
-    return replace(shape, rms_norm_eps=eps)
-
-
 def _with_table(shape: TargetShape, table: RopeTable) -> TargetShape:
     """Return the shape with the rotary embedding of a proven table."""
     if table.size > shape.head_dim:
         shape = replace(shape, head_dim=table.size)
-    plain = replace(table, factors=None)
-    own = _table_of(shape)
-    if own is not None and own.equals(plain):
-        return replace(shape, positions=stored_json(table, expressed=True))
-    for parameters in _candidates(shape, table):
-        found = replace(shape, rope_parameters=parameters)
-        other = _table_of(found)
-        if other is not None and other.equals(plain):
+    declared = _table_of(shape)
+    for parameters in (shape.rope_parameters, *_candidates(shape, table)):
+        fitted = replace(shape, rope_parameters=parameters)
+        expressed = _table_of(fitted)
+        if expressed is None or not expressed.equals(table):
+            continue
+        if parameters is not shape.rope_parameters:
             log.warning(
                 "warning: the rope of the target's config.json, %s, is not what its rotary module "
                 "computes (%s). The module decides; the draft's config.json has %s",
-                *(shape.rope_parameters, _difference(own, table), parameters),
+                *(shape.rope_parameters, _difference(declared, table), parameters),
             )
-            return replace(found, positions=stored_json(table, expressed=True))
+        return replace(fitted, positions=stored_json(table, expressed=True))
     log.warning(
         "warning: the rope of the target's config.json, %s, is not what its rotary module computes "
         "(%s), and no rope settings are. The draft stores the module's frequencies; engines cannot "
         "serve it",
-        *(shape.rope_parameters, _difference(own, table)),
+        *(shape.rope_parameters, _difference(declared, table)),
     )
     return replace(shape, positions=stored_json(table, expressed=False))
 
@@ -121,16 +115,17 @@ def _table_of(shape: TargetShape) -> RopeTable | None:
         return None
 
 
-def _difference(own: RopeTable | None, table: RopeTable) -> str:
+def _difference(declared: RopeTable | None, table: RopeTable) -> str:
     """Describe how a table differs from that of the config."""
-    if own is None:
+    if declared is None:
         return "they cannot be computed"
-    if own.size != table.size:
-        return f"{own.size} rotary dimensions, the module has {table.size}"
-    if own.factor != table.factor:
-        return f"factor {own.factor:g}, the module has {table.factor:g}"
-    gap = ((own.inv_freq - table.inv_freq).abs() / table.inv_freq.abs().clamp_min(1e-30)).max()
-    return f"frequencies differ by up to {float(gap):.1%}"
+    if declared.size != table.size:
+        return f"{declared.size} rotary dimensions, the module has {table.size}"
+    if declared.factor != table.factor:
+        return f"factor {declared.factor:g}, the module has {table.factor:g}"
+    size = table.inv_freq.abs().clamp_min(1e-30)
+    gap = float(((declared.inv_freq - table.inv_freq).abs() / size).max())
+    return f"frequencies differ by up to {gap:.1%}"
 
 
 def _candidates(shape: TargetShape, table: RopeTable) -> Iterator[dict[str, Any]]:
@@ -139,19 +134,14 @@ def _candidates(shape: TargetShape, table: RopeTable) -> Iterator[dict[str, Any]
     while int(shape.head_dim * share) < table.size:  # readers round down
         share = math.nextafter(share, 2)
     partial = {"partial_rotary_factor": share} if share < 1 else {}
-    own = {k: v for k, v in shape.rope_parameters.items() if k != "partial_rotary_factor"}
-    yield own | partial
+    plain = {k: v for k, v in shape.rope_parameters.items() if k != "partial_rotary_factor"}
+    yield plain | partial
     count = len(table.inv_freq)
     if count < 2 or not bool((table.inv_freq > 0).all()):
         return
     first, last = float(table.inv_freq[0]), float(table.inv_freq[-1])
     exact = (first / last) ** (count / (count - 1))
     for digits in range(1, _DIGITS + 1):
-        theta = {"rope_theta": _rounded(exact, digits)}
+        theta = {"rope_theta": float(f"{exact:.{digits}g}")}
         yield {"rope_type": "default"} | theta | partial
-        yield {"rope_type": "linear"} | theta | {"factor": _rounded(1 / first, 6)} | partial
-
-
-def _rounded(value: float, digits: int) -> float:
-    """Round a number to significant digits."""
-    return float(f"{value:.{digits}g}")
+        yield {"rope_type": "linear"} | theta | {"factor": float(f"{1 / first:.6g}")} | partial

@@ -5,6 +5,7 @@
 """
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,8 @@ def identify(
 
     Args:
         directory: the model directory; its weights and its config.json are hashed.
-        config: the transformers configuration of the target.
-        tokenizer: its tokenizer, with its chat template.
-        template_kwargs: of every prompt; None: not known.
-        dtype: in which the target runs; None: not known.
+        config, tokenizer: the transformers configuration; the tokenizer with its chat template.
+        template_kwargs: of every prompt; dtype: in which the target runs. None: not known.
         weights: hash the weights; False: their hash is None, and they need not be there.
 
     Raises:
@@ -85,14 +84,10 @@ def identify_files(directory: Path, trust: bool = False) -> tuple[dict[str, Any]
 def target_table(
     name: str, directory: Path, commit: str | None, config: Any, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the manifest's `target`.
+    """Return the manifest's `target`, of the transformers configuration and the identity.
 
-    Args:
-        name: the target as the user wrote it; a local path is stored as its last part only.
-        directory: the resolved model directory.
-        commit: the Hub commit, None for a local directory.
-        config: the transformers configuration of the target.
-        facts: its identity.
+    `name` is the target as the user wrote it; of a local path (`commit` None), the last part of the
+    resolved `directory` is stored.
     """
     text = text_config(config)
     return {
@@ -134,40 +129,37 @@ def _config_facts(directory: Path, config: Any) -> dict[str, Any]:
     """Return the hash of config.json, and by name the fields that decide the states."""
     text = text_config(config)
     quantization: Any = getattr(config, "quantization_config", None)
+    if hasattr(quantization, "to_dict"):
+        quantization = quantization.to_dict()
     facts = {
         "architectures": list(config.architectures or []),
         "config_hash": config_hash(directory),
-        "quantization": quantization.to_dict()
-        if hasattr(quantization, "to_dict")
-        else quantization,
+        "quantization": quantization,
     }
-    table = text.to_dict()
     for name in _DECIDING:
-        try:
+        # absent, or transformers refuses a field that differs between blocks
+        with suppress(Exception):
             facts[f"config.{name}"] = getattr(text, name)
-        except Exception:  # absent, or transformers refuses a field that differs between blocks
-            continue
-    if table.get("per_layer_config"):
-        facts["config.per_layer_config"] = table["per_layer_config"]
+    if per_layer := text.to_dict().get("per_layer_config"):
+        facts["config.per_layer_config"] = per_layer
     return facts | _flat("rope", getattr(text, "rope_parameters", None) or {})
 
 
 def _flat(prefix: str, table: dict[str, Any]) -> dict[str, Any]:
     """Return a nested table as one level, with dots in the names."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in table.items():
-        if isinstance(value, dict):
-            found |= _flat(f"{prefix}.{name}", value)
-        else:
-            found[f"{prefix}.{name}"] = value
-    return found
+        name = f"{prefix}.{name}"
+        flat |= _flat(name, value) if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def _tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
     """Return the hash of the whole tokenizer, those of its parts, and that of the template.
 
     The parts of tokenizer.json (normaliser, pre-tokeniser, vocabulary with merges, added tokens,
-    post-processor) are hashed one by one, so that the one that differs can be named.
+    post-processor) are hashed one by one, each with its type and the start of its hash, so that the
+    one that differs can be named.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts: dict[str, Any] = {}
@@ -178,7 +170,11 @@ def _tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
         for volatile in ("truncation", "padding"):
             whole.pop(volatile, None)
         for name in sorted(whole.keys() - _VOLATILE_TOKENIZER):
-            parts[f"tokenizer.{name}"] = _part(whole[name])
+            part = whole[name]
+            kind = part.get("type") if isinstance(part, dict) else None
+            start = sha256_json(part).removeprefix("sha256:")[:12]
+            text = f"{kind or type(part).__name__} {start}"
+            parts[f"tokenizer.{name}"] = None if part is None else text
     for name in ("bos_token", "eos_token"):
         parts[f"tokenizer.{name}"] = getattr(tokenizer, name, None)
     template = tokenizer.chat_template
@@ -187,11 +183,3 @@ def _tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
         **parts,
         "chat_template_hash": sha256_json(template) if template else None,
     }
-
-
-def _part(value: Any) -> str | None:
-    """Return the type of a tokenizer's part, where it has one, and the start of its hash."""
-    if value is None:
-        return None
-    kind = value.get("type") if isinstance(value, dict) else None
-    return f"{kind or type(value).__name__} {sha256_json(value).removeprefix('sha256:')[:12]}"

@@ -8,14 +8,11 @@ import atexit
 import logging
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
@@ -25,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from spec_data.models.devices import DTYPES, check_devices, usable_device
-from spec_data.models.placement import shares_weight
+from spec_data.models.placement import is_offloaded, shares_weight
 from spec_data.models.quantisation import check_quantisation
 from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import resolve_model
@@ -34,108 +31,11 @@ from spec_data.models.weight_files import weight_files
 from spec_data.shards.errors import ConfigError, TargetError
 from spec_data.shards.files import cache_directory
 
-# -- slow dtypes -----------------------------------------------------------------------------------
-# Which dtypes this CPU computes slowly: half precision, where it has no instructions for it.
-
-
-SLOW = 4.0
-"""A dtype is called slow where a matrix product takes this many times as long as in float32."""
-
-_SIZE = 256  # rows and columns of the product that is timed: 33 MFLOP, 30 ms where it is slow
-_REPEATS = 3
-_SMALL = 1_000_000  # parameters: smaller models are fast in any dtype
-
-
-def slow_model(model: nn.Module) -> str | None:
-    """Return the warning of `slow_dtype` for a model that is large enough to be worth it."""
-    weight = next(model.parameters())
-    if sum(p.numel() for p in model.parameters()) < _SMALL:
-        return None
-    return slow_dtype(weight.dtype, weight.device)
-
-
-def slow_dtype(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return a warning if `device` is a CPU that computes in `dtype` slowly, else None.
-
-    A CPU without AVX-512 BF16 or AMX multiplies bfloat16 matrices with scalar code. The matrix
-    product is timed here, because what is fast depends on PyTorch's build too.
-    """
-    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
-        return None
-    ratio = _seconds(dtype) / max(_seconds(torch.float32), 1e-9)
-    if ratio < SLOW:
-        return None
-    name = str(dtype).removeprefix("torch.")
-    return (
-        f"this CPU multiplies {name} matrices about {ratio:.0f} times more slowly than float32 "
-        "ones; --dtype float32 is faster here, but the states then differ from those of a target "
-        f"that is served in {name} by its rounding"
-    )
-
-
-def _seconds(dtype: torch.dtype) -> float:
-    """Return the seconds of one matrix product, the shortest of a few."""
-    values = torch.ones(_SIZE, _SIZE, dtype=dtype)
-    times = []
-    for _ in range(_REPEATS + 1):  # the first one also prepares kernels
-        start = time.perf_counter()
-        torch.mm(values, values)
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-# -- tied places -----------------------------------------------------------------------------------
-# A head that is tied to the embedding is one tensor, so a device map must keep both together.
-
-
-_OFFLOADED = ("cpu", "disk")
-
-
-def asks_to_tie(config: Any) -> bool:
-    """Whether a transformers configuration ties the head to the embedding."""
-    return any(getattr(c, "tie_word_embeddings", False) for c in (config, text_config(config)))
-
-
-def check_tied_places(config: Any, device_map: object, empty: Callable[[], Any]) -> None:
-    """Refuse a map that offloads the embedding or the head, but not both, if they are tied.
-
-    accelerate would look for a weight of the head, which the files do not hold.
-
-    Args:
-        config: the transformers configuration.
-        device_map: a device by module name; a policy keeps tied modules together by itself.
-        empty: returns the model without weights; called only if it is needed.
-
-    Raises:
-        ConfigError: they would lie on different devices.
-    """
-    if not isinstance(device_map, Mapping) or not asks_to_tie(config):
-        return
-    model = empty()
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    names = [name for end in ends for name, module in model.named_modules() if module is end]
-    places = [_place(name, device_map) for name in names]
-    if len(places) < 2 or None in places or places[0] == places[1]:
-        return
-    if any(str(place) in _OFFLOADED for place in places):
-        raise ConfigError(
-            f"--device-map puts {names[0]} on {places[0]} and {names[1]} on {places[1]}, but in "
-            "this target they are one tensor (tie_word_embeddings): name the same device for both"
-        )
-
-
-def _place(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device of a module: that of the longest name in the map which contains it."""
-    found = [key for key in device_map if key in ("", name) or name.startswith(f"{key}.")]
-    return device_map[max(found, key=len)] if found else None
-
-
-# -- loading ---------------------------------------------------------------------------------------
-
-
 log = logging.getLogger(__name__)
 
 _SHOWN = 5  # tensor names in a message
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 def load_model(
@@ -173,14 +73,13 @@ def load_model(
     where = _where(usable_device(device), spread)
     directory, _ = resolve_model(path)
     weight_files(directory)
-    known: Any = dtype if dtype == "auto" else DTYPES.get(str(dtype), dtype)
+    wanted: Any = dtype if dtype == "auto" else DTYPES.get(str(dtype), dtype)
     config = load_config(directory, trust)  # refuses what is no decoder-only model
     check_quantisation(path, config)
-    check_tied_places(config, spread.device_map, partial(_empty, config, trust))
     try:
         model, info = _class_for(config, trust, change).from_pretrained(
             directory,
-            dtype=known,
+            dtype=wanted,
             attn_implementation=None if attn == "auto" else attn,
             trust_remote_code=trust,
             use_safetensors=True,
@@ -192,51 +91,30 @@ def load_model(
         raise TargetError(f"cannot load {path} as a causal language model: {error}") from None
     _check_complete(path, info if change is None else info | {"unexpected_keys": ()})
     _check_tied(path, model)
-    if warning := slow_model(model):
-        log.warning("%s", warning)
     return model.eval().requires_grad_(False)
 
 
 def _where(device: torch.device, spread: Spread) -> dict[str, Any]:
     """Return the options of `from_pretrained` that place the weights."""
     if spread.tensor_parallel:
-        return {"distributed_config": _tensor_parallel()}
+        try:
+            from transformers.distributed import DistributedConfig
+
+            return {"distributed_config": DistributedConfig(tp_plan="auto")}
+        except (ImportError, TypeError):
+            raise TargetError(
+                "--tp-plan needs a newer release of transformers (5.23 is tested); or use "
+                "--device-map"
+            ) from None
     if spread.device_map is not None:
-        return {
-            "device_map": spread.device_map,
-            "max_memory": spread.max_memory,
-            "offload_folder": _offload_folder(),
-        }
+        cache = cache_directory("offload")  # of weights that run in another form than stored
+        cache.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(dir=cache)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        options = {"device_map": spread.device_map, "max_memory": spread.max_memory}
+        return options | {"offload_folder": folder}
     # Without a map, weights are read to the CPU: nothing would move them to another device.
     return {} if device.type == "cpu" else {"device_map": {"": device}}
-
-
-def _offload_folder() -> str:
-    """Return a new folder for weights on disk that run in another form than they are stored in.
-
-    It is removed at the end of the program.
-    """
-    cache = cache_directory("offload")
-    cache.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.mkdtemp(dir=cache)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def _tensor_parallel() -> Any:
-    """Return the plan that splits layers over the processes of torchrun.
-
-    Raises:
-        TargetError: this release of transformers has none.
-    """
-    try:
-        from transformers.distributed import DistributedConfig
-
-        return DistributedConfig(tp_plan="auto")
-    except (ImportError, TypeError):
-        raise TargetError(
-            "--tp-plan needs a newer release of transformers (5.23 is tested); or use --device-map"
-        ) from None
 
 
 def _auto_class(config: Any) -> Any:
@@ -247,17 +125,13 @@ def _auto_class(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def _empty(config: Any, trust: bool) -> Any:
-    """Return the model of a config without weights."""
-    with torch.device("meta"):
-        return _auto_class(config).from_config(config, trust_remote_code=trust)
-
-
 def _class_for(config: Any, trust: bool, change: Callable[[Any], None] | None) -> Any:
     """Return the class that loads a model; with `change`, one that changes what it has built."""
+    auto = _auto_class(config)
     if change is None:
-        return _auto_class(config)
-    plain = type(_empty(config, trust))
+        return auto
+    with torch.device("meta"):
+        plain = type(auto.from_config(config, trust_remote_code=trust))
 
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         plain.__init__(self, *args, **kwargs)
@@ -276,8 +150,7 @@ def _check_complete(path: str, info: dict[str, Any]) -> None:
             "transformers would fill them with random numbers. Copy the model again, or correct "
             "config.json (tie_word_embeddings, num_hidden_layers)"
         )
-    wrong = sorted(str(key[0]) for key in info.get("mismatched_keys") or ())
-    if wrong:
+    if wrong := [str(key[0]) for key in info.get("mismatched_keys") or ()]:
         raise TargetError(
             f"{path}: {_names(wrong)} in its weight files has another shape than config.json "
             "describes; use the config.json of these weights"
@@ -290,27 +163,71 @@ def _check_complete(path: str, info: dict[str, Any]) -> None:
         )
 
 
+def _names(keys: Iterable[str]) -> str:
+    names = sorted(keys)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
 def _check_tied(path: str, model: Any) -> None:
     """Refuse a head that is tied against the config, or untied against it."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if getattr(head, "weight", None) is None or embedding is None:  # a quantised head may have none
         return
-    asked = asks_to_tie(model.config)
-    if asked == shares_weight(head, embedding):
-        return
-    if asked:
+    configs = model.config, text_config(model.config)
+    asked = any(getattr(config, "tie_word_embeddings", False) for config in configs)
+    tied = shares_weight(head, embedding)
+    if asked and is_offloaded(head) != is_offloaded(embedding):
+        # accelerate would look for a weight of the head, which the files do not hold
+        raise ConfigError(
+            "--device-map puts embedding and head on different devices, but in this target they "
+            "are one tensor (tie_word_embeddings): name the same device for both"
+        )
+    if asked and not tied:
         raise TargetError(
             f"{path}: config.json has tie_word_embeddings true, but the weight files hold a head "
             "that differs from the embedding; set it to false if that head is right, or remove "
             "the head from the files"
         )
-    raise TargetError(
-        f"{path}: config.json has tie_word_embeddings false, but transformers tied the head to the "
-        "embedding; set it to true if the model has no head of its own, or copy the model again"
+    if tied and not asked:
+        raise TargetError(
+            f"{path}: config.json has tie_word_embeddings false, but transformers tied the head to "
+            "the embedding; set it to true if the model has no head of its own, or copy the model "
+            "again"
+        )
+
+
+def empty_model(config: Any, trust: bool) -> Any:
+    """Return the model of a transformers configuration, on the device "meta".
+
+    Raises:
+        Exception: any; there are families that cannot be built without weights.
+    """
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+
+
+def parameter_counts(config: Any, trust: bool) -> dict[str, int]:
+    """Return `parameters` of a target, and `active_parameters`, which multiply every token.
+
+    The latter are those of the head and of the blocks, with as many experts as a token has. What is
+    not known is left out.
+    """
+    try:
+        model = empty_model(config, trust)
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        looked_up = 0 if head.weight is embedding.weight else embedding.weight.numel()
+    except Exception:  # see `empty_model`
+        return {}
+    text = text_config(config)
+    count, active = (
+        next((n for name in names if isinstance(n := getattr(text, name, None), int)), 0)
+        for names in (_EXPERTS, _ACTIVE)
     )
-
-
-def _names(keys: Iterable[str]) -> str:
-    names = sorted(keys)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    weights = {name: weight.numel() for name, weight in model.named_parameters()}
+    total = sum(weights.values())
+    experts = sum(size for name, size in weights.items() if ".experts." in name)
+    if experts and not (count and active):
+        return {"parameters": total}
+    used = total - looked_up - experts + (experts * active // count if experts else 0)
+    return {"parameters": total, "active_parameters": used}

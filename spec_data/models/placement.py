@@ -54,6 +54,11 @@ def in_place(module: Any, name: str) -> bool:
     return not isinstance(value, DTensor) and (value is None or value.device != _META)
 
 
+def is_offloaded(module: Any) -> bool:
+    """Whether the tensors of a module are in memory or on disk until it runs."""
+    return any(getattr(hook, "weights_map", None) is not None for hook in _hooks(module))
+
+
 def shares_weight(head: Any, embedding: Any) -> bool:
     """Whether the weight of a head is that of an embedding.
 

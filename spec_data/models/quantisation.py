@@ -21,12 +21,9 @@ def quantisation_of(config: Any) -> Quantised | None:
     if not table:
         return None
     method = str(getattr(table.get("quant_method"), "value", table.get("quant_method")))
-    if table.get("load_in_8bit") or table.get("_load_in_8bit"):
-        bits: int | None = 8
-    elif table.get("load_in_4bit") or table.get("_load_in_4bit"):
-        bits = 4
-    else:
-        bits = table.get("bits") or _BITS.get(method) or _named_bits(table)
+    bits = next((b for b in (8, 4) if table.get(f"load_in_{b}bit")), None)
+    bits = bits or next((b for b in (8, 4) if table.get(f"_load_in_{b}bit")), None)
+    bits = bits or table.get("bits") or _BITS.get(method) or _named_bits(table)
     return Quantised(method=method, bits=bits or None)
 
 
@@ -36,8 +33,8 @@ def loaded_quantisation(config: Any, model: Any) -> Quantised | None:
     transformers runs some checkpoints in the dtype of their other weights where the device has no
     kernel (fp8 on a CPU). The states are then not those of a GPU, which rounds activations too.
     """
-    found = quantisation_of(config)
-    return found and replace(found, dequantised=not _table(model.config))
+    quantised = quantisation_of(config)
+    return quantised and replace(quantised, dequantised=not _table(model.config))
 
 
 def check_quantisation(path: str, config: Any) -> None:
@@ -46,17 +43,18 @@ def check_quantisation(path: str, config: Any) -> None:
     Raises:
         TargetError: a package or a GPU is missing; the message names it.
     """
-    found, table = quantisation_of(config), _table(config)
-    if found is None:
+    quantised = quantisation_of(config)
+    if quantised is None:
         return
     from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
-        AutoHfQuantizer.from_config(table, pre_quantized=True).validate_environment(device_map=None)
+        quantizer = AutoHfQuantizer.from_config(_table(config), pre_quantized=True)
+        quantizer.validate_environment(device_map=None)
     except (ImportError, RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())
         raise TargetError(
-            f"{path}: its weights are quantised ({found}), and cannot be loaded here: {reason}"
+            f"{path}: its weights are quantised ({quantised}), and cannot be loaded here: {reason}"
         ) from None
 
 
@@ -67,30 +65,29 @@ def check_head(head: Any) -> None:
         TargetError: the weight of the head is no plain tensor of a floating dtype of 2 or 4 bytes.
     """
     weight = head.weight
+    kind = type(weight.data)
     plain = weight.is_floating_point() and weight.element_size() > 1
     wrapped = is_traceable_wrapper_subclass(weight.data)  # as of torchao; torch's own are DTensors
-    if plain and not (wrapped and type(weight.data).__module__.partition(".")[0] != "torch"):
-        return
-    raise TargetError(
-        f"the LM head of this target is quantised ({type(weight.data).__name__}, {weight.dtype}); "
-        "a dataset holds the head as it is served, so quantise the checkpoint without lm_head"
-    )
+    if not plain or (wrapped and kind.__module__.partition(".")[0] != "torch"):
+        raise TargetError(
+            f"the LM head of this target is quantised ({kind.__name__}, {weight.dtype}); a dataset "
+            "holds the head as it is served, so quantise the checkpoint without lm_head"
+        )
 
 
 def _table(config: Any) -> dict[str, Any]:
     """Return `quantization_config` as a dict, empty if there is none."""
-    for place in (config, text_config(config)):
-        found = getattr(place, "quantization_config", None)
-        if found:
-            return found.to_dict() if hasattr(found, "to_dict") else dict(found)
+    for holder in (config, text_config(config)):
+        table = getattr(holder, "quantization_config", None)
+        if table:
+            return table.to_dict() if hasattr(table, "to_dict") else dict(table)
     return {}
 
 
 def _named_bits(table: dict[str, Any]) -> int | None:
     """Return the bits of a group of compressed-tensors, or in the name of a torchao type."""
     for group in (table.get("config_groups") or {}).values():
-        bits = ((group or {}).get("weights") or {}).get("num_bits")
-        if bits:
+        if bits := ((group or {}).get("weights") or {}).get("num_bits"):
             return int(bits)
     name = str(table.get("quant_type") or table.get("weights") or "").lower()
     return next((b for b in (8, 4, 2) if f"int{b}" in name or f"float{b}" in name), None)

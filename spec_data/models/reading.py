@@ -12,7 +12,7 @@ from spec_data.shards.files import read_object
 def text_config(config: Any) -> Any:
     """Return the configuration of the decoder: the nested one of multimodal models, else `config`.
 
-    The only definition in this package; `config` is a transformers configuration.
+    `config` is a transformers configuration.
     """
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
@@ -61,12 +61,8 @@ def load_config(directory: Path, trust: bool = False) -> Any:
         raise TargetError(
             f"{directory / 'config.json'}: transformers cannot load it: {error}"
         ) from None
-    text = text_config(config)
-    lacking = [
-        name
-        for name in ("num_hidden_layers", "hidden_size", "vocab_size")
-        if not getattr(text, name, None)
-    ]
+    text, sizes = text_config(config), ("num_hidden_layers", "hidden_size", "vocab_size")
+    lacking = [name for name in sizes if not getattr(text, name, None)]
     if lacking or getattr(config, "is_encoder_decoder", False):
         why = f"it has no {', '.join(lacking)}" if lacking else "it is an encoder-decoder model"
         raise TargetError(

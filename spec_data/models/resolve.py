@@ -32,13 +32,13 @@ def resolve_model(
                 "revisions; leave --revision out, or pass the model's Hub id"
             )
         return path, None
+    files = [f for f in _FILES if weights or f != _WEIGHTS]
     try:
-        files = [f for f in _FILES if weights or f != _WEIGHTS]
         snapshot = snapshot_download(
             name, revision=revision, allow_patterns=files, ignore_patterns=_COPIES
         )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise MissingError(
             f"--target {name}: not a directory here, and not available from the Hub: {reason}"
         ) from None

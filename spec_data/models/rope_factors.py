@@ -23,16 +23,15 @@ _LONGROPE, _FIXED = "longrope", "longrope, fixed"
 def short_positions(config: Any) -> int | None:
     """Return how many positions the short factors cover; None for a target without longrope."""
     rope = getattr(text_config(config), "rope_parameters", None) or {}
-    if rope.get("rope_type") != _LONGROPE:
-        return None
-    return int(rope["original_max_position_embeddings"])
+    longrope = rope.get("rope_type") == _LONGROPE
+    return int(rope["original_max_position_embeddings"]) if longrope else None
 
 
 def check_choice(choice: str, config: Any) -> None:
-    """Refuse a choice of factors for a target that has only one set.
+    """Refuse a choice of --rope-factors other than "auto" for a target without longrope.
 
     Raises:
-        ConfigError: it has no longrope, and `choice` is not "auto".
+        ConfigError: it has one set only.
     """
     if choice != "auto" and short_positions(config) is None:
         raise ConfigError(
@@ -44,14 +43,11 @@ def chosen_factors(choice: str, config: Any, longest: int) -> str | None:
     """Return the factors of every document, "short" or "long"; None without longrope.
 
     Args:
-        choice: of --rope-factors; "auto" takes the long ones if a document needs them.
+        choice: of --rope-factors, see `check_choice`; "auto" takes the long ones if a document
+            needs them.
         config: the transformers configuration of the target.
         longest: tokens of the longest document.
-
-    Raises:
-        ConfigError: short or long factors of a target that has no longrope.
     """
-    check_choice(choice, config)
     limit = short_positions(config)
     if limit is None:
         return None
@@ -74,10 +70,8 @@ def fix_rope_factors(model: Any, factors: str | None) -> None:
     limit = short_positions(model.config) or 0
     length = limit + 1 if factors == "long" else None
     for module in model.modules():
-        if getattr(module, "rope_type", None) != _LONGROPE:
-            continue
-        frequencies, _ = ROPE_INIT_FUNCTIONS[_LONGROPE](
-            module.config, module.inv_freq.device, seq_len=length
-        )
-        module.inv_freq.copy_(frequencies)
-        module.rope_type = _FIXED  # transformers then updates no frequency
+        if getattr(module, "rope_type", None) == _LONGROPE:
+            device = module.inv_freq.device
+            frequencies, _ = ROPE_INIT_FUNCTIONS[_LONGROPE](module.config, device, seq_len=length)
+            module.inv_freq.copy_(frequencies)
+            module.rope_type = _FIXED  # transformers then updates no frequency

@@ -26,32 +26,33 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         DraftError: the rope type is unknown, or no layer type is full_attention.
     """
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if any(isinstance(value, dict) for value in found.values()):
-        if not isinstance(found.get("full_attention"), dict):
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in rope.values()):
+        if not isinstance(rope.get("full_attention"), dict):
             raise DraftError(
-                f"rope_parameters has the layer types {sorted(found)} without full_attention; a "
+                f"rope_parameters has the layer types {sorted(rope)} without full_attention; a "
                 "draft uses full attention, so there are no rope settings for it"
             )
-        found = dict(found["full_attention"])
-    found = {key: value for key, value in found.items() if value is not None}
-    kind = found.pop("type", None)  # the older name; rope_type has priority
-    found.setdefault("rope_type", kind or "default")
-    found.setdefault("rope_theta", _first(config, "rope_theta", "rotary_emb_base", default=1e4))
-    partial = _first(config, "partial_rotary_factor", "rotary_pct", default=None)
+        rope = dict(rope["full_attention"])
+    rope = {key: value for key, value in rope.items() if value is not None}
+    kind = rope.pop("type", None)  # the older name; rope_type has priority
+    rope.setdefault("rope_type", kind or "default")
+    theta = _first(config, "rope_theta", "rotary_emb_base")
+    rope.setdefault("rope_theta", 1e4 if theta is None else theta)
+    partial = _first(config, "partial_rotary_factor", "rotary_pct")
     if partial is not None:
-        found.setdefault("partial_rotary_factor", partial)
-    if found["rope_type"] in _LENGTH_AWARE:
+        rope.setdefault("partial_rotary_factor", partial)
+    if rope["rope_type"] in _LENGTH_AWARE:
         limit = config.get("original_max_position_embeddings")  # at the top level in Phi-3
         if limit is not None:
-            found["original_max_position_embeddings"] = limit
-        found.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
-    if found["rope_type"] != "default" and found["rope_type"] not in (known := _initialisers()):
+            rope["original_max_position_embeddings"] = limit
+        rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    if rope["rope_type"] != "default" and rope["rope_type"] not in (types := _initialisers()):
         raise DraftError(
-            f"rope type {found['rope_type']!r} of the target is unknown; known: "
-            f"default, {', '.join(sorted(known))}"
+            f"rope type {rope['rope_type']!r} of the target is unknown; known: "
+            f"default, {', '.join(sorted(types))}"
         )
-    return found
+    return rope
 
 
 def _initialisers() -> dict[str, Any]:
@@ -59,6 +60,10 @@ def _initialisers() -> dict[str, Any]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     return ROPE_INIT_FUNCTIONS
+
+
+def _first(config: dict[str, Any], *names: str) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
 
 
 @dataclass
@@ -85,7 +90,7 @@ class RopeSettings:
         """Do nothing: `rope_parameters` is already in the standard form. transformers calls it."""
 
 
-def rope_frequencies(settings: RopeSettings, length: int | None = None) -> tuple[Tensor, float]:
+def _frequencies(settings: RopeSettings, length: int | None = None) -> tuple[Tensor, float]:
     """Return inverse frequencies, float32 [r/2], and the factor on cos and sin.
 
     `length` is the sequence length, for rope types that depend on it.
@@ -102,11 +107,11 @@ def rope_frequencies(settings: RopeSettings, length: int | None = None) -> tuple
 
 def config_table(settings: RopeSettings) -> RopeTable:
     """Return the rotary embedding that the rope settings describe."""
-    inv_freq, factor = rope_frequencies(settings)
+    inv_freq, factor = _frequencies(settings)
     if settings.rope_parameters["rope_type"] != "longrope":
         return RopeTable(inv_freq=inv_freq, factor=factor)
     limit = int(settings.rope_parameters["original_max_position_embeddings"])
-    long_inv_freq, _ = rope_frequencies(settings, limit + 1)
+    long_inv_freq, _ = _frequencies(settings, limit + 1)
     return RopeTable(inv_freq=inv_freq, factor=factor, long_inv_freq=long_inv_freq, limit=limit)
 
 
@@ -115,8 +120,10 @@ def rotary_table(settings: RopeSettings) -> RopeTable:
 
     With `factors`, every document has the short or the long frequencies, and there is no limit.
     """
-    stored, table = settings.stored, None
-    if "inv_freq" in stored:
+    stored = settings.stored
+    if "inv_freq" not in stored:
+        table = config_table(settings)
+    else:
         long = stored.get("long_inv_freq")
         table = RopeTable(
             inv_freq=torch.tensor(stored["inv_freq"], dtype=torch.float32),
@@ -124,7 +131,6 @@ def rotary_table(settings: RopeSettings) -> RopeTable:
             long_inv_freq=None if long is None else torch.tensor(long, dtype=torch.float32),
             limit=stored.get("limit"),
         )
-    table = table or config_table(settings)
     if stored.get("factors") not in (SHORT, LONG) or table.long_inv_freq is None:
         return table
     chosen = table.long_inv_freq if stored["factors"] == LONG else table.inv_freq
@@ -144,7 +150,3 @@ def stored_json(table: RopeTable, expressed: bool) -> dict[str, Any]:
     if table.long_inv_freq is not None:
         found |= {"long_inv_freq": table.long_inv_freq.tolist(), "limit": table.limit}
     return found
-
-
-def _first(config: dict[str, Any], *names: str, default: Any) -> Any:
-    return next((config[name] for name in names if config.get(name) is not None), default)

@@ -42,27 +42,19 @@ def parse_spread(
         raise ConfigError("--max-memory goes with --device-map; add it")
     if device_map is not None and tp_plan is not None:
         raise ConfigError("--tp-plan and --device-map exclude each other; choose one")
+    table: Any = device_map
+    if device_map is not None and device_map not in _POLICIES:
+        try:
+            table = json.loads(device_map)
+        except ValueError:
+            table = None
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"--device-map {device_map}: expected {', '.join(_POLICIES)} or a JSON object such "
+                'as {"model": 0, "lm_head": "cpu"}; for one device, use --device'
+            )
     memory = {int(k) if k.isdigit() else k: v for k, v in (max_memory or {}).items()}
-    return Spread(
-        device_map=_parse_device_map(device_map),
-        max_memory=memory or None,
-        tensor_parallel=tp_plan is not None,
-    )
-
-
-def _parse_device_map(text: str | None) -> str | dict[str, Any] | None:
-    if text is None or text in _POLICIES:
-        return text
-    try:
-        table = json.loads(text)
-    except ValueError:
-        table = None
-    if not isinstance(table, dict):
-        raise ConfigError(
-            f"--device-map {text}: expected {', '.join(_POLICIES)} or a JSON object such as "
-            '{"model": 0, "lm_head": "cpu"}; for one device, use --device'
-        )
-    return table
+    return Spread(device_map=table, max_memory=memory or None, tensor_parallel=tp_plan is not None)
 
 
 def processes() -> int:

@@ -33,19 +33,34 @@ def weight_files(directory: Path) -> list[Path]:
             f"{directory / _ADAPTER}: transformers adds this adapter to the weights where peft is "
             "installed and ignores it elsewhere; merge it into the model, or move it away"
         )
-    found = set(directory.glob("*.safetensors"))
-    for name in _indexed(directory):
-        if not (directory / name).is_file():
+    indexed = {directory / name for name in _indexed(directory)}
+    for file in indexed:
+        if not file.is_file():
             raise MissingError(
-                f"{directory / name}: no such file, but {_INDEX} names it; copy or download the "
-                "model again"
+                f"{file}: no such file, but {_INDEX} names it; copy or download the model again"
             )
-        found.add(directory / name)
-    if not found:
-        raise TargetError(f"{directory}: no .safetensors weights{_advice(directory)}")
-    for file in sorted(found):
-        tensor_names(file)
-    return sorted(found)
+    files = sorted(indexed | set(directory.glob("*.safetensors")))
+    if not files:
+        others = sorted(p.name for kind in ("*.bin", "*.pt*") for p in directory.glob(kind))
+        raise TargetError(
+            f"{directory}: no .safetensors weights"
+            + (
+                f", only {', '.join(others[:3])}, which spec-data does not load; convert them: "
+                "load the model with transformers and call save_pretrained on it"
+                if others
+                else "; copy or download the model again"
+            )
+        )
+    for file in files:
+        try:
+            with safe_open(file, "pt"):  # reads the header alone
+                pass
+        except (SafetensorError, OSError) as error:
+            raise TargetError(
+                f"{file}: truncated or damaged ({file.stat().st_size:,} bytes; {error}); copy or "
+                "download this file again"
+            ) from None
+    return files
 
 
 def _indexed(directory: Path) -> set[str]:
@@ -63,34 +78,6 @@ def _indexed(directory: Path) -> set[str]:
         ) from None
 
 
-def _advice(directory: Path) -> str:
-    others = sorted(p.name for p in directory.glob("*.bin")) or sorted(
-        p.name for p in directory.glob("*.pt*")
-    )
-    if not others:
-        return "; copy or download the model again"
-    return (
-        f", only {', '.join(others[:3])}, which spec-data does not load; convert them: load the "
-        "model with transformers and call save_pretrained on it"
-    )
-
-
-def tensor_names(file: Path) -> list[str]:
-    """Return the names of the tensors of a safetensors file; only its header is read.
-
-    Raises:
-        TargetError: the file is truncated or damaged.
-    """
-    try:
-        with safe_open(file, "pt") as weights:
-            return list(weights.keys())
-    except (SafetensorError, OSError) as error:
-        raise TargetError(
-            f"{file}: truncated or damaged ({file.stat().st_size:,} bytes; {error}); copy or "
-            "download this file again"
-        ) from None
-
-
 def weights_hash(directory: Path) -> str:
     """Return the hash of the safetensors files of a model directory.
 
@@ -99,8 +86,7 @@ def weights_hash(directory: Path) -> str:
     renamed, re-sharded or re-quantised weights never count as the same.
 
     Raises:
-        TargetError: there are no safetensors files, or one is damaged.
-        MissingError: a file that the index names is absent.
+        TargetError, MissingError: as `weight_files`.
     """
     files = weight_files(directory)
     sampled = sum(f.stat().st_size for f in files) > _FULL_HASH_BYTES

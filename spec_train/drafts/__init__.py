@@ -4,12 +4,9 @@ A draft is a subclass of `draft.Draft`; `DRAFTS` lists them by name. To add a ki
 its files in `formats/`, and one line here.
 """
 
-import importlib
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
-from spec_data.models.families import find_spec
 from spec_data.shards.errors import DraftError, SpecDataError
 from spec_train.drafts.draft import Draft, DraftLoss
 from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft
@@ -34,36 +31,15 @@ DRAFTS: dict[str, type[Draft]] = {
 }
 
 
-def draft_class(kind: str, architectures: Sequence[str]) -> type[Draft]:
-    """Return the class of a kind of draft for a target, the family's own if it has one.
-
-    Args:
-        kind: a key of `DRAFTS`.
-        architectures: of the target; the first registered one decides.
+def draft_class(kind: str) -> type[Draft]:
+    """Return the class of a kind of draft.
 
     Raises:
-        DraftError: `kind` is unknown, or the family's own class cannot be imported or is no such
-            draft.
+        DraftError: `kind` is unknown.
     """
     if kind not in DRAFTS:
         raise DraftError(f"there is no draft {kind!r}; known kinds: {', '.join(DRAFTS)}")
-    spec = find_spec(architectures)
-    place = spec.drafts.get(kind) if spec is not None else None
-    if spec is None or place is None:
-        return DRAFTS[kind]
-    module, _, name = place.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise DraftError(
-            f"{spec.family}: its {kind} draft {place} cannot be loaded: {error}"
-        ) from None
-    if not (isinstance(found, type) and issubclass(found, Draft) and found.name == kind):
-        raise DraftError(
-            f"{spec.family}: {place} is no {kind} draft: a subclass of {DRAFTS[kind].__name__}, or "
-            f'of Draft with name = "{kind}", is needed'
-        )
-    return found
+    return DRAFTS[kind]
 
 
 def load_draft(
@@ -109,14 +85,12 @@ def _draft_of(files: DraftFiles, target: TargetFacts | None) -> Draft:
     """Make a draft from files of any form."""
     try:
         own = own_form(files, target or TargetFacts())
-        section = own.config[SECTION]
-        kind = section.get("draft")
+        kind = own.config[SECTION].get("draft")
         if kind not in DRAFTS:
             raise DraftError(
                 f"{own.config_path}: {SECTION}.draft is {kind!r}; known kinds: {', '.join(DRAFTS)}"
             )
-        target_names = (section.get("origin") or {}).get("architectures") or ()
-        return draft_class(kind, target_names).from_files(own)
+        return DRAFTS[kind].from_files(own)
     except SpecDataError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as e:

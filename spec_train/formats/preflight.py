@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from spec_data.models.engines import Fact, engines, served
-from spec_data.models.families import find_spec
 from spec_data.shards.identity import compare
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION, some_of
@@ -122,7 +121,6 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
     layers, options = subject.layers, section.get("options") or {}
     types = set(config.get("layer_types") or ())
     types = types if SLIDING in types else {FULL}
-    spec = find_spec(subject.origin.get("architectures") or ())
     ttt_steps = options.get("ttt_steps", 1)
     return {
         "qk_norm": kind in ("dspark", "dflash"),  # block drafts have it unless the key denies it
@@ -145,8 +143,6 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         "later_steps": ttt_steps - 1,
         "depths": options.get("depths", 1),
         "rotary_table": "inv_freq" in (section.get("positions") or {}),
-        "family": spec and spec.family,
-        "family_class": spec and spec.drafts.get(kind),  # a draft class of the target's family
     }
 
 

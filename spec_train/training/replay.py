@@ -97,7 +97,7 @@ def replay_step(folder: Path, data: Path | None = None, device: str = "auto") ->
     where = data or Path(state["dataset"])
     manifest = _manifest(where, state["head"])
     head = TargetHead.from_dataset(where, dtype, used, manifest)
-    kind = draft_class(state["draft"], manifest.target.architectures)
+    kind = draft_class(state["draft"])
     draft: Any = kind.from_pretrained(folder)
     draft.use_options(from_dict(kind.options_class, state["options"], where=str(folder / FAILURE)))
     draft.join(head, manifest, str(folder))

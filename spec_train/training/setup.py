@@ -26,7 +26,7 @@ from spec_train.data.order import BatchPlan, rank_slice
 from spec_train.data.splits import Splits, make_splits
 from spec_train.data.token_counts import count_tokens
 from spec_train.drafts import Draft, draft_class
-from spec_train.drafts.config import special_ids, target_architectures
+from spec_train.drafts.config import special_ids
 from spec_train.drafts.vocabulary import vocabulary_coverage
 from spec_train.losses.head import TargetHead
 from spec_train.options.data_option import parse_sources
@@ -146,9 +146,9 @@ def dry_run(draft_name: str, config: Training, options: Any) -> DryRun:
 def _open(
     draft_name: str, config: Training, options: Any
 ) -> tuple[type[Draft], Documents, Training]:
-    """Return the class of the draft for the target of the data, the data, and resolved options."""
+    """Return the class of the draft, the data, and resolved options."""
     dataset = open_data(config)
-    kind = draft_class(draft_name, target_architectures(dataset.target_config()))
+    kind = draft_class(draft_name)
     kind.check_data(options, dataset.manifest)
     return kind, dataset, resolve_config(config, dataset)
 

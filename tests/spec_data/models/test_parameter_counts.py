@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from spec_data.models.parameter_counts import parameter_counts
+from spec_data.models.loading import parameter_counts
 
 SMALL = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 60},
