@@ -1,6 +1,7 @@
 """What the commands print: sizes, counts and documents as plain aligned text."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,7 @@ from spec_data.shards.schema import (
     SUPERVISED,
     Column,
     Manifest,
-    PackingRecord,
     PositionsRecord,
-    Provenance,
     layer_column,
 )
 from spec_data.shards.urls import scheme_of
@@ -33,25 +32,28 @@ _SUPERVISED, _PLAIN, _RESET = "\033[1;32m", "\033[2m", "\033[0m"
 
 
 def column_rows(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> str:
-    """One line per column and part: codec, bytes per token stored and on average, payload.
+    """One line per column: codec, bytes per token, payload; where it is lossy, what it loses.
 
-    `sparse_tokens` of the `tokens` have a row in columns that hold supervised tokens only.
+    `sparse_tokens` of the `tokens` have a row in columns that hold supervised tokens only. Errors
+    are those of the held-out part of the calibration sample.
     """
-    rows: list[Sequence[Any]] = [("column", "codec", "bytes/row", "bytes/token", "payload")]
-    total = 0.0
+    rows: list[Sequence[Any]] = [("column", "codec", "bytes/token", "payload")]
+    lossy = any(column.error is not None for column in columns)
+    if lossy:
+        rows[0] = (*rows[0], "error", "worst channel", "teacher KL", "escaped")
+    payload = column_payload(columns, tokens, sparse_tokens)
     for column in columns:
-        share = (sparse_tokens if column.sparse else tokens) / max(tokens, 1)
-        total += column.bytes_per_token * share
-        parts = column.part_bytes
-        for name, count in parts.items():
-            codec = column.codec if name == column.name else "bf16"
-            shown = name if name == column.name else "  " + name.removeprefix(column.name)
-            average = count * share
-            number = f"{average:,.1f}" if column.sparse else f"{count:,}"
-            rows.append((shown, codec, f"{count:,}", number, size(average * tokens)))
-    number = f"{total:,.1f}" if any(c.sparse for c in columns) else f"{total:,.0f}"
-    rows.append(("all token columns", "", "", number, size(total * tokens)))
-    return text_table(rows)
+        total, error = payload[column.name], column.error
+        row = [column.name, column.codec, f"{total / max(tokens, 1):,.1f}", size(total)]
+        if error is not None:
+            kl = "-" if error.kl is None else f"{error.kl:.1e}"
+            row += [f"{error.mse_median:.1e}", f"{error.mse_max:.1e}", kl, f"{error.escaped:.2%}"]
+        rows.append(row + [""] * (len(rows[0]) - len(row)))
+    total = sum(payload.values())
+    sums = ["all token columns", "", f"{total / max(tokens, 1):,.1f}", size(total)]
+    rows.append(sums + [""] * (len(rows[0]) - len(sums)))
+    note = "\nerror: mean squared error of a channel over its variance, median over channels"
+    return text_table(rows) + note * lossy
 
 
 def column_payload(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> dict[str, int]:
@@ -80,134 +82,103 @@ def draft_facts(
     These are the captured layers of its recipe and every column that is no captured layer, as a
     dataset for this draft alone would have them. Tokens are counted as in `column_rows`.
     """
-    found = {}
+    payload = column_payload(columns, tokens, sparse_tokens)
+    captured = {layer_column(k) for layers in draft_layers.values() for k in layers}
+    facts = {}
     for draft, layers in draft_layers.items():
-        others = {layer_column(k) for own in draft_layers.values() for k in own if k not in layers}
-        total = sum(
-            column.bytes_per_token * (sparse_tokens if column.sparse else tokens)
-            for column in columns
-            if column.name not in others
-        )
-        found[draft] = {
-            "layers": list(layers),
-            "bytes_per_token": total / max(tokens, 1),
-            "bytes": total,
-        }
-    return found
-
-
-def error_rows(manifest: Manifest) -> str:
-    """What the lossy columns lose, as measured on the held-out part of the calibration sample."""
-    rows: list[Sequence[Any]] = [
-        ("lossy column", "codec", "bits/element", "error", "worst channel", "teacher KL", "escaped")
-    ]
-    for column in manifest.columns:
-        error = column.error
-        if error is not None:
-            kl = f"{error.kl:.1e}" if error.kl is not None else "-"
-            bits = 8 * column.bytes_per_token / (column.width or 1)
-            figures = (f"{bits:.2f}", f"{error.mse_median:.1e}", f"{error.mse_max:.1e}")
-            rows.append((column.name, column.codec, *figures, kl, f"{error.escaped:.2%}"))
-    note = "error: mean squared error of a channel over its variance, median over channels"
-    return f"{text_table(rows)}\n{note}" if len(rows) > 1 else ""
+        others = captured.difference(map(layer_column, layers))
+        total = sum(count for name, count in payload.items() if name not in others)
+        per_token = total / max(tokens, 1)
+        facts[draft] = {"layers": list(layers), "bytes_per_token": per_token, "bytes": total}
+    return facts
 
 
 def counts_text(counts: dict[str, Any], tokens: int) -> str:
     """Where every corpus row and document went, as text; `tokens` are those that are kept."""
     lines = [(name, f"{value:,}") for name, value in counts_rows(counts)]
     examples = counts.get("unrendered_examples", {})
-    shown = [f"not rendered ({reason}): {found[0]}" for reason, found in examples.items()]
-    shown += [f"warning: {warning}" for warning in count_warnings(counts, tokens)]
-    return "\n".join([text_table(lines), *shown])
+    texts = [f"not rendered ({reason}): {found[0]}" for reason, found in examples.items()]
+    texts += [f"warning: {warning}" for warning in count_warnings(counts, tokens)]
+    return "\n".join([text_table(lines), *texts])
 
 
 def counts_rows(counts: dict[str, Any]) -> list[tuple[str, int]]:
     """Where every corpus row and document went, from the counts of a plan or a manifest."""
-    read = counts.get("read", counts.get("rows", 0))
+    ways = counts["rendering"]
+    with_system = ways.get(WITH_SYSTEM, 0)
+    others = sum(n for name, n in ways.items() if name.startswith(WITHOUT_SYSTEM))
+    share = {WITH_SYSTEM: f" ({with_system / max(with_system + others, 1):.0%})"}
+    less = f" ({counts['tokens_cut']:,} tokens less)" if counts["tokens_cut"] else ""
     return [
-        ("corpus rows read", read),
+        ("corpus rows read", counts.get("read", counts.get("rows", 0))),
         ("  bad rows", counts["bad_rows"]),
-        *((f"  not rendered: {k}", v) for k, v in counts["unrendered"].items()),
-        *((f"  {k}{_share(k, counts['rendering'])}", v) for k, v in counts["rendering"].items()),
+        *((f"  not rendered: {name}", n) for name, n in counts["unrendered"].items()),
+        *((f"  {name}{share.get(name, '')}", n) for name, n in ways.items()),
         ("documents rendered", counts["rendered"]),
-        *((f"  dropped: {k}", v) for k, v in counts["dropped"].items()),
-        (f"  cut at the maximal length{_tokens_cut(counts)}", counts["cut"]),
+        *((f"  dropped: {name}", n) for name, n in counts["dropped"].items()),
+        (f"  cut at the maximal length{less}", counts["cut"]),
         ("  tail tokens trimmed", counts.get("tail_tokens_trimmed", 0)),
         ("documents kept", counts["rendered"] - sum(counts["dropped"].values())),
     ]
 
 
-def _share(name: str, rendering: Mapping[str, int]) -> str:
-    """The share of conversations with a system message, behind their number."""
-    others = sum(n for k, n in rendering.items() if k.startswith(WITHOUT_SYSTEM))
-    return f" ({rendering[name] / (rendering[name] + others):.0%})" if name == WITH_SYSTEM else ""
-
-
-def _tokens_cut(counts: dict[str, Any]) -> str:
-    """How many tokens the cuts took, where there were any."""
-    return f" ({counts['tokens_cut']:,} tokens less)" if counts["tokens_cut"] else ""
-
-
 def dataset_lines(manifest: Manifest) -> list[tuple[str, str]]:
     """Return names and values that describe a sealed dataset as a whole."""
-    totals, target = manifest.totals, manifest.target
-    return [
+    totals, target, made = manifest.totals, manifest.target, manifest.provenance
+    lines = [
         ("target", f"{target.name}, {target.num_layers} blocks, {target.dtype}"),
         ("layers (output of block k, from 0)", ", ".join(map(str, manifest.layers)) or "none"),
-        *(
-            (f"  of {draft}", ", ".join(map(str, own)) or "none (hidden.final)")
-            for draft, own in manifest.draft_layers.items()
-        ),
+    ]
+    for draft, layers in manifest.draft_layers.items():
+        lines.append((f"  of {draft}", ", ".join(map(str, layers)) or "none (hidden.final)"))
+    lines += [
         ("positions", _positions_text(manifest.positions)),
         ("supervision", f"{manifest.supervision}, at {_where(manifest)}"),
         ("documents", f"{totals.documents:,}"),
         ("tokens", f"{totals.tokens:,}"),
         ("supervised tokens", f"{totals.supervised:,}"),
-        *_storage_lines(manifest),
-        ("captured", _captured_text(manifest)),
-        ("responses", manifest.policy),
-        *([("made by", _made_by(manifest.provenance))] if manifest.provenance else []),
-        ("fingerprint", manifest.fingerprint[:16]),
     ]
+    if manifest.view is not None:
+        for source in manifest.view.sources:
+            lines.append(("view of", f"{source.path} ({source.fingerprint[:16]})"))
+    else:
+        lines += [
+            ("shards", f"{len(manifest.shards):,}"),
+            ("bytes of all shards", f"{totals.bytes:,} ({size(totals.bytes)})"),
+            ("bytes per token", f"{totals.bytes / max(totals.tokens, 1):,.1f}"),
+        ]
+    lines += [("captured", _captured_text(manifest)), ("responses", manifest.policy)]
+    if made:
+        parts = ", ".join(part.fingerprint[:16] for part in made.of)
+        lines.append(("made by", f"{made.command} of {parts}"))
+    return [*lines, ("fingerprint", manifest.fingerprint[:16])]
 
 
 def dataset_text(manifest: Manifest) -> str:
     """What is inside a sealed dataset."""
     totals = manifest.totals
-    lines = dataset_lines(manifest)
+    parts = [text_table(dataset_lines(manifest), "<")]
     # A document whose very first token is supervised has one row fewer: not worth an index scan.
-    columns = column_rows(manifest.columns, totals.tokens, totals.supervised)
-    parts = [part for part in (text_table(lines, "<"), columns, error_rows(manifest)) if part]
+    parts.append(column_rows(manifest.columns, totals.tokens, totals.supervised))
     if manifest.documents.rendered:
         parts.append(counts_text(structs.asdict(manifest.documents), totals.tokens))
-    parts.append(agreement_text(manifest))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, agreement_text(manifest)])
 
 
 def _captured_text(manifest: Manifest) -> str:
     """Say how the states were captured: packed, or read from what another tool stored."""
-    found = manifest.target.converted
-    if not found:
-        return _packing_text(manifest.packing)
-    worst = max(found.differences.values())
-    return f"by {found.tool}; differs from the target's own blocks by {worst:.1e} at most"
-
-
-def _storage_lines(manifest: Manifest) -> list[tuple[str, str]]:
-    """Where the documents are stored: in how many bytes of shards, or in which datasets."""
-    totals = manifest.totals
-    if manifest.view is not None:
-        return [("view of", f"{s.path} ({s.fingerprint[:16]})") for s in manifest.view.sources]
-    return [
-        ("shards", f"{len(manifest.shards):,}"),
-        ("bytes of all shards", f"{totals.bytes:,} ({size(totals.bytes)})"),
-        ("bytes per token", f"{totals.bytes / max(totals.tokens, 1):,.1f}"),
-    ]
-
-
-def _made_by(made: Provenance) -> str:
-    """Which command made a dataset of others, and their fingerprints."""
-    return f"{made.command} of {', '.join(part.fingerprint[:16] for part in made.of)}"
+    converted, packing = manifest.target.converted, manifest.packing
+    if converted:
+        worst = max(converted.differences.values())
+        return f"by {converted.tool}; differs from the target's own blocks by {worst:.1e} at most"
+    form = packing.form
+    if packing.utilisation is None:
+        return form
+    if form in ("rows", "single"):
+        tried = [name for name in packing.differences if name != form]
+        return "one document per row" + (f"; not isolated: {', '.join(tried)}" if tried else "")
+    proof = f"{packing.differences.get(form):.1e} (allowed {packing.tolerance:.1e})"
+    return f"{form}, {packing.utilisation:.1%} full, differs from unpacked by {proof}"
 
 
 def _positions_text(positions: PositionsRecord) -> str:
@@ -255,39 +226,22 @@ def _where(manifest: Manifest) -> str:
     return f"all tokens; {sparse} only at {some}"
 
 
-def _packing_text(packing: PackingRecord) -> str:
-    form = packing.form
-    if packing.utilisation is None:
-        return form
-    proof = packing.differences.get(form)
-    proven = f"differs from unpacked by {proof:.1e} (allowed {packing.tolerance:.1e})"
-    if form in ("rows", "single"):
-        tried = [name for name in packing.differences if name != form]
-        return "one document per row" + (f"; not isolated: {', '.join(tried)}" if tried else "")
-    return f"{form}, {packing.utilisation:.1%} full, {proven}"
+_FACTS = (
+    *("target", "layers", "draft_layers", "supervision", "final", "teacher", "policy"),
+    *("agreement", "columns", "packing", "fingerprint"),
+)
 
 
 def dataset_facts(dataset: HiddenStatesDataset) -> dict[str, Any]:
     """Return what is inside a sealed dataset as plain values (--json)."""
     manifest = dataset.manifest
-    agreement = manifest.agreement
     return {
         "path": dataset.place,
-        "target": plain(manifest.target),
-        "layers": list(manifest.layers),
-        "draft_layers": {d: list(own) for d, own in manifest.draft_layers.items()},
-        "supervision": manifest.supervision,
-        "final": manifest.final,
-        "teacher": manifest.teacher,
-        "policy": manifest.policy,
-        "agreement": agreement and plain(agreement),
+        **{name: plain(getattr(manifest, name)) for name in _FACTS},
         "warnings": suspicions(manifest),
         "shards": len(manifest.shards),
         **plain(manifest.totals),
-        "columns": plain(manifest.columns),
-        "packing": plain(manifest.packing),
         "counts": plain(manifest.documents),
-        "fingerprint": manifest.fingerprint,
     }
 
 
@@ -356,13 +310,11 @@ def kept_text(place: str | Path) -> str:
     """Say how much of an interrupted run is kept: units, tokens, bytes."""
     if scheme_of(place):
         return f"the units that were uploaded are kept in {place}"
-    try:
+    with suppress(SpecDataError):
         status = read_status(Path(place))
-    except SpecDataError:
-        return "nothing was captured yet"
-    if not status.units:
-        return "nothing was captured yet"
-    return (
-        f"{status.units_done} of {status.units} units are done and kept ({status.tokens_done:,} "
-        f"tokens, {size(status.bytes)}) in {place}"
-    )
+        if status.units:
+            return (
+                f"{status.units_done} of {status.units} units are done and kept "
+                f"({status.tokens_done:,} tokens, {size(status.bytes)}) in {place}"
+            )
+    return "nothing was captured yet"
