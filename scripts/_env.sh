@@ -6,21 +6,10 @@
 #   VENV    where the environment is or will be made   (default: .venv in the repository)
 #   PYTHON  the Python to make it with, 3.11 or later  (default: the first one on PATH)
 #
-# How PyTorch is installed. An environment that has a fitting PyTorch keeps it. Otherwise the rows
-# are tried in order, each with both tools, and with the tested version before any from 2.9 on:
-#
-#   machine        row  build
-#   NVIDIA GPU      1   auto: uv's choice for the driver; pip's, checked to be no CPU build
-#                   2   default: what the index offers
-#   no NVIDIA GPU   1   cpu: checked to bring no CUDA packages
-#                   2   default: several GB on most indexes; it works on CPUs too
-#   any                 no row worked: an error, exit code 2
-#
-#   pip's configuration names an index or a folder of wheels:  first pip, then uv
-#   otherwise:                                                 first uv, then pip
-#
-# uv is faster and knows where all builds of PyTorch are, but it does not read pip's configuration.
-# It is taken from PATH, or pip installs it into the environment. No index is named in this file.
+# PyTorch is kept if the environment has a fitting one. Otherwise both tools are tried, each with the
+# tested version before any from 2.9 on: first pip, if its configuration names an index or a folder
+# of wheels, else first uv, which takes the build for this machine (pip takes what the index offers,
+# often several GB). uv is taken from PATH, or pip installs it. No index is named in this file.
 
 ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${VENV:-$ROOT/.venv}"
@@ -85,8 +74,8 @@ install_with() {
   esac
 }
 
-# Prints both tools in the order in which they are tried. (Here and below not `grep -q`: it stops
-# reading at the first match, and under pipefail the broken pipe of the writer would count as "no".)
+# Prints both tools in the order in which they are tried. (Not `grep -q`: it stops reading at the
+# first match, and under pipefail the broken pipe of the writer would count as "no".)
 tools() {
   if "$PY" -m pip config list 2>/dev/null |
     grep -E '^[^=]*(index-url|find-links|no-index)=' >/dev/null; then
@@ -96,62 +85,21 @@ tools() {
   fi
 }
 
-has_nvidia_gpu() {
-  if command -v nvidia-smi >/dev/null; then
-    nvidia-smi -L 2>/dev/null | grep GPU >/dev/null
-  else
-    [ -e /proc/driver/nvidia/version ]
-  fi
-}
-
 has_torch() {
   "$PY" -c 'import torch
 major, minor = torch.__version__.split(".")[:2]
 raise SystemExit((int(major), int(minor)) < (2, 9))' 2>/dev/null
 }
 
-# Whether tool $1 would install requirement $2 without any CUDA package. A dry run of pip downloads
-# what it would install, so it is asked for the wheel of torch alone, which names the others.
-is_cpu_build() {
-  local found
-  case "$1" in
-    pip) install_with pip 300 --retries 1 --dry-run --no-deps --report - "$2" 2>/dev/null |
-      "$PY" -c 'import json, sys
-from pip._vendor.packaging.requirements import Requirement
-(torch,) = json.load(sys.stdin)["install"]
-needs = map(Requirement, torch["metadata"].get("requires_dist", ()))
-names = [need.name for need in needs if not need.marker or need.marker.evaluate({"extra": ""})]
-sys.exit(any(name.lower().startswith(("nvidia-", "cuda-")) for name in names))' 2>/dev/null ;;
-    uv) has_uv && found="$(install_with uv 60 --dry-run --torch-backend=cpu "$2" 2>&1)" &&
-      ! grep -qiE '^ *\+ (nvidia|cuda)-' <<<"$found" ;;
-  esac
-}
-
-# Installs build $2 of requirement $3 with tool $1.
-try_torch() {
-  local tool="$1" build="$2" requirement="$3" options=(--quiet)
-  say "installing PyTorch: trying $requirement, $build build, with $tool"
-  case "$build $tool" in
-    cpu*) is_cpu_build "$tool" "$requirement" || return 1 ;;
-    "auto pip") if is_cpu_build pip "$requirement"; then return 1; fi ;;
-  esac
-  if [ "$tool" = uv ] && [ "$build" != default ]; then options+=("--torch-backend=$build"); fi
-  install_with "$tool" 3600 "${options[@]}" "$requirement"
-}
-
 install_torch() {
-  local rows="cpu default" build tool requirement
+  local tool requirement options
   if has_torch; then return; fi
-  if has_nvidia_gpu; then rows="auto default"; fi
-  for build in $rows; do
-    if [ "$rows $build" = "cpu default default" ]; then
-      say "found no PyTorch without CUDA packages: installing the default build, several GB in all." \
-        "It works on CPUs too"
-    fi
-    for tool in $(tools); do
-      for requirement in "$TORCH_TESTED" "$TORCH_ANY"; do
-        if try_torch "$tool" "$build" "$requirement"; then return; fi
-      done
+  for tool in $(tools); do
+    options=(--quiet)
+    if [ "$tool" = uv ]; then options+=(--torch-backend=auto); fi
+    for requirement in "$TORCH_TESTED" "$TORCH_ANY"; do
+      say "installing PyTorch: trying $requirement with $tool"
+      if install_with "$tool" 3600 "${options[@]}" "$requirement"; then return; fi
     done
   done
   fail "neither uv nor pip could install PyTorch into $VENV (see above). Check the network and pip's" \

@@ -32,7 +32,7 @@ from spec_data.report import column_payload, counts_rows, dataset_lines
 from spec_data.shards.even_sample import even_sample
 from spec_data.shards.likelihood_text import suspicions
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.schema import ALL, FINAL, Manifest, apply_head
+from spec_data.shards.schema import ALL, FINAL, Manifest, apply_head, mask_counts
 from spec_data.terminal.progress import progress
 
 DOCUMENTS = 1000
@@ -172,8 +172,7 @@ def _supervised(plan: Plan) -> np.ndarray:
     counts = []
     for first in range(0, len(plan.lengths), _MASKS):
         bounds = offsets[first : first + _MASKS + 1]
-        part = mask[bounds[0] : bounds[-1]] != 0
-        counts.append(np.add.reduceat(part, bounds[:-1] - bounds[0], dtype=np.int64))
+        counts.append(mask_counts(mask[bounds[0] : bounds[-1]], bounds - bounds[0])[0])
     return np.concatenate(counts)
 
 

@@ -15,31 +15,23 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 _BROKEN = "\ufffd"  # what decoders put for bytes that are no character
 _MARK = re.compile("⟨([0-9A-F]{2}(?: [0-9A-F]{2})*)⟩")
 _ESCAPED = re.compile("[\udc80-\udcff]+")  # bytes, as "surrogateescape" decodes them
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _LONGEST = 4  # bytes of a character
-
-
-def _alphabet() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for (as in GPT-2)."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = (byte for byte in range(0x100) if byte not in plain)
-    return {chr(b): b for b in plain} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-_BYTES = _alphabet()
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def marked(data: bytes) -> str:
     """Return the text of bytes; those that are no character are a mark: ⟨E2 82⟩."""
-    text = data.decode("utf-8", "surrogateescape")
-    return _ESCAPED.sub(lambda found: f"⟨{_hex(found[0])}⟩", text)
 
+    def mark(found: re.Match[str]) -> str:
+        return f"⟨{found[0].encode('utf-8', 'surrogateescape').hex(' ').upper()}⟩"
 
-def _hex(escaped: str) -> str:
-    return escaped.encode("utf-8", "surrogateescape").hex(" ").upper()
+    return _ESCAPED.sub(mark, data.decode("utf-8", "surrogateescape"))
 
 
 def _bytes_of(text: str) -> bytes:
@@ -67,22 +59,19 @@ class Joiner:
         data, begun = _bytes_of(text), self.begun
         for more in range(1, min(_LONGEST, len(data)) + 1 if begun else 1):
             try:
-                whole = (begun + data[:more]).decode()
+                character = (begun + data[:more]).decode()
             except UnicodeDecodeError:
                 continue
             self.begun = _unfinished(data[more:])
-            return whole + marked(data[more:])
+            return character + marked(data[more:])
         both = begun + data
         self.begun = both if begun and _unfinished(both) == both else _unfinished(data)
         return text
 
     def later(self, texts: Iterable[str]) -> dict[int, str]:
         """Return the texts that differ from those of the tokens alone, by position; go on."""
-        found = {}
-        for position, text in enumerate(texts):
-            if (joined := self.add(text)) != text:
-                found[position] = joined
-        return found
+        pairs = [(text, self.add(text)) for text in texts]
+        return {i: joined for i, (text, joined) in enumerate(pairs) if joined != text}
 
 
 def _unfinished(data: bytes) -> bytes:
@@ -106,8 +95,7 @@ class TokenTexts:
             getattr(tokenizer, "added_tokens_decoder", {})
         )
         # Some decoders strip the space before the first token, so each is decoded after another.
-        found = tokenizer.encode("a", add_special_tokens=False)
-        self._before = found[-1:]
+        self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._skipped = len(self._decode(self._before))
 
     def _decode(self, ids: list[int]) -> str:
@@ -136,6 +124,6 @@ class TokenTexts:
             return name
         if not isinstance(name, str):
             return None
-        if found := _BYTE_TOKEN.fullmatch(name):
-            return bytes.fromhex(found[1])
+        if byte := _BYTE_TOKEN.fullmatch(name):
+            return bytes.fromhex(byte[1])
         return bytes(_BYTES[c] for c in name) if all(c in _BYTES for c in name) else None

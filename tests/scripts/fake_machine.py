@@ -19,58 +19,49 @@ case "$1 ${2:-}" in
   "-m pip") shift 2; exec "$FAKES/pip" "$@" ;;
   "-m ensurepip") exit 1 ;;
   "-c import torch"*) PYTHONPATH="$FAKES/site" exec "$REAL_PYTHON" -S "$@" ;;
-  *pip._vendor*) exec "$REAL_PYTHON" "$@" ;;
   *) exec "$REAL_PYTHON" -S "$@" ;;
 esac
 """
 
-# FAKE_PIP says what its index offers: cpu, cuda or nothing.
-PIP = r"""
-echo "pip $*" >>"$FAKES/calls.log"
-offers="$FAKE_PIP"
-case "$*" in *"torch==2.13.0"*) if [ "$FAKE_TESTED" = no ]; then offers=nothing; fi ;; esac
-case "$*" in
-  --version) ;;
-  "config list") echo "$FAKE_PIP_CONFIG" ;;
-  *" uv")
-    if [ "$FAKE_UV_FROM_PIP" != yes ]; then exit 1; fi
-    cp "$FAKES/uv" "$VENV/bin/uv" ;;
-  *--dry-run*)
-    case "$offers" in
-      cpu) needs='"nvidia-cublas; sys_platform == \"none\"", "nvidia-nvtx; extra == \"a\""' ;;
-      cuda) needs='"sympy>=1", "nvidia-cublas==13.4; sys_platform != \"none\""' ;;
-      nothing) exit 1 ;;
-    esac
-    echo "{\"install\": [{\"metadata\": {\"name\": \"torch\", \"requires_dist\": [$needs]}}]}" ;;
-  *--editable*) [ "$FAKE_PIP" != nothing ] ;;
-  *torch*) [ "$offers" != nothing ] && echo '__version__ = "2.13.0"' >"$FAKES/site/torch.py" ;;
+# FAKE_PIP and FAKE_UV: yes, any (not the tested version of PyTorch) or no (nothing is reached).
+INSTALL = r"""
+case "$OFFERS $*" in
+  no*) exit 1 ;;
+  *--editable*) ;;
+  "any "*"torch==2.13.0"*) exit 1 ;;
+  *torch*) echo '__version__ = "2.13.0"' >"$FAKES/site/torch.py" ;;
   *) exit 1 ;;
 esac
 """
 
-# FAKE_UV says what it reaches: cpu (every index), cuda (every index, and its choice of a build has
-# no effect), default (all but the indexes of single builds) or nothing.
-UV = r"""
+PIP = (
+    r"""
+echo "pip $*" >>"$FAKES/calls.log"
+OFFERS="$FAKE_PIP"
+case "$*" in
+  --version) exit ;;
+  "config list") echo "$FAKE_PIP_CONFIG"; exit ;;
+  *" uv")
+    if [ "$FAKE_UV_FROM_PIP" != yes ]; then exit 1; fi
+    cp "$FAKES/uv" "$VENV/bin/uv"
+    exit ;;
+esac
+"""
+    + INSTALL
+)
+
+UV = (
+    r"""
 echo "uv $*" >>"$FAKES/calls.log"
+OFFERS="$FAKE_UV"
 case "$*" in
   venv*)
     mkdir -p "$VENV/bin" && cp "$FAKES/python" "$VENV/bin/python"
     exit ;;
 esac
-case "$FAKE_UV $*" in
-  nothing*) exit 1 ;;
-  "default "*--torch-backend*) echo "error: Failed to fetch" >&2; exit 1 ;;
-  "cuda "*--dry-run*) printf ' + nvidia-cublas==13.4\n + torch==2.13.0\n' >&2 ;;
-  *--dry-run*) printf ' + sympy==1.14\n + torch==2.13.0+cpu\n' >&2 ;;
-  *--editable*) ;;
-  *torch*) echo '__version__ = "2.13.0"' >"$FAKES/site/torch.py" ;;
-esac
 """
-
-NVIDIA_SMI = r"""
-if [ "$FAKE_GPU" = no ]; then echo "No devices were found" >&2; exit 6; fi
-for ((n = 0; n < FAKE_GPUS; n++)); do echo "GPU $n: NVIDIA (UUID: GPU-$n)"; done
-"""
+    + INSTALL
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +70,7 @@ class Result:
 
     code: int
     messages: str  # its stderr
-    tried: list[str]  # "TOOL BUILD VERSION", in order
+    tried: list[str]  # "TOOL VERSION", in order
     calls: list[str]  # of pip and uv, in order
 
 
@@ -96,20 +87,16 @@ class FakeMachine:
         shutil.copy(REPOSITORY / "pyproject.toml", self.root)
         for tool in TOOLS:
             (self.bin / tool).symlink_to(str(shutil.which(tool)))
-        fakes = {"python": PYTHON, "pip": PIP, "uv": UV, "nvidia-smi": NVIDIA_SMI}
+        fakes = {"python": PYTHON, "pip": PIP, "uv": UV}
         for name, text in fakes.items():
             path = self.fakes / name
             path.write_text(f"#!{shutil.which('bash')}\nset -eu\n{text}")
             path.chmod(0o755)
         self.put_on_path("python3", "python")
-        self.put_on_path("nvidia-smi", "nvidia-smi")
         self.settings = {
-            "FAKE_GPU": "no",
-            "FAKE_GPUS": "1",
-            "FAKE_PIP": "cpu",
+            "FAKE_PIP": "yes",
             "FAKE_PIP_CONFIG": "",
-            "FAKE_TESTED": "yes",
-            "FAKE_UV": "cpu",
+            "FAKE_UV": "yes",
             "FAKE_UV_FROM_PIP": "no",
             "FAKE_VENV_MODULE": "yes",
         }
@@ -145,8 +132,8 @@ class FakeMachine:
         tried = []
         for line in done.stderr.splitlines():
             if "trying torch" in line:
-                requirement, build, tool = line.split("trying ")[1].split(", ")
+                requirement, tool = line.split("trying ")[1].split(" with ")
                 version = "tested" if requirement == "torch==2.13.0" else "any"
-                tried.append(f"{tool.split()[1]} {build.split()[0]} {version}")
+                tried.append(f"{tool} {version}")
         calls = log.read_text().splitlines()
         return Result(code=done.returncode, messages=done.stderr, tried=tried, calls=calls)
