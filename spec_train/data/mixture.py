@@ -13,9 +13,8 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import ConfigError, DatasetError
+from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.identity import compare, joined
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.records import plain
@@ -213,103 +213,30 @@ class PartsPlan(BatchPlan):
 log = logging.getLogger(__name__)
 
 
-class Documents(Protocol):
-    """What a run reads: one dataset or several as one. See HiddenStatesDataset for the members."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def place(self) -> str: ...
-    @property
-    def manifest(self) -> Manifest: ...
-    @property
-    def tables(self) -> dict[str, Tables]: ...
-    @property
-    def target_dir(self) -> Path: ...
-    @property
-    def lengths(self) -> np.ndarray: ...
-    @property
-    def supervised(self) -> np.ndarray: ...
-    @property
-    def first_supervised(self) -> np.ndarray: ...
-    @property
-    def id_array(self) -> pa.StringArray: ...
-    @property
-    def doc_ids(self) -> list[str]: ...
-    def __len__(self) -> int: ...
-    def target_config(self) -> dict[str, Any]: ...
-    def shard_of(self, index: int) -> str: ...
-    def source_of(self, index: int) -> str: ...
-    def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool: ...
-    def fetch_ahead(self, rows: Iterable[int]) -> int: ...
-    def read_into(
-        self,
-        index: int,
-        out: Mapping[str, Tensor | CodedRows | np.ndarray],
-        start: int = 0,
-        length: int | None = None,
-    ) -> int: ...
-
-
-@dataclass(frozen=True)
 class Mixture:
-    """Several datasets of one target as one. `path` and target files are those of the first."""
+    """Several datasets of one target as one. `path` and target files are those of the first.
 
-    datasets: tuple[HiddenStatesDataset, ...]
-    shares: tuple[Share, ...]
-    manifest: Manifest
+    The members are those of HiddenStatesDataset.
+    """
 
-    @property
-    def path(self) -> Path:
-        """Directory of the first dataset."""
-        return self.datasets[0].path
+    tables: Mapping[str, Tables] = {}
+    """Empty: all columns are read decoded, because datasets may differ in codecs and tables."""
 
-    @property
-    def place(self) -> str:
-        """URL or directory of the first dataset."""
-        return self.datasets[0].place
-
-    @property
-    def target_dir(self) -> Path:
-        """Folder of the target's files, in the first dataset."""
-        return self.datasets[0].target_dir
-
-    @property
-    def tables(self) -> dict[str, Tables]:
-        """Empty: all columns are read decoded, because datasets may differ in codecs and tables."""
-        return {}
-
-    def target_config(self) -> dict[str, Any]:
-        """Return the target's configuration."""
-        return self.datasets[0].target_config()
+    def __init__(
+        self, datasets: Sequence[HiddenStatesDataset], shares: Sequence[Share], manifest: Manifest
+    ) -> None:
+        """Number the documents of `datasets` one after another, as `shares` says."""
+        self.datasets, self.shares, self.manifest = tuple(datasets), tuple(shares), manifest
+        first = self.datasets[0]
+        self.path, self.place, self.target_dir = first.path, first.place, first.target_dir
+        self.target_config = first.target_config
+        self.lengths = np.concatenate([d.lengths for d in datasets])
+        self.supervised = np.concatenate([d.supervised for d in datasets])
+        self.first_supervised = np.concatenate([d.first_supervised for d in datasets])
+        self.id_array = pa.concat_arrays([d.id_array for d in datasets])
 
     def __len__(self) -> int:
         return self.shares[-1].last
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """Tokens per document, int64 [N]."""
-        return np.concatenate([d.lengths for d in self.datasets])
-
-    @cached_property
-    def supervised(self) -> np.ndarray:
-        """Supervised tokens per document, int64 [N]."""
-        return np.concatenate([d.supervised for d in self.datasets])
-
-    @cached_property
-    def first_supervised(self) -> np.ndarray:
-        """Index of the first supervised token, int64 [N]; the length when there is none."""
-        return np.concatenate([d.first_supervised for d in self.datasets])
-
-    @cached_property
-    def id_array(self) -> pa.StringArray:
-        """Content hashes of the documents; copies of a document in several datasets share one."""
-        return pa.concat_arrays([d.id_array for d in self.datasets])
-
-    @cached_property
-    def doc_ids(self) -> list[str]:
-        """Content hashes of the documents."""
-        return self.id_array.to_pylist()
 
     def _locate(self, index: int) -> tuple[HiddenStatesDataset, int]:
         for dataset, share in zip(self.datasets, self.shares, strict=True):
@@ -333,11 +260,11 @@ class Mixture:
 
     def fetch_ahead(self, rows: Iterable[int]) -> int:
         """Begin to download the shards of documents, as HiddenStatesDataset.fetch_ahead does."""
-        own: dict[int, tuple[HiddenStatesDataset, list[int]]] = {}
-        for index in rows:
-            dataset, row = self._locate(index)
-            own.setdefault(id(dataset), (dataset, []))[1].append(row)
-        return sum(dataset.fetch_ahead(chosen) for dataset, chosen in own.values())
+        wanted = list(rows)
+        return sum(
+            dataset.fetch_ahead([r - share.first for r in wanted if share.first <= r < share.last])
+            for dataset, share in zip(self.datasets, self.shares, strict=True)
+        )
 
     def read_into(
         self,
@@ -349,6 +276,10 @@ class Mixture:
         """Copy a document's tokens into `out`, as HiddenStatesDataset.read_into does."""
         dataset, row = self._locate(index)
         return dataset.read_into(row, out, start, length)
+
+
+Documents = HiddenStatesDataset | FollowedDataset | Mixture
+"""What a run reads: one dataset, several as one, or one that is still being generated."""
 
 
 def open_documents(

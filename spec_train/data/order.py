@@ -90,7 +90,7 @@ PACKING_GROUP = 4096
 """Most documents packed together: the first batch waits for no more."""
 
 SPLIT_RULE = "words-1"
-"""Name of the hash behind `split_documents`; it decides which documents a run holds out."""
+"""Name of the hash behind `split_border`; it decides which documents a run holds out."""
 
 STRETCH, _DOCUMENT, _SPLIT, PHASE = 1, 2, 4, 5  # purposes of random numbers
 _HASHED_AT_ONCE = 1 << 13  # indices: their arrays stay in the cache
@@ -125,26 +125,6 @@ def _order(keys: np.ndarray) -> np.ndarray:
     return np.argsort(keys, kind="stable") if (found[1:] == found[:-1]).any() else order
 
 
-def split_documents(
-    doc_ids: Sequence[str] | pa.StringArray,
-    fraction: float,
-    seed: int,
-    among: np.ndarray | None = None,
-) -> np.ndarray:
-    """Return which documents are held out for validation, bool [N]: a share of about `fraction`.
-
-    A document is held out if its hashed id is below a border. This depends on its id and the seed
-    only, so growing or reordering a dataset moves no document to the other side, and copies of a
-    document (equal ids) are always on the same side. There is one exception for small data: if a
-    side would be empty although 0 < fraction and there are two distinct documents, the document
-    nearest to the border moves to that side.
-
-    `among` int64 [N] selects the documents to split by their numbers; None: all documents.
-    """
-    border = split_border(doc_ids, fraction, seed, among)
-    return below_border(doc_ids, border, seed, among)
-
-
 def split_border(
     doc_ids: Sequence[str] | pa.StringArray,
     fraction: float,
@@ -152,12 +132,16 @@ def split_border(
     among: np.ndarray | None = None,
     least: int = 0,
 ) -> int:
-    """Return the border of `split_documents`: documents whose hashed id is below it are held out.
+    """Return the border below which a hashed id is held out for validation.
 
-    Arguments as there. The border of a whole dataset can be applied to any part of it. With `least`
-    the border is raised until so many documents are held out, or a tenth of all if that is less.
+    About `fraction` of the documents are below it, of all or of those numbered `among` (int64 [N]).
+    A side depends on the id and the seed only, so growing or reordering a dataset moves no document
+    to the other side, and copies of a document (equal ids) are always on the same side. There is
+    one exception for small data: if a side would be empty although 0 < fraction and there are two
+    distinct documents, the document nearest to the border moves to that side. With `least` the
+    border is raised until so many documents are held out, or a tenth of all if that is less.
     """
-    hashes = _hashes(doc_ids, seed, among) if fraction > 0 else np.zeros(0, np.uint64)
+    hashes = _hash_ids(doc_ids, seed, among) if fraction > 0 else np.zeros(0, np.uint64)
     if not len(hashes):
         return 0
     border = int(min(fraction, 1.0) * (2**64 - 2048))
@@ -176,19 +160,13 @@ def below_border(
     doc_ids: Sequence[str] | pa.StringArray, border: int, seed: int, among: np.ndarray | None = None
 ) -> np.ndarray:
     """Return whether the hashed id is below `border`, bool [N], of all documents or of `among`."""
-    return _hashes(doc_ids, seed, among) < np.uint64(border)
+    return _hash_ids(doc_ids, seed, among) < np.uint64(border)
 
 
-def _hashes(
+def _hash_ids(
     doc_ids: Sequence[str] | pa.StringArray, seed: int, among: np.ndarray | None
 ) -> np.ndarray:
-    """Return the hashed ids, uint64 [N], of all documents or of `among`."""
-    hashes = _hash_ids(doc_ids, seed)
-    return hashes if among is None else hashes[among]
-
-
-def _hash_ids(doc_ids: Sequence[str] | pa.StringArray, seed: int) -> np.ndarray:
-    """Return a pseudo-random uint64 per id, [N].
+    """Return a pseudo-random uint64 per id, [N], of all documents or of those numbered `among`.
 
     The UTF-8 bytes of an id, zero-padded to a multiple of 8, are mixed 8 bytes at a time. The work
     is done on the Arrow buffer: a million ids take a few hundredths of a second.
@@ -215,7 +193,7 @@ def _hash_ids(doc_ids: Sequence[str] | pa.StringArray, seed: int) -> np.ndarray:
             for word in words.T:
                 value = _mix(value ^ word.astype(np.uint64))
             hashes[some] = value
-    return hashes
+    return hashes if among is None else hashes[among]
 
 
 def _bins(lengths: np.ndarray, size: int) -> np.ndarray:

@@ -8,15 +8,13 @@ learned, not what is measured. A run that follows generation measures only held-
 first window: they exist when the run starts, and their units are not deleted.
 """
 
-import heapq
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 
-from spec_data.shards.checksums import string_views
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.follow import FollowedDataset
 from spec_train.data.following import FollowingPlan
@@ -34,9 +32,6 @@ from spec_train.options.training import Training
 
 NO_SLOT = "supervised tokens, but never two in a row: no slot to train on"
 
-ReadMask = Callable[[int], np.ndarray]
-"""Returns the loss mask of a document, bool [T], cut to the pack length."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
@@ -47,35 +42,21 @@ class Selection:
     left_out: dict[str, int] = field(default_factory=dict)  # reason -> documents
 
 
-def select_documents(
-    lengths: np.ndarray,
-    supervised: np.ndarray,
-    first_supervised: np.ndarray,
-    seq_len: int,
-    read_mask: ReadMask | None = None,
-) -> Selection:
-    """Leave out documents that have nothing to train on once they are cut to `seq_len`.
-
-    Args:
-        lengths, supervised, first_supervised: of the dataset, int64 [N].
-        seq_len: tokens of a pack.
-        read_mask: reads a loss mask where the index does not tell whether a document has a slot;
-            None: documents without one stay.
-    """
-    nothing = supervised == 0
-    beyond = ~nothing & (first_supervised >= seq_len)
+def select(dataset: Documents, seq_len: int) -> Selection:
+    """Leave out documents that have nothing to train on once they are cut to `seq_len` tokens."""
+    nothing = dataset.supervised == 0
+    beyond = ~nothing & (dataset.first_supervised >= seq_len)
     usable = ~(nothing | beyond)
+    without = _without_slot(dataset, seq_len, usable)
+    usable[without] = False
     reasons = {
         "no supervised token": int(nothing.sum()),
         f"first supervised token past --seq-len {seq_len}": int(beyond.sum()),
+        NO_SLOT: len(without),
     }
-    if read_mask is not None:
-        slotless = _without_slot(lengths, supervised, first_supervised, seq_len, usable, read_mask)
-        usable[slotless] = False
-        reasons[NO_SLOT] = len(slotless)
     return Selection(
         usable=usable,
-        cut=int((usable & (lengths > seq_len)).sum()),
+        cut=int((usable & (dataset.lengths > seq_len)).sum()),
         left_out={reason: count for reason, count in reasons.items() if count},
     )
 
@@ -85,23 +66,21 @@ def has_slot(mask: np.ndarray) -> bool:
     return bool((mask[1:-1] & mask[2:]).any())
 
 
-def _without_slot(
-    lengths: np.ndarray,
-    supervised: np.ndarray,
-    first_supervised: np.ndarray,
-    seq_len: int,
-    usable: np.ndarray,
-    read_mask: ReadMask,
-) -> np.ndarray:
-    """Return the usable documents without a slot, int64 [M]. Arguments as in `select_documents`."""
-    inside = supervised - (first_supervised == 0)  # supervised tokens that can be known
-    room = np.minimum(lengths, seq_len) - np.maximum(first_supervised, 1)  # places for them
+def _without_slot(dataset: Documents, seq_len: int, usable: np.ndarray) -> np.ndarray:
+    """Return the documents without a slot, int64 [M], of those that are `usable`, bool [N]."""
+    lengths, first = dataset.lengths, dataset.first_supervised
+    inside = dataset.supervised - (first == 0)  # supervised tokens that can be known
+    room = np.minimum(lengths, seq_len) - np.maximum(first, 1)  # places for them
     most = np.minimum(inside, room)
-    least = np.maximum(inside - (lengths - seq_len).clip(0), first_supervised > 0)
+    least = np.maximum(inside - (lengths - seq_len).clip(0), first > 0)
     # without neighbours, at most every second place is supervised
     sure, never = least > (room + 1) // 2, most < 2
-    unclear = np.flatnonzero(usable & ~sure & ~never)
-    without = [row for row in unclear.tolist() if not has_slot(read_mask(row))]
+    mask = torch.zeros(seq_len, dtype=torch.bool)
+    without = []
+    for row in np.flatnonzero(usable & ~sure & ~never).tolist():
+        count = dataset.read_into(row, {"loss_mask": mask}, 0, seq_len)
+        if not has_slot(mask[:count].numpy()):
+            without.append(row)
     return np.union1d(np.flatnonzero(usable & never), np.array(without, np.int64))
 
 
@@ -149,35 +128,17 @@ def make_splits(
         )
     train = _train_plan(dataset, config, usable[~side], world_size)
     held_out = usable[side]
-    measurable = early_rows(train, held_out) if isinstance(train, FollowingPlan) else held_out
+    measured = held_out
+    if isinstance(train, FollowingPlan):  # those of the first window exist before the first step
+        early = held_out[held_out < train.units[train.bounds[1]]]
+        measured = early if len(early) else held_out[:1]
     return Splits(
         selection=selection,
         train=train,
-        validation=_validation_plan(dataset, config, measurable, world_size),
+        validation=_validation_plan(dataset, config, measured, world_size),
         held_out=int(side.sum()),
         border=border,
     )
-
-
-def select(dataset: Documents, seq_len: int) -> Selection:
-    """Return which documents of a dataset have something to train on in packs of `seq_len`."""
-    return select_documents(
-        dataset.lengths,
-        dataset.supervised,
-        dataset.first_supervised,
-        seq_len,
-        read_mask=_mask_reader(dataset, seq_len),
-    )
-
-
-def _mask_reader(dataset: Documents, seq_len: int) -> ReadMask:
-    """Return what reads loss masks, cut to `seq_len`. Each call overwrites the mask before."""
-    mask = torch.zeros(seq_len, dtype=torch.bool)
-
-    def read(row: int) -> np.ndarray:
-        return mask[: dataset.read_into(row, {"loss_mask": mask}, 0, seq_len)].numpy()
-
-    return read
 
 
 def _plan_options(config: Training, packs: int) -> dict[str, Any]:
@@ -208,16 +169,6 @@ def _train_plan(
     if isinstance(dataset, FollowedDataset):
         return FollowingPlan(dataset.lengths, mask, dataset.units, **options)
     return BatchPlan(dataset.lengths, mask, **options)
-
-
-def early_rows(plan: FollowingPlan, held_out: np.ndarray) -> np.ndarray:
-    """Return the held-out documents that a following run measures, int64 [M] of `held_out`.
-
-    They are those of the first window, which exists before the first step, or the first held-out
-    document if the window has none. The others are held out but not measured.
-    """
-    early = held_out[held_out < plan.units[plan.bounds[1]]]
-    return early if len(early) else held_out[:1]
 
 
 def _validation_plan(
@@ -264,8 +215,5 @@ def _lowest_ids(dataset: Documents, rows: np.ndarray, count: int) -> np.ndarray:
     """
     if count >= len(rows):
         return rows
-    bounds, text = string_views(dataset.id_array)
-    letters = text.data
-    spans = zip(bounds[rows].tolist(), bounds[rows + 1].tolist(), strict=True)
-    names = [bytes(letters[a:b]) for a, b in spans]
-    return rows[heapq.nsmallest(count, range(len(names)), key=names.__getitem__)]
+    order = pc.array_sort_indices(dataset.id_array.take(rows))
+    return rows[order.to_numpy()[:count]]

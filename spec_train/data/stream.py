@@ -43,6 +43,9 @@ _SMALL = {
     "target_argmax": torch.int64,
 }
 
+PlannedStep = tuple[int, int, float, list[Pack]]
+"""Epoch, index of the batch, share of the epoch done after it, and its packs on all ranks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BufferOptions:
@@ -300,37 +303,24 @@ class BatchStream:
         finally:
             self.waited += time.perf_counter() - start
 
-    def _walk(
-        self, epoch: int, done: int, count: int
-    ) -> Iterator[tuple[int, int, float, list[Pack]]]:
-        """Yield epoch, index, share of the epoch done and all packs of the next `count` steps."""
+    def _steps(self, epoch: int, done: int, count: int) -> Iterator[PlannedStep]:
+        """Yield the next `count` steps after `done` batches of `epoch`."""
         while count > 0:
-            documents, whole = 0, self.plan.documents(epoch)
+            documents, total = 0, self.plan.documents(epoch)
             for index, batch in enumerate(self.plan.iter_batches(epoch)):
                 documents += sum(map(len, batch))
                 if index < done:
                     continue
-                share = documents / whole
-                yield epoch, index, share, batch
+                yield epoch, index, documents / total, batch
                 count -= 1
                 if not count:
                     return
             epoch, done = epoch + 1, 0
 
-    def _steps(
-        self, epoch: int, done: int, count: int
-    ) -> Iterator[tuple[int, int, float, list[Pack]]]:
-        """Yield what `_walk` does; of remote datasets, this rank's shards are fetched ahead."""
-        walk = self._walk(epoch, done, count)
-        if not remote_parts(self.dataset):
-            return walk
-        warn_of_small_cache(self.dataset, self.plan.window_tokens)
-        return fetched_ahead(self.dataset, walk, self._own_rows)
-
-    def _own_rows(self, step: tuple[int, int, float, list[Pack]]) -> Iterator[int]:
-        """Yield the documents of this rank in a step of `_walk`."""
-        for _, part in self._deal(step[1], step[3]):
-            yield from itertools.chain.from_iterable(part)
+    def _my_rows(self, step: PlannedStep) -> Iterator[int]:
+        """Yield the documents of this rank in a step."""
+        for _, packs in self._deal(step[1], step[3]):
+            yield from itertools.chain.from_iterable(packs)
 
     def _deal(self, index: int, packs: list[Pack]) -> list[tuple[int, list[Pack]]]:
         """Return this rank's micro-batches of a global batch: packs before each, and its packs."""
@@ -348,7 +338,11 @@ class BatchStream:
     ) -> None:
         """Run the reading thread: put filled steps on `ready`, then None or an exception."""
         try:
-            for epoch, index, share, packs in self._steps(*position, count):
+            steps = self._steps(*position, count)
+            if remote_parts(self.dataset):
+                warn_of_small_cache(self.dataset, self.plan.window_tokens)
+                steps = fetched_ahead(self.dataset, steps, self._my_rows)
+            for epoch, index, share, packs in steps:
                 step = Step(epoch, index, share, free)
                 # Wait for every rank's documents; otherwise ranks block later, in a collective.
                 if not self.dataset.wait_for(itertools.chain.from_iterable(packs), stop):

@@ -123,7 +123,7 @@ def _documents_before(fingerprint: Any, dataset: Documents) -> int | None:
 
     A mixture has a list of fingerprints, and does not grow.
     """
-    if isinstance(dataset, Mixture):
+    if isinstance(dataset, Mixture) or isinstance(fingerprint, list):
         return None
     ancestors = {past.fingerprint: past.documents for past in dataset.manifest.ancestors}
     return ancestors.get(fingerprint)

@@ -108,7 +108,7 @@ def test_rows_of_a_mixture_are_the_documents_of_its_datasets(place):
         assert mixture.read_into(row, out) == length == len(part[own]["input_ids"])
         assert torch.equal(out["input_ids"], part[own]["input_ids"].long())
         assert torch.equal(out["hidden.L2"], part[own]["hidden.L2"].float())
-        assert mixture.doc_ids[row] == part.doc_ids[own]
+        assert mixture.id_array[row].as_py() == part.doc_ids[own]
         assert mixture.shard_of(row) == str(part.path / part.shard_of(own))
 
 
@@ -116,7 +116,7 @@ def test_copies_of_a_document_are_on_one_side_in_every_dataset(place, tmp_path):
     config = config_of(place, tmp_path / "run", "a", "b:3", validation=0.4)
     mixture = opened(config)
     splits = make_splits(mixture, config)
-    ids = np.array(mixture.doc_ids)
+    ids = np.array(mixture.id_array)
     train, held = set(ids[splits.train.rows]), set(ids[splits.validation.rows])
     assert not train & held
     twice = [name for name in held if (ids == name).sum() == 2]

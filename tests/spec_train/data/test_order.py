@@ -18,10 +18,14 @@ from spec_train.data.order import (
     fill_in_order,
     rank_slice,
     split_border,
-    split_documents,
 )
 
 SEQ_LEN = 512
+
+
+def split_documents(ids, fraction, seed, among=None) -> np.ndarray:
+    """Which documents are held out, bool [N]."""
+    return below_border(ids, split_border(ids, fraction, seed, among), seed, among)
 
 
 def lengths_of(count: int, seed: int = 0, median: int = 90) -> np.ndarray:
