@@ -30,7 +30,7 @@ from spec_train.diagnosis.trials import LONGEST, Trials, run_trials, trial_check
 from spec_train.drafts import Draft, own_files, read_draft
 from spec_train.drafts.config import special_ids
 from spec_train.drafts.vocabulary import choose_draft_vocabulary
-from spec_train.evaluation.exporting import find_target, keys_changed
+from spec_train.evaluation.exporting import find_target
 from spec_train.evaluation.on_dataset import check_sizes
 from spec_train.evaluation.run_record import read_run
 from spec_train.formats.draft_files import DraftFiles, read_files
@@ -237,8 +237,8 @@ def _file_checks(read: _ReadDraft, folder: Path, facts: TargetFacts) -> Iterator
     assert read.draft is not None and read.files is not None
     exported = own_files(read.draft, str(folder))
     alone = dataclasses.replace(facts, identity={}, problems=())  # the target has its own checks
-    changed, unread = keys_changed(read.files, exported), tuple(unread_keys(read.files))
-    subject = Subject(exported, with_facts_in(read.files, alone), "vllm", changed, unread)
+    unread = tuple(unread_keys(read.files))
+    subject = Subject(exported, with_facts_in(read.files, alone), "vllm", unread)
     found = [f for f in general(subject) if f.level in (REFUSE, WARN)]
     by_rule = {rule: [f.text for f in found if f.rule == rule] for rule in {f.rule for f in found}}
     yield judged(WEIGHTS, by_rule.get(WEIGHTS, []))

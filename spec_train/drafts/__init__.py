@@ -16,7 +16,7 @@ from spec_train.drafts.peagle.draft import PeagleDraft
 from spec_train.formats.contradictions import refuse_contradictions
 from spec_train.formats.draft_files import DraftFiles, read_files
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.forms import own_form, refuse_changed_keys
+from spec_train.formats.forms import own_form
 from spec_train.formats.names import unread_keys, unread_text
 from spec_train.formats.target_facts import TargetFacts
 
@@ -71,8 +71,6 @@ def read_draft(
     draft = _draft_of(files, target)
     if unread := unread_keys(files):
         log.warning("warning: %s: %s", files.config_path, unread_text(unread))
-    if SECTION in files.config:  # an edit that was accepted
-        refuse_changed_keys(files, own_files(draft, files.where))
     return draft, files
 
 

@@ -97,9 +97,6 @@ def decoding_metrics(
         "by_set": [_of_set(name, own) for name, own in groups.items()],
         "per_prompt": prompts,
         "by_position": _by_range(pair for r in responses for pair in r.positions()),
-        "by_context": _by_range(
-            (len(r.ids) + position, count) for r in responses for position, count in r.positions()
-        ),
     }
     return found | {"modelled": modelled_speed(found, cost_ratio)}
 

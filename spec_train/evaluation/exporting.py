@@ -23,11 +23,10 @@ from spec_data.shards.resumable import atomic_write
 from spec_data.terminal.command import Result
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_train.drafts import load_draft, own_files, read_draft
-from spec_train.evaluation.pruning import PruningCost, SmallerVocabulary, pruned
 from spec_train.formats.draft_card import CARD, Serving, draft_card, servings
 from spec_train.formats.draft_files import DraftFiles, write_files
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.forms import changed_keys, with_facts_in, write_form
+from spec_train.formats.forms import with_facts_in, write_form
 from spec_train.formats.names import unread_keys
 from spec_train.formats.preflight import (
     NOTE,
@@ -63,27 +62,23 @@ class ExportResult(Result):
     tensors: int
     bytes: int
     """Bytes of the tensors."""
-    pruning: PruningCost | None = None
-    """What its smaller vocabulary costs, if it was pruned."""
     next_command: Sequence[str] = ()
 
     def __str__(self) -> str:
         """Return the report on all engines, or what was written and how it is served."""
-        lines = [self.pruning.text()] if self.pruning else []
         if self.path is None:
-            lines.append(self.title)
-            found = (finding for findings in self.findings.values() for finding in findings)
-            lines += [f"  {f.level:<7}{f.engine}: {f.text}" for f in found]
-            return "\n".join(lines)
+            return "\n".join(
+                [self.title, *(f"  {f.level:<7}{f.engine}: {f.text}" for f in self.of())]
+            )
         size = f"{self.tensors} tensors, {self.bytes / 1e6:.1f} MB"
-        lines.append(f"{self.path}: {self.format} format, {size}; verified by reading it back")
+        lines = [f"{self.path}: {self.format} format, {size}; verified by reading it back"]
         for serving in self.servings:
             note = [f"({serving.note})"] if serving.note else []
             lines += ["", f"serve with {serving.engine}:", *serving.lines, *note]
         return "\n".join(lines)
 
-    def of(self, engine: str) -> list[Finding]:
-        """Return the findings about one engine in all its releases, such as "vllm"."""
+    def of(self, engine: str = "") -> list[Finding]:
+        """Return the findings about one engine in all its releases, such as "vllm"; "": all."""
         found = (finding for findings in self.findings.values() for finding in findings)
         return [f for f in found if f.engine.lower().startswith(engine.lower())]
 
@@ -94,7 +89,6 @@ def export_draft(
     form: str | None = None,
     target: str | None = None,
     *,
-    vocabulary: SmallerVocabulary | None = None,
     accept_edited: bool = False,
 ) -> ExportResult:
     """Check a draft for every engine, and write it in a form; arguments as for `export`.
@@ -110,90 +104,56 @@ def export_draft(
         check_directory_to_write("--out", str(out))
     facts, folder = find_target(target), resolve_draft_dir(draft)
     loaded, files = read_draft(folder, facts, accept_edited)
-    cost = None
-    if vocabulary is not None:
-        loaded, cost = pruned(loaded, Path(draft), folder, vocabulary)
     own = own_files(loaded, str(folder))
-    facts = _named(facts, own, form)
-    changed, unread = () if cost else keys_changed(files, own), tuple(unread_keys(files))
-    subject = Subject(own, with_facts_in(files, facts), form or "vllm", changed, unread)
+    section = own.config[SECTION]
+    if facts.name is None and (name := (section.get("origin") or {}).get("target_name")):
+        if form == "speculators":
+            log.warning(
+                "the target is named %s, as its dataset names it; --target names another one "
+                "(a directory or a Hub id from which it can be served)",
+                name,
+            )
+        facts = dataclasses.replace(facts, name=name)
+    subject = Subject(own, with_facts_in(files, facts), form or "vllm", tuple(unread_keys(files)))
     findings = preflight(subject, formed=form is not None)
     place = str(out) if out is not None else folder.resolve().name
     serve = servings(subject, findings, place, loaded.depth)
-    card = draft_card(subject, serve, loaded.depth, {} if cost else _validation(folder))
-    tensors = own.tensors
+    card = draft_card(subject, serve, loaded.depth, _validation(folder))
+    written = own
     if form is not None:
-        _refuse(findings, form, folder)
+        if refused := refusals(findings, form):
+            lines = "\n  ".join(f"{finding.engine}: {finding.text}" for finding in refused)
+            raise DraftError(f"{folder} cannot be exported as {form}:\n  {lines}")
         written = write_form(own, form, facts)
-        tensors = written.tensors
-        if out is not None:
-            _write_once(written, own, facts, card, out)
-            _log_findings(findings, form)
+    if form is None or out is None:
+        form = form or next(
+            (name for name in ("vllm", "sglang", "speculators") if not refusals(findings, name)),
+            "hf",
+        )
+        to = f"{draft.rstrip('/')}-{form}"
+        command = ["spec-train", "export", "--draft", draft, "--format", form, "--out", to]
+        command += ["--target", target] if target else []
+    else:
+        _write_once(written, own, facts, card, out)
+        for finding in (f for engine in (SPEC_TRAIN, *readers(form)) for f in findings[engine]):
+            if finding.level == WARN:
+                log.warning("warning: %s: %s", finding.engine, finding.text)
+            elif finding.level == NOTE:
+                log.info("%s: %s", finding.engine, finding.text)
+        command = _serve_words(out, serve)
+    layers = section.get("layers")
+    reads = f"layers {layers} (outputs of decoder blocks)" if layers else "final hidden states"
     return ExportResult(
-        title=_title(own),
+        title=f"{own.where}: {section['draft']}, reads {reads}",
         path=out,
         format=None if out is None else form,
         findings=findings,
         servings=serve,
         card=card,
-        tensors=len(tensors),
-        bytes=sum(value.nbytes for value in tensors.values()),
-        pruning=cost,
-        next_command=_serve_words(out, serve)
-        if out is not None
-        else _write_words(draft, form, target, vocabulary, findings),
+        tensors=len(written.tensors),
+        bytes=sum(value.nbytes for value in written.tensors.values()),
+        next_command=command,
     )
-
-
-def _named(target: TargetFacts, own: DraftFiles, form: str | None) -> TargetFacts:
-    """Return the facts of a target with its name, that of the draft's dataset if none was given."""
-    if target.name is not None:
-        return target
-    name = (own.config[SECTION].get("origin") or {}).get("target_name")
-    if form == "speculators" and name:
-        log.warning(
-            "the target is named %s, as its dataset names it; --target names another one "
-            "(a directory or a Hub id from which it can be served)",
-            name,
-        )
-    return dataclasses.replace(target, name=name)
-
-
-def _refuse(findings: dict[str, list[Finding]], form: str, folder: Path) -> None:
-    if refused := refusals(findings, form):
-        lines = "\n  ".join(f"{finding.engine}: {finding.text}" for finding in refused)
-        raise DraftError(f"{folder} cannot be exported as {form}:\n  {lines}")
-
-
-def _title(own: DraftFiles) -> str:
-    layers = own.config[SECTION].get("layers")
-    reads = f"layers {layers} (outputs of decoder blocks)" if layers else "final hidden states"
-    return f"{own.where}: {own.config[SECTION]['draft']}, reads {reads}"
-
-
-def _log_findings(findings: dict[str, list[Finding]], form: str) -> None:
-    """Log the warnings and notes of the engines that read a form."""
-    for finding in (f for engine in (SPEC_TRAIN, *readers(form)) for f in findings[engine]):
-        if finding.level == WARN:
-            log.warning("warning: %s: %s", finding.engine, finding.text)
-        elif finding.level == NOTE:
-            log.info("%s: %s", finding.engine, finding.text)
-
-
-def _write_words(
-    draft: str,
-    form: str | None,
-    target: str | None,
-    vocabulary: SmallerVocabulary | None,
-    findings: dict[str, list[Finding]],
-) -> list[str]:
-    """Return the command that writes a draft that was checked."""
-    fitting = (name for name in ("vllm", "sglang", "speculators") if not refusals(findings, name))
-    form = form or next(fitting, "hf")
-    out = f"{draft.rstrip('/')}-{form}"
-    words = ["spec-train", "export", "--draft", draft, "--format", form, "--out", out]
-    words += ["--target", target] if target else []
-    return words + (vocabulary.words() if vocabulary else [])
 
 
 def _serve_words(out: Path, serve: Sequence[Serving]) -> list[str]:
@@ -236,14 +196,6 @@ def find_target(name: str | None) -> TargetFacts:
     if found.dtype:  # in which an engine serves it, if it is not told otherwise
         facts["dtype"] = found.dtype
     return dataclasses.replace(found, identity=facts, problems=tuple(problems))
-
-
-def keys_changed(files: DraftFiles, own: DraftFiles) -> tuple[str, ...]:
-    """Return the keys of the files, as they are, that an export would write differently."""
-    if SECTION not in files.config:
-        return ()
-    changed, odd = changed_keys(files, own)
-    return (*changed, *odd)
 
 
 def _write_once(

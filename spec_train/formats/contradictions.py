@@ -11,7 +11,7 @@ from typing import Any
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import from_block_inputs
 from spec_train.formats.draft_files import DraftFiles
-from spec_train.formats.draft_seal import same_value, some_of
+from spec_train.formats.draft_seal import SECTION, same_value, some_of
 from spec_train.formats.flat import BLOCK_INPUT_KEY, INPUT_KEY, MASK_KEYS
 from spec_train.formats.names import DFLASH_CONFIG
 from spec_train.formats.write import LAYER, TYPE
@@ -94,6 +94,8 @@ def _statements(raw: dict[str, Any]) -> Iterator[Statement]:
 def _layer_statements(tables: dict[str, dict[str, Any]]) -> Iterator[Statement]:
     """Yield the places of the layer ids, as outputs of decoder blocks, and of their number."""
     raw, count = tables[""], None
+    section = _table(raw, SECTION)
+    yield "layers (outputs of decoder blocks)", f"{SECTION}.layers", section.get("layers") or None
     for key, inputs in (
         (INPUT_KEY, True),
         (f"{LAYER}.{INPUT_KEY}", True),

@@ -81,27 +81,21 @@ def _differences(config: dict[str, Any], seal: dict[str, Any]) -> list[str]:
         sealed = json.loads(seal["config"])
     except (TypeError, ValueError):
         return []  # the checksum reports it
-    return [text for _, text in differing_leaves(sealed, config, "sealed")]
+    return list(_leaves(sealed, config))
 
 
-def differing_leaves(
-    wanted: Any, found: Any, word: str, path: str = ""
-) -> Iterator[tuple[str, str]]:
-    """Yield ("missing", "added" or "changed", a sentence) for each field that differs.
-
-    `word` says what `wanted` is. Both are JSON values.
-    """
-    if isinstance(wanted, dict) and isinstance(found, dict):
-        for name in [*wanted, *(n for n in found if n not in wanted)]:
+def _leaves(sealed: Any, found: Any, path: str = "") -> Iterator[str]:
+    if isinstance(sealed, dict) and isinstance(found, dict):
+        for name in [*sealed, *(n for n in found if n not in sealed)]:
             inner = f"{path}.{name}" if path else name
             if name not in found:
-                yield "missing", f"{inner}: {word} {_short(wanted[name])}, now missing"
-            elif name not in wanted:
-                yield "added", f"{inner}: added, {_short(found[name])}"
+                yield f"{inner}: sealed {_short(sealed[name])}, now missing"
+            elif name not in sealed:
+                yield f"{inner}: added, {_short(found[name])}"
             else:
-                yield from differing_leaves(wanted[name], found[name], word, inner)
-    elif not same_value(wanted, found):
-        yield "changed", f"{path}: {word} {_short(wanted)}, found {_short(found)}"
+                yield from _leaves(sealed[name], found[name], inner)
+    elif not same_value(sealed, found):
+        yield f"{path}: sealed {_short(sealed)}, found {_short(found)}"
 
 
 def same_value(a: Any, b: Any) -> bool:

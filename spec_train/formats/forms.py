@@ -7,7 +7,7 @@ from typing import Any
 from spec_data.shards.errors import DraftError
 from spec_train.formats import read_blocks, read_eagle, write
 from spec_train.formats.draft_files import DraftFiles
-from spec_train.formats.draft_seal import SECTION, differing_leaves, some_of
+from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.flat import FORM
 from spec_train.formats.names import kind_of, refuse_other_drafts
 from spec_train.formats.preflight import REFUSE, Subject, of_engine
@@ -104,58 +104,13 @@ def _reader(kind: str) -> Any:
     return read_blocks if kind in ("dspark", "dflash") else read_eagle
 
 
-def changed_keys(files: DraftFiles, own: DraftFiles) -> tuple[list[str], list[str]]:
-    """Compare files of this project with what it would write for the same draft in that form.
-
-    `own` is the draft that was read from `files`, in our own form. Most keys of a config.json are
-    for engines only and follow from the few that are read here, so this finds edits of any key.
-
-    Returns:
-        The keys with another value, and those that are missing or that this project never writes.
-
-    Raises:
-        DraftError: the form cannot hold the draft.
-    """
-    form = files.config[SECTION].get(FORM)
-    wanted = own.config if form is None else write_form(own, form, _facts_in(files)).config
-    wanted, found = ({k: v for k, v in c.items() if k != SECTION} for c in (wanted, files.config))
-    differing = list(differing_leaves(wanted, found, "would be written as"))
-    changed = [text for kind, text in differing if kind == "changed"]
-    return changed, [text for kind, text in differing if kind != "changed"]
-
-
-def refuse_changed_keys(files: DraftFiles, own: DraftFiles) -> None:
-    """Refuse files of this project with keys for engines that contradict the draft.
-
-    Missing and additional keys are accepted: other releases write other keys.
-
-    Raises:
-        DraftError: names the keys and their values.
-    """
-    if changed := changed_keys(files, own)[0]:
-        raise DraftError(
-            f"{files.config_path}: engines would read another draft than spec-train does: "
-            f"{some_of(changed)}. The file was edited or damaged: copy or export the draft again"
-        )
-
-
 def with_facts_in(files: DraftFiles, target: TargetFacts) -> TargetFacts:
     """Return a target's facts; its class and number of blocks, if unknown, as the files say."""
-    found = _facts_in(files)
-    return replace(
-        target,
-        architectures=target.architectures or found.architectures,
-        num_layers=target.num_layers or found.num_layers,
-    )
-
-
-def _facts_in(files: DraftFiles) -> TargetFacts:
-    """Return the facts of the target that the files themselves contain."""
     raw = files.config
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
-    return TargetFacts(
-        name=verifier.get("name_or_path", ""),
-        architectures=tuple(verifier.get("architectures") or ()),
-        num_layers=raw.get("target_num_hidden_layers") or raw.get("num_target_layers"),
-        head=files.tensors.get("lm_head.weight"),
+    blocks = raw.get("target_num_hidden_layers") or raw.get("num_target_layers")
+    return replace(
+        target,
+        architectures=target.architectures or tuple(verifier.get("architectures") or ()),
+        num_layers=target.num_layers or blocks,
     )

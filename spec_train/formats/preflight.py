@@ -15,7 +15,7 @@ import torch
 from spec_data.models.engines import Fact, engines, served
 from spec_data.shards.identity import compare
 from spec_train.formats.draft_files import DraftFiles
-from spec_train.formats.draft_seal import SECTION, some_of
+from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import unread_text
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.formats.write import DFLASH
@@ -56,14 +56,12 @@ class Finding:
 class Subject:
     """A draft in our own form, its target, and the form of its output.
 
-    `changed` are keys for engines that the files have, as they are, otherwise than an export;
     `unread` are keys of another trainer's files of which it is unknown what they change.
     """
 
     own: DraftFiles
     target: TargetFacts
     form: str
-    changed: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
 
     @property
@@ -291,10 +289,6 @@ def _of_config(subject: Subject) -> _Rows:
         yield WARN, text + "the draft reads the last one; pass --target DIR", ""
     if "origin" in section and not section["origin"]:
         text = "the draft does not record its target and the chat template of its training data"
-        yield WARN, text, ""
-    if subject.changed:
-        text = "keys that engines read are not as this release writes them: "
-        text += f"{some_of(subject.changed)}; serve an export of this draft, not these files"
         yield WARN, text, ""
     if subject.unread:
         yield WARN, unread_text(list(subject.unread)), ""

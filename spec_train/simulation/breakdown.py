@@ -1,8 +1,7 @@
-"""Acceptance by source, by position in the response, and by the length of the context.
+"""Acceptance by source, and by position in the response.
 
-A *position* is the number of tokens that a response has before a verification step; the context has
-those of the prompt as well. Both are counted in ranges that double, because texts have very
-different lengths.
+A *position* is the number of tokens that a response has before a verification step. It is counted
+in ranges that double, because texts have very different lengths.
 """
 
 from bisect import bisect_right

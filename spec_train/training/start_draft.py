@@ -118,8 +118,7 @@ def start_from(
     if asked and not torch.equal(loaded.draft_ids.cpu(), fresh.draft_ids.cpu()):
         raise DraftError(
             f"{where}: the draft has a vocabulary of its own, with other tokens than "
-            f"--{asked[0].replace('_', '-')} chooses; leave that out, or prune the draft with "
-            "`spec-train export --draft-vocab-size` first"
+            f"--{asked[0].replace('_', '-')} chooses; leave that out"
         )
     loaded.use_options(options)
     return loaded

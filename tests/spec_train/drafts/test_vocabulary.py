@@ -1,4 +1,4 @@
-"""Draft vocabularies: by coverage, from files and other data, and pruned from a trained draft."""
+"""Draft vocabularies: by coverage, from files and other data."""
 
 import json
 import logging
@@ -7,22 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-import spec_train
 from spec_data.shards.errors import ConfigError, DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train import load_draft
-from spec_train.cli import main
-from spec_train.drafts.vocabulary import choose_draft_vocabulary, prune, smallest_vocabulary
+from spec_train.drafts.vocabulary import choose_draft_vocabulary, smallest_vocabulary
 from spec_train.formats.vocabulary_maps import read_vocabulary
-from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS, DSparkOptions, Eagle3Options
 from spec_train.options.presets import with_preset
 from tests.factory import tiny_dataset
 from tests.spec_train import flat
-from tests.tolerance import close, network
 
 VOCAB = 64
 SMALL: dict[str, dict[str, Any]] = {
@@ -204,123 +200,6 @@ def test_the_vocabulary_is_part_of_a_run(data, tmp_path):
     fit("eagle3", data, tmp_path / "run", draft_vocab=tmp_path / "v.json")
     with pytest.raises(ConfigError, match="draft_vocab"):
         fit("eagle3", data, tmp_path / "run", draft_vocab_coverage=0.9)
-
-
-# --- pruned ---------------------------------------------------------------------------------------
-
-
-def logits_of(draft: Any, head: TargetHead, seed: int = 0) -> Tensor:
-    """Return logits [8, Vd] that a draft computes from random states, its last bias included."""
-    torch.manual_seed(seed)
-    states = torch.randn(8, draft.config.hidden_size)
-    if draft.name in ("eagle3", "peagle"):
-        return draft.logits(states[None])[0]
-    logits = states @ draft.head_rows(head).float().T
-    if draft.markov_head is not None:
-        previous = draft.markov_head.markov_w1(torch.arange(8))
-        logits = logits + draft.markov_head.markov_w2(previous)
-    return logits
-
-
-@pytest.mark.parametrize("size", [40, 0])
-@pytest.mark.parametrize("kind", SMALL)
-def test_a_pruned_draft_keeps_rows_and_changes_none(kind, size, runs, data, tmp_path):
-    draft = load_draft(runs[kind, size]).eval().float()
-    head = TargetHead.from_dataset(data)
-    ids = draft.draft_ids[::2]
-    smaller = prune(draft, ids, head.head_weight)
-    assert torch.equal(smaller.draft_ids, ids)
-    with torch.no_grad():
-        before, after = logits_of(draft, head), logits_of(smaller, head)
-    kept = draft.draft_index[ids]
-    close(after, before[:, kept], terms=network(1))
-    best = draft.draft_ids[before.argmax(-1)]
-    inside = torch.isin(best, ids)
-    assert inside.any() and not inside.all()
-    assert torch.equal(smaller.draft_ids[after.argmax(-1)][inside], best[inside])
-    for name, value in smaller.state_dict().items():  # the rows themselves, bit for bit
-        other = dict(draft.state_dict()).get(name, head.head_weight)
-        assert torch.equal(value, other if value.shape == other.shape else other[kept]), name
-    smaller.save_pretrained(tmp_path / "small", torch.float32)
-    back = load_draft(tmp_path / "small")
-    assert torch.equal(back.draft_ids, ids)
-
-
-def test_a_draft_never_gains_tokens(runs):
-    draft = load_draft(runs["eagle3", 40])
-    outside = torch.tensor([i for i in range(VOCAB) if int(draft.draft_index[i]) < 0][:3])
-    with pytest.raises(DraftError, match="3 of the 4 tokens are not among the 40"):
-        prune(draft, torch.cat([draft.draft_ids[:1], outside]).sort().values)
-
-
-def test_a_draft_without_a_head_of_its_own_needs_the_targets(runs):
-    with pytest.raises(DraftError, match="pass --data or --target"):
-        prune(load_draft(runs["dspark", 0]), KEPT)
-
-
-def test_export_prunes_and_prints_what_it_costs(runs, data, tmp_path, capsys):
-    draft, words = load_draft(runs["eagle3", 40]), ["export", "--draft", str(runs["eagle3", 40])]
-    out = str(tmp_path / "small")
-    words += ["--format", "vllm", "--out", out, "--draft-vocab-size", "12", "--data", str(data)]
-    assert main(words) == 0
-    printed = capsys.readouterr().out
-    counts = counts_of(data)
-    small = load_draft(out)
-    before, after = (int(counts[d.draft_ids].sum()) / int(counts.sum()) for d in (draft, small))
-    assert "vocabulary 40 -> 12 tokens" in printed
-    assert f"{before:.3%} -> {after:.3%}" in printed
-    assert "simulated acceptance length: " in printed and "validation)" in printed
-    assert len(small.draft_ids) == 12
-    special = [
-        i for v in draft.config.token_ids.values() for i in (v if isinstance(v, list) else [v])
-    ]
-    rest = counts[draft.draft_ids]
-    rows = choose_draft_vocabulary(rest, 12, [int(draft.draft_index[i]) for i in special])
-    assert torch.equal(small.draft_ids, draft.draft_ids[rows])
-    raw = load_file(Path(out) / "model.safetensors")
-    assert raw["lm_head.weight"].shape[0] == 12 and raw["t2d"].sum() == 12
-
-
-def test_export_in_python_returns_the_cost(runs, data, tmp_path):
-    made = spec_train.export(
-        runs["dspark", 0], tmp_path / "small", "hf", draft_vocab_size=20, data=data
-    )
-    assert made.pruning is not None
-    assert (made.pruning.tokens_before, made.pruning.tokens) == (VOCAB, 20)
-    assert made.pruning.coverage_before == 1.0 > made.pruning.coverage > 0
-    whole = spec_train.simulate_acceptance(runs["dspark", 0], data)
-    small = spec_train.simulate_acceptance(tmp_path / "small", data, split="all")
-    assert made.pruning.acceptance_before == whole.acceptance_length
-    assert small.acceptance_length >= 1
-    share = spec_train.export(runs["peagle", 0], draft_vocab_coverage=0.5, data=data)
-    assert 0.5 <= share.pruning.coverage < 0.6
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"draft_vocab_size": 9}, "which tokens to keep: add data"),
-        ({"draft_vocab_coverage": 0.9}, "which tokens to keep: add data"),
-        ({"data": "DATA"}, "data has no effect without"),
-        ({"draft_vocab_size": 9, "draft_vocab_coverage": 0.9, "data": "DATA"}, "each of them"),
-        ({"draft_vocab_size": 0, "data": "DATA"}, "draft_vocab_size 0"),
-        ({"draft_vocab_coverage": 1.5, "data": "DATA"}, "draft_vocab_coverage 1.5"),
-    ],
-)
-def test_export_options_that_mean_nothing_are_refused(runs, data, given, named):
-    given = {name: data if value == "DATA" else value for name, value in given.items()}
-    with pytest.raises(ConfigError, match=named):
-        spec_train.export(runs["dspark", 0], **given)
-
-
-def test_a_vocabulary_that_prunes_nothing_is_refused(runs, data, tmp_path):
-    with pytest.raises(ConfigError, match="nothing to prune"):
-        spec_train.export(runs["eagle3", 40], data=data, draft_vocab_size=40)
-    with pytest.raises(DraftError, match="the draft itself holds only"):
-        spec_train.export(runs["eagle3", 40], data=data, draft_vocab_coverage=1.0)
-    flat.fit("eagle", data, tmp_path / "e", steps=1, seq_len=48, device="cpu", validation=0.2)
-    with pytest.raises(DraftError, match="no vocabulary to prune"):
-        spec_train.export(tmp_path / "e", data=data, draft_vocab_size=9)
 
 
 def test_options_of_a_draft_are_unchanged_by_default():

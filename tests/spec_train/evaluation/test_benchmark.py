@@ -219,7 +219,7 @@ def rounds_of(draw: random.Random, number: int) -> list[VerificationStep]:
     return found
 
 
-def test_sums_by_context_and_by_set_are_those_of_plain_loops():
+def test_sums_by_position_and_by_set_are_those_of_plain_loops():
     draw = random.Random(0)
     groups = {f"p{i}": f"set {i % 3}" for i in range(40)}
     responses, slow = [], []
@@ -227,14 +227,14 @@ def test_sums_by_context_and_by_set_are_those_of_plain_loops():
         prompt, rounds = [0] * draw.randint(1, 400), rounds_of(draw, 30)
         made = Generation(tokens=[], rounds=rounds)
         responses.append(Response(where=where, group=name, ids=prompt, generation=made))
-        text = len(prompt) + 1  # the prefill returns the first token of the response
+        text = 1  # the prefill returns the first token of the response
         for one in rounds:
             slow.append((text, name, one))
             text += one.emitted
     found = decoding_metrics(responses, 4)
-    assert sum(line["rounds"] for line in found["by_context"]) == len(slow)
-    assert len(found["by_context"]) > 4 and len(found["by_set"]) == 3
-    for line in found["by_context"]:
+    assert sum(line["rounds"] for line in found["by_position"]) == len(slow)
+    assert len(found["by_position"]) > 3 and len(found["by_set"]) == 3
+    for line in found["by_position"]:
         own = [one for text, _, one in slow if line["start"] <= text < (line["end"] or 1 << 30)]
         assert line["rounds"] == len(own)
         assert line["acceptance_length"] == sum(one.emitted for one in own) / len(own)
@@ -366,7 +366,6 @@ def test_every_set_has_its_figures(workplace, tmp_path, monkeypatch):
         assert both["by_set"][0][name] == first[name]
     for name in ("rounds", "emitted"):
         assert sum(one[name] for one in both["by_set"]) == both[name]
-    assert sum(one["rounds"] for one in both["by_context"]) == both["rounds"]
     assert "two.jsonl: c1|<b>" in table(both) and "by set" not in table(first)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-import spec_train
 from spec_data.shards.errors import DraftError
 from spec_train.cli import main
 from spec_train.drafts import load_draft
@@ -26,7 +25,7 @@ TWICE: list[tuple[dict[str, Any], str]] = [
         r"\[1, 2, 3\] by eagle_aux_hidden_state_layer_ids, \[0, 1, 2\] by eagle_config",
     ),
     ({f"eagle_config.{IDS}": [1, 2, 3]}, r"\[1, 2, 3\] by eagle_config"),
-    ({"spec_train.layers": [0, 1, 3]}, "engines would read another draft"),
+    ({"spec_train.layers": [0, 1, 3]}, r"\[0, 1, 3\] by spec_train.layers, \[0, 1, 2\] by eagle"),
     ({"rope_theta": 5e5}, "500000.0 by rope_theta, 10000.0 by rope_parameters.rope_theta"),
     (
         {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
@@ -46,7 +45,6 @@ TWICE: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": 65}, "65 by vocab_size, 64 by embed_tokens"),
     ({"layer_types": []}, "num_hidden_layers: 1 by num_hidden_layers, 0 by layer_types"),
     ({"attention_bias": True}, r"missing midlayer\.self_attn\.q_proj\.bias"),
-    ({"tie_word_embeddings": True}, "tie_word_embeddings: would be written as false, found true"),
     ({"head_dim": "8"}, "a wrong type"),
     ({IDS: "1,2"}, "a wrong type"),
 ]
@@ -69,13 +67,6 @@ def test_an_accepted_edit_must_not_contradict_itself(own):
         load_draft(own, accept_edited=True)
     changed(own, {"rope_parameters.rope_theta": 5e5})
     assert load_draft(own, accept_edited=True).config.rope_parameters["rope_theta"] == 5e5
-
-
-def test_a_missing_or_unknown_key_is_named_by_check(own):
-    changed(own, {"eagle_config": ..., "rope_factor": 2})
-    found = spec_train.export(own, accept_edited=True).of("spec-train")
-    (text,) = [f.text for f in found if "keys that engines read" in f.text]
-    assert "eagle_config" in text and "rope_factor: added, 2" in text
 
 
 FOREIGN = dict.fromkeys(("spec_train", "dtype", "torch_dtype", "rope_parameters"), ...)
