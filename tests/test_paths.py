@@ -244,7 +244,7 @@ WRONG = [
     (spec_train, "fit eagle3 --out o --data {nothing}", "no such dataset", "check the path"),
     (spec_train, "fit eagle3 --out o --follow --data {corpus}", "a corpus", "spec-data generate"),
     (spec_train, "eval --draft {target} --data {dataset}", "a target", "spec-train fit"),
-    (spec_train, "eval --draft {run} --data {export}", "an exported draft", "trained on"),
+    (spec_train, "eval --draft {run} --data {export}", "a draft", "trained on"),
     (
         spec_train,
         "eval --draft {run} --target {target} --prompts {nothing}",
@@ -293,7 +293,7 @@ def test_a_wrong_path_is_found_before_anything_heavy_is_imported(here, kinds):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *((name, Kind.EXPORT) for known in CLASSES.values() for name in known),
+        *((name, Kind.DRAFT) for known in CLASSES.values() for name in known),
         *((name, None) for name in NAMES.others),
         *((name, Kind.TARGET) for name in TARGETS),
         ("Eagle2_5_VLForConditionalGeneration", Kind.TARGET),
@@ -302,7 +302,7 @@ def test_a_wrong_path_is_found_before_anything_heavy_is_imported(here, kinds):
 def test_every_known_class_is_a_draft_or_a_target(tmp_path, name, kind):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
     if kind is None:  # its reader says what it is
-        assert what_is(tmp_path) in (Kind.EXPORT, Kind.MODEL)
+        assert what_is(tmp_path) in (Kind.DRAFT, Kind.MODEL)
     elif kind is Kind.TARGET or name not in TARGETS:  # one name of EAGLE-1 is that of its target
         assert what_is(tmp_path) is kind
 
@@ -311,4 +311,4 @@ def test_an_eagle_1_with_the_class_of_its_target_is_known_by_its_weights(tmp_pat
     config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"fc.weight": torch.zeros(2, 4)}, tmp_path / "model.safetensors")
-    assert what_is(tmp_path) is Kind.EXPORT
+    assert what_is(tmp_path) is Kind.DRAFT

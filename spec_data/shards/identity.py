@@ -19,7 +19,7 @@ comparison.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,6 @@ _STATES = (
 _COARSE = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # bits of a mantissa
 _PROMPTS = ("chat_template_kwargs", "template_kwargs_used", "system_messages")
 _OF_A_DRAFT = ("dataset_fingerprint", "head", "target_name")  # only in origins; never compared
-_NOT_OF_A_TARGET = {*_PROMPTS, *_OF_A_DRAFT, "dtype", "rope_factors"}
 _SPECIAL = ("tokenizer.bos_token", "tokenizer.eos_token")  # not in tokenizer.json
 _HASHED = {"config_hash": ("config.", "rope."), "tokenizer_hash": ("tokenizer.",)}
 _MEANING = {
@@ -86,8 +85,15 @@ class Comparison:
     @property
     def not_compared(self) -> str:
         """The facts that could not be compared, in words; empty if there are none."""
-        groups = dict.fromkeys(_group(name) for name in self.unknown)
-        return ", ".join(groups)
+        groups = {"config.": "config fields", "rope.": "rope", "tokenizer": "tokenizer"}
+        words = [
+            # tokenizer_hash does not cover special tokens, but it may have been compared
+            name.removeprefix("tokenizer.")
+            if name in _SPECIAL
+            else next((word for start, word in groups.items() if name.startswith(start)), name)
+            for name in self.unknown
+        ]
+        return ", ".join(dict.fromkeys(words))
 
 
 def count_kwargs(counts: Mapping[str, int]) -> dict[str, int]:
@@ -144,44 +150,43 @@ def compare(
         states: the states of both are compared or mixed, so a fact that decides states refuses.
             Otherwise every difference is a warning: people serve fine-tuned targets on purpose.
     """
-    differing = {
-        name: (recorded.get(name), found.get(name))
-        for name in sorted(recorded.keys() | found.keys())
-        if _known(name, recorded) and _known(name, found) and _differs(name, recorded, found)
-    }
-    differing = {n: pair for n, pair in differing.items() if not _explained(n, differing)}
+    differing, unknown = {}, []
+    for name in sorted(recorded.keys() | found.keys()):
+        ours, theirs = recorded.get(name), found.get(name)
+        if name in _PROMPTS or name in _OF_A_DRAFT or _same_file(name, recorded, found):
+            continue
+        if not (_tells(name, recorded) and _tells(name, found)):
+            if name not in ("dtype", "rope_factors"):
+                unknown.append(name)
+        elif name == "dtype":
+            if _COARSE.get(str(theirs), 0) < _COARSE.get(str(ours), 0):
+                differing[name] = ours, theirs
+        elif ours != theirs:
+            differing[name] = ours, theirs
     lines = []
     for name, (ours, theirs) in differing.items():
-        text = f"{_shown_name(name)}: {of_recorded} {_shown(ours)}, {of_found} {_shown(theirs)}"
+        if _explained(name, differing):
+            continue
+        shown = name.removeprefix("config.").removeprefix("rope.")
+        text = f"{shown}: {of_recorded} {_shown(ours)}, {of_found} {_shown(theirs)}"
         meaning = _MEANING.get(name)
         severity = REFUSE if states and name.startswith(_STATES) else WARN
         lines.append(Difference(name, severity, f"{text}: {meaning}" if meaning else text))
-    lines += _kwargs_difference(recorded, found, of_recorded, of_found)
-    unknown = [
-        name
-        for name in sorted(recorded.keys() ^ found.keys())
-        if name not in _NOT_OF_A_TARGET
-        and not (_known(name, recorded) and _known(name, found))
-        and not _same_file(name, recorded, found)
-    ]
+    used, asked = _kwargs_used(recorded), _kwargs_used(found)
+    other = [text for text in asked if text not in used]
+    if used and other and OTHERS not in used:  # rows' own kwargs included
+        name = "chat_template_kwargs"
+        text = f"{name}: {of_recorded} {_listed(used)}, {of_found} {_listed(other)}"
+        lines.append(Difference(name, WARN, f"{text}: prompts are rendered in another way"))
     return Comparison(tuple(lines), tuple(unknown))
 
 
-def _known(name: str, identity: Mapping[str, Any]) -> bool:
+def _tells(name: str, identity: Mapping[str, Any]) -> bool:
     """Whether an identity tells a fact; a rope setting or tokenizer part may be absent from it."""
-    if name in identity:
-        return True
     group = name.partition(".")[0] + "."
-    return group in ("rope.", "tokenizer.") and any(other.startswith(group) for other in identity)
-
-
-def _differs(name: str, recorded: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
-    if name in _PROMPTS or name in _OF_A_DRAFT:
-        return False  # kwargs are compared as sets; the others do not describe a target
-    ours, theirs = recorded.get(name), found.get(name)
-    if name == "dtype":
-        return _COARSE.get(str(theirs), 0) < _COARSE.get(str(ours), 0)
-    return bool(ours != theirs) and not _same_file(name, recorded, found)
+    return name in identity or (
+        group in ("rope.", "tokenizer.") and any(other.startswith(group) for other in identity)
+    )
 
 
 def _same_file(name: str, recorded: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
@@ -199,24 +204,10 @@ def _explained(name: str, differing: Mapping[str, Any]) -> bool:
     """Whether another difference that is listed says the same, and more clearly."""
     if name in ("weights_hash", "config_hash") and "quantization" in differing:
         return True
-    if name not in _HASHED:
-        return False
-    return any(other.startswith(_HASHED[name]) for other in differing if other not in _SPECIAL)
-
-
-def _kwargs_difference(
-    recorded: Mapping[str, Any], found: Mapping[str, Any], of_recorded: str, of_found: str
-) -> list[Difference]:
-    """Compare the kwargs that documents or prompts were rendered with, rows' own included."""
-    ours, theirs = _kwargs_used(recorded), _kwargs_used(found)
-    if not ours or not theirs or OTHERS in ours:
-        return []
-    other = [text for text in theirs if text not in ours]
-    if not other:
-        return []
-    name = "chat_template_kwargs"
-    text = f"{name}: {of_recorded} {_listed(ours)}, {of_found} {_listed(other)}"
-    return [Difference(name, WARN, f"{text}: prompts are rendered in another way")]
+    parts = _HASHED.get(name)
+    return parts is not None and any(
+        other.startswith(parts) for other in differing if other not in _SPECIAL
+    )
 
 
 def _kwargs_used(identity: Mapping[str, Any]) -> list[str]:
@@ -226,21 +217,8 @@ def _kwargs_used(identity: Mapping[str, Any]) -> list[str]:
     return list(used or ())
 
 
-def _listed(texts: Iterable[str]) -> str:
-    texts = list(texts)
+def _listed(texts: list[str]) -> str:
     return " or ".join(texts[:3]) + (f" or {len(texts) - 3} others" if len(texts) > 3 else "")
-
-
-def _group(name: str) -> str:
-    """Return the word for a fact that could not be compared."""
-    if name in _SPECIAL:  # tokenizer_hash does not cover them, but it may have been compared
-        return name.removeprefix("tokenizer.")
-    words = {"config.": "config fields", "rope.": "rope", "tokenizer": "tokenizer"}
-    return next((word for prefix, word in words.items() if name.startswith(prefix)), name)
-
-
-def _shown_name(name: str) -> str:
-    return name.removeprefix("config.").removeprefix("rope.")
 
 
 def _shown(value: Any) -> str:
@@ -249,8 +227,6 @@ def _shown(value: Any) -> str:
         return "none"
     if isinstance(value, str):
         kind, colon, digest = value.rpartition(":")
-        if len(digest) == 64:  # a sha256
-            return f"{kind}{colon}{digest[:12]}"
-        return repr(value)
+        return f"{kind}{colon}{digest[:12]}" if len(digest) == 64 else repr(value)  # a sha256
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

@@ -16,6 +16,9 @@ EMBEDDING = -1
 BLOCK_LAYERS = 5
 """Number of layers that block drafts (DSpark, DFlash) read by their recipe, as published."""
 
+AUTO_DRAFTS = ("eagle3",)
+"""The drafts whose recipe `--layers auto` captures."""
+
 
 def as_block_inputs(layers: Iterable[int]) -> list[int]:
     """Convert layer ids (outputs of blocks) to the numbers of the blocks that take them as input.
@@ -30,44 +33,32 @@ def from_block_inputs(blocks: Iterable[int]) -> list[int]:
     return [block - 1 for block in blocks]
 
 
-def build_target_layer_ids(num_target_layers: int, num_feature_layers: int) -> list[int]:
-    """Spread layer ids evenly over [1, L-1], strictly increasing; a single id is L-1.
+def capturable_layer_ids(num_layers: int, count: int) -> list[int]:
+    """Spread layer ids evenly over [1, L-2], strictly increasing; a single one is L-2.
+
+    Engines disagree on the output of the last block, L-1.
 
     Raises:
         TargetError: the target has too few blocks.
     """
-    last = num_target_layers - 1
-    if not 1 <= num_feature_layers <= last:
+    last = num_layers - 2
+    if not 1 <= count <= last:
         raise TargetError(
-            f"{num_feature_layers} layers cannot be spread over blocks 1 to {last}; ask for 1 to "
-            f"{max(last, 0)}"
+            f"{count} layers cannot be spread over blocks 1 to {last}; ask for 1 to {max(last, 0)}"
         )
-    if num_feature_layers == 1:
-        return [last]
-    gaps = num_feature_layers - 1
     # neighbouring ids are at least 1 apart before rounding, so rounding never makes two equal
-    return [round(1 + i * (last - 1) / gaps) for i in range(num_feature_layers)]
+    return [round(1 + i * (last - 1) / (count - 1)) for i in range(count)] if count > 1 else [last]
 
 
-def capturable_layer_ids(num_target_layers: int, num_feature_layers: int) -> list[int]:
-    """Spread layer ids evenly over [1, L-2]: engines disagree on the output of the last block.
-
-    Raises:
-        TargetError: the target has too few blocks.
-    """
-    return build_target_layer_ids(num_target_layers - 1, num_feature_layers)
-
-
-def published_dflash_layers(num_target_layers: int, count: int) -> list[int]:
+def published_dflash_layers(num_layers: int, count: int) -> list[int]:
     """Return the layers of a published DFlash draft that lists none: spread over [1, L-3].
 
     A single one is L // 2. The rule is that of z-lab's code; SpecForge, TorchSpec and NVIDIA's
     AutoModel have the same.
     """
     if count == 1:
-        return [num_target_layers // 2]
-    span = num_target_layers - 4
-    return [round(1 + i * span / (count - 1)) for i in range(count)]
+        return [num_layers // 2]
+    return [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
 
 
 def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
@@ -78,10 +69,11 @@ def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
 def _checked_eagle3_layers(num_layers: int, option: str) -> tuple[int, ...]:
     ids = eagle3_layers(num_layers)
     if not 0 <= ids[0] < ids[1] < ids[2]:
+        last = max(num_layers - 2, 0)
         raise TargetError(
             f"{option} takes blocks 1, L/2-1 and L-4, which are {ids} for a target of "
             f"L={num_layers} blocks; name three different ones, e.g. --layers "
-            f"{','.join(map(str, _suggested(num_layers)))}"
+            f"{','.join(map(str, sorted({0, last // 2, last})))}"
         )
     return ids
 
@@ -94,9 +86,6 @@ def _block_layers(num_layers: int, option: str) -> tuple[int, ...]:
         )
     return tuple(capturable_layer_ids(num_layers, min(BLOCK_LAYERS, num_layers - 2)))
 
-
-AUTO_DRAFTS = ("eagle3",)
-"""The drafts whose recipe `--layers auto` captures."""
 
 RECIPES: dict[str, Callable[[int, str], tuple[int, ...]]] = {
     "eagle": lambda num_layers, option: (),  # it reads the final hidden states alone
@@ -122,46 +111,36 @@ def choose_layers(
     """Return the layers to capture, ascending, and those that each of `drafts` reads.
 
     With `drafts`, these are the layers that any of their recipes reads; `layers` must be "auto".
-    EAGLE-1/2 ("eagle") read no layer, so there may be none. Without drafts, `layers` are ids or a
-    text for `parse_layers`.
+    EAGLE-1/2 ("eagle") read no layer, so there may be none. Without drafts, `layers` are ids, or
+    "auto" (`eagle3_layers`), "spread:5" or "1,3,5".
 
     Raises:
-        TargetError: see `parse_layers`; an unknown draft, layers beside drafts, or a target that
-            has too few blocks for a recipe.
+        TargetError: another text, an id twice or outside -1..L-1, an unknown draft, layers beside
+            drafts, or a target that has too few blocks for a recipe.
     """
-    if not drafts:
-        if isinstance(layers, str):
-            return parse_layers(layers, num_layers), {}
-        check_layers(layers, num_layers)
-        return tuple(sorted(layers)), {}
-    if layers != "auto":
-        raise TargetError(f"layers {layers} and drafts {', '.join(drafts)}: give one or the other")
-    unknown = [draft for draft in drafts if draft not in RECIPES]
-    if unknown:
-        raise TargetError(f"unknown drafts {', '.join(unknown)}; known: {', '.join(RECIPES)}")
-    own = {draft: RECIPES[draft](num_layers, f"--for {draft}") for draft in drafts}
-    return tuple(sorted({k for found in own.values() for k in found})), own
-
-
-def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
-    """Read the layers to capture: "auto" (`eagle3_layers`), "spread:5" or "1,3,5"; ascending.
-
-    Raises:
-        TargetError: not numbers, an id twice, an id outside -1..L-1, or a target that has too few
-            blocks for "auto".
-    """
-    if text == "auto":
-        return _checked_eagle3_layers(num_layers, "--layers auto")
-    if text.startswith("spread:") and text[7:].isdecimal():
-        return tuple(capturable_layer_ids(num_layers, int(text[7:])))
-    try:
-        layers = _parse_ids(text)
-    except ValueError:
-        raise TargetError(
-            f'--layers {text!r}: expected "auto", "spread:5" or ids like 1,3,5'
-        ) from None
+    if drafts:
+        if layers != "auto":
+            raise TargetError(
+                f"layers {layers} and drafts {', '.join(drafts)}: give one or the other"
+            )
+        if unknown := [draft for draft in drafts if draft not in RECIPES]:
+            raise TargetError(f"unknown drafts {', '.join(unknown)}; known: {', '.join(RECIPES)}")
+        by_draft = {draft: RECIPES[draft](num_layers, f"--for {draft}") for draft in drafts}
+        return tuple(sorted(set().union(*by_draft.values()))), by_draft
+    if layers == "auto":
+        return _checked_eagle3_layers(num_layers, "--layers auto"), {}
+    if isinstance(layers, str):
+        text = layers
+        if text.startswith("spread:") and text[7:].isdecimal():
+            return tuple(capturable_layer_ids(num_layers, int(text[7:]))), {}
+        try:
+            layers = _parse_ids(text)
+        except ValueError:
+            raise TargetError(
+                f'--layers {text!r}: expected "auto", "spread:5" or ids like 1,3,5'
+            ) from None
     check_layers(layers, num_layers)
-    return tuple(sorted(layers))
+    return tuple(sorted(layers)), {}
 
 
 def chosen_layers(
@@ -185,8 +164,7 @@ def chosen_layers(
         wanted = sorted(set(_parse_ids(text)))
     except ValueError:
         raise DraftError(f"layers = {text!r}: write ids with commas, as 1,3,5") from None
-    missing = [k for k in wanted if k not in captured]
-    if missing:
+    if missing := [k for k in wanted if k not in captured]:
         raise DraftError(
             f"layers = {text}: the dataset has no layer {missing}, only {list(captured)}"
         )
@@ -201,8 +179,7 @@ def check_layers(layers: Sequence[int], num_layers: int) -> None:
     """
     if len(set(layers)) != len(layers):
         raise TargetError(f"layer ids {list(layers)} repeat; name each once")
-    wrong = [k for k in layers if not EMBEDDING <= k < num_layers]
-    if wrong:
+    if wrong := [k for k in layers if not EMBEDDING <= k < num_layers]:
         raise TargetError(
             f"layer ids {wrong} do not exist: the target has blocks 0 to "
             f"{num_layers - 1} (id k is the output of block k; -1 is the embedding output)"
@@ -211,8 +188,3 @@ def check_layers(layers: Sequence[int], num_layers: int) -> None:
 
 def _parse_ids(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
-
-
-def _suggested(num_layers: int) -> list[int]:
-    last = max(num_layers - 2, 0)
-    return sorted({0, last // 2, last})

@@ -25,7 +25,6 @@ class Kind(Enum):
     UNFINISHED = "a dataset that is not sealed yet"
     TARGET = "a target model"
     DRAFT = "a draft"
-    EXPORT = "an exported draft"
     MODEL = "a model"  # a target or a draft: its files do not say which
     RUN = "a run of `spec-train fit`"
     FILE = "a file"
@@ -34,30 +33,19 @@ class Kind(Enum):
 
 ROWS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".csv", ".tsv", ".arrow")
 """Suffixes of files that may hold the rows of a corpus; .gz may follow."""
-_WORK = (".generate", ".view")
-_SAVED = ("dataset_dict.json", "state.json", "dataset_info.json")  # of `datasets`
-_RUN = ("fit.json", "run.json", "metrics.jsonl", "best", "last")
+_WORK = {".generate", ".view"}
+_SAVED = {"dataset_dict.json", "state.json", "dataset_info.json"}  # of `datasets`
+_RUN = {"fit.json", "run.json", "metrics.jsonl", "best", "last"}
 _DRAFT_KEYS = {
     *("speculators_model_type", "speculators_config", "draft_vocab_size", "eagle_config"),
     *("dflash_config", "dspark_config", "eagle_aux_hidden_state_layer_ids", "target_layer_ids"),
-    *("target_hidden_size", "num_target_layers"),
+    *("target_hidden_size", "num_target_layers", "spec_train"),
 }
 _DRAFT_NAME = re.compile(
     r"(eagle|draft|assistant|dspark|dflash|speculator|medusa)(?!.*ConditionalGeneration)",
     re.IGNORECASE,
 )  # NVIDIA's Eagle2.5-VL is a target
 _WHOLE_NAME = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)$")
-
-DRAFTS = (Kind.DRAFT, Kind.EXPORT, Kind.MODEL, Kind.RUN)
-_WANTED = {
-    Kind.DATASET: ("a spec-data dataset", "dataset directory"),
-    Kind.UNFINISHED: ("a dataset", "directory"),
-    Kind.TARGET: ("a target model", "directory"),
-    Kind.DRAFT: ("a draft or a run", "draft directory or run"),
-    Kind.CORPUS: ("a corpus", "file or directory"),
-    Kind.RUN: ("a run", "file or run directory"),
-}
-"""What an option wants: in an error about something else, and after "no such"."""
 
 
 def what_is(path: str | Path) -> Kind:
@@ -67,45 +55,47 @@ def what_is(path: str | Path) -> Kind:
         if not path.is_dir():
             if not path.exists():
                 return Kind.NOTHING
-            name = path.name.removesuffix(".gz")
-            return Kind.CORPUS if name.endswith(ROWS) else Kind.FILE
+            return Kind.CORPUS if _holds_rows(path.name) else Kind.FILE
         names = {entry.name for entry in os.scandir(path)}
     except OSError:  # unreadable: who opens it says why
         return Kind.OTHER
     if MANIFEST in names:
         return Kind.DATASET
-    if names & set(_WORK):
+    if names & _WORK:
         return Kind.UNFINISHED
-    if "shards" in names:
-        return (
-            Kind.OTHER
-        )  # a dataset that lost its manifest, which also lists what `datasets` saves
+    if (
+        "shards" in names
+    ):  # a dataset that lost its manifest, which also lists what `datasets` saves
+        return Kind.OTHER
     if "config.json" in names:
         return _kind_of_model(path)
-    if names & set(_RUN) or any(name.startswith("checkpoint-") for name in names):
+    if names & _RUN or any(name.startswith("checkpoint-") for name in names):
         return Kind.RUN
-    if names & set(_SAVED) or any(name.removesuffix(".gz").endswith(ROWS) for name in names):
+    if names & _SAVED or any(map(_holds_rows, names)):
         return Kind.CORPUS
     return Kind.OTHER if names else Kind.EMPTY
+
+
+def _holds_rows(name: str) -> bool:
+    return name.removesuffix(".gz").endswith(ROWS)
 
 
 def _kind_of_model(path: Path) -> Kind:
     """Tell a draft from a target: by keys, by the name of the class, then by the weights."""
     try:
         config = json.loads((path / "config.json").read_bytes())
-        section, layers = config.get("spec_train"), config.get("num_hidden_layers")
         names = [str(n) for n in config.get("architectures") or () if n]
-        if isinstance(section, dict):
-            return Kind.EXPORT if "form" in section else Kind.DRAFT
         if config.keys() & _DRAFT_KEYS or any(map(_DRAFT_NAME.search, names)):
-            return Kind.EXPORT
+            return Kind.DRAFT
         weights = _weight_names(path)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return Kind.MODEL  # who reads it says what is wrong
     if any(name.removeprefix("model.") == "fc.weight" for name in weights):
-        return Kind.EXPORT  # SafeAILab's EAGLE-1 has the class of its target
-    whole = any(map(_WHOLE_NAME.search, names)) and not (layers == 1 and not weights)
-    return Kind.TARGET if whole else Kind.MODEL
+        return Kind.DRAFT  # SafeAILab's EAGLE-1 has the class of its target
+    whole = any(map(_WHOLE_NAME.search, names))
+    return (
+        Kind.TARGET if whole and (weights or config.get("num_hidden_layers") != 1) else Kind.MODEL
+    )
 
 
 def _weight_names(path: Path) -> list[str]:
@@ -120,49 +110,53 @@ def _weight_names(path: Path) -> list[str]:
         return list(json.loads(stream.read(size))) if size < 1 << 26 else []
 
 
-_MARKS = {Kind.DATASET: MANIFEST, Kind.TARGET: "config.json"}
-
-
-def wrong_kind(path: str | Path, wanted: Kind, option: str = "") -> MissingError:
-    """Return the error about a path that is not what is wanted; `option` is how it was given."""
-    found, where = what_is(path), f"{option} {path}".strip()
-    need, absent = _WANTED[wanted]
-    if found is Kind.NOTHING:
-        return MissingError(f"{where}: no such {absent}; check the path")
-    if found is Kind.OTHER and wanted in _MARKS:
-        return MissingError(
-            f"{where}: no {_MARKS[wanted]} in it, so this is not {need}; check the path"
-        )
-    advice = _ADVICE.get((wanted, found), "check the path").format(path=path)
-    contrast = "" if found is Kind.UNFINISHED else f", not {need}"
-    return MissingError(f"{where}: this is {found.value}{contrast}; {advice}")
-
-
-_OF_TARGET = "the target is the model that the draft was trained for"
+_WANTED: dict[Kind, tuple[str, str, str]] = {
+    Kind.DATASET: ("a spec-data dataset", "dataset directory", MANIFEST),
+    Kind.UNFINISHED: ("a dataset", "directory", ""),
+    Kind.TARGET: ("a target model", "directory", "config.json"),
+    Kind.DRAFT: ("a draft or a run", "draft directory or run", ""),
+    Kind.CORPUS: ("a corpus", "file or directory", ""),
+    Kind.RUN: ("a run", "file or run directory", ""),
+}
+"""What an option wants: in an error about something else, after "no such", and its main file."""
+_ACCEPTED = {
+    Kind.UNFINISHED: (Kind.DATASET, Kind.UNFINISHED, Kind.EMPTY, Kind.OTHER),
+    Kind.TARGET: (Kind.TARGET, Kind.MODEL),
+    Kind.DRAFT: (Kind.DRAFT, Kind.MODEL, Kind.RUN),
+    Kind.CORPUS: (Kind.CORPUS, Kind.OTHER, Kind.MODEL),  # rows further down, or beside a config
+}
+_CAPTURE = "run `spec-data generate --target {} --corpus {} --out DIR` first, and pass DIR"
 _ADVICE: dict[Any, str] = {
-    (Kind.DATASET, Kind.CORPUS): (
-        "run `spec-data generate --target MODEL --corpus {path} --out DIR` first, and pass DIR"
-    ),
+    (Kind.DATASET, Kind.CORPUS): _CAPTURE.format("MODEL", "{path}"),
+    (Kind.DATASET, Kind.TARGET): _CAPTURE.format("{path}", "FILE"),
     (Kind.DATASET, Kind.UNFINISHED): (
         "run the same `spec-data generate` again to finish it, once all its workers are done"
     ),
-    (Kind.DATASET, Kind.TARGET): (
-        "run `spec-data generate --target {path} --corpus FILE --out DIR` first, and pass DIR"
+    **dict.fromkeys(
+        ((Kind.DATASET, kind) for kind in _ACCEPTED[Kind.DRAFT]),
+        "pass the dataset that it was trained on",
     ),
-    **{(Kind.DATASET, kind): "pass the dataset that it was trained on" for kind in DRAFTS},
-    **{(Kind.TARGET, kind): _OF_TARGET for kind in DRAFTS},
+    **dict.fromkeys(
+        ((Kind.TARGET, kind) for kind in _ACCEPTED[Kind.DRAFT]),
+        "the target is the model that the draft was trained for",
+    ),
     (Kind.TARGET, Kind.DATASET): "pass the model that it was captured from",
     (Kind.DRAFT, Kind.TARGET): "a draft is what `spec-train fit` wrote; it drafts for this",
     (Kind.CORPUS, Kind.DATASET): "pass the conversations that it was made of",
 }
 
 
-_ACCEPTED = {
-    Kind.UNFINISHED: (Kind.DATASET, Kind.UNFINISHED, Kind.EMPTY, Kind.OTHER),
-    Kind.TARGET: (Kind.TARGET, Kind.MODEL),
-    Kind.DRAFT: DRAFTS,
-    Kind.CORPUS: (Kind.CORPUS, Kind.OTHER, Kind.MODEL),  # rows further down, or beside a config
-}
+def wrong_kind(path: str | Path, wanted: Kind, option: str = "") -> MissingError:
+    """Return the error about a path that is not what is wanted; `option` is how it was given."""
+    found, where = what_is(path), f"{option} {path}".strip()
+    need, absent, main_file = _WANTED[wanted]
+    if found is Kind.NOTHING:
+        return MissingError(f"{where}: no such {absent}; check the path")
+    if found is Kind.OTHER and main_file:
+        return MissingError(f"{where}: no {main_file} in it, so this is not {need}; check the path")
+    advice = _ADVICE.get((wanted, found), "check the path").format(path=path)
+    contrast = "" if found is Kind.UNFINISHED else f", not {need}"
+    return MissingError(f"{where}: this is {found.value}{contrast}; {advice}")
 
 
 def expect(path: str | Path, wanted: Kind, option: str = "") -> None:

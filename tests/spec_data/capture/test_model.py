@@ -7,7 +7,7 @@ from torch import nn
 from spec_data.capture.hooks import capturing, decoder_layers
 from spec_data.capture.model import Target
 from spec_data.shards.errors import TargetError
-from spec_data.shards.layer_ids import parse_layers
+from spec_data.shards.layer_ids import choose_layers
 from tests.factory import tiny_llama
 from tests.families import FAMILIES, LAYERS, VOCAB, tiny_model
 from tests.tolerance import LAYER, close, network, same_choice, tolerance
@@ -112,18 +112,17 @@ def test_models_without_decoder_blocks_are_refused():
 
 
 def test_auto_layers_are_the_eagle3_recipe():
-    assert parse_layers("auto", 36) == (1, 17, 32)
-    assert parse_layers("auto", 8) == (1, 3, 4)
-    assert parse_layers("5,1,3", 8) == (1, 3, 5)
+    assert choose_layers("auto", (), 36) == ((1, 17, 32), {})
+    assert choose_layers("5,1,3", (), 8) == ((1, 3, 5), {})
     with pytest.raises(TargetError, match="--layers 0,2,4"):
-        parse_layers("auto", 6)
+        choose_layers("auto", (), 6)
     with pytest.raises(TargetError, match="--layers 0,2,4"):  # six blocks: too few for it
         Target(tiny_model("llama"))
     assert Target(tiny_model("llama"), "spread:3").layers == (1, 2, 4)
     assert Target(tiny_llama(layers=8)).layers == (1, 3, 4)
     for wrong in ("1,1", "1,8", "-2", "one", ""):
         with pytest.raises(TargetError):
-            parse_layers(wrong, 8)
+            choose_layers(wrong, (), 8)
 
 
 def test_a_target_is_in_evaluation_mode_whatever_the_model_was_in():

@@ -65,7 +65,7 @@ def sparse(pairs, tmp_path):
 
 def test_sparse_columns_are_those_of_the_whole_dataset_and_zero_elsewhere(pair):
     whole, sparse = map(HiddenStatesDataset, pair)
-    assert (whole.teacher, sparse.teacher) == ("all", "supervised")
+    assert (whole.manifest.teacher, sparse.manifest.teacher) == ("all", "supervised")
     gone = 0
     for row in range(len(whole)):
         a, b = whole[row], sparse[row]
