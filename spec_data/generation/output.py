@@ -183,7 +183,7 @@ class RemoteOutput(LocalOutput):
         begun = self.fetch(BEGUN)
         names = self.storage.sizes()
         others = sorted(n for n in names if not n.startswith((f"{WORK}/", f"{SHARDS}/")))
-        if others and not self.storage.exists(f"{WORK}/{SEALED}.json"):
+        if others and f"{WORK}/{SEALED}.json" not in names:
             raise DatasetError(
                 f"{self.name} holds files that are not of an unfinished dataset (first: "
                 f"{others[0]}); choose another --out (nothing was changed)"

@@ -1,9 +1,8 @@
 """What a dataset records of its target's positions and final norm: target/positions.safetensors.
 
-Inverse frequencies are stored with all their bits. `generate` reads them from the modules of the
-loaded target, and proves that cosines and sines computed from them are those of the modules. So a
-draft needs no code for the target's family. Where nothing is proven, it takes its rope settings
-from the target's config.json.
+`generate` reads inverse frequencies, with all their bits, from the modules of the loaded target,
+and proves that cosines and sines computed from them are those of the modules. So a draft needs no
+code for the target's family. Where nothing is proven, it takes the rope settings of config.json.
 
 r rotary dimensions.
 """
@@ -54,14 +53,18 @@ class RopeTable:
 
     def equals(self, other: "RopeTable") -> bool:
         """Return whether both have the same frequencies, bit for bit, and the same factor."""
-        pairs = ((self.inv_freq, other.inv_freq), (self.long_inv_freq, other.long_inv_freq))
-        same = all(
-            (a is None and b is None)
-            or (a is not None and b is not None and torch.equal(a.cpu(), b.cpu()))
-            for a, b in pairs
+        nothing = torch.zeros(0)
+        return (
+            torch.equal(self.inv_freq.cpu(), other.inv_freq.cpu())
+            and torch.equal(
+                *(
+                    (nothing if t.long_inv_freq is None else t.long_inv_freq).cpu()
+                    for t in (self, other)
+                )
+            )
+            and abs(self.factor - other.factor) <= 1e-6 * abs(self.factor)
+            and self.limit == other.limit
         )
-        close = abs(self.factor - other.factor) <= 1e-6 * abs(self.factor)
-        return same and close and self.limit == other.limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,27 +101,21 @@ class Positions:
 
     def record(self) -> PositionsRecord:
         """Return the manifest's `positions`."""
-        return PositionsRecord(
-            **{k: v for k, v in vars(self).items() if k != "tables"},
-            tables={
-                name: RopeRecord(
-                    dimensions=table.size,
-                    factor=table.factor,
-                    limit=table.limit,
-                    factors=table.factors,
-                )
-                for name, table in self.tables.items()
-            },
-        )
+        fields = ("factor", "limit", "factors")
+        tables = {
+            name: RopeRecord(dimensions=table.size, **{f: getattr(table, f) for f in fields})
+            for name, table in self.tables.items()
+        }
+        return PositionsRecord(**vars(self) | {"tables": tables})
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the file: frequencies, float32 [r/2]."""
-        found = {}
-        for name, table in self.tables.items():
-            found[f"{name}.{_SHORT}"] = table.inv_freq
-            if table.long_inv_freq is not None:
-                found[f"{name}.{_LONG}"] = table.long_inv_freq
-        return {name: value.detach().cpu().contiguous() for name, value in found.items()}
+        found = {
+            f"{name}.{kind}": value
+            for name, table in self.tables.items()
+            for kind, value in ((_SHORT, table.inv_freq), (_LONG, table.long_inv_freq))
+        }
+        return {n: v.detach().cpu().contiguous() for n, v in found.items() if v is not None}
 
 
 def load_positions(dataset: str | Path, manifest: Manifest) -> Positions:
@@ -127,35 +124,28 @@ def load_positions(dataset: str | Path, manifest: Manifest) -> Positions:
     Raises:
         MissingError, DatasetError: the file is missing or not what the manifest describes.
     """
-    record = manifest.positions
-    tensors: dict[str, Tensor] = {}
-    if record.tables:
+    record, tables = structs.asdict(manifest.positions), {}
+    if manifest.positions.tables:
         file = checked_file(Path(dataset), POSITIONS, manifest)
         try:
             tensors = load_file(file)
         except SafetensorError as error:
             raise DatasetError(f"{file}: damaged ({error}); copy it again") from None
-    tables = {name: _table(name, row, tensors, dataset) for name, row in record.tables.items()}
-    return Positions(**structs.asdict(record) | {"tables": tables})
-
-
-def _table(
-    name: str, row: RopeRecord, tensors: dict[str, Tensor], dataset: str | Path
-) -> RopeTable:
-    """Make a table of the manifest's entry and the tensors of the file."""
-    short, long = tensors.get(f"{name}.{_SHORT}"), tensors.get(f"{name}.{_LONG}")
-    wanted = (row.dimensions // 2,)
-    for value in (short, long if row.limit else short):
-        if value is None or value.dtype != torch.float32 or tuple(value.shape) != wanted:
-            raise DatasetError(
-                f"{Path(dataset) / POSITIONS}: the frequencies of {name} are not float32 "
-                f"{list(wanted)}, as the manifest says; generate the dataset again"
+        for name, row in manifest.positions.tables.items():
+            short, long = tensors.get(f"{name}.{_SHORT}"), tensors.get(f"{name}.{_LONG}")
+            wanted = (torch.float32, (row.dimensions // 2,))
+            for value in (short, long if row.limit else short):
+                if value is None or (value.dtype, tuple(value.shape)) != wanted:
+                    raise DatasetError(
+                        f"{file}: the frequencies of {name} are not float32 {list(wanted[1])}, as "
+                        "the manifest says; generate the dataset again"
+                    )
+            assert short is not None
+            tables[name] = RopeTable(
+                inv_freq=short,
+                long_inv_freq=long,
+                factor=row.factor,
+                limit=row.limit,
+                factors=row.factors,
             )
-    assert short is not None
-    return RopeTable(
-        inv_freq=short,
-        factor=row.factor,
-        long_inv_freq=long,
-        limit=row.limit,
-        factors=row.factors,
-    )
+    return Positions(**record | {"tables": tables})

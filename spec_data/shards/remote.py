@@ -169,7 +169,7 @@ class Mirror:
             return self.storage.read(MANIFEST)
         except FileNotFoundError:
             pass
-        if self.storage.lists and self.storage.size(".generate/plan.json") is not None:
+        if self.storage.size(".generate/plan.json") is not None:
             raise MissingError(
                 f"{self.url}: not sealed yet; run the same `spec-data generate` again to finish it"
             )
@@ -196,12 +196,12 @@ class Mirror:
         return self.storage.sizes()
 
     def size(self, record: ShardRecord) -> int:
-        """Return the bytes of a remote shard; those of the record where the storage cannot list.
+        """Return the bytes of a remote shard.
 
         Raises:
             FileNotFoundError: there is no such shard.
         """
-        if not self.storage.lists or self._sizes.get(record.file) == record.bytes:
+        if self._sizes.get(record.file) == record.bytes:
             return record.bytes
         size = self.storage.size(record.file)  # a list may be late
         if size is None:

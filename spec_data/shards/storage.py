@@ -25,7 +25,10 @@ T = TypeVar("T")
 PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Seconds between two tries, each with up to as much again at random."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_FINAL = (TypeError, AttributeError, NotImplementedError, MemoryError, RunError, ConfigError)
+_FINAL = (
+    *(FileNotFoundError, FileExistsError, RunError, ConfigError),
+    *(TypeError, AttributeError, NotImplementedError, MemoryError),
+)
 
 
 class Storage:
@@ -48,13 +51,7 @@ class Storage:
         from fsspec.core import url_to_fs  # here: local datasets do not need it
 
         self._system: Any
-        options: dict[str, Any] = {}
-        if not self.lists:
-            from aiohttp import ClientTimeout
-
-            # a shard may take more than the five minutes that are aiohttp's limit
-            options = {"client_kwargs": {"timeout": ClientTimeout(sock_connect=30, sock_read=60)}}
-        self._system, root = url_to_fs(self.url, use_listings_cache=False, **options)
+        self._system, root = url_to_fs(self.url, use_listings_cache=False)
         self._root = root.rstrip("/")
         # s3fs asks for the size of an object that it reads in parts; one request is enough here
         self._whole = {"max_concurrency": 1} if self.url.startswith("s3://") else {}
@@ -78,11 +75,6 @@ class Storage:
         except FileNotFoundError:
             return None
         return None if info.get("type") == "directory" else info.get("size")
-
-    @property
-    def lists(self) -> bool:
-        """Whether the storage can list objects; web servers cannot."""
-        return not self.url.startswith(("http://", "https://"))
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Return the objects below a folder with their sizes; empty: there are none."""
@@ -140,10 +132,6 @@ class Storage:
         except FileExistsError:
             return False
 
-    def exists(self, name: str) -> bool:
-        """Return whether there is an object."""
-        return self.size(name) is not None
-
     def download(self, name: str, file: Path, stop: threading.Event | None = None) -> None:
         """Copy an object to a local file; `stop` ends it while it runs, with a RunError.
 
@@ -175,8 +163,6 @@ class Storage:
         for pause in (*PAUSES, None):
             try:
                 return call()
-            except (FileNotFoundError, FileExistsError):
-                raise
             except _FINAL:
                 raise
             except Exception as error:

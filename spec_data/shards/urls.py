@@ -24,8 +24,6 @@ SCHEMES = {
     "s3": Scheme("s3fs"),
     "gs": Scheme("gcsfs", writable=False),  # that it creates objects once was not tried
     "hf": Scheme("huggingface_hub", writable=False),
-    "http": Scheme("aiohttp", writable=False),
-    "https": Scheme("aiohttp", writable=False),
     "memory": Scheme("fsspec"),
 }
 _ADVICE = {"file": "write the local path without it", "gcs": "write gs://"}

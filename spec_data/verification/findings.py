@@ -92,13 +92,12 @@ def stored_tokens(dataset: HiddenStatesDataset, name: str, row: dict[str, Any]) 
 
     `row` is the document as `HiddenStatesDataset` returns it.
     """
-    mask = row["loss_mask"].numpy()
-    if any(c.name == name and c.sparse for c in dataset.manifest.columns):
+    mask, column = row["loss_mask"].numpy(), dataset.declared.get(name)
+    if column is not None and column.sparse:
         return torch.from_numpy(predicts_supervised(mask, np.array([0, len(mask)])))
     return torch.ones(len(mask), dtype=torch.bool)
 
 
 def declared_error(dataset: HiddenStatesDataset, name: str, figure: str) -> float:
     """Return a figure of the error that generation measured of a column; 0 if it is exact."""
-    error = next(c.error for c in dataset.manifest.columns if c.name == name)
-    return getattr(error, figure, None) or 0.0
+    return getattr(dataset.declared[name].error, figure, None) or 0.0

@@ -73,6 +73,11 @@ def check_positions(
     findings.passed("rotary frequencies and final norm are those of the given target")
 
 
+def logit_tolerance(dtype: str) -> float:
+    """Return the largest believable difference of logits, relative to the largest one."""
+    return LOGIT_TOLERANCE.get(dtype, 4e-2)
+
+
 def check_fresh(
     dataset: HiddenStatesDataset, sampled: list[int], target: TargetBackend, findings: VerifyReport
 ) -> None:
@@ -81,39 +86,32 @@ def check_fresh(
     `sampled` are indices into the dataset; failures and the result go to `findings`.
     """
     worst_state, worst_logit = (0.0, 1.0), 0.0
-    dtype = dataset.manifest.target.dtype
     for index in progress(sampled, desc="fresh forward", unit="docs", leave=False):
         document = dataset[index]
         ids = document["input_ids"].numpy()  # [T]
         offsets = np.array([0, len(ids)])
         (batch,) = forward_batches(offsets, ids, SINGLE, len(ids), len(ids))
         states = target.capture(batch, SINGLE, full_logits=True)
-        fresh = {layer_column(k): value for k, value in states.layers.items()} | {
-            FINAL: states.final
-        }
+        fresh = {layer_column(k): value for k, value in states.layers.items()}
         where = f"document {index}"
-        for name, value in fresh.items():
+        for name, value in {**fresh, FINAL: states.final}.items():
             if name in document:
-                found = compare_states(dataset, document, name, value.cpu(), where, findings)
+                found = _compare_states(dataset, document, name, value.cpu(), where, findings)
                 worst_state = max(worst_state, found, key=lambda pair: pair[0] / pair[1])
         if states.logits is not None:
             logits = states.logits.float().cpu()
             error = _compare_logits(dataset, document, logits, where, findings)
             worst_logit = max(worst_logit, error)
     states_found = findings.measured("fresh states", *worst_state)
-    logits_found = findings.measured("fresh logits", worst_logit, logit_tolerance(dtype))
+    tolerance = logit_tolerance(dataset.manifest.target.dtype)
+    logits_found = findings.measured("fresh logits", worst_logit, tolerance)
     findings.passed(
         f"fresh forward of {len(sampled)} documents: states differ by at most {states_found}, "
         f"logit columns, relative to the largest logit, by {logits_found}"
     )
 
 
-def logit_tolerance(dtype: str) -> float:
-    """Return the largest believable difference of logits, relative to the largest one."""
-    return LOGIT_TOLERANCE.get(dtype, 4e-2)
-
-
-def compare_states(
+def _compare_states(
     dataset: HiddenStatesDataset,
     document: dict,
     name: str,

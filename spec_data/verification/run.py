@@ -29,7 +29,6 @@ from spec_data.models.resolve import local_directory, resolve_model
 from spec_data.models.spread import Spread
 from spec_data.shards.codec_tables import error_text
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.likelihood import Agreement
 from spec_data.shards.likelihood_text import figures_text, suspicions
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import FINAL, apply_head, logit_error
@@ -37,67 +36,11 @@ from spec_data.terminal.progress import progress
 from spec_data.verification.directory import check_files
 from spec_data.verification.findings import VerifyReport, declared_error, stored_tokens
 from spec_data.verification.fresh import (
-    LOGIT_TOLERANCE,
     check_fresh,
     check_identity,
     check_positions,
+    logit_tolerance,
 )
-
-# -- first choices ---------------------------------------------------------------------------------
-# Count again, from the stored columns, how often supervised tokens are the target's first choice.
-#
-# Arg max, token ids and masks are stored exactly, so the counts must equal those of the manifest.
-# The NLL is the one that generation measured.
-
-
-_COLUMNS = ("input_ids", "loss_mask", "target_argmax")
-
-
-def check_first_choices(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
-    """Compare first choices and supervised tokens of each source with the manifest.
-
-    What generation found suspicious becomes a warning.
-    """
-    counted: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # first choices, tokens
-    reader = HiddenStatesDataset(dataset.path, _COLUMNS)
-    for index in progress(range(len(reader)), desc="first choices", unit="docs", leave=False):
-        row = reader[index]
-        asked = row["loss_mask"][1:] != 0
-        hits = (row["target_argmax"][:-1] == row["input_ids"][1:]) & asked
-        counted[row["source"]][0] += int(hits.sum())
-        counted[row["source"]][1] += int(asked.sum())
-    if dataset.manifest.agreement is None:
-        first, tokens = (sum(c[i] for c in counted.values()) for i in (0, 1))
-        findings.passed(
-            f"{first / max(tokens, 1):.1%} of {tokens:,} supervised tokens are the target's first "
-            "choice; their NLL is not recorded (a view of a part of a source)"
-        )
-        return
-    measured = dataset.manifest.agreement.sources
-    for name, (first, tokens) in counted.items():
-        _compare(name, first, tokens, measured.get(name), findings)
-    for name in sorted(measured.keys() - counted.keys()):
-        findings.fail(f"manifest.json, agreement: {name} is no source of this dataset")
-    for message in suspicions(dataset.manifest):
-        findings.warn(message)
-
-
-def _compare(
-    name: str, first: int, tokens: int, measured: Agreement | None, findings: VerifyReport
-) -> None:
-    """Compare the counts of one source with the manifest."""
-    if measured is None or (first, tokens) != (measured.first_choice, measured.tokens):
-        recorded = f"{measured.first_choice} of {measured.tokens}" if measured else "nothing"
-        findings.fail(
-            f"manifest.json, agreement of {name}: {recorded}, but the stored columns have {first} "
-            f"first choices of {tokens} supervised tokens; generate the dataset again"
-        )
-        return
-    findings.passed(f"{name}: {figures_text(measured)} (first choices counted again)")
-
-
-# -- run -------------------------------------------------------------------------------------------
-
 
 _TAIL = 3
 """The largest error of all tokens may be so many times that of the measured ones, and so may the
@@ -145,8 +88,9 @@ def examine(
     if not findings.ok:
         return findings
     findings.check(lambda: _check_documents(dataset, findings))
-    findings.check(lambda: check_first_choices(dataset, findings))
-    sampled = sample_documents(len(dataset), samples)
+    rng = np.random.default_rng(0)
+    sampled = rng.choice(len(dataset), size=min(samples, len(dataset)), replace=False).tolist()
+    sampled.sort()
     findings.check(lambda: _check_logits(dataset, sampled, device, findings))
     if path is None:
         return findings
@@ -175,20 +119,10 @@ def examine(
     return findings
 
 
-def sample_documents(count: int, samples: int) -> list[int]:
-    """Return `samples` different indices of documents, ascending, drawn alike every time."""
-    rng = np.random.default_rng(0)
-    return sorted(rng.choice(count, size=min(samples, count), replace=False).tolist())
-
-
 def _check_chunks(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
     """Check every field of every stored document; continue after a shard that cannot be read."""
     _ = dataset.lengths  # the index has the names of the documents
-    shards = [
-        (source, number)
-        for source in dataset.sources
-        for number in range(len(source.manifest.shards))
-    ]
+    shards = [(s, number) for s in dataset.sources for number in range(len(s.manifest.shards))]
     for source, number in progress(shards, desc="chunks", unit="shards", leave=False):
         try:
             shard = source.shard(number)
@@ -215,56 +149,90 @@ def _check_codecs(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
 
 
 def _check_documents(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
-    """Check index, mask, turns, token ids and the states of every token of every document."""
-    vocab = dataset.manifest.vocab_size
+    """Check index, mask, turns, token ids and states of every document, and count first choices."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # first choices, tokens
     bar = progress(total=int(dataset.lengths.sum()), desc="states", unit="tok", leave=False)
     with bar:
-        for index, row, where in _rows(dataset):
-            mask, ids = row["loss_mask"], row["input_ids"]
-            if row["doc_id"] != dataset.doc_ids[index] or len(ids) != dataset.lengths[index]:
-                findings.fail(f"{where}: the index has another document here; seal again")
-            if int(mask.sum()) != dataset.supervised[index]:
-                findings.fail(
-                    f"{where}, column loss_mask: {int(mask.sum())} supervised tokens, but the "
-                    f"index has {int(dataset.supervised[index])}"
-                )
-            supervised = mask.nonzero()
-            first = int(supervised[0]) if len(supervised) else len(ids)
-            if first != dataset.first_supervised[index]:
-                findings.fail(
-                    f"{where}, column loss_mask: the first supervised token is {first}, but the "
-                    f"index has {int(dataset.first_supervised[index])}"
-                )
-            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
-                findings.fail(f"{where}, column input_ids: token ids outside 0..{vocab - 1}")
-            if any(not 0 <= t["start"] <= t["end"] <= len(ids) for t in row["turns"]):
-                findings.fail(f"{where}, column turns: spans outside the document")
-            for name, value in row.items():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    tokens = stored_tokens(dataset, name, row)
-                    _check_states(value, tokens, f"{where}, column {name}", findings)
-            bar.update(len(ids))
+        for index in range(len(dataset)):
+            at, row = dataset.locate(index), dataset[index]
+            where = f"{at.shard.record.file} row {at.place.row}"
+            for problem in _problems(dataset, index, row):
+                findings.fail(f"{where}{problem}")
+            asked = row["loss_mask"][1:]
+            hits = (row["target_argmax"][:-1] == row["input_ids"][1:]) & asked
+            counts[row["source"]][0] += int(hits.sum())
+            counts[row["source"]][1] += int(asked.sum())
+            bar.update(len(row["input_ids"]))
     findings.passed(
         f"{len(dataset):,} documents: index, masks, turns and token ids are consistent, every "
         "state is finite and not constant"
     )
+    findings.check(lambda: _compare_first_choices(dataset, counts, findings))
 
 
-def _rows(dataset: HiddenStatesDataset) -> Iterator[tuple[int, dict[str, Any], str]]:
-    """Yield every document: its index in the dataset, its fields, and its place for messages."""
-    for index in range(len(dataset)):
-        at = dataset.locate(index)
-        yield index, dataset[index], f"{at.shard.record.file} row {at.place.row}"
+def _problems(dataset: HiddenStatesDataset, index: int, row: dict[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with a document `row`, number `index` of the dataset."""
+    ids, mask, vocab = row["input_ids"], row["loss_mask"], dataset.manifest.vocab_size
+    supervised = mask.nonzero()
+    if row["doc_id"] != dataset.doc_ids[index] or len(ids) != dataset.lengths[index]:
+        yield ": the index has another document here; seal again"
+    if len(supervised) != dataset.supervised[index]:
+        yield (
+            f", column loss_mask: {len(supervised)} supervised tokens, but the index has "
+            f"{int(dataset.supervised[index])}"
+        )
+    first = int(supervised[0]) if len(supervised) else len(ids)
+    if first != dataset.first_supervised[index]:
+        yield (
+            f", column loss_mask: the first supervised token is {first}, but the index has "
+            f"{int(dataset.first_supervised[index])}"
+        )
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        yield f", column input_ids: token ids outside 0..{vocab - 1}"
+    if any(not 0 <= t["start"] <= t["end"] <= len(ids) for t in row["turns"]):
+        yield ", column turns: spans outside the document"
+    for name, value in row.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        low, high = (value, value) if value.ndim == 1 else (value.amin(-1), value.amax(-1))
+        bad = ~(torch.isfinite(low) & torch.isfinite(high))
+        flat = (low == high) & stored_tokens(dataset, name, row)
+        if bool(bad.any()):
+            yield f", column {name}: not finite at token {int(bad.nonzero()[0])}"
+        elif value.ndim == 2 and value.shape[1] > 1 and bool(flat.any()):
+            yield f", column {name}: a constant vector at token {int(flat.nonzero()[0])}"
 
 
-def _check_states(value: Tensor, tokens: Tensor, where: str, findings: VerifyReport) -> None:
-    """Check that `value`, [T] or [T, W], is finite, and not constant at `tokens`, bool [T]."""
-    low, high = (value, value) if value.ndim == 1 else (value.amin(-1), value.amax(-1))
-    bad = ~(torch.isfinite(low) & torch.isfinite(high))
-    if bool(bad.any()):
-        findings.fail(f"{where}: not finite at token {int(bad.nonzero()[0])}")
-    elif value.ndim == 2 and value.shape[1] > 1 and bool((flat := (low == high) & tokens).any()):
-        findings.fail(f"{where}: a constant vector at token {int(flat.nonzero()[0])}")
+def _compare_first_choices(
+    dataset: HiddenStatesDataset, counts: dict[str, list[int]], findings: VerifyReport
+) -> None:
+    """Compare first choices and supervised tokens of each source, as counted, with the manifest.
+
+    Arg max, token ids and masks are stored exactly, so the counts must be equal. The NLL is the one
+    that generation measured; what it found suspicious becomes a warning.
+    """
+    if dataset.manifest.agreement is None:
+        first, tokens = (sum(c[i] for c in counts.values()) for i in (0, 1))
+        findings.passed(
+            f"{first / max(tokens, 1):.1%} of {tokens:,} supervised tokens are the target's first "
+            "choice; their NLL is not recorded (a view of a part of a source)"
+        )
+        return
+    measured = dataset.manifest.agreement.sources
+    for name, (first, tokens) in counts.items():
+        stated = measured.get(name)
+        if stated is None or (first, tokens) != (stated.first_choice, stated.tokens):
+            recorded = f"{stated.first_choice} of {stated.tokens}" if stated else "nothing"
+            findings.fail(
+                f"manifest.json, agreement of {name}: {recorded}, but the stored columns have "
+                f"{first} first choices of {tokens} supervised tokens; generate the dataset again"
+            )
+        else:
+            findings.passed(f"{name}: {figures_text(stated)} (first choices counted again)")
+    for name in sorted(measured.keys() - counts.keys()):
+        findings.fail(f"manifest.json, agreement: {name} is no source of this dataset")
+    for message in suspicions(dataset.manifest):
+        findings.warn(message)
 
 
 def _check_logits(
@@ -276,12 +244,11 @@ def _check_logits(
     much, so the bounds are what generation measured: of a token, of the median of a document, and
     of all tokens together.
     """
-    used = usable_device(device)
-    manifest = dataset.manifest
+    used, manifest = usable_device(device), dataset.manifest
     if manifest.supervision.startswith("topk"):
         _check_topk(dataset, sampled, findings)
         return
-    rounding = LOGIT_TOLERANCE.get(manifest.target.dtype, 4e-2)
+    rounding = logit_tolerance(manifest.target.dtype)
     allowed = allowed_document = allowed_together = rounding
     head: dict[str, Tensor] = {}
     if FINAL in dataset.columns:
@@ -290,6 +257,13 @@ def _check_logits(
         allowed_document += declared_error(dataset, FINAL, "logit_q99")
         allowed_together += _TAIL * declared_error(dataset, FINAL, "logit_median")
     columns = f"columns {FINAL if head else 'logits'} / target_argmax / target_logsumexp"
+
+    def fail(what: str, error: float, bound: float) -> None:
+        findings.fail(
+            f"{what} by {error:.1e} of the largest logit{' or more' * ('half' in what)} (allowed "
+            f"{bound:.0e})"
+        )
+
     errors = [torch.zeros(0)]
     for index in sampled:
         row = dataset[index]
@@ -297,38 +271,22 @@ def _check_logits(
         present = stored_tokens(dataset, FINAL, row) & stored_tokens(dataset, "target_argmax", row)
         if not bool(present.any()):
             continue
-        if head:  # logits: float32 [n, V]
-            logits = apply_head(
-                row[FINAL].float().to(used)[present],
-                head["lm_head"],
-                head.get("lm_head_bias"),
-                manifest.head,
-            )
-        else:
-            logits = row["logits"].float().to(used)[present]
-        error = logit_error(  # [n]
-            logits.cpu(), row["target_argmax"][present], row["target_logsumexp"][present]
-        )
+        logits = row[FINAL if head else "logits"].float().to(used)[present]  # [n, H] or [n, V]
+        if head:
+            logits = apply_head(logits, head["lm_head"], head.get("lm_head_bias"), manifest.head)
+        given = row["target_argmax"][present], row["target_logsumexp"][present]
+        error = logit_error(logits.cpu(), *given)  # [n]
         errors.append(error)
-        if float(error.max()) > allowed:
-            findings.fail(
-                f"document {index}, {columns}: token {int(present.nonzero()[error.argmax()])} "
-                f"disagrees by {float(error.max()):.1e} of the largest logit (allowed "
-                f"{allowed:.0e})"
-            )
-        elif len(error) >= _FEW_TOKENS and float(error.median()) > allowed_document:
-            findings.fail(
-                f"document {index}, {columns}: half of its {len(error)} tokens disagree by "
-                f"{float(error.median()):.1e} of the largest logit or more (allowed "
-                f"{allowed_document:.0e})"
-            )
+        worst, where = float(error.max()), f"document {index}, {columns}"
+        if worst > allowed:
+            token = int(present.nonzero()[error.argmax()])
+            fail(f"{where}: token {token} disagrees", worst, allowed)
+        elif len(error) >= _FEW_TOKENS and (median := float(error.median())) > allowed_document:
+            fail(f"{where}: half of its {len(error)} tokens disagree", median, allowed_document)
     found = torch.cat(errors)
-    if len(found) >= _FEW_TOKENS and float(found.median()) > allowed_together:
-        findings.fail(
-            f"{columns}: half of the {len(found):,} tokens of {len(sampled)} documents disagree by "
-            f"{float(found.median()):.1e} of the largest logit or more (allowed "
-            f"{allowed_together:.0e})"
-        )
+    if len(found) >= _FEW_TOKENS and (median := float(found.median())) > allowed_together:
+        what = f"half of the {len(found):,} tokens of {len(sampled)} documents disagree"
+        fail(f"{columns}: {what}", median, allowed_together)
     worst = float(found.max()) if len(found) else 0.0
     findings.passed(
         f"logits of {len(sampled)} documents agree with argmax and logsumexp; relative to the "

@@ -13,16 +13,15 @@ from transformers import AutoModelForCausalLM
 import spec_data
 from spec_data.cli import main
 from spec_data.shards.errors import ConfigError, CorpusError
-from spec_data.shards.files import dump_json
 from spec_data.shards.likelihood import Agreement, DocumentFigures
 from spec_data.shards.likelihood_text import warnings
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import Manifest, fingerprint
-from spec_data.verification.findings import VerifyReport
-from spec_data.verification.run import check_first_choices, examine
+from spec_data.shards.schema import Manifest
+from spec_data.verification.run import examine
 from tests.spec_data.corpus.templates import CHATML
 from tests.spec_data.generation.trained import BOS, TrainedTarget
 from tests.spec_data.runs import arguments, digests, options, run, save_target, write_corpus
+from tests.spec_data.shards.integrity_tools import write_manifest
 
 TRAINED = {"layers": "0,1", "max_shard_size": "20KB"}
 
@@ -262,10 +261,8 @@ def test_verify_counts_first_choices_again(trained, tmp_path):
     file = tmp_path / "data" / "manifest.json"
     raw = json.loads(file.read_text())
     raw["agreement"]["sources"]["own.jsonl"]["first_choice"] -= 1
-    raw["fingerprint"] = fingerprint(raw)
-    file.write_text(dump_json(raw))
-    found = VerifyReport(data="data", fingerprint="")
-    found.check(lambda: check_first_choices(HiddenStatesDataset(tmp_path / "data"), found))
+    write_manifest(tmp_path / "data", raw)
+    found = examine(data=str(tmp_path / "data"), device="cpu")
     assert any("272 of 273" in f and "have 273 first choices" in f for f in found.failures)
 
 

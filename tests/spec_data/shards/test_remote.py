@@ -375,7 +375,8 @@ def test_inspect_and_verify(system, local, capsys):
         ("abfs://c/data", "or the local path of a mount"),
         ("file:///data", "write the local path without it"),
         ("s3://key:secret@bucket/data", "without user, password"),
-        ("https://host/data?token=1", "without user, password"),
+        ("https://host/data", "https:// is not supported"),
+        ("s3://bucket/data?token=1", "without user, password"),
         ("s3://", "expected s3://NAME/FOLDER"),
         ("s3://bucket/../x", "without . and"),
         ("gs://bucket/data", r"gcsfs is not installed; run: pip install gcsfs"),
@@ -387,8 +388,8 @@ def test_urls_that_are_refused(url, said, monkeypatch):
         Storage(url)
 
 
-def test_web_servers_and_the_hub_are_read_only():
-    for url in ("https://host/data", "hf://datasets/org/name", "gs://bucket/data"):
+def test_the_hub_is_read_only():
+    for url in ("hf://datasets/org/name", "gs://bucket/data"):
         check_dataset_url("--out", url)
         with pytest.raises(ConfigError, match="is read-only here"):
             check_dataset_url("--out", url, write=True)

@@ -1,17 +1,13 @@
 """The same through s3fs and a real S3 server, with failures between the two."""
 
-import os
-import threading
 import time
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 from fsspec.core import url_to_fs
 
 from spec_data.shards import storage
-from spec_data.shards.errors import ConfigError, MissingError, RunError
+from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.storage import Storage
 from tests.factory import tiny_dataset
@@ -40,9 +36,7 @@ def store(local):
         target = Storage(URL, write=True)
         for file in local.rglob("*"):
             if file.is_file():
-                name = str(file.relative_to(local))
-                target.upload(name, file)
-                system.chmod(f"bucket/data/{name}", "public-read")  # for plain HTTP requests
+                target.upload(str(file.relative_to(local)), file)
         yield faults
 
 
@@ -97,24 +91,3 @@ def test_expired_credentials_are_said_at_once(faults):
     assert len(faults.requests) < 8, faults.requests
     with pytest.raises(ConfigError, match="access refused"):  # HEAD, whose answer has no words
         dataset.mirror.storage.size("index.arrow")
-
-
-def test_a_web_server_is_read(faults, local):
-    """The S3 server answers plain HTTP requests as well; nothing is listed."""
-    url = f"{os.environ['AWS_ENDPOINT_URL']}/bucket/data"
-    dataset = HiddenStatesDataset(url)
-    assert [path for _, path in faults.requests] == ["/bucket/data/manifest.json"]
-    read_all(dataset, local)
-    with pytest.raises(MissingError, match=r"/nothing: no manifest.json there"):
-        HiddenStatesDataset(f"{os.environ['AWS_ENDPOINT_URL']}/bucket/nothing")
-
-
-def test_a_web_server_without_ranges_is_read(faults, local):
-    server = ThreadingHTTPServer(
-        ("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(local.parent))
-    )
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    dataset = HiddenStatesDataset(f"http://127.0.0.1:{server.server_port}/data")
-    read_all(dataset, local)
-    server.shutdown()
-    server.server_close()
