@@ -37,14 +37,6 @@ def parse_batch_tokens(text: str | int) -> int | None:
     return int(text)
 
 
-def at_least(least: int, **values: int) -> None:
-    """Refuse options below `least`, by name."""
-    for name, value in values.items():
-        if value < least:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} {value}: expected {least} or more")
-
-
 def parse_codecs(text: str, supervision: str) -> dict[str, str]:
     """Return the codecs of the aux states and of hidden.final: one name, or aux=NAME,final=NAME.
 
