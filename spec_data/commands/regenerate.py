@@ -114,9 +114,8 @@ def regenerate(
     for url in server:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ConfigError(f"--server {url}: expected a URL such as http://localhost:8000/v1")
-    corpora = (
-        [str(corpus)] if isinstance(corpus, (str, os.PathLike)) else [str(path) for path in corpus]
-    )
+    given = [corpus] if isinstance(corpus, (str, os.PathLike)) else corpus
+    corpora = [str(path) for path in given]
     bad_rows, kwargs = parse_limit(str(max_bad_rows)), chat_template_kwargs or {}
     from spec_data.models.devices import usable_device
     from spec_data.regeneration import local, run, servers
@@ -131,7 +130,7 @@ def regenerate(
     backend: run.Backend | None = None
     if target is not None:
         chat = local.ChatTarget(
-            str(target), revision, kwargs, max_new_tokens, trust_remote_code, weights=not server
+            str(target), revision, kwargs, trust_remote_code, weights=not server
         )
         backend = local.LocalBackend(chat, sampling, batch_size, dtype, device, trust_remote_code)
     if server:

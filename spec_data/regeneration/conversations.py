@@ -15,10 +15,13 @@ from typing import Any
 from spec_data.corpus.bad_rows import AUTO, BadRowLimit
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.corpus.records import Record, parse_prompt, parse_row, recognise
+from spec_data.corpus.records import Message, Record, parse_prompt, parse_row, recognise
 from spec_data.corpus.template import render_error
 
-Message = dict[str, Any]
+TRUNCATED = "length"
+"""The finish reason of an answer that reached the limit of tokens."""
+EMPTY = "empty answers"
+_QUESTIONS = ("turns", "prompt", "question", "instruction")  # columns of rows without an answer
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,6 @@ class Sampling:
     top_k: int | None
     max_new_tokens: int
     seed: int
-
-
-TRUNCATED = "length"
-"""The finish reason of an answer that reached the limit of tokens."""
-_QUESTIONS = ("turns", "prompt", "question", "instruction")  # columns of rows without an answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +63,19 @@ class Answer:
     notes: tuple[str, ...] = ()
 
 
+class Unanswerable(Exception):
+    """A turn has no answer.
+
+    Attributes:
+        kind: a short slug under which its conversation is counted.
+        retry: it may have one when the command is run again.
+    """
+
+    def __init__(self, kind: str, reason: str, retry: bool = False) -> None:
+        super().__init__(reason)
+        self.kind, self.retry = kind, retry
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
     """One conversation; `slots` are the indices of the messages that are to be answered."""
@@ -79,14 +90,10 @@ class Conversation:
         return self.answered(answers)[: self.slots[len(answers)]]
 
     def answered(self, answers: Sequence[Answer]) -> list[Message]:
-        """Return the messages with the answers of the first turns in their places."""
+        """Return the messages with the answers of the first turns in their slots."""
         messages = list(self.messages)
         for slot, answer in zip(self.slots, answers, strict=False):
-            messages[slot] = {
-                "role": "assistant",
-                **answer.message,
-                "finish_reason": answer.finish,
-            }
+            messages[slot] = {"role": "assistant", **answer.message, "finish_reason": answer.finish}
         return messages
 
     def row(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -102,6 +109,9 @@ class Conversation:
 def conversation_of(record: Record, turns: str) -> Conversation:
     """Return the conversation of a record.
 
+    A question at the end and each follow-up get an answer. Answers of weight 0 are context, and so
+    is one that opens the conversation; an answer that stays gets weight 0.
+
     Args:
         record: a row of the corpus.
         turns: "all" or "last", the assistant turns that are answered again.
@@ -111,47 +121,25 @@ def conversation_of(record: Record, turns: str) -> Conversation:
     """
     if not record.messages:
         raise render_error(record, "no-assistant-turn", "plain text or token ids, no conversation")
-    messages = _with_question_turns(record)
-    slots = _slots(messages, turns)
+    messages = list(record.messages)
+    if messages[-1]["role"] in ("user", "tool"):
+        messages.append({"role": "assistant"})
+    for text in record.follow_ups:
+        messages += [{"role": "user", "content": text}, {"role": "assistant"}]
+    answers = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
+    slots = [i for i in answers if messages[i].get("weight", 1)]
+    slots = slots[-1:] if turns == "last" else slots
     if not slots:
         raise render_error(record, "no-assistant-turn", "no assistant message answers anything")
-    context = [_as_context(i, m, slots) for i, m in enumerate(messages)]
-    facts = [context, record.tools, record.template_kwargs]
+    for i in answers:
+        messages[i] = {"role": "assistant"} if i in slots else messages[i] | {"weight": 0}
+    facts = [messages, record.tools, record.template_kwargs]
     try:
         text = json.dumps(facts, sort_keys=True, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise render_error(record, "not-json", f"cannot be written as JSON: {error}") from None
     identity = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return Conversation(id=identity, record=record, messages=context, slots=slots)
-
-
-def _with_question_turns(record: Record) -> list[Message]:
-    """Return the messages with an empty answer after a question at the end and each follow-up."""
-    messages = list(record.messages or [])
-    if messages[-1]["role"] in ("user", "tool"):
-        messages.append({"role": "assistant"})
-    for text in record.follow_ups:
-        messages += [{"role": "user", "content": text}, {"role": "assistant"}]
-    return messages
-
-
-def _slots(messages: Sequence[Message], turns: str) -> tuple[int, ...]:
-    """Return the answers to replace; those of weight 0 are context, and so is an opening one."""
-    answers = [
-        i
-        for i, m in enumerate(messages)
-        if i > 0 and m["role"] == "assistant" and m.get("weight", 1)
-    ]
-    return tuple(answers[-1:] if turns == "last" else answers)
-
-
-def _as_context(index: int, message: Message, slots: Sequence[int]) -> Message:
-    """Return a message as the prompts hold it; an answer that stays must not be supervised."""
-    if index in slots:
-        return {"role": "assistant"}
-    if index > 0 and message["role"] == "assistant":
-        return message | {"weight": 0}
-    return message
+    return Conversation(id=identity, record=record, messages=messages, slots=tuple(slots))
 
 
 def parse_question(row: Any, *, source: str, where: str, arrow: bool = False) -> Record:
@@ -161,9 +149,8 @@ def parse_question(row: Any, *, source: str, where: str, arrow: bool = False) ->
         BadRow: see `parse_row`.
     """
     alone = isinstance(row, dict) and recognise(row) is None
-    if alone and any(row.get(name) is not None for name in _QUESTIONS):
-        return parse_prompt(row, source=source, where=where, arrow=arrow)
-    return parse_row(row, source=source, where=where, arrow=arrow)
+    question = alone and any(row.get(name) is not None for name in _QUESTIONS)
+    return (parse_prompt if question else parse_row)(row, source=source, where=where, arrow=arrow)
 
 
 class ConversationReader:
@@ -216,12 +203,5 @@ class ConversationReader:
     @property
     def skipped(self) -> Counter[str]:
         """Rows that were left out while reading, by reason."""
-        skipped = Counter(self.reader.refused)
-        skipped["bad"] = sum(report.bad for report in self.reader.reports)
-        skipped["duplicate"] = self._duplicates
-        return +skipped
-
-    @property
-    def sources(self) -> list[dict[str, Any]]:
-        """The name and hash of each source; complete after a whole pass."""
-        return [{"source": r.source, "sha256": r.sha256} for r in self.reader.reports]
+        bad = sum(report.bad for report in self.reader.reports)
+        return self.reader.refused + Counter(bad=bad, duplicate=self._duplicates)

@@ -22,14 +22,17 @@ from spec_data.regeneration.conversations import Answer
 from spec_data.shards.errors import DatasetError, FileError
 from spec_data.shards.resumable import refuse_other_settings
 
+_OPENING = (
+    "pragma locking_mode = exclusive",
+    "pragma journal_mode = wal",
+    "pragma synchronous = normal",
+)
 _TABLES = (
-    "settings (value text)",
-    "answers (conversation text, turn integer, answer text, primary key (conversation, turn)) "
-    "without rowid",
+    "create table if not exists settings (value text)",
+    "create table if not exists answers (conversation text, turn integer, answer text, "
+    "primary key (conversation, turn)) without rowid",
 )
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-
-
 ADVICE = "Use the old settings, another --out, or delete the file."
 
 
@@ -56,27 +59,21 @@ class Journal:
         with self._explained():
             self._database = sqlite3.connect(path, check_same_thread=False)
         try:
-            with self._explained():
-                self._open(settings)
+            for command in _OPENING:
+                self._rows(command)
+            ((state,),) = self._rows("pragma quick_check(1)")
+            if state != "ok":
+                raise self._damaged(state)
+            for command in _TABLES:
+                self._rows(command)
+            if stored := self._rows("select value from settings"):
+                refuse_other_settings(json.loads(stored[0][0]), settings, path, ADVICE)
+            else:
+                with self._explained(), self._database as transaction:
+                    transaction.execute("insert into settings values (?)", [json.dumps(settings)])
         except BaseException:
             self._database.close()
             raise
-
-    def _open(self, settings: Mapping[str, Any]) -> None:
-        database = self._database
-        for pragma in ("locking_mode = exclusive", "journal_mode = wal", "synchronous = normal"):
-            database.execute(f"pragma {pragma}")
-        ((state,),) = database.execute("pragma quick_check(1)")
-        if state != "ok":
-            raise self._damaged(state)
-        for table in _TABLES:
-            database.execute(f"create table if not exists {table}")
-        stored = database.execute("select value from settings").fetchone()
-        if stored is not None:
-            refuse_other_settings(json.loads(stored[0]), settings, self.path, ADVICE)
-            return
-        with database:
-            database.execute("insert into settings values (?)", (json.dumps(settings),))
 
     def __enter__(self) -> "Journal":
         return self
@@ -86,15 +83,12 @@ class Journal:
 
     def __len__(self) -> int:
         """Return how many answers it holds."""
-        return self._number("select count(*) from answers")
+        return int(self._rows("select count(*) from answers")[0][0])
 
     def count(self, conversation: str) -> int:
         """Return how many answers a conversation has."""
-        return self._number("select count(*) from answers where conversation = ?", conversation)
-
-    def _number(self, query: str, *values: str) -> int:
-        with self._explained():
-            return int(self._database.execute(query, values).fetchone()[0])
+        query = "select count(*) from answers where conversation = ?"
+        return int(self._rows(query, conversation)[0][0])
 
     def read(self, conversation: str) -> list[Answer]:
         """Return the answers of a conversation so far, in the order of its turns.
@@ -103,9 +97,8 @@ class Journal:
             DatasetError: one is damaged.
         """
         query = "select answer from answers where conversation = ? order by turn"
-        with self._explained():
-            rows = self._database.execute(query, (conversation,)).fetchall()
         try:
+            rows = self._rows(query, conversation)
             return [msgspec.convert(json.loads(text), Answer) for (text,) in rows]
         except (ValueError, TypeError) as error:
             raise self._damaged(str(error)) from None
@@ -121,6 +114,10 @@ class Journal:
         ]
         with self._explained(), self._database as transaction:
             transaction.executemany("insert into answers values (?, ?, ?)", rows)
+
+    def _rows(self, query: str, *values: str) -> list[tuple[Any, ...]]:
+        with self._explained():
+            return self._database.execute(query, values).fetchall()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

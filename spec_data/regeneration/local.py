@@ -19,7 +19,7 @@ import itertools
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,16 +34,21 @@ from spec_data.models.identify import identify, target_table, tokenizer_table
 from spec_data.models.loading import load_model
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
-from spec_data.regeneration.conversations import TRUNCATED, Answer, Conversation, Sampling
+from spec_data.regeneration.conversations import (
+    EMPTY,
+    TRUNCATED,
+    Answer,
+    Conversation,
+    Sampling,
+    Unanswerable,
+)
 from spec_data.regeneration.journal import Journal
-from spec_data.regeneration.progress import Progress, Unanswerable
+from spec_data.regeneration.result import Progress
 from spec_data.shards.errors import RunError
 
 logger = logging.getLogger(__name__)
 
-OTHER_TOKENS = "answers whose text becomes other tokens"
-EMPTY = "empty answers"
-_HALF_CHARACTER = "�"
+_HALF_CHARACTER = "\ufffd"
 _GROUP = 8  # batches of conversations in a group; more of them waste less on padding
 _WINDOW = 4096  # conversations, at least, from which a group is drawn
 # Root mean square of the difference of logits, as a share of their spread. Rounding stays below.
@@ -51,36 +56,18 @@ _PADDING_BOUND = {torch.float32: 1e-3, torch.float64: 1e-3}
 _PADDING_BOUND_HALF = 0.05
 
 
-@dataclass(frozen=True)
-class Request:
-    """One turn that is to be answered.
-
-    Attributes:
-        conversation, turn: whose it is.
-        answers: those of the turns before it.
-        prompt: its token ids.
-        limit: the most tokens of its answer; the context of the target ends there.
-    """
-
-    conversation: Conversation
-    turn: int
-    answers: tuple[Answer, ...]
-    prompt: list[int]
-    limit: int
-
-
 class ChatTarget:
-    """A target of which only config and tokenizer are loaded: prompts, and answers from tokens.
+    """The prompts of a target, of which only config and tokenizer are loaded.
 
     Args:
         name: a directory or a Hub id; `revision` is one of the Hub.
         template_kwargs: of the chat template.
-        max_new_tokens: the most tokens of an answer.
         trust_remote_code: run Python code of the model's authors.
         weights: the weights are needed too.
 
     Attributes:
         directory: the model directory.
+        tokenizer: its tokenizer.
         stops: the ids that end an answer, as serving ends it.
         facts: what identifies it, for the record.
 
@@ -93,33 +80,35 @@ class ChatTarget:
         name: str,
         revision: str | None,
         template_kwargs: Mapping[str, Any],
-        max_new_tokens: int,
         trust_remote_code: bool,
         *,
         weights: bool,
     ) -> None:
         self.directory, commit = resolve_model(name, revision, weights)
         config = load_config(self.directory, trust_remote_code)
-        self._tokenizer = load_tokenizer(self.directory, trust_remote_code)
-        self._template = Template(self._tokenizer, template_kwargs, apart=True)
+        self.tokenizer = load_tokenizer(self.directory, trust_remote_code)
+        self._template = Template(self.tokenizer, template_kwargs, apart=True)
         self._template.warn_of_the_date()
         self.stops = tuple(sorted(EndTokens(self._template, end_token_ids(self.directory)).stops))
         self._context = context_length(text_config(config))
-        self._limit = max_new_tokens
         identity = identify(
             self.directory,
             config=config,
-            tokenizer=self._tokenizer,
+            tokenizer=self.tokenizer,
             template_kwargs=dict(template_kwargs),
             weights=weights,
         )
         self.facts = {
             "target": target_table(name, self.directory, commit, config, identity),
-            "tokenizer": tokenizer_table(self._tokenizer, identity),
+            "tokenizer": tokenizer_table(self.tokenizer, identity),
         }
 
-    def request(self, conversation: Conversation, answers: Sequence[Answer]) -> Request:
-        """Return the request for the turn after `answers`.
+    def prompt(
+        self, conversation: Conversation, answers: Sequence[Answer], limit: int
+    ) -> tuple[list[int], int]:
+        """Return the prompt of the turn after `answers`, and the most tokens of its answer.
+
+        `limit` bounds the answer, and so does the context of the target.
 
         Raises:
             Unanswerable: the template cannot render it, or it leaves no room for an answer.
@@ -129,61 +118,24 @@ class ChatTarget:
             prompt = self._template.chat(conversation.record, messages).prompt(len(messages))
         except RenderError as error:
             raise Unanswerable(error.reason, str(error)) from None
-        room = self._context - len(prompt) if self._context else self._limit
+        room = self._context - len(prompt) if self._context else limit
         if room < 1:
             raise Unanswerable(
                 "prompt-too-long",
                 f"{conversation.record.where}: the prompt has {len(prompt):,} tokens, and the "
                 f"context of the target {self._context:,}",
             )
-        return Request(conversation, len(answers), tuple(answers), prompt, min(room, self._limit))
+        return prompt, min(room, limit)
 
-    def answer(self, request: Request, tokens: Sequence[int]) -> Answer:
-        """Return the answer that generated tokens are; tokens after an end-of-turn are ignored.
 
-        Raises:
-            Unanswerable: the template cannot render the answer.
-        """
-        end = next((i for i, t in enumerate(tokens) if t in self.stops), None)
-        ids = list(tokens[:end])[: request.limit]
-        ended = end is not None and end < request.limit
-        text = self._text(ids, ended)
-        answer = Answer(
-            message={"content": text},
-            finish="stop" if ended else TRUNCATED,
-            tokens=len(ids) + ended,
-            prompt_tokens=len(request.prompt),
-        )
-        if not text.strip():
-            return replace(answer, notes=(EMPTY,))
-        same = self._renders_alike(request, answer, ids)
-        return answer if same else replace(answer, notes=(OTHER_TOKENS,))
+@dataclass(frozen=True)
+class Request:
+    """A turn of a conversation to be answered: its prompt, and the most tokens of the answer."""
 
-    def _text(self, ids: list[int], ended: bool) -> str:
-        """Return the text of an answer; a character that the limit cut in two is left out."""
-        for cut in range(3 + 1):  # bytes of a character without its last one
-            text = str(
-                self._tokenizer.decode(
-                    ids[: len(ids) - cut],
-                    skip_special_tokens=False,
-                    clean_up_tokenization_spaces=False,
-                )
-            )
-            if ended or cut == len(ids) or not text.endswith(_HALF_CHARACTER):
-                break
-        return text
-
-    def _renders_alike(self, request: Request, answer: Answer, ids: list[int]) -> bool:
-        """Return whether `generate` will see the tokens that the target wrote."""
-        conversation = request.conversation
-        messages = conversation.answered([*request.answers, answer])
-        try:
-            chat = self._template.chat(conversation.record, messages)
-            through = chat.through(conversation.slots[request.turn]).ids
-        except RenderError as error:
-            raise Unanswerable(error.reason, f"the answer cannot be rendered: {error}") from None
-        expected = [*request.prompt, *ids]
-        return through[: len(expected)] == expected
+    conversation: Conversation
+    turn: int
+    prompt: list[int]
+    limit: int
 
 
 class LocalBackend:
@@ -232,16 +184,6 @@ class LocalBackend:
         Raises:
             RunError: the device is out of memory. FileError: the disk is full.
         """
-        self._load()
-        for group in _groups(conversations, self._size * _GROUP, self._sampling.seed):
-            if all(journal.count(c.id) == len(c.slots) for c in group):
-                for _ in group:
-                    progress.complete(resumed=True)
-                continue
-            for turn in range(max(len(c.slots) for c in group)):
-                self._round(group, turn, journal, progress)
-
-    def _load(self) -> None:
         self._model = load_model(
             str(self._target.directory),
             dtype=self._dtype,
@@ -255,6 +197,13 @@ class LocalBackend:
         self._model.get_output_embeddings().register_forward_pre_hook(
             lambda _, given: (given[0].contiguous(), *given[1:])
         )
+        for group in _groups(conversations, self._size * _GROUP, self._sampling.seed):
+            if all(journal.count(c.id) == len(c.slots) for c in group):
+                for _ in group:
+                    progress.complete(resumed=True)
+                continue
+            for turn in range(max(len(c.slots) for c in group)):
+                self._round(group, turn, journal, progress)
 
     def _round(
         self, group: Sequence[Conversation], turn: int, journal: Journal, progress: Progress
@@ -264,32 +213,27 @@ class LocalBackend:
         A batch with any turn to answer is generated as a whole, so that its answers are those of a
         run without an interruption.
         """
-        requests = []
+        requests, most = [], self._sampling.max_new_tokens
         for conversation in group:
             if len(conversation.slots) <= turn or conversation.id in progress.failures:
                 continue
             try:
                 before = journal.read(conversation.id)[:turn]
-                requests.append(self._target.request(conversation, before))
+                prompt = self._target.prompt(conversation, before, most)
+                requests.append(Request(conversation, turn, *prompt))
             except Unanswerable as error:
                 progress.fail(conversation, error)
         for batch in self._batches(requests):
             missing = [journal.count(request.conversation.id) <= turn for request in batch]
-            tokens = self._generate(batch) if any(missing) else []
-            answers = []
-            for request, ids in itertools.compress(zip(batch, tokens, strict=False), missing):
-                try:
-                    answer = self._target.answer(request, ids)
-                except Unanswerable as error:
-                    progress.fail(request.conversation, error)
-                    continue
-                answers.append((request.conversation.id, turn, answer))
-                progress.answered(answer)
-            journal.add(answers)
-            for request, new in zip(batch, missing, strict=True):
-                last = len(request.conversation.slots) == turn + 1
-                if last and request.conversation.id not in progress.failures:
-                    progress.complete(resumed=not new)
+            if any(missing):
+                answers = map(self._answer, batch, self._generate(batch))
+                new = list(itertools.compress(zip(batch, answers, strict=True), missing))
+                journal.add((request.conversation.id, turn, answer) for request, answer in new)
+                for _, answer in new:
+                    progress.answered(answer)
+            for request, was_missing in zip(batch, missing, strict=True):
+                if len(request.conversation.slots) == turn + 1:
+                    progress.complete(resumed=not was_missing)
 
     def _batches(self, requests: Sequence[Request]) -> list[list[Request]]:
         """Cut requests, sorted by length, into batches; of one length each if padding leaks."""
@@ -303,6 +247,31 @@ class LocalBackend:
         if batches:
             random.Random(_batch_seed(self._sampling.seed, batches[0])).shuffle(batches)
         return batches
+
+    def _answer(self, request: Request, tokens: Sequence[int]) -> Answer:
+        """Return the answer that generated tokens are; tokens after an end-of-turn are ignored.
+
+        Of a character that the limit cut in two (at most 3 of its bytes), nothing is kept.
+        """
+        end = next((i for i, t in enumerate(tokens) if t in self._target.stops), None)
+        ids = list(tokens[:end])[: request.limit]
+        ended = end is not None and end < request.limit
+        text = self._text(ids)
+        for cut in range(1, min(3, len(ids)) + 1):
+            if ended or not text.endswith(_HALF_CHARACTER):
+                break
+            text = self._text(ids[:-cut])
+        return Answer(
+            message={"content": text},
+            finish="stop" if ended else TRUNCATED,
+            tokens=len(ids) + ended,
+            prompt_tokens=len(request.prompt),
+            notes=() if text.strip() else (EMPTY,),
+        )
+
+    def _text(self, ids: list[int]) -> str:
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self._target.tokenizer.decode(ids, **options))
 
     def _generate(self, batch: Sequence[Request]) -> list[list[int]]:
         """Return the tokens of the answers of a batch; what follows an end-of-turn is padding.
@@ -379,11 +348,8 @@ def left_padded(
 ) -> tuple[Tensor, Tensor]:
     """Return the ids and the mask of prompts with `pad` before the shorter ones, int64 [B, T]."""
     width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), pad, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
+    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     return ids.to(device), mask.to(device)
 
 

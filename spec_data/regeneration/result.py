@@ -1,17 +1,54 @@
-"""What `regenerate` counts, returns and prints."""
+"""What `regenerate` counts, shows while it runs, returns and prints."""
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spec_data.regeneration.conversations import Answer
-from spec_data.regeneration.progress import Failure
-from spec_data.shards.errors import CorpusError, RunError
+from spec_data.regeneration.conversations import TRUNCATED, Answer, Conversation, Unanswerable
 from spec_data.terminal.command import Result
+from spec_data.terminal.progress import Bar
 
 _SHOWN = 5  # failed conversations
+
+
+class Progress:
+    """What becomes of each conversation while answers are generated, and the bar that shows it.
+
+    Attributes:
+        failures: why conversations were given up, by id.
+    """
+
+    def __init__(self, bar: Bar) -> None:
+        self.failures: dict[str, Unanswerable] = {}
+        self._bar = bar
+        self._tokens = self._failed = 0
+        self._began = time.monotonic()
+
+    def fail(self, conversation: Conversation, error: Unanswerable) -> None:
+        """Give a conversation up."""
+        self.failures[conversation.id] = error
+        self._failed += error.retry
+        self._bar.update(1)
+        self._show()
+
+    def answered(self, answer: Answer) -> None:
+        """Count one answer of this run."""
+        self._tokens += answer.tokens
+        self._show()
+
+    def complete(self, resumed: bool = False) -> None:
+        """Count a conversation with all of its answers; `resumed`: they are of earlier runs."""
+        if resumed:
+            self._bar.initial += 1  # so that rate and ETA are those of this run
+        self._bar.update(1)
+
+    def _show(self) -> None:
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        failed = f", {self._failed:,} failed" if self._failed else ""
+        self._bar.set_postfix_str(f"{self._tokens / seconds:,.0f} tok/s{failed}")
 
 
 @dataclass(kw_only=True)
@@ -50,27 +87,6 @@ class Counts:
             self.finish_reasons[answer.finish] += 1
             self.notes.update(answer.notes)
 
-    def check(self, failures: Mapping[str, Failure]) -> None:
-        """Check that every row is accounted for, and that something is written.
-
-        Raises:
-            RunError: rows were lost, or every conversation failed. CorpusError: none is written.
-        """
-        skipped = sum(self.skipped.values())
-        if self.written + self.failed + skipped != self.read:
-            raise RunError(
-                f"{self.read} rows were read, but {self.written} written, {self.failed} failed and "
-                f"{skipped} skipped: rows were lost. The corpus changed while it was read, or this "
-                "is an error of spec-data: please report it"
-            )
-        if not self.written:
-            first = next(iter(failures.values()), None)
-            why = f"; the first: {first.kind}: {first.reason}" if first else ""
-            raise (RunError if self.failed else CorpusError)(
-                f"no conversation has an answer: {self.read} rows read, {self.failed} failed, "
-                f"skipped {dict(self.skipped) or 'none'}{why}"
-            )
-
     def table(self) -> dict[str, Any]:
         """Return the counts as the sampling record has them, names sorted."""
         return {
@@ -106,12 +122,11 @@ class RegenerateResult(Counts, Result):
             f"{skipped:,} skipped",
             f"answers   {self.answers:,}, {self.tokens:,} tokens; ended by "
             f"{_listed(self.finish_reasons)}",
-            f"sampling  {_sampling(self.settings)}",
             f"by        {by}",
         ]
         lines += [f"skipped   {_listed(self.skipped)}"] if skipped else []
         lines += [f"note      {number:,} {note}" for note, number in self.notes.items()]
-        if truncated := self.finish_reasons.get("length", 0):
+        if truncated := self.finish_reasons.get(TRUNCATED, 0):
             lines.append(
                 f"note      {truncated:,} answers reached {self.settings['max_new_tokens']:,} "
                 "tokens; `generate` does not supervise their end. Raise --max-new-tokens"
@@ -122,11 +137,3 @@ class RegenerateResult(Counts, Result):
 
 def _listed(numbers: Mapping[str, int]) -> str:
     return ", ".join(f"{number:,} {name}" for name, number in numbers.items()) or "none"
-
-
-def _sampling(settings: Mapping[str, Any]) -> str:
-    if settings["temperature"] == 0:
-        return "greedy"
-    parts = [f"temperature {settings['temperature']:g}", f"top-p {settings['top_p']:g}"]
-    parts += [f"top-k {settings['top_k']}"] if settings["top_k"] else []
-    return ", ".join([*parts, f"seed {settings['seed']}"])

@@ -6,25 +6,30 @@
     .answers.jsonl.lock     held by the process that writes them
 
 A run that is killed anywhere resumes from the journal. The finished file has the same bytes as that
-of a run without a kill, if the answers have.
+of a run without a kill, if the answers have: neither file holds a time or a path of this machine.
 """
 
+import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from spec_data.corpus.sampling_record import read_record, record_path
+import torch
+import transformers
+
+import spec_data
+from spec_data.corpus.sampling_record import FAILURES, FORMAT, read_record, record_path
 from spec_data.corpus.sources import expected_rows
-from spec_data.regeneration.conversations import Conversation, ConversationReader
+from spec_data.regeneration.conversations import Conversation, ConversationReader, Unanswerable
 from spec_data.regeneration.journal import ADVICE, Journal, journal_path
-from spec_data.regeneration.output import write_output
-from spec_data.regeneration.progress import Progress
-from spec_data.regeneration.result import RegenerateResult
-from spec_data.shards.errors import ConfigError
-from spec_data.shards.files import remove_left_of
-from spec_data.shards.resumable import process_lock, refuse_other_settings
+from spec_data.regeneration.result import Counts, Progress, RegenerateResult
+from spec_data.shards.errors import ConfigError, CorpusError, RunError
+from spec_data.shards.files import dump_json, remove_left_of, write_atomically
+from spec_data.shards.resumable import atomic_write, process_lock, refuse_other_settings
 from spec_data.terminal.paths import check_file_to_write
 from spec_data.terminal.progress import progress
 
@@ -55,8 +60,7 @@ def check_out(out: Path, corpus: Sequence[str]) -> None:
     if out.suffix not in (".jsonl", ".ndjson"):
         raise ConfigError(f"--out {out}: JSON lines are written; choose a name that ends in .jsonl")
     for path in map(Path, corpus):
-        inside = path.is_dir() and out.resolve().is_relative_to(path.resolve())
-        if inside or (path.exists() and path.resolve() == out.resolve()):
+        if path.exists() and out.resolve().is_relative_to(path.resolve()):
             raise ConfigError(
                 f"--out {out} is or lies in the corpus {path}, so it would be read as corpus; "
                 "choose another --out"
@@ -85,42 +89,24 @@ def regenerate(
     with process_lock(out.with_name(f".{out.name}.lock"), busy):
         remove_left_of(out)
         remove_left_of(record_path(out))
-        record = _complete_record(out, settings, reader)
-        if record is None:
+        if out.exists() and not journal_path(out).exists():
+            record = _complete_record(out, settings, reader)
+            logger.info("%s is complete already: nothing to do", out)
+        else:
             record = _answered(out, settings, reader, backend)
     return RegenerateResult(
         **record["counts"], path=out, failures=record["failed"], settings=record["settings"]
     )
 
 
-def _answered(
-    out: Path, settings: Mapping[str, Any], reader: ConversationReader, backend: Backend
-) -> dict[str, Any]:
-    """Answer, write the output, and return its record."""
-    rows = expected_rows(reader.reader.sources, reader.reader.limit)
-    bar = progress(total=rows, desc="regenerate", unit="rows")
-    with Journal(journal_path(out), settings) as journal, bar:
-        if len(journal):
-            logger.info("resuming: %s has %d answers", journal.path, len(journal))
-        state = Progress(bar)
-        backend.run(reader, journal, state)
-        bar.update(max(0, reader.rows - bar.n))  # the rows without a conversation
-        record = write_output(out, settings, reader, journal, state.failures)
-    if not record["counts"]["failed"]:
-        journal.path.unlink(missing_ok=True)
-    return record
-
-
 def _complete_record(
     out: Path, settings: Mapping[str, Any], reader: ConversationReader
-) -> dict[str, Any] | None:
-    """Return the record of an output that is complete already, or None.
+) -> dict[str, Any]:
+    """Return the record of an output that is complete already.
 
     Raises:
         ConfigError: the output holds something else.
     """
-    if journal_path(out).exists() or not out.exists():
-        return None
     record = read_record(out)
     if record is None:
         raise ConfigError(
@@ -137,5 +123,110 @@ def _complete_record(
             f"{out} has the answers to another corpus, or to an earlier state of it; use another "
             "--out, or delete the file"
         )
-    logger.info("%s is complete already: nothing to do", out)
     return record
+
+
+def _answered(
+    out: Path, settings: Mapping[str, Any], reader: ConversationReader, backend: Backend
+) -> dict[str, Any]:
+    """Answer, write the output, and return its record."""
+    rows = expected_rows(reader.reader.sources, reader.reader.limit)
+    bar = progress(total=rows, desc="regenerate", unit="rows")
+    with Journal(journal_path(out), settings) as journal, bar:
+        if len(journal):
+            logger.info("resuming: %s has %d answers", journal.path, len(journal))
+        state = Progress(bar)
+        backend.run(reader, journal, state)
+        bar.update(max(0, reader.rows - bar.n))  # the rows without a conversation
+        record = _write(out, settings, reader, journal, state.failures)
+    if not record["counts"]["failed"]:
+        journal.path.unlink(missing_ok=True)
+    return record
+
+
+def _write(
+    out: Path,
+    settings: Mapping[str, Any],
+    reader: ConversationReader,
+    journal: Journal,
+    failures: Mapping[str, Unanswerable],
+) -> dict[str, Any]:
+    """Write `out` in corpus order and its record, which is returned; read the corpus once more.
+
+    Raises:
+        CorpusError: nothing is left to write, or the corpus changed since it was answered.
+        RunError: every conversation failed, or rows were lost. FileError: the disk is full.
+    """
+    sha256, counts, failed = hashlib.sha256(), Counts(), list[dict[str, str]]()
+    with atomic_write(out) as temporary:
+        with temporary.open("wb") as file, _without_log_of_rows():
+            for conversation in reader:
+                error, where = failures.get(conversation.id), conversation.record.where
+                if error is not None:
+                    reason = f"{error.kind}: {error}"
+                    if error.retry:
+                        failed.append({"where": where, "id": conversation.id, "reason": reason})
+                    else:
+                        counts.skipped[error.kind] += 1
+                    continue
+                answers = journal.read(conversation.id)
+                if len(answers) < len(conversation.slots):
+                    raise CorpusError(
+                        f"{where}: this conversation was not there when the answers were "
+                        "generated. The corpus changed meanwhile; run the same command again to "
+                        "answer it"
+                    )
+                counts.add(answers)
+                row = json.dumps(conversation.row(answers), ensure_ascii=False).encode() + b"\n"
+                sha256.update(row)
+                file.write(row)
+        counts.read, counts.failed = reader.rows, len(failed)
+        counts.skipped += reader.skipped
+        _check(counts, failures)
+    reports = reader.reader.reports
+    record = {
+        "format": FORMAT,
+        "settings": settings,
+        "sha256": sha256.hexdigest(),
+        "corpus": [{"source": report.source, "sha256": report.sha256} for report in reports],
+        "counts": counts.table(),
+        "failed": failed[:FAILURES],
+        "versions": {
+            "spec_data": spec_data.__version__,
+            "torch": torch.__version__.split("+")[0],
+            "transformers": transformers.__version__,
+            "machine": platform.machine(),
+        },
+    }
+    write_atomically(record_path(out), dump_json(record))
+    return record
+
+
+@contextmanager
+def _without_log_of_rows() -> Iterator[None]:
+    """Log nothing about rows: the first pass over the corpus did."""
+    reader = logging.getLogger("spec_data.corpus.record_reader")
+    level = reader.level
+    reader.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        reader.setLevel(level)
+
+
+def _check(counts: Counts, failures: Mapping[str, Unanswerable]) -> None:
+    """Check that every row is accounted for, and that something is written."""
+    skipped = sum(counts.skipped.values())
+    if counts.written + counts.failed + skipped != counts.read:
+        raise RunError(
+            f"{counts.read} rows were read, but {counts.written} written, {counts.failed} failed "
+            f"and {skipped} skipped: rows were lost. The corpus changed while it was read, or this "
+            "is an error of spec-data: please report it"
+        )
+    if not counts.written:
+        first = next(iter(failures.values()), None)
+        raise (RunError if counts.failed else CorpusError)(
+            f"no conversation has an answer: {counts.read} rows read, {counts.failed} failed, "
+            f"skipped {dict(counts.skipped) or 'none'}"
+            + (f"; the first: {first.kind}: {first}" if first else "")
+        )

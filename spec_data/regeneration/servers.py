@@ -23,11 +23,17 @@ import msgspec
 
 from spec_data.corpus.bad_rows import printable
 from spec_data.corpus.json_values import is_text
-from spec_data.corpus.records import REASONING, parse_row
-from spec_data.regeneration.conversations import Answer, Conversation, Message, Sampling
+from spec_data.corpus.records import REASONING, Message, parse_row
+from spec_data.regeneration.conversations import (
+    EMPTY,
+    Answer,
+    Conversation,
+    Sampling,
+    Unanswerable,
+)
 from spec_data.regeneration.journal import Journal
-from spec_data.regeneration.local import EMPTY, ChatTarget
-from spec_data.regeneration.progress import Progress, Unanswerable
+from spec_data.regeneration.local import ChatTarget
+from spec_data.regeneration.result import Progress
 from spec_data.shards.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -43,6 +49,7 @@ _TRIES = 5  # bodies that are no answer, or servers that are left out
 _STOPS = (401, 403, 404)
 _IN_A_ROW = 16  # conversations without an answer after which no server is thought to work
 _SENT = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
+_RESUME = "The answers so far are kept; run the same command again to resume"
 
 
 class MalformedBody(ValueError):
@@ -65,7 +72,7 @@ class ServerBackend:
 
     Raises:
         ConfigError: the openai library is not installed, a server refuses the key, or has no such
-            model. RunError: no server responds.
+            model. RunError: a server does not respond.
     """
 
     def __init__(
@@ -95,13 +102,12 @@ class ServerBackend:
         return settings
 
     def _check_model(self, wanted: str | None) -> str:
-        """Return the model's name; check that each server has it, and leave out the silent ones."""
+        """Return the model's name; check that each server responds and has it."""
         try:
             import openai
         except ImportError:
             raise ConfigError("--server needs the openai library: pip install openai") from None
-        silent = []
-        for url in list(self._urls):
+        for url in self._urls:
             with openai.OpenAI(
                 base_url=base_url(url), api_key=self._key, timeout=_LIST_SECONDS
             ) as client:
@@ -114,9 +120,7 @@ class ServerBackend:
                         "OPENAI_API_KEY"
                     ) from None
                 except (openai.APIConnectionError, openai.InternalServerError) as error:
-                    silent.append(f"{url}: {_reason(error)}")
-                    self._urls.remove(url)
-                    continue
+                    raise RunError(f"--server {url} does not respond: {_reason(error)}") from None
                 except (openai.APIError, ValueError, TypeError, AttributeError, RecursionError):
                     continue  # it responds, but has no such list
             wanted = wanted or (names[0] if names else None)
@@ -124,15 +128,9 @@ class ServerBackend:
                 raise ConfigError(
                     f"--server {url} has no model {wanted!r}; it has {', '.join(names)}"
                 )
-        if not self._urls:
-            raise RunError("no server responds:\n  " + "\n  ".join(silent))
-        for line in silent:
-            logger.warning("warning: this server does not respond, and others are used: %s", line)
         if wanted is None:
             raise ConfigError("the servers list no model; name it with --server-model")
         return wanted
-
-    # -- conversations --
 
     def run(
         self, conversations: Iterable[Conversation], journal: Journal, progress: Progress
@@ -150,13 +148,11 @@ class ServerBackend:
     ) -> None:
         import openai
 
-        clients = {
-            url: openai.AsyncOpenAI(
-                base_url=base_url(url), api_key=self._key, timeout=_SECONDS, max_retries=_RETRIES
-            )
-            for url in self._urls
-        }
-        self._clients = dict(clients)
+        given: dict[str, Any] = {"timeout": _SECONDS, "max_retries": _RETRIES}
+        for url in self._urls:
+            client = openai.AsyncOpenAI(base_url=base_url(url), api_key=self._key, **given)
+            self._clients[url] = client
+        clients = list(self._clients.values())
         tasks = [
             asyncio.create_task(self._work(conversations, journal, progress))
             for _ in range(self._concurrency)
@@ -167,7 +163,7 @@ class ServerBackend:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for client in clients.values():
+            for client in clients:
                 await client.close()
 
     async def _work(
@@ -175,12 +171,15 @@ class ServerBackend:
     ) -> None:
         """Answer conversations until there are no more."""
         for conversation in conversations:
-            if journal.count(conversation.id) == len(conversation.slots):
-                progress.complete(resumed=True)
-                continue
+            answers = journal.read(conversation.id)
+            resumed = len(answers) == len(conversation.slots)
             try:
-                await self._converse(conversation, journal, progress)
-                progress.complete()
+                while len(answers) < len(conversation.slots):
+                    answer = await self._ask(conversation, answers)
+                    journal.add([(conversation.id, len(answers), answer)])
+                    answers.append(answer)
+                    progress.answered(answer)
+                progress.complete(resumed)
                 self._without_answer = 0
             except Unanswerable as error:
                 progress.fail(conversation, error)
@@ -191,27 +190,8 @@ class ServerBackend:
                         f"reason: {error}\n{_RESUME}"
                     ) from None
 
-    async def _converse(
-        self, conversation: Conversation, journal: Journal, progress: Progress
-    ) -> None:
-        """Ask the turns of one conversation that have no answer yet."""
-        answers = journal.read(conversation.id)
-        while len(answers) < len(conversation.slots):
-            expected = 0
-            if self._target is not None:
-                expected = len(self._target.request(conversation, answers).prompt)
-            request = request_of(conversation, answers, self._sampling, self._template_kwargs)
-            answer = await self._ask(request)
-            if expected and answer.prompt_tokens not in (0, expected):
-                answer = replace(answer, notes=(*answer.notes, OTHER_PROMPT))
-            journal.add([(conversation.id, len(answers), answer)])
-            answers.append(answer)
-            progress.answered(answer)
-
-    # -- one answer --
-
-    async def _ask(self, request: dict[str, Any]) -> Answer:
-        """Return the answer to a request.
+    async def _ask(self, conversation: Conversation, answers: Sequence[Answer]) -> Answer:
+        """Return the answer to the turn after `answers`.
 
         Raises:
             Unanswerable: there is none, or the server refuses this request.
@@ -220,6 +200,11 @@ class ServerBackend:
         """
         import openai
 
+        expected = 0
+        if self._target is not None:
+            most = self._sampling.max_new_tokens
+            expected = len(self._target.prompt(conversation, answers, most)[0])
+        request = request_of(conversation, answers, self._sampling, self._template_kwargs)
         reason = ""
         for _ in range(_TRIES):
             url = list(self._clients)[next(self._turns) % len(self._clients)]
@@ -227,7 +212,7 @@ class ServerBackend:
             try:
                 completions = client.chat.completions.with_raw_response
                 response = await completions.create(model=self._model, **request)
-                return read_answer(response.content)
+                answer = read_answer(response.content)
             except MalformedBody as error:
                 reason = printable(f"{url}: malformed body: {error}")
             except openai.APIStatusError as error:
@@ -237,6 +222,10 @@ class ServerBackend:
                 if await _responds(client):
                     break
                 self._leave_out(url, reason)
+            else:
+                if expected and answer.prompt_tokens not in (0, expected):
+                    answer = replace(answer, notes=(*answer.notes, OTHER_PROMPT))
+                return answer
         raise Unanswerable("no-answer", reason, retry=True)
 
     def _leave_out(self, url: str, reason: str) -> None:
@@ -245,9 +234,6 @@ class ServerBackend:
         if not self._clients:
             raise RunError(f"no server responds any more; the last one: {reason}\n{_RESUME}")
         logger.warning("warning: this server is left out, and others are used: %s", reason)
-
-
-_RESUME = "The answers so far are kept; run the same command again to resume"
 
 
 def _refusal(url: str, error: "openai.APIStatusError") -> Exception:
@@ -310,15 +296,17 @@ def request_of(
 ) -> dict[str, Any]:
     """Return the arguments of a chat completion for the turn after `answers`, without the model.
 
-    Options that not every server knows (top_k, chat_template_kwargs) are sent only where set.
+    Options that not every server knows (top_k, chat_template_kwargs) are sent only where set. The
+    seed of a turn is the same one whenever it is asked for.
     """
     record = conversation.record
+    digest = hashlib.sha256(f"{sampling.seed} {conversation.id} {len(answers)}".encode()).digest()
     request: dict[str, Any] = {
         "messages": [_sent(message) for message in conversation.before(answers)],
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "max_tokens": sampling.max_new_tokens,
-        "seed": _seed(sampling.seed, conversation, len(answers)),
+        "seed": int.from_bytes(digest[:4]) >> 1,
     }
     if record.tools:
         request["tools"] = record.tools
@@ -328,12 +316,6 @@ def request_of(
     if kwargs := {**template_kwargs, **record.template_kwargs}:
         extra["chat_template_kwargs"] = kwargs
     return request | ({"extra_body": extra} if extra else {})
-
-
-def _seed(seed: int, conversation: Conversation, turn: int) -> int:
-    """Return the seed of a turn: the same one whenever it is asked for."""
-    digest = hashlib.sha256(f"{seed} {conversation.id} {turn}".encode()).digest()
-    return int.from_bytes(digest[:4]) >> 1
 
 
 def _sent(message: Message) -> Message:

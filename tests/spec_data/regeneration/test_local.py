@@ -242,7 +242,7 @@ def test_on_policy_is_checked_against_the_record(target, trained, corpus, tmp_pa
         given = {"on_policy": True, "sampling_temperature": 0.7, "layers": "0,1"}
         run(trained.path, out, tmp_path / "data", **given)
     (tmp_path / "own.jsonl.sampling").write_text("{")
-    with pytest.raises(CorpusError, match=r"own\.jsonl\.sampling: damaged"):
+    with pytest.raises(CorpusError, match=r"own\.jsonl\.sampling: not valid JSON"):
         run(trained.path, out, tmp_path / "data", layers="0,1", on_policy=True)
 
 

@@ -53,9 +53,10 @@ class Killed(BaseException):
 def stop_after(monkeypatch, batches: int) -> list[str]:
     """Interrupt after this many batches, while the next is answered; return the answered turns."""
     answered: list[str] = []
-    seen, add, answer = [], Journal.add, local.ChatTarget.answer
+    seen, add, answer = [], Journal.add, local.LocalBackend._answer
 
     def counted(self, answers):
+        answers = list(answers)
         add(self, answers)
         seen.append(0)
         answered.extend(f"{name}:{turn}" for name, turn, _ in answers)
@@ -66,7 +67,7 @@ def stop_after(monkeypatch, batches: int) -> list[str]:
         return answer(self, *given)
 
     monkeypatch.setattr(Journal, "add", counted)
-    monkeypatch.setattr(local.ChatTarget, "answer", killed)
+    monkeypatch.setattr(local.LocalBackend, "_answer", killed)
     return answered
 
 
@@ -126,7 +127,7 @@ def test_a_kill_between_the_files_at_the_end(source, whole, tmp_path, monkeypatc
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("spec_data.regeneration.output.write_atomically", killed)
+        patch.setattr("spec_data.regeneration.run.write_atomically", killed)
         with pytest.raises(Killed):
             answered(source[1], out, target=str(source[0]), **SAMPLED)
     assert out.exists() and journal_path(out).exists()
@@ -196,7 +197,7 @@ def test_a_corpus_that_changes_between_the_passes_loses_nothing(source, tmp_path
         return atomic_write(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr("spec_data.regeneration.output.atomic_write", grow)
+        patch.setattr("spec_data.regeneration.run.atomic_write", grow)
         with pytest.raises(CorpusError, match="The corpus changed meanwhile"):
             answered(corpus, out, target=str(source[0]))
     assert answered(corpus, out, target=str(source[0]))["counts"]["written"] == 6
