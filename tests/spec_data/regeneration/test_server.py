@@ -251,7 +251,7 @@ def test_no_server_answers_any_more(corpus, tmp_path):
         few = write_corpus(tmp_path / "few.jsonl", 2)
         with pytest.raises(RunError, match="no conversation has an answer"):
             answered(few, tmp_path / "b.jsonl", **urls, **AT_ONCE)
-    with ChatServer() as up, pytest.raises(RunError, match=r"--server http://127.* not respond"):
+    with ChatServer() as up, pytest.raises(RunError, match=r"server http://127.* not respond"):
         answered(corpus, tmp_path / "c.jsonl", server=[up.url, server.url], **AT_ONCE)
     with (
         ChatServer(dies_after=5) as server,
