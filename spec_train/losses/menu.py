@@ -33,6 +33,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import HeadSpec, apply_head
@@ -184,11 +185,13 @@ def _acceptance_loss(
 
 @dataclass(frozen=True)
 class RowStats:
-    """Figures per teacher row and step, without gradients."""
+    """Figures per teacher row and step, [N, S], or per row of a block draft, [N]; no gradients."""
 
-    loss: Tensor  # [N, S], float32 or float64
-    acceptance: Tensor  # [N, S], sum_v min(m p, q)
-    best: Tensor  # int64 [N, S], index of the largest draft logit
+    loss: Tensor  # float32 or float64
+    acceptance: Tensor  # sum_v min(m p, q)
+    best: Tensor  # int64, index of the largest draft logit
+    cross_entropy: Tensor | None = None  # of block drafts
+    overlap: Tensor | None = None  # of block drafts: sum_v min(p, q) = 1 - L1 / 2
 
 
 def head_loss(
@@ -218,21 +221,107 @@ def head_loss(
     Returns:
         The sum, a float32 (or float64) scalar that can be differentiated, and figures per row.
     """
+
+    def score(logits: Tensor, rows: TeacherRows, part: slice) -> tuple[Tensor, ...]:
+        inner = _head_slope(logits, spec)
+        loss, acceptance, slope, best = distribution_loss(logits, rows, kind)
+        torch.mul(slope, weights[part][..., None] * inner, out=logits)
+        return loss * weights[part], loss, acceptance, best
+
+    def logits_of(part: Tensor, buffer: Tensor) -> Tensor:
+        if spec is None:
+            return product(part, weight, bias, buffer)
+        return wide(apply_head(part, weight, bias, spec))
+
     rows = max(1, (chunk_rows or rows_per_chunk(weight)) // hidden.shape[1])
-    wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
-    total, *stats = _HeadLoss.apply(
-        hidden, weight, teacher, weights, kind, rows, wanted, bias, spec
+    return scored_rows(hidden, weight, teacher, score, rows, logits_of)
+
+
+Score = Callable[[Tensor, TeacherRows, slice], tuple[Tensor, ...]]
+"""Draft logits [n, ..., Vd], their teacher, and which of the N rows they are: returns the weighted
+losses and the fields of `RowStats`, [n, ...] each. The logits receive the gradient of the summed
+weighted losses."""
+
+
+def scored_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher: Callable[[slice], SomeRows],
+    score: Score,
+    rows: int,
+    logits_of: Callable[[Tensor, Tensor], Tensor] | None = None,
+    low_rank: "LowRank | None" = None,
+) -> tuple[Tensor, RowStats]:
+    """Sum the weighted losses of all rows, `rows` of them at a time; `head_loss` has the rest.
+
+    `logits_of` maps states and a buffer (see `product`) to wide logits; None: the plain product.
+    `low_rank` is added to the logits.
+    """
+    inputs = hidden, weight, *((low_rank.latent, low_rank.w2) if low_rank else (None, None))
+    wanted = tuple(
+        x is not None and torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)
     )
+    if logits_of is None:
+
+        def logits_of(part: Tensor, buffer: Tensor) -> Tensor:
+            return product(part, weight, None, buffer)
+
+    plan = teacher, score, rows, wanted, logits_of, low_rank
+    total, *stats = _HeadLoss.apply(*inputs, plan)
     return total, RowStats(*stats)
 
 
-def _head_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSpec | None, buffer: Tensor
-) -> Tensor:
-    """Return wide logits [n, S, Vd] of states [n, S, H]; `buffer` is that of `product`."""
-    if spec is None:
-        return product(hidden, weight, bias, buffer)
-    return wide(apply_head(hidden, weight, bias, spec))
+class LowRank:
+    """A bias W2 g on the logits of rows, and the sums for its gradients.
+
+    Rows may share a latent vector g: its bias is then computed once for a chunk, and so is its
+    gradient.
+    """
+
+    def __init__(
+        self, latent: Tensor, w2: Tensor, latent_of: tuple[Tensor, list[int]] | None = None
+    ) -> None:
+        """Take the bias of N rows.
+
+        Args:
+            latent: g [M, r].
+            w2: W2 [Vd, r].
+            latent_of: the latent vector of every row, int64 [N], ascending without gaps, and the
+                same as a list; None: every row has its own, M = N.
+        """
+        self.latent, self.w2, self.latent_of = latent, w2, latent_of
+
+    def begin(self, dtype: torch.dtype) -> None:
+        """Start with no gradient; the logits have this dtype."""
+        self.dtype = dtype
+        self.d_latent = torch.zeros_like(self.latent)
+        self.d_w2 = torch.zeros_like(self.w2, dtype=dtype)
+
+    def start(self, part: slice) -> None:
+        """Compute the biases of a chunk's latent vectors."""
+        self.own, self.index = part, None
+        if self.latent_of is not None:
+            index, bounds = self.latent_of
+            self.own = slice(bounds[part.start], bounds[part.stop - 1] + 1)
+            self.index = index[part] - self.own.start
+        self.values = F.linear(self.latent[self.own], self.w2).to(self.dtype)
+        self.slopes = None if self.index is None else torch.zeros_like(self.values)
+
+    def add_to(self, logits: Tensor, tile: slice) -> None:
+        """Add the bias to the logits [n, Vd] of a tile of the chunk."""
+        logits += self.values[tile] if self.index is None else self.values[self.index[tile]]
+
+    def collect(self, slope: Tensor, tile: slice) -> None:
+        """Sum slopes [n, Vd] of a tile over the rows of every latent vector."""
+        if self.slopes is not None and self.index is not None:
+            self.slopes.index_add_(0, self.index[tile], slope)
+
+    def finish(self, slopes: Tensor) -> None:
+        """Add the gradients of a chunk, whose slopes are [n, Vd]."""
+        total = (slopes if self.slopes is None else self.slopes).to(self.w2.dtype)
+        # A latent vector may have rows in two chunks.
+        self.d_latent[self.own] += (total @ self.w2).to(self.d_latent.dtype)
+        add_product(self.d_w2, total, self.latent[self.own].to(total.dtype))
 
 
 def _head_slope(logits: Tensor, spec: HeadSpec | None) -> Tensor | float:
@@ -243,55 +332,61 @@ def _head_slope(logits: Tensor, spec: HeadSpec | None) -> Tensor | float:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """`head_loss`: forward also computes the gradients, so backward only scales them."""
+    """`scored_rows`: forward also computes the gradients, so backward only scales them."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        teacher: Callable[[slice], SomeRows],
-        weights: Tensor,
-        kind: LossKind,
-        rows: int,
-        wanted: tuple[bool, bool],
-        bias: Tensor | None,
-        spec: HeadSpec | None,
+        latent: Tensor | None,
+        w2: Tensor | None,
+        plan: tuple[Any, ...],
     ) -> tuple[Tensor, ...]:
-        n, steps, size = hidden.shape
+        teacher, score, rows, wanted, logits_of, low_rank = plan
+        n, width = len(hidden), hidden[0, ..., 0].numel() * len(weight)
         double = hidden.dtype == torch.float64
         total = hidden.new_zeros((), dtype=torch.float64 if double else torch.float32)
-        loss, acceptance = total.new_zeros(n, steps), total.new_zeros(n, steps)
-        best = torch.zeros(n, steps, dtype=torch.long, device=hidden.device)
+        figures: list[tuple[Tensor, ...]] = []
         d_hidden = torch.empty_like(hidden) if wanted[0] else None
         d_weight = torch.zeros_like(weight, dtype=total.dtype) if wanted[1] else None
-        buffer = total.new_empty(min(n, rows) * steps * len(weight))
+        buffer = total.new_empty(min(n, rows) * width)
+        if low_rank is not None:
+            low_rank.begin(total.dtype)
         for start in range(0, n, rows):
-            part = slice(start, min(start + rows, n))
-            logits = _head_logits(hidden[part], weight, bias, spec, buffer)
+            part, done = slice(start, min(start + rows, n)), len(figures)
+            logits = logits_of(hidden[part], buffer)
             targets = teacher(part).to(logits.dtype)
-            for tile in tiles(len(logits), steps * len(weight), logits.device):
+            if low_rank is not None:
+                low_rank.start(part)
+            for tile in tiles(len(logits), width, logits.device):
                 own, some = slice(start + tile.start, start + tile.stop), logits[tile]
-                inner = _head_slope(some, spec)
-                loss[own], acceptance[own], slope, best[own] = distribution_loss(
-                    some, targets[tile], kind
-                )
-                if any(wanted):
-                    torch.mul(slope, weights[own][..., None] * inner, out=some)
-            total += (loss[part] * weights[part]).sum()
+                if low_rank is not None:
+                    low_rank.add_to(some, tile)
+                figures.append(score(some, targets[tile], own))
+                if low_rank is not None and any(wanted):
+                    low_rank.collect(some, tile)
+            total += torch.cat([weighted for weighted, *_ in figures[done:]]).sum()
             if not any(wanted):
                 continue
             slopes = logits.to(weight.dtype)
             if d_hidden is not None:
                 d_hidden[part] = (slopes @ weight).to(hidden.dtype)
             if d_weight is not None:
-                states = hidden[part].reshape(-1, size).to(slopes.dtype)
-                add_product(d_weight, slopes.flatten(0, 1), states)
-        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
-        ctx.mark_non_differentiable(loss, acceptance, best)
-        return total, loss, acceptance, best
+                states = hidden[part].flatten(0, -2).to(slopes.dtype)
+                add_product(d_weight, slopes.flatten(0, -2), states)
+            if low_rank is not None:
+                low_rank.finish(logits)
+        stats = [torch.cat(column) for column in list(zip(*figures, strict=True))[1:]]
+        small = (None, None)
+        if low_rank is not None and any(wanted):
+            small = low_rank.d_latent, low_rank.d_w2.to(low_rank.w2.dtype)
+        known = None if d_weight is None else d_weight.to(weight.dtype)
+        ctx.save_for_backward(d_hidden, known, *small)
+        ctx.mark_non_differentiable(*stats)
+        return total, *stats
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         own = [None if d is None else d * grads[0].to(d.dtype) for d in ctx.saved_tensors]
-        return *own, *[None] * 7
+        return *own, None

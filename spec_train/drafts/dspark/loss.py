@@ -46,14 +46,14 @@ from spec_train.attention.masked import Attending
 from spec_train.attention.masks import BlockWindow, block_mask
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.draft import DraftLoss
-from spec_train.drafts.dspark.head_loss import RowFigures, block_rows_loss
+from spec_train.drafts.dspark.head_loss import block_rows_loss
 from spec_train.drafts.dspark.model import Context, DSparkModel
-from spec_train.drafts.frames import TokenInputs, teacher_of
+from spec_train.drafts.frames import require_frame, teacher_of
 from spec_train.drafts.layers import argmax_by_chunks
-from spec_train.drafts.slots import document_offsets, rope_lengths
+from spec_train.drafts.slots import document_offsets, rope_lengths, settle_documents
 from spec_train.drafts.teacher import SharedTeacher, Teacher, head_teacher, logits_teacher
 from spec_train.losses.head import TargetHead
-from spec_train.losses.menu import LossKind
+from spec_train.losses.menu import LossKind, LowRank, RowStats
 from spec_train.losses.metrics import Sums, chain_sums
 from spec_train.losses.metrics import summarise as summarise_chains
 
@@ -207,17 +207,6 @@ def block_states(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockInputs(TokenInputs):
-    """Plain tensors of the block loss, in the token frame; the teacher is one of the last two."""
-
-    aux_hidden_states: Tensor  # a_t, layers ascending, [B, T, n*H]
-    anchors: Tensor  # slots that blocks start at, int64 [B, N]
-    kept: Tensor | None = None  # bool [B, N], False: not a real block; None: all are real
-    final_hidden: Tensor | None = None  # f_t [B, T, H]
-    logits: Tensor | None = None  # z_t [B, T, V]
-
-
-@dataclass(frozen=True, kw_only=True)
 class BlockFrame:
     """A batch in the token frame with its blocks, defaults filled in."""
 
@@ -229,46 +218,6 @@ class BlockFrame:
     position_ids: Tensor  # int64 [B, T]
     blocks: Blocks
     teacher: Teacher  # of flat slots b * T + t
-
-
-def tensor_block_frame(draft: DSparkModel, inputs: BlockInputs, head: TargetHead) -> BlockFrame:
-    """Return the frame of plain tensors; `head` is the target's.
-
-    Raises:
-        DraftError: not exactly one teacher, or anchors outside the pack.
-    """
-    final_hidden, logits, anchors = inputs.final_hidden, inputs.logits, inputs.anchors
-    length = inputs.input_ids.shape[1]
-    if (final_hidden is None) == (logits is None):
-        raise DraftError("give exactly one of final_hidden and logits")
-    if anchors.numel() and not 0 <= int(anchors.min()) <= int(anchors.max()) < length:
-        raise DraftError(
-            f"anchors: expected slots in 0..{length - 1}, found {int(anchors.min())} to "
-            f"{int(anchors.max())}"
-        )
-    document_ids, position_ids = inputs.documents()
-    kept = torch.ones_like(anchors, dtype=torch.bool) if inputs.kept is None else inputs.kept.bool()
-    kept = kept & (document_ids.gather(1, anchors) != PADDING)  # [B, N]
-    choice, ids = inputs.target_argmax, draft.proposed_ids
-    if logits is not None:
-        choice = logits.argmax(-1) if choice is None else choice
-        teacher = logits_teacher(logits.flatten(0, 1), ids)
-    else:
-        assert final_hidden is not None  # there is exactly one teacher
-        choice = argmax_by_chunks(head.logits, final_hidden) if choice is None else choice
-        logsumexp = inputs.target_logsumexp
-        sums = None if logsumexp is None else logsumexp.flatten()  # [B*T]
-        teacher = head_teacher(head, final_hidden.flatten(0, 1), ids, sums)
-    return BlockFrame(
-        aux=inputs.aux_hidden_states,
-        input_ids=inputs.input_ids,
-        loss_mask=inputs.loss_mask,
-        target_argmax=choice,
-        document_ids=document_ids,
-        position_ids=position_ids,
-        blocks=Blocks(anchors, kept),
-        teacher=teacher,
-    )
 
 
 def batch_block_frame(
@@ -338,15 +287,14 @@ class TrainedRows:
         """Select the drafts of a frame that count."""
         blocks, documents = frame.blocks, frame.document_ids
         depth, length = draft.config.depth, frame.input_ids.shape[1]
-        drafted = _at(drafted_mask(frame.loss_mask, documents, depth), blocks)  # [B, N, D]
+        at = blocks.anchors[..., None].expand(-1, -1, depth)
+        drafted = drafted_mask(frame.loss_mask, documents, depth).gather(1, at)  # [B, N, D]
         drafted = drafted & blocks.kept[..., None]
         # A slot beyond the pack belongs to a draft that does not count: any slot will do for it.
         places = blocks.places(depth).clamp_max(length - 1)  # [B, N, D], slots a + d
         following = shift_left(frame.input_ids, documents)  # [B, T]
         with_token, inside = learnable(draft, frame.target_argmax, following)
-        first = length * torch.arange(
-            len(places), device=places.device
-        )  # [B]: flat start of a pack
+        first = length * torch.arange(len(places), device=places.device)  # [B]: flat starts
         rows = drafted.flatten().nonzero().squeeze(1)  # [R], in block order
         slot, order = (places + first[:, None, None]).flatten()[rows].sort(stable=True)  # [R] each
         rows = rows[order]
@@ -360,7 +308,7 @@ class TrainedRows:
             choice=draft.draft_index[frame.target_argmax.flatten()[slot]],
             has_token=with_token.flatten()[slot],
             token=draft.draft_index[following.flatten()[slot]].clamp_min(0),
-            previous=_gather(frame.input_ids, places),
+            previous=frame.input_ids.gather(1, places.flatten(1)).view_as(places),
         )
 
     def token_before(self, slots: Tensor) -> Tensor:
@@ -373,16 +321,6 @@ class TrainedRows:
         return torch.stack([(self.weight * self.has_token).sum(), self.weight.sum()])
 
 
-def _at(x: Tensor, blocks: Blocks) -> Tensor:
-    """Return the entries [B, N, D] of `x` [B, T, D] at the anchors."""
-    return x.gather(1, blocks.anchors[..., None].expand(-1, -1, x.shape[-1]))
-
-
-def _gather(x: Tensor, places: Tensor) -> Tensor:
-    """Return the entries [B, N, D] of `x` [B, T] at the slots `places`, int64 [B, N, D]."""
-    return x.gather(1, places.flatten(1)).view_as(places)
-
-
 # -- metrics ---------------------------------------------------------------------------------------
 # The sums of `losses.metrics`, and some that only blocks have:
 #
@@ -393,8 +331,7 @@ def _gather(x: Tensor, places: Tensor) -> Tensor:
 #     kind, kind_weight []  with another loss than ce+l1: its weighted sum, and the sum of its
 #                  weights
 #     confidence_* [10] of trained drafts by their confidence, in tenths, weighted like their loss:
-#                  sum of weights (number), of confidence and of acceptance; confidence_gap [] sum
-#                  of their absolute difference
+#                  sum of weights (number), of confidence (sum) and of acceptance (accepted)
 #
 # c*_j is the acceptance of draft j, also where the target's choice is outside the draft vocabulary.
 # A chain of `metrics` is a block here: draft d is a hit if it is the target's choice after the
@@ -415,11 +352,11 @@ class Forecasts:
 
 @torch.no_grad()
 def block_sums(
-    figures: RowFigures,
+    figures: RowStats,
     forecasts: Forecasts | None,
     chosen: TrainedRows,
     weights: Tensor,
-    alphas: tuple[float, float, float],
+    options: Any,
 ) -> Sums:
     """Return the sums of a batch.
 
@@ -428,8 +365,9 @@ def block_sums(
         forecasts: of the same; None without a confidence head.
         chosen: which drafts these are, and which of them are trained.
         weights: of draft d, float64 [D].
-        alphas: weights of the three terms in the loss.
+        options: of the draft, with the weights of the three terms in the loss.
     """
+    assert figures.overlap is not None and figures.cross_entropy is not None
     depth, rows, drafted = len(weights), chosen.rows, chosen.drafted
     d = rows % depth  # [R], depth of each draft
     w = weights[d] * chosen.trained  # [R]
@@ -439,6 +377,9 @@ def block_sums(
     bce = torch.zeros_like(acceptance) if forecasts is None else forecasts.bce.double()
     ce_weights = w * chosen.has_token
     forecast_weight = w.sum() if forecasts is not None else w.new_zeros(())
+    alphas = options.ce_weight, options.l1_weight, options.confidence_weight
+    if not options.mixed:  # cross-entropy and L1 are only measured
+        alphas = 0.0, 0.0, options.confidence_weight
     terms = [(ce_weights * cross_entropy).sum(), (w * 2 * (1 - overlap)).sum(), (w * bce).sum()]
     term_weights = torch.stack([ce_weights.sum(), w.sum(), forecast_weight])  # [3]
     hits, shares = (torch.zeros_like(drafted, dtype=kind) for kind in (torch.bool, torch.float64))
@@ -466,28 +407,19 @@ def block_sums(
         "blocks": live.sum().double(),
         **chain_sums(hits.movedim(-1, 0), drafted.movedim(-1, 0)),
     }
+    if not options.mixed:
+        weight = chosen.weight * chosen.has_token  # [R]
+        sums |= {"kind": (weight * figures.loss.double()).sum(), "kind_weight": weight.sum()}
     if forecasts is not None:
-        sums |= _calibration_sums(forecasts.confidence.double(), acceptance, w)
+        confidence = forecasts.confidence.double()
+        index = (confidence * BINS).long().clamp(max=BINS - 1)  # [R]
+        zero = torch.zeros(BINS, dtype=torch.float64, device=confidence.device)
+        sums |= {
+            "confidence_number": zero.index_add(0, index, w),
+            "confidence_sum": zero.index_add(0, index, w * confidence),
+            "confidence_accepted": zero.index_add(0, index, w * acceptance),
+        }
     return sums
-
-
-@torch.no_grad()
-def kind_sums(figures: RowFigures, chosen: TrainedRows) -> Sums:
-    """Return the sums "kind" and "kind_weight" of the R drafts that count."""
-    weight = chosen.weight * chosen.has_token  # [R]
-    return {"kind": (weight * figures.loss.double()).sum(), "kind_weight": weight.sum()}
-
-
-def _calibration_sums(confidence: Tensor, acceptance: Tensor, weights: Tensor) -> Sums:
-    """Return the sums "confidence_*" of drafts with these figures, float64 [R] each."""
-    place = (confidence * BINS).long().clamp(max=BINS - 1)  # [R]
-    zero = torch.zeros(BINS, dtype=torch.float64, device=confidence.device)
-    return {
-        "confidence_number": zero.index_add(0, place, weights),
-        "confidence_sum": zero.index_add(0, place, weights * confidence),
-        "confidence_accepted": zero.index_add(0, place, weights * acceptance),
-        "confidence_gap": (weights * (confidence - acceptance).abs()).sum(),
-    }
 
 
 def summarise_blocks(sums: Sums) -> dict[str, float | None]:
@@ -497,10 +429,6 @@ def summarise_blocks(sums: Sums) -> dict[str, float | None]:
     With another loss than ce+l1, "distribution_loss" replaces the first two in it, and they are
     only measured.
     "tau" is the expected number of tokens per round if drafts are sampled.
-    "confidence_calibration" is the expected calibration error over ten bins: |mean confidence -
-    mean acceptance|, weighted by the bin's sum of weights. "confidence_error" is the mean
-    |confidence - acceptance|, "confidence_bias" the mean difference. The means of these three have
-    the weights of the loss, exp(-d / gamma), so that the figure is what the loss minimises.
     """
     out = summarise_chains(sums)
     values = {name: value.double().cpu() for name, value in sums.items()}
@@ -517,16 +445,6 @@ def summarise_blocks(sums: Sums) -> dict[str, float | None]:
         out[name] = mean if some else None
     blocks = float(values["blocks"])
     out["tau"] = float(values["tau"]) / blocks if blocks else None
-    if "confidence_gap" in values:
-        number = values["confidence_number"]
-        total_weight = float(number.sum())
-        gap = values["confidence_sum"] - values["confidence_accepted"]
-        for name, total in (
-            ("confidence_calibration", gap.abs().sum()),
-            ("confidence_error", values["confidence_gap"]),
-            ("confidence_bias", gap.sum()),
-        ):
-            out[name] = float(total) / total_weight if total_weight else None
     return out
 
 
@@ -534,7 +452,22 @@ def summarise_blocks(sums: Sums) -> dict[str, float | None]:
 
 
 def dspark_loss(
-    draft: DSparkModel, *, head: TargetHead, counts: Tensor | None = None, **inputs: Any
+    draft: DSparkModel,
+    *,
+    head: TargetHead,
+    aux_hidden_states: Tensor,
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    anchors: Tensor,
+    kept: Tensor | None = None,
+    final_hidden: Tensor | None = None,
+    logits: Tensor | None = None,
+    target_argmax: Tensor | None = None,
+    target_logsumexp: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    counts: Tensor | None = None,
+    frame: str = "token",
 ) -> DraftLoss:
     """Compute the loss of given blocks. The weights of the terms and gamma are `draft.options`.
 
@@ -543,19 +476,55 @@ def dspark_loss(
     Args:
         draft: the weights, as `DSparkDraft.from_pretrained` reads them.
         head: the target's; its rows also make the draft's logits.
+        aux_hidden_states: a_t, layers ascending, [B, T, n*H].
+        input_ids: x_t, int64 [B, T].
+        loss_mask: m_t [B, T].
+        anchors: slots that blocks start at, int64 [B, N].
+        kept: bool [B, N], False: not a real block; None: all are real.
+        final_hidden, logits: the teacher, one of the two: f_t [B, T, H], or z_t [B, T, V].
+        target_argmax: argmax of z_t, int64 [B, T]; None: from the teacher.
+        target_logsumexp: of z_t over V [B, T]; None: from the teacher.
+        document_ids: int64 [B, T], -1 in padding; None: a row is one document.
+        position_ids: int64 [B, T]; None: from 0 in each document.
         counts: denominators [2], of the first term and of the other terms, over the whole
             optimizer step; None: those of these blocks.
-        **inputs: the fields of `block_frame.BlockInputs`, with their shapes there and in
-            `frames.TokenInputs`: aux_hidden_states, input_ids, loss_mask, anchors; one teacher:
-            final_hidden or logits; and optionally kept, target_argmax, target_logsumexp,
-            document_ids, position_ids.
+        frame: as `TargetBatch.to_trainer_inputs` names it; another one is refused.
 
     Raises:
         DraftError: not exactly one teacher, anchors outside the pack, or inputs of the other frame.
-        TypeError: an input is unknown or missing.
     """
-    frame = tensor_block_frame(draft, BlockInputs(**inputs), head)
-    return blocks_loss(draft, frame, head, counts)
+    require_frame(frame, "token")
+    length, ids = input_ids.shape[1], draft.proposed_ids
+    if (final_hidden is None) == (logits is None):
+        raise DraftError("give exactly one of final_hidden and logits")
+    if anchors.numel() and not 0 <= int(anchors.min()) <= int(anchors.max()) < length:
+        raise DraftError(
+            f"anchors: expected slots in 0..{length - 1}, found {int(anchors.min())} to "
+            f"{int(anchors.max())}"
+        )
+    documents, positions = settle_documents(input_ids, document_ids, position_ids)
+    real = torch.ones_like(anchors, dtype=torch.bool) if kept is None else kept.bool()
+    real = real & (documents.gather(1, anchors) != PADDING)  # [B, N]
+    choice = target_argmax
+    if logits is not None:
+        choice = logits.argmax(-1) if choice is None else choice
+        teacher = logits_teacher(logits.flatten(0, 1), ids)
+    else:
+        assert final_hidden is not None  # there is exactly one teacher
+        choice = argmax_by_chunks(head.logits, final_hidden) if choice is None else choice
+        sums = None if target_logsumexp is None else target_logsumexp.flatten()  # [B*T]
+        teacher = head_teacher(head, final_hidden.flatten(0, 1), ids, sums)
+    made = BlockFrame(
+        aux=aux_hidden_states,
+        input_ids=input_ids,
+        loss_mask=loss_mask,
+        target_argmax=choice,
+        document_ids=documents,
+        position_ids=positions,
+        blocks=Blocks(anchors, real),
+        teacher=teacher,
+    )
+    return blocks_loss(draft, made, head, counts)
 
 
 def blocks_loss(
@@ -573,13 +542,10 @@ def blocks_loss(
         loss, figures, forecasts = _rows_loss(draft, y, chosen, head, frame.teacher, shares)
     else:
         loss, empty = draft.zero_loss(), own.new_zeros(0)
-        figures = RowFigures(empty, empty, empty, chosen.rows, empty)
+        figures = RowStats(empty, empty, chosen.rows, empty, empty)
         forecasts = None if draft.confidence_head is None else Forecasts(empty, empty)
-    options, mixed = draft.options, draft.options.mixed
-    alphas = options.ce_weight * mixed, options.l1_weight * mixed, options.confidence_weight
     weights = draft_weights(draft).to(own.device)  # [D]
-    sums = block_sums(figures, forecasts, chosen, weights, alphas)
-    return DraftLoss(loss, sums if mixed else sums | kind_sums(figures, chosen))
+    return DraftLoss(loss, block_sums(figures, forecasts, chosen, weights, draft.options))
 
 
 def _rows_loss(
@@ -589,7 +555,7 @@ def _rows_loss(
     head: TargetHead,
     teacher: Teacher,
     shares: Tensor,
-) -> tuple[Tensor, RowFigures, Forecasts | None]:
+) -> tuple[Tensor, RowStats, Forecasts | None]:
     """Return the loss of the chosen drafts with a graph, their figures, and their confidence.
 
     Args:
@@ -601,17 +567,17 @@ def _rows_loss(
         shares: one over the denominators, float64 [2].
     """
     options, rows = draft.options, chosen.rows
-    hidden, latent, known, markov_w2 = y.flatten(0, 2)[rows], None, None, None  # hidden: [R, H]
-    shared, latent_of = SharedTeacher(teacher, chosen.slot), None
+    hidden, low_rank, known = y.flatten(0, 2)[rows], None, None  # hidden: [R, H]
+    shared = SharedTeacher(teacher, chosen.slot)
     if draft.markov_head is not None:
-        markov, markov_w2 = draft.markov_head, draft.markov_head.markov_w2.weight
+        markov, w2 = draft.markov_head, draft.markov_head.markov_w2.weight
         if markov.of_token_alone:  # drafts of one slot follow the same token
-            latent_of = shared.index, shared.bounds
             latent = markov.markov_w1(chosen.token_before(shared.slots))  # [M, r], M slots
+            low_rank = LowRank(latent, w2, (shared.index, shared.bounds))
             known = latent[shared.index]  # [R, r]
         else:
             e = markov.markov_w1(chosen.previous)  # [B, N, D, r]
-            latent = markov.block(e, y).flatten(0, 2)[rows]  # [R, r]
+            low_rank = LowRank(markov.block(e, y).flatten(0, 2)[rows], w2)
             known = e.flatten(0, 2)[rows]
     head_rows = draft.head_rows(head)  # [Vd, H]
     label = {"tokens": chosen.token, "hard": chosen.choice.clamp_min(0), "soft": None}
@@ -619,15 +585,13 @@ def _rows_loss(
     mixed = options.mixed
     loss, figures = block_rows_loss(
         hidden.to(head_rows.dtype),
-        latent,
         head_rows,
-        markov_w2,
         shared,
         label[options.compared_with],
         options.ce_weight * first if mixed else first,
         options.l1_weight * chosen.weight * shares[1],
-        kind=None if mixed else LossKind.of(options),
-        latent_of=latent_of,
+        low_rank,
+        None if mixed else LossKind.of(options),
     )
     if draft.confidence_head is None:
         return loss, figures, None

@@ -197,7 +197,7 @@ def test_the_l1_distance_of_block_drafts_is_within_its_bound(full: bool) -> None
     results = []
     for teacher in (exact, found):
         total, figures = block_rows_loss(
-            hidden, None, weight, None, lambda _, whole=teacher: whole, None, nothing, ones, 100
+            hidden, weight, lambda _, whole=teacher: whole, None, nothing, ones, chunk_rows=100
         )
         results.append((figures, torch.autograd.grad(total, hidden)[0]))
     (right, slope), (loose, gradient) = results

@@ -36,7 +36,6 @@ def metrics_lines(seed: int, steps: int = 40, forecasts: bool = False) -> list[d
             held["serving_like_interval"] = [1.25, 1.75]
             held |= {"serving_like_uncut": own["product_limit_length"], "serving_like_rounds": 300}
             if forecasts:
-                held["confidence_calibration"] = float(random.random())
                 held["confidence_bins"] = [
                     [0.0, None, None] if b == 7 else [float(b + 1), (b + 0.5) / 10, random.random()]
                     for b in range(10)

@@ -77,7 +77,8 @@ class Reference:
     acceptance: list[float]  # [D]
     survivors: list[int]  # [D] whole blocks hit at every depth so far
     chains: int
-    gap: float  # weighted sum of |confidence - acceptance|
+    forecasts: list[float]  # by tenths of the confidence: weighted sums of it
+    accepted: list[float]  # the same of the acceptance
     trained: int = field(default=0)
 
 
@@ -102,7 +103,8 @@ def reference_loss(
     zero = torch.zeros((), dtype=torch.float64)
     sums, weights = [zero, zero, zero], [0.0, 0.0, 0.0]
     out = Reference(
-        loss=zero, terms=[], weights=weights, tau=0.0, chains=0, gap=0.0,
+        loss=zero, terms=[], weights=weights, tau=0.0, chains=0,
+        forecasts=[0.0] * 10, accepted=[0.0] * 10,
         **{k: [0] * config.depth for k in ("drafted", "hits", "acceptance", "survivors")},
     )  # fmt: skip
     for document, anchors in blocks:
@@ -148,7 +150,10 @@ def reference_loss(
                         bce = -(rate * torch.log(c) + (1 - rate) * torch.log(1 - c))
                         sums[2] = sums[2] + w * bce
                         weights[2] += w
-                        out.gap += w * abs(float(c.detach()) - accepted)
+                        forecast = float(c.detach())
+                        tenth = min(int(forecast * 10), 9)
+                        out.forecasts[tenth] += w * forecast
+                        out.accepted[tenth] += w * accepted
                 hit = wanted in ids and ids[int(logits[d].argmax())] == wanted
                 out.hits[d] += hit
                 out.acceptance[d] += accepted
