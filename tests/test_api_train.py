@@ -4,8 +4,6 @@ import dataclasses
 import json
 import logging
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ import spec_train.api
 from spec_data.shards.errors import ConfigError, DraftError, MissingError, RunError
 from spec_train.cli import main as train_main
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options, PeagleOptions
-from spec_train.options.presets import PRESETS
 from spec_train.options.training import Training
 from spec_train.training.setup import fit as run_fit
 from spec_train.training.trainer import Trainer
@@ -34,24 +31,6 @@ def workspace(tmp_path_factory):
 def here(workspace, monkeypatch):
     monkeypatch.chdir(workspace)
     return workspace
-
-
-def test_fit_shows_its_validation_without_configured_logging(here, tmp_path):
-    own = {name: FIT[name] for name in ("ttt_steps", "draft_vocab_size")}
-    whole = {name: value for name, value in FIT.items() if name not in own}
-    whole |= {"data": "data", "out": str(tmp_path / "run")}
-    program = (
-        "import spec_train, json\n"
-        f"training = spec_train.Training(**{whole!r})\n"
-        f"result = spec_train.fit(training, spec_train.Eagle3Options(**{own!r}))\n"
-        "print(json.dumps([line['step'] for line in result.validation]))\n"
-        "print(result)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    steps, shown = done.stdout.splitlines()[-2:]
-    assert json.loads(steps) == [0, 2, 4]
-    assert shown.startswith("finished at step 4; best draft: step ")
 
 
 def test_an_interrupted_fit_saves_and_stops_what_called_it(here, tmp_path, monkeypatch):
@@ -94,17 +73,6 @@ def test_fit_is_the_command(here, tmp_path):
     assert tables[0] | {"out": out} == tables[1]
     other = dataclasses.replace(result, directory=tmp_path / "b")
     assert result.validation == other.validation
-
-
-def test_a_preset_is_applied_and_options_replace_it(here, tmp_path):
-    flat.fit("eagle3", "data", tmp_path / "run", preset="smoke", steps=1, device="cpu")
-    table = json.loads((tmp_path / "run" / "fit.json").read_text())
-    smoke = PRESETS["smoke"].values
-    assert table["steps"] == 1 and table["preset"] == "smoke"
-    for name in ("ttt_steps", "batch_size", "log_every", "validation_documents"):
-        assert table[name] == smoke[name], name
-    with pytest.raises(ConfigError, match="choose from smoke, 5k, 50k, 500k"):
-        flat.fit("eagle3", "data", tmp_path / "no", preset="tiny")
 
 
 def test_wrong_drafts_and_options_are_errors_in_words(here, tmp_path):

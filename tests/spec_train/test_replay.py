@@ -156,14 +156,6 @@ def test_a_batch_that_is_finite_here_is_not_reproduced(poisoned, tmp_path, monke
     assert replayed.next_command[:3] == ["spec-train", "fit", "eagle3"]
 
 
-def test_a_bf16_run_fails_again_in_bf16(poisoned, tmp_path):
-    data = poisoned[0]
-    with pytest.raises(RunError, match="the loss is nan"):
-        run(config_of(data, tmp_path / "run", dtype="bf16"))
-    report = replay_step(tmp_path / "run" / "failed-step-3", device="cpu").facts()
-    assert report["reproduced"] and report["states"][0]["first"] == 1
-
-
 def test_the_failed_step_is_replaced_whole_by_the_next_attempt(poisoned):
     data, failed, _, _ = poisoned
     before = {p.name: p.read_bytes() for p in failed.iterdir()}

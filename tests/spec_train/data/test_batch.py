@@ -38,10 +38,6 @@ def test_a_layer_that_is_not_there_is_named(layers):
         make_batch().aux(layers)
 
 
-def test_tokens_do_not_count_padding():
-    assert make_batch().tokens == 9
-
-
 def test_only_states_change_dtype():
     batch = make_batch()
     moved = batch.to("cpu", torch.float32)
@@ -52,10 +48,3 @@ def test_only_states_change_dtype():
     assert moved.target_logsumexp.dtype == torch.float32
     assert batch.to("cpu", torch.bfloat16).hidden["topk_logits"].dtype == torch.float32
     assert moved.rows == batch.rows
-
-
-def test_without_hidden_keeps_everything_else():
-    batch = make_batch()
-    light = batch.without_hidden()
-    assert light.hidden == {} and len(batch.hidden) == 4
-    assert light.loss_mask is batch.loss_mask and light.rows == batch.rows

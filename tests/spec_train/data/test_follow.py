@@ -147,13 +147,6 @@ def test_a_damaged_unit_is_refused_when_it_is_reached(source, tmp_path):
         run(config_of(data, tmp_path / "run"))
 
 
-def test_an_unsealed_directory_opens_by_the_flag_alone(source, tmp_path):
-    data = tmp_path / "data"
-    generate_units(source, data, 3)
-    with pytest.raises(MissingError, match="not sealed yet"):
-        run(config_of(data, tmp_path / "run", follow=False))
-
-
 def test_a_draft_to_start_from_is_read_before_the_directory_is_sealed(source, reference, tmp_path):
     generate_units(source, tmp_path / "data", 2)
     config = config_of(tmp_path / "data", tmp_path / "run", init_from=str(reference))

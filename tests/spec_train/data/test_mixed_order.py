@@ -126,12 +126,6 @@ def test_repeats_are_the_weights_times_a_common_factor():
     assert set(BatchPlan(LENGTHS, USABLE, seq_len=64, packs_per_batch=1).repeats()) == {1}
 
 
-@pytest.mark.parametrize("weight", ["0", "-1", "0.0001"])
-def test_weights_that_cannot_be_counted_with_are_refused(weight):
-    with pytest.raises(ConfigError, match="at most 3 decimals"):
-        make_shares((weight,), (10,))
-
-
 def test_parts_come_one_after_another_and_know_their_names():
     def part(first, last):
         rows = np.arange(len(LENGTHS))

@@ -83,18 +83,6 @@ def test_sources_are_directories_with_weights(tmp_path):
     ]  # fmt: skip
 
 
-def test_one_dataset_is_itself_and_its_run_records_what_it_always_did(place, tmp_path):
-    config = config_of(place, tmp_path / "run", "a")
-    assert config.data == str(place / "a")
-    assert type(opened(config)) is HiddenStatesDataset
-    run(config)
-    assert json.loads((tmp_path / "run" / "fit.json").read_text())["data"] == str(place / "a")
-    identity = json.loads((tmp_path / "run" / "run.json").read_text())["identity"]
-    assert identity["dataset"] == HiddenStatesDataset(place / "a").manifest.fingerprint
-    assert "weights" not in identity
-    assert not any("/a" in key for line in metrics(config.out) for key in line)
-
-
 def test_rows_of_a_mixture_are_the_documents_of_its_datasets(place):
     mixture = open_documents(parse_sources((str(place / "a"), str(place / "b"))))
     parts = [HiddenStatesDataset(place / name) for name in "ab"]

@@ -16,7 +16,6 @@ from spec_train.data.order import (
     BatchPlan,
     below_border,
     fill_in_order,
-    rank_slice,
     split_border,
 )
 
@@ -94,23 +93,6 @@ def test_batches_come_one_by_one_and_nothing_is_packed_ahead(monkeypatch):
     assert sum(packed) == 2 * len(plan.rows)
     assert plan.count_batches(1) == len(plan.batches(1))
     assert plan.count_batches(0) == len(list(plan.iter_batches(0)))
-
-
-def test_order_is_shuffled():
-    """Neighbours in the dataset are far apart in one window of the whole data."""
-    order = np.array(flat(make_plan(window_tokens=1 << 30), 0))
-    place = np.empty(700)
-    place[order] = np.arange(len(order))
-    ranks = np.corrcoef(np.sort(order), place[np.sort(order)])[0, 1]
-    assert abs(ranks) < 0.15
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 8, 13])
-def test_ranks_share_out_the_same_global_batches(world):
-    for batch in make_plan().batches(0):
-        parts = [rank_slice(batch, rank, world) for rank in range(world)]
-        assert sorted(itertools.chain(*parts)) == sorted(batch)
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_packs_stay_inside_windows_of_the_size_asked_for():

@@ -287,12 +287,6 @@ def test_conversations_in_pieces_are_refused(place, tmp_path, policy):
     assert PolicyDataset(data, "roles=assistant").supervised.any()
 
 
-def test_cut_documents_are_named(place, tmp_path, caplog):
-    data = edited(place / "assistant", tmp_path / "d", lambda raw: raw["documents"].update(cut=3))
-    PolicyDataset(data, "last-turn")
-    assert "3 documents were cut at --max-length" in caplog.text
-
-
 def test_masks_that_are_not_those_of_the_turns_are_refused(place, tmp_path):
     data = edited(place / "last-turn", tmp_path / "d", lambda raw: raw.update(mask="assistant"))
     with pytest.raises(DatasetError, match="its stored mask is not that of its turns under --mask"):

@@ -154,23 +154,6 @@ def test_fit_and_eval_run_on_logits(logits, tmp_path):
     close(report["teacher_forced"]["loss"], kept["loss"], terms=network(4), dtype=torch.float32)
 
 
-def test_captured_top_k_logits_train_and_miss_what_the_states_say(target, corpus, tmp_path, whole):
-    """The figure of `fit` is one minus the probability of the 8 most probable tokens."""
-    run_with_tails(target, corpus, tmp_path / "data", supervision="topk:8")
-    config = fit_config_of(tmp_path / "data", tmp_path / "run")
-    assert fit("eagle3", config, Eagle3Options(**DRAFT)).step == 3
-    found = json.loads((tmp_path / "run" / "run.json").read_text())["notes"]["missing_mass"]
-    head = TargetHead.from_dataset(whole.path, torch.float32, "cpu")
-    held_out = HiddenStatesDataset(tmp_path / "data")
-    assert held_out.manifest.supervision == "topk:8"
-    missing = []
-    for row in whole:
-        p = head.logits(row["hidden.final"].float()).softmax(-1).topk(8).values.sum(-1)
-        missing.append(1 - p[:-1][row["loss_mask"][1:].bool()])
-    each = torch.cat(missing)
-    assert float(each.min()) <= found["mean"] <= found["largest"] <= float(each.max()) + 0.01
-
-
 @pytest.mark.parametrize(
     ("content", "error"),
     [(None, MissingError), ("{", DatasetError), ("[1]", DatasetError)],

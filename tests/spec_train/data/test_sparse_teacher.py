@@ -1,23 +1,18 @@
 """Format 1.2: the teacher's columns only where the next token is supervised, from file to draft."""
 
 import json
-import shutil
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import spec_train
-from spec_data.shards.checksums import arrow_schema
-from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import dump_json
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import TEACHERS, Manifest, token_columns
 from spec_train.data.mixture import common_manifest
 from tests.factory import tiny_dataset
-from tests.spec_data.shards.integrity_tools import change_manifest
 from tests.spec_train import flat
 from tests.spec_train.data.rewriting import rewritten
 
@@ -57,12 +52,6 @@ def pair(request, pairs):
     return pairs[request.param]
 
 
-@pytest.fixture
-def sparse(pairs, tmp_path):
-    """A copy of the sparse dataset of final hidden states that a test may change."""
-    return Path(shutil.copytree(pairs["final-hidden"][1], tmp_path / "data"))
-
-
 def test_sparse_columns_are_those_of_the_whole_dataset_and_zero_elsewhere(pair):
     whole, sparse = map(HiddenStatesDataset, pair)
     assert (whole.manifest.teacher, sparse.manifest.teacher) == ("all", "supervised")
@@ -85,27 +74,6 @@ def test_sparse_columns_are_those_of_the_whole_dataset_and_zero_elsewhere(pair):
     buffer = torch.full((60,), -7)
     count = sparse.read_into(3, {"target_argmax": buffer}, 4, 9)
     assert torch.equal(buffer[4 : 4 + count], sparse[3]["target_argmax"][:9].long())
-
-
-def test_a_shard_says_its_version(sparse):
-    schema = arrow_schema(HiddenStatesDataset(sparse).manifest.columns)
-    assert schema.metadata[b"spec-data"] == b"1.0"
-    found = pa.ipc.open_stream(sparse / "shards" / "unit-00000.arrow").schema
-    assert found.equals(schema, check_metadata=True)
-    assert found.field("target_argmax").metadata[b"tokens"] == b"supervised"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"teacher": "some"}, "teacher: expected"),
-        ({"teacher": "all"}, "target_argmax with codec int32"),
-    ],
-)
-def test_a_manifest_that_contradicts_itself_is_refused(sparse, change, message):
-    change_manifest(sparse, **change)
-    with pytest.raises(DatasetError, match=message):
-        HiddenStatesDataset(sparse)
 
 
 def _trained(draft: str, data: Path, out: Path) -> tuple[dict[str, torch.Tensor], dict]:

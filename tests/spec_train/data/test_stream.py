@@ -239,24 +239,6 @@ def test_memory_is_bounded_and_reused(dataset):
     assert len(pointers) <= 3 + READ_AHEAD
 
 
-def test_a_released_micro_batch_is_filled_again_while_the_step_goes_on(dataset):
-    plan = make_plan(dataset, packs=4)
-    stream = make_stream(dataset, plan=plan, batch_size=1)
-    with contextlib.closing(stream.take(3)) as steps:
-        step = next(steps)
-        before = [batch.rows for batch in step.batches]
-        step.release(0)
-        step.release(0)  # twice does nothing
-        deadline = time.monotonic() + 5
-        ids = step.batches[0].input_ids
-        first = snapshot(step)[0]["input_ids"]
-        while torch.equal(ids, first) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        assert [batch.rows for batch in step.batches] == before
-        assert snapshot(step)[1]["rows"].tolist() == before[1][0]
-        assert len([s for s in steps]) == 2
-
-
 def test_what_the_thread_raises_arrives_with_its_step(dataset, monkeypatch):
     original = HiddenStatesDataset.read_into
     victim = make_plan(dataset).batches(0)[2][0][0]
@@ -288,20 +270,6 @@ def test_no_thread_is_left_behind(dataset):
     next(steps)
     del steps
     assert threading.active_count() == before
-
-
-def test_waiting_is_measured(dataset, monkeypatch):
-    original = HiddenStatesDataset.read_into
-
-    def slow(self, *args):
-        time.sleep(0.005)
-        return original(self, *args)
-
-    monkeypatch.setattr(HiddenStatesDataset, "read_into", slow)
-    stream = make_stream(dataset)
-    started = time.perf_counter()
-    take(stream, 4)
-    assert 0.5 < stream.waited / (time.perf_counter() - started) <= 1
 
 
 def test_an_empty_split_is_an_error_not_an_endless_loop(dataset):

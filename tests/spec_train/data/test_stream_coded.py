@@ -86,16 +86,6 @@ def test_only_codes_cross_the_bus(lossy):
     assert not batch.without_hidden().coded
 
 
-def test_blocks_of_a_device_do_not_show(lossy, monkeypatch):
-    whole = [
-        {name: states.clone() for name, states in b.hidden.items()}
-        for _, b in batches(lossy, "cpu", torch.float32)
-    ]
-    monkeypatch.setattr("spec_data.shards.shard.DECODED_AT_ONCE", 7 * 32)
-    for a, (_, b) in zip(whole, batches(lossy, "cpu", torch.float32), strict=True):
-        assert all(torch.equal(a[name], b.hidden[name]) for name in a)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_training_is_the_same_wherever_states_are_decoded(
     target, corpus, tmp_path, monkeypatch, device

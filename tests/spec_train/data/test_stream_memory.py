@@ -5,17 +5,15 @@ import json
 import signal
 import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import BatchPlan
-from spec_train.data.stream import BatchStream, BufferOptions, _Buffer
+from spec_train.data.stream import BatchStream
 from tests.factory import tiny_dataset
 from tests.forked import Forked
 
@@ -64,46 +62,6 @@ def test_the_pages_of_columns_that_are_not_read_are_never_touched(path, poisoned
 
 
 # -- memory ---------------------------------------------------------------------------------------
-
-
-class Fresh(TorchDispatchMode):
-    """Counts the bytes of storages that torch makes."""
-
-    def __init__(self, known: set[int]) -> None:
-        super().__init__()
-        self.known, self.bytes = known, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in self.known:
-            self.bytes += out.untyped_storage().nbytes()
-        return out
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_filling_a_buffer_again_allocates_nothing_that_grows_with_tokens(path, dtype):
-    dataset = HiddenStatesDataset(path)
-    plan = plan_of(dataset)
-    columns = ("input_ids", "loss_mask", *STATES)
-    buffer = _Buffer(dataset, columns, 4, plan.seq_len, BufferOptions(dtype=dtype))
-    batches = [batch for batch in plan.batches(0) if len(batch) == 4]
-    for packs in batches:  # every view is made, every shard open
-        buffer.fill(dataset, packs, plan)
-    own = [*buffer.tensors.values(), buffer.document_ids, buffer.position_ids]
-    known = {t.untyped_storage().data_ptr() for t in own}
-    payload = sum(t.nbytes for t in own)
-    with Fresh(known) as fresh:
-        for packs in batches:
-            buffer.fill(dataset, packs, plan)
-    assert payload > 30_000
-    assert fresh.bytes == 0
-    peaks = []
-    for packs in batches:
-        tracemalloc.start()
-        buffer.fill(dataset, packs, plan)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert max(peaks) < 12_000, (peaks, payload)  # slices, names, the batch itself
 
 
 MEMORY = """

@@ -131,10 +131,7 @@ DAMAGE = {
     "a digit": edit_state('"tokens": 20', '"tokens": 26'),
     "a digit of the step": edit_state('"step": 2', '"step": 6'),
     "a key": edit_state('"tokens"', '"tokenr"'),
-    "the checksum's key": edit_state('"checksum"', '"checksun"'),
-    "an empty list of files": edit_state('"files": {', '"files": {}, "older": {'),
     "not an object": lambda c: (c / "training_state.json").write_text("[1]"),
-    "not UTF-8": lambda c: (c / "training_state.json").write_bytes(b"{\xff}"),
     "state of another step": lambda c: shutil.copy(
         c.with_name("checkpoint-00000001") / "training_state.json", c
     ),
@@ -173,10 +170,7 @@ def test_a_checkpoint_under_the_name_of_another_is_damaged(run, caplog):
     "damage",
     [
         lambda f: edit(f, '"lr": 0.1', '"lr": 0.3'),
-        lambda f: edit(f, '"total_steps": 12', '"total_steps": 92'),
         lambda f: edit(f, '"identity"', '"identitx"'),
-        lambda f: os.truncate(f, 20),
-        lambda f: f.write_text("[]"),
         lambda f: f.write_bytes(b"\xff"),
     ],
 )
@@ -269,12 +263,6 @@ def test_settings_may_change_until_something_was_learned(run):
     left = {p.name for p in run.path.iterdir()}
     assert left == {"run.json", "fit.json", ".lock"}
     assert json.loads((run.path / "fit.json").read_text()) == {"lr": 0.2}
-
-
-def test_notes_survive_reopening(run):
-    run.note(total_steps=12)
-    run.note(other="x")
-    assert reopen(run).record({"log_every": 3}, {"lr": 0.1}) == {"total_steps": 12, "other": "x"}
 
 
 def test_a_directory_of_something_else_is_left_alone(tmp_path):

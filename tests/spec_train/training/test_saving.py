@@ -1,11 +1,6 @@
 """Saving in a thread: files hold the state at the save, are complete, and no error is lost."""
 
-import json
-import os
-import random
-import signal
 import threading
-import time
 
 import pytest
 import torch
@@ -17,8 +12,6 @@ from spec_train.training import checkpoint
 from spec_train.training import saving as tracking
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.saving import Saver
-from spec_train.training.stored import resolve_draft_dir
-from spec_train.training.trainer import Trainer
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import change, metrics, run
 
@@ -103,68 +96,6 @@ def test_an_error_of_the_writer_is_raised_once_at_the_next_look(directory, monke
     save(saver, draft, 2)
     saver.close()
     assert (directory.path / "last").resolve().name == "checkpoint-00000002"
-
-
-def test_a_failed_save_stops_the_run_at_the_next_step(config, monkeypatch):
-    config = change(config, save_every=2, log_every=1)
-    original, done = Trainer._train_step, threading.Event()
-
-    def full(*arguments):
-        done.set()
-        raise checkpoint.SafetensorError("No space left on device")
-
-    def waiting(self, step):
-        original(self, step)
-        if self.step == 3:  # the save after step 2 has failed meanwhile
-            assert done.wait(60)
-            self.saver._writes[0].exception()
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    monkeypatch.setattr(Trainer, "_train_step", waiting)
-    with pytest.raises(RunError, match="checkpoint-00000002: cannot be written"):
-        run(config)
-    assert metrics(config.out)[-1]["step"] in (2, 3)
-
-
-def test_kill_9_at_random_moments_of_a_save_in_the_background(tmp_path):
-    """A child trains and saves without a pause; what it leaves behind can be resumed."""
-    rng = random.Random(1)
-    seen = set()
-    for kill in range(200):  # a busy machine saves little between two kills
-        if kill >= 12 and len(seen) > 3:
-            break
-        child = os.fork()
-        if child == 0:
-            try:
-                directory = RunDirectory(tmp_path / "run")
-                directory.record({}, {})
-                newest = directory.load_newest()
-                step = newest.step if newest else 0
-                draft = Draft()
-                saver = Saver(directory, draft, torch.float32)
-                while True:
-                    step += 1
-                    save(saver, draft, step, best=step % 3 == 0)
-            finally:
-                os._exit(1)
-        time.sleep(rng.uniform(0.05, 0.2))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        directory = RunDirectory(tmp_path / "run")
-        newest = directory.load_newest()
-        directory.close()
-        assert not list(directory.path.glob("damaged-*"))
-        if newest is None:
-            continue
-        seen.add(newest.step)
-        assert (newest.tensors["master.w"] == newest.step).all()
-        assert (newest.tensors["optimizer.m.w"] == 2 * newest.step).all()
-        assert (load_file(newest.path / "model.safetensors")["w"] == newest.step).all()
-        best = resolve_draft_dir(directory.path)
-        if best.name.startswith("best"):
-            step = json.loads((best / "validation.json").read_text())["step"]
-            assert (load_file(best / "model.safetensors")["w"] == step).all()
-    assert len(seen) > 3
 
 
 # -- trackers -------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import math
 import shutil
 import subprocess
 import sys
@@ -13,14 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spec_data.shards.errors import DatasetError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.options.training import Training
 from spec_train.training import trainer as trainer_module
 from spec_train.training.result import BEST_FIGURES
-from spec_train.training.setup import count_supervised_tokens, make_splits
-from spec_train.training.trainer import Trainer, learning_rate
+from spec_train.training.setup import make_splits
+from spec_train.training.trainer import Trainer
 from spec_train.training.validation import Validation
 from tests.factory import tiny_dataset
 from tests.spec_train.training import tools as trainer_tools
@@ -32,7 +30,6 @@ from tests.spec_train.training.tools import (
     command,
     environment,
     learnable_dataset,
-    masters,
     metrics,
     run,
 )
@@ -87,20 +84,6 @@ def test_micro_batches_do_not_change_the_result(config, tmp_path):
         assert_close_runs(a, b)
 
 
-def test_order_inside_a_step_does_not_change_it(config, monkeypatch, tmp_path):
-    run(change(config, lr=1e-4))
-    original = Trainer._train_step
-
-    def reversed_step(self, step):
-        step.batches.reverse()
-        step._buffers.reverse()
-        original(self, step)
-
-    monkeypatch.setattr(Trainer, "_train_step", reversed_step)
-    run(change(config, lr=1e-4, out=str(tmp_path / "other")))
-    assert_close_runs(config.out, tmp_path / "other")
-
-
 def test_held_out_documents_are_never_trained_on(config, monkeypatch):
     dataset = HiddenStatesDataset(config.data)
     splits = make_splits(dataset, config)
@@ -128,27 +111,6 @@ def test_fewer_validation_documents_are_measured_but_as_many_held_out(config):
     assert some.train.rows.tolist() == all_of_them.train.rows.tolist()
 
 
-def test_token_counts_are_of_supervised_training_tokens(config):
-    dataset = HiddenStatesDataset(config.data)
-    plan = make_splits(dataset, change(config, seq_len=20)).train
-    expected = torch.zeros(dataset.manifest.vocab_size, dtype=torch.int64)
-    for row in plan.rows.tolist():
-        document = dataset[row]
-        for token, supervised in zip(
-            document["input_ids"][:20], document["loss_mask"][:20], strict=True
-        ):
-            expected[token] += int(supervised)
-    assert torch.equal(count_supervised_tokens(dataset, plan), expected)
-
-
-def test_epochs_decide_the_steps(config):
-    dataset = HiddenStatesDataset(config.data)
-    plan = make_splits(dataset, config).train
-    expected = sum(len(plan.batches(e)) for e in range(2))
-    result = run(change(config, steps=None, epochs=2))
-    assert (result.step, result.finished) == (expected, True)
-
-
 def test_no_steps_write_the_untrained_draft(config):
     result = run(change(config, steps=0))
     assert result.finished and result.step == 0
@@ -165,39 +127,6 @@ def test_the_saved_embedding_is_the_targets_bit_for_bit(config):
     own = load_file(Path(config.out) / "last" / "model.safetensors")["embed_tokens.weight"]
     target = load_file(Path(config.data) / "target" / "head.safetensors")["embed_tokens"]
     assert own.dtype == target.dtype and torch.equal(own, target)
-
-
-@pytest.mark.parametrize("kind", ["loss", "gradient"])
-def test_the_first_non_finite_number_stops_the_run(config, kind, monkeypatch):
-    run(change(config, steps=12, save_every=5, out=config.out + "-sound"))
-    dataset = HiddenStatesDataset(config.data)
-    victim = make_splits(dataset, config).train.batches(0)[2][1]
-    original = DRAFTS["eagle3"].loss
-
-    def poisoned(self, batch, head, counts):
-        result = original(self, batch, head, counts)
-        if self.training and victim in batch.rows:
-            if kind == "loss":
-                return dataclasses.replace(result, loss=result.loss * math.nan)
-            result.loss.register_hook(lambda gradient: gradient * math.inf)
-        return result
-
-    monkeypatch.setattr(DRAFTS["eagle3"], "loss", poisoned)
-    with pytest.raises(RunError, match=r"step 3 \(epoch 0, batch 2\)") as error:
-        run(change(config, save_every=2))
-    assert dataset.doc_ids[victim[0]] in str(error.value)
-    saved = masters(config.out)
-    assert (Path(config.out) / "last").resolve().name == "checkpoint-00000002"
-    assert all(t.isfinite().all() for t in saved.values())
-
-
-def test_learning_rate_warms_up_and_ends_where_asked(config):
-    config = change(config, lr=0.1, warmup_ratio=0.1, min_lr_ratio=0.05)
-    rates = [learning_rate(step, 200, config) for step in range(200)]
-    assert 0 < rates[0] < rates[10] < rates[19] < max(rates) == rates[20] == 0.1
-    assert all(a >= b for a, b in itertools.pairwise(rates[20:]))
-    assert rates[-1] == pytest.approx(0.005)
-    assert learning_rate(0, 1, change(config, warmup_ratio=0.0)) == 0.1
 
 
 def test_masters_are_fp32_and_only_matrices_decay(config):
@@ -264,13 +193,6 @@ def test_of_drafts_accepted_equally_far_the_one_with_the_lower_loss_is_best(
     monkeypatch.setattr(Validation, "measure", lambda self: (next(figures), {}))
     result = run(change(config, steps=2, eval_every=1))
     assert result.best["step"] == (2 if lengths[1] == 2.0 else 1)
-
-
-def test_nothing_to_train_on_says_why(tmp_path, config):
-    documents = [([1, 2, 3, 4], [0, 0, 0, 0], [("user", 0, 4)])] * 3
-    data = tiny_dataset(tmp_path / "empty", documents=documents)
-    with pytest.raises(DatasetError, match=r"nothing to train on: of 3 documents, 3 with no s"):
-        run(change(config, data=str(data)))
 
 
 TARGET_FREE = """

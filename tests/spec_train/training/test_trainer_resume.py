@@ -20,7 +20,6 @@ from spec_train.training.stored import HELD_OUT
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
 from tests.forked import Forked
-from tests.spec_train import flat
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import (
     OPTIONS,
@@ -110,14 +109,6 @@ def test_measuring_and_saving_do_not_touch_training(config, tmp_path, monkeypatc
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
-def test_a_run_is_repeated_by_its_own_config_file(config, tmp_path):
-    run(config)
-    table = json.loads((Path(config.out) / "fit.json").read_text())
-    again, options = flat.split("eagle3", **table)
-    run(change(again, out=str(tmp_path / "again")), options)
-    assert_same_run(config.out, tmp_path / "again")
-
-
 def test_kill_9_and_the_same_command_give_the_same_run(config, tmp_path):
     config = change(config, steps=80, save_every=5, eval_every=30, log_every=7)
     whole = change(config, out=str(tmp_path / "whole"))
@@ -157,7 +148,7 @@ def test_a_finished_run_does_nothing_more(config, caplog):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"lr": 2e-3}, {"steps": 20}, {"seq_len": 64}, {"seed": 1}, {"validation": 0.3}],
+    [{"lr": 2e-3}, {"steps": 20}],
     ids=lambda c: next(iter(c)),
 )
 def test_a_changed_setting_is_refused_by_name(config, changes):
@@ -167,13 +158,6 @@ def test_a_changed_setting_is_refused_by_name(config, changes):
         run(change(change(config, steps=2), **changes))
     with pytest.raises(ConfigError, match=r"ttt_steps: 2 -> 3"):
         run(change(config, steps=2), dataclasses.replace(OPTIONS, ttt_steps=3))
-
-
-def test_another_dataset_is_refused(config, tmp_path):
-    run(change(config, steps=2))
-    other = tiny_dataset(tmp_path / "other", seed=5)
-    with pytest.raises(ConfigError, match="dataset: "):
-        run(change(config, steps=2, data=str(other)))
 
 
 def test_a_moved_dataset_is_the_same(config, tmp_path):
@@ -190,13 +174,6 @@ def test_init_from_takes_weights_and_vocabulary_but_not_training_options(config,
     assert all(torch.equal(a, b) for a, b in zip(old.parameters(), new.parameters(), strict=True))
     assert torch.equal(old.draft_ids, new.draft_ids)
     assert (old.options.ttt_steps, new.options.ttt_steps) == (2, 3)
-
-
-def test_init_from_another_shape_is_refused(config, tmp_path):
-    run(change(config, steps=0))
-    other = change(config, out=str(tmp_path / "more"), init_from=config.out)
-    with pytest.raises(DraftError, match="draft_vocab_size: 40 -> 30"):
-        run(other, dataclasses.replace(OPTIONS, draft_vocab_size=30))
 
 
 def test_init_from_a_draft_of_another_target_is_refused(config, tmp_path):
