@@ -76,7 +76,7 @@ def build(dataset, counts=None, **options) -> tuple[Eagle3Draft, TargetHead]:
 
 def test_the_loss_needs_neither_tails_nor_teachers_elsewhere(whole, small):
     """Equal loss, gradients and figures, document by document, to the rounding of the states."""
-    assert small.lengths.sum() < whole.lengths.sum() and small.final == "supervised"
+    assert small.lengths.sum() < whole.lengths.sum() and small.manifest.final == "supervised"
     for rows in ([0, 5, 11], [3]):
         found = []
         for dataset in (whole, small):
