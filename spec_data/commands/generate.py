@@ -10,6 +10,7 @@ out/manifest.json                   written last: it makes the directory a datas
 import logging
 import sys
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from spec_data.terminal.types import Corpus, Count, NewDataset, Target, path_lis
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from spec_data.generation.capture import CapturedUnit
     from spec_data.generation.output import LocalOutput
     from spec_data.generation.plan import Plan
     from spec_data.generation.ray_engine import Replicas
@@ -183,18 +185,43 @@ def generate_into(
 def _capture(
     setup: "Setup", plan: "Plan", output: "LocalOutput", worker: "Worker", todo: list[int]
 ) -> None:
-    """Load the target, prove it, and capture the units `todo`."""
+    """Load the target, prove it, and capture the units `todo`; a thread writes the one before."""
     from spec_data.generation.replica import Replica, load_target
     from spec_data.generation.status import ProgressFile
-    from spec_data.generation.units import capture_units
+    from spec_data.generation.units import finish_unit
+    from spec_data.terminal.progress import progress
 
     out = output.directory
     progress_file = ProgressFile(out, plan, worker=str(worker), lock=str(worker))
     with progress_file.until_the_end(), closing(load_target(setup, plan)) as target:
         # Before the first shard: masks, head, positions, a sample of the corpus, codecs.
         replica = Replica(setup, plan, out, target, output.share_proof)
+
+        def count(tokens: int) -> None:
+            bar.update(tokens)
+            progress_file.add(tokens)
+
+        def finish(unit: int, captured: "CapturedUnit") -> None:
+            finish_unit(out, unit, captured, replica.settings.columns)
+            output.upload(unit)
+            progress_file.finish(unit)
+
         total = plan.unit_set_tokens(worker.units(len(plan.units)))
-        capture_units(replica, todo, progress_file, total=total, uploaded=output.upload)
+        done = total - plan.unit_set_tokens(todo)
+        with (
+            progress(total=total, initial=done, desc="capture", unit="tok") as bar,
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer,
+        ):
+            writing: list[Future[None]] = []
+            for number, unit in enumerate(todo, 1):
+                progress_file.begin(unit)
+                captured = replica.capture(unit, count)
+                for before in writing:
+                    before.result()
+                writing = [writer.submit(finish, unit, captured)]
+                bar.set_postfix_str(f"shard {number}/{len(todo)}")
+            for last in writing:
+                last.result()
 
 
 def _complete_already(setup: "Setup", manifest: "Manifest", where: str) -> "Manifest":

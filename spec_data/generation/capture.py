@@ -19,7 +19,7 @@ from torch import Tensor
 from spec_data.capture.backend import ForwardBatch, TargetBackend
 from spec_data.capture.mask_forms import REQUESTS, ROWS, SINGLE
 from spec_data.generation.plan import Plan
-from spec_data.generation.transfers import Arrival, PlainTransfers, Transfers, encode_columns, store
+from spec_data.generation.transfers import Arrival, Transfers, encode_columns, store
 from spec_data.models.devices import sent
 from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import RunError
@@ -204,7 +204,7 @@ class CaptureSettings:
     batch_tokens: int
     tables: Mapping[str, Tables] = field(default_factory=dict)
     temperature: float = 1.0
-    transfers: Transfers = field(default_factory=PlainTransfers)
+    transfers: Transfers = field(default_factory=Transfers)
 
 
 @dataclass

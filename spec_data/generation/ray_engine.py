@@ -25,13 +25,12 @@ from spec_data.generation.status import FAILED, ProgressFile, read_progress
 from spec_data.generation.units import explained_failures, finish_unit
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 from spec_data.shards.follow import WORK
-from spec_data.terminal.progress import progress, size
+from spec_data.terminal.progress import progress
 
 logger = logging.getLogger(__name__)
 
 RETRIES = 3
 """How often Ray repeats a unit whose replica was lost."""
-_POLL = 0.5  # seconds between two looks at the progress of the replicas
 _AT_ONCE = 2  # units per replica: one is captured while the other is written
 
 
@@ -73,33 +72,28 @@ def connected(replicas: int, options: CaptureOptions) -> Iterator[Replicas]:
         ConfigError: there is no such cluster, it has too few GPUs, or Ray is missing.
     """
     ray = import_ray()
-    ours = not ray.is_initialized()
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        if ours:
-            _connect(ray, replicas)
+    if ray.is_initialized():
         yield place_replicas(ray, replicas, options)
-    finally:
-        if ours:
-            ray.shutdown()
-            # Ray has installed a handler of its own, which would outlive the connection.
-            if handler is not None and threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, handler)
-
-
-def _connect(ray: Any, replicas: int) -> None:
+        return
     address = os.environ.get("RAY_ADDRESS") or "local"
     given: dict[str, Any] = {"address": address, "log_to_driver": False}
     given |= {"logging_level": logging.ERROR, "configure_logging": False}
     if address == "local":
-        cores = max(os.cpu_count() or 1, replicas)
-        given |= {"num_cpus": cores, "include_dashboard": False}
+        given |= {"num_cpus": max(os.cpu_count() or 1, replicas), "include_dashboard": False}
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**given)
+        yield place_replicas(ray, replicas, options)
     except (ConnectionError, ValueError, RuntimeError) as error:
+        if ray.is_initialized():
+            raise
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"RAY_ADDRESS={address}: no connection to Ray ({reason})") from None
-    logger.info("ray: %s", "a cluster of this machine" if address == "local" else address)
+    finally:
+        ray.shutdown()
+        # Ray has installed a handler of its own, which would outlive the connection.
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def place_replicas(ray: Any, replicas: int, options: CaptureOptions) -> Replicas:
@@ -139,25 +133,24 @@ def capture_on_ray(
     threads = torch.get_num_threads()
     actors = [actor.remote(prepare, str(out), n, threads) for n in range(replicas.count)]
     pool = ActorPool(actors * _AT_ONCE)
-    for unit in todo:
-        pool.submit(lambda actor, unit: actor.capture.remote(unit), unit)
-    left = plan.unit_set_tokens(todo)
-    finished, written, lines = set[int](), 0, dict[str, None]()
+    left, seen = plan.unit_set_tokens(todo), set[str]()
     with progress(total=plan.tokens, initial=plan.tokens - left, desc="capture", unit="tok") as bar:
         try:
-            while pool.has_next():
-                if (result := _next(ray, pool, out)) is not None:
-                    unit, size_on_disk, logged = result
-                    finished.add(unit)
-                    written += size_on_disk
-                    for line in logged:  # the same from every replica
-                        if line not in lines:
-                            logger.info("%s", line)
-                        lines[line] = None
-                parts = {p.unit: p.unit_done for p in read_progress(out)}
-                working = sum(parts.get(unit, 0) for unit in todo if unit not in finished)
-                bar.n = plan.tokens - left + plan.unit_set_tokens(finished) + working
-                bar.set_postfix_str(f"shard {len(finished)}/{len(todo)}, {size(written)}")
+            for unit, lines in pool.map_unordered(lambda a, unit: a.capture.remote(unit), todo):
+                bar.update(plan.unit_set_tokens([unit]))
+                for line in lines:  # the same from every replica
+                    if line not in seen:
+                        logger.info("%s", line)
+                seen.update(lines)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause if error.cause is not None else error from None
+        except ray.exceptions.RayError as error:
+            reasons = [f"unit {p.unit}: {p.error}" for p in read_progress(out) if p.phase == FAILED]
+            reason = reasons[-1] if reasons else str(error).strip().splitlines()[0]
+            raise RunError(
+                f"a replica was lost {RETRIES + 1} times with the same unit ({reason}); finished "
+                "units are kept. Run the same command again to resume"
+            ) from None
         finally:
             with suppress(Exception):
                 ray.wait([a.close.remote() for a in actors], num_returns=len(actors), timeout=5)
@@ -165,21 +158,19 @@ def capture_on_ray(
                 ray.kill(one)
 
 
-def _next(ray: Any, pool: Any, out: Path) -> tuple[int, int, list[str]] | None:
-    """Return what `RayReplica.capture` returned for the next unit; None if that takes longer."""
-    try:
-        return pool.get_next_unordered(timeout=_POLL)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause if error.cause is not None else error from None
-    except ray.exceptions.RayError as error:
-        reasons = [f"unit {p.unit}: {p.error}" for p in read_progress(out) if p.phase == FAILED]
-        reason = reasons[-1] if reasons else str(error).strip().splitlines()[0]
-        raise RunError(
-            f"a replica was lost {RETRIES + 1} times with the same unit ({reason}); finished units "
-            "are kept. Run the same command again to resume"
-        ) from None
-    except TimeoutError:
-        return None
+class _Lines(logging.Handler):
+    """Collects what this project logs in a process of Ray, for the driver."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.texts: list[str] = []
+        ours = logging.getLogger("spec_data")
+        ours.setLevel(logging.INFO)
+        ours.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line."""
+        self.texts.append(record.getMessage())
 
 
 class RayReplica:
@@ -197,36 +188,31 @@ class RayReplica:
         self.name = f"ray-{number}"
         self._capturing, self._writing = threading.Lock(), threading.Lock()
         self._loaded: tuple[Replica, ProgressFile] | None = None
-        self._lines: list[str] = []
+        self._lines = _Lines()
 
     def _load(self) -> tuple[Replica, ProgressFile]:
-        """Load the target and prove it, once.
+        """Load the target and prove it.
 
         Raises:
             SpecDataError: as `Replica`; or this machine has another target or other versions.
         """
-        if self._loaded is not None:
-            return self._loaded
         torch.set_num_threads(self.threads)
-        with _collected(self._lines):
-            setup, plan = self.prepare(), load_plan(self.out / WORK)
-            here = settings(setup, []) | {"corpus": plan.settings["corpus"]}
-            if changed := differences(here, plan.settings):
-                raise ConfigError(
-                    f"the machine of replica {self.name} differs from that of the driver:\n  "
-                    + "\n  ".join(changed)
-                )
-            state = ProgressFile(self.out, plan, self.name, "0/1")  # the driver holds this lock
-            try:
-                target = load_target(setup, plan)
-                self._loaded = Replica(setup, plan, self.out, target), state
-            except BaseException as error:
-                state.end(error)
-                raise
-        return self._loaded
+        setup, plan = self.prepare(), load_plan(self.out / WORK)
+        here = settings(setup, []) | {"corpus": plan.settings["corpus"]}
+        if changed := differences(here, plan.settings):
+            raise ConfigError(
+                f"the machine of replica {self.name} differs from that of the driver:\n  "
+                + "\n  ".join(changed)
+            )
+        state = ProgressFile(self.out, plan, self.name, "0/1")  # the driver holds this lock
+        try:
+            return Replica(setup, plan, self.out, load_target(setup, plan)), state
+        except BaseException as error:
+            state.end(error)
+            raise
 
-    def capture(self, unit: int) -> tuple[int, int, list[str]]:
-        """Capture a unit and write it; return it, its bytes, and what was logged while loading.
+    def capture(self, unit: int) -> tuple[int, list[str]]:
+        """Capture a unit and write it; return it, and what was logged so far.
 
         Another error than one of this project ends the process, which an error of CUDA leaves
         unusable: Ray then starts another one and repeats the unit.
@@ -237,14 +223,13 @@ class RayReplica:
         try:
             with explained_failures(self.out):
                 with self._capturing:
-                    replica, state = self._load()
+                    replica, state = self._loaded = self._loaded or self._load()
                     state.begin(unit)
                     captured = replica.capture(unit, state.add)
                     self._writing.acquire()
                 try:
-                    columns = replica.settings.columns
-                    written = finish_unit(self.out, unit, captured, columns)
-                    state.finish(unit, written)
+                    finish_unit(self.out, unit, captured, replica.settings.columns)
+                    state.finish(unit)
                 finally:
                     self._writing.release()
         except SpecDataError:
@@ -254,25 +239,9 @@ class RayReplica:
                 self._loaded[1].end(RunError(f"{type(error).__name__}: {error}"))
             with self._writing:  # the unit before this one is not lost
                 os._exit(1)
-        return unit, written, self._lines
+        return unit, list(self._lines.texts)
 
     def close(self) -> None:
         """Say in the file of this process that it ends."""
         if self._loaded is not None:
             self._loaded[1].end()
-
-
-@contextmanager
-def _collected(lines: list[str]) -> Iterator[None]:
-    """Collect the log lines of this project in a list."""
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    ours = logging.getLogger("spec_data")
-    before = ours.level
-    ours.setLevel(logging.INFO)
-    ours.addHandler(handler)
-    try:
-        yield
-    finally:
-        ours.removeHandler(handler)
-        ours.setLevel(before)

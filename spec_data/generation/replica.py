@@ -125,86 +125,73 @@ class Replica:
                 other states than the one that proved the target.
         """
         self.plan, self.out, self.target = plan, out, target
-        self._asked = setup.options.tokens_per_forward
         self._documents = documents_to_prove(setup, plan)[1]
         self.draft = prove_target(setup, plan, target, out)
         if not share():
             self.draft = prove_target(setup, plan, target, out)
-        columns, codec = self.draft.columns, self.draft.codec
+        columns, codec, form = self.draft.columns, self.draft.codec, self.draft.packing.form
         lossy = [c for c in columns if c.lossy]
-        tables = load_tables(out / TABLES, lossy, codec.sha256 if codec else None) if lossy else {}
+        proven, asked = self.draft.captured_with, setup.options.tokens_per_forward
+        if proven == running_facts(target, proven["batch_tokens"]):
+            batch_tokens = asked or proven["batch_tokens"]
+        else:  # other devices
+            batch_tokens = choose_batch_tokens(target, plan, form, columns, asked)
         self.settings = CaptureSettings(
             columns=columns,
-            form=self.draft.packing.form,
-            batch_tokens=self._batch_tokens(columns),
-            tables=tables,
+            form=form,
+            batch_tokens=batch_tokens,
+            tables=load_tables(out / TABLES, lossy, codec.sha256 if codec else None)
+            if lossy
+            else {},
             temperature=setup.options.own_temperature,
             transfers=transfers_for(target.device, [c.name for c in columns]),
         )
         self._check_running()
 
-    def _batch_tokens(self, columns: Any) -> int:
-        """Return the tokens per forward: those of the proof, unless this run has other devices."""
-        proven, form = self.draft.captured_with, self.draft.packing.form
-        if proven == running_facts(self.target, proven["batch_tokens"]):
-            return self._asked or proven["batch_tokens"]
-        return choose_batch_tokens(self.target, self.plan, form, columns, self._asked)
-
     def capture(self, unit: int, done: Callable[[int], None]) -> CapturedUnit:
         """Capture a unit; `done` is called with the tokens of each batch.
 
         Out of memory, the unit is captured again in forwards of half as many tokens, and so are
-        those after it. `done` is then called with the tokens that do not count, negative.
+        those after it.
 
         Raises:
             RunError: not even the longest row fits.
         """
         while True:
-            counted = 0
-
-            def count(tokens: int) -> None:
-                nonlocal counted
-                counted += tokens
-                done(tokens)
-
             try:
-                return capture_unit(self.target, self.plan, unit, self.settings, count)
+                return capture_unit(self.target, self.plan, unit, self.settings, done)
             except torch.OutOfMemoryError as error:
                 problem = str(error).splitlines()[0]
-            done(-counted)
             self._halve(problem)  # outside the handler, which keeps the tensors of the forward
 
     def _halve(self, problem: str) -> None:
         """Go on with half as many tokens per forward, or fewer; see `capture`."""
-        row, fits = longest_row(self.plan, self.settings.form), False
-        while not fits:
-            before = self.settings.batch_tokens
-            if before <= row:
-                raise RunError(
-                    f"out of device memory ({problem}) with one row of {row:,} tokens per forward. "
-                    "Finished shards are kept: run the same command again where more memory is "
-                    "free, or with the target on several GPUs (--device-map auto)"
-                )
-            self.settings = replace(self.settings, batch_tokens=max(row, before // 2))
-            logger.warning(
-                "warning: out of device memory (%s): forwards have %d tokens from now on, not %d",
-                *(problem, self.settings.batch_tokens, before),
+        row, before = longest_row(self.plan, self.settings.form), self.settings.batch_tokens
+        if before <= row:
+            raise RunError(
+                f"out of device memory ({problem}) with one row of {row:,} tokens per forward. "
+                "Finished shards are kept: run the same command again where more memory is free, "
+                "or with the target on several GPUs (--device-map auto)"
             )
-            self.target.peak_memory(lambda: None)  # frees what the allocator keeps
-            try:
-                self._check_running()
-                fits = True
-            except torch.OutOfMemoryError:
-                pass
-
-    # -- what a run captures with, beside what decides the data --
-    # Device, batch size and releases change states by rounding at most, so a directory may be
-    # resumed with others. That is measured, not assumed: the run that proved the target keeps the
-    # states of a few documents, and one with other settings captures them again before its first
-    # unit. Both settings and the difference are recorded in the manifest.
+        self.settings = replace(self.settings, batch_tokens=max(row, before // 2))
+        logger.warning(
+            "warning: out of device memory (%s): forwards have %d tokens from now on, not %d",
+            *(problem, self.settings.batch_tokens, before),
+        )
+        self.target.peak_memory(lambda: None)  # frees what the allocator keeps
+        try:
+            return self._check_running()
+        except torch.OutOfMemoryError:
+            pass
+        self._halve(problem)
 
     def _check_running(self) -> None:
         """Prove, and record, that this run captures what the proven one did.
+
+        Device, batch size and releases change states by rounding at most, so a directory may be
+        resumed with others. That is measured: the run that proved the target keeps the states of a
+        few documents, and one with other settings captures them again before its first unit. The
+        manifest has both settings and the difference.
 
         Raises:
             RunError: the states differ by more than rounding.
@@ -214,14 +201,11 @@ class Replica:
         if here == proven:
             return
         changes = "; ".join(f"{k} {proven[k]}, now {v}" for k, v in here.items() if proven[k] != v)
-        packing = self.draft.packing
-        difference = largest_difference(
-            load_file(self.out / WORK / WITNESS),
-            reference_states(
-                self._documents, self.target, self.settings.form, self.plan.pack_length,
-                self.settings.batch_tokens,
-            ),
-        )  # fmt: skip
+        packing, form = self.draft.packing, self.settings.form
+        states = reference_states(
+            self._documents, self.target, form, self.plan.pack_length, self.settings.batch_tokens
+        )
+        difference = largest_difference(load_file(self.out / WORK / WITNESS), states)
         if not difference <= packing.tolerance:
             raise RunError(
                 f"{self.out} was begun with other settings ({changes}), and with these the states "

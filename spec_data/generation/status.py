@@ -52,10 +52,10 @@ class WorkerProgress(msgspec.Struct, kw_only=True):
         worker: its name, such as "0/4" or "ray-1"; lock: the "i/n" whose lock is held for it.
         host, pid: the process; started, updated: Unix times.
         phase: "loading", "capturing", "done", "failed" or "stopped".
-        plan_units, plan_tokens: of the whole plan.
+        plan_tokens: of the whole plan.
         unit: the unit in work; unit_tokens, unit_done: its tokens, and those captured.
-        units: tokens of each unit that this process finished.
-        tokens, seconds: tokens captured here, and how long that took; bytes: of finished shards.
+        units: number of units that this process finished.
+        tokens, seconds: tokens captured here, and how long that took.
         error: why it failed.
     """
 
@@ -66,15 +66,13 @@ class WorkerProgress(msgspec.Struct, kw_only=True):
     started: float = 0.0
     updated: float = 0.0
     phase: str = LOADING
-    plan_units: int = 0
     plan_tokens: int = 0
     unit: int | None = None
     unit_tokens: int = 0
     unit_done: int = 0
-    units: dict[int, int] = msgspec.field(default_factory=dict)
+    units: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    bytes: int = 0
     error: str = ""
 
     @property
@@ -88,19 +86,17 @@ class ProgressFile:
 
     def __init__(self, out: Path, plan: Plan, worker: str, lock: str) -> None:
         """Make the file of a process that begins to load its target; see `WorkerProgress`."""
-        host = socket.gethostname()
         self.state = WorkerProgress(
             worker=worker,
             lock=lock,
-            host=host,
+            host=socket.gethostname(),
             pid=os.getpid(),
             started=time.time(),
-            plan_units=len(plan.units),
             plan_tokens=plan.tokens,
         )
         self._plan, self._guard = plan, threading.Lock()
         self._capturing_since, self._written = 0.0, -_EVERY
-        name = re.sub(r"[^\w.-]", "-", f"{worker}-{host}-{os.getpid()}")
+        name = re.sub(r"[^\w.-]", "-", f"{worker}-{self.state.host}-{self.state.pid}")
         self._file = out / WORK / WORKERS / f"{name}.json"
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)
@@ -123,11 +119,10 @@ class ProgressFile:
             if time.monotonic() - self._written >= _EVERY:
                 self._write()
 
-    def finish(self, unit: int, written: int) -> None:
-        """A unit is finished: its shard of `written` bytes and its record are on disk."""
+    def finish(self, unit: int) -> None:
+        """A unit is finished: its shard and its record are on disk."""
         with self._guard:
-            self.state.units[unit] = self._plan.unit_set_tokens([unit])
-            self.state.bytes += written
+            self.state.units += 1
             if self.state.unit == unit:
                 self.state.unit, self.state.unit_tokens, self.state.unit_done = None, 0, 0
             self._write()
@@ -183,8 +178,7 @@ class WorkerStatus:
     """One worker: its newest process, and the units of all its processes.
 
     `state` is "loading", "capturing", "done", "failed", "stopped" (by Ctrl-C or SIGTERM), or "lost"
-    if the process was killed.
-    `unit` is the unit in work, `silent_seconds` the time since the process last wrote.
+    if the process was killed; `unit` is the unit in work, of which the share `unit_done` is done.
     """
 
     worker: str
@@ -195,17 +189,12 @@ class WorkerStatus:
     unit: int | None
     unit_done: float
     tokens_per_second: float
-    silent_seconds: float
 
     def __str__(self) -> str:
-        doing = self.state
-        if self.unit is not None:
-            doing += f" unit {self.unit} ({self.unit_done:.0%})"
-        silent = self.silent_seconds > SILENCE and self.state in (LOADING, CAPTURING)
+        unit = "" if self.unit is None else f" unit {self.unit} ({self.unit_done:.0%})"
         return (
-            f"{self.worker}  {self.host}  {doing}, {self.units_done} units done, "
+            f"{self.worker}  {self.host}  {self.state}{unit}, {self.units_done} units done, "
             f"{self.tokens_per_second:,.0f} tokens/s"
-            + (f", silent for {self.silent_seconds:,.0f} s" if silent else "")
         )
 
 
@@ -248,35 +237,25 @@ class Status(Result):
                 f"{self.path}: a sealed dataset: {self.units} shards, {self.tokens:,} tokens, "
                 f"{size(self.bytes)}"
             )
+        if self.running or any(worker.state in (LOADING, CAPTURING) for worker in self.workers):
+            activity = "generation is running"
+        elif not self.units:
+            activity = "no plan yet: the corpus is being read, or the run was stopped"
+        elif self.units_done == self.units:
+            activity = "every unit is finished; run the same `spec-data generate` again to seal"
+        else:
+            activity = "no worker runs; the same `spec-data generate` resumes"
         total = "" if self.tokens is None else f" of {self.tokens:,}"
+        left = "" if self.eta_seconds is None else f", about {self.eta_seconds / 60:,.1f} min left"
         lines = [
-            f"{self.path}: {self._activity()}",
+            f"{self.path}: {activity}",
             f"units       {self.units_done:,} of {self.units:,} are finished ({size(self.bytes)})",
             f"tokens      {self.tokens_done:,}{total}",
-            f"speed       {self.tokens_per_second:,.0f} tokens/s{self._time_left()}",
+            f"speed       {self.tokens_per_second:,.0f} tokens/s{left}",
             *(f"worker      {worker}" for worker in self.workers),
             *(f"failure     {text}" for text in self.failures),
         ]
         return "\n".join(lines)
-
-    def _activity(self) -> str:
-        if any(worker.state in (LOADING, CAPTURING) for worker in self.workers):
-            return "generation is running"
-        if not self.units:
-            return "no plan yet: the corpus is being read, or the run was stopped"
-        if self.running:
-            return "generation is running"
-        if self.units_done == self.units:
-            return "every unit is finished; run the same `spec-data generate` again to seal"
-        return "no worker runs; the same `spec-data generate` resumes"
-
-    def _time_left(self) -> str:
-        if self.eta_seconds is None:
-            return ""
-        minutes = self.eta_seconds / 60
-        if minutes >= 120:
-            return f", about {minutes / 60:,.1f} hours left"
-        return f", about {minutes:,.1f} minutes left"
 
 
 def read_status(out: Path) -> Status:
@@ -288,17 +267,50 @@ def read_status(out: Path) -> Status:
     """
     work = out / WORK
     if (out / MANIFEST).is_file():
-        return _sealed(out)
+        manifest = Manifest.read(out / MANIFEST)
+        count, totals = len(manifest.shards), manifest.totals
+        return Status(
+            path=out,
+            sealed=True,
+            units=count,
+            units_done=count,
+            tokens=totals.tokens,
+            tokens_done=totals.tokens,
+            bytes=totals.bytes,
+            eta_seconds=0.0,
+        )
     if not work.is_dir():
         raise MissingError(f"{out}: no dataset, and none is being generated there")
-    units = len(read_units(work))
-    running = running_workers(work)
-    processes = read_progress(out)
-    alive = [p for p in processes if _alive(p, processes, running)]
+    units, running, processes = len(read_units(work)), running_workers(work), read_progress(out)
     finished = _finished(work, units)
     done = sum(tokens for tokens, _ in finished.values())
-    done += sum(p.unit_done for p in alive if p.unit not in finished)
-    rate = sum(p.rate for p in alive)
+    newest = {process.worker: process for process in processes}
+    units_of, workers, failures, rate = Counter[str](), list[WorkerStatus](), list[str](), 0.0
+    for process in processes:
+        alive = process is newest[process.worker] and _alive(process, running)
+        state = process.phase if alive or process.phase in _ENDED else LOST
+        where = f"worker {process.worker} ({process.host}, process {process.pid})"
+        unit = "" if process.unit is None else f" in unit {process.unit}"
+        if state == FAILED:
+            failures.append(f"{where} failed{unit}: {process.error}")
+        elif state == LOST:
+            failures.append(f"{where} was killed or lost{unit}")
+        if alive:
+            rate += process.rate
+            done += process.unit_done if process.unit not in finished else 0
+        units_of[process.worker] += process.units
+        if process is newest[process.worker]:
+            status = WorkerStatus(
+                worker=process.worker,
+                host=process.host,
+                pid=process.pid,
+                state=state,
+                units_done=units_of[process.worker],
+                unit=process.unit if alive else None,
+                unit_done=process.unit_done / max(process.unit_tokens, 1),
+                tokens_per_second=process.rate if alive else 0.0,
+            )
+            workers.append(status)
     total = processes[-1].plan_tokens if processes else None
     return Status(
         path=out,
@@ -311,8 +323,8 @@ def read_status(out: Path) -> Status:
         bytes=sum(written for _, written in finished.values()),
         tokens_per_second=rate,
         eta_seconds=(total - done) / rate if total is not None and rate > 0 else None,
-        workers=tuple(_workers(processes, alive)),
-        failures=tuple(_failures(processes, alive)),
+        workers=tuple(sorted(workers, key=lambda worker: worker.worker)),
+        failures=tuple(failures),
     )
 
 
@@ -327,75 +339,20 @@ def _finished(work: Path, units: int) -> dict[int, tuple[int, int]]:
     return finished
 
 
-def _sealed(out: Path) -> Status:
-    manifest = Manifest.read(out / MANIFEST)
-    units, totals = len(manifest.shards), manifest.totals
-    return Status(
-        path=out,
-        sealed=True,
-        units=units,
-        units_done=units,
-        tokens=totals.tokens,
-        tokens_done=totals.tokens,
-        bytes=totals.bytes,
-        eta_seconds=0.0,
-    )
+def _alive(process: WorkerProgress, running: list[str]) -> bool:
+    """Tell whether the newest process of a worker runs: its lock is held.
 
-
-def _alive(process: WorkerProgress, processes: list[WorkerProgress], running: list[str]) -> bool:
-    """Tell whether a process runs: it is the newest of its name, and its lock is held.
-
-    Some file systems hide the locks of other machines; a process there runs if it wrote lately.
+    Some file systems hide the locks of other machines; a process there runs if it wrote lately. A
+    replica of Ray dies without its lock.
     """
-    newest = [p for p in processes if p.worker == process.worker][-1]
-    if newest is not process or process.phase in _ENDED:
+    if process.phase in _ENDED:
         return False
     if process.host != socket.gethostname():
         return process.lock in running or time.time() - process.updated < SILENCE
-    return process.lock in running and _exists(process.pid)
-
-
-def _exists(pid: int) -> bool:
-    """Tell whether this machine has a process `pid`; a replica of Ray dies without its lock."""
     try:
-        os.kill(pid, 0)
+        os.kill(process.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:  # of another user
-        return True
-    return True
-
-
-def _workers(processes: list[WorkerProgress], alive: list[WorkerProgress]) -> list[WorkerStatus]:
-    units: Counter[str] = Counter()
-    for process in processes:
-        units[process.worker] += len(process.units)
-    workers = []
-    for name, process in sorted({p.worker: p for p in processes}.items()):
-        runs = process in alive
-        workers.append(
-            WorkerStatus(
-                worker=name,
-                host=process.host,
-                pid=process.pid,
-                state=process.phase if runs or process.phase in _ENDED else LOST,
-                units_done=units[name],
-                unit=process.unit if runs else None,
-                unit_done=process.unit_done / process.unit_tokens if process.unit_tokens else 0.0,
-                tokens_per_second=process.rate if runs and process.phase == CAPTURING else 0.0,
-                silent_seconds=max(0.0, time.time() - process.updated),
-            )
-        )
-    return workers
-
-
-def _failures(processes: list[WorkerProgress], alive: list[WorkerProgress]) -> list[str]:
-    failures = []
-    for process in processes:
-        where = f"worker {process.worker} ({process.host}, process {process.pid})"
-        unit = "" if process.unit is None else f" in unit {process.unit}"
-        if process.phase == FAILED:
-            failures.append(f"{where} failed{unit}: {process.error}")
-        elif process.phase not in _ENDED and process not in alive:
-            failures.append(f"{where} was killed or lost{unit}")
-    return failures
+        pass
+    return process.lock in running

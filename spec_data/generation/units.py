@@ -1,4 +1,4 @@
-"""Capture the units of a plan one after the other, and record which are finished.
+"""The units of a plan: their shards, and the records of those that are finished.
 
     out/shards/unit-00000.arrow         the shard
     out/.generate/unit-00000.json       its record, written after the shard, both atomically
@@ -9,8 +9,7 @@ machine.
 """
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ import torch
 from msgspec import structs
 
 from spec_data.generation.capture import CapturedUnit
-from spec_data.generation.replica import Replica
-from spec_data.generation.status import ProgressFile
 from spec_data.shards.errors import RunError
 from spec_data.shards.files import CACHE_VARIABLE, remove_left_of, unit_name, writing
 from spec_data.shards.follow import WORK
@@ -29,7 +26,6 @@ from spec_data.shards.likelihood import DocumentFigures
 from spec_data.shards.resumable import read_record, write_record
 from spec_data.shards.schema import Column, ShardRecord
 from spec_data.shards.writer import write_shard
-from spec_data.terminal.progress import progress, size
 
 SHARDS = "shards"
 
@@ -79,8 +75,8 @@ def finished_unit(out: Path, unit: int) -> UnitRecord | None:
     return record if stored else None
 
 
-def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Column, ...]) -> int:
-    """Write the shard of a unit, then its record; return the bytes written."""
+def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Column, ...]) -> None:
+    """Write the shard of a unit, then its record."""
     record = write_shard(out / SHARDS / f"{unit_name(unit)}.arrow", captured.data, columns)
     content = {
         "record": structs.asdict(record),
@@ -89,55 +85,6 @@ def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Col
         "agreement": captured.figures.to_json(),
     }
     write_record(out / WORK / f"{unit_name(unit)}.json", content)
-    return record.bytes
-
-
-def capture_units(
-    replica: Replica,
-    todo: list[int],
-    progress_file: ProgressFile,
-    *,
-    total: int,
-    uploaded: Callable[[int], None] = lambda unit: None,
-) -> None:
-    """Capture the units `todo`; a second thread writes the unit before.
-
-    Args:
-        replica: the proven target.
-        todo: the units.
-        progress_file: what `spec-data status` reads.
-        total: tokens of all units of this worker, for the bar.
-        uploaded: called when a unit is finished on the local disk.
-    """
-    plan, out = replica.plan, replica.out
-    pending: Future[int] | None = None
-    written = 0
-
-    def finish(unit: int, captured: CapturedUnit) -> int:
-        size_on_disk = finish_unit(out, unit, captured, replica.settings.columns)
-        uploaded(unit)
-        progress_file.finish(unit, size_on_disk)
-        return size_on_disk
-
-    def count(tokens: int) -> None:
-        bar.update(tokens)
-        progress_file.add(tokens)
-
-    done = total - plan.unit_set_tokens(todo)
-    with (
-        progress(total=total, initial=done, desc="capture", unit="tok") as bar,
-        ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer,
-    ):
-        for number, unit in enumerate(todo, 1):
-            progress_file.begin(unit)
-            captured = replica.capture(unit, count)
-            if pending is not None:
-                written += pending.result()
-            pending = writer.submit(finish, unit, captured)
-            bar.set_postfix_str(f"shard {number}/{len(todo)}, {size(written)}")
-        if pending is not None:
-            written += pending.result()
-            bar.set_postfix_str(f"shard {len(todo)}/{len(todo)}, {size(written)}")
 
 
 def clear_leftovers(out: Path, units: Iterable[int]) -> None:

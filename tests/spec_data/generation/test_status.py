@@ -36,7 +36,7 @@ def test_a_worker_is_seen_and_what_it_leaves_is_counted(source, whole, tmp_path,
     run(*source, out, workers="0/3", **SMALL)
     process = fork_cli(options(*source, out, workers="1/3", **SMALL), held=7)
     try:
-        while not any(f.unit == 7 and len(f.units) == 2 for f in read_progress(out)):
+        while not any(f.unit == 7 and f.units == 2 for f in read_progress(out)):
             assert process.poll() is None
             time.sleep(0.01)
         plan = load_plan(out / ".generate")
