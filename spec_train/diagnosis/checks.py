@@ -5,8 +5,8 @@ to give so that it can.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from spec_data.terminal.command import Result
 from spec_data.terminal.text_table import text_table
@@ -14,129 +14,54 @@ from spec_data.terminal.text_table import text_table
 OK, FINDING, UNDECIDED = "ok", "finding", "undecided"
 _MARKS = {FINDING: "FINDING", OK: "ok", UNDECIDED: "not decidable"}
 _SHOWN = 6  # conventions of a round
-
-
-class Rule(NamedTuple):
-    """What a check says if it finds nothing, and what to do if it finds something."""
-
-    sound: str
-    fix: str
-
-
+_SOUND = "no other convention fits clearly better"
 _MASK_KEYS = "mask_token_id, and ptd_token_id, pard_token or dspark_noise_token_id"
 
-CHECKS: dict[str, Rule] = {
-    "files": Rule(
-        "its keys agree",
-        "correct the named key or file, or copy it again",
-    ),
-    "seal": Rule(
-        "as it was sealed",
-        "copy or export the draft again; an edit on purpose gets a new seal by `spec-train export "
-        "--draft DIR --out NEW --accept-edited`",
-    ),
-    "ambiguous-keys": Rule("the files say everything that decides what is computed", ""),
-    "weights": Rule(
-        "every weight is finite",
-        "train again: the draft diverged, or was damaged",
-    ),
-    "max-positions": Rule(
-        "at least the target's length",
-        "set max_position_embeddings to the target's in the draft's config: it is no length of the "
-        "training, but what engines serve",
-    ),
-    "embedding": Rule(
-        "the target's, bit for bit, or trained",
-        "use the draft with the target that it was fitted to; if only its embedding is damaged or "
-        "missing, export it again with --target",
-    ),
-    "head": Rule(
-        "the draft's own LM head fits best",
-        "replace the draft's lm_head by the one that it was trained with; the target's fits better "
-        "than the file's",
-    ),
-    "layer-ids": Rule(
-        "the declared layers fit best",
-        "write the layer ids that fit into the draft's config (docs/export-and-serving.md says "
-        "which key counts outputs and which inputs of blocks), or train again with the declared "
-        "ones",
-    ),
-    "layer-order": Rule(
-        "the declared order of layers fits best",
-        "sort the parts of fc by ascending layer id: `spec-train export` writes a draft so, which "
-        "every engine reads alike",
-    ),
-    "state-shift": Rule(
-        "each token has its own states",
-        "the trainer paired each token with the states of a neighbour, which serving does not do. "
-        "Correct the shift in the trainer, and train again",
-    ),
-    "final-norm": Rule(
-        "the final state fits on its side of the norm",
-        "serve and train with the same state: capture the one that the draft was trained with, or "
-        "train again",
-    ),
-    "carried-norm": Rule(
-        "the declared norms fit best",
-        "set the flag in the draft's config to the value that fits, or train again",
-    ),
-    "rope": Rule(
-        "the declared rope fits best",
-        "write the rope settings that fit into the draft's config, or train again",
-    ),
-    "slot-layout": Rule(
-        "the declared slots draft first",
-        "set sample_from_anchor in the draft's config to the value that fits",
-    ),
-    "mask-token": Rule(
-        "the declared mask token fits best",
-        f"set the mask token in the draft's config ({_MASK_KEYS} where it has them) to the id that "
-        "its trainer masked with. Of the usual ids, this one fits best",
-    ),
-    "vocabulary-map": Rule(
-        "the declared map fits best",
-        "replace d2t by the map that fits (offsets: token = row + d2t[row]); `spec-train export` "
-        "writes one that every engine reads alike. If the map was never filled, train again",
-    ),
-    "input-order": Rule(
-        "token and state enter in the declared order",
-        "exchange the two halves of the input weights: the files concatenate token and state in "
-        "the other order",
-    ),
-    "trained": Rule(
-        "the draft uses the states of the target",
-        "name the trained checkpoint (RUN/best), or give the dataset and target that it was "
-        "trained with; else train again",
-    ),
-    "target": Rule(
-        "weights, config and rope are those of the training",
-        "use the target that the draft was fitted to, or capture this one and train again",
-    ),
-    "quantised": Rule(
-        "the target runs in the precision of the capture",
-        "serve the target as it was captured, or capture with the quantised target and train again",
-    ),
-    "chat-template": Rule(
-        "prompts are rendered as in the training data",
-        "serve with the template and kwargs of the training data, or generate the dataset with "
-        "those that are served",
-    ),
-    "tokenizer": Rule(
-        "the tokenizer is that of the training data",
-        "serve with the tokenizer of the training data, or generate again",
-    ),
-    "data": Rule(
-        "verified",
-        "copy or generate the dataset again; `spec-data verify` lists every failure",
-    ),
-    "on-policy": Rule(
-        "the answers are the target's own",
-        "let the target answer the prompts itself (`spec-data regenerate`), and generate and train "
-        "from that",
-    ),
-    "conventions": Rule("", ""),
+CHECKS: dict[str, str] = {
+    "files": "correct the named key or file, or copy it again",
+    "seal": "copy or export the draft again; an edit on purpose gets a new seal by `spec-train "
+    "export --draft DIR --out NEW --accept-edited`",
+    "ambiguous-keys": "",
+    "weights": "train again: the draft diverged, or was damaged",
+    "max-positions": "set max_position_embeddings to the target's in the draft's config: it is no "
+    "length of the training, but what engines serve",
+    "embedding": "use the draft with the target that it was fitted to; if only its embedding is "
+    "damaged or missing, export it again with --target",
+    "head": "replace the draft's lm_head by the one that it was trained with; the target's fits "
+    "better than the file's",
+    "layer-ids": "write the layer ids that fit into the draft's config (docs/export-and-serving.md "
+    "says which key counts outputs and which inputs of blocks), or train again with the declared "
+    "ones",
+    "layer-order": "sort the parts of fc by ascending layer id: `spec-train export` writes a draft "
+    "so, which every engine reads alike",
+    "state-shift": "the trainer paired each token with the states of a neighbour, which serving "
+    "does not do. Correct the shift in the trainer, and train again",
+    "final-norm": "serve and train with the same state: capture the one that the draft was trained "
+    "with, or train again",
+    "carried-norm": "set the flag in the draft's config to the value that fits, or train again",
+    "rope": "write the rope settings that fit into the draft's config, or train again",
+    "slot-layout": "set sample_from_anchor in the draft's config to the value that fits",
+    "mask-token": f"set the mask token in the draft's config ({_MASK_KEYS} where it has them) to "
+    "the id that its trainer masked with. Of the usual ids, this one fits best",
+    "vocabulary-map": "replace d2t by the map that fits (offsets: token = row + d2t[row]); "
+    "`spec-train export` writes one that every engine reads alike. If the map was never filled, "
+    "train again",
+    "input-order": "exchange the two halves of the input weights: the files concatenate token and "
+    "state in the other order",
+    "trained": "name the trained checkpoint (RUN/best), or give the dataset and target that it was "
+    "trained with; else train again",
+    "target": "use the target that the draft was fitted to, or capture this one and train again",
+    "quantised": "serve the target as it was captured, or capture with the quantised target and "
+    "train again",
+    "chat-template": "serve with the template and kwargs of the training data, or generate the "
+    "dataset with those that are served",
+    "tokenizer": "serve with the tokenizer of the training data, or generate again",
+    "data": "copy or generate the dataset again; `spec-data verify` lists every failure",
+    "on-policy": "let the target answer the prompts itself (`spec-data regenerate`), and generate "
+    "and train from that",
+    "conventions": "",
 }
-"""Every check by its name, which does not change between releases."""
+"""Every check by its name, which does not change between releases: what to do about a finding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,23 +83,19 @@ class Check:
     @property
     def fix(self) -> str | None:
         """What to do about a finding."""
-        return CHECKS[self.name].fix if self.state == FINDING else None
+        return CHECKS[self.name] if self.state == FINDING else None
 
 
-def judged(name: str, problems: Iterable[str], *evidence: str, sound: str = "") -> Check:
+def judged(name: str, problems: Iterable[str], *evidence: str, sound: str = _SOUND) -> Check:
     """Return a finding with the problems as text and evidence; without one, a sound check.
 
-    Args:
-        name: of the check.
-        problems: what was found.
-        evidence: more lines, in both cases.
-        sound: what is said without a problem, instead of the text of the rule.
+    `evidence` are more lines, in both cases; `sound` is said without a problem.
     """
     lines = tuple(dict.fromkeys(problems))
     if lines:
         more = (*lines[1:], *evidence)
         return Check(name=name, state=FINDING, text=lines[0], evidence=more)
-    return Check(name=name, state=OK, text=sound or CHECKS[name].sound, evidence=evidence)
+    return Check(name=name, state=OK, text=sound, evidence=evidence)
 
 
 def undecided(name: str, text: str, *evidence: str) -> Check:
@@ -188,16 +109,13 @@ def one_per_name(checks: Sequence[Check]) -> list[Check]:
     The first finding comes first, then what is not decided, then what is sound.
     """
     order = (FINDING, UNDECIDED, OK)
-    merged = []
-    for name in dict.fromkeys(check.name for check in checks):
-        same = sorted(
-            (check for check in checks if check.name == name),
-            key=lambda check: order.index(check.state),
-        )
-        worst, others = same[0], [check for check in same[1:] if check.state != OK]
-        more = (line for check in others for line in (check.text, *check.evidence))
-        merged.append(Check(**{**vars(worst), "evidence": (*worst.evidence, *dict.fromkeys(more))}))
-    return merged
+    merged: dict[str, Check] = {}
+    for check in sorted(checks, key=lambda check: order.index(check.state)):
+        first = merged.setdefault(check.name, check)
+        if first is not check and check.state != OK:
+            lines = (*first.evidence, check.text, *check.evidence)
+            merged[check.name] = replace(first, evidence=tuple(dict.fromkeys(lines)))
+    return [merged[name] for name in dict.fromkeys(check.name for check in checks)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,45 +180,35 @@ class Diagnosis(Result):
 
     def facts(self) -> dict[str, Any]:
         """Return plain values of everything."""
-        return {
-            "draft": self.draft,
-            "kind": self.kind,
-            "findings": [check.name for check in self.findings],
-            "checks": [{**vars(check), "fix": check.fix} for check in self.checks],
-            "tried": [vars(tried) for tried in self.tried],
-            "documents": self.documents,
-            "which_documents": self.which_documents,
-            "acceptance_length": self.acceptance_length,
-        }
+        facts = asdict(self)
+        del facts["next_command"]
+        checks = [{**asdict(check), "fix": check.fix} for check in self.checks]
+        return facts | {"checks": checks, "findings": [check.name for check in self.findings]}
 
     def __str__(self) -> str:
-        lines = [f"{self.draft}: {self.kind or 'not readable as a draft'}"]
+        head = f"{self.draft}: {self.kind or 'not readable as a draft'}"
         if self.documents:
-            where = f"{self.documents} documents"
-            where += f" ({self.which_documents})" if self.which_documents else ""
+            which = f" ({self.which_documents})" if self.which_documents else ""
             length = self.acceptance_length
-            lines[0] += (
-                f", tried on {where}"
+            head += (
+                f", tried on {self.documents} documents{which}"
                 if length is None
-                else f", acceptance length {length:.2f} over all slots of {where}"
+                else f", acceptance length {length:.2f} over all slots of {self.documents} "
+                f"documents{which}"
             )
-        for state in _MARKS:
-            lines += _lines(check for check in self.checks if check.state == state)
-        lines += _table(self.tried)
         count = len(self.findings)
-        lines.append(f"{self.draft}: {count or 'no'} finding{'' if count == 1 else 's'}")
-        return "\n".join(lines)
+        last = f"{self.draft}: {count or 'no'} finding{'' if count == 1 else 's'}"
+        return "\n".join([head, *self._lines(), *_table(self.tried), last])
 
-
-def _lines(checks: Iterable[Check]) -> Iterator[str]:
-    width = max(map(len, _MARKS.values()))
-    for check in checks:
-        yield f"{_MARKS[check.state].ljust(width)}  {check.name}: {check.text}"
+    def _lines(self) -> Iterator[str]:
+        width = max(map(len, _MARKS.values()))
         indent = " " * (width + 2)
-        label = "evidence: " if check.state == FINDING else ""
-        yield from (f"{indent}{label}{line}" for line in check.evidence)
-        if check.fix:
-            yield f"{indent}fix: {check.fix}"
+        for check in sorted(self.checks, key=lambda check: [*_MARKS].index(check.state)):
+            yield f"{_MARKS[check.state].ljust(width)}  {check.name}: {check.text}"
+            label = "evidence: " if check.state == FINDING else ""
+            yield from (f"{indent}{label}{line}" for line in check.evidence)
+            if check.fix:
+                yield f"{indent}fix: {check.fix}"
 
 
 def _table(tried: Sequence[Tried]) -> Iterator[str]:

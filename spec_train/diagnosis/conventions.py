@@ -133,20 +133,23 @@ def _layer_of(column: str) -> int | None:
     return None if column == FINAL else int(column.removeprefix("hidden.L"))
 
 
+def _listed(layers: Sequence[int | None]) -> str:
+    return ", ".join("final" if layer is None else str(layer) for layer in layers)
+
+
 def _layer_ids(setting: Setting) -> Iterator[Neighbour]:
     layers = [_layer_of(column) for column in setting.reading.columns]
     ids = [k for k in layers if k is not None]
     if not ids or len(ids) < len(layers):
         return
     blocks = setting.sample.blocks
-    for step, words in ((1, "one block later"), (-1, "one block earlier")):
+    others = {1: "each one block later", -1: "each one block earlier"}
+    for step, words in others.items():
         moved = [k + step for k in ids]
         if min(moved) >= -1 and (blocks is None or max(moved) < blocks):
             columns = list(map(layer_column, moved))
-            yield Neighbour(text=f"layers {_listed(moved)}: each {words}", columns=columns)
-    captured = sorted(
-        k for column in setting.sample.columns if (k := _layer_of(column)) is not None
-    )
+            yield Neighbour(text=f"layers {_listed(moved)}: {words}", columns=columns)
+    captured = sorted(k for c in setting.sample.columns if (k := _layer_of(c)) is not None)
     tried = [[k + step for k in sorted(ids)] for step in (-1, 0, 1)]
     if len(captured) == len(ids) and captured not in tried:
         columns = list(map(layer_column, captured))
@@ -156,13 +159,10 @@ def _layer_ids(setting: Setting) -> Iterator[Neighbour]:
 def _layer_order(setting: Setting) -> Iterator[Neighbour]:
     columns = setting.reading.columns
     count = len(columns)
-    if count < 2:
-        return
+    every = tuple(range(count))
+    orders = [every[::-1], every[1:] + every[:1], every[-1:] + every[:-1]]  # of many layers
     if count <= 3:
-        orders = list(itertools.permutations(range(count)))[1:]
-    else:
-        orders = [tuple(range(count))[::-1]]
-        orders += [tuple((i + k) % count for i in range(count)) for k in (1, count - 1)]
+        orders = list(itertools.permutations(every))[1:]
     for order in orders:
         moved = [columns[i] for i in order]
         text = f"states in the order {_listed([_layer_of(c) for c in moved])}"
@@ -295,20 +295,17 @@ def _similar_rows(setting: Setting) -> Tensor | None:
     """
     rows = dict(setting.draft.state_dict()).get("lm_head.weight")
     other = setting.sample.head.head_weight
-    if (
-        rows is None
-        or rows.shape[1] != other.shape[1]
-        or len(rows) * other.numel() > _MOST_PRODUCTS
-    ):
+    if rows is None or rows.shape[1] != other.shape[1]:
+        return None
+    if len(rows) * other.numel() > _MOST_PRODUCTS:
         return None
     draft, target = (F.normalize(x.float(), dim=-1) for x in (rows, other.to(rows.device)))
     return torch.cat([(part @ target.T).argmax(-1) for part in draft.split(1024)]).cpu()
 
 
 def _embedding(setting: Setting) -> Iterator[Neighbour]:
-    yield from _weights(
-        setting, "embed_tokens.weight", setting.sample.head.embed_weight, "the target's embedding"
-    )
+    rows = setting.sample.head.embed_weight
+    yield from _weights(setting, "embed_tokens.weight", rows, "the target's embedding")
 
 
 def _head(setting: Setting) -> Iterator[Neighbour]:
@@ -367,18 +364,10 @@ KINDS: dict[str, Callable[[Setting], Iterator[Neighbour]]] = {
 """The kinds of conventions, each a check of `checks.CHECKS`, and what finds its neighbours."""
 
 
-def _listed(values: Sequence[Any]) -> str:
-    return ", ".join("final" if value is None else str(value) for value in values)
-
-
 # -- mask tokens -----------------------------------------------------------------------------------
-# Which mask tokens are worth trying with a draft.
-#
 # A mask token is the id of an embedding row, and nothing else marks it: the row is the target's and
 # frozen, or the draft's own and trained. So the id decides what the draft computes in both cases.
 # The learned states of a P-EAGLE draft, `mask_hidden`, stand beside that row and do not replace it.
-#
-# V target vocabulary, H hidden size.
 
 
 def reads_mask_token(draft: Draft) -> bool:
@@ -400,8 +389,7 @@ def mask_tokens_to_try(
     id before them, are left out: the draft computes the same with them.
 
     Args:
-        draft: the draft.
-        dataset: a dataset of its target, for the tokenizer.
+        draft, dataset: the draft; a dataset of its target, for the tokenizer.
         head: the target's embedding.
         counts: supervised tokens by id, int64 [V].
     """
@@ -417,9 +405,9 @@ def mask_tokens_to_try(
         moved[counts.to(moved.device) > 0] = 0
         furthest = "of the tokens that no answer contains, the one that training changed most"
         usual = {int(moved.argmax()): furthest} | usual
-    rows, found = [own[config.mask_token_id]], {}
+    rows, tokens = [own[config.mask_token_id]], {}
     for token, why in usual.items():
         if not any(torch.equal(own[token], row) for row in rows):
             rows.append(own[token])
-            found[token] = why
-    return found
+            tokens[token] = why
+    return tokens

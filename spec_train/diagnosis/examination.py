@@ -7,8 +7,8 @@ its result gets the name of the failure that it is.
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,14 @@ from spec_data.shards.likelihood_text import figures_text, suspicions
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.verification.run import examine as verify_dataset
 from spec_train.data.token_counts import count_dataset
-from spec_train.diagnosis.checks import Check, Diagnosis, judged, one_per_name, undecided
+from spec_train.diagnosis.checks import (
+    FINDING,
+    Check,
+    Diagnosis,
+    judged,
+    one_per_name,
+    undecided,
+)
 from spec_train.diagnosis.conventions import Setting, mask_tokens_to_try, reads_mask_token
 from spec_train.diagnosis.sample import LEAST_DOCUMENTS, Reading, TooFewDocuments, read_sample
 from spec_train.diagnosis.trials import LONGEST, Trials, run_trials, trial_checks
@@ -83,52 +90,49 @@ def examine(
             dataset = HiddenStatesDataset(data)
         except DatasetError as error:
             checks.append(judged("data", [str(error)]))
-    facts = _target_facts(dataset, served := None if target is None else find_target(target))
-    read = _read_checked(folder, facts)
-    checks += read.checks
-    if read.draft is not None:
-        checks += _file_checks(read, folder, facts)
-    origin = read.draft.config.origin if read.draft is not None else {}
-    checks += _target_checks(origin, dataset, served)
+    served = None if target is None else find_target(target)
+    facts = _target_facts(dataset, served)
+    loaded, files, more = _read_checked(folder, facts)
+    checks += more
+    if loaded is not None and files is not None:
+        checks += _file_checks(loaded, files, folder, facts)
+    checks += _target_checks(loaded.config.origin if loaded else {}, dataset, served)
     trials = None
     if dataset is None or data is None:
         checks.append(undecided("conventions", "give --data, a dataset of the draft's target"))
     else:
-        checks += (sound := _data_checks(dataset, data, device))
-        if read.draft is None:
+        checks += (of_data := _data_checks(dataset, data, device))
+        if loaded is None:
             checks.append(undecided("conventions", "correct the draft's files first"))
         else:
-            read.draft.to(used, compute_dtype("auto", used)).eval()
-            given = {"run": read_run(Path(draft), folder), "documents": documents, "trust": trust}
-            target_folder = (
-                None if target is None else local_directory(target) or cached_model(target)
-            )
+            loaded.to(used, compute_dtype("auto", used)).eval()
             more, trials = _try_conventions(
-                read.draft, dataset, sound, target=target_folder, **given
+                *(loaded, dataset, of_data),
+                run=read_run(Path(draft), folder),
+                documents=documents,
+                target=None if target is None else local_directory(target) or cached_model(target),
+                trust=trust,
             )
             checks += more
-    found = Diagnosis(
+    sample = None if trials is None else trials.current.setting.sample
+    merged = one_per_name(checks)
+    findings = {check.name for check in merged if check.state == FINDING}
+    next_command: tuple[str, ...] = ("spec-train", "export", "--draft", draft)
+    next_command += ("--target", target) if target else ()
+    if data is not None and "data" in findings:
+        next_command = ("spec-data", "verify", data)
+    elif data is not None and not findings:
+        next_command = ("spec-train", "eval", "--draft", draft, "--data", data)
+    return Diagnosis(
         draft=str(folder),
-        kind=None if read.draft is None else read.draft.name,
-        checks=tuple(one_per_name(checks)),
+        kind=None if loaded is None else loaded.name,
+        checks=tuple(merged),
         tried=() if trials is None else tuple(trials.tried),
-        documents=0 if trials is None else trials.setting.sample.documents,
-        which_documents="" if trials is None else trials.setting.sample.which,
+        documents=0 if sample is None else sample.documents,
+        which_documents="" if sample is None else sample.which,
         acceptance_length=None if trials is None else trials.declared,
+        next_command=next_command,
     )
-    return dataclasses.replace(found, next_command=_next_command(found, draft, data, target))
-
-
-def _next_command(
-    found: Diagnosis, draft: str, data: str | None, target: str | None
-) -> tuple[str, ...]:
-    names = {check.name for check in found.findings}
-    if data is not None and "data" in names:
-        return "spec-data", "verify", data
-    if data is not None and not names:
-        return "spec-train", "eval", "--draft", draft, "--data", data
-    served = ("--target", target) if target else ()
-    return "spec-train", "export", "--draft", draft, *served
 
 
 def _target_facts(dataset: HiddenStatesDataset | None, target: TargetFacts | None) -> TargetFacts:
@@ -160,17 +164,10 @@ _SPECIAL = {  # loggers whose warnings are a failure of their own
 }
 
 
-@dataclass(frozen=True)
-class _ReadDraft:
-    """A draft and its files as they are on disk, or why there is none, with what was noticed."""
-
-    draft: Draft | None
-    files: DraftFiles | None
-    checks: list[Check]
-
-
-def _read_checked(folder: Path, facts: TargetFacts) -> _ReadDraft:
-    """Read a draft of any program; a draft that differs from its seal is read all the same.
+def _read_checked(
+    folder: Path, facts: TargetFacts
+) -> tuple[Draft | None, DraftFiles | None, list[Check]]:
+    """Read a draft of any program, with its files; one that differs from its seal is read as well.
 
     Raises:
         MissingError: there is no draft.
@@ -183,74 +180,71 @@ def _read_checked(folder: Path, facts: TargetFacts) -> _ReadDraft:
             break
         except DraftError as error:
             if broken_seal:
-                return _ReadDraft(None, None, [_unreadable(error, folder, facts)])
+                return None, None, [_unreadable(error, folder, facts)]
             broken_seal.append(str(error))
-    unsealed = "" if files.sealed else "no seal: the draft is of another trainer"
+    sealed = "as it was sealed" if files.sealed else "no seal: the draft is of another trainer"
     checks = [
-        judged("seal", broken_seal, sound=unsealed),
+        judged("seal", broken_seal, sound=sealed),
         judged("files", [], sound=f"a draft of kind {draft.name}, its keys agree"),
     ]
-    lines: dict[str, list[str]] = {}
+    doubts = []
     for record in said:
         text = record.getMessage().removeprefix("warning: ")
-        lines.setdefault(_SPECIAL.get(record.name, ""), []).append(text)
-    doubts = [line for line in lines.pop("", []) if "no seal" not in line]
-    checks += [judged(name, texts) for name, texts in lines.items()]
-    assumed = "read with assumptions" if doubts else ""
-    return _ReadDraft(draft, files, [*checks, judged("ambiguous-keys", [], *doubts, sound=assumed)])
+        if record.name in _SPECIAL:
+            checks.append(judged(_SPECIAL[record.name], [text]))
+        elif "no seal" not in text:
+            doubts.append(text)
+    clear = "the files say everything that decides what is computed"
+    assumed = "read with assumptions" if doubts else clear
+    return draft, files, [*checks, judged("ambiguous-keys", [], *doubts, sound=assumed)]
 
 
 def _unreadable(error: DraftError, folder: Path, facts: TargetFacts) -> Check:
     """Return the check of files that make no draft."""
     if facts.embedding is None:  # perhaps it only shares the target's weights
-        try:
-            lacks = "embed_tokens" not in " ".join(read_files(folder, True).tensors)
-        except SpecDataError:
-            lacks = False
-        if lacks:
-            text = "give --target or --data: the file shares the target's embedding"
-            return undecided("files", text, str(error))
+        with suppress(SpecDataError):
+            if "embed_tokens" not in " ".join(read_files(folder, True).tensors):
+                text = "give --target or --data: the file shares the target's embedding"
+                return undecided("files", text, str(error))
     return judged("files", [str(error)])
 
 
 @contextmanager
 def _warnings() -> Iterator[list[logging.LogRecord]]:
     """Collect the warnings of reading a draft instead of printing them."""
-    records: list[logging.LogRecord] = []
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record)
-
-    logger, collector = logging.getLogger("spec_train"), Collector(logging.WARNING)
+    logger, handler = logging.getLogger("spec_train"), BufferingHandler(1000)
+    handler.setLevel(logging.WARNING)
     before, logger.propagate = logger.propagate, False
-    logger.addHandler(collector)
+    logger.addHandler(handler)
     try:
-        yield records
+        yield handler.buffer
     finally:
-        logger.removeHandler(collector)
+        logger.removeHandler(handler)
         logger.propagate = before
 
 
-def _file_checks(read: _ReadDraft, folder: Path, facts: TargetFacts) -> Iterator[Check]:
+def _file_checks(
+    draft: Draft, files: DraftFiles, folder: Path, facts: TargetFacts
+) -> Iterator[Check]:
     """Name what the rules for every engine find."""
-    assert read.draft is not None and read.files is not None
-    exported = own_files(read.draft, str(folder))
+    exported = own_files(draft, str(folder))
     alone = dataclasses.replace(facts, identity={}, problems=())  # the target has its own checks
-    unread = tuple(unread_keys(read.files))
-    subject = Subject(exported, with_facts_in(read.files, alone), "vllm", unread)
-    found = [f for f in general(subject) if f.level in (REFUSE, WARN)]
-    by_rule = {rule: [f.text for f in found if f.rule == rule] for rule in {f.rule for f in found}}
-    yield judged(WEIGHTS, by_rule.get(WEIGHTS, []))
-    for rule, value in (
-        (MAX_POSITIONS, subject.target.max_positions),
-        (EMBEDDING, subject.target.embedding),
+    unread = tuple(unread_keys(files))
+    subject = Subject(exported, with_facts_in(files, alone), "vllm", unread)
+    texts: dict[str, list[str]] = {}
+    for finding in general(subject):
+        if finding.level in (REFUSE, WARN):
+            texts.setdefault(finding.rule, []).append(finding.text)
+    yield judged(WEIGHTS, texts.get(WEIGHTS, []), sound="every weight is finite")
+    for rule, value, sound in (
+        (MAX_POSITIONS, subject.target.max_positions, "at least the target's length"),
+        (EMBEDDING, subject.target.embedding, "the target's, bit for bit, or trained"),
     ):
-        if value is None and rule not in by_rule:
+        if value is None and rule not in texts:
             yield undecided(rule, "give --target or --data, with which it is compared")
         else:
-            yield judged(rule, by_rule.get(rule, []))
-    if layers := [text for text in by_rule.get("", []) if text.startswith("layer")]:
+            yield judged(rule, texts.get(rule, []), sound=sound)
+    if layers := [text for text in texts.get("", []) if text.startswith("layer")]:
         yield judged("layer-ids", layers)
 
 
@@ -258,6 +252,12 @@ def _file_checks(read: _ReadDraft, folder: Path, facts: TargetFacts) -> Iterator
 # Is it the same target, served in the same way? The comparison is that of `shards.identity`; here
 # each difference gets the name of the failure that it is.
 
+_TARGET_CHECKS = {
+    "target": "weights, config and rope are those of the training",
+    "quantised": "the target runs in the precision of the capture",
+    "chat-template": "prompts are rendered as in the training data",
+    "tokenizer": "the tokenizer is that of the training data",
+}
 _ROUNDED = "no other quantisation; states are rounded when served, as those of every target are"
 """Said of a capture in float32 of a target that is served in bf16: no failure by itself."""
 
@@ -287,9 +287,8 @@ def _target_checks(
         (origin, served, "the draft was fitted with", "the target has"),
         (stored, served, "the dataset was captured with", "the target has"),
     )
-    names = ("target", "quantised", "chat-template", "tokenizer")
-    problems: dict[str, list[str]] = {name: [] for name in names}
-    notes: dict[str, list[str]] = {name: [] for name in names}
+    problems: dict[str, list[str]] = {name: [] for name in _TARGET_CHECKS}
+    notes: dict[str, list[str]] = {name: [] for name in _TARGET_CHECKS}
     possible = [pair for pair in pairs if pair[0] and pair[1]]
     for recorded, found, of_recorded, of_found in possible:
         compared = compare(recorded, found, of_recorded=of_recorded, of_found=of_found)
@@ -302,11 +301,11 @@ def _target_checks(
             )
     if target is not None:
         notes["target"] += [f"not compared: {problem}" for problem in target.problems]
-    for name in names:
+    for name, sound in _TARGET_CHECKS.items():
         more = dict.fromkeys(notes[name])
         if possible or problems[name]:
-            rounded = _ROUNDED if more and name == "quantised" else ""
-            yield judged(name, problems[name], *more, sound=rounded)
+            sound = _ROUNDED if more and name == "quantised" else sound
+            yield judged(name, problems[name], *more, sound=sound)
         elif origin:
             yield undecided(name, "give --target")
         else:
@@ -366,8 +365,8 @@ def _try_conventions(
         )
         trials = run_trials(setting)
     except TooFewDocuments as error:
-        text = f"give a dataset of at least {LEAST_DOCUMENTS} documents: {error.count} can decide "
-        return [undecided("conventions", f"{text}nothing")], None
+        text = f"give a dataset of at least {LEAST_DOCUMENTS} documents: {error}"
+        return [undecided("conventions", text)], None
     except SpecDataError as error:
         if any(check.fix for check in data):  # the damage is named already
             return [undecided("conventions", f"the dataset cannot be read: {error}")], None

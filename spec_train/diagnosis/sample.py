@@ -35,11 +35,7 @@ _TOKEN_COLUMNS = ("input_ids", "loss_mask", "target_argmax")
 
 
 class TooFewDocuments(SpecDataError):
-    """A dataset has so many documents that can be measured: too few."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(f"{count} documents")
-        self.count = count
+    """A dataset has too few documents that can be measured."""
 
 
 @dataclass(frozen=True)
@@ -82,22 +78,22 @@ class Sample:
     def shuffled(self) -> "Sample":
         """Return the same documents with the states of other tokens, by chance: a control."""
         generator = torch.Generator().manual_seed(0)
-        batches = []
-        for batch in self.batches:
+
+        def mixed(batch: DraftBatch) -> DraftBatch:
             order = torch.randperm(batch.input_ids.shape[1], generator=generator)
-            order = order.to(batch.input_ids.device)
-            hidden = {name: states[:, order] for name, states in batch.hidden.items()}
-            batches.append(dataclasses.replace(batch, hidden=hidden))
-        return dataclasses.replace(self, batches=tuple(batches))
+            hidden = {k: v[:, order.to(v.device)] for k, v in batch.hidden.items()}
+            return dataclasses.replace(batch, hidden=hidden)
+
+        return dataclasses.replace(self, batches=tuple(map(mixed, self.batches)))
 
 
 def _moved(states: Tensor, document_ids: Tensor, shift: int) -> Tensor:
     """Return states [B, T, H] of the token `shift` later in the same document, zero without one."""
-    for _ in range(max(shift, 0)):
+    back = shift < 0
+    states, document_ids = (x.flip(1) if back else x for x in (states, document_ids))
+    for _ in range(abs(shift)):
         states = shift_left(states, document_ids)
-    for _ in range(max(-shift, 0)):
-        states = shift_left(states.flip(1), document_ids.flip(1)).flip(1)
-    return states
+    return states.flip(1) if back else states
 
 
 def read_sample(
@@ -132,7 +128,7 @@ def read_sample(
     opened = open_with_mask(dataset.path, policy, columns)
     chosen, which = _chosen(opened, run, documents)
     if len(chosen) < LEAST_DOCUMENTS:
-        raise TooFewDocuments(len(chosen))
+        raise TooFewDocuments(f"{len(chosen)} can decide nothing")
     weight = draft.embed_tokens.weight
     lengths = [int(opened.lengths[document]) for document in chosen]
     batches = []
@@ -162,16 +158,15 @@ def _chosen(
     are too few to conclude anything, others are taken too: a wrong convention shows on them as
     well.
     """
-    chosen, used = choose_documents(dataset, "auto", run)
-    if used == "all" or len(chosen) >= wanted:
-        return chosen[:wanted], ""
-    if len(chosen) >= LEAST_DOCUMENTS:
-        return chosen, f"the run held out no more, {wanted} were asked for"
-    held_out, validation = len(chosen), set(chosen)
-    others = [d for d in choose_documents(dataset, "all", run)[0] if d not in validation]
-    trained = others[: wanted - held_out]
-    return sorted(chosen + trained), (
-        f"{held_out} that the run held out, which are too few, and {len(trained)} that it was "
+    held_out, used = choose_documents(dataset, "auto", run)
+    if used == "all" or len(held_out) >= wanted:
+        return held_out[:wanted], ""
+    if len(held_out) >= LEAST_DOCUMENTS:
+        return held_out, f"the run held out no more, {wanted} were asked for"
+    others = sorted(set(choose_documents(dataset, "all", run)[0]) - set(held_out))
+    trained = others[: wanted - len(held_out)]
+    return sorted(held_out + trained), (
+        f"{len(held_out)} that the run held out, which are too few, and {len(trained)} that it was "
         "trained on"
     )
 
@@ -181,21 +176,20 @@ def _with_target_states(
 ) -> list[DraftBatch]:
     """Add the layers that a dataset does not have, computed by the target in float32."""
     spans = [
-        (number, batch.document_ids[0] == document)
-        for number, batch in enumerate(batches)
+        (batch, batch.document_ids[0] == document)
+        for batch in batches
         for document in range(int(batch.document_ids.max()) + 1)
     ]
-    ids = [batches[number].input_ids[0, span].cpu() for number, span in spans]
+    ids = [batch.input_ids[0, span].cpu() for batch, span in spans]
+    added: dict[int, dict[str, Tensor]] = {id(batch): {} for batch in batches}
     computed = target_states(target, ids, blocks, dtype="float32", trust=trust)
-    hidden: list[dict[str, Tensor]] = [dict(batch.hidden) for batch in batches]
-    for (number, span), states in zip(spans, computed, strict=True):
-        stored = batches[number].hidden
-        like = next(iter(stored.values()))
+    for (batch, span), states in zip(spans, computed, strict=True):
+        like = next(iter(batch.hidden.values()))
         for layer, values in states.layers.items():
-            if (name := layer_column(layer)) not in stored:
-                table = hidden[number].setdefault(name, torch.zeros_like(like))
+            if (name := layer_column(layer)) not in batch.hidden:
+                table = added[id(batch)].setdefault(name, torch.zeros_like(like))
                 table[0, span] = values.to(like)
-    return [dataclasses.replace(b, hidden=h) for b, h in zip(batches, hidden, strict=True)]
+    return [dataclasses.replace(b, hidden={**b.hidden, **added[id(b)]}) for b in batches]
 
 
 @torch.inference_mode()

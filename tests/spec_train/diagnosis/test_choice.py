@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from spec_train.diagnosis.checks import Tried
-from spec_train.diagnosis.trials import Trials, agreed, best_of, fitting_as_well
+from spec_train.diagnosis.trials import Trials, best_of, fitting_as_well
 from spec_train.simulation.intervals import Comparison
 
 
@@ -41,7 +41,7 @@ def test_the_longer_one_is_named_and_the_lower_loss_among_equals():
 
 def test_what_fits_as_well_is_listed():
     best = tried("best", 3.0, 0.5)
-    lists: Any = [
+    others = [
         best,
         tried("equal", 3.0, 0.505),
         tried("shorter", 2.9, 0.5),
@@ -49,8 +49,7 @@ def test_what_fits_as_well_is_listed():
         tried("of another round", 3.0, 0.5, round=2),
         tried("not better", 3.0, 0.5, better=False),
     ]
-    found = fitting_as_well(Trials(current=None, tried=lists), best)  # type: ignore[arg-type]
-    assert [one.text for one in found] == ["equal"]
+    assert [one.text for one in fitting_as_well(others, best)] == ["equal"]
 
 
 @pytest.mark.parametrize("check, uses", [("mask-token", True), ("layer-order", False)])
@@ -64,14 +63,6 @@ def test_only_another_reading_of_the_states_is_luck(check, uses):
         interval=(0.3, 0.5),
         p_value=0.001,
     )
-    found = [tried("a", 2.95, check=check)]
-    trials = Trials(current=None, found=found, control=control)  # type: ignore[arg-type]
+    better = [tried("a", 2.95, check=check)]
+    trials = Trials(current=None, better=better, control=control)  # type: ignore[arg-type]
     assert trials.uses_states == uses
-
-
-def test_what_is_a_little_better_is_not_called_worse():
-    little = tried("a", 2.01, 1.99, better=False)
-    assert agreed("rope", [little]).text == "no other one fits clearly better"
-    later = tried("b", 1.9, round=2, better=False)
-    assert agreed("rope", [little, later]).text == "the declared rope fits best"
-    assert "b, acceptance length 1.900 instead of 2.000" in agreed("rope", [later]).evidence[0]
