@@ -17,7 +17,7 @@ _Repo = Annotated[str, Parameter(metavar="REPO")]
 
 @command
 def push(data: Dataset, repo: _Repo, *, private: bool = False, dry_run: bool = False) -> "Pushed":
-    """Upload a dataset to the Hub, with a card, and with its texts for the Hub's viewer.
+    """Upload a dataset to the Hub, with its texts for the Hub's viewer.
 
     Of a view a copy is uploaded. The same command resumes.
 
@@ -28,7 +28,7 @@ def push(data: Dataset, repo: _Repo, *, private: bool = False, dry_run: bool = F
         data: the dataset directory.
         repo: the dataset on the Hub, such as me/qwen3-8b-states.
         private: make the repository private, if it does not exist yet.
-        dry_run: print what would be uploaded, and the card, then stop.
+        dry_run: print what would be uploaded, then stop.
 
     Raises:
         MissingError, DatasetError: the dataset is not sealed, or damaged.

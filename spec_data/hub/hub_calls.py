@@ -14,10 +14,8 @@ from huggingface_hub.errors import (
 
 from spec_data.shards.errors import ConfigError, MissingError, RunError, SpecDataError
 
-SEALED_CARD = "card.md"
-"""In a repository: the README.md that the dataset was sealed with."""
-
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+_AGAIN = "run the same command again to resume"
 
 
 def hub() -> HfApi:
@@ -50,21 +48,14 @@ def hub_errors(repo: str) -> Iterator[None]:
         if status in (401, 403):
             raise ConfigError(f"{repo}: the Hub does not allow it; {_LOG_IN}") from None
         raise RunError(f"{repo}: the Hub refuses: {_first(error)}; {_AGAIN}") from None
-    except (
-        Exception
-    ) as error:  # of several libraries: no network, a full disk, an upload that broke
-        if isinstance(error, SpecDataError) or not _expected(error):
+    except Exception as error:  # of several libraries: no network, a full disk, a broken upload
+        library = type(error).__module__.partition(".")[0]
+        of_http = library.startswith(("httpx", "httpcore", "requests"))
+        if isinstance(error, SpecDataError) or not (
+            of_http or isinstance(error, (OSError, RuntimeError))
+        ):
             raise
         raise RunError(f"{repo}: {_first(error)}; {_AGAIN}") from None
-
-
-_AGAIN = "run the same command again to resume"
-
-
-def _expected(error: Exception) -> bool:
-    """Whether an error says something of the world, and not of this program."""
-    of_http = type(error).__module__.partition(".")[0].startswith(("httpx", "httpcore", "requests"))
-    return of_http or isinstance(error, (OSError, RuntimeError))
 
 
 def _first(error: Exception) -> str:

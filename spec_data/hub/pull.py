@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spec_data.hub.hub_calls import SEALED_CARD, hub, hub_errors
-from spec_data.hub.hub_card import DOCUMENTS
+from spec_data.hub.hub_calls import hub, hub_errors
+from spec_data.shards.dataset_card import DOCUMENTS
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
-from spec_data.shards.seal import CARD, check_shard
+from spec_data.shards.seal import check_shard
 from spec_data.terminal.command import Result
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_data.terminal.progress import progress, size
@@ -65,21 +65,20 @@ def pull(repo: str, out: Path, *, revision: str | None = None, dry_run: bool = F
     files = {f.rfilename: f.size or 0 for f in info.siblings or ()}
     if MANIFEST not in files:
         raise DatasetError(f"{repo}: no {MANIFEST}, so `push` did not upload it, or not all")
-    left_out = [".gitattributes", f"{DOCUMENTS}/*", *([CARD] if SEALED_CARD in files else [])]
+    left_out = [".gitattributes", f"{DOCUMENTS}/*"]
     wanted = sum(s for n, s in files.items() if not n.startswith(f"{DOCUMENTS}/"))
     done: dict[str, Any] = {"path": out, "repo": repo, "commit": str(info.sha)}
     if dry_run:
         return Pulled(**done, bytes=wanted, documents=None)
     if not begun:
-        _check_space(out, wanted)
         make_directory("--out", out)
+        if wanted > (free := shutil.disk_usage(out).free):
+            raise RunError(f"{out}: {size(wanted)} are needed, but only {size(free)} are free")
         write_atomically(out / _RECORD, dump_json(asked | {"commit": info.sha}))
     given: dict[str, Any] = {"repo_type": "dataset", "revision": info.sha, "local_dir": str(out)}
     with hub_errors(repo):
         api.snapshot_download(repo, **given, ignore_patterns=[*left_out, MANIFEST])
         api.snapshot_download(repo, **given, allow_patterns=[MANIFEST])
-    if SEALED_CARD in files and (out / SEALED_CARD).is_file():
-        (out / SEALED_CARD).replace(out / CARD)
     dataset = HiddenStatesDataset(out)
     for record in progress(dataset.manifest.shards, desc="check", unit="shards", leave=False):
         try:
@@ -115,10 +114,3 @@ def _begun(asked: dict[str, Any], out: Path) -> dict[str, Any] | None:
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; choose another DIR (nothing was changed)")
     return None
-
-
-def _check_space(out: Path, needed: int) -> None:
-    place = next(p for p in (out.resolve(), *out.resolve().parents) if p.exists())
-    free = shutil.disk_usage(place).free
-    if needed > free:
-        raise RunError(f"{out}: {size(needed)} are needed, but only {size(free)} are free")

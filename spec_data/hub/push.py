@@ -1,6 +1,6 @@
-"""`spec-data push`: upload a sealed dataset, with a card and with rows for the Hub's viewer.
+"""`spec-data push`: upload a sealed dataset, with rows for the Hub's viewer.
 
-    DIR-push-FINGERPRINT/   links to the files of the dataset, the card, and documents/*.arrow
+    DIR-push-FINGERPRINT/   links to the files of the dataset, and documents/*.arrow
 
 The folder is uploaded and then removed. The same command resumes an interrupted upload. The
 first 16 digits of the fingerprint are in its name, so it is no directory of the user. A view is
@@ -17,93 +17,27 @@ from typing import Any
 import pyarrow as pa
 from huggingface_hub import HfApi
 
-from spec_data.hub.hub_calls import SEALED_CARD, hub, hub_errors
-from spec_data.hub.hub_card import DOCUMENTS, hub_card
+from spec_data.hub.hub_calls import hub, hub_errors
 from spec_data.models.reading import load_tokenizer
+from spec_data.shards.dataset_card import CARD, DOCUMENTS, dataset_card
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.files import (
-    write_atomically,
-)
+from spec_data.shards.files import write_atomically
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.resumable import atomic_write
-from spec_data.shards.seal import CARD, check_shard, datasets_files
+from spec_data.shards.seal import check_shard, datasets_files
 from spec_data.terminal.command import Result
 from spec_data.terminal.paths import make_directory
 from spec_data.terminal.progress import progress, size
 from spec_data.views.copy import copy_bytes, plain_copy, write_copy
 
-# -- viewer rows -----------------------------------------------------------------------------------
-# The documents of a dataset without states: what the Hub's viewer and people read.
-#
-# They are Arrow streams like the shards, because `load_dataset` reads all configurations of a card
-# in one format.
-
-
-_PER_FILE, _PER_GROUP = 100_000, 1_000
-_SCHEMA = pa.schema(
-    {
-        "doc_id": pa.string(),
-        "source": pa.string(),
-        "text": pa.string(),
-        "supervised_text": pa.string(),
-        "tokens": pa.int32(),
-        "supervised": pa.int32(),
-        "input_ids": pa.list_(pa.int32()),
-        "loss_mask": pa.list_(pa.uint8()),
-    }
-)
-
-
-def write_viewer_rows(dataset: HiddenStatesDataset, folder: Path) -> None:
-    """Write `part-00000.arrow`, ... of all documents to `folder`; files that exist are kept."""
-    reader = HiddenStatesDataset(dataset.path, ["input_ids", "loss_mask"])
-    tokenizer = load_tokenizer(dataset.target_dir, False)
-    folder.mkdir(parents=True, exist_ok=True)
-    with progress(total=len(reader), desc="documents", unit="docs", leave=False) as bar:
-        for number, first in enumerate(range(0, len(reader), _PER_FILE)):
-            file = folder / f"part-{number:05d}.arrow"
-            last = min(first + _PER_FILE, len(reader))
-            if file.is_file():
-                bar.update(last - first)
-                continue
-            with (
-                atomic_write(file) as temporary,
-                pa.OSFile(str(temporary), "wb") as sink,
-                pa.ipc.new_stream(sink, _SCHEMA) as writer,
-            ):
-                for start in range(first, last, _PER_GROUP):
-                    stop = min(start + _PER_GROUP, last)
-                    rows = [_row(reader[i], tokenizer) for i in range(start, stop)]
-                    writer.write_table(pa.Table.from_pylist(rows, _SCHEMA))
-                    bar.update(stop - start)
-
-
-def _row(document: dict, tokenizer: object) -> dict:
-    ids, mask = document["input_ids"].tolist(), document["loss_mask"].long().tolist()
-    decode = tokenizer.decode  # type: ignore[attr-defined]
-    return {
-        "doc_id": document["doc_id"],
-        "source": document["source"],
-        "text": decode(ids),
-        "supervised_text": decode([i for i, m in zip(ids, mask, strict=True) if m]),
-        "tokens": len(ids),
-        "supervised": sum(mask),
-        "input_ids": ids,
-        "loss_mask": mask,
-    }
-
-
-# -- push ------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed(Result):
-    """What `push` uploaded, or would upload; `card` is the README.md of the repository."""
+    """What `push` uploaded, or would upload."""
 
     repo: str
     files: int
     bytes: int
-    card: str
     uploaded: bool
 
     @property
@@ -115,7 +49,7 @@ class Pushed(Result):
         text = (
             f"{self.files} files, {size(self.bytes)}, and the documents without states: {self.repo}"
         )
-        return text if self.uploaded else f"{self.card}\n{text}; nothing was uploaded"
+        return text if self.uploaded else f"{text}; nothing was uploaded"
 
 
 def push(data: Path, repo: str, *, private: bool = False, dry_run: bool = False) -> Pushed:
@@ -130,19 +64,14 @@ def push(data: Path, repo: str, *, private: bool = False, dry_run: bool = False)
     if dataset.view is not None:
         return _push_view(dataset, repo, private=private, dry_run=dry_run)
     names = dataset_files(dataset)
-    done = Pushed(
-        repo=repo,
-        files=len(names),
-        bytes=sum((dataset.path / name).stat().st_size for name in names),
-        card=hub_card(dataset.manifest, repo),
-        uploaded=not dry_run,
-    )
+    total = sum((dataset.path / name).stat().st_size for name in names)
+    done = Pushed(repo=repo, files=len(names), bytes=total, uploaded=not dry_run)
     if dry_run:
         return done
     for record in progress(dataset.manifest.shards, desc="check", unit="shards", leave=False):
         check_shard(dataset.path, record)
     folder = staged_folder(dataset)
-    _stage(dataset, names, done.card, folder)
+    _stage(dataset, names, folder)
     api = hub()
     with hub_errors(repo):
         given: dict[str, Any] = {"repo_id": repo, "repo_type": "dataset"}
@@ -160,8 +89,7 @@ def _push_view(dataset: HiddenStatesDataset, repo: str, *, private: bool, dry_ru
     """Write a copy of a view beside it, push that, and remove it."""
     copy = plain_copy(dataset)
     if dry_run:
-        text = "A copy of this view would be uploaded; its card is printed when it is made."
-        return Pushed(repo=repo, files=0, bytes=copy_bytes(copy), card=text, uploaded=False)
+        return Pushed(repo=repo, files=0, bytes=copy_bytes(copy), uploaded=False)
     path = dataset.path.resolve()
     out = path.with_name(f"{path.name}-copy-{_short(dataset)}")
     write_copy(out, copy)
@@ -187,18 +115,17 @@ def dataset_files(dataset: HiddenStatesDataset) -> list[str]:
     return sorted({*names, *tables, *datasets_files(dataset.manifest), MANIFEST})
 
 
-def _stage(dataset: HiddenStatesDataset, names: list[str], card: str, folder: Path) -> None:
-    """Make the folder that is uploaded: links, both cards, and the documents."""
+def _stage(dataset: HiddenStatesDataset, names: list[str], folder: Path) -> None:
+    """Make the folder that is uploaded: links to the files, the card, and the documents."""
     make_directory("--data", folder)
     for name in names:
         link = folder / name
         link.parent.mkdir(parents=True, exist_ok=True)
         link.unlink(missing_ok=True)
         link.symlink_to((dataset.path / name).resolve())
-    sealed = dataset.path / CARD
-    if sealed.is_file():
-        write_atomically(folder / SEALED_CARD, sealed.read_bytes())
-    write_atomically(folder / CARD, card)
+    card = dataset.path / CARD
+    text = card.read_bytes() if card.is_file() else dataset_card(dataset.manifest)
+    write_atomically(folder / CARD, text)
     write_viewer_rows(dataset, folder / DOCUMENTS)
 
 
@@ -209,8 +136,7 @@ def _refuse_another(api: HfApi, repo: str, fingerprint: str) -> None:
         ConfigError: see above.
     """
     given: dict[str, Any] = {"repo_id": repo, "repo_type": "dataset"}
-    info = api.dataset_info(repo)
-    if MANIFEST not in {f.rfilename for f in info.siblings or ()}:
+    if MANIFEST not in {f.rfilename for f in api.dataset_info(repo).siblings or ()}:
         return
     with tempfile.TemporaryDirectory() as scratch:
         file = api.hf_hub_download(**given, filename=MANIFEST, local_dir=scratch)
@@ -220,3 +146,58 @@ def _refuse_another(api: HfApi, repo: str, fingerprint: str) -> None:
             f"{repo} holds another dataset (fingerprint {str(present)[:16]}, this one is "
             f"{fingerprint[:16]}); push to another repository, or delete that one first"
         )
+
+
+# -- viewer rows -----------------------------------------------------------------------------------
+# The documents of a dataset without states: what the Hub's viewer and people read. They are Arrow
+# streams like the shards: `load_dataset` reads all configurations of a card in one format.
+
+_PER_FILE, _PER_GROUP = 100_000, 1_000
+_SCHEMA = pa.schema(
+    {
+        "doc_id": pa.string(),
+        "source": pa.string(),
+        "text": pa.string(),
+        "supervised_text": pa.string(),
+        "tokens": pa.int32(),
+        "supervised": pa.int32(),
+        "input_ids": pa.list_(pa.int32()),
+        "loss_mask": pa.list_(pa.uint8()),
+    }
+)
+
+
+def write_viewer_rows(dataset: HiddenStatesDataset, folder: Path) -> None:
+    """Write `part-00000.arrow`, ... of all documents to `folder`; files that exist are kept."""
+    reader = HiddenStatesDataset(dataset.path, ["input_ids", "loss_mask"])
+    decode = load_tokenizer(dataset.target_dir, False).decode
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def row(number: int) -> dict[str, Any]:
+        document = reader[number]
+        ids, mask = document["input_ids"].tolist(), document["loss_mask"].long().tolist()
+        return {
+            "doc_id": document["doc_id"],
+            "source": document["source"],
+            "text": decode(ids),
+            "supervised_text": decode([i for i, m in zip(ids, mask, strict=True) if m]),
+            "tokens": len(ids),
+            "supervised": sum(mask),
+            "input_ids": ids,
+            "loss_mask": mask,
+        }
+
+    parts = range(0, len(reader), _PER_FILE)
+    for number, first in enumerate(progress(parts, desc="documents", unit="files", leave=False)):
+        file = folder / f"part-{number:05d}.arrow"
+        if file.is_file():
+            continue
+        with (
+            atomic_write(file) as temporary,
+            pa.OSFile(str(temporary), "wb") as sink,
+            pa.ipc.new_stream(sink, _SCHEMA) as writer,
+        ):
+            last = min(first + _PER_FILE, len(reader))
+            for start in range(first, last, _PER_GROUP):
+                rows = [row(i) for i in range(start, min(start + _PER_GROUP, last))]
+                writer.write_table(pa.Table.from_pylist(rows, _SCHEMA))

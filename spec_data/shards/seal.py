@@ -12,23 +12,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from spec_data.shards.card_text import code, front_matter, licence_fields, plain, table
 from spec_data.shards.checksums import CHECKSUMS, arrow_schema, list_views, row_checksums
+from spec_data.shards.dataset_card import CARD, dataset_card
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import dump_json, sha256_file, write_atomically, xxh3_file
 from spec_data.shards.index import INDEX_SCHEMA, index_column
-from spec_data.shards.likelihood_text import agreement_rows, suspicions
 from spec_data.shards.reader import INDEX, MANIFEST
 from spec_data.shards.schema import (
-    LAYER_CONVENTION,
     FileRecord,
     Manifest,
     ShardRecord,
     mask_counts,
     totals_of,
 )
-
-CARD = "README.md"
 
 
 def seal(
@@ -172,48 +168,3 @@ def _index_rows(stream: pa.RecordBatchStreamReader) -> pa.RecordBatch:
             "checksum": pa.array(row_checksums(batch)),
         }
     )
-
-
-def dataset_card(manifest: Manifest) -> str:
-    """Return the README.md of a dataset: YAML header of the Hub, then a description."""
-    totals, measured = manifest.totals, manifest.agreement
-    header = front_matter(
-        {
-            "tags": ["speculative-decoding", "hidden-states", "spec-data"],
-            **licence_fields(s.licence for s in manifest.corpus),
-        }
-    )
-    columns = table(
-        ("column", "codec", "values per token", "bytes per token"),
-        (
-            (code(c.name), c.codec, str(c.width or 1), f"{c.bytes_per_token:,}")
-            for c in manifest.columns
-        ),
-    )
-    cells = list(agreement_rows(measured)) if measured else []
-    agreement = "\n".join(
-        [
-            "",
-            "Agreement of the responses with the target (NLL in nats; own: text that it samples):",
-            "",
-            table(cells[0], (list(map(plain, row)) for row in cells[1:])),
-            *(f"\nWarning: {plain(message)}" for message in suspicions(manifest)),
-            "",
-        ]
-        if cells
-        else []
-    )
-    dropped = ", ".join(f"{k} {v:,}" for k, v in manifest.documents.dropped.items()) or "none"
-    return f"""{header}# Hidden states of {plain(manifest.target.name)}
-
-Made by spec-data for training speculative-decoding drafts: {totals.documents:,} documents,
-{totals.tokens:,} tokens ({totals.supervised:,} supervised), {totals.bytes:,} bytes in
-{len(manifest.shards)} shards. {plain(LAYER_CONVENTION.capitalize())};
-captured: {list(manifest.layers)}. Corpus: {plain(", ".join(s.source for s in manifest.corpus))}.
-Responses are {manifest.policy}. Documents dropped: {plain(dropped)}.
-
-{columns}
-{agreement}
-Open it with `spec_data.HiddenStatesDataset(dir)` or `datasets.load_from_disk(dir)`; check it with
-`spec-data verify dir`. `manifest.json` records everything that decided these bytes.
-"""

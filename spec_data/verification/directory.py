@@ -9,9 +9,10 @@ import os
 from collections import Counter
 from pathlib import Path, PurePosixPath
 
+from spec_data.shards.dataset_card import CARD
 from spec_data.shards.files import sha256_file
 from spec_data.shards.reader import INDEX, MANIFEST, HiddenStatesDataset
-from spec_data.shards.seal import CARD, datasets_files
+from spec_data.shards.seal import datasets_files
 from spec_data.terminal.progress import progress
 from spec_data.verification.findings import VerifyReport
 

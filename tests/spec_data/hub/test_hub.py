@@ -14,13 +14,12 @@ from huggingface_hub import constants
 import spec_data
 from spec_data import cli
 from spec_data.hub import hub_calls
-from spec_data.hub.hub_card import hub_card, size_category
 from spec_data.hub.pull import pull
 from spec_data.hub.push import push, staged_folder
+from spec_data.shards.dataset_card import dataset_card, size_category
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
-from spec_data.shards.seal import dataset_card
 from tests.spec_data.hub.hub_server import HubServer
 from tests.spec_data.runs import digests, run, save_target, verify, write_corpus
 
@@ -95,19 +94,13 @@ def test_the_card_declares_what_load_dataset_opens(pushed, data, tmp_path):
     assert rows[0]["supervised_text"].startswith("answer 0")
     states = datasets.load_dataset(str(tmp_path), "states", **cache)
     assert len(states) == 12 and "hidden.final" in states.column_names
-    for fact in (
-        "tiny-llama",
-        "0, 2, 4",
-        "chats.jsonl",
-        "off-policy",
-        "lm4c",
-        "spec-data pull me/",
-    ):
+    for fact in ("tiny-llama", "0, 2, 4", "chats.jsonl", "off-policy", "lm4c", "spec-data pull"):
         assert fact in card, fact
 
 
 def test_the_snippet_of_the_card_runs(pushed, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
+    pull(REPO, tmp_path / "data")
     card = pushed.files(REPO)["README.md"].decode()
     snippet = card.split("```python\n")[1].split("```")[0]
     exec(compile(snippet, "card", "exec"), {})
@@ -182,7 +175,7 @@ def test_what_is_refused(server, data, tmp_path):
 
 def test_the_commands_and_the_functions(server, data, tmp_path, capsys):
     assert cli.main(["push", str(data), REPO, "--dry-run"]) == 0
-    assert "size_categories" in capsys.readouterr().out and REPO not in server.commits
+    assert "nothing was uploaded" in capsys.readouterr().out and REPO not in server.commits
     assert cli.main(["push", str(data), REPO]) == 0
     assert f"next:  spec-data pull {REPO} DIR" in capsys.readouterr().err
     assert cli.main(["pull", REPO, str(tmp_path / "a"), "--dry-run"]) == 0
@@ -207,7 +200,7 @@ def test_a_hub_that_cannot_be_reached(server, data, tmp_path, monkeypatch):
 def test_size_categories(data):
     found = [size_category(n) for n in (1, 999, 1000, 10**6, 10**9, 10**10)]
     assert found == ["n<1K", "n<1K", "1K<n<10K", "1M<n<10M", "n>1B", "n>1B"]
-    assert hub_card(HiddenStatesDataset(data).manifest, "a/b").count("---\n") == 2
+    assert dataset_card(HiddenStatesDataset(data).manifest).count("---\n") == 2
 
 
 STRANGERS = (
@@ -220,13 +213,12 @@ STRANGERS = (
 
 
 @pytest.mark.parametrize("text", STRANGERS)
-@pytest.mark.parametrize("card", [dataset_card, lambda m: hub_card(m, "a/b")])
-def test_a_strangers_names_and_licence_are_only_texts_in_the_cards(data, text, card):
+def test_a_strangers_names_and_licence_are_only_texts_in_the_card(data, text):
     raw = json.loads((data / "manifest.json").read_text())
-    plain = card(Manifest.of(copy.deepcopy(raw)))
+    plain = dataset_card(Manifest.of(copy.deepcopy(raw)))
     raw["target"]["name"] = text
     raw["corpus"][0] |= {"source": text, "licence": text}
-    found = card(Manifest.of(raw))
+    found = dataset_card(Manifest.of(raw))
     headers = [yaml.safe_load(c.split("---\n")[1]) for c in (plain, found)]
     assert headers[1].pop("license_name") == " ".join(text.split())
     assert headers[0].keys() == headers[1].keys() and headers[1]["license"] == "other"

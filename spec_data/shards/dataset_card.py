@@ -1,0 +1,122 @@
+"""The card of a dataset, README.md: what is in it, in words; and where the Hub finds its rows."""
+
+import re
+from typing import Any
+
+from spec_data.shards.card_text import code, front_matter, licence_fields, plain, table
+from spec_data.shards.codec_tables import error_text
+from spec_data.shards.likelihood_text import agreement_rows, suspicions
+from spec_data.shards.schema import LAYER_CONVENTION, Manifest
+
+CARD = "README.md"
+DOCUMENTS, STATES = "documents", "states"
+"""Configurations of `load_dataset`; `push` makes the first, the documents without states."""
+_SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B")
+
+
+def dataset_card(manifest: Manifest) -> str:
+    """Return the README.md of a dataset: the YAML header that the Hub reads, then a description."""
+    name = manifest.target.name.rstrip("/").rpartition("/")[2]
+    documents = {"config_name": DOCUMENTS, "default": True, "data_files": f"{DOCUMENTS}/*.arrow"}
+    # Patterns with "?" for every digit instead of names: there may be thousands of shards.
+    shards = sorted({re.sub("[0-9]", "?", record.file) for record in manifest.shards})
+    header = front_matter(
+        {
+            "pretty_name": f"Hidden states of {name}",
+            **licence_fields(s.licence for s in manifest.corpus),
+            "tags": ["speculative-decoding", "hidden-states", "spec-data"],
+            "size_categories": [size_category(manifest.totals.documents)],
+            "configs": [documents, {"config_name": STATES, "data_files": shards}],
+        }
+    )
+    columns = table(
+        ("column", "codec", "bytes per token", "error"),
+        (
+            (
+                *(code(c.name), c.codec, f"{c.bytes_per_token:,}"),
+                plain(error_text(c.codec, c.error) if c.error else "none"),
+            )
+            for c in manifest.columns
+        ),
+    )
+    drafts = ", ".join(manifest.draft_layers) or "any draft that reads its layers"
+    return f"""{header}# Hidden states of {plain(name)}
+
+What speculative-decoding drafts learn from this target: captured once by spec-data, for
+{drafts}. No target is needed to train on it.
+
+{_facts(manifest)}
+
+{columns}
+
+{_agreement(manifest)}
+## Use
+
+From the Hub, where REPO is the name of this repository:
+
+```bash
+spec-data pull REPO data
+spec-data verify data
+spec-train fit {next(iter(manifest.draft_layers), "eagle3")} --data data --out run
+```
+
+```python
+import spec_data
+
+ds = spec_data.open_dataset("data")
+print(len(ds), ds.features, ds[0]["input_ids"].shape)
+```
+
+Token ids, masks and texts alone, without downloading states:
+`datasets.load_dataset(REPO, "{DOCUMENTS}")`. `datasets.load_dataset(REPO, "{STATES}")`, and
+`datasets.load_from_disk("data")`, open the shards with their columns as they are stored: lossy
+columns are codes, which `spec_data` decodes. `manifest.json` records everything that decided these
+bytes.
+"""
+
+
+def size_category(documents: int) -> str:
+    """Return the size category of the Hub, such as "1K<n<10K"."""
+    at = sum(documents >= 1000 * 10**i for i in range(len(_SIZES)))
+    if at == 0:
+        return "n<1K"
+    return f"{_SIZES[at - 1]}<n<{_SIZES[at]}" if at < len(_SIZES) else f"n>{_SIZES[-1]}"
+
+
+def _facts(manifest: Manifest) -> str:
+    totals, target = manifest.totals, manifest.target
+    revision = f", revision {target.revision}" if target.revision else ""
+    quantised = f", {target.quantised_as}" if target.quantised_as else ""
+    facts: dict[str, Any] = {
+        "target": f"{target.name}{revision}, {target.dtype}{quantised}",
+        "layers": f"{', '.join(map(str, manifest.layers)) or 'none'} ({LAYER_CONVENTION})",
+        "documents": f"{totals.documents:,}",
+        "dropped documents": ", ".join(
+            f"{name} {count:,}" for name, count in manifest.documents.dropped.items()
+        ),
+        "tokens": f"{totals.tokens:,}, {totals.supervised:,} of them supervised",
+        "size": f"{totals.bytes:,} bytes in {len(manifest.shards)} shards",
+        "corpus": "; ".join(
+            f"{s.source} ({s.licence or 'licence not stated'})" for s in manifest.corpus
+        ),
+        "responses": manifest.policy,
+        "supervision": f"{manifest.supervision}, final states at {manifest.final} tokens",
+        "converted from": target.converted.tool if target.converted else "",
+    }
+    return table(("", ""), [(name, plain(fact)) for name, fact in facts.items() if fact])
+
+
+def _agreement(manifest: Manifest) -> str:
+    if manifest.agreement is None:
+        return ""
+    head, *rows = agreement_rows(manifest.agreement)
+    return "\n".join(
+        [
+            "How often supervised tokens are the target's first choice, and their mean NLL in nats "
+            "(own: of text that the target samples):",
+            "",
+            table(head, (list(map(plain, row)) for row in rows)),
+            *(f"\nWarning: {plain(message)}" for message in suspicions(manifest)),
+            "",
+        ]
+    )
