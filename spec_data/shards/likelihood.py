@@ -22,8 +22,17 @@ import numpy as np
 
 from spec_data.shards.records import Count, Record
 
-# -- naming ----------------------------------------------------------------------------------------
-# Group documents by the name of their source.
+FIGURES = ("first_choice", "nll", "own_nll", "own_first_choice")
+ALL_SOURCES = "all sources"
+LEAST_TOKENS = 64  # with fewer supervised tokens nothing is concluded
+_ERRORS = 4.0  # how many standard errors a mean must lie beyond a bound
+_ABOVE_RANDOM = 1.0  # nats; random initialisations of real families lie up to 0.7 above ln V
+# What other kernels and a tokenisation of sampled text cost: nats, and a share.
+_OWN_NLL_SLACK, _OWN_SHARE_SLACK = 0.1, 0.05
+# Greedy answers have a share of 1 but for near-ties that another engine decides otherwise.
+GREEDY_SHARE = 0.95
+# Samples of instruction-tuned targets lie above, answers of people and other models below.
+ON_POLICY_SHARE = 0.75
 
 
 def places_by_name(names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -36,30 +45,6 @@ def places_by_name(names: Sequence[str]) -> dict[str, np.ndarray]:
     order = np.argsort(codes, kind="stable")
     bounds = np.searchsorted(codes[order], np.arange(len(numbers) + 1))
     return {name: order[bounds[i] : bounds[i + 1]] for name, i in numbers.items()}
-
-
-# -- likelihood ------------------------------------------------------------------------------------
-
-
-FIRST_CHOICE, NLL, OWN_NLL, OWN_FIRST_CHOICE = FIGURES = (
-    "first_choice",
-    "nll",
-    "own_nll",
-    "own_first_choice",
-)
-ALL_SOURCES = "all sources"
-# With fewer supervised tokens nothing is concluded.
-LEAST_TOKENS = 64
-# How many standard errors a mean must lie beyond a bound.
-_ERRORS = 4.0
-# Nats. Random initialisations of real families lie up to 0.7 above ln V.
-_ABOVE_RANDOM = 1.0
-# What other kernels and a tokenisation of sampled text cost: nats, and a share.
-_OWN_NLL_SLACK, _OWN_SHARE_SLACK = 0.1, 0.05
-# Greedy answers have a share of 1 but for near-ties that another engine decides otherwise.
-GREEDY_SHARE = 0.95
-# Samples of instruction-tuned targets lie above, answers of people and other models below.
-ON_POLICY_SHARE = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +64,8 @@ class DocumentFigures:
     @classmethod
     def zeros(cls, documents: int) -> "DocumentFigures":
         """Return figures of `documents` documents without a token."""
-        return cls(
-            tokens=np.zeros(documents, np.int64),
-            sums=np.zeros((documents, len(FIGURES))),
-            squares=np.zeros((documents, 2)),
-        )
+        sums, squares = (np.zeros((documents, n)) for n in (len(FIGURES), 2))
+        return cls(tokens=np.zeros(documents, np.int64), sums=sums, squares=squares)
 
     def set(self, document: int, figures: np.ndarray) -> None:
         """Store one document: `figures` float64 [m, 4] of its m supervised tokens."""
@@ -95,18 +77,13 @@ class DocumentFigures:
     def select(self, documents: Sequence[int] | np.ndarray) -> "DocumentFigures":
         """Return the figures of `documents`, indices in any order."""
         index = np.asarray(documents, np.int64)
-        return DocumentFigures(
-            tokens=self.tokens[index], sums=self.sums[index], squares=self.squares[index]
-        )
+        return DocumentFigures(**{name: values[index] for name, values in vars(self).items()})
 
     @classmethod
     def join(cls, parts: Sequence["DocumentFigures"]) -> "DocumentFigures":
         """Return the figures of several parts, one after another; `parts` is not empty."""
-        return cls(
-            tokens=np.concatenate([p.tokens for p in parts]),
-            sums=np.concatenate([p.sums for p in parts]),
-            squares=np.concatenate([p.squares for p in parts]),
-        )
+        names = ("tokens", "sums", "squares")
+        return cls(**{name: np.concatenate([getattr(p, name) for p in parts]) for name in names})
 
     def to_json(self) -> dict[str, Any]:
         """Return plain lists; floats are exact in JSON."""
@@ -152,33 +129,28 @@ class Agreement(Record, frozen=True, kw_only=True):
     def of(cls, figures: DocumentFigures) -> "Agreement":
         """Summarise documents; the order of summation is that of the documents."""
         tokens = int(figures.tokens.sum())
-        first, nll, own_nll, own_first = (math.fsum(s) for s in figures.sums.T)
+        first, *sums = (math.fsum(s) for s in figures.sums.T)
+        nll, own_nll, own_share = (_rounded(s / max(tokens, 1)) for s in sums)
         excess = figures.sums[:, 1] - figures.sums[:, 2]
-        means = np.array([nll, own_nll, own_first]) / max(tokens, 1)
-        errors = [
-            _standard_error(sums, figures.tokens, squares)
+        nll_error, excess_error = (
+            _rounded(_standard_error(sums, figures.tokens, squares))
             for sums, squares in zip((figures.sums[:, 1], excess), figures.squares.T, strict=True)
-        ]
+        )
         return cls(
             documents=int((figures.tokens > 0).sum()),
             tokens=tokens,
             first_choice=round(first),
-            nll=_rounded(means[0]),
-            nll_error=_rounded(errors[0]),
-            own_nll=_rounded(means[1]),
-            excess_error=_rounded(errors[1]),
-            own_share=_rounded(means[2]),
+            nll=nll,
+            nll_error=nll_error,
+            own_nll=own_nll,
+            excess_error=excess_error,
+            own_share=own_share,
         )
 
     @property
     def share(self) -> float:
         """Share of tokens that are the target's first choice."""
         return self.first_choice / max(self.tokens, 1)
-
-    @property
-    def excess(self) -> float:
-        """Nats by which the tokens are less likely than the target's own samples."""
-        return self.nll - self.own_nll
 
     @property
     def enough(self) -> bool:
@@ -194,22 +166,18 @@ class Agreement(Record, frozen=True, kw_only=True):
         """Return whether the NLL is about ln V or higher."""
         return self.enough and self.nll > 0.9 * math.log(vocab_size)
 
-    def less_likely_than_own(self) -> bool:
-        """Return whether the tokens are less likely than what the target itself samples."""
-        noise = math.sqrt(max(self.share * (1 - self.share), 0.0) / max(self.tokens, 1))
-        return self.enough and (
-            self.excess > _OWN_NLL_SLACK + _ERRORS * self.excess_error
-            or self.share < self.own_share - _OWN_SHARE_SLACK - _ERRORS * noise
-        )
-
     def contradicts_on_policy(self, temperature: float | None) -> bool:
-        """Return whether these tokens cannot be samples of the target.
+        """Return whether these tokens cannot be samples of the target: they are less likely.
 
         `temperature` is the one that own NLL and own share were computed for; None: not stated, so
         they are those of temperature 1, and a share that only such samples have is refused.
         """
-        low = temperature is None and self.share < ON_POLICY_SHARE
-        return self.enough and (low or self.less_likely_than_own())
+        noise = math.sqrt(max(self.share * (1 - self.share), 0.0) / max(self.tokens, 1))
+        return self.enough and (
+            (temperature is None and self.share < ON_POLICY_SHARE)
+            or self.nll - self.own_nll > _OWN_NLL_SLACK + _ERRORS * self.excess_error
+            or self.share < self.own_share - _OWN_SHARE_SLACK - _ERRORS * noise
+        )
 
     def nearly_own(self) -> bool:
         """Return whether the tokens are first choices more often than samples, but not greedy."""

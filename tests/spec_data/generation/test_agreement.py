@@ -288,10 +288,3 @@ def test_what_the_figures_mean(found, words):
     texts = warnings({"s": found}, 3000, None, on_policy=False)
     assert len(texts) == (words is not None)
     assert not words or words in texts[0]
-
-
-def test_a_source_far_below_the_others_is_named():
-    sources = {"good": agreement(first_choice=9000, own_share=0.88), "odd": agreement()}
-    sources["odd"] = agreement(first_choice=6900)
-    texts = warnings(sources, 3000, None, on_policy=True)
-    assert [t for t in texts if t.startswith("odd: 69.0% first choices, but good has 90.0%")]
