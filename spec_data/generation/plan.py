@@ -55,10 +55,15 @@ from spec_data.corpus.sources import expected_rows
 from spec_data.generation.options import AUTO
 from spec_data.shards.checksums import list_views, numbers, read_batches
 from spec_data.shards.errors import CorpusError, DatasetError, TargetError
-from spec_data.shards.files import dump_json, read_object, sha256_file, write_atomically
+from spec_data.shards.files import (
+    dump_json,
+    link_or_copy,
+    read_object,
+    sha256_file,
+    write_atomically,
+)
 from spec_data.shards.identity import count_kwargs
 from spec_data.shards.packing import pack_documents
-from spec_data.shards.resumable import link_or_copy
 from spec_data.shards.schema import Column, predicts_supervised
 from spec_data.shards.writer import ShardStream, UnitData, shard_bytes
 from spec_data.terminal.option_values import parse_size

@@ -64,11 +64,11 @@ from spec_data.shards.errors import (
     RunError,
     TargetError,
 )
-from spec_data.shards.files import dump_json, sha256_file
+from spec_data.shards.files import dump_json, remove, sha256_file
 from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import AUTO_DRAFTS, RECIPES, choose_layers
 from spec_data.shards.position_data import ROPE, Positions
-from spec_data.shards.resumable import differing_settings, remove
+from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import FORMAT_VERSION, Column, data_problem, token_columns
 from spec_data.terminal.option_values import parse_size
 from spec_data.terminal.progress import progress

@@ -21,9 +21,8 @@ from spec_data.hub.hub_calls import hub, hub_errors
 from spec_data.models.reading import load_tokenizer
 from spec_data.shards.dataset_card import CARD, DOCUMENTS, dataset_card
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.files import write_atomically
+from spec_data.shards.files import atomic_write, write_atomically
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
-from spec_data.shards.resumable import atomic_write
 from spec_data.shards.seal import check_shard, datasets_files
 from spec_data.terminal.command import Result
 from spec_data.terminal.paths import make_directory

@@ -28,8 +28,8 @@ from spec_data.regeneration.conversations import Conversation, ConversationReade
 from spec_data.regeneration.journal import ADVICE, Journal, journal_path
 from spec_data.regeneration.result import Counts, Progress, RegenerateResult
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
-from spec_data.shards.files import dump_json, remove_left_of, write_atomically
-from spec_data.shards.resumable import atomic_write, process_lock, refuse_other_settings
+from spec_data.shards.files import atomic_write, dump_json, remove_left_of, write_atomically
+from spec_data.shards.resumable import process_lock, refuse_other_settings
 from spec_data.terminal.paths import check_file_to_write
 from spec_data.terminal.progress import progress
 

@@ -19,16 +19,17 @@ from xxhash import xxh3_64
 
 from spec_data.shards.errors import DatasetError, FileError, SpecDataError
 
-# -- cache directory -------------------------------------------------------------------------------
-# Where cached files are. All of them can be deleted at any time.
-
-
 CACHE_VARIABLE = "SPEC_DATA_CACHE"
 """Environment variable that moves the cache directory."""
+MANIFEST = "manifest.json"
+"""Name of the file that makes a directory a dataset."""
+
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp", re.DOTALL)
+_TEMPORARY_PART = re.compile(r"(?<![^/])\.([^/]+)\.[0-9a-f]{12}\.tmp(?![^/])")  # of a path
 
 
 def cache_directory(kind: str) -> Path:
-    """Return the directory of one kind of cached files; it may not exist.
+    """Return the directory of one kind of cached files; all may be deleted at any time.
 
     It lies in $SPEC_DATA_CACHE, else in spec-data below $HF_HOME, $XDG_CACHE_HOME or ~/.cache.
     """
@@ -38,20 +39,12 @@ def cache_directory(kind: str) -> Path:
     return Path(shared).expanduser() / "spec-data" / kind
 
 
-# -- files -----------------------------------------------------------------------------------------
-
-
-MANIFEST = "manifest.json"
-"""Name of the file that makes a directory a dataset."""
-_READ_AT_ONCE = 1 << 20  # bytes
-
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.DOTALL)
-_TEMPORARY_PART = re.compile(r"(?<![^/])\.([^/]+)\.[0-9a-f]{12}\.tmp(?![^/])")  # of a path
-
-
 def unit_name(unit: int) -> str:
     """Return the name, without a suffix, of the files of unit `unit` (0-based): `unit-00000`."""
     return f"unit-{unit:05d}"
+
+
+# -- temporary names -------------------------------------------------------------------------------
 
 
 def temporary_name(path: Path) -> Path:
@@ -71,8 +64,7 @@ def is_temporary(path: Path) -> bool:
 def temporary_files(directory: Path) -> list[Path]:
     """Return the files below a directory whose names `temporary_name` made, sorted.
 
-    Where no process writes, they are left by killed ones. Files of other programs are not among
-    them.
+    Where no process writes, they are left by killed ones.
     """
     found = directory.rglob(".*.tmp")
     return sorted(path for path in found if is_temporary(path) and path.is_file())
@@ -80,11 +72,23 @@ def temporary_files(directory: Path) -> list[Path]:
 
 def remove_left_of(path: Path) -> None:
     """Remove what killed processes left of a file or directory, where no process writes it."""
-    own = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{12}\.tmp")
     for left in path.parent.glob(".*.tmp"):
-        if own.fullmatch(left.name):
-            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+        if (name := _TEMPORARY.fullmatch(left.name)) and name[1] == path.name:
+            remove(left)
 
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a folder, if it is there.
+
+    A folder gets a temporary name first: a kill meanwhile leaves nothing incomplete under its name.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path if is_temporary(path) else path.rename(temporary_name(path)))
+    else:
+        path.unlink(missing_ok=True)
+
+
+# -- writing ---------------------------------------------------------------------------------------
 
 _INTACT = "Every file that was complete is intact"
 _ROOM = f"{_INTACT}; free some space and run the same command again"
@@ -121,8 +125,8 @@ def file_error(error: OSError, where: object = None) -> FileError:
 
 
 @contextlib.contextmanager
-def writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """Name `path` in the errors of writing it; remove `temporary` where it is not completed.
+def writing(path: Path) -> Iterator[None]:
+    """Name `path` in the errors of writing it.
 
     Raises:
         FileError: a full disk, or another refusal of the system. Writing to an open file, and
@@ -130,23 +134,42 @@ def writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
     """
     try:
         yield
+    except SpecDataError:
+        raise
     except BaseException as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-        known = not isinstance(error, SpecDataError)
-        if known and isinstance(error, OSError) and error.errno in REFUSALS:
+        if isinstance(error, OSError) and error.errno in REFUSALS:
             raise file_error(error, path) from error
-        number = re.search(r"\(os error (\d+)\)", str(error)) if known else None
-        if number:
-            raise file_error(OSError(int(number[1]), os.strerror(int(number[1]))), path) from error
+        if found := re.search(r"\(os error (\d+)\)", str(error)):
+            number = int(found[1])
+            raise file_error(OSError(number, os.strerror(number)), path) from error
         raise
 
 
-def replace_durably(temporary: Path, final: Path) -> None:
-    """Rename `temporary` (already fsynced) over `final` and make the rename durable."""
-    temporary.replace(final)
-    sync_directory(final.parent)
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary name for a file or a folder, which gets the name `path` if no error occurs.
+
+    What was written is fsynced before. A folder replaces only an empty one; a file replaces a file.
+
+    Raises:
+        FileError: the system refused to write; nothing is left behind.
+    """
+    temporary = temporary_name(path)
+    try:
+        with writing(path):
+            yield temporary
+            _sync(temporary)
+            replace_durably(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            remove(temporary)
+
+
+def _sync(path: Path) -> None:
+    """Fsync a file, or a folder with all that it holds."""
+    for inner in path.iterdir() if path.is_dir() else ():
+        _sync(inner)
+    sync_directory(path)
 
 
 def sync_directory(directory: Path) -> None:
@@ -156,6 +179,49 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_durably(temporary: Path, final: Path) -> None:
+    """Rename `temporary` (already fsynced) over `final` and make the rename durable."""
+    temporary.replace(final)
+    sync_directory(final.parent)
+
+
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Write a small file in one step: a reader sees the old content, the new one, or no file."""
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def write_once(path: Path, data: bytes | str) -> None:
+    """Write a small file unless it exists; of several concurrent writers, the first one wins."""
+    temporary = temporary_name(path)
+    try:
+        with writing(path):
+            temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+            _sync(temporary)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            pass
+        except OSError:  # no hard links here: the last writer wins, with the same bytes
+            temporary.replace(path)
+        sync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def link_or_copy(source: Path, path: Path) -> None:
+    """Give a file a second name by a hard link, or copy it where that is not possible.
+
+    Raises:
+        OSError: it cannot be copied either; nothing is left behind.
+    """
+    with atomic_write(path) as temporary:
+        try:
+            os.link(source, temporary)
+        except OSError:  # another file system, or one without hard links
+            shutil.copyfile(source, temporary)
 
 
 def use_default_mode(path: Path) -> None:
@@ -174,33 +240,7 @@ def use_default_mode(path: Path) -> None:
     path.chmod(mode)
 
 
-def _written(path: Path, data: bytes | str) -> Path:
-    """Write `data` to a temporary file beside `path`, fsync it and return its name."""
-    temporary = temporary_name(path)
-    with writing(path, temporary), temporary.open("wb") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
-        file.flush()
-        os.fsync(file.fileno())
-    return temporary
-
-
-def write_atomically(path: Path, data: bytes | str) -> None:
-    """Write a small file in one step: a reader sees the old content, the new one, or no file."""
-    temporary = _written(path, data)
-    replace_durably(temporary, path)
-
-
-def write_once(path: Path, data: bytes | str) -> None:
-    """Write a small file unless it exists; of several concurrent writers, the first one wins."""
-    temporary = _written(path, data)
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        pass
-    except OSError:  # no hard links on this file system: the last writer wins, with the same bytes
-        temporary.replace(path)
-    temporary.unlink(missing_ok=True)
-    sync_directory(path.parent)
+# -- JSON and hashes -------------------------------------------------------------------------------
 
 
 def read_object(file: Path, error: type[SpecDataError] = DatasetError) -> dict[str, Any]:
@@ -236,17 +276,11 @@ def sha256_json(value: Any) -> str:
 
 def sha256_file(path: Path) -> str:
     """Return the SHA-256 of a file."""
-    return _digest_file(path, hashlib.sha256())
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def xxh3_file(path: Path) -> str:
     """Return the xxh3_64 of a file, 16 hex digits: ten times as fast, but not safe from forgery."""
-    return _digest_file(path, xxh3_64())
-
-
-def _digest_file(path: Path, digest: Any) -> str:
-    buffer = memoryview(bytearray(_READ_AT_ONCE))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return str(digest.hexdigest())
+        return hashlib.file_digest(file, xxh3_64).hexdigest()

@@ -1,14 +1,7 @@
-"""Work that goes on where it was stopped, and never takes something half-written for complete.
-
-with atomic_write(file) as temporary:           a file or a folder: there in one step, durably
-with process_lock(file, "busy ..."):            one process at a time; a dying one releases it
-refuse_other_settings(old, new, where, advice)  what was begun with other settings is refused
-work = ResumableDirectory(out, ".view")         the above, and a record of every finished part
-"""
+"""Work that goes on where it was stopped, and never takes something half-written for complete."""
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,75 +14,14 @@ from spec_data.shards.files import (
     dump_json,
     is_temporary,
     read_object,
-    replace_durably,
     sha256_json,
     temporary_files,
-    temporary_name,
     write_atomically,
-    writing,
 )
 
 CHECKSUM = "checksum"
 """Key of the SHA-256 of the other keys of a record."""
 PATIENCE = 0.5  # seconds; another process may hold a lock for an instant, to see whether it can
-
-# -- files and folders -----------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary name for a file or a folder, which gets the name `path` if no error occurs.
-
-    What was written is fsynced before. A folder replaces only an empty one; a file replaces a file.
-
-    Raises:
-        FileError: the system refused to write; nothing is left behind.
-    """
-    temporary = temporary_name(path)
-    try:
-        with writing(path):
-            yield temporary
-            _sync(temporary)
-            replace_durably(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            remove(temporary)
-
-
-def _sync(path: Path) -> None:
-    """Fsync a file, or a folder with all that it holds."""
-    if path.is_dir():
-        for inner in path.iterdir():
-            _sync(inner)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def link_or_copy(source: Path, path: Path) -> None:
-    """Give a file a second name by a hard link, or copy it where that is not possible.
-
-    Raises:
-        OSError: it cannot be copied either; nothing is left behind.
-    """
-    with atomic_write(path) as temporary:
-        try:
-            os.link(source, temporary)
-        except OSError:  # another file system, or one without hard links
-            shutil.copyfile(source, temporary)
-
-
-def remove(path: Path) -> None:
-    """Delete a file, a link or a folder, if it is there.
-
-    A folder gets a temporary name first: a kill meanwhile leaves nothing incomplete under its name.
-    """
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path if is_temporary(path) else path.rename(temporary_name(path)))
-    else:
-        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

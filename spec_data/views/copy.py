@@ -24,10 +24,10 @@ import pyarrow as pa
 from spec_data.shards.codec_tables import TABLES, save_tables
 from spec_data.shards.codecs import Tables, bf16_tensor
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
-from spec_data.shards.files import unit_name, write_atomically
+from spec_data.shards.files import link_or_copy, unit_name, write_atomically
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset, check_whole, checked_file
 from spec_data.shards.records import plain
-from spec_data.shards.resumable import ResumableDirectory, link_or_copy, process_lock
+from spec_data.shards.resumable import ResumableDirectory, process_lock
 from spec_data.shards.schema import CodecTables, Column, FileRecord, Manifest, ShardRecord
 from spec_data.shards.seal import check_shard, file_records, seal
 from spec_data.shards.shard import StoredRows

@@ -16,11 +16,10 @@ import pyarrow as pa
 from xxhash import xxh3_64_hexdigest
 
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.files import MANIFEST, dump_json, write_atomically
+from spec_data.shards.files import MANIFEST, atomic_write, dump_json, write_atomically
 from spec_data.shards.index import index_numbers
 from spec_data.shards.loss_masks import LossMasks
 from spec_data.shards.reader import INDEX, HiddenStatesDataset, check_whole
-from spec_data.shards.resumable import atomic_write
 from spec_data.shards.schema import FileRecord, Manifest, Totals
 from spec_data.shards.seal import arrow_stream
 from spec_data.shards.view import Source, View, relative_source, view_index_schema

@@ -18,8 +18,7 @@ import torch
 from spec_data.models.identify import identify_files
 from spec_data.models.resolve import cached_model, local_directory
 from spec_data.shards.errors import ConfigError, DraftError, RunError
-from spec_data.shards.files import remove_left_of, write_atomically
-from spec_data.shards.resumable import atomic_write
+from spec_data.shards.files import atomic_write, remove_left_of, write_atomically
 from spec_data.terminal.command import Result
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_train.drafts import load_draft, own_files, read_draft

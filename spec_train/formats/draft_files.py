@@ -18,13 +18,13 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError, MissingError
 from spec_data.shards.files import (
+    atomic_write,
     canonical_json,
     dump_json,
     use_default_mode,
     write_atomically,
 )
 from spec_data.shards.records import safe_path
-from spec_data.shards.resumable import atomic_write
 from spec_train.formats.draft_seal import (
     MARK,
     SECTION,

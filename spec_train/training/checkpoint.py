@@ -25,8 +25,10 @@ from torch import Tensor
 
 from spec_data.shards.errors import ConfigError, DraftError, FileError, RunError
 from spec_data.shards.files import (
+    atomic_write,
     dump_json,
     is_temporary,
+    remove,
     replace_durably,
     sha256_file,
     temporary_name,
@@ -34,13 +36,7 @@ from spec_data.shards.files import (
     write_atomically,
     writing,
 )
-from spec_data.shards.resumable import (
-    atomic_write,
-    differing_settings,
-    process_lock,
-    remove,
-    write_record,
-)
+from spec_data.shards.resumable import differing_settings, process_lock, write_record
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_train.training.stored import (
     HELD_OUT,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spec_data.shards import resumable
+from spec_data.shards import files
 from spec_train.options.training import Training
 from spec_train.training import checkpoint
 from spec_train.training.checkpoint import RunDirectory
@@ -33,7 +33,7 @@ EVENTS: tuple[tuple[Any, str], ...] = (
     (RunDirectory, "append_metrics"),
     (checkpoint, "use_default_mode"),
     (checkpoint, "save_file"),
-    (resumable, "replace_durably"),
+    (files, "replace_durably"),
     (checkpoint, "write_atomically"),
     (checkpoint, "remove"),
 )

@@ -11,8 +11,8 @@ import spec_data.generation.replica as replica_module
 from spec_data.generation.setup import check_still_planned, find_plan, make_plan
 from spec_data.generation.workers import worker_lock
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
+from spec_data.shards.files import remove
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.resumable import remove
 from tests.spec_data.corpus.templates import CHATML, GEMMA2, tokenizer
 from tests.spec_data.runs import digests, options, run, save_target, setup_of, write_corpus
 

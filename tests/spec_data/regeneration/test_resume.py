@@ -19,7 +19,7 @@ from spec_data.regeneration import local
 from spec_data.regeneration.conversations import Answer
 from spec_data.regeneration.journal import Journal, journal_path
 from spec_data.shards.errors import ConfigError, CorpusError, DatasetError, FileError, RunError
-from spec_data.shards.resumable import atomic_write
+from spec_data.shards.files import atomic_write
 from tests.spec_data.regeneration.tools import answered, rows, words
 from tests.spec_data.runs import save_target, write_corpus
 
@@ -306,7 +306,7 @@ def test_a_full_disk_at_the_end_leaves_no_half_output(source, whole, tmp_path, m
         raise OSError(errno.ENOSPC, "no space")
 
     with monkeypatch.context() as patch:
-        patch.setattr("spec_data.shards.resumable.os.fsync", full)
+        patch.setattr("spec_data.shards.files.os.fsync", full)
         with pytest.raises(RunError, match="the disk is full"):
             answered(source[1], out, target=str(source[0]), **SAMPLED)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".a.jsonl.lock", "a.jsonl.journal"]

@@ -3,14 +3,8 @@
 import pytest
 
 from spec_data.shards.errors import ConfigError, DatasetError, FileError, RunError
-from spec_data.shards.files import temporary_name
-from spec_data.shards.resumable import (
-    ResumableDirectory,
-    atomic_write,
-    differing_settings,
-    link_or_copy,
-    process_lock,
-)
+from spec_data.shards.files import atomic_write, link_or_copy, temporary_name
+from spec_data.shards.resumable import ResumableDirectory, differing_settings, process_lock
 
 
 def begun(tmp_path, **settings):
