@@ -7,11 +7,9 @@ store, because a failed rank no longer joins collectives. The first error of any
 the store, and waiting ranks look for it there. A watch thread ends a rank that is blocked inside a
 collective. So an error on one rank ends all ranks with the message of that rank, and none hangs.
 
-Data-parallel wrapping uses accelerate. Sharding uses torch's `fully_shard` on the whole draft as
-one module: drafts use methods and weights of their submodules directly, so all weights must be
-gathered when the loss is entered. accelerate would shard norm and head as separate modules, whose
-`forward` is never called, and it has no sharding on CPUs, where the tests run. Modules that wrap or
-shard are imported where they are used: the import takes a second, which a single process saves.
+Weights are replicated by torch's DDP, or sharded by its `fully_shard` on the whole draft as one
+module: drafts use methods and weights of their submodules directly, so all weights must be gathered
+when the loss is entered.
 """
 
 import contextlib
@@ -73,12 +71,6 @@ class Ranks:
             self._join()
 
     def _join(self) -> None:
-        for other in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-            if os.environ.get(f"ACCELERATE_USE_{other}", "false").lower() == "true":
-                raise ConfigError(
-                    f"accelerate's configuration enables {other}, which spec-train does not use; "
-                    "launch with a plain multi-process configuration and pass --sharding"
-                )
         if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
             raise ConfigError(
                 f"WORLD_SIZE is {self.world_size}, but RANK or MASTER_ADDR is not set; unset "
@@ -301,30 +293,20 @@ class Ranks:
         for tensor in (*(p for p in module.parameters() if p not in frozen), *module.buffers()):
             dist.broadcast(tensor.data, 0)
         if self.sharding == "ddp":
-            return self._replicate(module)
-        from torch.distributed.device_mesh import init_device_mesh
+            # no search for unused parameters: `LossOnRanks` gives each a gradient in every step; no
+            # broadcast of buffers: they never change, and ranks with fewer micro-batches would not
+            # take part in it
+            options: dict[str, Any] = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+            if self.device.type == "cuda":
+                options["device_ids"] = [self.device]
+            with warnings.catch_warnings():  # newer releases of torch have renamed an option
+                warnings.simplefilter("ignore", FutureWarning)
+                return nn.parallel.DistributedDataParallel(module, **options)
+        from torch.distributed.device_mesh import init_device_mesh  # imported in a second
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         return cast(nn.Module, fully_shard(module, mesh=mesh, ignored_params=frozen))
-
-    def _replicate(self, module: nn.Module) -> nn.Module:
-        """Wrap for data parallelism with accelerate; autocast and accumulation stay in `Trainer`.
-
-        No search for unused parameters: `LossOnRanks` gives each parameter a gradient in every
-        step. No broadcast of buffers: they never change, and ranks with fewer micro-batches would
-        not take part in it.
-        """
-        from accelerate import Accelerator, DistributedDataParallelKwargs
-
-        options = DistributedDataParallelKwargs(
-            broadcast_buffers=False, gradient_as_bucket_view=True
-        )
-        cpu = self.device.type == "cpu"
-        accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[options])
-        with warnings.catch_warnings():  # torch renamed broadcast_buffers, accelerate did not yet
-            warnings.simplefilter("ignore", FutureWarning)
-            return accelerator.prepare_model(module, device_placement=False)
 
     @contextlib.contextmanager
     def gradients(self, module: Any, last: bool) -> Iterator[None]:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState
 
 from spec_data.terminal.console import run_cli
 from tests.spec_train.training.tools import OPTIONS, run
@@ -79,8 +78,6 @@ def _become(
 ) -> None:
     """In the child: take the environment of a rank, run, and end without pytest's clean-up."""
     code = 99
-    # an Accelerator of an earlier test would make this one believe that it is alone
-    AcceleratorState._reset_state(reset_partial_state=True)
     torch.set_num_threads(1)  # a fork has none of its parent's OpenMP threads and waits for them
     try:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
