@@ -204,9 +204,9 @@ class Trainer:
             raise
         if step is None:
             self.ranks.call_stop()
-        own = self._no_counts() if step is None else self._slot_counts(step)
+        mine = self._no_counts() if step is None else self._slot_counts(step)
         self._counts, stopped = self.ranks.agree(
-            own, stop=step is None, stopping=lambda: self._signals
+            mine, stop=step is None, stopping=lambda: self._signals
         )
         if stopped and step is not None:
             self.stream.untake(step)
@@ -305,7 +305,7 @@ class Trainer:
     def validate(self) -> None:
         """Measure the held-out documents; save the draft as `best` if it is the best so far."""
         started = time.perf_counter()
-        figures, walk = self._validation.measure()
+        figures, simulated = self._validation.measure()
         if figures:
             self.saver.metrics(
                 {"step": self.step, "split": "validation", "tokens": self.tokens, **figures}
@@ -317,7 +317,7 @@ class Trainer:
         if self.best is None or not figures or better(figures, self.best):
             self.best = {"step": self.step} | {name: figures.get(name) for name in BEST_FIGURES}
             self._hold_weights()
-            self.saver.best(self.step, figures, walk)
+            self.saver.best(self.step, figures, simulated)
         # the training speed excludes validation
         self._clock = self._clock[0] + time.perf_counter() - started, self._clock[1]
 

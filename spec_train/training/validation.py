@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from spec_data.shards.even_sample import even_sample
-from spec_train.data.batch import DraftBatch
 from spec_train.data.mixture import Documents
 from spec_train.data.order import BatchPlan
 from spec_train.data.stream import BatchStream, Step
@@ -67,39 +66,40 @@ class Validation:
         """Measure the draft as it is; both results are empty if no document is held out.
 
         Returns:
-            The line of metrics.jsonl: the figures of `metrics.summarise_parts` and, of the walk,
-            "serving_like_length", its acceptance length, with its 95 % interval over documents,
-            "serving_like_interval" (None for fewer than eight); "serving_like_uncut", it without
-            the ends of answers (see `uncut_length`), both None without a round, and
+            The line of metrics.jsonl: the figures of `metrics.summarise_parts` and, of simulated
+            decoding, "serving_like_length", its acceptance length, with its 95 % interval over
+            documents, "serving_like_interval" (None for fewer than eight); "serving_like_uncut", it
+            without the ends of answers (see `uncut_length`), both None without a verification, and
             "serving_like_rounds", their number.
-            The walk as `eval --data` measures it (see `Breakdown.figures`), with sampled documents.
+            The simulated decoding as `eval --data` measures it (see `Breakdown.figures`), with
+            sampled documents.
         """
         if not len(self.plan.rows):
             return {}, {}
-        sums, breakdown = self._sums()
-        found = breakdown.figures()
-        walk = found["simulated"]
+        sums, breakdown = self._measure()
+        report = breakdown.figures()
+        simulated = report["simulated"]
+        uncut = uncut_length(simulated["accept_rate"]) if simulated["rounds"] else None
         figures = summarise_parts(sums, self.draft.summarise) | {
-            "serving_like_length": walk["acceptance_length"],
-            "serving_like_interval": walk["interval"],
-            "serving_like_uncut": uncut_length(walk["accept_rate"]) if walk["rounds"] else None,
-            "serving_like_rounds": walk["rounds"],
+            "serving_like_length": simulated["acceptance_length"],
+            "serving_like_interval": simulated["interval"],
+            "serving_like_uncut": uncut,
+            "serving_like_rounds": simulated["rounds"],
         }
-        texts = token_texts(found["samples"], self._tokenizer) if self.ranks.is_main else {}
-        place = {"path": self.dataset.place, "split": "validation"}
-        return figures, place | found | {"texts": texts}
+        texts = token_texts(report["samples"], self._tokenizer) if self.ranks.is_main else {}
+        where = {"path": self.dataset.place, "split": "validation"}
+        return figures, where | report | {"texts": texts}
 
     @cached_property
     def _tokenizer(self) -> Any:
         return tokenizer_of(self.dataset.target_dir)
 
     @torch.no_grad()
-    def _sums(self) -> tuple[dict[str, Sums], Breakdown]:
-        """Return teacher-forced sums by dataset, and the walk of all, over all ranks."""
+    def _measure(self) -> tuple[dict[str, Sums], Breakdown]:
+        """Return teacher-forced sums by dataset, and simulated decoding of all, over all ranks."""
         total: dict[str, Sums] = {}
-        rows = self.plan.rows.tolist()
-        sampled = even_sample(rows, SAMPLES)
-        own, walk = (Breakdown(self.draft.depth, sampled) for _ in range(2))
+        sampled = even_sample(self.plan.rows.tolist(), SAMPLES)
+        mine, all_ranks = (Breakdown(self.draft.depth, sampled) for _ in range(2))
         device = self.ranks.device
         self.stream.load_state_dict(self.plan.state(0, 0))
         self.draft.eval()
@@ -109,22 +109,20 @@ class Validation:
                 # for the unused loss
                 counts = slot_counts(self.draft, step, "validation", self.seed, device)
                 part = self.plan.part_of(step.index)
-                for i, batch in enumerate(step.batches):
-                    seed_place(self.seed, "validation", step.epoch, step.numbers[i])
-                    there = batch.to(device, self.dtype, non_blocking=True)
-                    sums = self.loss(there, self.head, counts)[1]
+                for number, host in zip(step.numbers, step.batches, strict=True):
+                    seed_place(self.seed, "validation", step.epoch, number)
+                    batch = host.to(device, self.dtype, non_blocking=True)
+                    sums = self.loss(batch, self.head, counts)[1]
                     total[part] = add_sums([total.get(part, {}), sums])
-                    self._walk(there, own)
+                    if not host.tokens:  # of a rank without documents
+                        continue
+                    # after the loss, which has gathered the weights
+                    depth = self.draft.depth
+                    chains = self.draft.chains(batch, self.head, depth, scored_only=True)
+                    for document, arrays in documents_of(batch, chains):
+                        mine.add(document, self.dataset.source_of(document), arrays)
         self.ranks.release(self.loss)
         self.draft.train()
-        for other in self.ranks.gather(own.as_json()):
-            walk.add_all(other)
-        return {part: self.ranks.sum_all(sums) for part, sums in total.items()}, walk
-
-    def _walk(self, batch: DraftBatch, found: Breakdown) -> None:
-        """Walk the documents of a batch, which the loss has just read: its weights are gathered."""
-        if not batch.tokens:  # of a rank without documents
-            return
-        chains = self.draft.chains(batch, self.head, self.draft.depth, scored_only=True)
-        for document, arrays in documents_of(batch, chains):
-            found.add(document, self.dataset.source_of(document), arrays)
+        for other in self.ranks.gather(mine.as_json()):
+            all_ranks.add_all(other)
+        return {part: self.ranks.sum_all(sums) for part, sums in total.items()}, all_ranks
