@@ -120,19 +120,14 @@ def probe(trainer: Trainer, config: Training, total: int) -> DryRun:
 
 @contextlib.contextmanager
 def _silently() -> Iterator[None]:
-    """Show neither bars nor the lines of a run: its few steps are no run."""
-    loggers = [
-        logging.getLogger(name) for name in ("spec_train.training", "spec_data.terminal.progress")
-    ]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
+    """Show neither bars nor the lines of a run, but its warnings: its few steps are no run."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
     try:
         with quiet_progress():
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)
 
 
 def _peak_bytes() -> int:
