@@ -11,7 +11,7 @@ Shapes: T tokens of a document, n stored layers, H hidden size.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from spec_data.capture.hooks import States
 from spec_data.capture.proofs import FLOOR
 from spec_data.capture.skeleton import embedded, load_skeleton, run_block, run_norm
-from spec_data.conversion.samples import AFTER, BEFORE, Samples, States
+from spec_data.conversion.samples import AFTER, BEFORE, Samples, SampleStates
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.shards.errors import CorpusError, RunError
 from spec_data.shards.even_sample import even_sample
@@ -44,24 +45,10 @@ SHIFTS = (0, -1, 1)
 """Row t of a chunk may be the state of token t + shift."""
 
 
-# -- what the target computes ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetStates:
-    """The states of a document: outputs of blocks [T, H] by layer id, and the final state [T, H].
-
-    The final state is the one after the final norm, which enters the LM head.
-    """
-
-    layers: dict[int, Tensor]
-    final: Tensor
-
-
 def target_states(
     path: Path, documents: Sequence[Tensor], blocks: int, *, dtype: str, trust: bool
-) -> list[TargetStates]:
-    """Compute the states of documents, int64 [T] each, on the CPU, one block after the other.
+) -> list[States]:
+    """Compute the states [T, H] of documents, int64 [T] each, on the CPU, block after block.
 
     The output of each block is the input of the next one, so the weights of the target are read
     from disk once, and it need not fit in memory.
@@ -77,16 +64,14 @@ def target_states(
         MissingError, TargetError: the target cannot be loaded, or its blocks cannot be left out.
     """
     skeleton = load_skeleton(path, (), dtype=dtype, trust=trust)
-    layers = [{EMBEDDING: embedded(skeleton, ids)} for ids in documents]
+    computed = [States(layers={EMBEDDING: embedded(skeleton, ids)}) for ids in documents]
     for k in progress(range(blocks), desc="run the target", unit="blocks", leave=False):
         model = load_skeleton(path, (k,), dtype=dtype, trust=trust)
-        for ids, states in zip(documents, layers, strict=True):
-            states[k] = run_block(model, ids, k, states[k - 1])
-    last = blocks - 1
-    return [
-        TargetStates(layers=states, final=run_norm(skeleton, ids, states[last]))
-        for ids, states in zip(documents, layers, strict=True)
-    ]
+        for ids, states in zip(documents, computed, strict=True):
+            states.layers[k] = run_block(model, ids, k, states.layers[k - 1])
+    for ids, states in zip(documents, computed, strict=True):
+        states.final = run_norm(skeleton, ids, states.layers[blocks - 1])
+    return computed
 
 
 # -- what the stored chunks are --------------------------------------------------------------------
@@ -107,8 +92,7 @@ class Convention(NamedTuple):
         words = text.get(self.state, f"the output of block {self.state}")
         if self.state == blocks - 1:
             words += " (the last one, before the final norm)"
-        token = {0: "", 1: " of the next token", -1: " of the previous token"}[self.shift]
-        return words + token
+        return words + {0: "", 1: " of the next token", -1: " of the previous token"}[self.shift]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +112,9 @@ _Pair = tuple[list[Tensor], list[Tensor]]  # stored [T, H] of the documents, and
 
 
 def matches(
-    stored: Sequence[States],
+    stored: Sequence[SampleStates],
     normed: Sequence[Tensor],
-    computed: Sequence[TargetStates],
+    computed: Sequence[States],
     blocks: int,
     usual_norm: str,
 ) -> list[Match]:
@@ -175,29 +159,23 @@ def _nearest(chunk: str, pairs: dict[int | str, _Pair], usual: int | str | None)
     }
     best = min(differences, key=lambda convention: float(differences[convention].mean()))
     if usual is not None and best.shift == 0:
+        # A norm of ones changes nothing that it has normed before: then both sides are the same,
+        # up to the rounding of a dataset's states. What is stored may differ by more: the norm
+        # takes out the part of a codec's error, or of a quantised target's, that lies along the
+        # state. That is 1/sqrt(H) of the error, so an eighth of it for H = 64.
         noise = float(differences[Convention(usual)].mean()) / 4
-        if _same(pairs[usual], pairs[best.state], noise):
-            best = Convention(usual)  # a norm of ones changes nothing that it has normed before
+        stored, computed = (
+            float(_differences(a, b, 0).mean())
+            for a, b in zip(pairs[usual], pairs[best.state], strict=True)
+        )
+        if stored <= max(_SAME, noise) and computed <= _SAME:
+            best = Convention(usual)
     documents = differences[best]
     return Match(
         chunk=chunk,
         convention=best,
         difference=float(documents.mean()),
         worst=float(documents.max()),
-    )
-
-
-def _same(one: _Pair, other: _Pair, noise: float) -> bool:
-    """Whether two comparisons are the same one, up to the rounding of a dataset's states.
-
-    What is stored may differ by more: the norm takes out the part of a codec's error, or of a
-    quantised target's, that lies along the state. That is 1/sqrt(H) of the error, so an eighth of
-    it for H = 64; `noise` is a quarter of it.
-    """
-    (chunks, states), (others, other_states) = one, other
-    return (
-        float(_differences(chunks, others, 0).mean()) <= max(_SAME, noise)
-        and float(_differences(states, other_states, 0).mean()) <= _SAME
     )
 
 
@@ -227,9 +205,9 @@ def check_matches(
         RunError: the chunks are no states from which a dataset can be made, or not the recorded
             ones.
     """
-    *aux, last = found
-    layers = [match.convention.state for match in aux]
+    *layers, last = [match.convention.state for match in found]
     norms = {FINAL_STATE: AFTER, blocks - 1: BEFORE}
+    unusable = FINAL_STATE in layers or len(set(layers)) < len(layers) or last not in norms
     problem = None
     if any(match.worst > _ALLOWED for match in found):
         problem = (
@@ -241,11 +219,7 @@ def check_matches(
             "The states are shifted against the token ids, so each token has those of a "
             "neighbour. Write them again with the ids that the target was given"
         )
-    elif (
-        FINAL_STATE in layers
-        or len(set(layers)) < len(layers)
-        or last.convention.state not in norms
-    ):
+    elif unusable:
         problem = (
             "A layer is stored twice, or after the final norm, or the last state is that of "
             "another block. Capture again"
@@ -265,24 +239,11 @@ def check_matches(
             "the stored states are not what a dataset needs. Compared with what the target "
             "computes:\n  " + "\n  ".join(lines) + f"\n{problem}. Nothing was written"
         )
-    return [int(layer) for layer in layers], norms[last.convention.state]
+    return [int(layer) for layer in layers], norms[last]
 
 
 def _listed(layers: Sequence[Any]) -> str:
     return ",".join(map(str, layers))
-
-
-def _rounding_warning(found: Sequence[Match]) -> str | None:
-    """Say if a chunk differs from the target by more than rounding; None if none does."""
-    worst = max(found, key=lambda match: match.difference)
-    if worst.difference <= _ROUNDING:
-        return None
-    return (
-        f"{worst.chunk} differs from what the target computes by {worst.difference:.2g}, and "
-        f"rounding to bf16 or 8-bit floats by less than {_ROUNDING:.2g}. Either the states are of "
-        "a quantised target, or of one with slightly different weights, such as another "
-        "fine-tune: check --target and --revision"
-    )
 
 
 # -- the mask --------------------------------------------------------------------------------------
@@ -358,9 +319,6 @@ def mask_frame(
     return TOKEN, f"{counts[0]} of {total} supervised runs begin right after the generation prompt"
 
 
-# -- proof -----------------------------------------------------------------------------------------
-
-
 def sample_tokens(samples: Samples, number: int, supervise_all: bool) -> tuple[Tensor, Tensor]:
     """Return ids int64 [T] and mask [T] of a sample; every token, or what the stored mask has.
 
@@ -402,18 +360,18 @@ def find_conventions(
         RunError: the states are not those of the target, or not at their tokens; or the masks are
             shifted.
     """
-    tried = list(_readable(samples, vocabulary, supervise_all))
+    tried = _readable(samples, vocabulary, supervise_all)
     frame, masks = TOKEN, "every token is supervised"
     if not supervise_all:
-        documents = [(ids, mask) for _, ids, mask in tried]
-        frame, masks = mask_frame(documents, generation_prompt(tokenizer))
-    few = [
-        (ids[:_COMPARED_TOKENS], States(*(x[:_COMPARED_TOKENS] for x in samples.states(number))))
-        for number, ids, _ in even_sample(tried, _COMPARED)
-    ]
-    computed = target_states(path, [ids for ids, _ in few], blocks, dtype=dtype, trust=trust)
-    after_norm = [normed(ids, states.last).cpu() for ids, states in few]
-    opened, stored = samples.opened, [states for _, states in few]
+        masked = [(ids, mask) for _, ids, mask in tried]
+        frame, masks = mask_frame(masked, generation_prompt(tokenizer))
+    few = even_sample(tried, _COMPARED)
+    documents = [ids[:_COMPARED_TOKENS] for _, ids, _ in few]
+    stored = [SampleStates(*(x[:_COMPARED_TOKENS] for x in samples.states(n))) for n, _, _ in few]
+    computed = target_states(path, documents, blocks, dtype=dtype, trust=trust)
+    pairs = zip(documents, stored, strict=True)
+    after_norm = [normed(ids, states.last).cpu() for ids, states in pairs]
+    opened = samples.opened
     found = matches(stored, after_norm, computed, blocks, opened.final_norm)
     layers, norm = check_matches(found, opened.layers, opened.tool, blocks)
     names = [*(f"layer {layer}" for layer in layers), "final"]
@@ -423,7 +381,7 @@ def find_conventions(
         final_norm=norm,
         mask_frame=frame,
         documents=len(few),
-        tokens=sum(len(ids) for ids, _ in few),
+        tokens=sum(map(len, documents)),
         differences={
             name: float(f"{match.difference:.2g}") for name, match in zip(names, found, strict=True)
         },
@@ -436,37 +394,43 @@ def find_conventions(
         max(evidence.differences.values()),
     )
     logger.info("masks: %s", masks)
-    if warning := _rounding_warning(found):
-        logger.warning("warning: %s", warning)
+    worst = max(found, key=lambda match: match.difference)
+    if worst.difference > _ROUNDING:
+        logger.warning(
+            "warning: %s differs from what the target computes by %.2g, and rounding to bf16 or "
+            "8-bit floats by less than %.2g. Either the states are of a quantised target, or of "
+            "one with slightly different weights, such as another fine-tune: check --target and "
+            "--revision",
+            *(worst.chunk, worst.difference, _ROUNDING),
+        )
     return evidence
 
 
 _Sample = tuple[int, Tensor, Tensor]  # its number, ids int64 [T] and mask [T]
 
 
-def _readable(samples: Samples, vocabulary: int, supervise_all: bool) -> Iterator[_Sample]:
-    """Yield samples spread over the source that can be read and have something to predict.
+def _readable(samples: Samples, vocabulary: int, supervise_all: bool) -> list[_Sample]:
+    """Return samples spread over the source that can be read and have something to predict.
 
     Raises:
         CorpusError: there is none.
     """
-    problem, usable = "nothing is supervised", 0
+    problem, usable = "nothing is supervised", []
     numbers = even_sample(range(len(samples)), _TRIED)
     for number in numbers:
         try:
             ids, mask = sample_tokens(samples, number, supervise_all)
             samples.states(number)
+            if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
+                raise BadRow(
+                    f"token ids {int(ids.min())} to {int(ids.max())}, but the target has "
+                    f"{vocabulary}; is it the one that was captured?"
+                )
         except BadRow as error:
             problem = f"{samples.where(number)}: {error}"
             continue
-        if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
-            problem = (
-                f"{samples.where(number)}: token ids {int(ids.min())} to {int(ids.max())}, but the "
-                f"target has {vocabulary}; is it the one that was captured?"
-            )
-            continue
         if mask[1:].any():
-            usable += 1
-            yield number, ids, mask
+            usable.append((number, ids, mask))
     if not usable:
         raise CorpusError(f"{samples.root}: no usable sample of {len(numbers)} tried ({problem})")
+    return usable

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import numpy as np
@@ -48,29 +48,18 @@ class ExportedStates(Result):
         return "\n".join([f"{self.documents:,} documents for {self.to}", *self.lines])
 
 
-class _Writer(Protocol):
-    columns: list[str]
-
-    def file(self, number: int) -> Path:
-        """Return the file of a document, below the directory."""
-
-    def encode(self, document: dict[str, Any]) -> bytes:
-        """Return its contents, of a document of `input_ids`, `loss_mask` and the columns."""
-
-    def finish(self, dataset: HiddenStatesDataset, out: Path) -> list[str]:
-        """Complete the directory; return lines on what to know about it."""
-
-
 class _SpecForge:
     def __init__(self, dataset: HiddenStatesDataset, layers: list[int]) -> None:
         self._layers = layers
         self.columns = [*(layer_column(k) for k in layers), FINAL]
 
     def file(self, number: int) -> Path:
+        """Return the file of a document, below the directory."""
         first = number // _GROUP * _GROUP
         return Path(f"rows_{first}-{first + _GROUP}") / f"data_{number}.ckpt"
 
     def encode(self, document: dict[str, Any]) -> bytes:
+        """Return its contents, of a document of `input_ids`, `loss_mask` and the columns."""
         *aux, last = (document[name].bfloat16() for name in self.columns)
         table = {name: document[name].long() for name in ("input_ids", "loss_mask")}
         table |= {SPECFORGE_AUX: torch.cat(aux, -1)[None], SPECFORGE_LAST: last[None]}
@@ -79,6 +68,7 @@ class _SpecForge:
         return data.getvalue()
 
     def finish(self, dataset: HiddenStatesDataset, out: Path) -> list[str]:
+        """Complete the directory; return lines on what to know about it."""
         ids = ",".join(map(str, self._layers))
         return [f"the layers are {ids} (outputs of blocks, as SGLang counts)"]
 
@@ -96,7 +86,7 @@ class _Speculators:
         self._layers = [k for k in layers if k != raw]
         if not self._layers:
             raise DatasetError(f"{dataset.path}: no layer but the last block would be written")
-        self._undo = undone_norm(dataset) if raw is None else None
+        self._undo = _undone_norm(dataset) if raw is None else None
         self._worst = 0.0
         last = FINAL if raw is None else layer_column(raw)
         self.columns = [*(layer_column(k) for k in self._layers), last]
@@ -130,14 +120,11 @@ class _Speculators:
         return lines
 
 
-def undone_norm(dataset: HiddenStatesDataset) -> Callable[[Tensor], tuple[Tensor, float]]:
+def _undone_norm(dataset: HiddenStatesDataset) -> Callable[[Tensor], tuple[Tensor, float]]:
     """Return a function that makes states before the final norm of a dataset's target.
 
     It takes final states [T, H], and returns bf16 [T, H] of which the norm makes them, with the
     mean relative difference. It raises RunError where that is above rounding.
-
-    Raises:
-        DatasetError: the dataset does not record an RMSNorm, so it cannot be undone.
     """
     norm = load_positions(dataset.path, dataset.manifest).norm
     weight = load_head_tensors(dataset.path, dataset.manifest).get("norm")
@@ -178,7 +165,7 @@ def _token_rows(dataset: HiddenStatesDataset, numbers: range) -> pa.Table:
     return pa.table(columns | {"seq_len": pa.array(lengths)})
 
 
-_WRITERS: dict[str, Callable[[HiddenStatesDataset, list[int]], _Writer]] = {
+_WRITERS: dict[str, type[_SpecForge] | type[_Speculators]] = {
     "speculators": _Speculators,
     "specforge": _SpecForge,
 }

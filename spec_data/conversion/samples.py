@@ -46,7 +46,7 @@ class Stored(NamedTuple):
     last: object
 
 
-class States(NamedTuple):
+class SampleStates(NamedTuple):
     """The states of a sample: `aux` [T, n, H] in the stored order, and `last` [T, H]."""
 
     aux: Tensor
@@ -111,30 +111,29 @@ class Samples:
         Raises:
             BadRow: the sample is malformed.
         """
-        stored = self.opened.read(number, False)
-        ids = _one_row(stored.ids, "input_ids").long()
-        self._states(stored, len(ids))
-        if stored.mask is None:
+        ids, mask, _ = self._read(number, False)
+        if mask is None:
             return ids, None
-        mask = _one_row(stored.mask, "loss_mask").long()
+        mask = _one_row(mask, "loss_mask").long()
         if len(mask) != len(ids):
             raise BadRow(f"loss_mask has {len(mask)} entries for {len(ids)} tokens")
         return ids, mask
 
-    def states(self, number: int) -> States:
+    def states(self, number: int) -> SampleStates:
         """Return the states of a sample.
 
         Raises:
             BadRow: the sample is malformed.
         """
-        stored = self.opened.read(number, True)
-        return self._states(stored, len(_one_row(stored.ids, "input_ids")))
+        return self._read(number, True)[2]
 
-    def _states(self, stored: Stored, tokens: int) -> States:
-        count, hidden = self.layers, self.hidden_size
-        aux = _matrix(stored.aux, "the aux states", tokens, count * hidden)
-        last = _matrix(stored.last, "the last state", tokens, hidden)
-        return States(aux.unflatten(-1, (count, hidden)), last)
+    def _read(self, number: int, values: bool) -> tuple[Tensor, Any, SampleStates]:
+        stored = self.opened.read(number, values)
+        ids = _one_row(stored.ids, "input_ids").long()
+        shape = (self.layers, self.hidden_size)
+        aux = _matrix(stored.aux, "the aux states", len(ids), shape[0] * shape[1])
+        last = _matrix(stored.last, "the last state", len(ids), shape[1])
+        return ids, stored.mask, SampleStates(aux.unflatten(-1, shape), last)
 
     def _layers(self) -> int:
         """Return how many layers are stored per token, by the first sample that can be read."""
@@ -154,17 +153,16 @@ class Samples:
         raise CorpusError(f"{self.root}: no sample can be read ({problem})")
 
 
-def _dense(value: object, name: str) -> Tensor:
+def _dense(value: object, name: str, axes: int = 0) -> Tensor:
+    """Return a tensor; one of a batch of 1 without that axis, if it then has so many `axes`."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or not value.ndim:
         raise BadRow(f"{name}: missing, or no dense tensor")
-    return value
+    return value[0] if value.ndim == axes + 1 and value.shape[0] == 1 else value
 
 
 def _one_row(value: object, name: str) -> Tensor:
     """Return integers [T] that may be stored as [1, T]."""
-    value = _dense(value, name)
-    if value.ndim == 2 and value.shape[0] == 1:
-        value = value[0]
+    value = _dense(value, name, 1)
     if value.ndim != 1 or not len(value):
         raise BadRow(f"{name} has shape {list(value.shape)}, expected [T]")
     if value.is_floating_point() or value.is_complex():
@@ -174,9 +172,7 @@ def _one_row(value: object, name: str) -> Tensor:
 
 def _matrix(value: object, name: str, tokens: int, width: int) -> Tensor:
     """Return states [T, W] that may be stored as [1, T, W]."""
-    value = _dense(value, name)
-    if value.ndim == 3 and value.shape[0] == 1:
-        value = value[0]
+    value = _dense(value, name, 2)
     if tuple(value.shape) != (tokens, width):
         raise BadRow(
             f"{name}: shape {list(value.shape)}, expected [{tokens}, {width}] for {tokens} tokens"
@@ -234,21 +230,19 @@ def load_table(file: Path) -> dict[str, Any]:
 
 
 def _tables(
-    tool: str, root: Path, files: Sequence[Path], aux: str, last: str, **more: Any
+    tool: str, root: Path, files: Sequence[Path], aux: str, last: str, final_norm: str = AFTER
 ) -> Opened:
-    """Open a directory with a table of tensors per sample; `aux` and `last` name its states.
-
-    `more`: `mask_of` returns the mask of a table and its number of tokens, `final_norm`.
-    """
-    mask_of = more.pop("mask_of", lambda table, _tokens: table.get("loss_mask"))
+    """Open a directory with a table of tensors per sample; `aux` and `last` name its states."""
 
     def read(number: int, _states: bool) -> Stored:
         table = load_table(files[number])
-        ids = _one_row(table.get("input_ids"), "input_ids")
-        return Stored(ids, mask_of(table, len(ids)), table.get(aux), table.get(last))
+        ids, mask = _one_row(table.get("input_ids"), "input_ids"), table.get("loss_mask")
+        if (packed := table.get("packed_loss_mask")) is not None:
+            mask = _unpacked_mask(str(packed), len(ids))
+        return Stored(ids, mask, table.get(aux), table.get(last))
 
     names = [file.relative_to(root).as_posix() for file in files]
-    return Opened(tool=tool, names=names, files=files, read=read, **more)
+    return Opened(tool=tool, names=names, files=files, read=read, final_norm=final_norm)
 
 
 def _numbered_files(root: Path, endings: tuple[str, ...], tool: str) -> list[Path]:
@@ -262,13 +256,17 @@ def _numbered_files(root: Path, endings: tuple[str, ...], tool: str) -> list[Pat
         parts = re.split(r"(\d+)", file.relative_to(root).as_posix())
         return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
-    files = sorted(
-        (p for p in root.rglob("*") if p.name.endswith(endings) and p.is_file()), key=key
-    )
+    files = [p for p in root.rglob("*") if p.name.endswith(endings) and p.is_file()]
     if not files:
         names = " or ".join(f"*{ending}" for ending in endings)
         raise MissingError(f"{root}: no file {names}, so this is not what {tool} stores")
     return sorted(files, key=key)
+
+
+def _expect_files(files: Sequence[Path]) -> None:
+    for file in files:
+        if not file.is_file():
+            raise MissingError(f"{file}: missing, but the manifest names it; copy the cache again")
 
 
 def _tensor(file: Path, name: str, row: int | None, values: bool) -> Tensor:
@@ -342,22 +340,16 @@ def _torchspec(root: Path) -> Opened:
     if len(files) < len(rows):
         others = len(rows) - len(files)
         logger.warning("warning: %s: %d samples of other splits are left out", root, others)
-    return _tables(
-        *("TorchSpec", root, files, "hidden_states", "last_hidden_states"),
-        mask_of=_unpacked_mask,
-        final_norm=BEFORE if before else AFTER,
-    )
+    norm = BEFORE if before else AFTER
+    return _tables("TorchSpec", root, files, "hidden_states", "last_hidden_states", norm)
 
 
-def _unpacked_mask(table: dict[str, Any], tokens: int) -> Tensor | None:
-    """Return the mask int64 [T] of a table; as TorchSpec reads it, cut or filled with zeros."""
-    packed = table.get("packed_loss_mask")
-    if packed is None:
-        return None
+def _unpacked_mask(packed: str, tokens: int) -> Tensor:
+    """Return a mask of runs as int64 [T]; as TorchSpec reads it, cut or filled with zeros."""
     try:
-        runs = [int(part) for part in str(packed).split(",")]
+        runs = [int(part) for part in packed.split(",")]
     except ValueError:
-        raise BadRow(f"packed_loss_mask {str(packed)[:40]!r}: expected lengths") from None
+        raise BadRow(f"packed_loss_mask {packed[:40]!r}: expected lengths") from None
     if min(runs) < 0:
         raise BadRow("packed_loss_mask has a negative length")
     lengths = torch.tensor([min(run, tokens) for run in runs])  # damaged ones may be huge
@@ -476,9 +468,7 @@ def _deepspec(root: Path) -> Opened:
         raise DatasetError(f"{file}: missing, or not of {about.num_samples} samples")
     index = np.fromfile(file, _INDEX)
     shards = [root / shard.file_name for shard in about.shards]
-    for shard in shards:
-        if not shard.is_file():
-            raise MissingError(f"{shard}: missing; copy the cache again")
+    _expect_files(shards)
     hidden, layers = about.hidden_size, len(about.target_layer_ids)
 
     def read(number: int, values: bool) -> Stored:
@@ -556,9 +546,7 @@ def _automodel(root: Path) -> Opened:
         raise DatasetError(f"{manifest}: {about.num_samples} samples, {about.shard_size} per shard")
     count = -(-about.num_samples // about.shard_size)
     shards = [root / f"shard-{number:06d}.safetensors" for number in range(count)]
-    for shard in shards:
-        if not shard.is_file():
-            raise MissingError(f"{shard}: missing; the manifest names {count} shards")
+    _expect_files(shards)
 
     def read(number: int, values: bool) -> Stored:
         shard, row = shards[number // about.shard_size], number % about.shard_size

@@ -7,17 +7,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from spec_data.capture.hooks import States
 from spec_data.conversion.evidence import (
     FINAL_STATE,
     NEXT,
     TOKEN,
-    TargetStates,
     in_token_frame,
     mask_frame,
     matches,
 )
 from spec_data.conversion.run import set_up_conversion
-from spec_data.conversion.samples import AFTER, BEFORE, States
+from spec_data.conversion.samples import AFTER, BEFORE, SampleStates
 from spec_data.generation.options import CaptureOptions
 from spec_data.shards.errors import CorpusError, RunError
 from tests.spec_data.conversion import layouts as write
@@ -197,11 +197,11 @@ def test_a_codec_s_error_does_not_decide_which_side_of_a_norm_of_ones_it_is(norm
         return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
     layers = {k: 3 * torch.randn(200, 64) for k in range(-1, blocks)}
-    computed = TargetStates(layers=layers, final=normed(layers[blocks - 1]))
+    computed = States(layers=layers, final=normed(layers[blocks - 1]))
     last = computed.final if norm == AFTER else layers[blocks - 1]
     error = torch.randn(200, 64)
     last = last + noise * last.norm(dim=-1, keepdim=True) * error / error.norm(dim=-1, keepdim=True)
-    stored = States(layers[1][:, None], last)
+    stored = SampleStates(layers[1][:, None], last)
     for usual in (AFTER, BEFORE):
         match = matches([stored], [normed(last)], [computed], blocks, usual)[-1]
         alike = norm == AFTER and not weights  # to norm again what a norm of ones made: no change
@@ -215,10 +215,10 @@ def test_the_layer_is_found_even_if_the_noise_is_larger_than_its_difference_from
     states = [torch.randn(200, 64)]
     for _ in range(5):
         states.append(states[-1] + 0.06 * torch.randn(200, 64))
-    computed = TargetStates(layers={k - 1: s for k, s in enumerate(states[:-1])}, final=states[-1])
+    computed = States(layers={k - 1: s for k, s in enumerate(states[:-1])}, final=states[-1])
     for layer in (0, 1, 2):
         noisy = computed.layers[layer] + 0.1 * torch.randn(200, 64)
-        stored = States(noisy[:, None], computed.final)
+        stored = SampleStates(noisy[:, None], computed.final)
         assert matches([stored], [computed.final], [computed], 4, AFTER)[0].convention == (layer, 0)
 
 
