@@ -7,44 +7,23 @@ import pytest
 from spec_data.corpus.bad_rows import AUTO, BadRows, parse_limit, printable
 from spec_data.shards.errors import ConfigError, CorpusError
 from tests.spec_data.corpus.reading import read, rows, write_jsonl
-from tests.spec_data.runs import prepared
+
+ALLOWED = [  # (--max-bad-rows, rows, how many may be bad)
+    *(("auto", 9, 0), ("auto", 12, 1), ("auto", 307, 10), ("auto", 1000, 10), ("auto", 5000, 50)),
+    *(("5", 10, 5), ("0", 10**6, 0), ("1%", 307, 3), (" 2.5 % ", 1000, 25), ("0.01", 5000, 50)),
+    *(("1e-05", 200_000, 2), ("1.0", 7, 7), ("100%", 7, 7)),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "read_rows", "allowed"),
-    [
-        ("auto", 9, 0),
-        ("auto", 12, 1),
-        ("auto", 307, 10),
-        ("auto", 1000, 10),
-        ("auto", 5000, 50),
-        ("5", 10, 5),
-        ("0", 10**6, 0),
-        ("1%", 307, 3),
-        (" 2.5 % ", 1000, 25),
-        ("0.01", 5000, 50),
-        ("1e-05", 200_000, 2),
-        ("1.0", 7, 7),
-        ("100%", 7, 7),
-    ],
-)
-def test_a_limit_is_a_count_or_a_share(text, read_rows, allowed):
-    assert parse_limit(text).allowed(read_rows) == allowed
+def test_a_limit_is_a_count_or_a_share():
+    for text, read_rows, allowed in ALLOWED:
+        assert parse_limit(text).allowed(read_rows) == allowed, text
+    for text in ("", "-1", "1.5", "101%", "five", "1/100", "nan", "1e5", "5 rows"):
+        with pytest.raises(ConfigError, match="--max-bad-rows"):
+            parse_limit(text)
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1.5", "101%", "five", "1/100", "nan", "1e5", "5 rows"])
-def test_other_limits_are_refused_by_the_name_of_the_flag(text):
-    with pytest.raises(ConfigError, match="--max-bad-rows"):
-        parse_limit(text)
-
-
-@pytest.mark.parametrize(("value", "allowed"), [(5, 5), (0.05, 15), ("5%", 15), ("auto", 10)])
-def test_config_files_and_python_may_write_numbers(value, allowed):
-    rows = prepared(target="t", corpus=["c"], out="o", max_bad_rows=value).args[1]
-    assert parse_limit(rows.max_bad_rows).allowed(307) == allowed
-
-
-def test_five_bad_rows_of_307_go_on_and_what_is_refused_names_the_value_that_goes_on(tmp_path):
+def test_what_is_refused_names_the_value_that_goes_on(tmp_path):
     path = tmp_path / "log.jsonl"
     write_jsonl(path, [*rows(302), *["{cut"] * 5])
     records, (report,) = read(path)
@@ -53,13 +32,11 @@ def test_five_bad_rows_of_307_go_on_and_what_is_refused_names_the_value_that_goe
     with pytest.raises(CorpusError, match=r"21 of 307 rows are bad(.|\n)*--max-bad-rows 21\b"):
         read(path)
     assert len(read(path, max_bad_rows=parse_limit("21"))[0]) == 286
-    with pytest.raises(CorpusError, match="--max-bad-rows 6% allows 18"):
-        read(path, max_bad_rows=parse_limit("6%"))
 
 
 def test_most_rows_bad_stops_before_the_end_and_all_of_them_can_be_allowed(tmp_path):
     path = tmp_path / "wrong.jsonl"
-    write_jsonl(path, [*rows(20), *['{"what": 1}'] * 3000])
+    write_jsonl(path, [*rows(20), *['{"what": 1}'] * 300])
     with pytest.raises(CorpusError, match=r"101 of 121 rows are bad so far(.|\n)*100%"):
         read(path)
     assert len(read(path, max_bad_rows=parse_limit("100%"))[0]) == 20
@@ -82,21 +59,11 @@ def test_a_directory_counts_as_one_source_and_each_corpus_as_its_own(tmp_path, c
         read(tmp_path / "good.jsonl", tmp_path / "few.jsonl")
 
 
-def test_a_budget_counts_what_its_caller_reads():
-    budget = BadRows("prompts.jsonl", AUTO)
-    for i in range(30):
-        budget.read += 1
-        if i % 10 == 0:
-            budget.add(f"prompts.jsonl:{i}: no role")
-    budget.check()
-    budget.add("prompts.jsonl:31: \ud800")
-    with pytest.raises(CorpusError, match="--max-bad-rows 4"):
-        budget.check()
-    with pytest.raises(CorpusError, match=r"x:1: no(.|\n)*--max-bad-rows auto"):
-        BadRows("x", parse_limit("0")).add("x:1: no")
-
-
 def test_messages_about_rows_can_be_stored_and_shown():
     text = printable("a\ud800b\x1b[31m\x00é\n" + "x" * 1000)
     assert text.startswith("a\\ud800b\\x1b[31m\\x00é\n") and len(text) < 450
     json.dumps(text, ensure_ascii=False).encode()
+    budget = BadRows("prompts.jsonl", AUTO, read=9)
+    budget.add("prompts.jsonl:31: \ud800")
+    with pytest.raises(CorpusError, match=r"31: \\ud800\n.*--max-bad-rows 1"):
+        budget.check()

@@ -73,11 +73,8 @@ def test_each_is_one_bad_row_among_good_ones(tmp_path, name):
         with pytest.raises(CorpusError, match="no usable row"):
             list(reader)
         (found,) = reader.reports[0].bad_examples
-        assert (
-            found.startswith(f"{name}:1: " if odd is ODD else f"{name} row 0: ")
-            and len(found) < 450
-        )
-        assert re.search(reason, found), (reason, found)
+        assert found.startswith(f"{name}:1: " if odd is ODD else f"{name} row 0: ")
+        assert len(found) < 450 and re.search(reason, found), (reason, found)
         assert not reader.unforeseen
 
 
@@ -134,100 +131,79 @@ def test_the_deepest_row_that_is_accepted_is_rendered(tmp_path):
 
 
 def test_file_names_that_are_not_utf8_have_a_name_that_a_dataset_can_hold(tmp_path, caplog):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    bad = os.fsdecode(os.fsencode(folder) + b"/caf\xe9.jsonl")
-    write_jsonl(bad, [*rows(30), "{cut"])
-    write_jsonl(os.fsdecode(os.fsencode(folder) + b"/caf\xe9-test.jsonl"), rows(1))
-    for name in (folder, bad):
+    def odd(name: bytes) -> str:
+        return os.fsdecode(os.fsencode(tmp_path) + b"/" + name)
+
+    write_jsonl(odd(b"caf\xe9.jsonl"), [*rows(30), "{cut"])
+    write_jsonl(odd(b"caf\xe9-test.jsonl"), rows(1))
+    for name in (tmp_path, odd(b"caf\xe9.jsonl")):
         records, (report,) = read(name)
         assert len(records) == 30 and report.source == r"caf\xe9.jsonl"
         assert report.bad_examples[0].startswith(r"caf\xe9.jsonl:31: not valid JSON")
         "".join([records[0].source, records[0].where, str(report), caplog.text]).encode()
-    saved = os.fsdecode(os.fsencode(tmp_path) + b"/sav\xe9d")
     datasets.Dataset.from_list(rows(2)).save_to_disk(tmp_path / "saved")
-    (tmp_path / "saved").rename(saved)
-    with pytest.raises(
-        CorpusError, match=r"sav\\xe9d: datasets cannot open it: UnicodeEncodeError"
-    ):
-        read(saved)  # the library takes no such path
-    table = os.fsdecode(os.fsencode(tmp_path) + b"/t\xe9.parquet")
+    (tmp_path / "saved").rename(odd(b"sav\xe9d"))
+    with pytest.raises(CorpusError, match=r"sav\\xe9d: datasets cannot open it: UnicodeEncode"):
+        read(odd(b"sav\xe9d"))  # the library takes no such path
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "t.parquet")
-    (tmp_path / "t.parquet").rename(table)
-    assert read(table)[1][0].source == r"t\xe9.parquet"
+    (tmp_path / "t.parquet").rename(odd(b"t\xe9.parquet"))
+    assert read(odd(b"t\xe9.parquet"))[1][0].source == r"t\xe9.parquet"
 
 
 # --- long rows ---
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
-@pytest.mark.parametrize("size", [99, 100, 101, 5000])
+@pytest.mark.parametrize("size", [100, 101, 5000])
 def test_a_line_over_the_limit_is_skipped_to_its_end(tmp_path, monkeypatch, size, end):
     monkeypatch.setattr(file_rows, "_CHUNK", 64)
     path = tmp_path / "a.jsonl"
     line = json.dumps({"text": "x" * (size - 12)})
-    assert len(line) == size
     path.write_text('{"text": "a"}\n' + line + "\n" + '{"text": "b"}\n' + line + end)
     records, (report,) = read(path, max_row_bytes=100, max_bad_rows=ALL)
     long = size > 100
-    assert [r.where.rpartition(":")[2] for r in records] == (
-        ["1", "3"] if long else ["1", "2", "3", "4"]
-    )
+    lines = ["1", "3"] if long else ["1", "2", "3", "4"]
+    assert [r.where.rpartition(":")[2] for r in records] == lines
     assert (report.bad, report.sha256) == (2 * long, sha(path))
     if long:
         assert f"a.jsonl:2: {size:,} bytes, more than the 100 of" in report.bad_examples[0]
 
 
-def bomb(path, opening, closing, size):
-    """Write a gz file whose only row has `size` bytes; it is a thousandth of that on disk."""
-    with gzip.open(path, "wb", compresslevel=1) as file:
-        file.write(opening)
-        for _ in range(size >> 20):
-            file.write(b"x" * (1 << 20))
-        file.write(closing)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("name", "opening", "closing"),
-    [("a.jsonl.gz", b'{"text": "', b'"}\n{"text": "good"}\n'), ("a.txt.gz", b"", b"")],
-)
-def test_a_row_of_a_small_archive_is_never_held(tmp_path, name, opening, closing):
-    size, limit = 48 << 20, 1 << 20
-    path = bomb(tmp_path / name, opening, closing, size)
-    assert path.stat().st_size < size / 100
+def peak_of(path, limit):
+    """Return the reader of a file, its records, and the most bytes that reading it takes."""
+    reader = CorpusReader([str(path)], max_row_bytes=limit, max_bad_rows=ALL)
     tracemalloc.start()
     try:
-        reader = CorpusReader([str(path)], max_row_bytes=limit, max_bad_rows=ALL)
-        try:
-            records = list(reader)
-        except CorpusError as error:
-            assert "no usable row" in str(error) and name == "a.txt.gz"
-            records = []
-        peak = tracemalloc.get_traced_memory()[1]
+        return reader, list(reader), tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 12 * limit, f"{peak:,} bytes"
-    assert [r.text for r in records] == ([] if name == "a.txt.gz" else ["good"])
-    assert (
-        f"{size + len(opening) + (2 if opening else 0):,} bytes"
-        in (reader.reports[0].bad_examples[0])
-    )
+
+
+SIZE = 24 << 20
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
+def test_a_row_of_a_small_archive_is_never_held(tmp_path, name):
+    """On disk it is a thousandth of its size."""
+    path, lines = tmp_path / name, name == "a.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(b'{"text": "' * lines + b"x" * SIZE + b'"}' * lines)
+        file.write(b'\n\n{"text": "good"}\n')
+    assert path.stat().st_size < SIZE / 100
+    reader, records, peak = peak_of(path, 1 << 20)
+    assert peak < 12 << 20, f"{peak:,} bytes"
+    assert [r.text for r in records] == ["good" if lines else '{"text": "good"}']
+    assert f"{SIZE + 12 * lines:,} bytes" in reader.reports[0].bad_examples[0]
 
 
 def test_a_huge_parquet_cell_never_becomes_python_objects(tmp_path):
     path = tmp_path / "a.parquet"
-    texts = ["good", "x" * (48 << 20), "better"]
-    pq.write_table(pa.table({"text": texts}), path, compression="zstd")
-    del texts
-    tracemalloc.start()
-    try:
-        records, (report,) = read(path, max_row_bytes=1 << 20, max_bad_rows=ALL)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    table = pa.table({"text": ["good", "x" * SIZE, "better"]})
+    pq.write_table(table, path, compression="zstd")
+    del table
+    reader, records, peak = peak_of(path, 1 << 20)
     assert [r.text for r in records] == ["good", "better"]
-    assert "row 1: 50,331,6" in report.bad_examples[0] and peak < 8 << 20
+    assert "row 1: 25,165,8" in reader.reports[0].bad_examples[0] and peak < 8 << 20
 
 
 def test_rows_that_arrow_cannot_convert_are_bad_rows(tmp_path):
@@ -249,33 +225,21 @@ def test_rows_that_arrow_cannot_convert_are_bad_rows(tmp_path):
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        ("dataset_info.json", "{broken"),
         ("dataset_info.json", '{"features": {"text": {"_type": "Nonsense"}}}'),
-        ("dataset_info.json", b"\xff\xfe"),
-        ("state.json", "{}"),
+        ("dataset_info.json", "\x00"),
         ("state.json", '{"_data_files": [{"filename": "gone.arrow"}]}'),
-        ("state.json", '{"_data_files": [{"filename": 5}]}'),
-        ("dataset_info.json", None),
+        ("dataset_dict.json", '{"splits": [5]}'),
+        ("dataset_dict.json", "{}"),
     ],
 )
 def test_a_broken_dataset_directory_is_refused(tmp_path, file, content):
-    datasets.Dataset.from_list(rows(5)).save_to_disk(tmp_path / "saved")
-    if content is None:
-        (tmp_path / "saved" / file).unlink()
-    elif isinstance(content, bytes):
-        (tmp_path / "saved" / file).write_bytes(content)
-    else:
-        (tmp_path / "saved" / file).write_text(content)
-    with pytest.raises(CorpusError, match="saved: datasets cannot open it"):
+    saved = datasets.Dataset.from_list(rows(2))
+    if file == "dataset_dict.json":
+        saved = datasets.DatasetDict(train=saved)
+    saved.save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved" / file).write_text(content)
+    with pytest.raises(CorpusError, match=r"saved: (datasets cannot open it|no split)"):
         read(tmp_path / "saved")
-
-
-@pytest.mark.parametrize("content", ["{", "{}", '{"splits": "train"}', '{"splits": [5]}'])
-def test_a_broken_dataset_dict_is_refused(tmp_path, content):
-    datasets.DatasetDict(train=datasets.Dataset.from_list(rows(2))).save_to_disk(tmp_path / "two")
-    (tmp_path / "two" / "dataset_dict.json").write_text(content)
-    with pytest.raises(CorpusError, match=r"two: (datasets cannot open it|no split)"):
-        read(tmp_path / "two")
 
 
 def test_files_that_cannot_be_opened_are_named(tmp_path, monkeypatch):

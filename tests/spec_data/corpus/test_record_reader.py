@@ -44,24 +44,11 @@ def test_gzip_is_read_and_its_bytes_hashed(tmp_path, suffix):
 
 def test_parquet_is_read_in_order_and_projected(tmp_path):
     path = tmp_path / "a.parquet"
-    table = pa.Table.from_pylist(
-        [
-            {
-                "messages": [
-                    {"role": "user", "content": f"q{i}", "name": None},
-                    {"role": "assistant", "content": f"a{i} é", "name": "x" if i == 9 else None},
-                ],
-                "blob": b"unused",
-            }
-            for i in range(600)
-        ]
-    )
-    pq.write_table(table, path, row_group_size=100)
+    table = [{"messages": pair(i), "blob": b"unused"} for i in range(600)]
+    table[9]["messages"] = [dict(m, name="x") for m in pair(9)]
+    pq.write_table(pa.Table.from_pylist(table), path, row_group_size=100)
     records, (report,) = read(path)
-    assert [r.messages for r in records if r.where != f"{path} row 9"] == [
-        pair(i) for i in range(600) if i != 9
-    ]
-    assert records[9].messages[1]["name"] == "x"
+    assert [r.messages for r in records] == [row["messages"] for row in table]
     assert records[599].where == f"{path} row 599"
     assert (report.kind, report.rows, report.sha256) == ("parquet", 600, sha(path))
     path.write_bytes(b"not parquet")
@@ -140,11 +127,10 @@ def test_a_directory_is_read_sorted_and_without_other_splits(tmp_path, caplog):
     write_jsonl(tmp_path / "more.jsonl", rows(1, 4))
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nA card.\n")
     reader = CorpusReader([str(tmp_path)])
-    assert [r.messages for r in reader] == [pair(i) for i in range(5)]
-    assert [r.source for r in reader.reports] == [
-        *("data/train-0.jsonl", "data/train-1.jsonl"),
-        "more.jsonl",
-    ]
+    for _ in range(2):  # it may be read twice
+        assert [r.messages for r in reader] == [pair(i) for i in range(5)]
+    names = ["data/train-0.jsonl", "data/train-1.jsonl", "more.jsonl"]
+    assert [r.source for r in reader.reports] == names
     assert reader.reports[0].path == str(tmp_path / "data/train-0.jsonl")
     assert {r.licence for r in reader.reports} == {"mit"}
     assert caplog.text.count("left out: by its name") == caplog.text.count("test-0.jsonl: l") == 1
@@ -172,40 +158,27 @@ def test_save_to_disk_directories(tmp_path):
         read(f"{tmp_path / 'two'}@dev")
 
 
-@pytest.fixture
-def local_hub(tmp_path, monkeypatch):
+def test_hub_names(tmp_path, monkeypatch):
     """`datasets.load_dataset("me/chats")` without the Hub: the name resolves to a directory."""
-    directory = tmp_path / "repo"
-    directory.mkdir()
-    write_jsonl(directory / "train.jsonl", rows(4))
-    write_jsonl(directory / "test.jsonl", rows(2, 4))
+    (tmp_path / "repo").mkdir()
+    write_jsonl(tmp_path / "repo" / "train.jsonl", rows(4))
+    write_jsonl(tmp_path / "repo" / "test.jsonl", rows(2, 4))
     load, asked = datasets.load_dataset, []
 
     def load_dataset(name, config=None, **options):
-        asked.append((name, config, options))
-        return load(str(directory), config, cache_dir=str(tmp_path / "cache"), **options)
+        asked.append((name, config, options["split"]))
+        return load(str(tmp_path / "repo"), config, cache_dir=str(tmp_path / "cache"), **options)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.chdir(tmp_path)
-    return asked
-
-
-def test_hub_names(local_hub):
     records, (report,) = read("me/chats")
     assert [r.messages for r in records] == [pair(i) for i in range(4)]
-    assert records[3].where == "me/chats row 3"
+    assert records[3].where == "me/chats row 3" and report.sha256
     assert (report.source, report.kind, report.format) == ("me/chats", "hf dataset", "messages")
-    assert report.sha256
-    assert len(read("me/chats@test")[0]) == 2
     assert len(read("me/chats:default@test")[0]) == 2
-    assert local_hub == [
-        ("me/chats", None, {"split": "train"}),
-        ("me/chats", None, {"split": "test"}),
-        ("me/chats", "default", {"split": "test"}),
-    ]
-    with pytest.raises(CorpusError, match="NAME@SPLIT") as caught:
+    assert asked == [("me/chats", None, "train"), ("me/chats", "default", "test")]
+    with pytest.raises(CorpusError, match=r"me/chats@dev.*(.|\n)*NAME@SPLIT"):
         read("me/chats@dev")
-    assert "me/chats@dev" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "a/b/c"])
@@ -312,7 +285,7 @@ def test_rows_without_anything_to_learn_are_counted_only(tmp_path, caplog):
 def test_limit_counts_records_over_all_sources_and_hashes_whole_files(tmp_path):
     a, b, c = (tmp_path / f"{n}.jsonl" for n in "abc")
     write_jsonl(a, rows(3))
-    write_jsonl(b, rows(20000, 3))
+    write_jsonl(b, rows(500, 3))
     write_jsonl(c, rows(3))
     records, reports = read(a, b, c, limit=5)
     assert [r.messages for r in records] == [pair(i) for i in range(5)]
@@ -320,12 +293,3 @@ def test_limit_counts_records_over_all_sources_and_hashes_whole_files(tmp_path):
     assert [r.sha256 for r in reports] == [sha(a), sha(b)]
     _, reports = read(a, b, limit=3)
     assert [r.rows for r in reports] == [3]
-
-
-def test_reading_twice_gives_the_same(tmp_path):
-    path = tmp_path / "a.jsonl"
-    write_jsonl(path, [*rows(150), "{"])
-    reader = CorpusReader([str(path)])
-    first, first_reports = list(reader), reader.reports
-    assert list(reader) == first
-    assert reader.reports == first_reports

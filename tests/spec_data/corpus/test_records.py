@@ -7,72 +7,50 @@ import pytest
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.corpus.records import Record, parse_row
 
-QA = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+QA, S = [Q, A], {"role": "system", "content": "s"}
+SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+OBSERVED = [*SHAREGPT, {"from": "observation", "value": "t"}]
+ALPACA = {"instruction": "q", "input": "i", "output": "a", "history": [["q", "a"]], "system": "s"}
 FORMATS = [
     ("messages", {"messages": QA, "text": "ready made", "prompt": "x"}, QA),
     (
         "conversations",
-        {
-            "system": "s",
-            "conversations": [
-                {"from": "human", "value": "q"},
-                {"from": "gpt", "value": "a"},
-                {"from": "observation", "value": "t"},
-            ],
-        },
-        [{"role": "system", "content": "s"}, *QA, {"role": "tool", "content": "t"}],
+        {"system": "s", "conversations": OBSERVED},
+        [S, *QA, {"role": "tool", "content": "t"}],
     ),
     ("conversations", {"conversations": QA}, QA),
     ("messages", {"messages": json.dumps(QA)}, QA),
-    (
-        "conversations",
-        {"conversations": '[{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]'},
-        QA,
-    ),
     ("prompt+completion", {"prompt": "q", "completion": "a"}, QA),
-    ("prompt+completion", {"prompt": QA[:1], "completion": QA[1:]}, QA),
-    ("prompt+completion", {"prompt": QA[:1], "completion": "a"}, QA),
+    ("prompt+completion", {"prompt": [Q], "completion": [A]}, QA),
+    ("prompt+completion", {"prompt": [Q], "completion": "a"}, QA),
     ("prompt+response", {"prompt": "q", "response": "a"}, QA),
     ("question+answer", {"question": "q", "answer": "a"}, QA),
     ("instruction", {"instruction": "q", "input": "", "output": "a"}, QA),
-    (
-        "instruction",
-        {"instruction": "q", "input": "i", "output": "a", "history": [["h", "b"]], "system": "s"},
-        [
-            {"role": "system", "content": "s"},
-            {"role": "user", "content": "h"},
-            {"role": "assistant", "content": "b"},
-            {"role": "user", "content": "q\n\ni"},
-            {"role": "assistant", "content": "a"},
-        ],
-    ),
+    ("instruction", ALPACA, [S, *QA, Q | {"content": "q\n\ni"}, A]),
 ]
 
 
 @pytest.mark.parametrize(("kind", "row", "messages"), FORMATS)
 def test_conversation_formats(kind, row, messages):
     record = parse_row(row, source="f", where="f:3")
-    assert (record.kind, record) == (kind, Record(source="f", where="f:3", messages=messages))
+    assert record == Record(source="f", where="f:3", messages=messages) and record.kind == kind
 
 
 LOGS = [
-    {"messages": [*QA, *QA], "finish_reason": "length"},
-    {"messages": [*QA, *QA, QA[0]], "stop_reason": "max_tokens", "finish_reason": None},
-    {"messages": [*QA, QA[0], QA[1] | {"stop_reason": "MAX_TOKENS"}], "finish_reason": "stop"},
+    ({"finish_reason": "length"}, {}, True),
+    ({"stop_reason": "max_tokens", "finish_reason": None}, {}, True),
+    ({"finish_reason": "stop"}, {"stop_reason": "MAX_TOKENS"}, True),
+    *(({"finish_reason": reason}, {}, False) for reason in ("stop", "tool_calls", None, 3)),
 ]
 
 
-@pytest.mark.parametrize("row", LOGS)
-def test_the_finish_reason_beside_messages_is_that_of_the_last_answer(row):
-    record = parse_row(row, source="f", where="f:1")
-    cut = [m.get("finish_reason") == "length" for m in record.messages]
-    assert [i for i, one in enumerate(cut) if one] == [3] and record.unused == ()
-
-
-@pytest.mark.parametrize("reason", ["stop", "tool_calls", None, 3])
-def test_other_finish_reasons_end_no_answer(reason):
-    row = {"prompt": "q", "completion": "a", "finish_reason": reason}
-    assert parse_row(row, source="f", where="f:1").messages == QA
+@pytest.mark.parametrize(("row", "own", "cut"), LOGS)
+def test_the_finish_reason_beside_messages_is_that_of_the_last_answer(row, own, cut):
+    record = parse_row({"messages": [*QA, Q, A | own, Q]} | row, source="f", where="f:1")
+    reasons = [m.get("finish_reason") for m in record.messages]
+    assert reasons == [None, None, None, "length" if cut else None, None]
+    assert record.unused == ()
 
 
 def test_text_and_token_rows():
@@ -83,30 +61,26 @@ def test_text_and_token_rows():
 
 def test_tools_thinking_and_kwargs_are_kept():
     call = {"type": "function", "function": {"name": "w", "arguments": '{"city": "Paris"}'}}
-    tool = {"type": "function", "function": {"name": "w"}}
-    row = {
-        "messages": [
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-            },
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "content": "sun", "name": "w"},
-            {"role": "assistant", "content": "c", "reasoning_content": "r", "weight": None},
-        ],
-        "tools": json.dumps([tool]),
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
-    record = parse_row(row, source="f", where="f:1")
     parsed = {"type": "function", "function": {"name": "w", "arguments": {"city": "Paris"}}}
+    tool = {"type": "function", "function": {"name": "w"}}
+    sun = {"role": "tool", "content": "sun", "name": "w"}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        sun,
+        A | {"reasoning_content": "r", "weight": None},
+    ]
+    kwargs = {"enable_thinking": False}
+    row = {"messages": messages, "tools": json.dumps([tool]), "chat_template_kwargs": kwargs}
+    record = parse_row(row, source="f", where="f:1")
     assert record.messages == [
         {"role": "user", "content": "ab"},
         {"role": "assistant", "tool_calls": [parsed]},
-        {"role": "tool", "content": "sun", "name": "w"},
-        {"role": "assistant", "content": "c", "reasoning_content": "r"},
+        sun,
+        A | {"reasoning_content": "r"},
     ]
-    assert record.tools == [tool]
-    assert record.template_kwargs == {"enable_thinking": False}
+    assert (record.tools, record.template_kwargs) == ([tool], kwargs)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +96,7 @@ def test_tools_thinking_and_kwargs_are_kept():
         ({"messages": [{"role": "narrator", "content": "x"}]}, "unknown role 'narrator'"),
         ({"messages": [{"role": "user", "content": 3}]}, "is a number, not text"),
         ({"messages": [{"role": "user", "content": None}]}, "no content"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "u"}]}]},
-            "part of type 'image_url'",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "part of type 'image'"),
         ({"conversations": QA, "image": "a.png"}, "the row has 'image'"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "surrogate"),
         ({"text": "  "}, "text is empty"),
