@@ -98,6 +98,7 @@ def page_of(paths: Sequence[Path]) -> Page:
     """
     runs: list[Run] = []
     measured: list[Evaluation] = []
+    paths = list(dict.fromkeys(paths))
     for path, name in zip(paths, short_names(paths), strict=True):
         if not path.exists():
             raise MissingError(f"{path}: no such file or run directory; check the path")
@@ -114,21 +115,9 @@ def page_of(paths: Sequence[Path]) -> Page:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Return a name for every path: its last parts, as many as tell it apart from the others.
-
-    A path that is there twice gets a number.
-    """
-    whole = [path.absolute().parts for path in paths]
-    names = []
-    for i, parts in enumerate(whole):
-        others = [other for k, other in enumerate(whole) if k != i and other != parts]
-        count = 1
-        while count < len(parts) and any(o[-count:] == parts[-count:] for o in others):
-            count += 1
-        name = "/".join(part.strip("/") for part in parts[-count:])
-        earlier = sum(other == parts for other in whole[:i])
-        names.append(f"{name} ({earlier + 1})" if earlier else name)
-    return names
+    """Return a name for every path: its last part if these differ, else the paths."""
+    names = [path.absolute().name for path in paths]
+    return names if len(set(names)) == len(names) else list(map(str, paths))
 
 
 def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
@@ -470,14 +459,12 @@ def _forecasts(bins: dict[str, Any]) -> list[Part]:
 
 # -- drafted tokens --------------------------------------------------------------------------------
 
-_DOCUMENT_KEYS = [
-    ["differs", "accepted, but the document differs"],
-    ["document", "the document's token, not the target's"],
-]
 _KEYS = [
     ["accepted", "drafted and accepted"],
     ["rejected", "drafted and rejected"],
     ["target", "the target's own token"],
+    ["differs", "accepted, but the document differs"],
+    ["document", "the document's token, not the target's"],
 ]
 
 Word = tuple[int, str]
@@ -486,7 +473,7 @@ Word = tuple[int, str]
 
 def _drafted_tokens(measured: Sequence[Evaluation]) -> Section:
     """Return the section with the responses that evaluations have kept."""
-    keys = _KEYS + (_DOCUMENT_KEYS if any(one.decoded is None for one in measured) else [])
+    keys = _KEYS if any(one.decoded is None for one in measured) else _KEYS[:3]
     documents = [response(one, sample) for one in measured for sample in one.result.samples]
     data = {
         "note": "",
@@ -531,24 +518,19 @@ def response(one: Evaluation, sample: Sample) -> dict[str, Any]:
             words, about = _step(part, texts, joiner, where)
             position += len(part.emitted)
         segments[-1]["items"].append({"words": words, "about": about})
+    emitted, accepted = (sum(len(x.emitted) for x in rounds), sum(x.accepted for x in rounds))
+    head = (
+        f"{len(rounds):,} verification steps, {emitted:,} tokens: "
+        f"{emitted / max(len(rounds), 1):.2f} per step. {accepted:,} of "
+        f"{sum(len(x.drafted) for x in rounds):,} drafted tokens accepted."
+    )
+    if one.decoded is not None and one.decoded.tree_tokens:
+        head += " Decoded with trees: of the drafted tokens only the accepted path is kept."
     return {
-        "head": _figures_of(one, sample, rounds),
+        "head": head,
         "id": " · ".join(filter(None, (one.name, sample.name, sample.source))),
         "segments": segments,
     }
-
-
-def _figures_of(one: Evaluation, sample: Sample, rounds: Sequence[VerificationStep]) -> str:
-    emitted = sum(len(step.emitted) for step in rounds)
-    accepted, drafted = (sum(x.accepted for x in rounds), sum(len(x.drafted) for x in rounds))
-    length = f"{emitted / len(rounds):.2f}" if rounds else "\u2013"
-    tree = one.decoded is not None and one.decoded.tree_tokens
-    return (
-        f"{len(rounds):,} verification steps, {emitted:,} tokens: {length} per step. "
-        f"{accepted:,} of {drafted:,} drafted tokens accepted."
-        + " Decoded with trees: of the drafted tokens only the accepted path is kept."
-        * bool(tree)
-    )
 
 
 def _words(ids: Sequence[int], texts: dict[str, str], joiner: Joiner) -> list[Word]:
