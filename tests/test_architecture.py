@@ -163,12 +163,13 @@ def test_modules_explain_themselves(file):
 def test_help_imports_nothing_heavy(arguments):
     package, *rest = arguments.split()
     program = (
-        f"import sys; from {package}.cli import main\n"
+        f"import sys, time; start = time.process_time(); from {package}.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'numpy'}\n"
         "heavy = (heavy | {'tqdm', 'yaml', 'rich'}) & set(sys.modules)\n"
         "assert not heavy, heavy\n"
+        "assert time.process_time() - start < 0.5\n"
     )
     done = subprocess.run([sys.executable, "-c", program, *rest], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

@@ -45,17 +45,17 @@ def test_generate(name: str) -> None:
     table = read_config_file(path)
     given = {name.replace("-", "_").replace("for", "for_"): v for name, v in table.items()}
     setup = prepared(**given | {"out": "DIR"})
-    rendering, capture = setup.args[2], setup.args[3]
+    options = setup.args[2]
     model = config(name)
     assert find_spec(model.architectures) is not None  # every draft can be built for it
-    drafts = capture.drafts
+    drafts = options.drafts
     layers, by_draft = choose_layers("auto", drafts, model.num_hidden_layers)
     said = re.search(r"layers (\d+), (\d+) and (\d+) of (\d+)", path.read_text())
     assert said is not None
     *ids, count = map(int, said.groups())
     assert tuple(ids) == tuple(by_draft["eagle3"]) and count == model.num_hidden_layers
     assert set(by_draft["eagle3"]) <= set(layers)
-    assert rendering.max_length <= model.max_position_embeddings or name.startswith("llama")
+    assert options.max_length <= model.max_position_embeddings or name.startswith("llama")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,11 +67,3 @@ def test_fit(name: str) -> None:
     assert packs == 16  # the preset's step, however it is split
     if name == "gpt-oss-20b":
         assert config(name).attention_bias and options.attention_bias == "false"
-    if name == "llama-3.3-70b":
-        model, text = config(name), path.read_text()
-        width, inner, small = model.hidden_size, model.intermediate_size, 8 * model.head_dim
-        head = options.draft_vocab_size * width
-        attention = 2 * width * (width + 2 * small) + width * width
-        whole = head + attention + 3 * width * inner + 3 * width * width
-        assert f"is {round(head / 1e6)} million" in text
-        assert f"about {whole / 1e9:.1f} billion" in text

@@ -15,7 +15,6 @@ import pytest
 from spec_data import cli
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sources import expected_rows
-from spec_data.terminal import progress
 from spec_data.terminal.console import nearest, use_colour
 from spec_train import cli as train_cli
 from tests.terminal_tools import COLUMNS, drawings, environment, flag_table, on_terminal, screen
@@ -86,19 +85,6 @@ def test_a_log_has_readable_lines_and_no_carriage_return(tmp_path):
     assert re.search(r"^\d{4}-\d\d-\d\d .* ERROR error: no such disk", kept, re.MULTILINE)
 
 
-def test_a_day_in_a_log_is_a_few_hundred_lines(monkeypatch, caplog):
-    clock = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    caplog.set_level("INFO", logger="spec_data.terminal.progress")
-    with progress.progress(total=86_400, desc="fit") as bar:
-        for seconds in range(1, 86_400):
-            clock[0] = seconds
-            bar.display()
-            if seconds == 60:
-                assert 3 <= len(caplog.records) <= 6
-    assert 200 <= len(caplog.records) <= 400
-
-
 FORKS = """
 import os, signal, threading
 from spec_data.terminal.progress import Bar, progress
@@ -148,18 +134,6 @@ def test_quiet_draws_and_logs_nothing_but_results_and_errors(tmp_path):
     assert shown[0] == "the result" and shown[1].startswith("error: no such disk")
     assert len(shown) == 2
     assert "a line in the middle" in log.read_text() and "fit: 140 of" in log.read_text()
-
-
-def test_bars_are_those_of_notebooks_too():
-    from tqdm.auto import tqdm
-
-    bar = progress.progress(range(2), desc="x")
-    assert isinstance(bar, tqdm)
-    bar.close()
-    root = Path(cli.__file__).parent.parent
-    for file in (f for p in ("spec_data", "spec_train") for f in (root / p).rglob("*.py")):
-        own = file.name in ("progress.py", "console.py")
-        assert own or not re.search(r"^\s*(from|import) tqdm", file.read_text(), re.M), file
 
 
 # -- totals -----------------------------------------------------------------------------------
