@@ -14,11 +14,11 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import SUPERVISED
 from spec_data.shards.turn_masks import (
+    FIRST,
     LAST_TURN,
     Turn,
     check_policy,
     is_policy,
-    needs_whole_conversations,
     roles_of,
     supervised_spans,
 )
@@ -77,19 +77,22 @@ def masks_under(
     """
     check_policy(policy)
     _require_conversations(dataset, policy)
-    recorded = dataset.manifest.mask
-    stored_at = {
-        "hidden.final": dataset.manifest.final,
-        "target_argmax": dataset.manifest.teacher,
-    }
+    manifest, wanted = dataset.manifest, f"{dataset.place}: --mask {policy}"
+    stored_at = {"hidden.final": manifest.final, "target_argmax": manifest.teacher}
     sparse = [name for name, tokens in stored_at.items() if tokens == SUPERVISED]
     masks: list[np.ndarray] = []
     roles: set[str] = set()
     lacking: list[int] = []
     for row in bar(range(len(dataset))):
         turns, stored = dataset.turns_of(row), dataset.mask_of(row)
-        _check_turns(dataset, row, turns, len(stored))
+        if any(not 0 <= start < end <= len(stored) for _, start, end in turns):
+            at = dataset.locate(row)
+            raise DatasetError(
+                f"{at.shard.where(at.place.row)}: turns outside its {len(stored)} tokens; copy "
+                "this shard again"
+            )
         roles |= {role for role, _, _ in turns}
+        recorded = manifest.mask
         if is_policy(recorded) and not np.array_equal(_mask(len(stored), turns, recorded), stored):
             raise DatasetError(
                 f"{dataset.place}: document {row}: its stored mask is not that of its turns under "
@@ -101,18 +104,16 @@ def masks_under(
             lacking.append(row)
     if lacking:
         raise DatasetError(
-            f"{dataset.place}: --mask {policy} supervises tokens of {len(lacking):,} documents "
-            f"(first: document {lacking[0]}) that have no {' and '.join(sparse)}: they are stored "
-            f"only where the mask of generation ({recorded}) supervises the next token. Use a "
-            "mask within that one, or generate with --final all --teacher all"
+            f"{wanted} supervises tokens of {len(lacking):,} documents (first: document "
+            f"{lacking[0]}) that have no {' and '.join(sparse)}: they are stored only where the "
+            f"mask of generation ({manifest.mask}) supervises the next token. Use a mask within "
+            "that one, or generate with --final all --teacher all"
         )
-    absent = [role for role in roles_of(policy) if role not in roles]
-    if absent:
+    if absent := [role for role in roles_of(policy) if role not in roles]:
         raise DatasetError(
-            f"{dataset.place}: --mask {policy}: no document has a turn of role "
-            f"{', '.join(absent)}; stored are turns of {', '.join(sorted(roles)) or 'none'}. "
-            "Turns of other roles are not stored: generate from rows of input_ids with the "
-            "loss_mask that you want"
+            f"{wanted}: no document has a turn of role {', '.join(absent)}; stored are turns of "
+            f"{', '.join(sorted(roles)) or 'none'}. Turns of other roles are not stored: generate "
+            "from rows of input_ids with the loss_mask that you want"
         )
     return LossMasks.of(masks)
 
@@ -125,24 +126,11 @@ def _mask(length: int, turns: list[Turn], policy: str) -> np.ndarray:
     return mask
 
 
-def _check_turns(dataset: HiddenStatesDataset, row: int, turns: list[Turn], length: int) -> None:
-    if any(not 0 <= start < end <= length for _, start, end in turns):
-        at = dataset.locate(row)
-        raise DatasetError(
-            f"{at.shard.where(at.place.row)}: turns outside its {length} tokens; copy this shard "
-            "again"
-        )
-
-
 def _require_conversations(dataset: HiddenStatesDataset, policy: str) -> None:
-    """Refuse a policy that counts turns where turns of one conversation are several documents.
-
-    Raises:
-        DatasetError: conversations were rendered turn by turn.
-    """
+    """Refuse a policy that counts turns where turns of one conversation are several documents."""
     counts = dataset.manifest.documents
     single = counts.rendering.get("turn by turn", 0)
-    if single and needs_whole_conversations(policy):
+    if single and (policy == LAST_TURN or policy.startswith(FIRST)):
         advice = "generate with --mask last-turn" if policy == LAST_TURN else "use --mask assistant"
         raise DatasetError(
             f"{dataset.place}: --mask {policy} cannot be derived: {single:,} conversations were "

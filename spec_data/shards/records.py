@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from spec_data.shards.errors import DatasetError, MissingError, SpecDataError
+from spec_data.shards.errors import DatasetError, MissingError
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -61,39 +61,20 @@ def in_words(error: msgspec.ValidationError) -> str:
     return text.replace("`", "").encode("ascii", "backslashreplace").decode()
 
 
-def read_file(file: Path, error: type[SpecDataError] = DatasetError) -> bytes:
-    """Return the content of a file.
+def read_json(file: Path | str, text: bytes | None = None) -> Any:
+    """Return the value that a JSON file holds; `text` is its content where that is known.
 
     Raises:
-        MissingError: no such file. An `error`: it cannot be read.
+        MissingError: no such file. DatasetError: it cannot be read, or is not valid JSON.
     """
     try:
-        return file.read_bytes()
+        return msgspec.json.decode(Path(file).read_bytes() if text is None else text)
     except FileNotFoundError:
         raise MissingError(f"{file}: no such file") from None
     except OSError as problem:
-        raise error(f"{file}: cannot be read ({problem.strerror})") from None
-
-
-def parse_json(text: bytes, where: object, error: type[SpecDataError] = DatasetError) -> Any:
-    """Return the value in the text of the JSON file `where`.
-
-    Raises:
-        An `error`: it is not valid JSON.
-    """
-    try:
-        return msgspec.json.decode(text)
+        raise DatasetError(f"{file}: cannot be read ({problem.strerror})") from None
     except (ValueError, RecursionError) as problem:
-        raise error(f"{where}: not valid JSON ({problem}); restore it") from None
-
-
-def read_json(file: Path, error: type[SpecDataError] = DatasetError) -> Any:
-    """Return the value that a JSON file holds.
-
-    Raises:
-        MissingError: no such file. An `error`: it cannot be read, or is not valid JSON.
-    """
-    return parse_json(read_file(file, error), file, error)
+        raise DatasetError(f"{file}: not valid JSON ({problem}); restore it") from None
 
 
 def plain(record: Any) -> Any:
@@ -103,13 +84,7 @@ def plain(record: Any) -> Any:
 
 def safe_path(name: Any) -> bool:
     """Return whether `name` is a path that stays inside its directory, as manifests write it."""
-    if (
-        not isinstance(name, str)
-        or not name
-        or "\\" in name
-        or ":" in name
-        or not name.isprintable()
-    ):
+    if not isinstance(name, str) or not name.isprintable() or {"\\", ":"} & set(name):
         return False
     return not any(
         part in ("", ".", "..") or len(part.encode()) > _LONGEST_NAME for part in name.split("/")

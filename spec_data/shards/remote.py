@@ -104,7 +104,7 @@ class Mirror:
         self.storage, self.limit = Storage(url), size_limit()
         self.url = self.storage.url
         self._text = self._read_manifest()
-        self.manifest = Manifest.parse(self._text, self.storage.where(MANIFEST))
+        self.manifest = Manifest.read(self.storage.where(MANIFEST), self._text)
         if fingerprint not in (None, self.manifest.fingerprint):
             raise self._replaced(fingerprint or "")
         scheme, _, rest = self.url.partition("://")

@@ -36,9 +36,8 @@ from spec_data.shards.records import (
     check_path,
     explicit,
     in_words,
-    parse_json,
     plain,
-    read_file,
+    read_json,
 )
 from spec_data.shards.view import View
 
@@ -207,11 +206,6 @@ class Column(Record, frozen=True, kw_only=True, dict=True):
         """Bytes of one stored token, not counting what escaped tokens add."""
         return sum(self.part_bytes.values())
 
-    @property
-    def words(self) -> str:
-        """The declaration for a message."""
-        return f"{self.name} with codec {self.codec}, width {self.width} and {self.tokens} tokens"
-
     def fields(self) -> list[pa.Field]:
         """Return the Arrow fields of all parts, with codec and width in their metadata."""
         if self.lossy is None:
@@ -256,25 +250,23 @@ def token_columns(
                 f"--codec {name} packs {codec.multiple} channels together, and hidden size "
                 f"{hidden_size} is no multiple of {codec.multiple}; use int8c"
             )
-    columns = [
+    kind, _, k = supervision.partition(":")
+    if kind == "final-hidden":
+        given = [Column(name=FINAL, codec=final_codec, width=hidden_size, tokens=final_tokens)]
+    elif kind == "topk":
+        given = [
+            Column(name="topk_ids", codec="int32", width=int(k), tokens=teacher_tokens),
+            Column(name="topk_logits", codec="float32", width=int(k), tokens=teacher_tokens),
+        ]
+    else:
+        given = [Column(name="logits", codec="bf16", width=vocab_size, tokens=teacher_tokens)]
+    return (
         Column(name="input_ids", codec="int32"),
         Column(name="loss_mask", codec="bool8"),
         *(Column(name=layer_column(k), codec=aux_codec, width=hidden_size) for k in layers),
-    ]
-    kind, _, k = supervision.partition(":")
-    if kind == "final-hidden":
-        columns.append(
-            Column(name=FINAL, codec=final_codec, width=hidden_size, tokens=final_tokens)
-        )
-    elif kind == "topk":
-        columns.append(Column(name="topk_ids", codec="int32", width=int(k)))
-        columns.append(Column(name="topk_logits", codec="float32", width=int(k)))
-    else:
-        columns.append(Column(name="logits", codec="bf16", width=vocab_size))
-    columns.append(Column(name="target_argmax", codec="int32"))
-    columns.append(Column(name="target_logsumexp", codec="float32"))
-    return tuple(
-        structs.replace(c, tokens=teacher_tokens) if c.name in TEACHERS else c for c in columns
+        *given,
+        Column(name="target_argmax", codec="int32", tokens=teacher_tokens),
+        Column(name="target_logsumexp", codec="float32", tokens=teacher_tokens),
     )
 
 
@@ -526,17 +518,20 @@ class Provenance(Record, frozen=True, kw_only=True):
 
 
 class _Settings(msgspec.Struct):
-    """The settings that readers use; the others are compared as a whole."""
-
     on_policy: bool = False
     sampling_temperature: Share | None = None
 
 
 class _Identity(msgspec.Struct):
-    """The facts of an identity that readers look into; see `identity`."""
-
     template_kwargs_used: dict[str, Count] = {}
     system_messages: dict[str, Count] = {}
+
+
+class _Facts(msgspec.Struct):
+    """The settings and facts that readers look into; the others are compared as a whole."""
+
+    settings: _Settings
+    identity: _Identity
 
 
 class Manifest(Record, frozen=True, kw_only=True, dict=True):
@@ -585,11 +580,10 @@ class Manifest(Record, frozen=True, kw_only=True, dict=True):
     def __post_init__(self) -> None:
         for name in self.files:
             check_path(name)
-        for name, kind in (("settings", _Settings), ("identity", _Identity)):
-            try:
-                msgspec.convert(getattr(self, name), kind)
-            except msgspec.ValidationError as error:
-                raise ValueError(f"{name}.{in_words(error)}") from None
+        try:
+            msgspec.convert({"settings": self.settings, "identity": self.identity}, _Facts)
+        except msgspec.ValidationError as error:
+            raise ValueError(in_words(error)) from None
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], where: str = MANIFEST) -> "Manifest":
@@ -608,25 +602,16 @@ class Manifest(Record, frozen=True, kw_only=True, dict=True):
         return as_record({**raw, "where": where}, cls, where, _RESTORE)
 
     @classmethod
-    def read(cls, path: Path) -> "Manifest":
-        """Read the manifest of a sealed dataset.
+    def read(cls, path: Path | str, text: bytes | None = None) -> "Manifest":
+        """Read the manifest of a sealed dataset; `text` is its content where that is known.
 
         Raises:
             MissingError: no such file. DatasetError: not a manifest, or damaged, or edited.
         """
-        return cls.parse(read_file(path), str(path))
-
-    @classmethod
-    def parse(cls, text: bytes, path: str) -> "Manifest":
-        """Return the manifest of a sealed dataset in the text of the file `path`.
-
-        Raises:
-            DatasetError: not a manifest, or damaged, or edited.
-        """
-        raw = parse_json(text, path)
+        raw = read_json(path, text)
         if not isinstance(raw, dict):
             raise DatasetError(f"{path}: not a spec-data manifest (a JSON {type(raw).__name__})")
-        manifest = cls.of(raw, path)
+        manifest = cls.of(raw, str(path))
         if manifest.fingerprint != fingerprint(raw):
             raise DatasetError(
                 f"{path}: the manifest does not match its own fingerprint; it was edited or "
@@ -745,9 +730,11 @@ def _wrong_columns(manifest: Manifest) -> Iterator[str]:
         names = ", ".join(c.name for c in manifest.columns)
         yield f"columns has {names}; layers and supervision make others"
         return
-    for own, other in zip(manifest.columns, expected, strict=True):
-        if own.layout != other.layout:
-            yield f"columns has {own.words}; the other keys make {other.words}"
+    words = "{} with codec {}, width {} and {} tokens"
+    for column, other in zip(manifest.columns, expected, strict=True):
+        if column.layout != other.layout:
+            made = words.format(*other.layout)
+            yield f"columns has {words.format(*column.layout)}; the other keys make {made}"
 
 
 # -- draft needs -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 
 from spec_data.shards.errors import ConfigError
 
-ASSISTANT, LAST_TURN, ALL = "assistant", "last-turn", "all"
+LAST_TURN, FIRST, ALL = "last-turn", "first-", "all"
 POLICIES = "assistant, last-turn, all, first-N (such as first-2), roles=A,B (such as roles=text)"
 _FORM = re.compile(r"assistant|last-turn|all|first-([1-9]\d{0,8})|roles=(\w+(?:,\w+)*)")
 
@@ -47,11 +47,6 @@ def roles_of(policy: str) -> tuple[str, ...]:
     return tuple(found[2].split(",")) if found and found[2] else ()
 
 
-def needs_whole_conversations(policy: str) -> bool:
-    """Return whether a policy counts the turns of a conversation, from its first or its last."""
-    return policy == LAST_TURN or policy.startswith("first-")
-
-
 def supervised_spans(length: int, turns: Sequence[Turn], policy: str) -> list[tuple[int, int]]:
     """Return the spans [start, end) of a document of `length` tokens that are supervised.
 
@@ -66,11 +61,11 @@ def supervised_spans(length: int, turns: Sequence[Turn], policy: str) -> list[tu
             )
     if policy == ALL:
         return [(0, length)] if length else []
-    chosen = list(turns)
+    chosen = turns
     if policy == LAST_TURN:
-        chosen = chosen[-1:]
-    elif policy.startswith("first-"):
-        chosen = chosen[: int(policy.removeprefix("first-"))]
+        chosen = turns[-1:]
+    elif policy.startswith(FIRST):
+        chosen = turns[: int(policy.removeprefix(FIRST))]
     elif roles := roles_of(policy):
-        chosen = [turn for turn in chosen if turn[0] in roles]
+        chosen = [turn for turn in turns if turn[0] in roles]
     return [(start, end) for _, start, end in chosen]
