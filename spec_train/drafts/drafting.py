@@ -8,7 +8,7 @@ heads, d head size, Vd draft vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,48 +103,17 @@ class Drafter(ABC):
 # draft.
 
 
-class ChainDraft(Protocol):
-    """What `ChainDrafter` requires of a draft that reads its own states."""
-
-    @property
-    def draft_ids(self) -> Tensor:
-        """Target ids of the draft vocabulary, int64 [Vd], ascending."""
-
-    def project(self, aux: Tensor) -> Tensor:
-        """Project the target's states [B, n, A] to features [B, n, H]."""
-
-    def step(
-        self,
-        token_ids: Tensor,
-        carried: Tensor,
-        position_ids: Tensor,
-        caches: Any,
-        seen: Tensor | None = None,
-    ) -> Tensor:
-        """Append rows to the caches and return their states [B, n, H], the next `carried`.
-
-        Args:
-            token_ids: known tokens, int64 [B, n].
-            carried: features, or the states of an earlier step, [B, n, H].
-            position_ids: RoPE positions, int64 [B, n].
-            caches: the rows processed so far, a `KVCache` per layer.
-            seen: whether a new row sees a row, bool [n, length] or [B, 1, n, length]; None: causal.
-        """
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Map states [..., H] to logits over the draft vocabulary [..., Vd]."""
-
-
 class ChainDrafter(Drafter):
     """Drafts with one forward pass per token."""
 
     def __init__(
-        self, draft: ChainDraft, vocab_size: int, caches: Sequence[KVCache] | None = None
+        self, draft: Any, vocab_size: int, caches: Sequence[KVCache] | None = None
     ) -> None:
         """Start a sequence.
 
         Args:
-            draft: the draft.
+            draft: has `project` and `step` of `unroll.AutoregressiveDraft`, `logits` of carried
+                states [..., H] -> [..., Vd], and `draft_ids`.
             vocab_size: of the target.
             caches: empty, one per layer; None: the draft has one layer.
         """

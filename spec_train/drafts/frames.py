@@ -4,8 +4,8 @@ In the token frame, row t of every tensor belongs to token x_t. In the shifted f
 except the aux states are moved left by one inside each document, with zero in its last slot: slot t
 holds the aux states a_t, the known token x_{t+1}, its mask m_{t+1} and its teacher z_{t+1}.
 
-In: the plain tensors that a public loss accepts, or a `DraftBatch`. Out: a `Frame`, which has every
-default filled in, the supervised slots listed, and one teacher.
+In: the plain tensors that a public loss accepts, or a `DraftBatch`. Out: a `Frame` of the shifted
+frame, which has every default filled in, the supervised slots listed, and one teacher.
 
 B packs, T slots, n captured layers, N slots in the mask, H hidden size, V / Vd target / draft
 vocabulary.
@@ -49,80 +49,6 @@ def require_frame(given: str, own: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenInputs:
-    """Plain tensors of a loss in the token frame: nothing is shifted."""
-
-    input_ids: Tensor  # x_t, int64 [B, T]
-    loss_mask: Tensor  # m_t [B, T]
-    target_argmax: Tensor | None = None  # argmax of z_t, int64 [B, T]; None: from the teacher
-    target_logsumexp: Tensor | None = None  # of z_t over V [B, T]; None: from the teacher
-    document_ids: Tensor | None = None  # int64 [B, T], -1 in padding; None: a row is one document
-    position_ids: Tensor | None = None  # int64 [B, T]; None: from 0 in each document
-    frame: str = "token"  # as `TargetBatch.to_trainer_inputs` names it; another one is refused
-
-    def __post_init__(self) -> None:
-        require_frame(self.frame, "token")
-
-    def documents(self) -> tuple[Tensor, Tensor]:
-        """Return document ids and position ids, both int64 [B, T], with the defaults filled in."""
-        return settle_documents(self.input_ids, self.document_ids, self.position_ids)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShiftedInputs:
-    """Plain tensors of a loss in the shifted frame; exactly one mask and one teacher.
-
-    The teacher is `logits`, or `final_hidden` with `head`, or `target_probs` with `position_mask`.
-    The last one also needs `target_mass` if the draft vocabulary is reduced: `target_probs` are
-    renormalised over it, and serving accepts with the target's full distribution.
-    """
-
-    aux_hidden_states: Tensor  # a_t, NOT shifted, layers ascending, [B, T, n*H]
-    input_ids: Tensor  # x_{t+1}, int64 [B, T]
-    loss_mask: Tensor | None = None  # m_{t+1} [B, T]; makes the slot mask of serving
-    slot_mask: Tensor | None = None  # the slot mask of step 0 [B, T], instead of `loss_mask`
-    logits: Tensor | None = None  # z_{t+1} [B, T, V]
-    final_hidden: Tensor | None = None  # f_{t+1} [B, T, H]
-    head: TargetHead | None = None
-    target_probs: Tensor | None = None  # over the draft vocabulary [B, T, Vd], adding up to 1
-    position_mask: Tensor | None = None  # [B, T]: the target's choice is in the draft vocabulary
-    target_mass: Tensor | None = None  # [B, T]: the target's probability of the draft vocabulary
-    target_argmax: Tensor | None = None  # the target's choice, int64 [B, T]; None: from the teacher
-    target_logsumexp: Tensor | None = None  # of z_{t+1} over V [B, T]; None: from the teacher
-    document_ids: Tensor | None = None  # int64 [B, T], -1 in padding; None: a row is one document
-    position_ids: Tensor | None = None  # int64 [B, T]; None: from 0 in each document
-    attention_mask: Tensor | None = None  # 0 in padding [B, T]; None: `document_ids` marks it
-    frame: str = "shifted"  # as `TargetBatch.to_trainer_inputs` names it; another one is refused
-
-    def __post_init__(self) -> None:
-        require_frame(self.frame, "shifted")
-
-    def check(self, full_vocabulary: bool) -> None:
-        """Raise DraftError unless there is exactly one teacher, complete, and one mask."""
-        teachers = ("logits", "final_hidden", "target_probs")
-        given = [name for name in teachers if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise DraftError(
-                f"give exactly one of logits, final_hidden, target_probs; found {given or 'none'}"
-            )
-        if (self.loss_mask is None) == (self.slot_mask is None):
-            raise DraftError("give exactly one of loss_mask and slot_mask")
-        if self.target_probs is not None and self.position_mask is None:
-            raise DraftError(
-                "target_probs needs position_mask: True where the target's choice is in the draft "
-                "vocabulary"
-            )
-        if self.target_probs is not None and self.target_mass is None and not full_vocabulary:
-            raise DraftError(
-                "target_probs over a reduced draft vocabulary need target_mass, the target's "
-                "probability of that vocabulary: without it, acceptance would be that of a "
-                "renormalised target. TargetBatch.to_trainer_inputs returns it"
-            )
-        if self.final_hidden is not None and self.head is None:
-            raise DraftError("final_hidden needs head, the target's LM head")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Frame:
     """A batch in the shifted frame, with defaults filled in and the slots of step 0 listed."""
 
@@ -136,58 +62,109 @@ class Frame:
     teacher: Teacher  # of flat slots
 
 
-def tensor_frame(draft: Draft, inputs: ShiftedInputs) -> Frame:
-    """Return the frame of plain tensors.
+def shifted_frame(
+    draft: Draft,
+    *,
+    aux_hidden_states: Tensor,
+    input_ids: Tensor,
+    loss_mask: Tensor | None = None,
+    slot_mask: Tensor | None = None,
+    logits: Tensor | None = None,
+    final_hidden: Tensor | None = None,
+    head: TargetHead | None = None,
+    target_probs: Tensor | None = None,
+    position_mask: Tensor | None = None,
+    target_mass: Tensor | None = None,
+    target_argmax: Tensor | None = None,
+    target_logsumexp: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    frame: str = "shifted",
+) -> Frame:
+    """Return the frame of plain tensors in the shifted frame; exactly one mask and one teacher.
+
+    The teacher is `logits`, or `final_hidden` with `head`, or `target_probs` with `position_mask`.
+
+    Args:
+        draft: decides the draft vocabulary.
+        aux_hidden_states: a_t, NOT shifted, layers ascending, [B, T, n*H].
+        input_ids: x_{t+1}, int64 [B, T].
+        loss_mask: m_{t+1} [B, T], which makes the slot mask of serving.
+        slot_mask: the slot mask of step 0 [B, T], instead of `loss_mask`.
+        logits: z_{t+1} [B, T, V].
+        final_hidden: f_{t+1} [B, T, H].
+        head: the target's LM head.
+        target_probs: over the draft vocabulary [B, T, Vd], adding up to 1.
+        position_mask: [B, T]: the target's choice is in the draft vocabulary.
+        target_mass: [B, T]: the target's probability of the draft vocabulary. `target_probs` over
+            a reduced one need it: they are renormalised, and serving accepts with the target's full
+            distribution.
+        target_argmax: the target's choice, int64 [B, T]; None: from the teacher.
+        target_logsumexp: of z_{t+1} over V [B, T]; None: from the teacher.
+        document_ids: int64 [B, T], -1 in padding; None: a row is one document.
+        position_ids: int64 [B, T]; None: from 0 in each document.
+        attention_mask: 0 in padding [B, T]; None: `document_ids` marks it.
+        frame: as `TargetBatch.to_trainer_inputs` names it; another one is refused.
 
     Raises:
-        DraftError: not exactly one teacher or one mask, or an incomplete teacher.
+        DraftError: not exactly one teacher or one mask, an incomplete teacher, or the other frame.
     """
-    inputs.check(draft.full_vocabulary)
-    document_ids, position_ids = settle_documents(
-        inputs.input_ids, inputs.document_ids, inputs.position_ids, inputs.attention_mask
-    )
-    if inputs.slot_mask is not None:
-        mask = inputs.slot_mask.bool() & (document_ids != PADDING)
+    require_frame(frame, "shifted")
+    teachers = {"logits": logits, "final_hidden": final_hidden, "target_probs": target_probs}
+    given = [name for name, value in teachers.items() if value is not None]
+    if len(given) != 1:
+        raise DraftError(f"give exactly one of {', '.join(teachers)}; found {given or 'none'}")
+    documents, positions = settle_documents(input_ids, document_ids, position_ids, attention_mask)
+    if slot_mask is not None and loss_mask is None:
+        mask = slot_mask.bool() & (documents != PADDING)
+    elif loss_mask is not None and slot_mask is None:
+        mask = slot_masks(loss_mask, documents)
     else:
-        assert inputs.loss_mask is not None  # `check` guarantees it
-        mask = slot_masks(inputs.loss_mask, document_ids)
+        raise DraftError("give exactly one of loss_mask and slot_mask")
     rows = mask.flatten().nonzero().squeeze(1)  # [N]
-    choice, teacher = _choice_and_teacher(draft, inputs, rows)
+    known = None if target_argmax is None else target_argmax.flatten()[rows]  # [N]
+    ids = draft.proposed_ids
+    teacher: Teacher
+    if target_probs is not None:
+        if position_mask is None:
+            raise DraftError(
+                "target_probs needs position_mask: True where the target's choice is in the draft "
+                "vocabulary"
+            )
+        if target_mass is None and ids is not None:
+            raise DraftError(
+                "target_probs over a reduced draft vocabulary need target_mass, the target's "
+                "probability of that vocabulary: without it, acceptance would be that of a "
+                "renormalised target. TargetBatch.to_trainer_inputs returns it"
+            )
+        probs = target_probs.flatten(0, 1)  # [B*T, Vd]
+        mass = None if ids is None or target_mass is None else target_mass.flatten()  # [B*T]
+        choice = probs[rows].argmax(-1) if known is None else draft.draft_index[known]  # [N]
+        choice = choice.masked_fill(~position_mask.bool().flatten()[rows], -1)
+        teacher = TeacherRows(probs, mass).__getitem__
+    elif logits is not None:
+        table = logits.flatten(0, 1)  # [B*T, V]
+        choice = draft.draft_index[table[rows].argmax(-1) if known is None else known]
+        teacher = logits_teacher(table, ids)
+    elif final_hidden is not None and head is not None:
+        states = final_hidden.flatten(0, 1)  # [B*T, H]
+        best = argmax_by_chunks(head.logits, states[rows]) if known is None else known
+        choice = draft.draft_index[best]
+        sums = None if target_logsumexp is None else target_logsumexp.flatten()  # [B*T]
+        teacher = head_teacher(head, states, ids, sums)
+    else:
+        raise DraftError("final_hidden needs head, the target's LM head")
     return Frame(
-        aux=inputs.aux_hidden_states,
-        input_ids=inputs.input_ids,
-        document_ids=document_ids,
-        position_ids=position_ids,
+        aux=aux_hidden_states,
+        input_ids=input_ids,
+        document_ids=documents,
+        position_ids=positions,
         mask=mask,
         rows=rows,
         choice=choice,
         teacher=teacher,
     )
-
-
-def _choice_and_teacher(
-    draft: Draft, inputs: ShiftedInputs, rows: Tensor
-) -> tuple[Tensor, Teacher]:
-    """Return the target's choice at `rows` [N] as a draft index (-1: outside), and the teacher."""
-    known = None if inputs.target_argmax is None else inputs.target_argmax.flatten()[rows]  # [N]
-    if inputs.target_probs is not None and inputs.position_mask is not None:
-        probs = inputs.target_probs.flatten(0, 1)  # [B*T, Vd]
-        mass = None if draft.full_vocabulary else inputs.target_mass
-        known_mass = None if mass is None else mass.flatten()  # [B*T]
-        index = probs[rows].argmax(-1) if known is None else draft.draft_index[known]  # [N]
-        inside = inputs.position_mask.bool().flatten()[rows]  # [N]
-        return index.masked_fill(~inside, -1), TeacherRows(probs, known_mass).__getitem__
-    ids = draft.proposed_ids
-    if inputs.logits is not None:
-        table = inputs.logits.flatten(0, 1)  # [B*T, V]
-        choice = table[rows].argmax(-1) if known is None else known  # [N]
-        return draft.draft_index[choice], logits_teacher(table, ids)
-    assert inputs.final_hidden is not None and inputs.head is not None  # `check` guarantees it
-    states = inputs.final_hidden.flatten(0, 1)  # [B*T, H]
-    choice = argmax_by_chunks(inputs.head.logits, states[rows]) if known is None else known  # [N]
-    logsumexp = inputs.target_logsumexp
-    sums = None if logsumexp is None else logsumexp.flatten()  # [B*T]
-    return draft.draft_index[choice], head_teacher(inputs.head, states, ids, sums)
 
 
 def batch_frame(draft: Draft, batch: DraftBatch, head: TargetHead) -> Frame:

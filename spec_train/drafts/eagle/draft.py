@@ -1,9 +1,9 @@
-"""EAGLE-1/2 in training: the loss (arXiv 2401.15077) of one step, and the draft's class.
+"""EAGLE-1/2 (arXiv 2401.15077, 2406.16858): layers over W_fc [embedding ; final hidden state].
 
 Everything is in the token frame (row t of a tensor belongs to token x_t). Slot t reads the state
-f_t (plus noise, in training) and the known token x_{t+1}. It predicts f_{t+1} and, through the
-target's frozen head, the distribution of x_{t+2}, whose teacher is softmax(head(f_{t+1})). The loss
-of a slot is
+f_t (plus noise, in training) and the known token x_{t+1}, at RoPE position t. It predicts f_{t+1}
+and, through the target's frozen head, the distribution of x_{t+2}; the next step reads the
+prediction instead of f_{t+1}. The teacher is softmax(head(f_{t+1})). The loss of a slot is
 
     regression_weight * mean_H SmoothL1(pred_t, f_{t+1})
     + ce_weight * -sum_v softmax(head(f_{t+1}))_v log softmax(head(pred_t))_v
@@ -11,38 +11,165 @@ of a slot is
 (or another loss of `losses` in place of this cross-entropy) over the slots with m_{t+1} and
 m_{t+2}, divided by their number over the whole optimizer step. Teachers have no noise.
 
+The first layer has no norm before its attention, and there is no final norm: f is taken after the
+target's final norm, so its prediction enters the head directly.
+
 Training looks one token ahead: it is an unroll of one step. In evaluation mode the metrics are
 those of `depth` steps, so `best` is chosen by what serving needs: step s reads the prediction of
 step s-1 and the document's token x_{t+1+s}, and is compared with f_{t+1+s}. The loss is that of the
-first step in both modes. EAGLE-2 (arXiv 2406.16858) differs from EAGLE-1 only in decoding (see
-`decoding.trees`): one draft serves both.
+first step in both modes. EAGLE-2 differs from EAGLE-1 only in decoding (see `decoding.trees`).
 
 B packs, T slots, S steps, n supervised slots of a step, H hidden size, V target vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import shift_left
-from spec_data.shards.schema import FINAL
+from spec_data.shards.schema import FINAL, Manifest, data_problem
 from spec_train.data.batch import DraftBatch
+from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import DraftLoss
 from spec_train.drafts.drafting import ChainDrafter
-from spec_train.drafts.eagle.model import EagleModel, EagleWithHead
-from spec_train.drafts.frames import TokenInputs
-from spec_train.drafts.slots import slot_masks, step_masks
-from spec_train.drafts.unroll import Unroll
+from spec_train.drafts.frames import require_frame
+from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, make_embedding
+from spec_train.drafts.slots import settle_documents, slot_masks, step_masks
+from spec_train.drafts.unroll import AutoregressiveDraft, Unroll
+from spec_train.formats.draft_seal import SECTION
+from spec_train.formats.write import EAGLE
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind, RowStats, TeacherRows, head_loss, wide
 from spec_train.losses.metrics import chain_sums, summarise
+from spec_train.options.draft_options import EagleOptions
 
 
-class EagleDraft(EagleModel):
-    """The draft that `spec-train fit eagle` trains."""
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(DraftConfig):
+    """Shapes and arithmetic of the draft.
+
+    The engines (vLLM's and SGLang's `llama_eagle.py`, SafeAILab's `cnets1.py`) read `fc.weight` [H,
+    2H] over [embedding ; state], the embedding first; `layers.N.*` of plain Llama layers, of which
+    the first has **no** `input_layernorm`; no final norm; and the target's own embedding and head.
+    `architectures` is vLLM's name. vLLM 0.32 loads drafts of one and of two layers unchanged, and
+    every round accepts the tokens that `spec_train.decoding.chains` accepts (measured).
+
+    The engines differ in the bias of `fc`. SafeAILab's loader makes one unless config.json has
+    `"bias": false`. vLLM has none and refuses a file with one. SGLang always has one and leaves it
+    at *random values* if the file has none. Drafts that are fitted here have no bias and write
+    `"bias": false`. For SGLang the file needs an `fc.bias` of zeros and the architecture name
+    `LlamaForCausalLMEagle`; it refuses the file as written here.
+
+    Drafts of other trainers may have the bias, a norm before the first layer's attention, and a
+    norm of the prediction (AutoModel has both norms, under ModelOpt's names of the keys). Such a
+    draft is read and can be fitted further; no option makes a new one.
+    """
+
+    draft: ClassVar[str] = "eagle"
+    architectures: ClassVar[tuple[str, ...]] = (EAGLE,)
+    reads_layers: ClassVar[bool] = False
+    not_keys: ClassVar[tuple[str, ...]] = (
+        *DraftConfig.not_keys,
+        *("target_hidden_size", "draft_vocab_size"),
+    )
+    of_files: ClassVar[tuple[str, ...]] = (
+        *("bias", "use_input_layernorm_in_first_layer", "use_last_layernorm"),
+    )
+    switches: ClassVar[tuple[str, ...]] = (*DraftConfig.switches, *of_files)
+
+    bias: bool = False  # of fc
+    use_input_layernorm_in_first_layer: bool = False
+    use_last_layernorm: bool = False  # of the prediction
+
+    def to_json(self, options: EagleOptions) -> dict[str, Any]:
+        """Return config.json of the draft."""
+        return {
+            "architectures": [EAGLE],
+            "model_type": "llama",
+            **self.shared_json(),
+            "bias": self.bias,  # SafeAILab's loader makes one if there is no such key
+            "mlp_bias": self.mlp_bias,
+            **self.shape_json(),
+            SECTION: self.own_json(options),
+        }
+
+
+class EagleDraft(AutoregressiveDraft):
+    """The draft that `spec-train fit eagle` trains. The head is the target's and is not stored."""
+
+    name: ClassVar[str] = "eagle"
+    options_class: ClassVar[type[Any]] = EagleOptions
+    config_class: ClassVar[type[DraftConfig]] = EagleConfig
+
+    def __init__(self, config: EagleConfig, options: EagleOptions | None = None) -> None:
+        """Make a draft with random weights."""
+        super().__init__()
+        self.config = config
+        self.options = options or EagleOptions()
+        size = config.hidden_size
+        self.embed_tokens = make_embedding(config.vocab_size, size, trained=config.train_embeddings)
+        self.fc = nn.Linear(2 * size, size, bias=config.bias)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config.layer_shape) for _ in range(config.num_hidden_layers)
+        )
+        if not config.use_input_layernorm_in_first_layer:
+            self.layers[0].add_module("input_layernorm", nn.Identity())
+        if config.use_last_layernorm:
+            self.norm = RMSNorm(size, config.rms_norm_eps)
+        self.rotary = Rotary(config.rope)
+
+    # -- as a model -------------------------------------------------------------------------------
+
+    @property
+    def decoder_layers(self) -> list[Any]:
+        """The layers."""
+        return list(self.layers)
+
+    def project(self, states: Tensor) -> Tensor:
+        """Cast the target's final hidden states [B, T, H]."""
+        return self.cast(states)
+
+    def layer_inputs(self, token_ids: Tensor, carried: Tensor) -> tuple[Tensor, ...]:
+        """Join known tokens, int64 [B, T], and carried states [B, T, H]: [B, T, H]."""
+        return (self.fc(torch.cat([self.embed(token_ids), self.cast(carried)], dim=-1)),)
+
+    def feedback(self, output: Tensor) -> Tensor:
+        """Map the last layer's output [B, T, H] to the predicted states [B, T, H]."""
+        return self.norm(output) if self.config.use_last_layernorm else output
+
+    def states_of(self, batch: DraftBatch) -> Tensor:
+        """Return the final hidden states of a batch [B, T, H]."""
+        return batch.hidden[FINAL]
+
+    def logits_with(self, head: TargetHead) -> Callable[[Tensor], Tensor]:
+        """Return the logits of the target's head."""
+        return head.logits
+
+    # -- data and drafting ------------------------------------------------------------------------
+
+    @classmethod
+    def check_data(cls, options: EagleOptions, manifest: Manifest) -> None:
+        """Raise an error if a dataset lacks the final hidden states of some tokens.
+
+        Raises:
+            DatasetError: what is missing, and how to generate it.
+        """
+        if problem := data_problem("eagle", manifest.supervision, manifest.final):
+            raise DatasetError(f"{manifest.where}: {problem}")
+
+    @property
+    def state_columns(self) -> tuple[str, ...]:
+        """The final hidden states."""
+        return (FINAL,)
+
+    def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
+        """Return the columns that the loss reads; the same with every supervision."""
+        return ("input_ids", "loss_mask", FINAL, "target_argmax")
 
     @property
     def depth(self) -> int:
@@ -52,6 +179,8 @@ class EagleDraft(EagleModel):
     def drafter(self, head: TargetHead) -> ChainDrafter:
         """Start drafting one sequence with the target's head."""
         return ChainDrafter(EagleWithHead(self, head), self.config.vocab_size, self.new_caches())
+
+    # -- training ---------------------------------------------------------------------------------
 
     @property
     def _steps(self) -> int:
@@ -101,26 +230,13 @@ class EagleDraft(EagleModel):
         return summarise(sums) | parts
 
 
-@dataclass(frozen=True, kw_only=True)
-class EagleInputs(TokenInputs):
-    """Plain tensors of the EAGLE-1/2 loss, in the token frame."""
+class EagleWithHead:
+    """A draft with its target's head, for `ChainDrafter`."""
 
-    final_hidden: Tensor  # f_t [B, T, H]
-    noise: Tensor | None = None  # added to f_t as input of the draft [B, T, H]; None: no noise
-
-
-@dataclass(frozen=True)
-class Terms:
-    """The two terms of the loss: their weights, and which loss the second one is."""
-
-    regression: float
-    cross_entropy: float  # of the second term, also if it has another loss
-    kind: LossKind
-
-    @property
-    def second(self) -> str:
-        """Name of the metric of the second term."""
-        return "cross_entropy" if self.kind.name == "ce" else "distribution_loss"
+    def __init__(self, draft: EagleDraft, head: TargetHead) -> None:
+        """Combine them without a copy."""
+        self.logits, self.project, self.step = head.logits, draft.project, draft.step
+        self.draft_ids = torch.arange(draft.config.vocab_size, device=draft.fc.weight.device)
 
 
 @dataclass(frozen=True)
@@ -131,13 +247,6 @@ class StepFigures:
     distance: Tensor  # smooth L1 [n]
     stats: RowStats  # of the head, each [n, 1]
     choice: Tensor  # the target's choice, int64 [n]
-
-    @classmethod
-    def empty(cls, device: torch.device) -> "StepFigures":
-        """Return the figures of a step without a supervised slot."""
-        none = torch.zeros(0, 1, device=device)
-        index = none[:, 0].long()
-        return cls(index, none[:, 0], RowStats(none, none, none.long()), index)
 
 
 def input_noise(states: Tensor, width: float) -> Tensor:
@@ -155,66 +264,79 @@ def supervised_slots(loss_mask: Tensor, document_ids: Tensor, steps: int = 1) ->
 
 
 def eagle_loss(
-    draft: EagleModel,
+    draft: EagleDraft,
     *,
     head: TargetHead,
+    final_hidden: Tensor,
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    noise: Tensor | None = None,
+    target_argmax: Tensor | None = None,
+    target_logsumexp: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
     steps: int = 1,
     regression_weight: float = 1.0,
     ce_weight: float = 0.1,
     kind: str | LossKind = "ce",
     counts: Tensor | None = None,
-    **inputs: Any,
+    frame: str = "token",
 ) -> DraftLoss:
     """Compute the EAGLE-1/2 loss of documents in the token frame.
 
     Args:
         draft: the weights, as `EagleDraft.from_pretrained` reads them.
         head: the target's.
+        final_hidden: f_t [B, T, H].
+        input_ids: x_t, int64 [B, T].
+        loss_mask: m_t [B, T].
+        noise: added to f_t as input of the draft [B, T, H]; None: no noise.
+        target_argmax: the target's choice after x_t, int64 [B, T]; None: from the head.
+        target_logsumexp: not read; the head is over the full vocabulary.
+        document_ids: int64 [B, T], -1 in padding; None: a row is one document.
+        position_ids: int64 [B, T]; None: from 0 in each document.
         steps: S; steps after the first have metrics but no loss.
         regression_weight: weight of the smooth L1 term.
         ce_weight: weight of the second term.
         kind: loss of the second term: a name of `losses.KINDS`, or a `LossKind`.
         counts: denominators [S] over the whole optimizer step, of which the first is used; None:
             those of this batch.
-        **inputs: the fields of `EagleInputs`, with their shapes there and in `frames.TokenInputs`:
-            final_hidden, input_ids, loss_mask; and optionally noise, target_argmax, document_ids,
-            position_ids.
+        frame: as `TargetBatch.to_trainer_inputs` names it; another one is refused.
 
     Raises:
         DraftError: inputs of the other frame.
-        TypeError: an input is unknown or missing.
     """
+    require_frame(frame, "token")
     kind = kind if isinstance(kind, LossKind) else LossKind(name=kind)
-    given, terms = EagleInputs(**inputs), Terms(regression_weight, ce_weight, kind)
-    document_ids, position_ids = given.documents()
-    masks = supervised_slots(given.loss_mask, document_ids, steps)  # [S, B, T]
+    weights = regression_weight, ce_weight
+    document_ids, position_ids = settle_documents(input_ids, document_ids, position_ids)
+    masks = supervised_slots(loss_mask, document_ids, steps)  # [S, B, T]
     own = masks.flatten(1).sum(1).double()  # [S]
     counts = own if counts is None else counts.to(own)
-    fed = given.final_hidden
-    if given.noise is not None:
-        fed = (wide(fed) + given.noise).to(fed.dtype)
-    known = shift_left(given.input_ids, document_ids)  # [B, T]
-    states = given.final_hidden.flatten(0, 1)  # [B*T, H]
+    fed = final_hidden if noise is None else (wide(final_hidden) + noise).to(final_hidden.dtype)
+    known = shift_left(input_ids, document_ids)  # [B, T]
+    states = final_hidden.flatten(0, 1)  # [B*T, H]
     unroll: Unroll | None = None
     loss: Tensor | None = None
-    figures = []
+    figures: list[StepFigures | None] = []
     for s in range(steps):
         rows = masks[s].flatten().nonzero().squeeze(1)  # [n]
         if not len(rows):
-            figures.append(StepFigures.empty(rows.device))
+            figures.append(None)
             continue
         unroll = unroll or Unroll(draft, fed, known, document_ids, position_ids)
         predicted = unroll.advance(known).flatten(0, 1)[rows]  # [n, H]
         known = shift_left(known, document_ids)
         following = rows + s + 1  # [n], in the same document: the token there is supervised
-        choice = None if given.target_argmax is None else given.target_argmax.flatten()[following]
+        choice = None if target_argmax is None else target_argmax.flatten()[following]
         factor = (1.0 if s == 0 else 0.0) / counts[s]  # only the first step is trained
         total, distance, stats, best = _step_loss(
-            predicted, states[following], head, factor, terms, choice
+            predicted, states[following], head, factor, weights, kind, choice
         )
         loss = total if loss is None else loss
         figures.append(StepFigures(rows, distance, stats, best if choice is None else choice))
-    return DraftLoss(draft.zero_loss() if loss is None else loss, _sums(figures, masks, terms))
+    sums = _sums(figures, masks, weights, kind)
+    return DraftLoss(draft.zero_loss() if loss is None else loss, sums)
 
 
 def _step_loss(
@@ -222,7 +344,8 @@ def _step_loss(
     teacher: Tensor,
     head: TargetHead,
     factor: Tensor,
-    terms: Terms,
+    weights: tuple[float, float],
+    kind: LossKind,
     choice: Tensor | None,
 ) -> tuple[Tensor, Tensor, RowStats, Tensor]:
     """Return the loss of a step, and what it consists of.
@@ -232,7 +355,8 @@ def _step_loss(
         teacher: the target's states [n, H].
         head: the target's.
         factor: the sum over slots is multiplied by it, [].
-        terms: of the loss.
+        weights: of both terms.
+        kind: of the second term.
         choice: the target's choice, int64 [n]; None: the teacher's.
 
     Returns:
@@ -252,40 +376,47 @@ def _step_loss(
         predicted[:, None].to(head.head_weight.dtype),
         head.head_weight,
         distribution,
-        (terms.cross_entropy * factor).to(distance.dtype).expand(len(distance), 1),
-        terms.kind,
+        (weights[1] * factor).to(distance.dtype).expand(len(distance), 1),
+        kind,
         bias=head.head_bias,
         spec=head.spec,
     )
-    total = entropy + (terms.regression * factor).to(distance.dtype) * distance.sum()
+    total = entropy + (weights[0] * factor).to(distance.dtype) * distance.sum()
     return total, distance.detach(), stats, torch.cat(best)
 
 
 @torch.no_grad()
-def _sums(figures: list[StepFigures], masks: Tensor, terms: Terms) -> dict[str, Tensor]:
+def _sums(
+    figures: list[StepFigures | None], masks: Tensor, weights: tuple[float, float], kind: LossKind
+) -> dict[str, Tensor]:
     """Return the additive metrics of a batch (see `metrics`), and those of both loss terms.
 
     Args:
-        figures: of the S steps.
+        figures: of the S steps; None without a supervised slot.
         masks: slot masks of all steps, bool [S, B, T].
-        terms: of the loss.
+        weights: of both terms of the loss.
+        kind: of the second term.
     """
     own = masks.flatten(1).sum(1).double()  # [S]
     trained = torch.zeros_like(own)
     trained[0] = 1.0  # the loss is that of the first step
     hits = torch.zeros_like(masks).flatten(1)  # [S, B*T]
+    distance, entropy, acceptance = (torch.zeros_like(own) for _ in range(3))
     for s, step in enumerate(figures):
-        hits[s, step.rows] = step.stats.best[:, 0] == step.choice
-    distance = torch.stack([step.distance.double().sum() for step in figures])
-    entropy = torch.stack([step.stats.loss.double().sum() for step in figures])
+        if step is not None:
+            hits[s, step.rows] = step.stats.best[:, 0] == step.choice
+            distance[s] = step.distance.double().sum()
+            entropy[s] = step.stats.loss.double().sum()
+            acceptance[s] = step.stats.acceptance.double().sum()
+    second = "cross_entropy" if kind.name == "ce" else "distribution_loss"
     return {
-        "loss": terms.regression * distance + terms.cross_entropy * entropy,
+        "loss": weights[0] * distance + weights[1] * entropy,
         "smooth_l1": distance,
-        terms.second: entropy,
+        second: entropy,
         "supervised": own,
         "weighted": own * trained,
         "drafted": own,
         "hits": hits.sum(1).double(),
-        "acceptance": torch.stack([step.stats.acceptance.double().sum() for step in figures]),
+        "acceptance": acceptance,
         **chain_sums(hits.view_as(masks), masks),
     }

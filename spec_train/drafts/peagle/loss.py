@@ -29,7 +29,7 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
 from spec_train.attention.masks import parallel_mask
 from spec_train.drafts.draft import DraftLoss
-from spec_train.drafts.frames import Frame, ShiftedInputs, tensor_frame
+from spec_train.drafts.frames import Frame, shifted_frame
 from spec_train.drafts.layers import Attend
 from spec_train.drafts.peagle.model import PeagleModel
 from spec_train.drafts.slots import document_offsets, rope_lengths, step_masks
@@ -266,7 +266,7 @@ def peagle_loss(
         kind: a name of `losses.KINDS`, or a `LossKind` with its target and numbers.
         position_weights: weights of the K depths; None: all are 1.
         count: denominator [1] over the whole optimizer step; None: that of this batch.
-        **inputs: the fields of `frames.ShiftedInputs`, with their shapes there:
+        **inputs: the arguments of `frames.shifted_frame`, with their shapes there:
             aux_hidden_states and input_ids; loss_mask or slot_mask; one teacher:
             logits, or final_hidden with head, or target_probs with position_mask (and target_mass
             if the draft vocabulary is reduced); and optionally target_argmax, target_logsumexp,
@@ -277,13 +277,12 @@ def peagle_loss(
             sample of another shape than the batch.
         TypeError: an input is unknown or missing.
     """
-    given = ShiftedInputs(**inputs)
-    batch, length = given.input_ids.shape
+    frame = shifted_frame(draft, **inputs)
+    batch, length = frame.input_ids.shape
     if sample.ndim != 3 or sample.shape[0] != batch or sample.shape[2] != length:
         raise DraftError(f"sample is {list(sample.shape)}: expected [{batch}, depths, {length}]")
     kind = kind if isinstance(kind, LossKind) else LossKind(name=kind)
     weighed = Weighed(kind, position_weights)
-    frame = tensor_frame(draft, given)
     return parallel_loss(
         draft, frame, sample=sample, segments=segments, weighed=weighed, count=count
     )

@@ -23,7 +23,7 @@ from spec_train.attention.masks import AttentionMask
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import AuxDraft
 from spec_train.drafts.drafting import KVCache
-from spec_train.drafts.eagle3.model import Eagle3Config, Eagle3Layer
+from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Layer
 from spec_train.drafts.layers import Attend, DecoderLayer, run_layer
 from spec_train.formats.write import PEAGLE, WITH_QK_NORM
 from spec_train.options.draft_options import PeagleOptions

@@ -7,7 +7,7 @@ import torch
 
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts.eagle3.model import Eagle3Config
+from spec_train.drafts.eagle3.draft import Eagle3Config
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import Eagle3Options
 from tests.spec_train.drafts import any_draft

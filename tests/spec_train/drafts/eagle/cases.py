@@ -13,8 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_data.shards.schema import HeadSpec
-from spec_train.drafts.eagle.draft import EagleDraft
-from spec_train.drafts.eagle.model import EagleConfig
+from spec_train.drafts.eagle.draft import EagleConfig, EagleDraft
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import EagleOptions
 from tests.spec_train.drafts.eagle.reference import Document, ReferenceConfig, predict

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts.eagle.draft import EagleDraft
-from spec_train.drafts.eagle.model import EagleConfig
+from spec_train.drafts.eagle.draft import EagleConfig, EagleDraft
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import EagleOptions
 from tests.spec_train.evaluation.tools import VOCAB, batch_of, head_of, respond

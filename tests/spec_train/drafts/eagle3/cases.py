@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spec_train.drafts.eagle3.draft import Eagle3Draft
-from spec_train.drafts.eagle3.model import Eagle3Config, Eagle3Options
+from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Draft, Eagle3Options
 from tests.spec_train.drafts.eagle3.reference import Document, ReferenceConfig, reference_logits
 from tests.spec_train.drafts.shared import reference_state, small_target, windows_of
 from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, SlotLoss

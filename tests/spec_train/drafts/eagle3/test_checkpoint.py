@@ -15,8 +15,7 @@ from spec_data.models.rope_settings import RopeSettings, rope_parameters
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import row_layout
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts.eagle3.draft import Eagle3Draft
-from spec_train.drafts.eagle3.model import Eagle3Config
+from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Draft
 from spec_train.drafts.layers import Rotary
 from spec_train.drafts.slots import document_lengths, document_offsets
 from spec_train.drafts.unroll import Unroll
