@@ -63,8 +63,8 @@ class DraftBatch:
 
     def plain(self) -> dict[str, Tensor]:
         """Return the fields `PLAIN` by name, without one that was not read."""
-        found = {name: getattr(self, name) for name in PLAIN}
-        return {name: values for name, values in found.items() if values is not None}
+        fields = {name: getattr(self, name) for name in PLAIN}
+        return {name: values for name, values in fields.items() if values is not None}
 
     def without_hidden(self) -> "DraftBatch":
         """Return the batch without states: enough to count supervised slots, and cheap to move."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.codecs import Tables
-from spec_data.shards.errors import ConfigError, DatasetError
+from spec_data.shards.errors import DatasetError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.identity import compare, joined
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
@@ -35,9 +35,9 @@ from spec_train.data.policy_masks import open_with_mask
 from spec_train.formats.origin import differing_rows
 from spec_train.options.data_option import Source
 
+log = logging.getLogger(__name__)
+
 # -- mixed order -----------------------------------------------------------------------------------
-# The order over several datasets: how often each document appears, and when.
-#
 # With weight w, every training document of a dataset appears w times per epoch. If w is not whole,
 # a document appears floor(w) or ceil(w) times, chosen so that epochs even out: documents get evenly
 # spaced phases u in (0, 1), in an order drawn from the seed, and document d has appeared floor(u_d
@@ -46,15 +46,8 @@ from spec_train.options.data_option import Source
 #
 # A window has all datasets in proportion to their tokens: each dataset is cut into windows of its
 # own share, and the k-th windows of all datasets are shuffled together. So a small dataset is
-# spread over the whole epoch. The copies of a document are as far apart as the shuffle of stretches
-# puts them.
-#
-# The order is a function of (seed, epoch, lengths, weights). One dataset of weight 1 needs only a
-# BatchPlan.
+# spread over the whole epoch.
 
-
-FINEST_WEIGHT = 1000
-"""Weights are multiples of 1 / FINEST_WEIGHT, so that their arithmetic fits in 64 bits."""
 
 _NONE = np.zeros(0, np.int64)
 
@@ -68,13 +61,6 @@ class Share:
     last: int
     weight: Fraction
     fingerprint: str
-
-    def __post_init__(self) -> None:
-        """Refuse weights that are not positive, or have too many decimals."""
-        if self.weight <= 0 or self.weight.denominator > FINEST_WEIGHT:
-            raise ConfigError(
-                f"weight {float(self.weight):g} of {self.name}: above 0, with at most 3 decimals"
-            )
 
 
 def copies(count: int, weight: Fraction, epoch: int, *stream: int) -> np.ndarray:
@@ -145,8 +131,8 @@ class MixedPlan(BatchPlan):
         common = math.lcm(*(share.weight.denominator for share in self.shares))
         times = np.zeros(len(self.rows), np.int64)
         for share in self.shares:
-            own = (self.rows >= share.first) & (self.rows < share.last)
-            times[own] = int(share.weight * common)
+            inside = (self.rows >= share.first) & (self.rows < share.last)
+            times[inside] = int(share.weight * common)
         return times
 
     def windows(self, epoch: int) -> Iterator[np.ndarray]:
@@ -208,9 +194,6 @@ class PartsPlan(BatchPlan):
 
 
 # -- mixture ---------------------------------------------------------------------------------------
-
-
-log = logging.getLogger(__name__)
 
 
 class Mixture:
@@ -345,13 +328,6 @@ def common_manifest(manifests: Sequence[Manifest]) -> Manifest:
                 f"{first.supervision}; a run can use only one kind. Generate one of them again"
             )
     layers = [k for k in first.layers if all(k in other.layers for other in manifests)]
-    if any(other.layers != first.layers for other in manifests):
-        log.info(
-            "layers     %s in all datasets, of %s",
-            layers or "none",
-            "; ".join(f"{list(m.layers)} in {Path(m.where).parent.name}" for m in manifests),
-        )
-    recorded = first.draft_layers
     shared = set.intersection(*({c.name for c in m.columns} for m in manifests))
     return first.changed(
         layers=tuple(layers),
@@ -359,9 +335,9 @@ def common_manifest(manifests: Sequence[Manifest]) -> Manifest:
         final=SUPERVISED if any(m.final == SUPERVISED for m in manifests) else ALL,
         teacher=SUPERVISED if any(m.teacher == SUPERVISED for m in manifests) else ALL,
         draft_layers={
-            draft: own
-            for draft, own in recorded.items()
-            if all(other.draft_layers.get(draft) == own for other in manifests)
+            draft: layers
+            for draft, layers in first.draft_layers.items()
+            if all(other.draft_layers.get(draft) == layers for other in manifests)
         },
         identity=joined([manifest.identity for manifest in manifests]),
         mixed=[manifest.fingerprint for manifest in manifests],
@@ -402,21 +378,17 @@ def _require_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset)
 
 
 def _differing_tensors(first: HiddenStatesDataset, other: HiddenStatesDataset) -> list[str]:
-    """List what differs between embeddings and heads, beyond rounding to their dtypes."""
-    name = "target/head.safetensors"
-    files = [d.manifest.files.get(name) for d in (first, other)]
+    """List what differs between embeddings and heads: of other dtypes, beyond rounding to them."""
+    files = [d.manifest.files.get("target/head.safetensors") for d in (first, other)]
     if files[0] is not None and files[0] == files[1]:
         return []
     ours, theirs = (load_head_tensors(d.path) for d in (first, other))
-    return [
-        f"{tensor}: {share:.2%} of its rows differ"
-        for tensor in ("embed_tokens", "lm_head", "lm_head_bias")
-        if tensor in ours and (share := _differing_share(ours[tensor], theirs[tensor]))
-    ]
-
-
-def _differing_share(own: Tensor, other: Tensor) -> float:
-    """Return the share of rows of two tensors [V, H] or [V] that differ; equal dtypes: exactly."""
-    if own.dtype == other.dtype:
-        return 0.0 if torch.equal(own, other) else max(1e-4, differing_rows(own, other))
-    return differing_rows(own, other)
+    differing = []
+    for name in {"embed_tokens", "lm_head", "lm_head_bias"} & ours.keys():
+        one, two = ours[name], theirs[name]
+        if one.dtype == two.dtype and torch.equal(one, two):
+            continue
+        share = differing_rows(one, two)
+        if share or one.dtype == two.dtype:
+            differing.append(f"{name}: {max(1e-4, share):.2%} of its rows differ")
+    return sorted(differing)

@@ -121,8 +121,9 @@ def hash_keys(indices: np.ndarray, *stream: int) -> np.ndarray:
 def _order(keys: np.ndarray) -> np.ndarray:
     """Return the stable argsort [N] of hashes, faster than numpy: they are hardly ever equal."""
     order = np.argsort(keys)
-    found = keys[order]
-    return np.argsort(keys, kind="stable") if (found[1:] == found[:-1]).any() else order
+    ascending = keys[order]
+    equal = (ascending[1:] == ascending[:-1]).any()
+    return np.argsort(keys, kind="stable") if equal else order
 
 
 def split_border(
