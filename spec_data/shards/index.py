@@ -94,17 +94,13 @@ def _wrong_in_shards(table: pa.Table, shards: Sequence[ShardRecord]) -> str | No
     expected = np.arange(table.num_rows) - np.repeat(starts, rows)
     if not np.array_equal(index_numbers(table, "row"), expected):
         return "column row does not count the rows of each shard"
-    for name in ("tokens", "supervised"):
-        values = index_numbers(table, name).astype(np.int64)
-        found = np.add.reduceat(values, starts) if len(rows) else np.zeros(0, np.int64)
-        differs = np.flatnonzero(found != [getattr(record, name) for record in shards])
-        if len(differs):
-            shard = shards[int(differs[0])]
-            words = {"tokens": "tokens", "supervised": "supervised tokens"}[name]
-            return (
-                f"{found[differs[0]]} {words} in {shard.file}, the manifest says "
-                f"{getattr(shard, name)}"
-            )
+    for name, words in (("tokens", "tokens"), ("supervised", "supervised tokens")):
+        ends = np.cumsum(index_numbers(table, name), dtype=np.int64)[starts + rows - 1]
+        for record, count in zip(shards, np.diff(ends, prepend=0).tolist(), strict=True):
+            if count != getattr(record, name):
+                return (
+                    f"{count} {words} in {record.file}, the manifest says {getattr(record, name)}"
+                )
     return None
 
 

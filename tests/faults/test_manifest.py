@@ -11,7 +11,6 @@ import json
 import sys
 import traceback
 
-import numpy as np
 import pytest
 
 from spec_data.report import dataset_text
@@ -144,9 +143,8 @@ def test_the_message_names_the_key_and_the_file(data, path, value, said):
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"", b"[]", b"7", b"{", b'{"format": "spec-data"}', b"NaN", b"\x00", b"[" * 100_000),
+        *(b"", b"[]", b'{"format": "spec-data"}', b"NaN", b"[" * 100_000, b"\xff\xfe{}"),
         *(b'{"a": ' + b"9" * 5_000 + b"}", b'{"\\ud800": 1, "format": "spec-data"}'),
-        *(b'{"a": 1}' * 2, b"\xff\xfe{}", np.random.default_rng(0).bytes(1000)),
     ],
 )
 def test_what_is_no_manifest_is_refused_in_words(data, content):

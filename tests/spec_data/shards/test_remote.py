@@ -99,27 +99,6 @@ def test_a_shard_is_downloaded_once_and_whole(system, local, monkeypatch):
         assert kept.read_bytes() == (local / record.file).read_bytes()
 
 
-def test_opening_costs_few_requests(system, monkeypatch):
-    calls: Counter[str] = Counter()
-
-    def counted(name, function):
-        def call(self, *args):
-            calls[name] += 1
-            return function(self, *args)
-
-        return call
-
-    for name in ("read", "download", "size", "sizes"):
-        monkeypatch.setattr(Storage, name, counted(name, getattr(Storage, name)))
-    dataset = HiddenStatesDataset(URL)
-    assert calls == {"read": 1, "sizes": 1}
-    assert dataset.lengths.sum()
-    assert calls == {"read": 2, "sizes": 1}  # the index
-    dataset = HiddenStatesDataset(URL)
-    assert dataset.lengths.sum()
-    assert calls == {"read": 3, "sizes": 2}  # the index is kept
-
-
 def test_shards_on_disk_stay_below_the_limit_and_deleted_ones_are_unmapped(
     system, local, monkeypatch
 ):
