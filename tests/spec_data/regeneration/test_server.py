@@ -72,10 +72,8 @@ def check(out, corpus, record) -> None:
 
 
 FAULTS = {
-    "sound": [],
-    "500, 502 and 503": [status(500), status(502), status(503)],
-    "429 with and without Retry-After": [status(429, Retry_After="0.01"), status(429)],
-    "dropped connections": [
+    "of the connection": [
+        *(status(500), status(502), status(503), status(429, Retry_After="0.01"), status(429)),
         lambda h, b: h.drop(),
         lambda h, b: h.drop(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n{"),
     ],
@@ -117,27 +115,14 @@ def test_one_of_two_servers_dies_in_the_middle(corpus, tmp_path, caplog):
     with ChatServer(dies_after=5) as bad, ChatServer() as good:
         record = answered(corpus, out, server=[bad.url, good.url], **AT_ONCE)
     check(out, corpus, record)
-    assert sum(bad.answered.values()) == 5
+    assert sum(bad.answered.values()) == 5 and len(good.requests) >= TURNS // 4
     assert "this server is left out" in caplog.text
-
-
-def test_load_is_spread_over_servers(corpus, tmp_path):
-    pause = [lambda h, b: time.sleep(0.01)]  # never a fault: it returns nothing
-    with ChatServer(*pause) as one, ChatServer(*pause) as two:
-        answered(corpus, tmp_path / "a.jsonl", server=[one.url, two.url], **AT_ONCE)
-    assert min(len(one.requests), len(two.requests)) >= TURNS // 4
 
 
 def test_a_request_that_is_refused_concerns_its_conversation_alone(corpus, tmp_path, capsys):
     out = tmp_path / "a.jsonl"
-
-    def too_long(handler, request):
-        if request["messages"][0]["content"] != "question 3":
-            return False
-        handler.send(400, {"error": {"message": "longer than the context"}})
-        return True
-
-    with ChatServer(too_long) as server:
+    too_long = (400, {"error": {"message": "longer than the context"}})
+    with ChatServer(to_question({3: too_long})) as server:
         assert main(words(corpus, out, server=[server.url], **AT_ONCE)) == 1
         shown = capsys.readouterr()
         assert "16 read = 15 written + 1 failed + 0 skipped" in shown.out
@@ -150,6 +135,18 @@ def test_a_request_that_is_refused_concerns_its_conversation_alone(corpus, tmp_p
         record = answered(corpus, out, server=[server.url], **AT_ONCE)
     check(out, corpus, record)
     assert len(server.requests) - before == 2  # the two turns of that conversation
+
+
+def to_question(responses):
+    """Return a fault: questions with these numbers get these responses."""
+
+    def fault(handler, request):
+        number = int(request["messages"][0]["content"].rpartition(" ")[2])
+        if number in responses:
+            handler.send(*responses[number])
+        return number in responses
+
+    return fault
 
 
 def calling(arguments: bytes) -> bytes:
@@ -165,36 +162,29 @@ def nested(depth: int) -> bytes:
     return b"[" * depth + b"]" * depth
 
 
-HOSTILE = {
-    "half a character in the arguments of a call": (200, chat(calling(b'"\\ud800"'))),
-    "deep tool calls": (200, chat(b'{"content": "", "tool_calls": [{"a": ' + nested(900) + b"}]}")),
-    "deep arguments": (200, chat(calling(nested(150)))),
-    "NaN in the arguments": (200, chat(calling(b"NaN"))),
-    "1e400 tokens": (200, chat(tokens=b"1e400")),
-    "10**400 tokens": (200, chat(tokens=b"1" + b"0" * 400)),
-    "10**9999 tokens": (200, chat(tokens=b"1" + b"0" * 9999)),
-    "tokens that are text": (200, chat(tokens=b'"3"')),
-    "a list": (200, b"[]"),
-    "deep nesting": (200, nested(100_000)),
-    "a deep refusal": (400, nested(900)),
-    "a refusal with half a character": (400, b'{"error": {"message": "\\ud800"}}'),
-    "a date without end": (429, b"", {"Retry-After": "Fri, 31 Dec 9999999 23:59:59 GMT"}),
-}
+HOSTILE = [
+    (200, chat(calling(b'"\\ud800"'))),  # half a character in the arguments of a call
+    (200, chat(b'{"content": "", "tool_calls": [{"a": ' + nested(900) + b"}]}")),
+    (200, chat(calling(nested(150)))),
+    (200, chat(calling(b"NaN"))),
+    (200, chat(tokens=b"1e400")),
+    (200, chat(tokens=b"1" + b"0" * 400)),
+    (200, chat(tokens=b"1" + b"0" * 9999)),
+    (200, chat(tokens=b'"3"')),
+    (200, b"[]"),
+    (200, nested(100_000)),
+    (400, nested(900)),
+    (400, b'{"error": {"message": "\\ud800"}}'),
+    (429, b"", {"Retry-After": "Fri, 31 Dec 9999999 23:59:59 GMT"}),
+]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_no_answer_of_a_server_ends_the_run(corpus, tmp_path, name):
+def test_no_answer_of_a_server_ends_the_run(corpus, tmp_path):
     out = tmp_path / "a.jsonl"
-
-    def hostile(handler, request):
-        if request["messages"][0]["content"] != "question 3":
-            return False
-        handler.send(*HOSTILE[name])
-        return True
-
-    with ChatServer(hostile) as server:
+    with ChatServer(to_question(dict(enumerate(HOSTILE)))) as server:
         record = answered(corpus, out, server=[server.url], **AT_ONCE)
-    assert (record["counts"]["written"], record["counts"]["failed"]) == (ROWS - 1, 1)
+    counts = record["counts"]
+    assert (counts["written"], counts["failed"]) == (ROWS - len(HOSTILE), len(HOSTILE))
     assert json.loads((tmp_path / "a.jsonl.sampling").read_text()) == record
     with ChatServer() as server:
         check(out, corpus, answered(corpus, out, server=[server.url], **AT_ONCE))
@@ -218,7 +208,7 @@ def test_a_body_is_an_answer_that_a_corpus_can_hold_or_it_is_malformed():
     rng, kept = random.Random(0), 0
     call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": '{"a": 1}'}}
     sound = completion([], message={"reasoning_content": "hm", "tool_calls": [call]})
-    for _ in range(3000):
+    for _ in range(1000):
         found = mutated(sound, rng)
         for _ in range(rng.randrange(3)):
             found = mutated(found, rng)
@@ -234,13 +224,7 @@ def test_a_body_is_an_answer_that_a_corpus_can_hold_or_it_is_malformed():
         line = json.dumps({"messages": messages}, allow_nan=False, ensure_ascii=False).encode()
         parse_row(parse_json(line), source="", where="")
         assert 0 <= answer.tokens < 2**31 and 0 <= answer.prompt_tokens < 2**31
-    assert 300 < kept < 2700
-
-
-def test_a_list_of_models_that_is_none(corpus, tmp_path):
-    with ChatServer(models=("\ud800", 5, None, "tiny")) as server:
-        record = answered(corpus, tmp_path / "a.jsonl", server=[server.url], **AT_ONCE)
-    assert record["settings"]["server_model"] == "tiny"
+    assert 100 < kept < 900
 
 
 def test_no_server_answers_any_more(corpus, tmp_path):
@@ -260,18 +244,18 @@ def test_no_server_answers_any_more(corpus, tmp_path):
         answered(corpus, tmp_path / "d.jsonl", server=[server.url], **AT_ONCE)
 
 
-@pytest.mark.parametrize("code", [401, 403, 404])
-def test_a_wrong_key_or_model_stops_the_run(corpus, tmp_path, code):
-    with (
-        ChatServer(first_tries(status(code))) as server,
-        pytest.raises(ConfigError, match=rf"refuses all requests: HTTP {code}"),
-    ):
-        answered(corpus, tmp_path / "a.jsonl", server=[server.url], **AT_ONCE)
+def test_a_wrong_key_or_model_stops_the_run(corpus, tmp_path):
+    for code in (401, 404):
+        with (
+            ChatServer(first_tries(status(code))) as server,
+            pytest.raises(ConfigError, match=rf"refuses all requests: HTTP {code}"),
+        ):
+            answered(corpus, tmp_path / "a.jsonl", server=[server.url], **AT_ONCE)
 
 
 def test_the_model_is_the_first_listed_or_the_named_one(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    with ChatServer(models=("big", "tiny")) as server:
+    with ChatServer(models=("\ud800", 5, None, "big", "tiny")) as server:
         record = answered(corpus, tmp_path / "a.jsonl", server=[f"{server.url}/v1"], **AT_ONCE)
         assert record["settings"]["server_model"] == "big"
         assert {r["model"] for r in server.requests} == {"big"}
@@ -370,14 +354,10 @@ def test_a_running_event_loop_is_no_obstacle(corpus, tmp_path):
         check(out, corpus, asyncio.run(notebook(server.url)))
 
 
-@pytest.mark.parametrize(
-    ("url", "base"),
-    [
-        ("http://h:1", "http://h:1/v1"),
+def test_addresses():
+    for url, base in (
         ("http://h:1/", "http://h:1/v1"),
         ("http://h:1/api/v2/", "http://h:1/api/v2"),
         ("http://h:1/v1/chat/completions", "http://h:1/v1"),
-    ],
-)
-def test_addresses(url, base):
-    assert base_url(url) == base
+    ):
+        assert base_url(url) == base
