@@ -18,30 +18,25 @@ is tokenised alone, as the target generates it, and the result must decode to th
 that does not continue its own prompt is never stored; it is an "unprovable-boundaries" error.
 
 Every choice below follows what serving generates:
-- A turn starts directly after the generation prompt. An empty think block belongs to the prompt,
-  also where the template writes it only with the answer: serving never generates it. The turn ends
-  with its end-of-turn token: the first token that ends generation, even in the middle of the
-  content, or else the first one in the run of end-of-turn and blank tokens that closes through_k.
-  What follows (a newline, Phi-3's end-of-text) is not supervised.
+- A turn starts directly after the generation prompt, and after an empty think block, which serving
+  never generates. It ends with its end-of-turn token: the first token that ends generation, even in
+  the middle of the content, or else the first one in the run of end-of-turn and blank tokens that
+  closes through_k. What follows (a newline, Phi-3's end-of-text) is not supervised.
 - Some templates close no turn (in GLM the next header ends it); then the next token of the whole is
   the end if it is among `eot_token_ids`. To the last turn of a document the token is appended that
-  would follow if the user asked on, or else the first one of the generation config. Turns without
-  an end are counted.
+  would follow if the user asked on, or else the first one of the generation config.
 - An answer with `finish_reason` "length" was cut at a limit of tokens. The target did not end it,
-  so the end-of-turn token that the template writes is not supervised. Such answers are counted.
-- An answer of `weight` 0, and an empty one (no content, reasoning or tool call), is context: no
-  data for a draft. Such answers are counted. Other weights count as 1.
+  so the end-of-turn token that the template writes is not supervised.
+- An answer of `weight` 0, an empty one (no content, reasoning or tool call), and one that opens the
+  conversation, are context: no data for a draft. Other weights count as 1.
 - `{% generation %}` tags ("generation tags") select the turns that are supervised, and where in the
   turn supervision starts. The check above and the end of the turn stay the same, so the end-of-turn
   token is supervised even where the tags leave it out. A gap between two tagged pieces of one
   message is generated too, so it is supervised.
-- An assistant message that opens the conversation has no prompt that serving could send, so it is
-  context. Consecutive assistant messages are separate turns, if the template allows them.
-- Messages after the last assistant turn answer nothing; they are left out and counted.
+- Messages after the last assistant turn answer nothing; they are left out.
 - The policy "all" marks every token of every document, so turn by turn it repeats prompts.
 - Text and `input_ids` rows are supervised as a whole, or by their own loss mask. A text that begins
   with the token that the tokenizer puts first is refused, because serving never sends it twice.
-- What the template leaves out of a conversation (`left_out.py`) is counted by kind.
 """
 
 import re
@@ -127,7 +122,6 @@ class Renderer:
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             raise render_error(record, "unforeseen", message) from error
-        result.left_out = +result.left_out
         for kind, count in result.left_out.items():
             result.counts[f"left out by the template: {kind}"] = count
         result.counts, result.dropped = +result.counts, +result.dropped
@@ -140,7 +134,9 @@ class Renderer:
             return self._conversation(record)
         if record.input_ids is not None:
             return Rendering("input_ids", [self._given(record)])
-        return Rendering("text", [self._text(record)])
+        ids = text_ids(self.tokenizer, record, record.text or "")
+        document = self._document(record, ids, [(0, len(ids))], record.where, role="text")
+        return Rendering("text", [document])
 
     # --- conversations ---
 
@@ -175,8 +171,7 @@ class Renderer:
         if not result.documents:
             raise render_error(record, "nothing-supervised", "no answer is in generation tags")
         ends = [d.input_ids[turn.end - 1] for d in result.documents for turn in d.turns]
-        unended = sum(token not in self.eot_token_ids for token in ends)
-        result.counts[UNENDED] = unended
+        result.counts[UNENDED] = sum(token not in self.eot_token_ids for token in ends)
         system = any(m.get("role") in ("system", "developer") for m in messages)
         result.system = WITH_SYSTEM if system else WITHOUT_SYSTEM
         result.left_out = chat.left_out(whole)
@@ -225,15 +220,15 @@ class Renderer:
             if end == start or whole.ids[:end] != ids[:end]:
                 return None
             start = self._after_empty_thought(ids, start, end, result)
+            closed = ids[end - 1] in self.eot_token_ids
             if _is_truncated(chat.messages[k]):
-                end = self._before_end(ids, end)
-                if end > start:
-                    spans += _tagged(whole.tags, start, end)
-                continue
-            unended = end == len(ids) and ids[-1] not in self.eot_token_ids
-            if unended and whole.ids[end : end + 1] and whole.ids[end] in self.eot_token_ids:
+                end -= closed
+            elif (
+                end == len(ids) and not closed and self.eot_token_ids & {*whole.ids[end : end + 1]}
+            ):
                 end += 1
-            spans += _tagged(whole.tags, start, end)
+            if end > start:
+                spans += _tagged(whole.tags, start, end)
         return spans
 
     def _single_turn(self, chat: Chat, k: int, result: Rendering) -> None:
@@ -251,7 +246,7 @@ class Renderer:
             return
         start = self._after_empty_thought(ids, start, end, result)
         if _is_truncated(chat.messages[k]):
-            end = self._before_end(ids, end)
+            end -= ids[end - 1] in self.eot_token_ids
         where, spans = f"{chat.record.where} (message {k})", _tagged(tags, start, end)
         ids = self._closed(chat, k, ids, spans, result)
         result.documents.append(self._document(chat.record, ids, spans, where))
@@ -267,10 +262,8 @@ class Renderer:
         ended = not spans or spans[-1][1] < len(ids) or ids[-1] in self.eot_token_ids
         if ended or _is_truncated(chat.messages[k]) or not self._ends.generation:
             return ids
-        after = chat.token_after(k)
-        token = self._ends.generation[0] if after is None else after
-        if token not in self.eot_token_ids:
-            token = self._ends.generation[0]
+        first, after = self._ends.generation[0], chat.token_after(k)
+        token = after if after is not None and after in self.eot_token_ids else first
         spans[-1] = (spans[-1][0], len(ids) + 1)
         result.counts["end-of-turn tokens appended"] += 1
         return [*ids, token]
@@ -295,15 +288,7 @@ class Renderer:
         result.counts[EMPTY_THOUGHTS] += after > start
         return after if after < end else start
 
-    def _before_end(self, ids: list[int], end: int) -> int:
-        """Return the index of the end-of-turn token before `end`, or `end` if there is none."""
-        return end - 1 if ids[end - 1] in self.eot_token_ids else end
-
     # --- other records, and parts that all records share ---
-
-    def _text(self, record: Record) -> Document:
-        ids = text_ids(self.tokenizer, record, record.text or "")
-        return self._document(record, ids, [(0, len(ids))], record.where, role="text")
 
     def _given(self, record: Record) -> Document:
         ids = record.input_ids or []
@@ -330,13 +315,13 @@ class Renderer:
         role: str = "assistant",
     ) -> Document:
         # A tokenizer can have more tokens than the target has rows of its embedding and head.
-        wrong = next((i for i in (min(ids), max(ids)) if not 0 <= i < self.vocab_size), None)
-        if wrong is not None:
-            raise render_error(
-                record,
-                "bad-token-id",
-                f"token id {wrong} is not in 0..{self.vocab_size - 1}, the rows of the LM head",
-            )
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < self.vocab_size:
+                raise render_error(
+                    record,
+                    "bad-token-id",
+                    f"token id {token} is not in 0..{self.vocab_size - 1}, the rows of the LM head",
+                )
         turns = tuple(Turn(role=role, start=start, end=end) for start, end in spans)
         mask = loss_mask_from_turns(len(ids), turns, self.mask)
         return Document(

@@ -52,24 +52,24 @@ class TokenisedText:
         self._cut_tokens = cut_tokens
 
     @cached_property
-    def _cuts(self) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ends of the cut tokens in characters, ascending, and (first character, token) of each."""
-        ends, starts = [], []
+    def _cuts(self) -> list[tuple[int, int, int]]:
+        """(Last character + 1, first character, index) of every cut token, ascending."""
+        cuts = []
         for index, token in enumerate(self.ids):
-            if token in self._cut_tokens:
+            if (content := self._cut_tokens.get(token)) is not None:
                 start, end = self._encoding.token_to_chars(index)
-                # A model may make the same id from other characters, which do not cut.
-                if _is_written(self._cut_tokens[token], self.text[start:end]):
-                    ends.append(end)
-                    starts.append((start, index))
-        return ends, starts
+                # With the white space that it takes in. A model may make the same id from other
+                # characters, which do not cut.
+                written = self.text[start:end]
+                if written == content or (content.strip() and written.strip() == content):
+                    cuts.append((end, start, index))
+        return cuts
 
     def cut_before(self, limit: int) -> tuple[int, int] | None:
-        """Return (first character, token) of the last cut token that ends within `limit`
+        """Return (first character, index) of the last cut token that ends within `limit`
         characters, or None without one."""
-        ends, starts = self._cuts
-        at = bisect.bisect_right(ends, limit)
-        return starts[at - 1] if at else None
+        at = bisect.bisect_right(self._cuts, limit, key=lambda cut: cut[0])
+        return self._cuts[at - 1][1:] if at else None
 
 
 class Tokens:
@@ -81,14 +81,12 @@ class Tokens:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.direct = is_plain(tokenizer)
+        self.direct = _is_plain(tokenizer)
         self.cut_tokens: dict[int, str] = {}
-        self._backend: Any = None
         self._ends: dict[str, list[int]] = {}
-        self._longest = 0
         if not self.direct:
             return
-        self._backend = tokenizer.backend_tokenizer
+        self._backend: Any = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
         self._longest = max((len(t.content) for t in added.values()), default=0)
         if _treats_pieces_alone(self._backend):
@@ -111,26 +109,21 @@ class Tokens:
         """
         if whole.text == text:
             return whole.ids
-        if whole.text.startswith(text):
-            limit = len(text)
-        else:
-            limit = common(whole.text, text) - self._longest
-        cut = whole.cut_before(limit)
+        beginning = whole.text.startswith(text)
+        cut = whole.cut_before(len(text) if beginning else common(whole.text, text) - self._longest)
         if cut is None:
             return None
-        start, token = cut
-        return whole.ids[:token] + self._end(text[start:])
+        start, index = cut
+        return whole.ids[:index] + self._end(text[start:])
 
     def _end(self, text: str) -> list[int]:
         """Return the token ids of the end of a text; short ones are remembered."""
-        found = self._ends.get(text)
-        if found is None:
-            found = self._backend.encode(text, add_special_tokens=False).ids
-            if len(text) <= _SHORT:
-                if len(self._ends) >= _REMEMBERED:
-                    self._ends.clear()
-                self._ends[text] = found
-        return found
+        ids = self._ends.get(text)
+        if ids is None:
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+            if len(text) <= _SHORT and len(self._ends) < _REMEMBERED:
+                self._ends[text] = ids
+        return ids
 
     def _probed(self) -> bool:
         """Return whether beginnings of short texts have the ids that plain tokenisation finds."""
@@ -140,25 +133,19 @@ class Tokens:
                 whole = self.tokenise(before + content + after + content + before)
                 for end in range(len(before), len(whole.text) + 1):
                     for text in (whole.text[:end], whole.text[:end] + "e\n"):
-                        found = self.beginning(whole, text)
-                        if found is not None and found != self.tokenise(text).ids:
+                        ids = self.beginning(whole, text)
+                        if ids is not None and ids != self.tokenise(text).ids:
                             return False
         return True
 
 
-def _is_written(content: str, found: str) -> bool:
-    """Return whether a part of a text is an added token, with the white space that it takes in."""
-    return found == content or (bool(content.strip()) and found.strip() == content)
-
-
-def is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
+def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether `apply_chat_template` renders a text and passes it to the backend as it is."""
     kind = type(tokenizer)
-    own = vars(tokenizer).keys() & {"apply_chat_template", "__call__", "_encode_plus"}
-    if not isinstance(tokenizer, PreTrainedTokenizerFast) or own:
-        return False
     if (
-        kind.apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+        not isinstance(tokenizer, PreTrainedTokenizerFast)
+        or vars(tokenizer).keys() & {"apply_chat_template", "__call__", "_encode_plus"}
+        or kind.apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
         or kind.__call__ is not PreTrainedTokenizerBase.__call__
         or kind._encode_plus is not PreTrainedTokenizerFast._encode_plus
     ):
@@ -182,18 +169,13 @@ def _treats_pieces_alone(backend: Any) -> bool:
 
 def _kinds(part: Any, inner: str) -> set[str]:
     """Return the kinds of a normaliser or pre-tokeniser and of those in it; empty for None."""
-    if part is None:
-        return set()
     try:
-        found = [json.loads(part.__getstate__())]
+        tables = [] if part is None else [json.loads(part.__getstate__())]
     except Exception:  # written in Python: it cannot be stored
         return {"unknown"}
-    kinds = set()
-    while found:
-        table = found.pop()
-        kinds.add(str(table.get("type")))
-        found += table.get(inner, [])
-    return kinds
+    for table in tables:  # it grows
+        tables += table.get(inner, [])
+    return {str(table.get("type")) for table in tables}
 
 
 def common(a: Sequence[Any], b: Sequence[Any]) -> int:
