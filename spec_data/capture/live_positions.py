@@ -8,8 +8,6 @@ Shapes: P sampled positions, r rotary dimensions.
 """
 
 import copy
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from spec_data.capture.head_form import read_norm
-from spec_data.capture.hooks import decoder_layers
 from spec_data.models.placement import device_of
 from spec_data.models.reading import text_config
 from spec_data.shards.position_data import (
@@ -99,7 +96,7 @@ def read_positions(model: Any, length: int) -> Positions:
         return Positions(kind=LEARNED, proven=True, norm=norm)
     if not calls:
         return Positions(kind=UNKNOWN, reason="no module with inverse frequencies ran", norm=norm)
-    unproven = Positions(kind=ROPE, rotation=_rotation(model), norm=norm)
+    unproven = Positions(kind=ROPE, norm=norm)
     worst, tables = 0.0, dict[str, RopeTable]()
     try:
         for call in calls:
@@ -250,26 +247,3 @@ def _halves(result: Any, size: int) -> list[Tensor]:
             raise _NotProvenError(f"its rotary module returns {value.shape[-1]} columns")
         halves.append(forms[0])
     return halves
-
-
-def _rotation(model: Any) -> str | None:
-    """Return which dimensions the target rotates together; None if that is not found out.
-
-    The rotation of the family is a function of its module. It rotates one-hot queries: with
-    interleaved pairs, dimensions 0 and 1 end in the same place.
-    """
-    home = sys.modules.get(type(decoder_layers(model)[0]).__module__)
-    name = "apply_rotary_pos_emb"
-    if getattr(text_config(model.config), "rope_interleave", False):
-        name += "_interleave"
-    rotate: Callable[..., Any] | None = getattr(home, name, None)
-    if rotate is None:
-        return None
-    angles = torch.full((1, 1, 8), 0.5)
-    queries = torch.eye(8)[None, :, None]  # [1, 8 heads, 1 token, 8]
-    try:
-        rotated = rotate(queries, queries, angles.cos(), angles.sin())[0]
-    except Exception:  # another signature
-        return None
-    support = rotated[0, :, 0].abs() > 1e-6  # [8, 8]
-    return "interleaved" if torch.equal(support[0], support[1]) else "half-split"

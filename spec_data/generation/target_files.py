@@ -11,6 +11,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 from safetensors.torch import save
+from transformers import AutoModelForCausalLM
 
 from spec_data.capture.backend import TargetBackend
 from spec_data.capture.head_form import head_parts
@@ -19,7 +20,6 @@ from spec_data.corpus.documents import WITH_SYSTEM, WITHOUT_SYSTEM
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup, config_json
 from spec_data.models.devices import DTYPES
-from spec_data.models.loading import empty_model, parameter_counts
 from spec_data.models.reading import text_config
 from spec_data.shards.files import dump_json, write_atomically, writing
 from spec_data.shards.position_data import POSITIONS, Positions
@@ -81,11 +81,10 @@ def manifest_draft(
     used = {"template_kwargs_used": counts.pop("kwargs_used")}
     about = target.describe()
     facts = {k: about[k] for k in ("dtype", "rope_factors") if k in about}
-    parameters = parameter_counts(setup.model_config, setup.options.trust_remote_code)
     described = {k: v for k, v in setup.target.items() if k not in setup.identity or k in _NAMED}
     return Manifest(
         settings=plan.settings,
-        target=msgspec.convert(described | about | parameters, TargetRecord),
+        target=msgspec.convert(described | about, TargetRecord),
         identity=setup.identity | facts | used | _system_messages(counts["rendering"]),
         corpus=msgspec.convert(plan.corpus, list[SourceRecord]),
         mask=setup.options.mask,
@@ -159,7 +158,10 @@ def head_bytes(setup: Setup) -> int:
     """Return the size of target/head.safetensors; no weights are read."""
     width = torch.empty(0, dtype=_dtype(setup)).element_size()
     try:
-        model = empty_model(setup.model_config, setup.options.trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                setup.model_config, trust_remote_code=setup.options.trust_remote_code
+            )
         tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
         sizes = [p.numel() for p in head_parts(model, tied).values()]
     except Exception:

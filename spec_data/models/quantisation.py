@@ -9,8 +9,6 @@ from spec_data.models.reading import text_config
 from spec_data.shards.errors import TargetError
 from spec_data.shards.schema import Quantised
 
-_BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4, "nvfp4": 4, "bitnet": 2}
-
 
 def quantisation_of(config: Any) -> Quantised | None:
     """Return how a checkpoint is quantised; None if it is not.
@@ -20,11 +18,8 @@ def quantisation_of(config: Any) -> Quantised | None:
     table = _table(config)
     if not table:
         return None
-    method = str(getattr(table.get("quant_method"), "value", table.get("quant_method")))
-    bits = next((b for b in (8, 4) if table.get(f"load_in_{b}bit")), None)
-    bits = bits or next((b for b in (8, 4) if table.get(f"_load_in_{b}bit")), None)
-    bits = bits or table.get("bits") or _BITS.get(method) or _named_bits(table)
-    return Quantised(method=method, bits=bits or None)
+    method = table.get("quant_method")
+    return Quantised(method=str(getattr(method, "value", method)))
 
 
 def loaded_quantisation(config: Any, model: Any) -> Quantised | None:
@@ -82,12 +77,3 @@ def _table(config: Any) -> dict[str, Any]:
         if table:
             return table.to_dict() if hasattr(table, "to_dict") else dict(table)
     return {}
-
-
-def _named_bits(table: dict[str, Any]) -> int | None:
-    """Return the bits of a group of compressed-tensors, or in the name of a torchao type."""
-    for group in (table.get("config_groups") or {}).values():
-        if bits := ((group or {}).get("weights") or {}).get("num_bits"):
-            return int(bits)
-    name = str(table.get("quant_type") or table.get("weights") or "").lower()
-    return next((b for b in (8, 4, 2) if f"int{b}" in name or f"float{b}" in name), None)

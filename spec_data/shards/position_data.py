@@ -77,7 +77,6 @@ class Positions:
         reason: why they are not proven; empty if they are.
         proven_to: positions 0 to proven_to - 1 were sampled.
         difference: the largest difference of a cosine or sine.
-        rotation: "half-split" or "interleaved" pairs of dimensions; None: not found out.
         tables: by layer type; one table for all layers has the name "full_attention".
         norm: of the final norm, `kind` ("rms" or "layer"), `eps`, and `offset`, which is added to
             its weight; empty if not found out.
@@ -88,7 +87,6 @@ class Positions:
     reason: str = ""
     proven_to: int = 0
     difference: float = 0.0
-    rotation: str | None = None
     tables: dict[str, RopeTable] = field(default_factory=dict)
     norm: dict[str, Any] = field(default_factory=dict)
 

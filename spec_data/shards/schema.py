@@ -329,13 +329,11 @@ class Quantised(Record, frozen=True, kw_only=True):
     """How the weights of a target are quantised."""
 
     method: str
-    bits: int | None = None
     dequantised: bool = False
 
     def __str__(self) -> str:
-        """In words, such as "fp8, 8 bits, dequantised when it was loaded"."""
-        bits = f", {self.bits} bits" if self.bits is not None else ""
-        return f"{self.method}{bits}{', dequantised when it was loaded' * self.dequantised}"
+        """In words, such as "fp8, dequantised when it was loaded"."""
+        return f"{self.method}{', dequantised when it was loaded' * self.dequantised}"
 
 
 class Evidence(Record, frozen=True, kw_only=True):
@@ -371,8 +369,6 @@ class TargetRecord(Record, frozen=True, kw_only=True):
     architectures: list[str] = []
     num_layers: Size | None = None
     hidden_size: Size | None = None
-    parameters: Size | None = None
-    active_parameters: Size | None = None
     quantised_as: Quantised | None = None
     attn: str = explicit("auto")
     rope_factors: str | None = None
@@ -431,7 +427,6 @@ class PositionsRecord(Record, frozen=True, kw_only=True):
     reason: str = explicit("")
     proven_to: Count = 0
     difference: Share = explicit(0.0)
-    rotation: str | None = None
     norm: dict[str, Any] = {}
     tables: dict[str, RopeRecord] = {}
 
