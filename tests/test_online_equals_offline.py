@@ -10,11 +10,11 @@ from spec_data.capture.target_batch import TargetBatch
 from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft
-from spec_train.drafts.dspark.loss import dspark_loss, sample_blocks
+from spec_train.drafts.dspark.blocks import sample_blocks
+from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft, dspark_loss
 from spec_train.drafts.eagle.draft import eagle_loss
 from spec_train.drafts.eagle3.draft import eagle3_loss
-from spec_train.drafts.peagle.loss import peagle_loss
+from spec_train.drafts.peagle.draft import peagle_loss
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions
 from tests.factory import random_documents, tiny_dataset, tiny_llama

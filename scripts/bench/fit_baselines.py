@@ -20,10 +20,11 @@ from spec_data.shards.schema import FINAL, apply_head
 from spec_train.attention.masks import AttentionMask, block_mask, causal_mask, parallel_mask
 from spec_train.attention.plain import repeat_heads
 from spec_train.data.batch import DraftBatch
-from spec_train.drafts.dspark.loss import draft_weights, drafted_mask, sample_blocks
+from spec_train.drafts.dspark.blocks import drafted_mask, sample_blocks
+from spec_train.drafts.dspark.draft import draft_weights
 from spec_train.drafts.eagle.draft import input_noise, supervised_slots
 from spec_train.drafts.frames import slots_of
-from spec_train.drafts.peagle.loss import element_masks, segments_of
+from spec_train.drafts.peagle.elements import element_masks, segments_of
 from spec_train.drafts.slots import slot_masks
 from spec_train.losses.head import TargetHead
 

@@ -1,176 +1,207 @@
-"""DSpark and DFlash as the trainer and decoding see them: the drafts' classes, and drafting.
+"""DSpark and DFlash: drafts of a block of tokens in one forward pass.
 
-One forward pass drafts a block, then tokens are chosen left to right. The keys and values of a
-position are computed once, when the target has verified it, and are never removed. A round always
-computes the whole block, also if fewer drafts are wanted: the slots of a block see each other, and
-a draft must not depend on how many are asked for.
+The states of a verified token become c = RMSNorm(fc(states)). Every layer projects c to keys and
+values of that position, without an input norm; the layers do not change c. A block consists of the
+last known token (the anchor) and mask tokens, at the anchor's position and the following ones. Its
+slots see the context before the anchor, and each other in both directions; in a layer with a window
+they see less (`BlockWindow`). With `sample_from_anchor`, slot k drafts the token after its
+position. Without it, slots 1, 2, .. draft the tokens of their own positions.
 
-B packs, T tokens, N blocks of a pack, S slots of a block, D drafts of a block, H hidden size,
-V / Vd target / draft vocabulary.
+Embedding and LM head are the target's, frozen. The head is in `TargetHead`; the draft has a copy of
+some of its rows if the draft vocabulary is a selection. If the target scales, biases or caps its
+logits, the draft leaves that out, as the engines do.
+
+Drafting: tokens are chosen left to right. The keys and values of a position are computed once, when
+the target has verified it, and are never removed. A round always computes the whole block, also if
+fewer drafts are wanted: the slots of a block see each other, and a draft must not depend on how
+many are asked for.
+
+Loss (`blocks` says which blocks and drafts count): with p the target's distribution renormalised
+over the draft vocabulary, m the target's probability of that vocabulary, q the draft's (head and
+Markov bias over the document's previous token) and c its confidence, the loss of a draft is
+
+    0.1 * cross-entropy + 0.9 * |q - p|_1 + 1.0 * BCE(c, c*),    c* = sum_v min(m p, q), detached
+
+That is --loss ce+l1. Any other loss of `losses` replaces the cross-entropy and the L1 term by one
+term of weight 1, between p (or a hard target) and q. c* is the probability that sampling with the
+target's full distribution keeps the draft. It equals 1 - |q - p|_1 / 2, as published, if m = 1.
+Each term is a mean over the drafts that count, weighted by exp(-d / gamma). The cross-entropy is
+taken with the document's token, as published, with p, or with the target's choice. The first term
+(the cross-entropy, or the other loss) has a denominator of its own, because it may count at fewer
+drafts. If the draft vocabulary is a selection of the target's, a draft whose target's choice is
+outside it is not trained and counts as a miss; its c* still counts in tau and in the acceptance. A
+cross-entropy with a token outside the draft vocabulary is left out.
+
+B packs, T tokens, N blocks of a pack, S slots of a block, D drafts of a block, R drafts that count,
+Q slots of blocks, n captured layers, H hidden size, h / g query / key-value heads, d head size, r
+Markov rank, V / Vd target / draft vocabulary.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_data.shards.packing import shift_left
+from spec_data.shards.errors import DraftError
+from spec_data.shards.packing import PADDING, shift_left
+from spec_train.attention.masked import Attending
+from spec_train.attention.masks import BlockWindow, block_mask
 from spec_train.attention.plain import attend_block
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig
-from spec_train.drafts.draft import DatasetFacts, DraftLoss
+from spec_train.drafts.draft import DatasetFacts, DraftLoss, LayersDraft
 from spec_train.drafts.drafting import Drafter, Proposal
-from spec_train.drafts.dspark.loss import (
+from spec_train.drafts.dspark.blocks import (
+    BINS,
     Blocks,
-    batch_block_frame,
-    batch_context,
-    block_states,
-    blocks_loss,
-    draft_weights,
+    Forecasts,
+    drafted_mask,
     expected_weights,
-    learnable,
     sample_blocks,
     summarise_blocks,
 )
-from spec_train.drafts.dspark.model import DFlashConfig, DSparkModel
+from spec_train.drafts.dspark.head_loss import block_rows_loss
+from spec_train.drafts.dspark.model import (
+    ConfidenceHead,
+    DFlashConfig,
+    DSparkConfig,
+    MarkovHead,
+)
+from spec_train.drafts.frames import require_frame, teacher_of
+from spec_train.drafts.layers import (
+    DecoderLayer,
+    RMSNorm,
+    Rotary,
+    argmax_by_chunks,
+    make_embedding,
+    run_layer,
+)
 from spec_train.drafts.mask_token import settle_mask_token
-from spec_train.drafts.slots import NOT_DRAFTED, ScoredSlots, empty_chains
+from spec_train.drafts.slots import (
+    NOT_DRAFTED,
+    ScoredSlots,
+    empty_chains,
+    rope_lengths,
+    settle_documents,
+)
+from spec_train.drafts.teacher import SharedTeacher, Teacher, head_teacher, logits_teacher
 from spec_train.losses.head import TargetHead
-from spec_train.losses.menu import wide
+from spec_train.losses.menu import LossKind, LowRank, RowStats, wide
+from spec_train.losses.metrics import Sums, chain_sums
 from spec_train.losses.sampling import Sampler
-from spec_train.options.draft_options import DFlashOptions
+from spec_train.options.draft_options import BlockOptions, DFlashOptions, DSparkOptions
 
 log = logging.getLogger(__name__)
 
 _CHUNK_ELEMENTS = 1 << 24  # mask entries, or logits, in memory at a time
 
+Context = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values [B, g, T, d] of verified positions, one pair per layer."""
 
-class BlockTokens:
-    """Drafts the tokens of one or more blocks left to right, each from the token before it."""
-
-    def __init__(self, draft: DSparkModel, head: TargetHead, states: Tensor) -> None:
-        """Start at the anchors, with the states y [..., D, H] of their blocks."""
-        self._draft, self._rows, self._states = draft, draft.head_rows(head), states
-        self._markov: Tensor | None = None  # state [..., r] of an "rnn" Markov head
-        self._depth = 0
-
-    def advance(self, previous: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the logits [..., Vd] of the next draft, and its confidence [...].
-
-        `previous` int64 [...] is the token before it. The confidence is None without a confidence
-        head.
-        """
-        draft, y = self._draft, self._states[..., self._depth, :]  # [..., H]
-        e = draft.previous(previous)
-        logits = wide(F.linear(y.to(self._rows.dtype), self._rows))
-        if draft.markov_head is not None and e is not None:
-            g, self._markov = draft.markov_head.step(e, y, self._markov)
-            logits = logits + draft.markov_head.markov_w2(g)
-        confidence = None
-        if draft.confidence_head is not None:
-            confidence = draft.confidence_head(y, e).float().sigmoid()
-        self._depth += 1
-        return logits, confidence
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""Queries [B, h, Q, d], keys and values [B, g, T + Q, d], scale -> heads [B, h, Q, d]."""
 
 
-class BlockDrafter(Drafter):
-    """Drafts up to D tokens with one forward pass."""
-
-    def __init__(self, draft: DSparkModel, head: TargetHead, threshold: float) -> None:
-        """Start a sequence. A block ends before its first draft with a confidence < `threshold`."""
-        self._draft, self._head, self._threshold = draft, head, threshold
-        self._caches = draft.new_caches()
-        self._verified = 0  # verified positions in the caches
-
-    def propose(
-        self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler
-    ) -> Proposal:
-        """Append verified positions and draft a block after them: ids int64 [n], n <= count."""
-        draft, config, device = self._draft, self._draft.config, states.device
-        context = self._append(tokens, states)
-        # The last known token is one position after the last verified state: it is the anchor.
-        block = torch.full((1, config.block_size), config.mask_token_id, device=device)
-        block[0, 0] = tokens[-1]
-        places = self._verified + torch.arange(config.block_size, device=device)[None]
-        attends = draft.per_layer(lambda window: partial(attend_block, window=window))
-        y = draft.forward_blocks(block, places, context, attends)
-        self.passes += 1
-        tokens_of = BlockTokens(draft, self._head, y[0, config.first :])
-        token, drafted, distributions = block[0, 0], [], []
-        for _ in range(min(count, config.depth)):
-            logits, confidence = tokens_of.advance(token)
-            # The decision depends on earlier tokens only, not on the draw: sampling stays lossless.
-            if self._ends(confidence):
-                break
-            token, q = sampler.draft(logits, draft.draft_ids, config.vocab_size)
-            drafted.append(token)
-            distributions.append(q)
-        ids = torch.stack(drafted) if drafted else block.new_empty(0)  # 0: the first one is unsure
-        return ids, distributions
-
-    def _append(self, tokens: Sequence[int], states: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Append verified positions to the caches; return keys and values of all, per layer."""
-        first, self._verified = self._verified, self._verified + len(tokens)
-        positions = torch.arange(first, self._verified, device=states.device)[None]
-        new = self._draft.context(states, positions)
-        return [cache.append(*pair) for cache, pair in zip(self._caches, new, strict=True)]
-
-    def _ends(self, confidence: Tensor | None) -> bool:
-        """Whether the block ends before a draft of this confidence, [] or None."""
-        return (
-            confidence is not None and self._threshold > 0 and float(confidence) < self._threshold
-        )
-
-
-@torch.no_grad()
-def block_chains(
-    draft: DSparkModel,
-    batch: DraftBatch,
-    head: TargetHead,
-    depth: int,
-    threshold: float,
-    scored: ScoredSlots | None = None,
-) -> Tensor:
-    """Draft greedily from every slot as `BlockDrafter` would: int64 [B, T, depth].
-
-    See `Draft.chains`. Entries after the threshold has ended a block are `NOT_DRAFTED`, and
-    with `scored` those of slots whose first draft is not scored in any pack.
-    """
-    ids, documents, positions = batch.input_ids, batch.document_ids, batch.position_ids
-    rows, length = ids.shape
-    context = batch_context(draft, batch.aux(draft.config.layers), documents, positions)
-    slots = torch.arange(length, device=ids.device)
-    if scored is not None:
-        slots = scored.slots.any(0).nonzero()[:, 0]
-    # The anchor of slot t is its known token t+1. The last slot of a pack has none: any will do.
-    anchors = (slots + 1).clamp(max=length - 1)
-    size = draft.config.block_size
-    per_block = max(draft.draft_ids.numel(), size * (length + 32 * size))
-    width = max(1, min(32, _CHUNK_ELEMENTS // (rows * per_block)))
-    chains = empty_chains(ids, depth)
-    pairs = zip(anchors.split(width), slots.split(width), strict=True)
-    for part, places in pairs if len(slots) else ():
-        chosen = part.expand(rows, -1)  # [B, N], N <= width
-        blocks = Blocks(chosen, torch.ones_like(chosen, dtype=torch.bool))
-        y = block_states(draft, context, ids, documents, positions, blocks)  # [B, N, D, H]
-        tokens_of, token = BlockTokens(draft, head, y), ids.gather(1, chosen)
-        alive, chain = torch.ones_like(token, dtype=torch.bool), []
-        for _ in range(depth):
-            logits, confidence = tokens_of.advance(token)  # [B, N, Vd], [B, N]
-            if threshold and confidence is not None:
-                alive = alive & (confidence >= threshold)
-            token = draft.draft_ids[logits.argmax(-1)]
-            chain.append(torch.where(alive, token, NOT_DRAFTED))
-        chains[:, places] = torch.stack(chain, dim=-1)
-    return chains
-
-
-class DSparkDraft(DSparkModel):
+class DSparkDraft(LayersDraft):
     """The draft that `spec-train fit dspark` trains."""
+
+    name: ClassVar[str] = "dspark"
+    options_class: ClassVar[type[Any]] = DSparkOptions
+    config_class: ClassVar[type[DraftConfig]] = DSparkConfig
+
+    def __init__(self, config: DSparkConfig, options: BlockOptions | None = None) -> None:
+        """Make a draft with random weights and the first Vd tokens as draft vocabulary."""
+        super().__init__()
+        self.config = config
+        self.options: Any = options or DSparkOptions()
+        size, eps, rank = config.hidden_size, config.rms_norm_eps, config.markov_rank
+        self.embed_tokens = make_embedding(config.vocab_size, size, trained=config.train_embeddings)
+        self.fc = nn.Linear(len(config.layers) * config.target_hidden_size, size, bias=False)
+        self.hidden_norm = RMSNorm(size, eps)
+        layers = [DecoderLayer(config.layer_shape) for _ in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(size, eps)
+        self.markov_head: MarkovHead | None = None
+        if rank:
+            sizes = config.vocab_size, config.draft_vocab_size, rank, size
+            self.markov_head = MarkovHead(*sizes, config.markov_head_type)
+        self.confidence_head: ConfidenceHead | None = None
+        if config.enable_confidence_head:
+            self.confidence_head = ConfidenceHead(
+                size, rank if config.confidence_head_with_markov else 0
+            )
+        self.lm_head: nn.Linear | None = None
+        if not self.full_vocabulary:
+            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+            self.lm_head.weight.requires_grad_(False)
+        self.rotary = Rotary(config.rope)
+        self.make_vocabulary()
+
+    def head_rows(self, head: TargetHead) -> Tensor:
+        """Return the frozen head rows [Vd, H] that map states to logits; `head` is the target's."""
+        return head.head_weight if self.lm_head is None else self.lm_head.weight
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def context(
+        self, aux: Tensor, position_ids: Tensor, lengths: Tensor | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return keys and values [B, g, T, d] of verified positions, one pair per layer.
+
+        Args:
+            aux: their aux states [B, T, n*H].
+            position_ids: int64 [B, T].
+            lengths: tokens of each position's document, int64 [B, T], or None (see `Rotary`).
+        """
+        c = self.hidden_norm(self.fc(self.cast(aux)))  # [B, T, H]
+        cos, sin = self.rotary.cos_sin(position_ids, lengths, c.dtype)
+        return [layer.self_attn.keys_values(c, cos, sin) for layer in self._decoder_layers()]
+
+    def forward_blocks(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        context: Context,
+        attends: Sequence[Attend],
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Return the states y [B, Q, H] of the slots of blocks, after the final norm.
+
+        Args:
+            token_ids: of the slots, int64 [B, Q].
+            position_ids: of the slots, int64 [B, Q].
+            context: keys and values of T positions, as `context` returns them.
+            attends: per layer, the attention of the Q slots over the T context positions and then
+                the Q slots.
+            lengths: tokens of each slot's document, int64 [B, Q], or None (see `Rotary`).
+        """
+        x = self.cast(self.embed_tokens(token_ids))  # [B, Q, H]
+        cos, sin = self.rotary.cos_sin(position_ids, lengths, x.dtype)
+        for layer, (k0, v0), attend in zip(self._decoder_layers(), context, attends, strict=True):
+            attention = _over_context(attend, k0, v0, layer.self_attn.scale)
+            recompute = self.options.gradient_checkpointing
+            x = run_layer(layer, x, cos, sin, attention, recompute=recompute)
+        return self.norm(x)
+
+    def per_layer(self, make: Callable[[BlockWindow | None], Attend]) -> list[Attend]:
+        """Return the attention of every layer; `make` is called once for every different window."""
+        windows = self.config.block_windows
+        made = {window: make(window) for window in dict.fromkeys(windows)}
+        return [made[window] for window in windows]
+
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+    def previous(self, token_ids: Tensor) -> Tensor | None:
+        """Return W1 [..., r] of previous tokens, int64 [...]; None without a Markov head."""
+        return None if self.markov_head is None else self.markov_head.markov_w1(token_ids)
+
+    # -- drafting and training -------------------------------------------------------------------
 
     confidence_threshold: float = 0.0  # see `stop_below`
 
@@ -224,7 +255,7 @@ class DSparkDraft(DSparkModel):
         """The same: a block has no more drafts."""
         return self.config.depth
 
-    def drafter(self, head: TargetHead) -> BlockDrafter:
+    def drafter(self, head: TargetHead) -> Drafter:
         """Start drafting one sequence with the target's head."""
         return BlockDrafter(self, head, self.confidence_threshold)
 
@@ -281,3 +312,533 @@ class DFlashDraft(DSparkDraft):
     name: ClassVar[str] = "dflash"
     options_class: ClassVar[type[Any]] = DFlashOptions
     config_class: ClassVar[type[DraftConfig]] = DFlashConfig
+
+
+def _over_context(
+    attend: Attend, k0: Tensor, v0: Tensor, scale: float
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return a layer's attention: keys and values of the context, then those of its own slots.
+
+    `k0`, `v0` are [B, g, T, d]; see `layers.Attend` for the shapes of the result.
+    """
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Under autocast, norms return float32 and projections bfloat16; kernels need one dtype.
+        keys, values = torch.cat([k0, k], dim=2).to(v.dtype), torch.cat([v0, v], dim=2)
+        return attend(q.to(v.dtype), keys, values, scale)
+
+    return attention
+
+
+def batch_context(
+    draft: DSparkDraft, aux: Tensor, document_ids: Tensor, position_ids: Tensor
+) -> Context:
+    """Return the context, keys and values of every layer, of all tokens of a batch.
+
+    Args:
+        draft: the model.
+        aux: aux states [B, T, n*H].
+        document_ids: int64 [B, T].
+        position_ids: int64 [B, T].
+    """
+    return draft.context(aux, position_ids, rope_lengths(draft.rotary, document_ids))
+
+
+def block_states(
+    draft: DSparkDraft,
+    context: Context,
+    input_ids: Tensor,
+    document_ids: Tensor,
+    position_ids: Tensor,
+    blocks: Blocks,
+) -> Tensor:
+    """Return the states y [B, N, D, H] that make the drafts of blocks.
+
+    Args:
+        draft: the model.
+        context: of `batch_context`.
+        input_ids: in the token frame, int64 [B, T].
+        document_ids: int64 [B, T].
+        position_ids: int64 [B, T].
+        blocks: N blocks of every pack.
+    """
+    config = draft.config
+    anchors, size = blocks.anchors, config.block_size
+    shape = *anchors.shape, size  # [B, N, S]
+    ids = torch.full(shape, config.mask_token_id, device=anchors.device)  # [B, N, S]
+    ids[..., 0] = input_ids.gather(1, anchors)
+    steps = torch.arange(size, device=anchors.device)  # [S]
+    positions = position_ids.gather(1, anchors)[..., None] + steps  # [B, N, S]
+    lengths = rope_lengths(draft.rotary, document_ids, anchors)  # [B, N]
+    if lengths is not None:
+        lengths = lengths.repeat_interleave(size, dim=1)  # [B, N*S]
+
+    def attending(window: BlockWindow | None) -> Attending:
+        mask = block_mask(document_ids, anchors, blocks.kept, size, window)
+        return Attending.prepare(mask, config.head_dim, draft.attention_backend)
+
+    attends = draft.per_layer(attending)
+    states = draft.forward_blocks(ids.flatten(1), positions.flatten(1), context, attends, lengths)
+    # states: [B, N*S, H]; the slots from `first` on make the D drafts.
+    return states.unflatten(1, (anchors.shape[1], size))[:, :, config.first :]
+
+
+# -- drafting --------------------------------------------------------------------------------------
+
+
+class BlockTokens:
+    """Drafts the tokens of one or more blocks left to right, each from the token before it."""
+
+    def __init__(self, draft: DSparkDraft, head: TargetHead, states: Tensor) -> None:
+        """Start at the anchors, with the states y [..., D, H] of their blocks."""
+        self._draft, self._rows, self._states = draft, draft.head_rows(head), states
+        self._markov: Tensor | None = None  # state [..., r] of an "rnn" Markov head
+        self._depth = 0
+
+    def advance(self, previous: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the logits [..., Vd] of the next draft, and its confidence [...].
+
+        `previous` int64 [...] is the token before it. The confidence is None without a confidence
+        head.
+        """
+        draft, y = self._draft, self._states[..., self._depth, :]  # [..., H]
+        e = draft.previous(previous)
+        logits = wide(F.linear(y.to(self._rows.dtype), self._rows))
+        if draft.markov_head is not None and e is not None:
+            g, self._markov = draft.markov_head.step(e, y, self._markov)
+            logits = logits + draft.markov_head.markov_w2(g)
+        confidence = None
+        if draft.confidence_head is not None:
+            confidence = draft.confidence_head(y, e).float().sigmoid()
+        self._depth += 1
+        return logits, confidence
+
+
+class BlockDrafter(Drafter):
+    """Drafts up to D tokens with one forward pass."""
+
+    def __init__(self, draft: DSparkDraft, head: TargetHead, threshold: float) -> None:
+        """Start a sequence. A block ends before its first draft with a confidence < `threshold`."""
+        self._draft, self._head, self._threshold = draft, head, threshold
+        self._caches = draft.new_caches()
+        self._verified = 0  # verified positions in the caches
+
+    def propose(
+        self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler
+    ) -> Proposal:
+        """Append verified positions and draft a block after them: ids int64 [n], n <= count."""
+        draft, config, device = self._draft, self._draft.config, states.device
+        context = self._append(tokens, states)
+        # The last known token is one position after the last verified state: it is the anchor.
+        block = torch.full((1, config.block_size), config.mask_token_id, device=device)
+        block[0, 0] = tokens[-1]
+        places = self._verified + torch.arange(config.block_size, device=device)[None]
+        attends = draft.per_layer(lambda window: partial(attend_block, window=window))
+        y = draft.forward_blocks(block, places, context, attends)
+        self.passes += 1
+        tokens_of = BlockTokens(draft, self._head, y[0, config.first :])
+        token, drafted, distributions = block[0, 0], [], []
+        for _ in range(min(count, config.depth)):
+            logits, confidence = tokens_of.advance(token)
+            # The decision depends on earlier tokens only, not on the draw: sampling stays lossless.
+            if self._ends(confidence):
+                break
+            token, q = sampler.draft(logits, draft.draft_ids, config.vocab_size)
+            drafted.append(token)
+            distributions.append(q)
+        ids = torch.stack(drafted) if drafted else block.new_empty(0)  # 0: the first one is unsure
+        return ids, distributions
+
+    def _append(self, tokens: Sequence[int], states: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Append verified positions to the caches; return keys and values of all, per layer."""
+        first, self._verified = self._verified, self._verified + len(tokens)
+        positions = torch.arange(first, self._verified, device=states.device)[None]
+        new = self._draft.context(states, positions)
+        return [cache.append(*pair) for cache, pair in zip(self._caches, new, strict=True)]
+
+    def _ends(self, confidence: Tensor | None) -> bool:
+        """Whether the block ends before a draft of this confidence, [] or None."""
+        return (
+            confidence is not None and self._threshold > 0 and float(confidence) < self._threshold
+        )
+
+
+@torch.no_grad()
+def block_chains(
+    draft: DSparkDraft,
+    batch: DraftBatch,
+    head: TargetHead,
+    depth: int,
+    threshold: float,
+    scored: ScoredSlots | None = None,
+) -> Tensor:
+    """Draft greedily from every slot as `BlockDrafter` would: int64 [B, T, depth].
+
+    See `Draft.chains`. Entries after the threshold has ended a block are `NOT_DRAFTED`, and
+    with `scored` those of slots whose first draft is not scored in any pack.
+    """
+    ids, documents, positions = batch.input_ids, batch.document_ids, batch.position_ids
+    rows, length = ids.shape
+    context = batch_context(draft, batch.aux(draft.config.layers), documents, positions)
+    slots = torch.arange(length, device=ids.device)
+    if scored is not None:
+        slots = scored.slots.any(0).nonzero()[:, 0]
+    # The anchor of slot t is its known token t+1. The last slot of a pack has none: any will do.
+    anchors = (slots + 1).clamp(max=length - 1)
+    size = draft.config.block_size
+    per_block = max(draft.draft_ids.numel(), size * (length + 32 * size))
+    width = max(1, min(32, _CHUNK_ELEMENTS // (rows * per_block)))
+    chains = empty_chains(ids, depth)
+    pairs = zip(anchors.split(width), slots.split(width), strict=True)
+    for part, places in pairs if len(slots) else ():
+        chosen = part.expand(rows, -1)  # [B, N], N <= width
+        blocks = Blocks(chosen, torch.ones_like(chosen, dtype=torch.bool))
+        y = block_states(draft, context, ids, documents, positions, blocks)  # [B, N, D, H]
+        tokens_of, token = BlockTokens(draft, head, y), ids.gather(1, chosen)
+        alive, chain = torch.ones_like(token, dtype=torch.bool), []
+        for _ in range(depth):
+            logits, confidence = tokens_of.advance(token)  # [B, N, Vd], [B, N]
+            if threshold and confidence is not None:
+                alive = alive & (confidence >= threshold)
+            token = draft.draft_ids[logits.argmax(-1)]
+            chain.append(torch.where(alive, token, NOT_DRAFTED))
+        chains[:, places] = torch.stack(chain, dim=-1)
+    return chains
+
+
+# -- loss ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFrame:
+    """A batch in the token frame with its blocks, defaults filled in."""
+
+    aux: Tensor  # a_t [B, T, n*H]
+    input_ids: Tensor  # x_t, int64 [B, T]
+    loss_mask: Tensor  # m_t [B, T]
+    target_argmax: Tensor  # argmax of z_t, int64 [B, T]
+    document_ids: Tensor  # int64 [B, T], -1 in padding
+    position_ids: Tensor  # int64 [B, T]
+    blocks: Blocks
+    teacher: Teacher  # of flat slots b * T + t
+
+
+def batch_block_frame(
+    draft: DSparkDraft, batch: DraftBatch, head: TargetHead, blocks: Blocks
+) -> BlockFrame:
+    """Return the frame of a batch with given blocks."""
+    return BlockFrame(
+        aux=batch.aux(draft.config.layers),
+        input_ids=batch.input_ids,
+        loss_mask=batch.loss_mask,
+        target_argmax=batch.target_argmax,
+        document_ids=batch.document_ids,
+        position_ids=batch.position_ids,
+        blocks=blocks,
+        teacher=teacher_of(draft, batch, head, shift=0),
+    )
+
+
+def draft_weights(draft: DSparkDraft) -> Tensor:
+    """Return the weights of the drafts of a block, float64 [D].
+
+    They are exp(-d / gamma), or the options' `position_weights`.
+    """
+    device, depth = draft.fc.weight.device, draft.config.depth
+    given = draft.options.weights_of(depth)
+    if given is not None:
+        return torch.tensor(given, dtype=torch.float64, device=device)
+    steps = torch.arange(depth, dtype=torch.float64, device=device)
+    return torch.exp(-steps / draft.options.loss_decay_gamma)
+
+
+def learnable(
+    draft: DSparkDraft, target_argmax: Tensor, following: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return where the first term and where the others can be learned, bool [B, T] each.
+
+    Args:
+        draft: decides the draft vocabulary, and what the first term of the loss compares with.
+        target_argmax: the target's choice after every token, int64 [B, T].
+        following: the document's token after every token, int64 [B, T].
+    """
+    inside = draft.draft_index[target_argmax] >= 0
+    if draft.options.compared_with != "tokens":
+        return inside, inside
+    return inside & (draft.draft_index[following] >= 0), inside
+
+
+@dataclass(frozen=True)
+class TrainedRows:
+    """The R drafts of a batch that count, sorted by their teacher's slot."""
+
+    drafted: Tensor  # bool [B, N, D]: the draft counts
+    trained: Tensor  # bool [R]: the target's choice is in the draft vocabulary
+    rows: Tensor  # flat index in [B, N, D], int64 [R]
+    slot: Tensor  # flat slot of the teacher, ascending, int64 [R]; overlapping blocks share slots
+    weight: Tensor  # exp(-d / gamma), float64 [R]; 0 for drafts that are not trained
+    choice: Tensor  # the target's choice as a draft index, -1 outside, int64 [R]
+    has_token: Tensor  # bool [R]: the first term of the loss counts
+    token: Tensor  # the document's token as a draft index, int64 [R]; 0 where it is outside
+    previous: Tensor  # the token before every draft, int64 [B, N, D]
+
+    @classmethod
+    def select(cls, draft: DSparkDraft, frame: BlockFrame) -> "TrainedRows":
+        """Select the drafts of a frame that count."""
+        blocks, documents = frame.blocks, frame.document_ids
+        depth, length = draft.config.depth, frame.input_ids.shape[1]
+        at = blocks.anchors[..., None].expand(-1, -1, depth)
+        drafted = drafted_mask(frame.loss_mask, documents, depth).gather(1, at)  # [B, N, D]
+        drafted = drafted & blocks.kept[..., None]
+        # A slot beyond the pack belongs to a draft that does not count: any slot will do for it.
+        places = blocks.places(depth).clamp_max(length - 1)  # [B, N, D], slots a + d
+        following = shift_left(frame.input_ids, documents)  # [B, T]
+        with_token, inside = learnable(draft, frame.target_argmax, following)
+        first = length * torch.arange(len(places), device=places.device)  # [B]: flat starts
+        rows = drafted.flatten().nonzero().squeeze(1)  # [R], in block order
+        slot, order = (places + first[:, None, None]).flatten()[rows].sort(stable=True)  # [R] each
+        rows = rows[order]
+        trained = inside.flatten()[slot]  # [R]
+        return cls(
+            drafted=drafted,
+            trained=trained,
+            rows=rows,
+            slot=slot,
+            weight=draft_weights(draft).to(rows.device)[rows % depth] * trained,
+            choice=draft.draft_index[frame.target_argmax.flatten()[slot]],
+            has_token=with_token.flatten()[slot],
+            token=draft.draft_index[following.flatten()[slot]].clamp_min(0),
+            previous=frame.input_ids.gather(1, places.flatten(1)).view_as(places),
+        )
+
+    def token_before(self, slots: Tensor) -> Tensor:
+        """Return the token before the drafts of flat slots, int64 [M]; each is a slot of a row."""
+        first = torch.searchsorted(self.slot, slots)  # a row of every slot
+        return self.previous.flatten()[self.rows[first]]
+
+    def totals(self) -> Tensor:
+        """Return the summed weights of the first term and of the other terms, float64 [2]."""
+        return torch.stack([(self.weight * self.has_token).sum(), self.weight.sum()])
+
+
+@torch.no_grad()
+def block_sums(
+    figures: RowStats,
+    forecasts: Forecasts | None,
+    chosen: TrainedRows,
+    weights: Tensor,
+    options: Any,
+) -> Sums:
+    """Return the sums of a batch.
+
+    Args:
+        figures: of the R drafts that count.
+        forecasts: of the same; None without a confidence head.
+        chosen: which drafts these are, and which of them are trained.
+        weights: of draft d, float64 [D].
+        options: of the draft, with the weights of the three terms in the loss.
+    """
+    assert figures.overlap is not None and figures.cross_entropy is not None
+    depth, rows, drafted = len(weights), chosen.rows, chosen.drafted
+    d = rows % depth  # [R], depth of each draft
+    w = weights[d] * chosen.trained  # [R]
+    hit = figures.best == chosen.choice  # [R]
+    acceptance, overlap = figures.acceptance.double(), figures.overlap.double()
+    cross_entropy = figures.cross_entropy.double()
+    bce = torch.zeros_like(acceptance) if forecasts is None else forecasts.bce.double()
+    ce_weights = w * chosen.has_token
+    forecast_weight = w.sum() if forecasts is not None else w.new_zeros(())
+    alphas = options.ce_weight, options.l1_weight, options.confidence_weight
+    if not options.mixed:  # cross-entropy and L1 are only measured
+        alphas = 0.0, 0.0, options.confidence_weight
+    terms = [(ce_weights * cross_entropy).sum(), (w * 2 * (1 - overlap)).sum(), (w * bce).sum()]
+    term_weights = torch.stack([ce_weights.sum(), w.sum(), forecast_weight])  # [3]
+    hits, shares = (torch.zeros_like(drafted, dtype=kind) for kind in (torch.bool, torch.float64))
+    hits.view(-1)[rows] = hit  # [B, N, D]
+    shares.view(-1)[rows] = acceptance  # [B, N, D]; 0 where no draft counts
+    expected = 1 + torch.cumprod(shares, dim=-1).sum(-1)  # [B, N]
+    live = drafted.any(-1)  # [B, N]
+
+    def by_depth(values: Tensor) -> Tensor:
+        """Sum values [R] by the depth of their draft: [D]."""
+        return torch.zeros_like(weights).index_add_(0, d, values.double())
+
+    supervised = by_depth(chosen.trained)
+    sums = {
+        "loss": by_depth(cross_entropy * chosen.has_token),
+        "supervised": supervised,
+        "weighted": supervised * weights,
+        "drafted": drafted.sum((0, 1)).double(),
+        "hits": by_depth(hit),
+        "acceptance": by_depth(acceptance),
+        "terms": torch.stack(terms),
+        "term_weights": term_weights,
+        "term_shares": torch.stack([x * a for x, a in zip(term_weights, alphas, strict=True)]),
+        "tau": (expected * live).sum(),
+        "blocks": live.sum().double(),
+        **chain_sums(hits.movedim(-1, 0), drafted.movedim(-1, 0)),
+    }
+    if not options.mixed:
+        weight = chosen.weight * chosen.has_token  # [R]
+        sums |= {"kind": (weight * figures.loss.double()).sum(), "kind_weight": weight.sum()}
+    if forecasts is not None:
+        confidence = forecasts.confidence.double()
+        index = (confidence * BINS).long().clamp(max=BINS - 1)  # [R]
+        zero = torch.zeros(BINS, dtype=torch.float64, device=confidence.device)
+        sums |= {
+            "confidence_number": zero.index_add(0, index, w),
+            "confidence_sum": zero.index_add(0, index, w * confidence),
+            "confidence_accepted": zero.index_add(0, index, w * acceptance),
+        }
+    return sums
+
+
+def dspark_loss(
+    draft: DSparkDraft,
+    *,
+    head: TargetHead,
+    aux_hidden_states: Tensor,
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    anchors: Tensor,
+    kept: Tensor | None = None,
+    final_hidden: Tensor | None = None,
+    logits: Tensor | None = None,
+    target_argmax: Tensor | None = None,
+    target_logsumexp: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    counts: Tensor | None = None,
+    frame: str = "token",
+) -> DraftLoss:
+    """Compute the loss of given blocks. The weights of the terms and gamma are `draft.options`.
+
+    Everything is in the token frame: index t is token t, nothing is shifted.
+
+    Args:
+        draft: the weights, as `DSparkDraft.from_pretrained` reads them.
+        head: the target's; its rows also make the draft's logits.
+        aux_hidden_states: a_t, layers ascending, [B, T, n*H].
+        input_ids: x_t, int64 [B, T].
+        loss_mask: m_t [B, T].
+        anchors: slots that blocks start at, int64 [B, N].
+        kept: bool [B, N], False: not a real block; None: all are real.
+        final_hidden, logits: the teacher, one of the two: f_t [B, T, H], or z_t [B, T, V].
+        target_argmax: argmax of z_t, int64 [B, T]; None: from the teacher.
+        target_logsumexp: of z_t over V [B, T]; None: from the teacher.
+        document_ids: int64 [B, T], -1 in padding; None: a row is one document.
+        position_ids: int64 [B, T]; None: from 0 in each document.
+        counts: denominators [2], of the first term and of the other terms, over the whole
+            optimizer step; None: those of these blocks.
+        frame: as `TargetBatch.to_trainer_inputs` names it; another one is refused.
+
+    Raises:
+        DraftError: not exactly one teacher, anchors outside the pack, or inputs of the other frame.
+    """
+    require_frame(frame, "token")
+    length, ids = input_ids.shape[1], draft.proposed_ids
+    if (final_hidden is None) == (logits is None):
+        raise DraftError("give exactly one of final_hidden and logits")
+    if anchors.numel() and not 0 <= int(anchors.min()) <= int(anchors.max()) < length:
+        raise DraftError(
+            f"anchors: expected slots in 0..{length - 1}, found {int(anchors.min())} to "
+            f"{int(anchors.max())}"
+        )
+    documents, positions = settle_documents(input_ids, document_ids, position_ids)
+    real = torch.ones_like(anchors, dtype=torch.bool) if kept is None else kept.bool()
+    real = real & (documents.gather(1, anchors) != PADDING)  # [B, N]
+    choice = target_argmax
+    if logits is not None:
+        choice = logits.argmax(-1) if choice is None else choice
+        teacher = logits_teacher(logits.flatten(0, 1), ids)
+    else:
+        assert final_hidden is not None  # there is exactly one teacher
+        choice = argmax_by_chunks(head.logits, final_hidden) if choice is None else choice
+        sums = None if target_logsumexp is None else target_logsumexp.flatten()  # [B*T]
+        teacher = head_teacher(head, final_hidden.flatten(0, 1), ids, sums)
+    made = BlockFrame(
+        aux=aux_hidden_states,
+        input_ids=input_ids,
+        loss_mask=loss_mask,
+        target_argmax=choice,
+        document_ids=documents,
+        position_ids=positions,
+        blocks=Blocks(anchors, real),
+        teacher=teacher,
+    )
+    return blocks_loss(draft, made, head, counts)
+
+
+def blocks_loss(
+    draft: DSparkDraft, frame: BlockFrame, head: TargetHead, counts: Tensor | None
+) -> DraftLoss:
+    """Compute the loss of a frame; `head` is the target's, `counts` [2] (see `dspark_loss`)."""
+    chosen = TrainedRows.select(draft, frame)
+    own = chosen.totals()  # [2]
+    counts = own if counts is None else counts.to(own)
+    shares = torch.where(counts > 0, 1 / counts, 0.0)  # [2]
+    if chosen.rows.numel():
+        documents, positions = frame.document_ids, frame.position_ids
+        context = batch_context(draft, frame.aux, documents, positions)
+        y = block_states(draft, context, frame.input_ids, documents, positions, frame.blocks)
+        loss, figures, forecasts = _rows_loss(draft, y, chosen, head, frame.teacher, shares)
+    else:
+        loss, empty = draft.zero_loss(), own.new_zeros(0)
+        figures = RowStats(empty, empty, chosen.rows, empty, empty)
+        forecasts = None if draft.confidence_head is None else Forecasts(empty, empty)
+    weights = draft_weights(draft).to(own.device)  # [D]
+    return DraftLoss(loss, block_sums(figures, forecasts, chosen, weights, draft.options))
+
+
+def _rows_loss(
+    draft: DSparkDraft,
+    y: Tensor,
+    chosen: TrainedRows,
+    head: TargetHead,
+    teacher: Teacher,
+    shares: Tensor,
+) -> tuple[Tensor, RowStats, Forecasts | None]:
+    """Return the loss of the chosen drafts with a graph, their figures, and their confidence.
+
+    Args:
+        draft: the weights.
+        y: states of the blocks [B, N, D, H].
+        chosen: the R drafts.
+        head: the target's.
+        teacher: of flat slots.
+        shares: one over the denominators, float64 [2].
+    """
+    options, rows = draft.options, chosen.rows
+    hidden, low_rank, known = y.flatten(0, 2)[rows], None, None  # hidden: [R, H]
+    shared = SharedTeacher(teacher, chosen.slot)
+    if draft.markov_head is not None:
+        markov, w2 = draft.markov_head, draft.markov_head.markov_w2.weight
+        if markov.of_token_alone:  # drafts of one slot follow the same token
+            latent = markov.markov_w1(chosen.token_before(shared.slots))  # [M, r], M slots
+            low_rank = LowRank(latent, w2, (shared.index, shared.bounds))
+            known = latent[shared.index]  # [R, r]
+        else:
+            e = markov.markov_w1(chosen.previous)  # [B, N, D, r]
+            low_rank = LowRank(markov.block(e, y).flatten(0, 2)[rows], w2)
+            known = e.flatten(0, 2)[rows]
+    head_rows = draft.head_rows(head)  # [Vd, H]
+    label = {"tokens": chosen.token, "hard": chosen.choice.clamp_min(0), "soft": None}
+    first = chosen.weight * chosen.has_token * shares[0]  # [R]
+    mixed = options.mixed
+    loss, figures = block_rows_loss(
+        hidden.to(head_rows.dtype),
+        head_rows,
+        shared,
+        label[options.compared_with],
+        options.ce_weight * first if mixed else first,
+        options.l1_weight * chosen.weight * shares[1],
+        low_rank,
+        None if mixed else LossKind.of(options),
+    )
+    if draft.confidence_head is None:
+        return loss, figures, None
+    logits = draft.confidence_head(hidden, known).to(figures.acceptance.dtype)  # [R]
+    bce = F.binary_cross_entropy_with_logits(logits, figures.acceptance, reduction="none")  # [R]
+    weight = options.confidence_weight * chosen.weight * shares[1]  # [R]
+    loss = loss + (weight.to(bce.dtype) * bce).sum()
+    return loss, figures, Forecasts(logits.detach().sigmoid(), bce.detach())

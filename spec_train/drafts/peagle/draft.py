@@ -1,37 +1,60 @@
-"""P-EAGLE as the trainer and decoding see it: the draft's class, and drafting.
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3's layer, then Llama layers, on elements of several depths.
 
-One forward pass drafts all tokens of a round. Caches, one per layer, keep the rows that the target
-has verified. A round appends the newly verified rows and then rows with the mask token. The last
-verified row drafts the first token, the mask rows draft the others. The mask rows are then removed
-from the caches. Drafted tokens are never fed back, so a rejected token leaves no trace.
+Element (anchor t, depth d) has RoPE position t + d and drafts x_{t+2+d}. At depth 0 it holds the
+known token x_{t+1} and the target's states of token t. A deeper element holds the mask token and
+the learned states `mask_hidden`, projected by the same `fc`. No output is fed back, so one forward
+pass drafts all depths. Parameter names are those of the checkpoint: layers.0 is the one with inputs
+of width 2H.
 
-B packs, T slots, K depths, n anchors, H hidden size.
+Drafting: caches, one per layer, keep the rows that the target has verified. A round appends the
+newly verified rows and then rows with the mask token. The last verified row drafts the first token,
+the mask rows draft the others, and are then removed from the caches. Drafted tokens are never fed
+back, so a rejected token leaves no trace.
+
+Loss: element (t, d) has the teacher of slot t + d, so elements of one slot are neighbours here and
+share one teacher row. The loss is KL(teacher || draft) as published, or another of `losses`, summed
+over the sampled supervised elements of all depths and divided by their total number. With position
+weights, both sums are weighted by depth. A sampled element whose target's choice is outside the
+draft vocabulary has no loss, but its expected acceptance counts.
+
+The segments are trained one after the other. Each segment's gradients are computed in the forward
+pass, as the head's are, so the activations of one segment exist at a time and no forward pass is
+repeated. The caller's backward pass then hands the finished gradients to the parameters once, so a
+distributed wrapper synchronises once. The price: one more copy of the gradients, and no gradients
+of gradients.
+
+B packs, T slots, K depths, E elements of a pack in a forward pass, n elements of a segment that
+count (or anchors), H hidden size, V / Vd target / draft vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import shift_left
 from spec_train.attention.masked import Attending
 from spec_train.attention.masks import AttentionMask, causal_mask, parallel_mask
 from spec_train.data.batch import DraftBatch
-from spec_train.drafts.draft import DatasetFacts, DraftLoss
+from spec_train.drafts.config import DraftConfig
+from spec_train.drafts.draft import AuxDraft, DatasetFacts, DraftLoss
 from spec_train.drafts.drafting import Drafter, KVCache, Proposal
-from spec_train.drafts.frames import batch_frame, slot_mask_of, slots_of
-from spec_train.drafts.layers import Attend, argmax_by_chunks
+from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Layer
+from spec_train.drafts.frames import Frame, batch_frame, shifted_frame, slot_mask_of, slots_of
+from spec_train.drafts.layers import Attend, DecoderLayer, argmax_by_chunks, run_layer
 from spec_train.drafts.mask_token import settle_mask_token
-from spec_train.drafts.peagle.loss import (
+from spec_train.drafts.peagle.elements import (
+    Elements,
+    InTurn,
     SampleStore,
-    Weighed,
     cod_sample,
     element_masks,
-    parallel_loss,
+    segments_of,
 )
-from spec_train.drafts.peagle.model import PeagleConfig, PeagleModel
 from spec_train.drafts.slots import (
     ScoredSlots,
     document_offsets,
@@ -40,19 +63,246 @@ from spec_train.drafts.slots import (
     gather_slots,
     rope_lengths,
 )
+from spec_train.drafts.teacher import SharedTeacher
+from spec_train.formats.write import PEAGLE, WITH_QK_NORM
 from spec_train.losses.head import TargetHead
-from spec_train.losses.menu import LossKind
-from spec_train.losses.metrics import summarise
+from spec_train.losses.menu import LossKind, head_loss, wide
+from spec_train.losses.metrics import chain_sums, summarise
 from spec_train.losses.sampling import Sampler
+from spec_train.losses.teacher_rows import SharedRows
 from spec_train.options.draft_options import PeagleOptions
 
 CHUNK_ROWS = 2048  # elements of a pack that `serving_chains` computes at a time
 
 
+@dataclass(frozen=True, kw_only=True)
+class PeagleConfig(Eagle3Config):
+    """An EAGLE-3 configuration with more layers and a mask token.
+
+    The file has vLLM's flat form (`method: eagle3` with `parallel_drafting: true`), because no
+    other engine drafts in parallel. The architecture name is `Eagle3LlamaForCausalLM`. vLLM puts
+    "Eagle3" before every name that neither starts nor ends with it, also before
+    PeagleLlamaForCausalLM, and then does not know the result. That leaves two names for a Llama
+    draft. This is the one that neither the EAGLE-3 drafts of this project nor SGLang use; SGLang
+    would feed the draft its own states. Both keys for the mask token are written: vLLM reads the
+    first that it finds.
+    """
+
+    draft: ClassVar[str] = "peagle"
+    architectures: ClassVar[tuple[str, ...]] = (PEAGLE, WITH_QK_NORM)
+
+    mask_token_id: int
+
+    def to_json(self, options: PeagleOptions) -> dict[str, Any]:
+        """Return config.json of the draft."""
+        out = super().to_json(options)
+        out["ptd_token_id"] = self.mask_token_id
+        return out
+
+
+class PeagleDraft(AuxDraft):
+    """The draft that `spec-train fit peagle` trains."""
+
+    name: ClassVar[str] = "peagle"
+    options_class: ClassVar[type[Any]] = PeagleOptions
+    config_class: ClassVar[type[DraftConfig]] = PeagleConfig
+    config: PeagleConfig
+    options: PeagleOptions
+
+    def __init__(self, config: PeagleConfig, options: PeagleOptions | None = None) -> None:
+        """Make a draft with random weights and the first Vd tokens as draft vocabulary."""
+        super().__init__(config, options)
+        self._samples = SampleStore()
+
+    def make_layers(self) -> None:
+        """Make the layers, and `mask_hidden` [1, 1, n*H] with unit variance."""
+        config, shape = self.config, self.config.layer_shape
+        others = (DecoderLayer(shape) for _ in range(1, config.num_hidden_layers))
+        self.layers = nn.ModuleList([Eagle3Layer(config), *others])
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
+
+    @property
+    def reach(self) -> int | None:
+        """How many positions back an element's state depends on inputs; None: all of them."""
+        windows = [window for window in self.config.windows if window is not None]
+        return sum(windows) - len(windows) if len(windows) == len(self.layers) else None
+
+    def unknown_inputs(self, batch: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return mask tokens, int64 [B, count], and projected `mask_hidden`, [B, count, H]."""
+        unknown = self.project(self.mask_hidden)
+        ids = torch.full((batch, count), self.config.mask_token_id, device=unknown.device)
+        return ids, unknown.expand(batch, count, -1)
+
+    def element_inputs(self, known: Tensor, features: Tensor, deeper: int) -> tuple[Tensor, Tensor]:
+        """Return tokens, int64 [B, T + deeper], and carried states [B, T + deeper, H].
+
+        The elements of depth 0 come first: known tokens, int64 [B, T], and features [B, T, H]. They
+        are followed by the inputs of `deeper` deeper elements.
+        """
+        masks, unknown = self.unknown_inputs(known.shape[0], deeper)
+        return torch.cat([known, masks], dim=1), torch.cat([features, unknown], dim=1)
+
+    def states(
+        self,
+        token_ids: Tensor,
+        carried: Tensor,
+        position_ids: Tensor,
+        lengths: Tensor | None,
+        attends: Sequence[Attend],
+    ) -> Tensor:
+        """Run the layers over elements.
+
+        Args:
+            token_ids: int64 [B, E].
+            carried: features, or projected `mask_hidden`, [B, E, H].
+            position_ids: RoPE positions, int64 [B, E].
+            lengths: tokens of each element's document, int64 [B, E], or None (see `Rotary`).
+            attends: the attention of every layer.
+
+        Returns:
+            States [B, E, H], for `logits`.
+        """
+        cos, sin = self.rotary.cos_sin(position_ids, lengths, carried.dtype)
+        recompute = self.options.gradient_checkpointing
+        inputs: tuple[Tensor, ...] = (self.embed(token_ids), carried)
+        for layer, attend in zip(self.layers, attends, strict=True):
+            inputs = (run_layer(layer, *inputs, cos, sin, attend, recompute=recompute),)
+        return inputs[0]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Map states [..., H] to draft logits [..., Vd]."""
+        return self.lm_head(self.norm(states))
+
+    def step(
+        self,
+        token_ids: Tensor,
+        carried: Tensor,
+        position_ids: Tensor,
+        caches: Sequence[KVCache],
+        seen: Tensor | None = None,
+    ) -> Tensor:
+        """Process rows as serving does: causal, after the rows in `caches` (one per layer).
+
+        The other arguments and the result [B, E, H] are those of `states`. The new rows are
+        appended to the caches. `seen` bool [B, 1, E, length]: which rows, old and new, a new row
+        sees; None: causal.
+        """
+        attends = [
+            partial(cache.attend, scale=self.scale, seen=seen, window=window)
+            for cache, window in zip(caches, self.config.windows, strict=True)
+        ]
+        return self.states(token_ids, carried, position_ids, None, attends)
+
+    def attendings(self, mask_of: Callable[[int | None], AttentionMask]) -> list[Attending]:
+        """Prepare every layer's mask; `mask_of` returns that of a layer with a window."""
+        prepared = {
+            window: Attending.prepare(mask_of(window), self.config.head_dim, self.attention_backend)
+            for window in set(self.config.windows)
+        }
+        return [prepared[window] for window in self.config.windows]
+
+    # -- drafting and training --------------------------------------------------------------------
+
+    @classmethod
+    def own_settings(cls, options: PeagleOptions, facts: DatasetFacts) -> dict[str, Any]:
+        """Return the mask token (see Draft)."""
+        return {"mask_token_id": settle_mask_token(options.mask_token_id, facts)}
+
+    @property
+    def depth(self) -> int:
+        """Number of depths of its training."""
+        return self.options.depths
+
+    @property
+    def max_depth(self) -> int | None:
+        """The same: elements further from their anchor were never trained."""
+        return self.options.depths
+
+    def drafter(self, head: TargetHead) -> Drafter:
+        """Start drafting one sequence. The draft has its own head; `head` is not used."""
+        return ParallelDrafter(self)
+
+    def chains(
+        self, batch: DraftBatch, head: TargetHead, depth: int, *, scored_only: bool = False
+    ) -> Tensor:
+        """Draft greedily from every slot: int64 [B, T, depth]."""
+        return serving_chains(self, batch, depth, ScoredSlots(batch) if scored_only else None)
+
+    @torch.no_grad()
+    def draw(self, batch: DraftBatch) -> Tensor:
+        """Draw the elements of a batch, bool [B, K, T] (see `cod_sample`).
+
+        Training draws from torch's default generator. Evaluation draws the same elements every
+        time, by their index in the document, so that metrics depend neither on the packs nor on
+        earlier draws.
+        """
+        options, ids = self.options, batch.document_ids
+        mask = slot_mask_of(self, batch)
+        deeper, exact = options.depths - 1, torch.float64
+        if self.training:
+            uniforms = torch.rand(deeper, *mask.shape, dtype=exact, device=ids.device)
+        else:
+            fixed = torch.Generator().manual_seed(0)
+            table = torch.rand(mask.shape[1], deeper, generator=fixed, dtype=exact)  # [T, K-1]
+            uniforms = table.to(ids.device)[document_offsets(ids)].permute(2, 0, 1)
+        # uniforms: [K-1, B, T]
+        return cod_sample(mask, ids, uniforms, ratio=options.cod_ratio, floor=options.cod_floor)
+
+    @torch.no_grad()
+    def slot_counts(self, batch: DraftBatch, sample: Tensor | None = None) -> Tensor:
+        """Return the number of elements with a loss, weighted by depth, float64 [1].
+
+        If no `sample` bool [B, K, T] is given, draw one and keep it for the loss of the batch.
+        """
+        if sample is None:
+            sample = self.draw(batch)
+            self._samples.keep(_key(batch), sample)
+        supervised = element_masks(*slots_of(self, batch), batch.document_ids, sample)[1]
+        own = supervised.flatten(1).sum(1).double()  # [K]
+        return (own @ depth_weights(self.options.weights_of(self.depth), own))[None]
+
+    def loss(
+        self,
+        batch: DraftBatch,
+        head: TargetHead,
+        counts: Tensor | None,
+        sample: Tensor | None = None,
+    ) -> DraftLoss:
+        """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step.
+
+        `sample` bool [B, K, T] is, if absent, the one that `slot_counts` drew for the batch; if
+        there is none, it is drawn now.
+        """
+        sample = self._samples.take(_key(batch)) if sample is None else sample
+        return parallel_loss(
+            self,
+            batch_frame(self, batch, head),
+            sample=self.draw(batch) if sample is None else sample,
+            segments=self.options.segments,
+            kind=LossKind.of(self.options),
+            position_weights=self.options.weights_of(self.depth),
+            count=counts,
+        )
+
+    @staticmethod
+    def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:
+        """Turn added sums into metrics; a depth's weight is its share of the weighted elements."""
+        share = sums["weighted"] / sums["weighted"].sum().clamp_min(1e-30)
+        return summarise(sums | {"weighted": sums["supervised"] * share})
+
+
+def _key(batch: DraftBatch) -> tuple[object, ...]:
+    """Return what identifies a batch within its step, with or without its states."""
+    return (tuple(map(tuple, batch.rows)), tuple(batch.document_ids.shape))
+
+
+# -- drafting --------------------------------------------------------------------------------------
+
+
 class ParallelDrafter(Drafter):
     """Drafts all tokens of a round with one forward pass."""
 
-    def __init__(self, draft: PeagleModel) -> None:
+    def __init__(self, draft: PeagleDraft) -> None:
         """Start a sequence."""
         self._draft = draft
         self._caches = draft.new_caches()
@@ -80,7 +330,7 @@ class ParallelDrafter(Drafter):
 
 @torch.no_grad()
 def serving_chains(
-    draft: PeagleModel, batch: DraftBatch, depth: int, scored: ScoredSlots | None = None
+    draft: PeagleDraft, batch: DraftBatch, depth: int, scored: ScoredSlots | None = None
 ) -> Tensor:
     """Draft greedily from every slot as serving would.
 
@@ -117,7 +367,7 @@ def serving_chains(
 
 
 def _deeper(
-    draft: PeagleModel,
+    draft: PeagleDraft,
     batch: DraftBatch,
     caches: Sequence[KVCache],
     slots: Tensor,
@@ -157,7 +407,7 @@ def _deeper(
 
 
 def _attends(
-    draft: PeagleModel,
+    draft: PeagleDraft,
     mask_of: Callable[[int | None], AttentionMask],
     caches: Sequence[KVCache],
 ) -> list[Attend]:
@@ -173,107 +423,160 @@ def _attends(
     return [after(cache, attending) for cache, attending in zip(caches, layers, strict=True)]
 
 
-class PeagleDraft(PeagleModel):
-    """The draft that `spec-train fit peagle` trains."""
-
-    def __init__(self, config: PeagleConfig, options: PeagleOptions | None = None) -> None:
-        """Make a draft with random weights and the first Vd tokens as draft vocabulary."""
-        super().__init__(config, options)
-        self._samples = SampleStore()
-
-    @classmethod
-    def own_settings(cls, options: PeagleOptions, facts: DatasetFacts) -> dict[str, Any]:
-        """Return the mask token (see Draft)."""
-        return {"mask_token_id": settle_mask_token(options.mask_token_id, facts)}
-
-    @property
-    def depth(self) -> int:
-        """Number of depths of its training."""
-        return self.options.depths
-
-    @property
-    def max_depth(self) -> int | None:
-        """The same: elements further from their anchor were never trained."""
-        return self.options.depths
-
-    def drafter(self, head: TargetHead) -> ParallelDrafter:
-        """Start drafting one sequence. The draft has its own head; `head` is not used."""
-        return ParallelDrafter(self)
-
-    def chains(
-        self, batch: DraftBatch, head: TargetHead, depth: int, *, scored_only: bool = False
-    ) -> Tensor:
-        """Draft greedily from every slot: int64 [B, T, depth]."""
-        return serving_chains(self, batch, depth, ScoredSlots(batch) if scored_only else None)
-
-    @torch.no_grad()
-    def draw(self, batch: DraftBatch) -> Tensor:
-        """Draw the elements of a batch, bool [B, K, T] (see `cod_sample`).
-
-        Training draws from torch's default generator. Evaluation draws the same elements every
-        time, by their index in the document, so that metrics depend neither on the packs nor on
-        earlier draws.
-        """
-        options, ids = self.options, batch.document_ids
-        mask = slot_mask_of(self, batch)
-        deeper, exact = options.depths - 1, torch.float64
-        if self.training:
-            uniforms = torch.rand(
-                deeper, *mask.shape, dtype=exact, device=ids.device
-            )  # [K-1, B, T]
-        else:
-            fixed = torch.Generator().manual_seed(0)
-            table = torch.rand(mask.shape[1], deeper, generator=fixed, dtype=exact)  # [T, K-1]
-            uniforms = table.to(ids.device)[document_offsets(ids)].permute(2, 0, 1)  # [K-1, B, T]
-        return cod_sample(mask, ids, uniforms, ratio=options.cod_ratio, floor=options.cod_floor)
-
-    @property
-    def _weighed(self) -> Weighed:
-        """The loss and the weights of the depths that the options name."""
-        return Weighed(LossKind.of(self.options), self.options.weights_of(self.options.depths))
-
-    @torch.no_grad()
-    def slot_counts(self, batch: DraftBatch, sample: Tensor | None = None) -> Tensor:
-        """Return the number of elements with a loss, weighted by depth, float64 [1].
-
-        If no `sample` bool [B, K, T] is given, draw one and keep it for the loss of the batch.
-        """
-        if sample is None:
-            sample = self.draw(batch)
-            self._samples.keep(_key(batch), sample)
-        supervised = element_masks(*slots_of(self, batch), batch.document_ids, sample)[1]
-        return self._weighed.total(supervised)[None]
-
-    def loss(
-        self,
-        batch: DraftBatch,
-        head: TargetHead,
-        counts: Tensor | None,
-        sample: Tensor | None = None,
-    ) -> DraftLoss:
-        """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step.
-
-        `sample` bool [B, K, T] is, if absent, the one that `slot_counts` drew for the batch; if
-        there is none, it is drawn now.
-        """
-        if sample is None:
-            sample = self._samples.take(_key(batch))
-        if sample is None:
-            sample = self.draw(batch)
-        frame, segments = batch_frame(self, batch, head), self.options.segments
-        return parallel_loss(
-            self, frame, sample=sample, segments=segments, weighed=self._weighed, count=counts
-        )
-
-    @staticmethod
-    def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:
-        """Turn added sums into metrics; a depth's weight is its share of the weighted elements."""
-        weighted = sums.get("weighted", sums["supervised"])
-        least = 1 if "weighted" not in sums else 1e-30
-        share = weighted / weighted.sum().clamp_min(least)
-        return summarise(sums | {"weighted": sums["supervised"] * share})
+# -- loss ------------------------------------------------------------------------------------------
 
 
-def _key(batch: DraftBatch) -> tuple[object, ...]:
-    """Return what identifies a batch within its step, with or without its states."""
-    return (tuple(map(tuple, batch.rows)), tuple(batch.document_ids.shape))
+def peagle_loss(
+    draft: PeagleDraft,
+    *,
+    sample: Tensor,
+    segments: int = 1,
+    kind: str | LossKind = "kl",
+    position_weights: Sequence[float] | None = None,
+    count: Tensor | None = None,
+    **inputs: Any,
+) -> DraftLoss:
+    """Compute the P-EAGLE loss of plain tensors in the shifted frame.
+
+    Args:
+        draft: the weights, as `PeagleDraft.from_pretrained` reads them.
+        sample: the elements, bool [B, K, T] by depth and anchor, as `cod_sample` draws them; every
+            slot is attended to at depth 0, in the sample or not.
+        segments: parts of a pack that are trained one after the other; the loss and the gradients
+            are the same for any number.
+        kind: a name of `losses.KINDS`, or a `LossKind` with its target and numbers.
+        position_weights: weights of the K depths; None: all are 1.
+        count: denominator [1] over the whole optimizer step; None: that of this batch.
+        **inputs: the arguments of `frames.shifted_frame`, with their shapes there:
+            aux_hidden_states and input_ids; loss_mask or slot_mask; one teacher:
+            logits, or final_hidden with head, or target_probs with position_mask (and target_mass
+            if the draft vocabulary is reduced); and optionally target_argmax, target_logsumexp,
+            document_ids, position_ids, attention_mask.
+
+    Raises:
+        DraftError: not exactly one teacher or one mask, inputs of the other frame, or a
+            sample of another shape than the batch.
+        TypeError: an input is unknown or missing.
+    """
+    frame = shifted_frame(draft, **inputs)
+    batch, length = frame.input_ids.shape
+    if sample.ndim != 3 or sample.shape[0] != batch or sample.shape[2] != length:
+        raise DraftError(f"sample is {list(sample.shape)}: expected [{batch}, depths, {length}]")
+    return parallel_loss(
+        draft,
+        frame,
+        sample=sample,
+        segments=segments,
+        kind=kind if isinstance(kind, LossKind) else LossKind(name=kind),
+        position_weights=position_weights,
+        count=count,
+    )
+
+
+def depth_weights(given: Sequence[float] | None, like: Tensor) -> Tensor:
+    """Return the weights of the depths, float64 [K], where `like` [K] is; None: all are 1."""
+    weights = torch.tensor([1.0] * len(like) if given is None else given, dtype=torch.float64)
+    return weights.to(like.device, non_blocking=True)  # the host does not wait
+
+
+def parallel_loss(
+    draft: PeagleDraft,
+    frame: Frame,
+    *,
+    sample: Tensor,
+    segments: int,
+    kind: LossKind,
+    position_weights: Sequence[float] | None,
+    count: Tensor | None,
+) -> DraftLoss:
+    """Compute the loss of a frame; the arguments are those of `peagle_loss`."""
+    drafted, supervised = element_masks(
+        frame.mask, frame.rows, frame.choice, frame.document_ids, sample
+    )
+    own = supervised.flatten(1).sum(1).double()  # [K]
+    weights = depth_weights(position_weights, own)  # [K]
+    total = own @ weights if count is None else count.to(own).sum()
+    shares = weights / total.clamp_min(1e-30)  # [K]; the weights may add up to less than 1
+    tally = _Tally(torch.zeros_like(own), torch.zeros_like(own), torch.zeros_like(drafted))
+    losses = [
+        partial(_segment_loss, draft, frame, elements, shares, kind, tally)
+        for elements in segments_of(sample, drafted, frame.document_ids, segments, draft.reach)
+    ]
+    if not losses:
+        loss = draft.zero_loss()
+    elif len(losses) > 1 and torch.is_grad_enabled():
+        loss = InTurn.apply(losses, *draft.trainable_parameters())
+    else:
+        loss = torch.stack([part() for part in losses]).sum()
+    sums = {
+        "loss": tally.loss,
+        "supervised": own,
+        "weighted": own * weights,
+        "drafted": drafted.flatten(1).sum(1).double(),
+        "hits": tally.hits.flatten(1).sum(1).double(),
+        "acceptance": tally.acceptance,
+        **chain_sums(tally.hits, drafted),
+    }
+    return DraftLoss(loss, sums)
+
+
+@dataclass(frozen=True)
+class _Tally:
+    """Sums that every segment adds to: per depth, and hits by depth, pack and anchor."""
+
+    loss: Tensor  # float64 [K]
+    acceptance: Tensor  # float64 [K]
+    hits: Tensor  # bool [K, B, T]
+
+
+def _segment_loss(
+    draft: PeagleDraft,
+    frame: Frame,
+    elements: Elements,
+    weights: Tensor,
+    kind: LossKind,
+    tally: _Tally,
+) -> Tensor:
+    """Return the losses of a segment times `weights` [K], summed, with a graph; add to the tally.
+
+    The tally's losses have no weights.
+    """
+    states = element_states(draft, frame, elements)  # [B, E, H]
+    hidden = draft.norm(states.flatten(0, 1)[elements.place])  # [n, H]
+    depth, row, anchor = elements.where  # [n] each
+    slots = row * frame.input_ids.shape[1] + anchor + depth  # [n], flat, ascending
+    choice = frame.choice[torch.searchsorted(frame.rows, slots)]  # [n]
+    trained = choice >= 0  # [n]: the target's choice is in the draft vocabulary
+    shared = SharedTeacher(frame.teacher, slots, entropy=kind.name == "kl" and not kind.hard)
+
+    def teacher(part: slice) -> SharedRows:
+        found = shared(part)
+        return found.labelled(choice[part]) if kind.hard else found
+
+    factors = (trained * weights.to(wide(hidden).dtype)[depth])[:, None]  # [n, 1]
+    loss, stats = head_loss(hidden[:, None], draft.lm_head.weight, teacher, factors, kind)
+    with torch.no_grad():
+        tally.loss.index_add_(0, depth, stats.loss[:, 0].double() * trained)
+        tally.acceptance.index_add_(0, depth, stats.acceptance[:, 0].double())
+        tally.hits[depth, row, anchor] = stats.best[:, 0] == choice
+    return loss
+
+
+def element_states(draft: PeagleDraft, frame: Frame, elements: Elements) -> Tensor:
+    """Return the states [B, E, H] of a segment's elements."""
+    part = slice(elements.first, elements.stop)
+    features = draft.project(frame.aux[:, part])  # [B, E - D, H]
+    tokens, carried = draft.element_inputs(frame.input_ids[:, part], features, elements.deeper)
+    lengths = rope_lengths(draft.rotary, frame.document_ids, elements.anchors)  # [B, E]
+    mask_of = partial(
+        parallel_mask,
+        elements.document_ids,
+        elements.anchors,
+        elements.depths,
+        elements.stop - elements.first,
+    )
+    attends: list[Attend] = [
+        partial(attending, scale=draft.scale) for attending in draft.attendings(mask_of)
+    ]
+    positions = frame.position_ids.gather(1, elements.anchors) + elements.depths  # [B, E]
+    return draft.states(tokens, carried, positions, lengths, attends)

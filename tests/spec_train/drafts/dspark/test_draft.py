@@ -13,16 +13,20 @@ from spec_data.shards.packing import PADDING, row_layout
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.batch import padding_batch
 from spec_train.drafts import DRAFTS
-from spec_train.drafts.dspark.draft import BlockTokens, DFlashDraft, DSparkDraft
-from spec_train.drafts.dspark.loss import (
+from spec_train.drafts.dspark.blocks import (
     Blocks,
     anchor_candidates,
-    batch_context,
-    block_states,
     drafted_mask,
-    dspark_loss,
     expected_weights,
     sample_blocks,
+)
+from spec_train.drafts.dspark.draft import (
+    BlockTokens,
+    DFlashDraft,
+    DSparkDraft,
+    batch_context,
+    block_states,
+    dspark_loss,
 )
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import reliability

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from spec_train.drafts.dspark.draft import dspark_loss
 from spec_train.drafts.dspark.head_loss import block_rows_loss
-from spec_train.drafts.dspark.loss import dspark_loss
 from spec_train.losses.menu import LowRank, TeacherRows
 from tests import tolerance
 from tests.spec_train.drafts.dspark.cases import (

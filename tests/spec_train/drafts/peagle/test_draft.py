@@ -13,8 +13,7 @@ from torch import Tensor
 
 from spec_data.shards.packing import pack_documents, shift_left
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts.peagle.draft import PeagleDraft
-from spec_train.drafts.peagle.loss import peagle_loss
+from spec_train.drafts.peagle.draft import PeagleDraft, peagle_loss
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import batch_of, packed

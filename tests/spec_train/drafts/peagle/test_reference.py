@@ -11,8 +11,7 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import HeadSpec
 from spec_train.attention.masked import BACKENDS
 from spec_train.drafts.draft import DraftLoss
-from spec_train.drafts.peagle.draft import PeagleDraft
-from spec_train.drafts.peagle.loss import peagle_loss
+from spec_train.drafts.peagle.draft import PeagleDraft, peagle_loss
 from spec_train.losses import menu as losses
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind

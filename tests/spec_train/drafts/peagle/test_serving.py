@@ -9,8 +9,8 @@ from torch import Tensor
 from spec_data.shards.packing import shift_left
 from spec_train.drafts.frames import Frame
 from spec_train.drafts.peagle import draft as peagle_serving
-from spec_train.drafts.peagle.draft import ParallelDrafter, PeagleDraft
-from spec_train.drafts.peagle.loss import element_states, segments_of
+from spec_train.drafts.peagle.draft import ParallelDrafter, PeagleDraft, element_states
+from spec_train.drafts.peagle.elements import segments_of
 from tests.spec_train.drafts.any_draft import draft_for
 from tests.spec_train.drafts.peagle.cases import (
     Case,
