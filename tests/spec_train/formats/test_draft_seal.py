@@ -108,7 +108,7 @@ def test_every_command_refuses_it(dataset, own, tmp_path, capsys):
         assert "not as it was sealed" in error and "--accept-edited" in error, command
         assert "Traceback" not in error
     with pytest.raises(DraftError, match="not as it was sealed"):
-        spec_train.simulate_acceptance(own, data)
+        spec_train.evaluate(own, data=data)
 
 
 def test_an_edit_on_purpose_is_accepted_with_a_flag_and_sealed_by_an_export(
