@@ -130,15 +130,6 @@ def test_sources_are_spread_over_batches_as_in_a_random_draw(plan):
     assert mean(spread_of_length(batches, MIXED) for batches in old) > 1.8 * expected
 
 
-def test_batches_do_not_drift_over_an_epoch():
-    """Best-fit keeps nothing for the end: the mean length does not follow the place."""
-    slopes = []
-    for seed in range(6):
-        means = [mean(MIXED[d] for pack in b for d in pack) for b in one_of_all(seed)]
-        slopes.append(float(np.corrcoef(np.arange(len(means)), means)[0, 1]))
-    assert abs(mean(slopes)) < 0.15
-
-
 def test_a_run_beside_generation_has_the_same_contents():
     """Windows of several units: inside each, documents are drawn at random."""
     units, usable = np.arange(0, 3001, 100), np.ones(3000, bool)

@@ -11,7 +11,6 @@ import torch
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.vocabulary import choose_draft_vocabulary, vocabulary_coverage
-from spec_train.training.result import FitResult, log_result
 from spec_train.training.run_size import with_intervals
 from spec_train.training.setup import make_splits
 from spec_train.training.trainer import Trainer
@@ -89,17 +88,6 @@ def test_training_that_does_not_improve_is_called_out(config, caplog):
     result = run(change(config, out=config.out + "-b", init_from=config.out, lr=1e-30, seed=2))
     assert result.best["step"] == 0
     assert "warning: 12 steps did not improve the draft" in caplog.text
-
-
-def test_a_run_that_improved_or_has_not_finished_is_not_called_out(caplog):
-    best = {"step": 0, "acceptance_length": 1.0}
-    for result in (
-        FitResult(Path("run"), 12, True, best=best | {"step": 4}),
-        FitResult(Path("run"), 0, True, best=best),
-        FitResult(Path("run"), 3, False, 15, best=best),
-    ):
-        log_result(result)
-    assert "did not improve" not in caplog.text
 
 
 # --- how often ------------------------------------------------------------------------------------

@@ -13,14 +13,11 @@ from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.reports.run_page import page_of
-from spec_train.simulation.train_serve_gap import ENOUGH
-from spec_train.training.result import FitResult, log_result
 from spec_train.training.setup import fit
 from spec_train.training.stored import HELD_OUT
 from spec_train.training.validation import SAMPLES
 from tests.spec_train.drafts.any_draft import SMALL
 from tests.spec_train.evaluation.tools import run_eval
-from tests.spec_train.training.ranks_tools import fit_well
 from tests.spec_train.training.tools import learnable_dataset, metrics
 
 TIES = 2  # rounds
@@ -66,40 +63,12 @@ def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
     assert "Acceptance" in titles and "Drafted tokens" in titles
 
 
-def test_ranks_measure_together(data, tmp_path):
-    """Each rank walks its own documents; rank 0 keeps the samples of all."""
-    config = config_of(data, tmp_path / "one", steps=2, batch_size=2, dtype="fp32")
-    fit_well(config, 1)
-    alone = json.loads((Path(config.out) / HELD_OUT).read_text())
-    config = dataclasses.replace(config, out=str(tmp_path / "two"), batch_size=1)
-    fit_well(config, 2)
-    together = json.loads((Path(config.out) / HELD_OUT).read_text())
-    assert together["simulated"]["rounds"] == pytest.approx(alone["simulated"]["rounds"], abs=TIES)
-    names = [[sample["name"] for sample in kept["samples"]] for kept in (alone, together)]
-    assert sorted(names[0]) == sorted(names[1]) and len(names[0]) == SAMPLES
-    assert together["supervised_tokens"] == alone["supervised_tokens"]
-
-
 @pytest.mark.parametrize("kind", SMALL)
 def test_it_is_measured_in_bf16_too(data, tmp_path, kind):
     config = config_of(data, tmp_path / "run", dtype="bf16", steps=2)
     fit(kind, config, DRAFT_OPTIONS[kind](**SMALL[kind]))
     last = metrics(config.out)[-1]
     assert last["serving_like_rounds"] > 20 and last["serving_like_length"] >= 1
-
-
-def test_a_draft_that_serves_worse_than_it_trains_is_called_out(caplog):
-    best = {"step": 4, "acceptance_length": 3.0, "product_limit_length": 3.0}
-    for served, rounds, warned in ((2.2, ENOUGH, 1), (2.2, ENOUGH - 1, 0), (2.9, ENOUGH, 0)):
-        caplog.clear()
-        figures = best | {"serving_like_uncut": served, "serving_like_rounds": rounds}
-        log_result(FitResult(Path("run"), 12, True, best=figures))
-        assert caplog.text.count("training counts 3.00 tokens per verification") == warned
-    caplog.clear()
-    log_result(FitResult(Path("run"), 12, True, best=best))
-    assert "warning" not in caplog.text  # no serving-like round was measured
-    figures = best | {"serving_like_length": 2.2, "loss": 1.0}
-    assert "serving-like length 2.200" in str(FitResult(Path("run"), 12, True, best=figures))
 
 
 def test_a_run_warns_of_a_draft_that_is_worse_on_its_own_states(
