@@ -15,10 +15,6 @@ class ConfigError(SpecDataError, ValueError):
     """A setting is unknown, of the wrong type, or contradicts another."""
 
 
-class OptionError(ConfigError, TypeError):
-    """A keyword argument that a function does not have."""
-
-
 class CorpusError(SpecDataError, ValueError):
     """A corpus cannot be read or rendered."""
 

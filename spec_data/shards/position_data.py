@@ -71,15 +71,8 @@ class RopeTable:
 class Positions:
     """How a target tells positions apart, and the form of its final norm.
 
-    Attributes:
-        kind: "rope"; "learned" (an embedding of positions); "unknown": nothing was found.
-        proven: whether `tables` were compared with the modules, and equal.
-        reason: why they are not proven; empty if they are.
-        proven_to: positions 0 to proven_to - 1 were sampled.
-        difference: the largest difference of a cosine or sine.
-        tables: by layer type; one table for all layers has the name "full_attention".
-        norm: of the final norm, `kind` ("rms" or "layer"), `eps`, and `offset`, which is added to
-            its weight; empty if not found out.
+    The fields are those of the manifest (FORMAT.md); `tables` is by layer type, and one table for
+    all layers has the name "full_attention".
     """
 
     kind: str = UNKNOWN

@@ -140,11 +140,7 @@ class HiddenStatesDataset:
             raise MissingError(text) if missing else DatasetError(text)
 
     def _open_sources(self, view: View) -> "tuple[HiddenStatesDataset, ...]":
-        """Open what a view refers to, and prove that it is what it was.
-
-        Raises:
-            MissingError: a source was moved or deleted. DatasetError: it was changed or replaced.
-        """
+        """Open what a view refers to, and prove that it is what it was."""
         opened = []
         made = self.manifest.provenance
         redo = f"or make the view again with `spec-data {made.command if made else 'select'}`"

@@ -1,6 +1,6 @@
 """The manifest and the columns: how a dataset describes itself. Both are validated when read.
 
-A token column holds one value (width None) or one vector (width W) per token of a document, as
+FORMAT.md explains the fields. A token column holds one value (width None) or one vector (width W) per token of a document, as
 `large_list<storage>` or `large_list<fixed_size_list<storage>[W]>`. A column with a lossy codec has
 several such fields, its parts: the codes under the column's own name, the scale of every token, and
 the tokens stored in bf16. A sparse column stores only tokens whose next token is supervised.
@@ -42,10 +42,8 @@ from spec_data.shards.records import (
 from spec_data.shards.view import View
 
 # -- head spec -------------------------------------------------------------------------------------
-# The target's LM head as data: logits = softcap(scale * (W f + b)).
-#
-# Both programs compute logits from `hidden.final` with `apply_head`. Generation proves it against
-# the model, and training and verification then use the same function.
+# The target's LM head as data: logits = softcap(scale * (W f + b)). Generation proves `apply_head`
+# against the model, and training and verification then use the same function.
 
 
 class HeadSpec(Record, frozen=True, kw_only=True):
@@ -110,14 +108,7 @@ TEACHERS = ("topk_ids", "topk_logits", "logits", "target_argmax", "target_logsum
 
 
 class CodecError(Record, frozen=True, kw_only=True):
-    """What a lossy codec loses of a column, measured on held-out tokens that are not stored raw.
-
-    Attributes:
-        mse_median, mse_max: over channels, the mean squared error over the channel's variance.
-        escaped: share of tokens that are stored in bf16; tokens: how many were measured.
-        kl: nats from the teacher to its decoded self; only of `hidden.final`, as the rest is.
-        logit_median, logit_q99, logit_max: of `logit_error` per token.
-    """
+    """What a lossy codec loses of a column, measured on held-out tokens that are not stored raw."""
 
     mse_median: Share
     mse_max: Share
@@ -411,7 +402,7 @@ class CodecTables(Record, frozen=True, kw_only=True):
 
 
 class RopeRecord(Record, frozen=True, kw_only=True):
-    """A table of rotary frequencies; `position_data.RopeTable` explains the fields."""
+    """A table of rotary frequencies."""
 
     dimensions: Size
     factor: float = explicit(1.0)
@@ -420,7 +411,7 @@ class RopeRecord(Record, frozen=True, kw_only=True):
 
 
 class PositionsRecord(Record, frozen=True, kw_only=True):
-    """How the target tells positions apart; `position_data.Positions` explains the fields."""
+    """How the target tells positions apart."""
 
     kind: str = explicit("unknown")
     proven: bool = False
@@ -445,17 +436,7 @@ class PackingRecord(Record, frozen=True, kw_only=True):
 
 
 class CountsRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What happened to every corpus row and every document.
-
-    Attributes:
-        read: corpus rows; bad_rows: those that could not be parsed.
-        unrendered: rows without a document, by reason; unrendered_examples: the first of each.
-        rendered: documents; dropped: documents that were dropped, by reason.
-        cut: documents that were cut to the maximum length; tokens_cut: tokens lost by it.
-        tail_tokens_trimmed: tokens after the last supervised token that were removed.
-        rendering: rows by the method that proved their turns, and counts of what was left out.
-        stored: documents; rendered = stored + dropped.
-    """
+    """What happened to every corpus row and every document: rendered = stored + dropped."""
 
     read: Count = 0
     bad_rows: Count = 0
@@ -530,7 +511,7 @@ class _Facts(msgspec.Struct):
 
 
 class Manifest(Record, frozen=True, kw_only=True, dict=True):
-    """manifest.json: everything that decided the bytes of a dataset; FORMAT.md explains the fields.
+    """manifest.json: everything that decided the bytes of a dataset.
 
     `where` is the file, for messages; it is not stored. Without shards and fingerprint it is the
     draft of a dataset, or the common part of several.

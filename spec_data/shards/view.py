@@ -1,14 +1,8 @@
 """A view: a dataset without shards, whose manifest refers to rows and columns of other datasets.
 
-    manifest.json    as of every dataset, and `view`: the sources, and which columns come from where
-    index.arrow      a row per document: where it is stored, and what depends on its loss mask
-
-A source is a stored dataset, never a view: a view of a view refers to the sources of that one. It
-is named by its path, relative to the view where both are local, and by its fingerprint, which pins
-every byte of it.
-
-The columns of a view form groups. A document has one location for each group: the number of the
-source, and of the document in it. Most views have one group; `join` makes several.
+A source is a stored dataset, never a view: a view of a view refers to the sources of that one. Its
+fingerprint pins every byte of it. The columns of a view form groups; a document has one location
+for each group. Most views have one group; `join` makes several.
 """
 
 import os
@@ -47,11 +41,7 @@ class View(Record, frozen=True, kw_only=True):
 
 
 def view_index_schema(view: View) -> pa.Schema:
-    """Return the schema of index.arrow.
-
-    `source_number.G` and `document.G` are the location of the columns of group G. `spans` has
-    the first token of every supervised span and the one after its last.
-    """
+    """Return the schema of index.arrow; FORMAT.md explains it."""
     numbers = ["tokens", "supervised", "first_supervised"]
     for group in range(len(view.groups)):
         numbers += [f"source_number.{group}", f"document.{group}"]

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import threading
-from collections import Counter
 from pathlib import Path
 
 import fsspec
@@ -295,44 +294,6 @@ def test_a_list_that_is_late(system, monkeypatch):
 
     monkeypatch.setattr(Storage, "sizes", sizes)
     assert len(HiddenStatesDataset(URL)) == 24
-
-
-def test_errors_that_pass_are_tried_again(system, monkeypatch):
-    left: Counter = Counter({OSError: 2, TimeoutError: 1})
-    memory = type(system)
-
-    def flaky(function):
-        def call(self, *arguments, **more):
-            for error in [OSError, TimeoutError, PermissionError]:
-                if left[error]:
-                    left[error] -= 1
-                    raise error("passing")
-            return function(self, *arguments, **more)
-
-        return call
-
-    cut, whole = [2], memory.get_file
-
-    def short(self, rpath, lpath, **more):
-        whole(self, rpath, lpath, **more)
-        if cut[0]:
-            cut[0] -= 1
-            Path(lpath).write_bytes(Path(lpath).read_bytes()[:-1])
-            if cut[0]:
-                raise EOFError("the connection was closed")
-
-    monkeypatch.setattr(memory, "cat_file", flaky(memory.cat_file))
-    monkeypatch.setattr(memory, "get_file", flaky(short))
-    dataset = HiddenStatesDataset(URL)
-    left[OSError] = 2
-    assert dataset[3]["hidden.L1"].isfinite().all() and cut == [0]
-    left[OSError] = 99
-    with pytest.raises(RunError, match="4 tries failed, the last with: OSError: passing"):
-        HiddenStatesDataset(URL)
-    left.clear()
-    left[PermissionError] = 1
-    with pytest.raises(ConfigError, match=r"access refused .*renew or set the credentials"):
-        HiddenStatesDataset(URL)
 
 
 def test_inspect_and_verify(system, local, capsys):
