@@ -194,11 +194,6 @@ class HiddenStatesDataset:
             found[name] = f"{str(column.logical).removeprefix('torch.')} {shape}"
         return found
 
-    @property
-    def num_rows(self) -> int:
-        """Number of documents."""
-        return len(self)
-
     def __len__(self) -> int:
         return self.manifest.totals.documents
 

@@ -1,9 +1,10 @@
 """The manifest and the columns: how a dataset describes itself. Both are validated when read.
 
-FORMAT.md explains the fields. A token column holds one value (width None) or one vector (width W) per token of a document, as
-`large_list<storage>` or `large_list<fixed_size_list<storage>[W]>`. A column with a lossy codec has
-several such fields, its parts: the codes under the column's own name, the scale of every token, and
-the tokens stored in bf16. A sparse column stores only tokens whose next token is supervised.
+FORMAT.md explains the fields. A token column holds one value (width None) or one vector (width W)
+per token of a document, as `large_list<storage>` or `large_list<fixed_size_list<storage>[W]>`. A
+column with a lossy codec has several such fields, its parts: the codes under the column's own name,
+the scale of every token, and the tokens stored in bf16. A sparse column stores only tokens whose
+next token is supervised.
 """
 
 import itertools
