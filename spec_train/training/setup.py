@@ -30,7 +30,6 @@ from spec_train.drafts.config import special_ids
 from spec_train.drafts.vocabulary import vocabulary_coverage
 from spec_train.losses.head import TargetHead
 from spec_train.options.data_option import parse_sources
-from spec_train.options.draft_options import draft_options
 from spec_train.options.training import Training
 from spec_train.training.announce import announce, log_vocabulary
 from spec_train.training.checkpoint import RunDirectory
@@ -51,24 +50,19 @@ def fit(draft_name: str, config: Training, options: Any) -> FitResult:
 
     Raises:
         DraftError: there is no draft `draft_name`.
-        ConfigError: the run directory holds a run with other settings, or `options` are those of
-            another draft.
+        ConfigError: the run directory holds a run with other settings.
         DatasetError, MissingError: the dataset cannot be read.
         RunError: training failed, on this rank or on another one.
     """
-    expected = draft_options(draft_name)
-    if type(options) is not expected:
-        raise ConfigError(
-            f"{draft_name} takes {expected.__name__}, not {type(options).__name__}: its options "
-            "come from spec_train.options.draft_options"
-        )
     check_directory_to_write("--out", config.out)
     with (
         Ranks(usable_device(config.device), config.sharding) as ranks,
         contextlib.ExitStack() as at_end,
     ):
         kind, dataset, config = _open(draft_name, config, options)
-        run, started = None, None  # rank 0 alone writes, and knows of a run to resume
+
+        # a new run, or one to resume: rank 0 knows, and is the only one that writes
+        run = started = None
         if ranks.is_main:
             run = at_end.enter_context(contextlib.closing(RunDirectory(config.out, config.keep)))
             started = run.started()
@@ -76,7 +70,8 @@ def fit(draft_name: str, config: Training, options: Any) -> FitResult:
         config, options, splits = _settled(
             kind, config, options, dataset, ranks.world_size, started
         )
-        total, saved = 0, None
+        total = 0
+        saved = None
         if run is not None:
             world = ranks.world_size
             identity = run_identity(kind.name, dataset, config, options, splits.border, world)
@@ -92,16 +87,19 @@ def fit(draft_name: str, config: Training, options: Any) -> FitResult:
             log.info("%s: nothing to do, %s", result.directory, result)
             return result
 
+        # the draft: new, of --init-from, or of the checkpoint, which also holds the vocabulary
         head = _head(config, dataset, ranks)
         counts = None
         if saved is None:
             counts = count_supervised_tokens(dataset, splits.train, ranks)
             draft = _new_draft(kind, config, options, dataset, head, counts)
-        else:  # a checkpoint also holds the vocabulary
+        else:
             draft = kind.from_pretrained(saved.path)
             draft.use_options(options)  # a few of them may change when a run resumes
             draft.join(head, dataset.manifest, str(saved.path))
         ranks.gather(None)  # raises if another rank failed before this point
+
+        # the loop, from step 0 or from the checkpoint
         trainer = Trainer(draft, head, config, dataset, splits, total, run, ranks)
         if isinstance(dataset, FollowedDataset):  # its validation documents come first
             dataset.wait_for(splits.validation.rows.tolist(), threading.Event())

@@ -84,8 +84,8 @@ class Trainer:
         dataset: Documents,
         splits: Splits,
         total: int,
-        run: RunDirectory | None = None,
-        ranks: Ranks | None = None,
+        run: RunDirectory | None,
+        ranks: Ranks,
     ) -> None:
         """Prepare a run of `total` steps at step 0. `config` is resolved: no option is "auto".
 
@@ -93,7 +93,7 @@ class Trainer:
         dtype of the forward pass. `run` is None on every rank except rank 0.
         """
         self.head, self.config, self.dataset = head, config, dataset
-        self.ranks = ranks or Ranks(config.device)
+        self.ranks = ranks
         self.total, self.step, self.tokens = total, 0, 0
         self.best: dict[str, Any] | None = None
         self.device = self.ranks.device
