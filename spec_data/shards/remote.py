@@ -16,7 +16,7 @@ import hashlib
 import os
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
@@ -215,10 +215,7 @@ class Mirror:
             MissingError: there is no such shard. DatasetError: it is not the manifest's.
             ConfigError, RunError: as `Storage`, or the disk has no room.
         """
-        coming = self._coming.pop(record.sha256, None)
-        if coming is not None and not coming.cancel():
-            wait((coming,))  # if it failed, the same is tried again below
-        try:
+        try:  # a lock waits for what `fetch_ahead` has begun; if that fails, it is tried again
             return self._fetch(record, threading.Event())
         except FileNotFoundError:
             error = MissingError(f"{self.storage.where(record.file)}: shard is missing")

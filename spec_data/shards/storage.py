@@ -32,7 +32,11 @@ _FINAL = (
 
 
 class Storage:
-    """The objects below one URL. Names are relative to it, with slashes."""
+    """The objects below one URL. Names are relative to it, with slashes.
+
+    What asks the storage raises ConfigError (no access) or RunError (all tries failed);
+    `read` and `download` raise FileNotFoundError where there is no such object.
+    """
 
     def __init__(self, url: str | Path, flag: str = "--data", write: bool = False) -> None:
         """Make the client; nothing is read.
@@ -61,11 +65,7 @@ class Storage:
         return f"{self.url}/{name}" if name else self.url
 
     def read(self, name: str) -> bytes:
-        """Read a whole object.
-
-        Raises:
-            FileNotFoundError: there is none. ConfigError: no access. RunError: all tries failed.
-        """
+        """Read a whole object."""
         return self._tried(name, lambda: self._system.cat_file(self._path(name), **self._whole))
 
     def size(self, name: str) -> int | None:
@@ -87,20 +87,12 @@ class Storage:
         return {path[root:]: info["size"] for path, info in found.items()}
 
     def write(self, name: str, data: bytes | str) -> None:
-        """Write an object; others see the old one or the new one, whole.
-
-        Raises:
-            ConfigError: no access. RunError: all tries failed.
-        """
+        """Write an object; others see the old one or the new one, whole."""
         content = data.encode() if isinstance(data, str) else data
         self._tried(name, lambda: self._system.pipe_file(self._path(name), content))
 
     def upload(self, name: str, file: Path) -> None:
-        """Write an object from a local file, and compare its size afterwards.
-
-        Raises:
-            ConfigError: no access. RunError: all tries failed.
-        """
+        """Write an object from a local file, and compare its size afterwards."""
 
         def put() -> None:
             self._system.put_file(str(file), self._path(name))
@@ -114,9 +106,6 @@ class Storage:
         """Write an object from bytes or a local file, unless it exists; return False if it does.
 
         After a try whose answer was lost, the object may be one's own.
-
-        Raises:
-            ConfigError: no access. RunError: all tries failed.
         """
         path = self._path(name)
 
@@ -136,7 +125,6 @@ class Storage:
         """Copy an object to a local file; `stop` ends it while it runs, with a RunError.
 
         Raises:
-            FileNotFoundError: there is none. ConfigError: no access. RunError: all tries failed.
             OSError: the local disk is full.
         """
         from fsspec.callbacks import Callback

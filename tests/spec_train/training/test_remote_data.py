@@ -1,4 +1,4 @@
-"""fit, eval and export read remote datasets: the same bits as from a local directory."""
+"""fit and eval read remote datasets: the same bits as from a local directory."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,6 @@ import pytest
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.storage import Storage
-from spec_train.cli import main
 from spec_train.data.fetch_ahead import fetched_ahead, remote_parts, warn_of_small_cache
 from spec_train.data.mixture import open_documents
 from spec_train.evaluation.evaluate import Documents, measure
@@ -29,7 +28,7 @@ def remote(data, tmp_path_factory):
     forget_memory()
 
 
-def test_a_run_on_remote_data_has_the_same_bits(remote, data, config, tmp_path, capsys):
+def test_a_run_on_remote_data_has_the_same_bits(remote, data, config, tmp_path):
     config = change(config, steps=4, eval_every=4, save_every=4)
     run(config)
     there = change(config, data=remote, out=str(tmp_path / "there"))
@@ -48,8 +47,6 @@ def test_a_run_on_remote_data_has_the_same_bits(remote, data, config, tmp_path, 
     ]
     assert figures[0] | {"path": ""} == figures[1] | {"path": ""}
     assert figures[1]["path"] == remote
-    words = ["--draft", there.out, "--format", "vllm", "--out", str(tmp_path / "smaller")]
-    assert main(["export", *words, "--data", remote, "--draft-vocab-size", "20"]) == 0
 
 
 def test_local_and_remote_datasets_are_mixed(remote, data):
