@@ -1,15 +1,19 @@
 """Log lines of a run before its first step: dataset, documents, batches, parameters."""
 
 import logging
-from itertools import islice
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from spec_data.models.engines import engine_warnings
 from spec_train.data.mixture import MixedPlan, Mixture
 from spec_train.data.policy_masks import PolicyDataset
 from spec_train.data.splits import Splits
-from spec_train.drafts.config import DraftConfig, target_architectures
+from spec_train.drafts import Draft
+from spec_train.drafts.config import target_architectures
 from spec_train.drafts.draft import LayersDraft
+from spec_train.drafts.vocabulary import vocabulary_coverage
 from spec_train.formats.preflight import refusing
 from spec_train.training.trainer import Trainer
 
@@ -20,9 +24,6 @@ CLEARLY_BELOW = 0.01
 
 FEWEST_HELD_OUT, FEWEST_TOKENS = 8, 500
 """Fewer held-out documents, or supervised tokens in them, choose the best draft by luck."""
-
-FIRST_STEPS = 64
-"""Batches used to estimate an epoch; packing the whole epoch would delay the first step."""
 
 
 def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None:
@@ -80,15 +81,6 @@ def _announce_data(trainer: Trainer, splits: Splits) -> None:
             "figures say little. In a new run, raise --validation",
             *(len(held_out), f"{tokens:,}"),
         )
-    batches = plan.iter_batches(trainer.stream.epoch)
-    packs = [pack for batch in islice(batches, FIRST_STEPS) for pack in batch]
-    filled = sum(int(plan.lengths[pack].sum()) for pack in packs)
-    log.info(
-        "epoch      %s tokens in packs of %d (%.1f %% full): about %s steps of %d packs",
-        *(f"{plan.tokens:,}", plan.seq_len, 100 * filled / (len(packs) * plan.seq_len)),
-        f"{-(-plan.tokens * len(packs) // (filled * plan.packs_per_batch)):,}",
-        plan.packs_per_batch,
-    )
 
 
 def _announce_draft(trainer: Trainer) -> None:
@@ -113,15 +105,18 @@ def _announce_draft(trainer: Trainer) -> None:
         log.warning("warning: %s", line)
 
 
-def log_vocabulary(config: DraftConfig, coverage: float, best: float) -> None:
-    """Log the share of supervised training tokens that a draft can propose.
+def announce_vocabulary(draft: Draft, counts: Tensor | None, special: Sequence[int]) -> None:
+    """Log the share of supervised training tokens that a new draft can propose.
 
-    `coverage` is the share of its own vocabulary, `best` that of a vocabulary of the same size
-    chosen on these documents; the two differ where the vocabulary comes from somewhere else.
+    Warn if a vocabulary of the same size, chosen on these documents, has clearly more of them.
+    `counts` are those of the training documents, int64 [V]; None: the draft is not new.
     """
+    if draft.full_vocabulary or counts is None:
+        return
+    coverage, best = vocabulary_coverage(counts, draft.draft_ids, special)
     log.info(
         "vocabulary %s of %s tokens: %.2f %% of the supervised tokens for training",
-        *(f"{config.draft_vocab_size:,}", f"{config.vocab_size:,}", 100 * coverage),
+        *(f"{draft.config.draft_vocab_size:,}", f"{draft.config.vocab_size:,}", 100 * coverage),
     )
     if best - coverage > CLEARLY_BELOW:
         log.warning(

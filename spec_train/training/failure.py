@@ -235,11 +235,8 @@ def non_finite_states(
 
 
 def _named(documents: Sequence[dict[str, Any]]) -> str:
-    """Return the ids of the first few documents, grouped by shard."""
-    shards: dict[str, list[str]] = {}
-    for document in documents[:_SHOWN]:
-        shards.setdefault(document["shard"], []).append(document["doc_id"])
-    text = "; ".join(f"{', '.join(ids)} in {shard}" for shard, ids in shards.items())
+    """Return the first few documents, and where they are stored."""
+    text = "; ".join("{doc_id} in {shard}".format(**document) for document in documents[:_SHOWN])
     more = len(documents) - _SHOWN
     return text + (f"; and {more} more" if more > 0 else "")
 

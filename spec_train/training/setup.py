@@ -27,11 +27,10 @@ from spec_train.data.splits import Splits, make_splits
 from spec_train.data.token_counts import count_tokens
 from spec_train.drafts import Draft, draft_class
 from spec_train.drafts.config import special_ids
-from spec_train.drafts.vocabulary import vocabulary_coverage
 from spec_train.losses.head import TargetHead
 from spec_train.options.data_option import parse_sources
 from spec_train.options.training import Training
-from spec_train.training.announce import announce, log_vocabulary
+from spec_train.training.announce import announce, announce_vocabulary
 from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
@@ -108,7 +107,7 @@ def fit(draft_name: str, config: Training, options: Any) -> FitResult:
         if run is not None:
             run.begin() if saved is None else run.truncate_metrics(saved.step)
             announce(trainer, splits)
-            _note_vocabulary(run, draft, counts, dataset)
+            announce_vocabulary(draft, counts, special_ids(dataset.target_config()))
         return trainer.run()
 
 
@@ -282,15 +281,3 @@ def _positions(dataset: Documents) -> Positions:
     parts = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
     recorded = [load_positions(part.path, part.manifest) for part in parts]
     return next((positions for positions in recorded if positions.kind != UNKNOWN), recorded[0])
-
-
-def _note_vocabulary(
-    run: RunDirectory, draft: Draft, counts: Tensor | None, dataset: Documents
-) -> None:
-    """Log which share of the supervised tokens a new run's draft can propose, and note it."""
-    if draft.full_vocabulary or counts is None:
-        return
-    special = special_ids(dataset.target_config())
-    coverage, best = vocabulary_coverage(counts, draft.draft_ids, special)
-    log_vocabulary(draft.config, coverage, best)
-    run.note(vocabulary_coverage=round(coverage, 6), best_coverage=round(best, 6))

@@ -158,9 +158,6 @@ def test_a_new_draft_covers_the_share(data, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     run = fit("eagle3", data, tmp_path / "run", draft_vocab_coverage=0.8, validation=0.0)
     draft = load_draft(run.directory / "last")
-    notes = json.loads((run.directory / "run.json").read_text())["notes"]
-    assert 0.8 <= notes["vocabulary_coverage"] < 0.85  # of the documents that have a slot
-    assert notes["best_coverage"] == notes["vocabulary_coverage"]
     assert f"vocabulary {len(draft.draft_ids)} of 64 tokens: 80." in caplog.text
 
 
