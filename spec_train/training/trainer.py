@@ -113,12 +113,9 @@ class Trainer:
             draft=self.draft,
             loss=self._loss,
             head=head,
-            dataset=dataset,
             stream=self._make_stream(splits.validation),
-            plan=splits.validation,
             ranks=self.ranks,
             seed=config.seed,
-            dtype=self.dtype,
         )
         self._pending: Sums = {}  # sums since the last line of metrics
         self._pending_tokens = 0

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from spec_data.shards.even_sample import even_sample
-from spec_train.data.mixture import Documents
-from spec_train.data.order import BatchPlan
 from spec_train.data.stream import BatchStream, Step
 from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
@@ -46,21 +44,17 @@ def slot_counts(draft: Draft, step: Step, kind: str, seed: int, device: torch.de
 
 @dataclass(kw_only=True)
 class Validation:
-    """Measures the held-out documents of a run: `stream` and `plan` of `dataset`.
+    """Measures the held-out documents of a run, those of the plan of `stream`.
 
-    `loss` is `LossOnRanks` of the draft, as wrapped by `ranks`. `seed` is that of the run, `dtype`
-    that of the forward pass.
+    `loss` is `LossOnRanks` of the draft, as wrapped by `ranks`. `seed` is that of the run.
     """
 
     draft: Draft
     loss: nn.Module
     head: TargetHead
-    dataset: Documents
     stream: BatchStream
-    plan: BatchPlan
     ranks: Ranks
     seed: int
-    dtype: torch.dtype
 
     def measure(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Measure the draft as it is; both results are empty if no document is held out.
@@ -74,7 +68,7 @@ class Validation:
             The simulated decoding as `eval --data` measures it (see `Breakdown.figures`), with
             sampled documents.
         """
-        if not len(self.plan.rows):
+        if not len(self.stream.plan.rows):
             return {}, {}
         sums, breakdown = self._measure()
         report = breakdown.figures()
@@ -87,31 +81,32 @@ class Validation:
             "serving_like_rounds": simulated["rounds"],
         }
         texts = token_texts(report["samples"], self._tokenizer) if self.ranks.is_main else {}
-        where = {"path": self.dataset.place, "split": "validation"}
+        where = {"path": self.stream.dataset.place, "split": "validation"}
         return figures, where | report | {"texts": texts}
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return tokenizer_of(self.dataset.target_dir)
+        return tokenizer_of(self.stream.dataset.target_dir)
 
     @torch.no_grad()
     def _measure(self) -> tuple[dict[str, Sums], Breakdown]:
         """Return teacher-forced sums by dataset, and simulated decoding of all, over all ranks."""
         total: dict[str, Sums] = {}
-        sampled = even_sample(self.plan.rows.tolist(), SAMPLES)
+        plan, dtype = self.stream.plan, self.stream.buffer_options.dtype
+        sampled = even_sample(plan.rows.tolist(), SAMPLES)
         mine, all_ranks = (Breakdown(self.draft.depth, sampled) for _ in range(2))
         device = self.ranks.device
-        self.stream.load_state_dict(self.plan.state(0, 0))
+        self.stream.load_state_dict(plan.state(0, 0))
         self.draft.eval()
-        steps = self.stream.take(len(self.plan.batches(0)))
-        with contextlib.closing(steps), arithmetic(device, self.dtype):
+        steps = self.stream.take(len(plan.batches(0)))
+        with contextlib.closing(steps), arithmetic(device, dtype):
             for step in steps:
                 # for the unused loss
                 counts = slot_counts(self.draft, step, "validation", self.seed, device)
-                part = self.plan.part_of(step.index)
+                part = plan.part_of(step.index)
                 for number, host in zip(step.numbers, step.batches, strict=True):
                     seed_place(self.seed, "validation", step.epoch, number)
-                    batch = host.to(device, self.dtype, non_blocking=True)
+                    batch = host.to(device, dtype, non_blocking=True)
                     sums = self.loss(batch, self.head, counts)[1]
                     total[part] = add_sums([total.get(part, {}), sums])
                     if not host.tokens:  # of a rank without documents
@@ -120,7 +115,7 @@ class Validation:
                     depth = self.draft.depth
                     chains = self.draft.chains(batch, self.head, depth, scored_only=True)
                     for document, arrays in documents_of(batch, chains):
-                        mine.add(document, self.dataset.source_of(document), arrays)
+                        mine.add(document, self.stream.dataset.source_of(document), arrays)
         self.ranks.release(self.loss)
         self.draft.train()
         for other in self.ranks.gather(mine.as_json()):
