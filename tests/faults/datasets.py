@@ -3,14 +3,17 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from xxhash import xxh3_64
 
 from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, row_checksums
 from spec_data.shards.errors import SpecDataError
-from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.reader import INDEX, HiddenStatesDataset
 from spec_data.shards.records import plain
 from spec_data.shards.seal import file_records
 from spec_data.verification.run import examine
@@ -72,6 +75,37 @@ def hashed_again(content: bytes) -> tuple[bytes, list[int]]:
     for batch in pa.ipc.open_stream(pa.py_buffer(bytes(raw))):
         sums += row_checksums(batch).tolist()
     return bytes(raw), sums
+
+
+def index_table(data: Path) -> pa.Table:
+    return pa.ipc.open_stream(pa.py_buffer((data / INDEX).read_bytes())).read_all()
+
+
+def stream_of(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def set_column(table: pa.Table, name: str, change: Callable[[np.ndarray], Any]) -> pa.Table:
+    values = table.column(name).to_numpy().copy()
+    change(values)
+    place = table.schema.get_field_index(name)
+    return table.set_column(place, table.schema.field(place), pa.array(values))
+
+
+def trace_everywhere(data: Path, number: int, content: bytes) -> None:
+    """Write a shard, with the checksums of its rows in itself and in the index, too.
+
+    Raises:
+        pa.ArrowInvalid: a text cannot be read; nothing is written.
+    """
+    content, sums = hashed_again(content)
+    table = index_table(data)
+    (rows,) = np.nonzero(table.column("shard").to_numpy() == number)
+    trace_file(data, INDEX, stream_of(set_column(table, "checksum", lambda v: v.put(rows, sums))))
+    trace_shard(data, number, content)
 
 
 def use(data: Path) -> str:

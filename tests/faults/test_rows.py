@@ -19,11 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spec_data.corpus.bad_rows import BadRow, parse_limit
+from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.corpus.records import parse_prompt, parse_row
+from spec_data.corpus.records import parse_row
 from spec_data.generation.plan import (
     PlanWriter,
     RenderedCorpus,
@@ -32,7 +32,7 @@ from spec_data.generation.plan import (
     truncate,
 )
 from spec_data.shards.errors import CorpusError
-from tests.faults.odd_rows import as_json, broken_bytes, changed, good_row, odd_row
+from tests.faults.odd_rows import broken_bytes, good_row, odd_row
 from tests.faults.tools import report, survived, trials
 from tests.spec_data.corpus.templates import tokenizer
 
@@ -259,25 +259,6 @@ def test_columns_of_odd_types(tmp_path):
     assert campaign.counts["documents"] and campaign.counts["bad rows"]
 
 
-def test_rows_as_text_in_columns(tmp_path):
-    """Columns that hold odd messages as JSON text, as many Parquet files do."""
-    campaign = Campaign("columns of text")
-    for _, rng in trials("columns of text", 10):
-        texts = []
-        for _ in range(ROWS):
-            row = changed(rng, good_row(rng, "odd"))
-            odd = next(iter(row.values()), None) if isinstance(row, dict) else row
-            line = as_json(rng, odd)
-            texts.append(broken_bytes(rng, line) if rng.random() < 0.2 else line)
-        good = [[{"role": "user", "content": f"good-{i}"}] for i in range(ROWS)]
-        odd = [text.decode("utf-8", "replace") for text in texts]
-        mixed = [v for pair in zip(odd, map(json.dumps, good), strict=True) for v in pair]
-        column = str(rng.choice(("messages", "conversations")))
-        pq.write_table(pa.table({column: mixed}), tmp_path / "a.parquet")
-        campaign.read(tmp_path / "a.parquet", rng, good, 2 * ROWS)
-    campaign.finish(tmp_path)
-
-
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_damaged_columns(tmp_path, kind):
     """Damaged Parquet and Arrow files are refused, or lose rows in words; none ends the process.
@@ -312,21 +293,3 @@ def test_damaged_columns(tmp_path, kind):
     outcomes = Counter(survived(read, len(generators)))
     report(name, outcomes)
     assert set(outcomes) <= {"read", "refused"} and outcomes["refused"]
-
-
-def test_prompts(tmp_path):
-    """The parser of evaluation prompts refuses odd rows as the one of the corpus does."""
-    counts: Counter[str] = Counter()
-    for _, rng in trials("prompts", 40):
-        for _ in range(ROWS):
-            try:
-                row = json.loads(odd_row(rng).decode("utf-8", "replace"))
-            except (ValueError, RecursionError):
-                continue
-            try:
-                parse_prompt(row, source="s", where="w")
-                counts["prompts"] += 1
-            except BadRow:
-                counts["bad rows"] += 1
-    report("prompts", counts)
-    assert counts["prompts"] > 20 and counts["bad rows"] > 20

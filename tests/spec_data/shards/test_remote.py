@@ -179,23 +179,6 @@ def test_two_processes_share_a_download(system, local):
     assert [file.read_bytes() for file in copies()] == [(local / record.file).read_bytes()]
 
 
-def test_threads_share_a_cache(system, local):
-    here, there = HiddenStatesDataset(local), HiddenStatesDataset(URL)
-    wrong: list[int] = []
-
-    def read(seed: int) -> None:
-        for index in np.random.default_rng(seed).permutation(len(here)).tolist():
-            if not same(here[index]["hidden.final"], there[index]["hidden.final"]):
-                wrong.append(index)
-
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def test_shards_are_fetched_ahead_and_given_up(system, monkeypatch):
     dataset = HiddenStatesDataset(URL)
     records, cache = dataset.manifest.shards, dataset.mirror

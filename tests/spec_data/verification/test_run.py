@@ -1,7 +1,6 @@
 """verify passes intact datasets, and names shard, row and column of what was changed."""
 
 import itertools
-import json
 import shutil
 from pathlib import Path
 
@@ -12,12 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spec_data.cli import main
-from spec_data.shards.checksums import CHECKSUMS, chunk_checksums, row_checksums
-from spec_data.shards.files import sha256_file, unit_name
-from spec_data.shards.records import plain
-from spec_data.shards.seal import file_records
+from spec_data.shards.checksums import list_views
+from spec_data.shards.files import unit_name
+from tests.faults.datasets import trace_everywhere
 from tests.spec_data.runs import run, save_target, verify, write_corpus
-from tests.spec_data.shards.integrity_tools import write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -53,33 +50,14 @@ def test_other_supervision_passes(target, tmp_path, capsys, supervision):
 
 def rewrite(data: Path, shard: int, column: str, change) -> None:
     """Change a column of a shard in place and update every checksum."""
-    file = data / "shards" / f"{unit_name(shard)}.arrow"
-    raw = bytearray(file.read_bytes())
-    batch = next(iter(pa.ipc.open_stream(pa.py_buffer(raw))))
-    values = batch.column(column).values
-    while hasattr(values, "values"):
-        values = values.values
-    start = values.buffers()[1].address - pa.py_buffer(raw).address
-    view = np.frombuffer(raw, values.type.to_pandas_dtype(), len(values), start)
-    changed = view.copy()
-    change(changed, batch.column(column).offsets.to_numpy())
-    raw[start : start + changed.nbytes] = changed.tobytes()
-    sums = batch.column(CHECKSUMS).values.buffers()[1]
-    start, found = sums.address - pa.py_buffer(raw).address, chunk_checksums(batch.columns[:-1])
-    raw[start : start + found.nbytes] = found.tobytes()
-    file.write_bytes(raw)
-    manifest = json.loads((data / "manifest.json").read_text())
-    manifest["shards"][shard]["sha256"] = sha256_file(file)
-    index = pa.ipc.open_stream(pa.py_buffer((data / "index.arrow").read_bytes())).read_all()
-    sums = index.column("checksum").to_numpy().copy()
+    raw = bytearray((data / "shards" / f"{unit_name(shard)}.arrow").read_bytes())
     (batch,) = pa.ipc.open_stream(pa.py_buffer(raw))
-    sums[index.column("shard").to_numpy() == shard] = row_checksums(batch)
-    place = index.schema.get_field_index("checksum")
-    index = index.set_column(place, index.schema.field(place), pa.array(sums))
-    with pa.OSFile(str(data / "index.arrow"), "wb") as sink:
-        pa.ipc.new_stream(sink, index.schema).write_table(index)
-    manifest["files"] |= plain(file_records(data, ["index.arrow"]))
-    write_manifest(data, manifest)
+    offsets, values = list_views(batch.column(column))
+    start = values.ctypes.data - pa.py_buffer(raw).address
+    changed = values.ravel().copy()
+    change(changed, offsets)
+    raw[start : start + changed.nbytes] = changed.tobytes()
+    trace_everywhere(data, shard, bytes(raw))
 
 
 def test_states_that_are_not_finite_are_named(data, capsys):
