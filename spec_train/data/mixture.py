@@ -117,11 +117,6 @@ class MixedPlan(BatchPlan):
         passes = [rows[times > done] for done in range(int(times.max(initial=0)))]
         return np.concatenate([_NONE, *passes])
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the first epoch, after the cut."""
-        return sum(int(self.lengths[rows].sum()) for rows in self.draw(0))
-
     def documents(self, epoch: int) -> int:
         """Return the number of documents of an epoch, counting each as often as it appears."""
         return sum(map(len, self.draw(epoch)))
@@ -139,24 +134,22 @@ class MixedPlan(BatchPlan):
         """Yield the documents of each window in training order: a part of every dataset."""
         drawn = self.draw(epoch)
         rows = np.concatenate(drawn)
-        sizes = [int(self.lengths[part].sum()) for part in drawn]
-        first = np.cumsum([0, *map(len, drawn)]).tolist()
-        windows = [self.window_tokens * size // sum(sizes) for size in sizes]
-        strings = [
-            self._string(i, first[i], drawn[i], max(1, windows[i]), epoch)
-            for i in range(len(drawn))
-            if len(drawn[i])
-        ]
+        lengths = [self.lengths[part] for part in drawn]
+        total = sum(int(tokens.sum()) for tokens in lengths)
+        strings, first = [], 0  # the windows of each dataset, as indices into `rows`
+        for i, tokens in enumerate(lengths):
+            window = max(1, self.window_tokens * int(tokens.sum()) // max(1, total))
+            if len(tokens):
+                strings.append(self._string(i, first, tokens, window, epoch))
+            first += len(tokens)
         for parts in itertools.zip_longest(*strings, fillvalue=_NONE):
             yield rows[self._shuffled(np.concatenate(parts), epoch)]
 
     def _string(
-        self, index: int, first: int, rows: np.ndarray, window_tokens: int, epoch: int
+        self, index: int, first: int, lengths: np.ndarray, window_tokens: int, epoch: int
     ) -> Iterator[np.ndarray]:
-        """Yield one dataset's windows, as indices into the documents drawn from all datasets."""
-        lengths = self.lengths[rows]
-        for places in shuffled_windows(lengths, window_tokens, self.seed, epoch, STRETCH, index):
-            yield first + places
+        for indices in shuffled_windows(lengths, window_tokens, self.seed, epoch, STRETCH, index):
+            yield first + indices
 
 
 class PartsPlan(BatchPlan):

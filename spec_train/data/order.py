@@ -287,11 +287,6 @@ class BatchPlan:
             "window_tokens": self.window_tokens,
         }
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of one epoch, after the cut."""
-        return int(self.lengths[self.rows].sum())
-
     def documents(self, epoch: int) -> int:
         """Return the number of documents of an epoch, counting each as often as it appears."""
         return len(self.rows)

@@ -60,11 +60,11 @@ def _announce_data(trainer: Trainer, splits: Splits) -> None:
                 *(part.policy, part.manifest.mask or "another one"),
             )
     if isinstance(plan, MixedPlan):
-        for share, documents in zip(plan.shares, plan.draw(0), strict=True):
+        tokens = [int(plan.lengths[documents].sum()) for documents in plan.draw(0)]
+        for share, count in zip(plan.shares, tokens, strict=True):
             log.info(
-                "share      %s, weight %g: %s documents and %.1f %% of the tokens of an epoch",
-                *(share.name, float(share.weight), f"{len(documents):,}"),
-                100 * int(plan.lengths[documents].sum()) / max(1, plan.tokens),
+                "share      %s, weight %g: %.1f %% of the tokens of an epoch",
+                *(share.name, float(share.weight), 100 * count / sum(tokens)),
             )
     reasons = [f"{count:,} with {reason}" for reason, count in selection.left_out.items()]
     held_out = splits.validation.rows
@@ -74,12 +74,12 @@ def _announce_data(trainer: Trainer, splits: Splits) -> None:
         plan.seq_len,
         "left out: " + "; ".join(reasons) if reasons else "none left out",
     )
-    tokens = int(dataset.supervised[held_out].sum())
-    if len(held_out) and (len(held_out) < FEWEST_HELD_OUT or tokens < FEWEST_TOKENS):
+    supervised = int(dataset.supervised[held_out].sum())
+    if len(held_out) and (len(held_out) < FEWEST_HELD_OUT or supervised < FEWEST_TOKENS):
         log.warning(
             "warning: %d held-out documents with %s supervised tokens choose the best draft: their "
             "figures say little. In a new run, raise --validation",
-            *(len(held_out), f"{tokens:,}"),
+            *(len(held_out), f"{supervised:,}"),
         )
 
 
