@@ -534,7 +534,7 @@ class Located(NamedTuple):
     @property
     def length(self) -> int:
         """Tokens of the document."""
-        return self.shard.length(self.place.row)
+        return int(self.shard.index.lengths[self.place.row])
 
     def decode(self, name: str, out: Tensor | np.ndarray) -> None:
         """Decode the first n tokens of a column into `out`, [n] or [n, W].

@@ -189,14 +189,9 @@ class Column(Record, frozen=True, kw_only=True, dict=True):
         return (self.lossy or self.coder).logical
 
     @property
-    def part_bytes(self) -> dict[str, int]:
-        """Bytes of one stored token, by part."""
-        return {p.name: p.storage.itemsize * (p.stored_width or 1) for p in self.parts}
-
-    @property
     def bytes_per_token(self) -> int:
         """Bytes of one stored token, not counting what escaped tokens add."""
-        return sum(self.part_bytes.values())
+        return sum(p.storage.itemsize * (p.stored_width or 1) for p in self.parts)
 
     def fields(self) -> list[pa.Field]:
         """Return the Arrow fields of all parts, with codec and width in their metadata."""

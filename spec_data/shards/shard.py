@@ -265,10 +265,6 @@ class Shard:
             self._checked_rows[row] = 1
         return Place(row, batch, row - self.starts[batch])
 
-    def length(self, row: int) -> int:
-        """Tokens of a document."""
-        return int(self.index.lengths[row])
-
     def texts(self, place: Place) -> dict[str, Any]:
         """Return doc_id, source and turns of a row."""
         self._check_texts(place.batch)
@@ -285,7 +281,7 @@ class Shard:
 
     def sparse_tokens(self, place: Place) -> np.ndarray:
         """Tokens that have a row in sparse columns, bool [T]."""
-        mask = self.values(_MASK, place)
+        mask = self.mask(place)
         return predicts_supervised(mask, np.array([0, len(mask)]))
 
     def values(self, column: Column, place: Place) -> np.ndarray:

@@ -46,11 +46,10 @@ class Storage:
         """
         check_dataset_url(flag, url, write)
         self.url = normal_url(url)
-        scheme = SCHEMES[scheme_of(self.url) or ""]
-        if find_spec(scheme.module) is None:
+        module = SCHEMES[scheme_of(self.url) or ""]
+        if find_spec(module) is None:
             raise ConfigError(
-                f"{flag} {self.url}: {scheme.module} is not installed; run: pip install "
-                f"{scheme.module}"
+                f"{flag} {self.url}: {module} is not installed; run: pip install {module}"
             )
         from fsspec.core import url_to_fs  # here: local datasets do not need it
 

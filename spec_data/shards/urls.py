@@ -6,26 +6,15 @@ there is such a directory.
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 from spec_data.shards.errors import ConfigError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")  # two letters at least: C:/ is a drive
 
 
-class Scheme(NamedTuple):
-    """The library that a kind of storage needs, and what can be done there."""
-
-    module: str  # what fsspec imports for it
-    writable: bool = True
-
-
-SCHEMES = {
-    "s3": Scheme("s3fs"),
-    "gs": Scheme("gcsfs", writable=False),  # that it creates objects once was not tried
-    "hf": Scheme("huggingface_hub", writable=False),
-    "memory": Scheme("fsspec"),
-}
+SCHEMES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "memory": "fsspec"}
+"""Kinds of storage that are read, and what fsspec imports for each."""
+_WRITABLE = ("s3", "memory")  # that gs creates objects once was not tried
 _ADVICE = {"file": "write the local path without it", "gcs": "write gs://"}
 
 
@@ -48,7 +37,7 @@ def check_dataset_url(flag: str, url: str | Path, write: bool = False) -> None:
         known = ", ".join(f"{name}://" for name in SCHEMES if name != "memory")
         advice = _ADVICE.get(scheme, f"use one of {known}, or the local path of a mount")
         raise ConfigError(f"{flag} {url}: {scheme}:// is not supported; {advice}")
-    if write and not SCHEMES[scheme].writable:
+    if write and scheme not in _WRITABLE:
         raise ConfigError(
             f"{flag} {url}: {scheme}:// is read-only here; write to s3://, or to a local "
             "directory, and upload that"
