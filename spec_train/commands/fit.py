@@ -5,6 +5,7 @@ The story: check what was asked (here, before torch is imported), prepare the ru
 page of the run (`reports.run_page`).
 """
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from spec_train.options.training import Training
 if TYPE_CHECKING:
     from spec_train.training.result import FitResult
     from spec_train.training.run_cost import DryRun
+
+log = logging.getLogger(__name__)
 
 
 @command
@@ -99,10 +102,23 @@ def dry_run(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "Dr
 
 
 def _fit(training: Training, draft: Any) -> "FitResult":
+    """Train, then write the page of the run."""
     name, training, draft = settled(training, draft)
-    from spec_train.reports.run_page import fit as run
+    from spec_train.reports.run_page import PAGE, warn_of_page, write_report
+    from spec_train.training.setup import fit as train
 
-    return run(name, training, draft)
+    result = train(name, training, draft)
+    if _is_main():
+        try:
+            log.info("page       %s", write_report([result.directory]).path)
+        except Exception as error:  # the run is saved, and worth more than its page
+            warn_of_page(result.directory / PAGE, error)
+    return result
+
+
+def _is_main() -> bool:
+    """Whether this process is the one that writes, of those that torchrun has started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def settled(training: Training, draft: Any) -> tuple[str, Training, Any]:
@@ -148,7 +164,7 @@ def _fit_command(
 
         return run(*settled(training, draft))
     result = _fit(training, draft)
-    if os.environ.get("RANK", "0") != "0":
+    if not _is_main():
         return _Finished(0 if result.stopped_by is None else 128 + result.stopped_by)
     if result.stopped_by is not None:
         return _Finished(128 + result.stopped_by)

@@ -6,7 +6,6 @@ Curves are drawn over trained tokens, so that runs with other batch sizes can be
 import dataclasses
 import json
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -52,8 +51,6 @@ from spec_train.reports.results import (
     read_run,
 )
 from spec_train.simulation.train_serve_gap import train_serve_gap
-from spec_train.training import setup
-from spec_train.training.result import FitResult
 
 log = logging.getLogger(__name__)
 
@@ -132,17 +129,6 @@ def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
         sections=[section for section in sections if section.parts],
         footer=f"spec-train {__version__}",
     )
-
-
-def fit(draft_name: str, config: Training, options: Any) -> FitResult:
-    """Fit a draft (see `training.setup.fit`), then write report.html into the run directory."""
-    result = setup.fit(draft_name, config, options)
-    if os.environ.get("RANK", "0") == "0":
-        try:
-            log.info("page       %s", write_report([result.directory]).path)
-        except Exception as error:  # the run is saved, and worth more than its page
-            warn_of_page(result.directory / PAGE, error)
-    return result
 
 
 def warn_of_page(file: Path, error: Exception) -> None:
