@@ -127,7 +127,7 @@ def regenerate(
     reader = ConversationReader(corpora, turns, limit or None, bad_rows)
     sampling = Sampling(temperature, top_p, top_k, max_new_tokens, seed)
     chat: local.ChatTarget | None = None
-    backend: run.Backend | None = None
+    backend: local.LocalBackend | servers.ServerBackend | None = None
     if target is not None:
         chat = local.ChatTarget(
             str(target), revision, kwargs, trust_remote_code, weights=not server

@@ -146,6 +146,7 @@ class CorpusReader:
 
     Attributes:
         sources: the files and datasets; reports: one per source that was opened.
+        quiet: log nothing about rows.
         refused: records without a document, by reason; `refused_examples` has the first of each.
         unforeseen: bad rows that raised an exception which no check foresees.
 
@@ -170,6 +171,7 @@ class CorpusReader:
         if limit is not None and limit < 1:
             raise ConfigError(f"limit = {limit}: expected at least 1")
         self.limit = limit
+        self.quiet = False
         self._max_bad_rows = max_bad_rows
         self._parse, self._columns = parse, COLUMNS.union(more_columns)
         given = [
@@ -249,6 +251,8 @@ class CorpusReader:
         report, source = self.reports[-1], self.sources[len(self.reports) - 1]
         report.sha256 = source.digest()
         _add_names(report.unused_columns, [c for c in source.columns() if c not in self._columns])
+        if self.quiet:
+            return
         logger.info("%s", report)
         for example in report.bad_examples:
             shown = printable(report.path) + example.removeprefix(report.source)
@@ -287,7 +291,7 @@ class CorpusReader:
             self.reports[-1].unrendered += 1
             self._broken(str(error))
         examples = self.refused_examples.setdefault(error.reason, [])
-        if self._add_example(examples, str(error)) and not error.broken:
+        if self._add_example(examples, str(error)) and not (error.broken or self.quiet):
             logger.info("row left out (%s): %s", error.reason, printable(str(error)))
 
     def count_left_out(self, parts: Mapping[str, int]) -> None:

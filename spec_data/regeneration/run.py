@@ -13,10 +13,9 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
@@ -24,9 +23,11 @@ import transformers
 import spec_data
 from spec_data.corpus.sampling_record import FAILURES, FORMAT, read_record, record_path
 from spec_data.corpus.sources import expected_rows
-from spec_data.regeneration.conversations import Conversation, ConversationReader, Unanswerable
+from spec_data.regeneration.conversations import ConversationReader, Unanswerable
 from spec_data.regeneration.journal import ADVICE, Journal, journal_path
+from spec_data.regeneration.local import LocalBackend
 from spec_data.regeneration.result import Counts, Progress, RegenerateResult
+from spec_data.regeneration.servers import ServerBackend
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.files import atomic_write, dump_json, remove_left_of, write_atomically
 from spec_data.shards.resumable import process_lock, refuse_other_settings
@@ -34,20 +35,6 @@ from spec_data.terminal.paths import check_file_to_write
 from spec_data.terminal.progress import progress
 
 logger = logging.getLogger(__name__)
-
-
-class Backend(Protocol):
-    """A source of answers: the local target, or servers."""
-
-    def settings(self) -> dict[str, Any]:
-        """Return what decides the answers beside the options that every backend has."""
-        ...
-
-    def run(
-        self, conversations: Iterable[Conversation], journal: Journal, progress: Progress
-    ) -> None:
-        """Answer every turn that the journal does not hold."""
-        ...
 
 
 def check_out(out: Path, corpus: Sequence[str]) -> None:
@@ -68,7 +55,10 @@ def check_out(out: Path, corpus: Sequence[str]) -> None:
 
 
 def regenerate(
-    out: Path, reader: ConversationReader, backend: Backend, settings: Mapping[str, Any]
+    out: Path,
+    reader: ConversationReader,
+    backend: LocalBackend | ServerBackend,
+    settings: Mapping[str, Any],
 ) -> RegenerateResult:
     """Answer the conversations of a corpus and write them, or resume a run.
 
@@ -127,7 +117,10 @@ def _complete_record(
 
 
 def _answered(
-    out: Path, settings: Mapping[str, Any], reader: ConversationReader, backend: Backend
+    out: Path,
+    settings: Mapping[str, Any],
+    reader: ConversationReader,
+    backend: LocalBackend | ServerBackend,
 ) -> dict[str, Any]:
     """Answer, write the output, and return its record."""
     rows = expected_rows(reader.reader.sources, reader.reader.limit)
@@ -138,6 +131,7 @@ def _answered(
         state = Progress(bar)
         backend.run(reader, journal, state)
         bar.update(max(0, reader.rows - bar.n))  # the rows without a conversation
+        reader.reader.quiet = True  # the first pass over the corpus has named its bad rows
         record = _write(out, settings, reader, journal, state.failures)
     if not record["counts"]["failed"]:
         journal.path.unlink(missing_ok=True)
@@ -159,7 +153,7 @@ def _write(
     """
     sha256, counts, failed = hashlib.sha256(), Counts(), list[dict[str, str]]()
     with atomic_write(out) as temporary:
-        with temporary.open("wb") as file, _without_log_of_rows():
+        with temporary.open("wb") as file:
             for conversation in reader:
                 error, where = failures.get(conversation.id), conversation.record.where
                 if error is not None:
@@ -200,18 +194,6 @@ def _write(
     }
     write_atomically(record_path(out), dump_json(record))
     return record
-
-
-@contextmanager
-def _without_log_of_rows() -> Iterator[None]:
-    """Log nothing about rows: the first pass over the corpus did."""
-    reader = logging.getLogger("spec_data.corpus.record_reader")
-    level = reader.level
-    reader.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        reader.setLevel(level)
 
 
 def _check(counts: Counts, failures: Mapping[str, Unanswerable]) -> None:
