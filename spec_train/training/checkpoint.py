@@ -106,8 +106,8 @@ class RunDirectory:
         identity: dict[str, Any] = read_run_json(self.path)["identity"]
         return identity
 
-    def record(self, options: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
-        """Write fit.json and run.json, or compare with an existing run.json; return its notes.
+    def record(self, identity: dict[str, Any]) -> dict[str, Any]:
+        """Write run.json, or compare with an existing one; return its notes.
 
         A run without a checkpoint has nothing to lose, so it restarts with the new settings.
 
@@ -127,7 +127,6 @@ class RunDirectory:
                     f"{self.path} to start from this run's best draft)"
                 )
             notes = {} if differing else old["notes"]
-        self.write_options(options)
         write_record(self.path / RUN, {"identity": identity, "notes": notes})
         return notes
 

@@ -227,12 +227,11 @@ def _record(
     run: RunDirectory, identity: dict[str, Any], config: Training, options: Any, splits: Splits
 ) -> int:
     """Write the run's identity, or check that it has not changed; return the total of steps."""
-    table = {**to_dict(config), **to_dict(options)}
-    total = run.record(table, identity).get("total_steps")
+    total = run.record(identity).get("total_steps")
     if total is None:
         total = _total_steps(config, splits)
         run.note(total_steps=total, split_border=splits.border)
-    run.write_options(table | to_dict(with_intervals(config, total)))
+    run.write_options({**to_dict(with_intervals(config, total)), **to_dict(options)})
     return total
 
 

@@ -30,7 +30,7 @@ def save(run: RunDirectory, step: int) -> Path:
 @pytest.fixture
 def run(tmp_path):
     directory = RunDirectory(tmp_path / "run")
-    directory.record({"lr": 0.1}, {"lr": 0.1})
+    directory.record({"lr": 0.1})
     yield directory
     directory.close()
 
@@ -179,7 +179,7 @@ def test_a_damaged_run_json_is_said_in_words(run, damage):
     save(run, 1)
     damage(run.path / "run.json")
     with pytest.raises(RunError, match=r"run\.json: damaged or missing; restore it"):
-        reopen(run).record({"lr": 0.1}, {"lr": 0.1})
+        reopen(run).record({"lr": 0.1})
 
 
 def test_no_whole_checkpoint_is_an_error_not_a_fresh_start(run):
@@ -258,11 +258,10 @@ def test_settings_may_change_until_something_was_learned(run):
     run.append_metrics({"step": 0})
     run.save_best(0, save_draft_of(0), {}, {})
     again = reopen(run)
-    assert again.record({"lr": 0.2}, {"lr": 0.2}) == {}
+    assert again.record({"lr": 0.2}) == {}
     again.begin()
     left = {p.name for p in run.path.iterdir()}
-    assert left == {"run.json", "fit.json", ".lock"}
-    assert json.loads((run.path / "fit.json").read_text()) == {"lr": 0.2}
+    assert left == {"run.json", ".lock"}
 
 
 def test_a_directory_of_something_else_is_left_alone(tmp_path):

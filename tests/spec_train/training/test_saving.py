@@ -35,7 +35,7 @@ class Draft(nn.Module):
 @pytest.fixture
 def directory(tmp_path):
     opened = RunDirectory(tmp_path / "run")
-    opened.record({}, {})
+    opened.record({})
     yield opened
     opened.close()
 
