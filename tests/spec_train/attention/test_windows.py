@@ -141,11 +141,6 @@ def test_a_window_that_is_ignored_is_seen_by_the_loops() -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["causal", "parallel", "block"])
-def test_a_window_longer_than_every_document_changes_nothing(name: str) -> None:
-    assert torch.equal(made(name, 40).dense(), made(name, None).dense())
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("backend", ["dense", "merged", "merged in chunks", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
@@ -265,14 +260,6 @@ def test_the_unroll_is_the_loop_over_positions(
             strict=True,
         ):
             close(a, b, terms=2 * LAYER, magnitude=1.0)  # some are zero: one key only
-
-
-@pytest.mark.parametrize("backend", ["dense", "merged"])
-def test_a_long_window_of_the_unroll_is_no_window_bit_for_bit(backend: str) -> None:
-    tensors, first, active = unrolled_inputs(2)
-    queries = StepQueries(first, active, LENGTH, backend)
-    assert torch.equal(unrolled_found(tensors, queries, 40), unrolled_found(tensors, queries, None))
-    assert queries.of(2, 40) is queries.of(0)
 
 
 def test_the_planted_window_of_the_first_step_only_is_seen() -> None:

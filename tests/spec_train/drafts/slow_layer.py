@@ -24,6 +24,35 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * x / torch.sqrt((x * x).mean() + eps)
 
 
+def rope(vector: Tensor, position: int, inv_freq: Tensor, factor: float = 1.0) -> Tensor:
+    """Rotate pairs (i, i + r/2) of the first r dimensions of [d] by position * inv_freq[i]."""
+    half, angle = inv_freq.numel(), position * inv_freq.double()
+    cos, sin = factor * angle.cos(), factor * angle.sin()
+    first, second, rest = vector[:half], vector[half : 2 * half], vector[2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest])
+
+
+def draft_ids(state: State, rows: int) -> list[int]:
+    """Return the target ids of the draft's `rows` tokens, by the map's offsets if there are any."""
+    if "d2t" not in state:
+        return list(range(rows))
+    ids = [i + int(offset) for i, offset in enumerate(state["d2t"].tolist())]
+    chosen = [i for i, inside in enumerate(state["t2d"].tolist()) if inside]
+    assert ids == chosen, "d2t and t2d name different tokens"
+    return ids
+
+
+def project(state: State, aux: Tensor, eps: float) -> Tensor:
+    """Map aux states of one token [n*H] to a feature [H], with the norms of the checkpoint."""
+    if "input_norm.weight" in state:
+        aux = rms(aux, state["input_norm.weight"], eps)
+    norms = sum(name.startswith("fc_norm.") for name in state)
+    if norms:
+        parts = enumerate(aux.chunk(norms))
+        aux = torch.cat([rms(part, state[f"fc_norm.{i}.weight"], eps) for i, part in parts])
+    return linear(state, "fc", aux)
+
+
 def activation(name: str, x: Tensor) -> Tensor:
     """Return the activation by its published formula."""
     if name == "silu":

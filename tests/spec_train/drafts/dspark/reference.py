@@ -99,7 +99,7 @@ def reference_loss(
 
     `counts` replaces the denominators: of the cross-entropy, and of the other two terms.
     """
-    ids = draft_ids(state, head)
+    ids = slow_layer.draft_ids(state, len(head))
     zero = torch.zeros((), dtype=torch.float64)
     sums, weights = [zero, zero, zero], [0.0, 0.0, 0.0]
     out = Reference(
@@ -177,13 +177,6 @@ def reference_loss(
     return out
 
 
-def draft_ids(state: State, head: Tensor) -> list[int]:
-    """Return the target ids of the draft vocabulary, from the map's offsets; all without a map."""
-    if "d2t" not in state:
-        return list(range(len(head)))
-    return [i + int(offset) for i, offset in enumerate(state["d2t"].tolist())]
-
-
 def block_logits(
     state: State, head: Tensor, config: ReferenceConfig, document: Document, anchor: int
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -192,7 +185,7 @@ def block_logits(
     The lists end before the first draft whose previous token does not exist.
     """
     states = block_states(state, config, document, anchor)
-    rows = head[draft_ids(state, head)]
+    rows = head[slow_layer.draft_ids(state, len(head))]
     memory = None
     logits, confidences = [], []
     for d in range(config.depth):
@@ -208,7 +201,7 @@ def block_logits(
             features = torch.cat([y, e]) if config.confidence_reads_markov else y
         logits.append(z)
         if config.confidence:
-            forecast = _linear(state, "confidence_head.proj", features)
+            forecast = slow_layer.linear(state, "confidence_head.proj", features)
             confidences.append(torch.sigmoid(forecast[0]))
     return logits, confidences
 
@@ -221,11 +214,11 @@ def markov_bias(
     if kind == "vanilla":
         return w2 @ e, None
     if kind == "gated":
-        gate = torch.sigmoid(_linear(state, "markov_head.gate_proj", torch.cat([y, e])))
+        gate = torch.sigmoid(slow_layer.linear(state, "markov_head.gate_proj", torch.cat([y, e])))
         return w2 @ (gate * e), None
     if memory is None:
         memory = torch.zeros_like(e)
-    joint = _linear(state, "markov_head.joint_proj", torch.cat([memory, e, y]))
+    joint = slow_layer.linear(state, "markov_head.joint_proj", torch.cat([memory, e, y]))
     r = len(e)
     gate, candidate, out = torch.sigmoid(joint[:r]), torch.tanh(joint[r : 2 * r]), joint[2 * r :]
     return w2 @ torch.tanh(out), gate * memory + (1 - gate) * candidate
@@ -236,7 +229,7 @@ def block_states(
 ) -> list[Tensor]:
     """Return y [H] of the B slots of a block; it sees the target's states before `anchor`."""
     context = [
-        _rms(_linear(state, "fc", document.aux[t]), state["hidden_norm.weight"], config)
+        _norm(slow_layer.linear(state, "fc", document.aux[t]), state["hidden_norm.weight"], config)
         for t in range(anchor)
     ]
     tokens = [document.x[anchor], *[config.mask_token_id] * (config.block_size - 1)]
@@ -245,7 +238,7 @@ def block_states(
     while f"layers.{layer}.input_layernorm.weight" in state:
         rows = _layer(state, f"layers.{layer}", config, context, rows, anchor)
         layer += 1
-    return [_rms(row, state["norm.weight"], config) for row in rows]
+    return [_norm(row, state["norm.weight"], config) for row in rows]
 
 
 def _layer(
@@ -256,7 +249,7 @@ def _layer(
     rows: list[Tensor],
     anchor: int,
 ) -> list[Tensor]:
-    inputs = [_rms(row, state[f"{name}.input_layernorm.weight"], config) for row in rows]
+    inputs = [_norm(row, state[f"{name}.input_layernorm.weight"], config) for row in rows]
     # Keys: those of the context, then those of the block; the context has no input norm.
     sources = [*enumerate(context), *((anchor + k, u) for k, u in enumerate(inputs))]
     keys, values = (
@@ -274,8 +267,8 @@ def _layer(
             scores = torch.stack([query @ keys[group][j] for j in seen[k]])
             weights = torch.softmax(scores / math.sqrt(config.head_dim), 0)
             heads.append(sum(w * values[group][j] for w, j in zip(weights, seen[k], strict=True)))
-        middle = row + _linear(state, f"{name}.self_attn.o_proj", torch.cat(heads))
-        v = _rms(middle, state[f"{name}.post_attention_layernorm.weight"], config)
+        middle = row + slow_layer.linear(state, f"{name}.self_attn.o_proj", torch.cat(heads))
+        v = _norm(middle, state[f"{name}.post_attention_layernorm.weight"], config)
         out.append(middle + slow_layer.mlp(state, f"{name}.mlp", v, config.act))
     return out
 
@@ -314,20 +307,8 @@ def _turned(
 ) -> Tensor:
     """Return a query or key: projected, normed per head, rotated."""
     part = _part(state, name, which, x, head, c)
-    half = c.rope_inv_freq.numel()
-    angle = position * c.rope_inv_freq.double()
-    first, second, rest = part[:half], part[half : 2 * half], part[2 * half :]
-    turned = [
-        first * angle.cos() - second * angle.sin(),
-        second * angle.cos() + first * angle.sin(),
-    ]
-    return torch.cat([*turned, rest])
+    return slow_layer.rope(part, position, c.rope_inv_freq)
 
 
-def _linear(state: State, name: str, x: Tensor) -> Tensor:
-    y = state[f"{name}.weight"] @ x
-    return y + state[f"{name}.bias"] if f"{name}.bias" in state else y
-
-
-def _rms(x: Tensor, weight: Tensor, config: ReferenceConfig) -> Tensor:
-    return weight * x / torch.sqrt((x * x).mean() + config.rms_norm_eps)
+def _norm(x: Tensor, weight: Tensor, config: ReferenceConfig) -> Tensor:
+    return slow_layer.rms(x, weight, config.rms_norm_eps)

@@ -35,14 +35,6 @@ BACKBONE = [
     *(f"layers.{i}.{x}" for i in range(2) for x in LAYER),
 ]
 VANILLA = ["markov_head.markov_w1", "markov_head.markov_w2"]
-KINDS: list[tuple[str, dict[str, Any]]] = [
-    ("dspark", {}),
-    ("dspark", {"draft_vocab_size": 40, "markov_head_type": "gated"}),
-    ("dspark", {"markov_head_type": "rnn", "layout": "mask"}),
-    ("dspark", {"markov_rank": 0, "confidence_weight": 0.0}),
-    ("dflash", {}),
-    ("dflash", {"layout": "anchor", "draft_vocab_size": 40}),
-]
 
 
 @pytest.mark.parametrize(
@@ -180,13 +172,6 @@ def test_a_draft_of_a_small_target_has_the_published_share_of_its_depth_and_widt
     assert given.sized(576, 30) == given
     types = ",".join(["full_attention"] * 3)
     assert DSparkOptions(layer_types=types).sized(576, 30).num_layers == 3
-
-
-def test_data_that_cannot_teach_is_refused(
-    dataset: HiddenStatesDataset, head: TargetHead, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(DraftError, match=r"no layer \[7\]"):
-        build(dataset, head, "dspark", layers="0,7")
 
 
 def test_the_last_block_of_the_target_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

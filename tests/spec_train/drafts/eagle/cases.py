@@ -17,7 +17,12 @@ from spec_train.drafts.eagle.draft import EagleConfig, EagleDraft
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import EagleOptions
 from tests.spec_train.drafts.eagle.reference import Document, ReferenceConfig, predict
-from tests.spec_train.drafts.shared import reference_state, small_target, windows_of
+from tests.spec_train.drafts.shared import (
+    reference_sizes,
+    reference_state,
+    small_target,
+    windows_of,
+)
 from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, SlotLoss
 from tests.spec_train.drafts.slow_layer import Shape
 
@@ -82,17 +87,10 @@ def make_head(case: Case, seed: int = 1) -> TargetHead:
 
 def reference_config(case: Case, head: TargetHead) -> ReferenceConfig:
     """Return the setting for the reference; frequencies come from the target's rotary code."""
-    fields, shape = case.target_config(), dict(case.shape)
-    fields |= {k: v for k, v in shape.items() if k == "head_dim"}
-    rotary = LlamaRotaryEmbedding(LlamaConfig(**fields))
+    sizes = reference_sizes(case.target_config(), case.shape, 4, case.kv_heads)
     return ReferenceConfig(
-        heads=shape.get("num_attention_heads", 4),
-        kv_heads=shape.get("num_key_value_heads", case.kv_heads),
-        head_dim=shape.get("head_dim", 6),
-        act=shape.get("hidden_act", "silu"),
-        rms_norm_eps=1e-5,
-        rope_inv_freq=rotary.inv_freq,
-        rope_factor=rotary.attention_scaling,
+        **sizes,
+        rope_factor=LlamaRotaryEmbedding(LlamaConfig(**case.target_config())).attention_scaling,
         layers=case.layers,
         windows=windows_of(case.types, case.window, case.layers),
         head_weight=head.head_weight,

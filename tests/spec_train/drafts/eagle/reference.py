@@ -102,7 +102,7 @@ def predict(
         prefix = f"layers.{layer}"
         name = f"{prefix}.input_layernorm.weight"
         assert (name in state) == (layer > 0), "the first layer has no norm before its attention"
-        normed = [x if layer == 0 else _rms(x, state[name], config) for x in inputs]
+        normed = [x if layer == 0 else _norm(x, state[name], config) for x in inputs]
         inputs = [
             _layer(state, config, prefix, inputs[i], normed[: i + 1]) for i in range(len(inputs))
         ]
@@ -212,18 +212,13 @@ def _layer(
         weights = torch.softmax(torch.stack(scores), 0)
         outputs.append(sum(w * part("v", j, group) for j, w in enumerate(weights, first)))
     x = x + slow_layer.linear(state, f"{prefix}.self_attn.o_proj", torch.cat(outputs))
-    inside = _rms(x, state[f"{prefix}.post_attention_layernorm.weight"], config)
+    inside = _norm(x, state[f"{prefix}.post_attention_layernorm.weight"], config)
     return x + slow_layer.mlp(state, f"{prefix}.mlp", inside, config.act)
 
 
+def _norm(x: Tensor, weight: Tensor, config: ReferenceConfig) -> Tensor:
+    return slow_layer.rms(x, weight, config.rms_norm_eps)
+
+
 def _rope(vector: Tensor, position: int, config: ReferenceConfig) -> Tensor:
-    """Rotate pairs (i, i + r/2) of the first r dimensions of [d] by position * inv_freq[i]."""
-    half = config.rope_inv_freq.numel()
-    angle = position * config.rope_inv_freq.double()
-    cos, sin = config.rope_factor * angle.cos(), config.rope_factor * angle.sin()
-    first, second, rest = vector[:half], vector[half : 2 * half], vector[2 * half :]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest])
-
-
-def _rms(x: Tensor, weight: Tensor, config: ReferenceConfig) -> Tensor:
-    return weight * x / torch.sqrt((x * x).mean() + config.rms_norm_eps)
+    return slow_layer.rope(vector, position, config.rope_inv_freq, config.rope_factor)

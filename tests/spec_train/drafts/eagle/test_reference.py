@@ -26,6 +26,7 @@ from tests.spec_train.drafts.eagle.cases import (
     reference_state,
 )
 from tests.spec_train.drafts.eagle.reference import Document, Reference, chain, head, reference_loss
+from tests.spec_train.drafts.shared import each_in_one_layout, gradients
 from tests.spec_train.drafts.slot_loss import LOSSES, SlotLoss
 from tests.spec_train.drafts.slow_layer import EVERY
 from tests.tolerance import network, same_choice
@@ -91,16 +92,6 @@ def fast(draft: EagleDraft, case: Case, inputs: dict[str, Tensor], **more) -> Dr
     )
 
 
-def gradients(draft: EagleDraft) -> dict[str, Tensor]:
-    found = {}
-    for name, parameter in draft.named_parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is not None, name
-            found[name] = parameter.grad
-            parameter.grad = None
-    return found
-
-
 @functools.cache
 def expectation(case: Case) -> tuple[list[Document], dict[str, Tensor], Reference]:
     """Return the documents of `MASKS`, the reference's weights with their gradients, its sums."""
@@ -112,8 +103,7 @@ def expectation(case: Case) -> tuple[list[Document], dict[str, Tensor], Referenc
     return documents, state, expected
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "layout"), each_in_one_layout(CASES, LAYOUTS))
 def test_loss_and_gradients_are_those_of_the_reference(name: str, layout: str) -> None:
     case = CASES[name]
     documents, state, expected = expectation(case)

@@ -14,7 +14,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Draft, Eagle3Options
 from tests.spec_train.drafts.eagle3.reference import Document, ReferenceConfig, reference_logits
-from tests.spec_train.drafts.shared import reference_state, small_target, windows_of
+from tests.spec_train.drafts.shared import (
+    reference_sizes,
+    reference_state,
+    small_target,
+    windows_of,
+)
 from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, SlotLoss
 from tests.spec_train.drafts.slow_layer import Shape
 
@@ -81,18 +86,12 @@ def make_draft(case: Case, seed: int = 0) -> Eagle3Draft:
 
 def reference_config(case: Case, draft: Eagle3Draft) -> ReferenceConfig:
     """Return the setting for the reference; frequencies come from the target's rotary code."""
-    fields, shape = case.target_config(), dict(case.shape)
-    fields |= {k: v for k, v in shape.items() if k == "head_dim"}
-    rotary = LlamaRotaryEmbedding(LlamaConfig(**fields))
+    shape = dict(case.shape)
+    sizes = reference_sizes(case.target_config(), case.shape, case.heads, case.kv_heads)
     return ReferenceConfig(
-        heads=shape.get("num_attention_heads", case.heads),
-        kv_heads=shape.get("num_key_value_heads", case.kv_heads),
-        head_dim=shape.get("head_dim", 6),
-        act=shape.get("hidden_act", "silu"),
+        **sizes,
         norm_before_residual=shape.get("norm_before_residual", False),
-        rms_norm_eps=1e-5,
-        rope_inv_freq=rotary.inv_freq,
-        rope_factor=rotary.attention_scaling,
+        rope_factor=LlamaRotaryEmbedding(LlamaConfig(**case.target_config())).attention_scaling,
         norm_output=case.norm_output,
         windows=windows_of(
             shape.get("layer_types", "auto"), case.window, shape.get("num_layers", 1)

@@ -131,7 +131,7 @@ def reference_logits(
 ) -> dict[tuple[int, int], Tensor]:
     """Return the draft logits [Vd] for every (slot, step) whose known token exists."""
     slots = len(x) - 1  # the last token's slot has no known token
-    carried = [_project(state, config, aux[t]) for t in range(slots)]
+    carried = [slow_layer.project(state, aux[t], config.rms_norm_eps) for t in range(slots)]
     keys: list[Rows] = [{} for _ in _layers(state)]  # per layer
     values: list[Rows] = [{} for _ in _layers(state)]
     logits: dict[tuple[int, int], Tensor] = {}
@@ -143,11 +143,11 @@ def reference_logits(
                 norm = state[f"{name}.input_layernorm.weight"]
                 if number == 0:
                     embedding = state["embed_tokens.weight"][x[t + 1 + s]]
-                    normed = _rms(residual[t], state[f"{name}.hidden_norm.weight"], config)
-                    inputs[t] = torch.cat([_rms(embedding, norm, config), normed])
+                    normed = _norm(residual[t], state[f"{name}.hidden_norm.weight"], config)
+                    inputs[t] = torch.cat([_norm(embedding, norm, config), normed])
                     residual[t] = normed if config.norm_before_residual else residual[t]
                 else:
-                    inputs[t] = _rms(residual[t], norm, config)
+                    inputs[t] = _norm(residual[t], norm, config)
                 for h in range(config.kv_heads):
                     key = _head(state, config, f"{name}.self_attn", "k", inputs[t], h)
                     keys[number][t, s, h] = _rope(key, t + s, config)
@@ -157,11 +157,13 @@ def reference_logits(
                 attended = _attend(
                     state, config, name, inputs[t], t, s, keys[number], values[number]
                 )
-                middle = residual[t] + _linear(state, f"{name}.self_attn.o_proj", attended)
-                inside = _rms(middle, state[f"{name}.post_attention_layernorm.weight"], config)
+                middle = residual[t] + slow_layer.linear(
+                    state, f"{name}.self_attn.o_proj", attended
+                )
+                inside = _norm(middle, state[f"{name}.post_attention_layernorm.weight"], config)
                 residual[t] = middle + slow_layer.mlp(state, f"{name}.mlp", inside, config.act)
         for t, output in residual.items():
-            normed = _rms(output, state["norm.weight"], config)
+            normed = _norm(output, state["norm.weight"], config)
             logits[t, s] = state["lm_head.weight"] @ normed
             carried[t] = normed if config.norm_output else output
     return logits
@@ -190,7 +192,7 @@ def _add_document(
     state: Mapping[str, Tensor], config: ReferenceConfig, document: Document, steps: list[StepSums]
 ) -> dict[tuple[int, int], bool]:
     """Add a document's slots to `steps`; return the hits of its (slot, step) pairs."""
-    draft_ids = _draft_ids(state)
+    draft_ids = slow_layer.draft_ids(state, len(state["lm_head.weight"]))
     logits = reference_logits(state, config, document.x, document.aux)
     hits: dict[tuple[int, int], bool] = {}
     for (t, s), draft_logits in logits.items():
@@ -216,31 +218,6 @@ def _add_document(
             p, [full[v] for v in draft_ids], log_q, draft_ids.index(wanted)
         )
     return hits
-
-
-def _draft_ids(state: Mapping[str, Tensor]) -> list[int]:
-    """Return the target ids of the rows of lm_head, from the map's offsets; all without a map."""
-    rows = range(state["lm_head.weight"].shape[0])
-    if "d2t" not in state:
-        return list(rows)
-    ids = [i + int(state["d2t"][i]) for i in rows]
-    chosen = [i for i, inside in enumerate(state["t2d"].tolist()) if inside]
-    if ids != chosen:
-        raise ValueError("d2t and t2d name different tokens")
-    return ids
-
-
-def _project(state: Mapping[str, Tensor], config: ReferenceConfig, aux: Tensor) -> Tensor:
-    """Map aux states of one token [n*H] to a feature [H]; with fc_norm, norm every layer's part."""
-    if "input_norm.weight" in state:
-        aux = _rms(aux, state["input_norm.weight"], config)
-    norms = sum(name.startswith("fc_norm.") for name in state)
-    if norms:
-        parts = aux.chunk(norms)
-        aux = torch.cat(
-            [_rms(part, state[f"fc_norm.{i}.weight"], config) for i, part in enumerate(parts)]
-        )
-    return _linear(state, "fc", aux)
 
 
 def _attend(
@@ -273,19 +250,9 @@ def _attend(
     return torch.cat(outputs)
 
 
+def _norm(x: Tensor, weight: Tensor, config: ReferenceConfig) -> Tensor:
+    return slow_layer.rms(x, weight, config.rms_norm_eps)
+
+
 def _rope(vector: Tensor, position: int, config: ReferenceConfig) -> Tensor:
-    """Rotate pairs (i, i + r/2) of the first r dimensions of [d] by position * inv_freq[i]."""
-    half = config.rope_inv_freq.numel()
-    angle = position * config.rope_inv_freq.double()
-    cos, sin = config.rope_factor * angle.cos(), config.rope_factor * angle.sin()
-    first, second, rest = vector[:half], vector[half : 2 * half], vector[2 * half :]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest])
-
-
-def _linear(state: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    y = state[f"{name}.weight"] @ x
-    return y + state[f"{name}.bias"] if f"{name}.bias" in state else y
-
-
-def _rms(x: Tensor, weight: Tensor, config: ReferenceConfig) -> Tensor:
-    return weight * x / torch.sqrt((x * x).mean() + config.rms_norm_eps)
+    return slow_layer.rope(vector, position, config.rope_inv_freq, config.rope_factor)

@@ -36,6 +36,7 @@ from tests.spec_train.drafts.eagle3.reference import (
     reference_loss,
     slot_counts,
 )
+from tests.spec_train.drafts.shared import each_in_one_layout
 from tests.spec_train.drafts.slot_loss import SlotLoss
 from tests.spec_train.drafts.slow_layer import EVERY
 from tests.tolerance import network
@@ -200,8 +201,7 @@ def check_case(case: Case, layout: str, backend: str = "auto") -> None:
     assert_same_gradients(draft, state)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "layout"), each_in_one_layout(CASES, LAYOUTS))
 def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> None:
     check_case(CASES[name], layout)
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_train.drafts.peagle.draft import PeagleConfig, PeagleDraft
 from spec_train.options.draft_options import PeagleOptions
@@ -22,7 +20,12 @@ from tests.spec_train.drafts.peagle.reference import (
     reference_loss,
     slot_counts,
 )
-from tests.spec_train.drafts.shared import reference_state, small_target, windows_of
+from tests.spec_train.drafts.shared import (
+    reference_sizes,
+    reference_state,
+    small_target,
+    windows_of,
+)
 from tests.spec_train.drafts.slot_loss import KL, SlotLoss
 from tests.spec_train.drafts.slow_layer import Shape
 
@@ -100,18 +103,13 @@ def make_draft(case: Case, **options: object) -> PeagleDraft:
 
 def reference_config(case: Case) -> ReferenceConfig:
     """Return the setting for the reference; frequencies come from the target's rotary code."""
-    fields, shape = case.target_config(), dict(case.shape)
-    fields |= {k: v for k, v in shape.items() if k == "head_dim"}
+    shape = dict(case.shape)
+    sizes = reference_sizes(case.target_config(), case.shape, case.heads, case.kv_heads)
     return ReferenceConfig(
-        heads=shape.get("num_attention_heads", case.heads),
-        kv_heads=shape.get("num_key_value_heads", case.kv_heads),
-        head_dim=shape.get("head_dim", 6),
-        act=shape.get("hidden_act", "silu"),
+        **sizes,
         norm_before_residual=shape.get("norm_before_residual", False),
         layers=case.layers,
         windows=windows_of(case.types, case.window, case.layers),
-        rms_norm_eps=1e-5,
-        rope_inv_freq=LlamaRotaryEmbedding(LlamaConfig(**fields)).inv_freq,
         mask_token_id=MASK_TOKEN,
         depths=case.depths,
         loss=case.loss,

@@ -95,35 +95,34 @@ def reference_logits(
     for t, d in elements:
         token = document.x[t + 1] if d == 0 else config.mask_token_id
         aux = document.aux[t] if d == 0 else state["mask_hidden"].flatten()
-        hidden[t, d] = _project(state, config, aux)
+        hidden[t, d] = slow_layer.project(state, aux, config.rms_norm_eps)
         first[t, d] = torch.cat(
             [
-                _rms(
+                _norm(
                     state["embed_tokens.weight"][token],
                     state["layers.0.input_layernorm.weight"],
                     config,
                 ),
-                _rms(hidden[t, d], state["layers.0.hidden_norm.weight"], config),
+                _norm(hidden[t, d], state["layers.0.hidden_norm.weight"], config),
             ]
         )
     if config.norm_before_residual:
         norm = state["layers.0.hidden_norm.weight"]
-        hidden = {e: _rms(hidden[e], norm, config) for e in elements}
+        hidden = {e: _norm(hidden[e], norm, config) for e in elements}
     for number in range(config.layers):
         name = f"layers.{number}"
         inputs = first
         if number:
             norm = state[f"{name}.input_layernorm.weight"]
-            inputs = {e: _rms(hidden[e], norm, config) for e in elements}
+            inputs = {e: _norm(hidden[e], norm, config) for e in elements}
         window = config.windows[number]
         heads = _attention(state, config, f"{name}.self_attn", inputs, elements, window)
         for e in elements:
             middle = hidden[e] + slow_layer.linear(state, f"{name}.self_attn.o_proj", heads[e])
-            normed = _rms(middle, state[f"{name}.post_attention_layernorm.weight"], config)
+            normed = _norm(middle, state[f"{name}.post_attention_layernorm.weight"], config)
             hidden[e] = middle + slow_layer.mlp(state, f"{name}.mlp", normed, config.act)
-    return {
-        e: state["lm_head.weight"] @ _rms(hidden[e], state["norm.weight"], config) for e in elements
-    }
+    head, norm = state["lm_head.weight"], state["norm.weight"]
+    return {e: head @ _norm(hidden[e], norm, config) for e in elements}
 
 
 def reference_loss(
@@ -148,7 +147,7 @@ def reference_loss(
         at_risk=[0 for _ in depths],
         kept=[0 for _ in depths],
     )
-    draft_ids, weights = _draft_ids(state), 0.0
+    draft_ids, weights = slow_layer.draft_ids(state, len(state["lm_head.weight"])), 0.0
     for document, sample in zip(documents, samples, strict=True):
         logits = reference_logits(state, config, document, sample)
         hit: dict[Element, bool] = {}
@@ -230,36 +229,9 @@ def _attention(
     return out
 
 
-def _draft_ids(state: Mapping[str, Tensor]) -> list[int]:
-    rows = range(state["lm_head.weight"].shape[0])
-    if "d2t" not in state:
-        return list(rows)
-    return [i + int(state["d2t"][i]) for i in rows]
-
-
-def _project(state: Mapping[str, Tensor], config: ReferenceConfig, aux: Tensor) -> Tensor:
-    if "input_norm.weight" in state:
-        aux = _rms(aux, state["input_norm.weight"], config)
-    norms = sum(name.startswith("fc_norm.") for name in state)
-    if norms:
-        parts = aux.chunk(norms)
-        aux = torch.cat(
-            [_rms(part, state[f"fc_norm.{i}.weight"], config) for i, part in enumerate(parts)]
-        )
-    return state["fc.weight"] @ aux
+def _norm(x: Tensor, weight: Tensor, config: ReferenceConfig) -> Tensor:
+    return slow_layer.rms(x, weight, config.rms_norm_eps)
 
 
 def _rope(vector: Tensor, position: int, config: ReferenceConfig) -> Tensor:
-    half = config.rope_inv_freq.numel()
-    angle = position * config.rope_inv_freq.double()
-    first, second = vector[:half], vector[half:]
-    return torch.cat(
-        [
-            first * angle.cos() - second * angle.sin(),
-            second * angle.cos() + first * angle.sin(),
-        ]
-    )
-
-
-def _rms(x: Tensor, weight: Tensor, config: ReferenceConfig) -> Tensor:
-    return weight * x / torch.sqrt((x * x).mean() + config.rms_norm_eps)
+    return slow_layer.rope(vector, position, config.rope_inv_freq)

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spec_data.shards.packing import pack_documents, shift_left
+from spec_data.shards.packing import pack_documents
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts.peagle.draft import PeagleDraft, peagle_loss
+from spec_train.drafts.peagle.draft import PeagleDraft
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.eagle3.tools import batch_of, packed
@@ -24,40 +24,6 @@ dataset, head = eagle3_tools.dataset, eagle3_tools.head
 
 FORWARD = {"terms": network(2), "dtype": torch.float32}  # two layers; sums are kept in float64
 BACKWARD = {"terms": network(2, backward=True, slots=320)}
-
-
-def gradients(draft: PeagleDraft, loss: Tensor) -> dict[str, Tensor]:
-    names = {k: p for k, p in draft.named_parameters() if p.requires_grad}
-    return dict(zip(names, torch.autograd.grad(loss, list(names.values())), strict=True))
-
-
-@pytest.mark.parametrize("changes", [{}, {"segments": 3}, {"layers": "0,2"}])
-def test_the_loss_of_a_batch_is_that_of_its_shifted_tensors(
-    dataset: HiddenStatesDataset, head: TargetHead, changes: dict[str, Any]
-) -> None:
-    draft, batch = build(dataset, head, **changes), packed(dataset)
-    ids, sample = batch.document_ids, draft.draw(batch)
-    plain = peagle_loss(
-        draft,
-        aux_hidden_states=batch.aux(draft.config.layers),
-        input_ids=shift_left(batch.input_ids, ids),
-        loss_mask=shift_left(batch.loss_mask, ids),
-        final_hidden=shift_left(batch.hidden["hidden.final"], ids),
-        head=head,
-        document_ids=ids,
-        sample=sample,
-    )
-    counts = draft.slot_counts(batch.without_hidden(), sample)
-    found = draft.loss(batch, head, counts, sample)
-    close(found.loss, plain.loss, **FORWARD)
-    assert counts.tolist() == [plain.sums["supervised"].sum().item()]
-    assert found.sums.keys() == plain.sums.keys()
-    for name, value in plain.sums.items():
-        close(found.sums[name], value, **FORWARD, magnitude=value.abs(), name=name)
-    figures = PeagleDraft.summarise(found.sums)
-    close(figures["loss"], float(found.loss.detach()), **FORWARD)
-    assert {f"accept_rate/{d}" for d in range(1, 5)} <= figures.keys()
-    assert figures["product_limit_length"] is not None
 
 
 def test_the_loss_trains_on_the_elements_that_were_counted(
