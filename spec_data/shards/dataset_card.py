@@ -11,7 +11,6 @@ from spec_data.shards.schema import LAYER_CONVENTION, Manifest
 CARD = "README.md"
 DOCUMENTS, STATES = "documents", "states"
 """Configurations of `load_dataset`; `push` makes the first, the documents without states."""
-_SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B")
 
 
 def dataset_card(manifest: Manifest) -> str:
@@ -25,7 +24,6 @@ def dataset_card(manifest: Manifest) -> str:
             "pretty_name": f"Hidden states of {name}",
             **licence_fields(s.licence for s in manifest.corpus),
             "tags": ["speculative-decoding", "hidden-states", "spec-data"],
-            "size_categories": [size_category(manifest.totals.documents)],
             "configs": [documents, {"config_name": STATES, "data_files": shards}],
         }
     )
@@ -73,14 +71,6 @@ Token ids, masks and texts alone, without downloading states:
 columns are codes, which `spec_data` decodes. `manifest.json` records everything that decided these
 bytes.
 """
-
-
-def size_category(documents: int) -> str:
-    """Return the size category of the Hub, such as "1K<n<10K"."""
-    at = sum(documents >= 1000 * 10**i for i in range(len(_SIZES)))
-    if at == 0:
-        return "n<1K"
-    return f"{_SIZES[at - 1]}<n<{_SIZES[at]}" if at < len(_SIZES) else f"n>{_SIZES[-1]}"
 
 
 def _facts(manifest: Manifest) -> str:

@@ -28,6 +28,7 @@ from spec_data.shards.path_kinds import Kind, wrong_kind
 from spec_data.shards.remote import Mirror, open_mirror
 from spec_data.shards.schema import Column, Manifest, predicts_supervised
 from spec_data.shards.shard import (
+    TEXTS,
     CodedRows,
     IndexRows,
     Place,
@@ -41,7 +42,6 @@ from spec_data.shards.view import View, source_path
 
 INDEX = "index.arrow"
 MASK = "loss_mask"
-TEXTS = ("doc_id", "source", "turns")
 _SHOWN = 20  # wrong shards that a message names
 
 

@@ -165,7 +165,7 @@ def runs(kept: np.ndarray) -> list[tuple[int, int]]:
 
 
 _MASK = Column(name="loss_mask", codec="bool8")
-_TEXTS = ("doc_id", "source", "turns")
+TEXTS = ("doc_id", "source", "turns")
 _NO_ROWS = np.zeros(0, np.int32)
 _NOT_FINITE = np.uint16(0x7F80)  # the exponent bits of a bf16 that is infinite or not a number
 _CHECK_AGAIN = 1 / 64  # share of the later reads of a chunk that compare its checksum again
@@ -269,7 +269,7 @@ class Shard:
         """Return doc_id, source and turns of a row."""
         self._check_texts(place.batch)
         batch = self.batches[place.batch]
-        found = {name: batch.column(name)[place.local].as_py() for name in _TEXTS}
+        found = {name: batch.column(name)[place.local].as_py() for name in TEXTS}
         self._check("doc_id", place, found["doc_id"].encode())
         self._check("source", place, found["source"].encode())
         self._check("turns", place, turns_bytes(turn.values() for turn in found["turns"]))
@@ -372,7 +372,7 @@ class Shard:
         """Check offsets and UTF-8 of a record batch's texts once, which Arrow does not do."""
         if batch in self._checked_texts:
             return
-        for name in _TEXTS:
+        for name in TEXTS:
             column = self.batches[batch].column(name)
             try:
                 column.validate(full=True)

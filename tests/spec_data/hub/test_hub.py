@@ -16,7 +16,7 @@ from spec_data import cli
 from spec_data.hub import hub_calls
 from spec_data.hub.pull import pull
 from spec_data.hub.push import push, staged_folder
-from spec_data.shards.dataset_card import dataset_card, size_category
+from spec_data.shards.dataset_card import dataset_card
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
@@ -83,7 +83,7 @@ def test_the_card_declares_what_load_dataset_opens(pushed, data, tmp_path):
             (tmp_path / name).write_bytes(content)
     card = pushed.files(REPO)["README.md"].decode()
     header = yaml.safe_load(card.split("---")[1])
-    assert header["size_categories"] == ["n<1K"] and header["pretty_name"].endswith("tiny-llama")
+    assert header["pretty_name"].endswith("tiny-llama")
     assert [c["config_name"] for c in header["configs"]] == ["documents", "states"]
     cache = {"cache_dir": str(tmp_path / "cache"), "split": "train"}
     rows = datasets.load_dataset(str(tmp_path), **cache)
@@ -195,12 +195,6 @@ def test_a_hub_that_cannot_be_reached(server, data, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="run the same command again"):
         push(data, REPO)
     shutil.rmtree(staged_folder(HiddenStatesDataset(data)))
-
-
-def test_size_categories(data):
-    found = [size_category(n) for n in (1, 999, 1000, 10**6, 10**9, 10**10)]
-    assert found == ["n<1K", "n<1K", "1K<n<10K", "1M<n<10M", "n>1B", "n>1B"]
-    assert dataset_card(HiddenStatesDataset(data).manifest).count("---\n") == 2
 
 
 STRANGERS = (
