@@ -16,8 +16,8 @@ def replay(failed: Directory, data: Directory | None = None, *, device: str = "a
 
     A loss or gradient was not finite, and `spec-train fit` saved the batch with the draft of that
     moment as RUN/failed-step-N. Says which stored states, weights, modules and gradients are not
-    finite, the first ones first, and what every document adds to the loss. Works on any machine; of
-    the dataset only the target's head is read.
+    finite, the first ones first. Works on any machine; of the dataset only the target's head is
+    read.
 
     Examples:
         spec-train replay RUN/failed-step-1200
