@@ -41,7 +41,6 @@ from spec_train.evaluation.exporting import find_target
 from spec_train.evaluation.on_dataset import check_sizes
 from spec_train.evaluation.run_record import read_run
 from spec_train.formats.draft_files import DraftFiles, read_files
-from spec_train.formats.forms import with_facts_in
 from spec_train.formats.names import unread_keys
 from spec_train.formats.preflight import (
     EMBEDDING,
@@ -53,6 +52,7 @@ from spec_train.formats.preflight import (
     general,
 )
 from spec_train.formats.target_facts import TargetFacts
+from spec_train.formats.write import with_facts_in
 from spec_train.losses.head import TargetHead
 from spec_train.training.stored import resolve_draft_dir
 

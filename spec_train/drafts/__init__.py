@@ -16,8 +16,8 @@ from spec_train.drafts.peagle.draft import PeagleDraft
 from spec_train.formats.contradictions import refuse_contradictions
 from spec_train.formats.draft_files import DraftFiles, read_files
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.forms import own_form
 from spec_train.formats.names import unread_keys, unread_text
+from spec_train.formats.read import own_form
 from spec_train.formats.target_facts import TargetFacts
 
 log = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ from spec_train.evaluation.same_target import (
     system_warnings,
 )
 from spec_train.formats.draft_files import read_config
-from spec_train.formats.forms import is_own_form
+from spec_train.formats.read import is_own_form
 from spec_train.formats.target_facts import TargetFacts, read_target
 from spec_train.reports.results import evaluations
 from spec_train.reports.run_page import report_page, short_names, warn_of_page

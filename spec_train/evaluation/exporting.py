@@ -25,7 +25,6 @@ from spec_train.drafts import load_draft, own_files, read_draft
 from spec_train.formats.draft_card import CARD, Serving, draft_card, servings
 from spec_train.formats.draft_files import DraftFiles, write_files
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.forms import with_facts_in, write_form
 from spec_train.formats.names import unread_keys
 from spec_train.formats.preflight import (
     NOTE,
@@ -38,6 +37,7 @@ from spec_train.formats.preflight import (
     refusals,
 )
 from spec_train.formats.target_facts import TargetFacts, read_target
+from spec_train.formats.write import with_facts_in, write_form
 from spec_train.training.stored import resolve_draft_dir
 
 log = logging.getLogger(__name__)

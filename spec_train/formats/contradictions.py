@@ -12,9 +12,15 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import from_block_inputs
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION, same_value, some_of
-from spec_train.formats.flat import BLOCK_INPUT_KEY, INPUT_KEY, MASK_KEYS
-from spec_train.formats.names import DFLASH_CONFIG
-from spec_train.formats.write import LAYER, TYPE
+from spec_train.formats.names import (
+    BLOCK_INPUT_KEY,
+    DFLASH_CONFIG,
+    INPUT_KEY,
+    LAYER,
+    MASK_KEYS,
+    TYPE,
+    table_of,
+)
 
 Statement = tuple[str, str, Any]
 """(what is said, the key that says it, the value in one meaning)."""
@@ -73,7 +79,7 @@ def refuse_contradictions(files: DraftFiles) -> None:
 
 def _statements(raw: dict[str, Any]) -> Iterator[Statement]:
     names = ("", LAYER, "eagle_config", DFLASH_CONFIG)
-    tables = {f"{name}." if name else "": _table(raw, name) if name else raw for name in names}
+    tables = {f"{name}." if name else "": table_of(raw, name) if name else raw for name in names}
     yield from _layer_statements(tables)
     for prefix, table in tables.items():
         for name, what in _ALIASES.items():
@@ -94,7 +100,7 @@ def _statements(raw: dict[str, Any]) -> Iterator[Statement]:
 def _layer_statements(tables: dict[str, dict[str, Any]]) -> Iterator[Statement]:
     """Yield the places of the layer ids, as outputs of decoder blocks, and of their number."""
     raw, count = tables[""], None
-    section = _table(raw, SECTION)
+    section = table_of(raw, SECTION)
     yield "layers (outputs of decoder blocks)", f"{SECTION}.layers", section.get("layers") or None
     for key, inputs in (
         (INPUT_KEY, True),
@@ -120,9 +126,9 @@ def _layer_statements(tables: dict[str, dict[str, Any]]) -> Iterator[Statement]:
 def _rope_statements(table: dict[str, Any], prefix: str) -> Iterator[Statement]:
     """Yield the rope settings of the up to two tables of a config."""
     for place in ("rope_parameters", "rope_scaling"):
-        rope = _table(table, place)
+        rope = table_of(table, place)
         if any(isinstance(value, dict) for value in rope.values()):  # one table per layer type
-            rope = _table(rope, "full_attention")
+            rope = table_of(rope, "full_attention")
         if not rope:
             continue
         kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -135,7 +141,7 @@ def _rope_statements(table: dict[str, Any], prefix: str) -> Iterator[Statement]:
 
 def _of_tensors(files: DraftFiles) -> Iterator[Statement]:
     """Yield what the lengths of tensors say about sizes that the config has too."""
-    raw = _table(files.config, LAYER) | files.config
+    raw = table_of(files.config, LAYER) | files.config
     sizes = {"vocab_size": raw.get("vocab_size")}
     sizes["draft_vocab_size"] = raw.get("draft_vocab_size") or sizes["vocab_size"]
     tensors = {name.removeprefix("model."): value for name, value in files.tensors.items()}
@@ -143,8 +149,3 @@ def _of_tensors(files: DraftFiles) -> Iterator[Statement]:
         if name in tensors and sizes[what] is not None:
             yield f"{what} (tensors)", what, sizes[what]
             yield f"{what} (tensors)", name, len(tensors[name])
-
-
-def _table(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    value = raw.get(name)
-    return value if isinstance(value, dict) else {}

@@ -1,11 +1,8 @@
-"""The parts that the flat configs of all drafts share: shapes, rope, token ids, layer ids.
-
-Published files omit different fields. An absent field gets the default of the class that reads it
-(transformers' LlamaConfig for sizes and rope). A field without a safe default must be present.
-"""
+"""The parts that the flat configs of all drafts share: shapes, switches, options, tensors."""
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,31 +10,31 @@ from torch import Tensor
 
 from spec_data.models.rope_settings import rope_parameters
 from spec_data.shards.errors import DraftError
-from spec_data.shards.layer_ids import eagle3_layers, from_block_inputs
 from spec_data.shards.schema import LAYER_CONVENTION
+from spec_data.terminal.config import to_dict
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.names import plain_names
+from spec_train.formats.names import EMBEDDING, FORM, HEAD, TOKEN_KEYS, plain_names, table_of
 from spec_train.formats.target_facts import TargetFacts
+from spec_train.options.draft_options import draft_options
 
 log = logging.getLogger(__name__)
 
-TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-"""Names of the mask token, which replaces unknown tokens; vLLM reads the first one present."""
-FORM = "form"
-"""In the section: the form of these files if they are not our checkpoint."""
 _NORMS = ("norm_before_fc", "norm_before_residual")
-INPUT_KEY = "eagle_aux_hidden_state_layer_ids"
-"""Layer ids: at the top level *inputs* of decoder blocks; nested, as SGLang reads it, outputs."""
-BLOCK_INPUT_KEY = "aux_hidden_state_layer_ids"
-"""Layer ids of block drafts in the speculators form, inputs of decoder blocks."""
+_OPTIONS = (
+    *(*_NORMS, "hidden_act", "qk_norm", "train_embeddings", "draft_vocab_size", "block_size"),
+    *("mask_token_id", "fc_norm", "norm_output", "markov_rank", "markov_head_type"),
+    "sliding_window_non_causal",
+)
+"""Options of a draft that have the name of the field in its config."""
 _COMPARED, _NEAR = 4096, 0.5
 """Rows of two embeddings that are compared, and the mean cosine from which one is the other's."""
 
 
 def shape_of(files: DraftFiles) -> dict[str, Any]:
     """Return sizes, rope, dtype and token ids of a flat config, with every default filled in.
+
+    The defaults are those of transformers' LlamaConfig.
 
     Raises:
         DraftError: a size is missing.
@@ -49,8 +46,8 @@ def shape_of(files: DraftFiles) -> dict[str, Any]:
         raise DraftError(f"{files.config_path}: missing {', '.join(missing)}")
     heads = raw["num_attention_heads"]
     limit = raw.get("max_position_embeddings") or 2048
-    found = {name: raw[name] for name in needed}
-    found |= {
+    return {
+        **{name: raw[name] for name in needed},
         "target_hidden_size": raw.get("target_hidden_size") or raw["hidden_size"],
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
@@ -58,10 +55,9 @@ def shape_of(files: DraftFiles) -> dict[str, Any]:
         "max_position_embeddings": limit,
         "draft_vocab_size": raw.get("draft_vocab_size") or raw["vocab_size"],
         "rope_parameters": rope_parameters(_text_rope(raw) | {"max_position_embeddings": limit}),
-        "dtype": float_type(files.tensors),
+        "dtype": _float_type(files.tensors),
+        **{key: raw[key] for key in TOKEN_KEYS if raw.get(key) is not None},
     }
-    tokens = {key: raw[key] for key in TOKEN_KEYS if raw.get(key) is not None}
-    return found | tokens
 
 
 def sizes_of_weights(files: DraftFiles) -> dict[str, Any]:
@@ -70,17 +66,21 @@ def sizes_of_weights(files: DraftFiles) -> dict[str, Any]:
     The defaults of config classes differ: without `head_dim`, Qwen3's has 128, Llama's H / heads.
     """
     raw, tensors = dict(files.config), plain_names(files.tensors)
-    layer, heads = "layers.0.", raw.get("num_attention_heads")
-    query = tensors.get(f"{layer}self_attn.q_proj.weight")
+    heads = raw.get("num_attention_heads")
+    query, key, norm, gate = (
+        tensors.get(f"{name}.weight")
+        for name in (
+            "layers.0.self_attn.q_proj",
+            "layers.0.self_attn.k_proj",
+            "norm",
+            "layers.0.mlp.gate_proj",
+        )
+    )
     if raw.get("head_dim") is None and query is not None and isinstance(heads, int) and heads:
         raw["head_dim"] = len(query) // heads
-    key = tensors.get(f"{layer}self_attn.k_proj.weight")
     if raw.get("num_key_value_heads") is None and key is not None and raw.get("head_dim"):
         raw["num_key_value_heads"] = len(key) // raw["head_dim"]
-    for name, tensor in (
-        ("hidden_size", tensors.get("norm.weight")),
-        ("intermediate_size", tensors.get(f"{layer}mlp.gate_proj.weight")),
-    ):
+    for name, tensor in (("hidden_size", norm), ("intermediate_size", gate)):
         if raw.get(name) is None and tensor is not None:
             raw[name] = len(tensor)
     return raw
@@ -91,12 +91,26 @@ def _text_rope(raw: dict[str, Any]) -> dict[str, Any]:
 
     The three positions of a text token are equal. `mrope_section` stays, for engines and images.
     """
-    found = dict(raw)
+    result = dict(raw)
     for place in ("rope_parameters", "rope_scaling"):
         rope = raw.get(place)
         if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) == "mrope":
-            found[place] = {k: v for k, v in rope.items() if k != "type"} | {"rope_type": "default"}
-    return found
+            plain = {name: value for name, value in rope.items() if name != "type"}
+            result[place] = plain | {"rope_type": "default"}
+    return result
+
+
+def _float_type(tensors: dict[str, Tensor]) -> str:
+    """Return the name of the weights' dtype; the dtype of `fc.weight` if they are mixed."""
+    floats = [value for value in tensors.values() if value.is_floating_point()]
+    kinds = {str(value.dtype).removeprefix("torch.") for value in floats}
+    chosen = str(tensors.get("fc.weight", floats[0]).dtype).removeprefix("torch.")
+    if len(kinds) > 1:
+        log.warning(
+            "warning: the weights have several dtypes (%s); all are read as %s",
+            *(", ".join(sorted(kinds)), chosen),
+        )
+    return chosen
 
 
 def switches_of(files: DraftFiles) -> dict[str, Any]:
@@ -109,127 +123,59 @@ def switches_of(files: DraftFiles) -> dict[str, Any]:
     Raises:
         DraftError: the two keys of the activation differ.
     """
-    raw, nested = files.config, files.config.get("eagle_config") or {}
+    raw, nested = files.config, table_of(files.config, "eagle_config")
     said = {raw[name] for name in ("hidden_act", "hidden_activation") if raw.get(name) is not None}
     if len(said) > 1:
         raise DraftError(
             f"{files.config_path}: hidden_act = {raw['hidden_act']} and hidden_activation = "
             f"{raw['hidden_activation']}: remove the one that the draft was not trained with"
         )
-    raw = raw | {"hidden_act": next(iter(said), None)}
-    found: dict[str, Any] = {}
-    for name in ("hidden_act", "attention_bias", "mlp_bias", *_NORMS):
-        value = raw[name] if raw.get(name) is not None else nested.get(name)
-        if value is not None:
-            found[name] = value
-    found["qk_norm"] = any(".q_norm." in name for name in files.tensors)
-    options = (raw.get(SECTION) or {}).get("options") or {}  # the speculators form may lack the key
+    both = nested | {name: value for name, value in raw.items() if value is not None}
+    both |= {"hidden_act": next(iter(said))} if said else {}
+    names = ("hidden_act", "attention_bias", "mlp_bias", *_NORMS)
+    result = {name: both[name] for name in names if both.get(name) is not None}
+    result["qk_norm"] = any(".q_norm." in name for name in files.tensors)
+    options = table_of(raw, SECTION).get("options") or {}  # the speculators form may lack the key
     own = raw.get("train_embeddings", raw.get("embed_requires_grad"))
     own = options.get("train_embeddings") if own is None else own
-    return found | ({"train_embeddings": True} if own else {})
+    return result | ({"train_embeddings": True} if own else {})
 
 
-def shape_options(config: dict[str, Any], kind: type) -> dict[str, Any]:
-    """Return the values of the options of `shape_options` that lead to these switches.
+def options_of(
+    kind: str, config: dict[str, Any], layers: Sequence[int], **given: Any
+) -> dict[str, Any]:
+    """Return the options that lead to a draft of this config; unknown ones have their defaults.
 
-    `kind` is the class of the draft's options; a switch that it does not have is left out.
+    `given` are further options, None where unknown. Names that this kind of draft does not have are
+    left out.
     """
-    known = {field.name for field in dataclasses.fields(kind)}
-    names = ("hidden_act", "qk_norm", "train_embeddings", *_NORMS)
-    found = {name: config[name] for name in names if name in config and name in known}
+    options = draft_options(kind)
+    values = {name: config[name] for name in _OPTIONS if name in config} | given
+    values |= {"layers": ",".join(map(str, layers)), "num_layers": config["num_hidden_layers"]}
     for name in ("attention_bias", "mlp_bias"):
-        found[name] = "true" if config.get(name) else "false"
+        values[name] = "true" if config.get(name) else "false"
     if config.get("layer_types"):
-        found["sliding_window"] = config["sliding_window"]
-        found["layer_types"] = ",".join(config["layer_types"])
-    return found
-
-
-def float_type(tensors: dict[str, Tensor]) -> str:
-    """Return the name of the weights' dtype; the dtype of `fc.weight` if they are mixed."""
-    kinds = {str(value.dtype).removeprefix("torch.") for value in _floats(tensors)}
-    chosen = tensors["fc.weight"] if "fc.weight" in tensors else next(_floats(tensors))
-    if len(kinds) > 1:
-        log.warning(
-            "warning: the weights have several dtypes (%s); all are read as %s",
-            ", ".join(sorted(kinds)),
-            str(chosen.dtype).removeprefix("torch."),
-        )
-    return str(chosen.dtype).removeprefix("torch.")
-
-
-def _floats(tensors: dict[str, Tensor]) -> Any:
-    return (value for value in tensors.values() if value.is_floating_point())
-
-
-def aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
-    """Return the layer ids (outputs of decoder blocks) of an EAGLE-3 style config.
-
-    The top-level key holds inputs of blocks, as vLLM and llama.cpp read it. The nested key, which
-    SGLang reads, holds outputs; `contradictions` has compared the two. DeepSpec's key holds
-    outputs. Without a key all engines use the inputs of blocks 2, L//2 and L-3 of a target with L
-    blocks.
-
-    The ids have the order of the file; `layer_order.sort_states` sorts them.
-
-    Raises:
-        DraftError: both keys are absent and L is unknown.
-    """
-    raw = files.config
-    nested = (raw.get("eagle_config") or {}).get(INPUT_KEY)
-    if raw.get(INPUT_KEY):
-        layers = tuple(from_block_inputs(raw[INPUT_KEY]))
-    elif nested:
-        layers = tuple(nested)
-    elif raw.get("target_layer_ids"):
-        layers = tuple(raw["target_layer_ids"])
-    elif blocks := raw.get("num_target_layers") or target.num_layers:
-        layers = eagle3_layers(blocks)
-    else:
-        raise DraftError(
-            f"{files.config_path}: contains no layer ids; engines then derive them from the "
-            "target's number of decoder blocks. Pass the target with --target DIR"
-        )
-    return layers
+        values["sliding_window"] = config["sliding_window"]
+        values["layer_types"] = ",".join(config["layer_types"])
+    names = {field.name for field in dataclasses.fields(options)}
+    known = {n: value for n, value in values.items() if n in names and value is not None}
+    return to_dict(options(**known))
 
 
 def section_of(
     files: DraftFiles, kind: str, layers: tuple[int, ...], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the `spec_train` section of the file, or a new one with an unknown origin.
-
-    The layers of the file's section are those of the keys that engines read (see `agreement`).
-    """
-    own = files.config.get(SECTION)
-    if own is None:
-        return {
-            "draft": kind,
-            "layers": list(layers),
-            "layer_convention": LAYER_CONVENTION,
-            "options": options,
-            "origin": {},
-        }
-    return {name: value for name, value in own.items() if name != FORM}
-
-
-def refuse_set(files: DraftFiles, what: str, **wanted: Any) -> None:
-    """Refuse a config with a field that `what` does not support; absent or null is accepted.
-
-    Raises:
-        DraftError: lists every such field and the supported values.
-    """
-    raw = files.config
-    nested = raw.get("eagle_config") or {}
-    faults = []
-    for name, value in wanted.items():
-        found = raw[name] if raw.get(name) is not None else nested.get(name)
-        if found is not None and found != value:
-            faults.append(f"{name} = {found}")
-    if faults:
-        raise DraftError(
-            f"{files.config_path}: {', '.join(faults)} cannot be represented: {what} of spec-train "
-            "has " + ", ".join(f"{name} = {value}" for name, value in wanted.items())
-        )
+    """Return the `spec_train` section of the file, or a new one with an unknown origin."""
+    section = files.config.get(SECTION)
+    if section is not None:
+        return {name: value for name, value in section.items() if name != FORM}
+    return {
+        "draft": kind,
+        "layers": list(layers),
+        "layer_convention": LAYER_CONVENTION,
+        "options": options,
+        "origin": {},
+    }
 
 
 def has_own_embedding(tensors: dict[str, Tensor], files: DraftFiles, target: TargetFacts) -> bool:
@@ -239,7 +185,7 @@ def has_own_embedding(tensors: dict[str, Tensor], files: DraftFiles, target: Tar
     trained embedding stays near the target's. One that has nothing to do with it belongs to another
     target: it is not the draft's own here, and is refused where the two are joined.
     """
-    raw, own = files.config, tensors.get("embed_tokens.weight")
+    raw, own = files.config, tensors.get(EMBEDDING)
     stated = bool(raw.get("train_embeddings", raw.get("embed_requires_grad")))
     if own is None or SECTION in raw:
         return stated and own is not None
@@ -252,50 +198,46 @@ def has_own_embedding(tensors: dict[str, Tensor], files: DraftFiles, target: Tar
     return stated or float(torch.cosine_similarity(*pairs, dim=-1).mean()) > _NEAR
 
 
-def no_bias(bias: Tensor | None) -> bool:
-    """Return whether a bias changes nothing."""
-    return bias is None or not bool(torch.any(bias))
-
-
-def with_target_weights(
+def own_tensors(
     tensors: dict[str, Tensor],
     files: DraftFiles,
     target: TargetFacts,
     dtype: str,
-    names: tuple[str, ...],
+    *,
+    target_head: bool = False,
+    own_head: bool = False,
 ) -> dict[str, Tensor]:
-    """Add the target's weights `names` (embedding, LM head) that the file does not contain.
+    """Return tensors with the target's weights that the file does not contain.
+
+    Args:
+        tensors: of the file, under our names.
+        files, target: the file, for messages, and its target.
+        dtype: of the weights.
+        target_head: drafts of this kind use the target's head, so a copy of it is left out.
+        own_head: drafts of this kind have a full head of their own, at the start the target's.
 
     Raises:
-        DraftError: a weight is missing and the target is not given.
+        DraftError: a weight is missing and the target is not given, or the copy is none.
     """
-    found = dict(tensors)
-    supply = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.head}
-    for name in names:
-        value = supply[name]
-        if name in found:
+    result = dict(tensors)
+    head = result.pop(HEAD, None) if target_head else None
+    if head is not None:
+        _require_target_head(head, files, target)
+    supply = {EMBEDDING: target.embedding} | ({HEAD: target.head} if own_head else {})
+    for name, value in supply.items():
+        if name in result:
             continue
         if value is None:
             raise DraftError(
                 f"{files.weights_path}: has no {name}, because it shares the target's; run "
                 "`spec-train export --draft ... --target DIR --format hf --out NEW` and use NEW"
             )
-        found[name] = value.detach().to("cpu", getattr(torch, dtype), copy=True)
-    return found
+        result[name] = value.detach().to("cpu", getattr(torch, dtype), copy=True)
+    return result
 
 
-def drop_target_head(
-    tensors: dict[str, Tensor], files: DraftFiles, target: TargetFacts
-) -> dict[str, Tensor]:
-    """Return tensors without the full LM head: drafts of this kind use the target's head.
-
-    Raises:
-        DraftError: the head in the file is not the target's.
-    """
-    found = dict(tensors)
-    head = found.pop("lm_head.weight", None)
-    if head is None:
-        return found
+def _require_target_head(head: Tensor, files: DraftFiles, target: TargetFacts) -> None:
+    """Refuse an LM head in the file that is not the target's."""
     if target.head is None:
         log.warning(
             "warning: %s: lm_head is assumed to be a copy of the target's; pass --target to check",
@@ -306,4 +248,3 @@ def drop_target_head(
             f"{files.weights_path}: its lm_head is not the target's; drafts of this kind use the "
             "target's head, so this one cannot be represented"
         )
-    return found

@@ -1,8 +1,4 @@
-"""The order in which a draft concatenates the states of its target's layers.
-
-Our drafts concatenate them by ascending layer id. A draft with another order computes the same as
-one whose parts of `fc`, `fc_norm`, `input_norm` and `mask_hidden` are sorted with the ids.
-"""
+"""The order in which a draft concatenates the states of its target's layers."""
 
 import logging
 import re
@@ -15,7 +11,7 @@ from spec_data.shards.errors import DraftError
 
 log = logging.getLogger(__name__)
 
-COLUMNS = ("fc.weight", "input_norm.weight", "mask_hidden")
+_STATE_COLUMNS = ("fc.weight", "input_norm.weight", "mask_hidden")
 """Tensors whose last dimension is the concatenated states."""
 _ONE_NORM = re.compile(r"fc_norm\.(\d+)\.weight")
 
@@ -23,7 +19,10 @@ _ONE_NORM = re.compile(r"fc_norm\.(\d+)\.weight")
 def sort_states(
     tensors: dict[str, Tensor], layers: Sequence[int], where: str, *, collected: bool = False
 ) -> tuple[tuple[int, ...], dict[str, Tensor]]:
-    """Return the layer ids in ascending order, and the tensors with the parts in that order.
+    """Return the layer ids in ascending order, and the tensors with their parts in that order.
+
+    Our drafts concatenate states by ascending layer id. A draft with another order computes the
+    same as one whose parts of `fc`, `fc_norm`, `input_norm` and `mask_hidden` are sorted with them.
 
     Args:
         tensors: tensors of the file, without the prefix `model.`.
@@ -47,23 +46,19 @@ def sort_states(
         "to the unsorted parts. An export is read alike by all engines",
         *(where, list(layers)),
     )
-    return ascending, _sorted_parts(tensors, order, where)
-
-
-def _sorted_parts(tensors: dict[str, Tensor], order: list[int], where: str) -> dict[str, Tensor]:
-    found = dict(tensors)
-    for name in COLUMNS:
-        if name not in found:
+    result = dict(tensors)
+    for name in _STATE_COLUMNS:
+        if name not in tensors:
             continue
-        if found[name].shape[-1] % len(order):
+        if tensors[name].shape[-1] % len(order):
             raise DraftError(
-                f"{where}: {name} has {found[name].shape[-1]} columns, which are not equal parts "
+                f"{where}: {name} has {tensors[name].shape[-1]} columns, which are not equal parts "
                 f"for {len(order)} layers"
             )
-        parts = found[name].chunk(len(order), dim=-1)
-        found[name] = torch.cat([parts[i] for i in order], dim=-1).contiguous()
+        parts = tensors[name].chunk(len(order), dim=-1)
+        result[name] = torch.cat([parts[i] for i in order], dim=-1).contiguous()
     norms = {int(m[1]): n for n in tensors if (m := _ONE_NORM.fullmatch(n))}
     for place, source in enumerate(order):
         if source in norms:
-            found[f"fc_norm.{place}.weight"] = tensors[norms[source]]
-    return found
+            result[f"fc_norm.{place}.weight"] = tensors[norms[source]]
+    return ascending, result

@@ -7,11 +7,12 @@ read and by the report of `export`. `auto_map` and files of code are never used.
 
 import logging
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from torch import Tensor
 
 from spec_data.models.families import TARGETS
@@ -21,51 +22,64 @@ from spec_train.formats.draft_seal import SECTION
 
 log = logging.getLogger(__name__)
 
-
-class _Keys(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    read: str
-    harmless: str
-    neutral: dict[str, list[Any]]
-    scales: dict[str, float]
-    blocks: dict[str, str]
-    of_target_copies: dict[str, str]
-    written: dict[str, str]
-
-
-class _Tensors(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    eagle: dict[str, str]
-    blocks: dict[str, str]
-    refused: dict[str, str]
-    written: dict[str, dict[str, str]]
-
-
-class Names(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The whole of `names.toml`, which says what its tables mean."""
-
-    classes: dict[str, str]
-    others: dict[str, str]
-    other_types: dict[str, str]
-    other_parts: dict[str, str]
-    keys: _Keys
-    tensors: _Tensors
-
-
-NAMES = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=Names)
-READ, HARMLESS = (frozenset(text.split()) for text in (NAMES.keys.read, NAMES.keys.harmless))
-KNOWN = READ | HARMLESS | NAMES.keys.neutral.keys() | NAMES.keys.scales.keys()
+NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+"""The whole of `names.toml`, which says what its tables mean."""
+_KEYS, _TENSORS = NAMES["keys"], NAMES["tensors"]
+READ, HARMLESS = (frozenset(_KEYS[name].split()) for name in ("read", "harmless"))
+KNOWN = READ | HARMLESS | _KEYS["neutral"].keys() | _KEYS["scales"].keys()
 """Every key whose meaning is known."""
-CLASSES = {kind: tuple(text.split()) for kind, text in NAMES.classes.items()}
+CLASSES = {kind: tuple(text.split()) for kind, text in NAMES["classes"].items()}
 """Names in `architectures`, by kind of draft."""
-DFLASH_CONFIG = "dflash_config"
-"""The table of DFlash, whose keys have priority in engines."""
-MASK_STATES = "mask_hidden"
-"""The tensor of P-EAGLE: the learned states of unknown tokens."""
+
+EAGLE, EAGLE_SGLANG = "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"
+EAGLE3, PEAGLE = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"
+WITH_QK_NORM = "Eagle3Qwen3ForCausalLM"
+"""The one class of vLLM for EAGLE-3 and P-EAGLE drafts whose queries and keys are normed."""
+DSPARK, DFLASH = "Qwen3DSparkModel", "DFlashDraftModel"
 MUSE = "MuseGlimmerAssistantModel"
 """The DFlash draft of transformers."""
-_TABLES = ("eagle_config", "transformer_layer_config", DFLASH_CONFIG)
-_LAYER_IDS = ("eagle_config", "eagle_aux_hidden_state_layer_ids")
+EAGLE_NORMS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")
+"""Keys of AutoModel's EAGLE-1/2, and ours."""
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+"""Names of the mask token, which replaces unknown tokens; vLLM reads the first one present."""
+FORM = "form"
+"""In the section: the form of these files if they are not our checkpoint."""
+TYPE, LAYER = "speculators_model_type", "transformer_layer_config"
+DFLASH_CONFIG = "dflash_config"
+"""The table of DFlash, whose keys have priority in engines."""
+INPUT_KEY = "eagle_aux_hidden_state_layer_ids"
+"""Layer ids: at the top level *inputs* of decoder blocks; nested, as SGLang reads it, outputs."""
+BLOCK_INPUT_KEY = "aux_hidden_state_layer_ids"
+"""Layer ids of block drafts in the speculators form, inputs of decoder blocks."""
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+MASK_STATES = "mask_hidden"
+"""The tensor of P-EAGLE: the learned states of unknown tokens."""
+_TABLES = ("eagle_config", LAYER, DFLASH_CONFIG)
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 _SHARED = "LlamaForCausalLM"  # SafeAILab's name of EAGLE-1/2 and of EAGLE-3
+
+
+def table_of(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a nested table of a config; empty if it is absent or null.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    value = raw.get(name)
+    if not isinstance(value, dict | None):
+        raise TypeError(f"{name} is {value!r}, no object")
+    return value or {}
+
+
+def named_class(config: dict[str, Any], plain: str) -> dict[str, Any]:
+    """Return the keys that name the class of a draft with this config; `plain`: without q/k norm.
+
+    Norms of queries and keys exist only in Qwen3's classes, so `model_type` is theirs too.
+    """
+    if config.get("qk_norm"):
+        return {"architectures": [WITH_QK_NORM], "model_type": "qwen3"}
+    return {"architectures": [plain], "model_type": "llama"}
 
 
 # -- which draft it is -----------------------------------------------------------------------------
@@ -115,20 +129,20 @@ def refuse_other_drafts(files: DraftFiles) -> None:
 
 
 def _other_parts(files: DraftFiles) -> Iterator[tuple[str, str]]:
-    raw, mtp = files.config, NAMES.other_types["mtp"]
+    raw, mtp = files.config, NAMES["other_types"]["mtp"]
     for name in raw.get("architectures") or ():
-        if name in NAMES.others or "MTP" in name:
-            yield f"a {name}", NAMES.others.get(name, mtp)
-    if (kind := raw.get("speculators_model_type")) in NAMES.other_types:
-        yield f"speculators_model_type = {kind}", NAMES.other_types[kind]
+        if name in NAMES["others"] or "MTP" in name:
+            yield f"a {name}", NAMES["others"].get(name, mtp)
+    if (kind := raw.get("speculators_model_type")) in NAMES["other_types"]:
+        yield f"speculators_model_type = {kind}", NAMES["other_types"][kind]
     if any(name.startswith("mtp.") for name in files.tensors):  # keys: also of copied targets
         yield "tensors mtp.*", mtp
-    nested = _table(raw, DFLASH_CONFIG)
+    nested = table_of(raw, DFLASH_CONFIG)
     named = [(name, f"{DFLASH_CONFIG}.{name}") for name, value in nested.items() if value]
     named += [(name, name) for name, value in raw.items() if value]
     named += [(name.removeprefix("model."), name) for name in files.tensors]
     for name, shown in named:
-        for part, what in NAMES.other_parts.items():
+        for part, what in NAMES["other_parts"].items():
             if name.startswith((f"{part}_", f"{part}.")):
                 yield shown, what
 
@@ -138,13 +152,13 @@ def _other_parts(files: DraftFiles) -> Iterator[tuple[str, str]]:
 
 def written_names(form: str) -> list[str]:
     """Return the names of our keys that a form has, in its order."""
-    return NAMES.keys.written[form].split()
+    return _KEYS["written"][form].split()
 
 
 def copied_from_target(files: DraftFiles) -> str | None:
     """Return the draft class of a trainer that copies its target's config; None for others."""
     names = files.config.get("architectures") or ()
-    return next((name for name in names if name in NAMES.keys.of_target_copies), None)
+    return next((name for name in names if name in _KEYS["of_target_copies"]), None)
 
 
 def draft_keys(files: DraftFiles) -> DraftFiles:
@@ -156,22 +170,23 @@ def draft_keys(files: DraftFiles) -> DraftFiles:
     writer = copied_from_target(files)
     if writer is None:
         return files
-    raw, tables = files.config, NAMES.keys.of_target_copies
+    raw, tables = files.config, _KEYS["of_target_copies"]
     names = f"{tables['shape']} {tables[writer]}".split()
+    layer_ids = ("eagle_config", INPUT_KEY)
     result = {name: raw[name] for name in (*names, SECTION) if name in raw}
     result["num_hidden_layers"] = count_layers(files.tensors)
     if writer == "LlamaEagle3DraftModel":
         if not raw.get("parallel_drafting"):  # P-EAGLE writes the draft's own number
             result["num_target_layers"] = raw.get("num_hidden_layers")
-        if not any(name in raw for name in _LAYER_IDS):
+        if not any(name in raw for name in layer_ids):
             log.warning(
                 "warning: %s: AutoModel writes no layer ids; its default is assumed, the outputs "
                 "of blocks 1, L/2-1 and L-4. If aux_layer_ids were given to it, add the key "
                 '"eagle_config": {"eagle_aux_hidden_state_layer_ids": [...]} with them',
                 files.config_path,
             )
-        result |= {name: raw[name] for name in _LAYER_IDS if name in raw}
-    return DraftFiles(result, files.tensors, files.where)
+        result |= {name: raw[name] for name in layer_ids if name in raw}
+    return replace(files, config=result)
 
 
 def block_keys(files: DraftFiles) -> DraftFiles:
@@ -188,7 +203,7 @@ def block_keys(files: DraftFiles) -> DraftFiles:
         )
     for name, value in nested.items():
         _put(raw, name, value, files)
-    for theirs, ours in NAMES.keys.blocks.items():
+    for theirs, ours in _KEYS["blocks"].items():
         if theirs not in raw:
             continue
         value = raw.pop(theirs)
@@ -203,7 +218,7 @@ def block_keys(files: DraftFiles) -> DraftFiles:
         raw["markov_head_type"] = "vanilla"
     if MUSE in (raw.get("architectures") or ()):
         raw = _of_transformers(raw)
-    return DraftFiles(raw, files.tensors, files.where)
+    return replace(files, config=raw)
 
 
 def _put(raw: dict[str, Any], name: str, value: Any, files: DraftFiles) -> None:
@@ -245,7 +260,7 @@ def refuse_arithmetic(files: DraftFiles, what: str, but: tuple[str, ...] = ()) -
     Raises:
         DraftError: names the keys and their values.
     """
-    raw, neutral, scales = files.config, NAMES.keys.neutral, NAMES.keys.scales
+    raw, neutral, scales = files.config, _KEYS["neutral"], _KEYS["scales"]
     size = raw.get("head_dim") or raw.get("hidden_size", 0) // raw.get("num_attention_heads", 1)
     faults = []
     for name, value, path in _leaves(raw):
@@ -284,13 +299,8 @@ def _leaves(raw: dict[str, Any]) -> list[tuple[str, Any, str]]:
     """Return (name, value, path) of the keys at the top and in the nested tables."""
     leaves = [(name, value, name) for name, value in raw.items() if name not in _TABLES]
     for table in _TABLES:
-        leaves += [(name, value, f"{table}.{name}") for name, value in _table(raw, table).items()]
+        leaves += [(name, value, f"{table}.{name}") for name, value in table_of(raw, table).items()]
     return leaves
-
-
-def _table(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    value = raw.get(name)
-    return value if isinstance(value, dict) else {}
 
 
 # -- tensors ---------------------------------------------------------------------------------------
@@ -316,13 +326,13 @@ def eagle_tensors(files: DraftFiles, what: str) -> dict[str, Tensor]:
         DraftError: there is a part that `what` does not have, or two tensors have one name.
     """
     for name in files.tensors:
-        for pattern, words in NAMES.tensors.refused.items():
+        for pattern, words in _TENSORS["refused"].items():
             if re.search(pattern, name):
                 raise DraftError(
                     f"{files.weights_path}: {name}: {words} cannot be represented: {what} of "
                     "spec-train has none"
                 )
-    return _renamed(files, NAMES.tensors.eagle)
+    return _renamed(files, _TENSORS["eagle"])
 
 
 def block_tensors(files: DraftFiles) -> dict[str, Tensor]:
@@ -331,7 +341,7 @@ def block_tensors(files: DraftFiles) -> dict[str, Tensor]:
     Raises:
         DraftError: two tensors have one name.
     """
-    return _renamed(files, NAMES.tensors.blocks)
+    return _renamed(files, _TENSORS["blocks"])
 
 
 def _renamed(files: DraftFiles, table: Mapping[str, str]) -> dict[str, Tensor]:
@@ -352,7 +362,7 @@ def _renamed(files: DraftFiles, table: Mapping[str, str]) -> dict[str, Tensor]:
 
 def written_tensors(form: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return our tensors under the names of a form."""
-    result, table = {}, NAMES.tensors.written[form]
+    result, table = {}, _TENSORS["written"][form]
     for name, value in tensors.items():
         ours = next((start for start in table if name.startswith(start)), "")
         result[table.get(ours, "") + name.removeprefix(ours)] = value

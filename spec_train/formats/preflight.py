@@ -16,9 +16,8 @@ from spec_data.models.engines import Fact, engines, served
 from spec_data.shards.identity import compare
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.names import unread_text
+from spec_train.formats.names import DFLASH, unread_text
 from spec_train.formats.target_facts import TargetFacts
-from spec_train.formats.write import DFLASH
 from spec_train.options.shape_options import FULL, SLIDING
 
 REFUSE, WARN, NOTE, OK = "refuse", "warn", "note", "ok"

@@ -21,6 +21,7 @@ from typing import Any
 
 from spec_data.shards.errors import DraftError
 from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.names import DFLASH_CONFIG, table_of
 from spec_train.options.shape_options import FULL, SLIDING
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def windows_of(files: DraftFiles, layers: int | None = None) -> Windows:
     """
     raw = files.config
     count = layers or raw.get("num_hidden_layers") or 1
-    swa = raw | _table(raw, "dflash_config")
+    swa = raw | table_of(raw, DFLASH_CONFIG)
     if swa.get("use_swa") and SLIDING not in _types(files, raw, count):
         window = swa.get("swa_window_size", raw.get("sliding_window"))
         if window is None:
@@ -102,7 +103,7 @@ def slides_non_causal(files: DraftFiles, windows: Windows) -> bool:
     raw = files.config
     said = [
         ("is_causal", raw.get("is_causal")),
-        ("dflash_config.causal", _table(raw, "dflash_config").get("causal")),
+        ("dflash_config.causal", table_of(raw, DFLASH_CONFIG).get("causal")),
         ("causal", raw.get("causal")),
     ]
     for name, causal in said:
@@ -114,7 +115,7 @@ def slides_non_causal(files: DraftFiles, windows: Windows) -> bool:
                 "cannot be represented; full layers of our block drafts see the whole block"
             )
         return not causal
-    swa = raw | _table(raw, "dflash_config")
+    swa = raw | table_of(raw, DFLASH_CONFIG)
     if swa.get("use_swa") and raw.get("layer_types") is None:
         return True
     return bool(raw.get("sliding_window_non_causal", False))
@@ -145,8 +146,3 @@ def _positive(files: DraftFiles, window: Any) -> int:
             f"{files.config_path}: sliding_window = {window}: expected a number of positions"
         )
     return window
-
-
-def _table(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    found = raw.get(name)
-    return found if isinstance(found, dict) else {}

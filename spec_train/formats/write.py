@@ -10,6 +10,8 @@ of engines (`spec_data/models/engines.toml`).
 """
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,21 +20,26 @@ from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.layer_ids import as_block_inputs
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.flat import BLOCK_INPUT_KEY, INPUT_KEY
-from spec_train.formats.names import MUSE, written_names, written_tensors
+from spec_train.formats.names import (
+    BLOCK_INPUT_KEY,
+    DFLASH,
+    DSPARK,
+    EAGLE_SGLANG,
+    EMBEDDING,
+    FORM,
+    HEAD,
+    INPUT_KEY,
+    LAYER,
+    MUSE,
+    TYPE,
+    written_names,
+    written_tensors,
+)
+from spec_train.formats.preflight import REFUSE, Subject, of_engine
 from spec_train.formats.target_facts import TargetFacts
 
-EAGLE, EAGLE_SGLANG = "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"
-EAGLE_NORMS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")
-"""Keys of AutoModel's EAGLE-1/2, and ours."""
-EAGLE3, PEAGLE = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"
-WITH_QK_NORM = "Eagle3Qwen3ForCausalLM"
-"""The one class of vLLM for EAGLE-3 and P-EAGLE drafts whose queries and keys are normed."""
-DSPARK, DFLASH = "Qwen3DSparkModel", "DFlashDraftModel"
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 VERSION = "0.9.0"
 """The release of the speculators library whose form is written."""
-TYPE, LAYER = "speculators_model_type", "transformer_layer_config"
 _SPECULATORS_CLASSES = {
     "eagle3": "Eagle3DraftModel",
     "peagle": "PEagleDraftModel",
@@ -42,16 +49,6 @@ _SPECULATORS_CLASSES = {
 _EAGLE3_KINDS = ("eagle3", "peagle")
 _MIDLAYER, _LAYER0 = "midlayer.", "layers.0."
 _LATER_NORM = re.compile(r"^(layers\.[1-9]\d*\.)input_layernorm\.")
-
-
-def named_class(config: dict[str, Any], plain: str) -> dict[str, Any]:
-    """Return the keys that name the class of a draft with this config; `plain`: without q/k norm.
-
-    Norms of queries and keys exist only in Qwen3's classes, so `model_type` is theirs too.
-    """
-    if config.get("qk_norm"):
-        return {"architectures": [WITH_QK_NORM], "model_type": "qwen3"}
-    return {"architectures": [plain], "model_type": "llama"}
 
 
 def unchanged(own: DraftFiles, target: TargetFacts) -> DraftFiles:
@@ -231,21 +228,69 @@ def _block_fields(raw: dict[str, Any], kind: str) -> tuple[dict[str, Any], int]:
     return fields, raw["block_size"] - (0 if raw["sample_from_anchor"] else 1)
 
 
-def from_wrapped(files: DraftFiles) -> tuple[str, DraftFiles, int | None]:
-    """Return the kind, the flat form and the tokens per step of files in the speculators form.
-
-    Raises:
-        DraftError: the layer config is missing.
-    """
-    raw = dict(files.config)
-    kind = raw.pop(TYPE)
-    layer = raw.pop(LAYER, None)
-    if not isinstance(layer, dict):
-        raise DraftError(f"{files.config_path}: {LAYER} is missing, which speculators files need")
-    methods = (raw.pop("speculators_config", None) or {}).get("proposal_methods") or [{}]
-    flat = {**layer, **{name: value for name, value in raw.items() if value is not None}}
-    return kind, DraftFiles(flat, files.tensors, files.where), methods[0].get("speculative_tokens")
-
-
 def _without_midlayer(own: DraftFiles) -> dict[str, torch.Tensor]:
     return {name.replace(_MIDLAYER, _LAYER0): value for name, value in own.tensors.items()}
+
+
+# -- forms -----------------------------------------------------------------------------------------
+
+Writer = Callable[[DraftFiles, TargetFacts], DraftFiles]
+"""(our checkpoint, its target) -> files of another form."""
+_BLOCKS: dict[str, Writer] = {
+    "hf": unchanged,
+    "vllm": blocks_to_flat,
+    "sglang": blocks_to_flat,
+    "speculators": to_speculators,
+    "deepspec": blocks_to_deepspec,
+}
+WRITERS: dict[str, dict[str, Writer]] = {
+    "eagle": {"hf": unchanged, "vllm": unchanged, "sglang": eagle_to_sglang},
+    "eagle3": {
+        "hf": unchanged,
+        "vllm": unchanged,
+        "sglang": eagle3_to_sglang,
+        "speculators": to_speculators,
+        "deepspec": eagle3_to_deepspec,
+    },
+    "peagle": {"hf": unchanged, "vllm": unchanged, "speculators": to_speculators},
+    "dspark": _BLOCKS,
+    "dflash": {**_BLOCKS, "transformers": dflash_to_transformers},
+}
+"""By kind of draft and form."""
+_OWN_CLASS = ("deepspec", "transformers")
+"""Forms of one program each; what its class does not have, such files cannot hold."""
+
+
+def write_form(own: DraftFiles, form: str, target: TargetFacts) -> DraftFiles:
+    """Convert our checkpoint to the form `form`.
+
+    Raises:
+        DraftError: this kind of draft has no such form, or the class of the form cannot hold it.
+    """
+    writers = WRITERS[own.config[SECTION]["draft"]]
+    if form not in writers:
+        raise DraftError(
+            f"{own.where}: there is no {form} form of {own.config[SECTION]['draft']} drafts; use "
+            f"one of {', '.join(writers)}"
+        )
+    if form in _OWN_CLASS:
+        found = of_engine(Subject(own, target, form), form)
+        if faults := [finding.text for finding in found if finding.level == REFUSE]:
+            raise DraftError(f"{own.where}: the {form} form cannot hold it: {'; '.join(faults)}")
+    files = writers[form](own, target)
+    if files is own:
+        return own
+    marked = {**files.config[SECTION], FORM: form}
+    return DraftFiles({**files.config, SECTION: marked}, files.tensors, files.where)
+
+
+def with_facts_in(files: DraftFiles, target: TargetFacts) -> TargetFacts:
+    """Return a target's facts; its class and number of blocks, if unknown, as the files say."""
+    raw = files.config
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    blocks = raw.get("target_num_hidden_layers") or raw.get("num_target_layers")
+    return replace(
+        target,
+        architectures=target.architectures or tuple(verifier.get("architectures") or ()),
+        num_layers=target.num_layers or blocks,
+    )

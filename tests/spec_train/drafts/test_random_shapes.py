@@ -16,8 +16,8 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.evaluation.exporting import find_target
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.forms import WRITERS, write_form
 from spec_train.formats.preflight import Subject, preflight, refusals
+from spec_train.formats.write import WRITERS, write_form
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
@@ -106,7 +106,7 @@ def test_files_of_every_form_are_the_same_draft_to_a_reader_of_public_keys(
     )
     with torch.no_grad():
         wanted = draft.chains(batch, head, 2)
-    for form in (form for kind, form in WRITERS if kind == name):
+    for form in WRITERS[name]:
         if refusals(preflight(Subject(own, facts, form)), form):
             continue
         files = write_form(own, form, facts)

@@ -17,8 +17,8 @@ from spec_train.drafts import DRAFTS, load_draft
 from spec_train.evaluation.exporting import find_target
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.forms import write_form
 from spec_train.formats.target_facts import TargetFacts
+from spec_train.formats.write import write_form
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft

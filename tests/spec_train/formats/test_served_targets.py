@@ -8,9 +8,9 @@ from spec_data.models.engines import engines, served
 from spec_train.drafts import DRAFTS
 from spec_train.formats.draft_card import draft_card, servings
 from spec_train.formats.draft_files import DraftFiles, write_files
-from spec_train.formats.forms import with_facts_in, write_form
 from spec_train.formats.preflight import OF_TARGET, OK, REFUSE, SPEC_TRAIN, WARN, Subject, preflight
 from spec_train.formats.target_facts import TargetFacts
+from spec_train.formats.write import with_facts_in, write_form
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
 

@@ -14,9 +14,10 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
 from spec_train.formats.draft_files import DraftFiles, read_files
-from spec_train.formats.forms import own_form, write_form
 from spec_train.formats.preflight import Subject, preflight
+from spec_train.formats.read import own_form
 from spec_train.formats.target_facts import TargetFacts
+from spec_train.formats.write import write_form
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft

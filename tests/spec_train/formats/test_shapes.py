@@ -8,8 +8,8 @@ import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.evaluation.exporting import find_target
-from spec_train.formats.forms import write_form
 from spec_train.formats.preflight import REFUSE, WARN, Subject, preflight
+from spec_train.formats.write import write_form
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft

@@ -11,7 +11,7 @@ import torch
 
 import spec_train
 from spec_train.drafts import load_draft
-from spec_train.evaluation.evaluate import draft_to_measure
+from spec_train.formats.target_facts import read_target
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.evaluation.tools import run_eval
 from tests.spec_train.formats.published import tiny
@@ -67,7 +67,7 @@ def test_eval_measures_it_on_a_dataset(place):
 
 
 def test_eval_takes_what_it_lacks_from_the_target(place):
-    draft: Any = draft_to_measure(place / "draft", None, str(place / "target"))
+    draft: Any = load_draft(place / "draft", read_target(place / "target"))
     embedding = tiny.read_tensors(place / "target")["model.embed_tokens.weight"]
     assert torch.equal(draft.embed_tokens.weight, embedding)
 
@@ -77,7 +77,7 @@ def test_fit_goes_on_from_it(place, tmp_path):
     config = Training(**given, steps=0, seq_len=48, init_from=str(place / "draft"))
     assert run(config, OPTIONS).finished
     new = load_draft(tmp_path / "run" / "last")
-    old = draft_to_measure(place / "draft", str(place / "data"), None)
+    old = load_draft(place / "draft", read_target(place / "target"))
     assert same_weights(old, new)
 
 

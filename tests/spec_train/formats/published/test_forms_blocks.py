@@ -7,7 +7,7 @@ import torch
 
 from spec_train.drafts import load_draft, own_files
 from spec_train.formats.draft_files import write_files
-from spec_train.formats.forms import write_form
+from spec_train.formats.write import write_form
 from tests.spec_train.formats.published import blocks, parallel, tiny
 from tests.spec_train.formats.published.test_speculators_blocks import (
     SLIDES,

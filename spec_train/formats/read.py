@@ -1,0 +1,624 @@
+"""Drafts in the forms of engines and of other trainers, read as our checkpoint.
+
+Tensors decide what a published draft computes: configs are often copies of other configs. Published
+files omit different fields. An absent field gets the default of the class that reads it; a field
+without a safe default must be present. Nothing here changes the result of a forward pass.
+
+Two things have no key in most files of DSpark and DFlash, because the program that wrote them has
+only one form. Which slot drafts first follows from the kind of draft: DSpark drafts from the
+anchor's slot, DFlash from the slot after it. Whether slots see later slots of their block follows
+from the layer, as in vLLM, SGLang, SpecForge and z-lab's code: sliding layers are causal, full ones
+are not.
+"""
+
+import logging
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import DraftError
+from spec_data.shards.layer_ids import (
+    as_block_inputs,
+    eagle3_layers,
+    from_block_inputs,
+    published_dflash_layers,
+)
+from spec_train.formats.draft_files import DraftFiles
+from spec_train.formats.draft_seal import SECTION
+from spec_train.formats.flat import (
+    has_own_embedding,
+    options_of,
+    own_tensors,
+    section_of,
+    shape_of,
+    sizes_of_weights,
+    switches_of,
+)
+from spec_train.formats.layer_order import sort_states
+from spec_train.formats.names import (
+    BLOCK_INPUT_KEY,
+    CLASSES,
+    DFLASH,
+    DSPARK,
+    EAGLE,
+    EAGLE3,
+    EAGLE_NORMS,
+    EMBEDDING,
+    FORM,
+    HEAD,
+    INPUT_KEY,
+    LAYER,
+    MASK_KEYS,
+    MASK_STATES,
+    PEAGLE,
+    TYPE,
+    block_keys,
+    block_tensors,
+    count_layers,
+    draft_keys,
+    eagle_tensors,
+    kind_of,
+    named_class,
+    plain_names,
+    refuse_arithmetic,
+    refuse_other_drafts,
+    table_of,
+)
+from spec_train.formats.target_facts import TargetFacts
+from spec_train.formats.vocabulary_maps import own_vocabulary
+from spec_train.formats.windows import SLIDING, slides_non_causal, windows_of
+
+log = logging.getLogger(__name__)
+
+_WHAT = {"eagle": "an EAGLE-1/2 draft", "eagle3": "an EAGLE-3 draft", "peagle": "a P-EAGLE draft"}
+_WHAT |= dict.fromkeys(("dspark", "dflash"), "a DSpark or DFlash draft")
+_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_ANCHOR, _NON_CAUSAL = "sample_from_anchor", "sliding_window_non_causal"
+_BIAS = "fc.bias"
+_PROJECTIONS = {
+    "attention_bias": r"self_attn\.(?:q_proj|k_proj|v_proj|o_proj)",
+    "mlp_bias": r"mlp\.(?:gate_proj|up_proj|down_proj)",
+}
+_NORM_KEYS = {
+    "fc_norm": ("fc_norm", "use_aux_norm", "fc_norm_perslice"),
+    "norm_before_fc": ("norm_before_fc",),
+}
+"""(field, the keys that name it; the second ones are aliases of SGLang and of a fork)."""
+_LAYER = r"(?:midlayer|layers\.\d+)"
+_FIRST = ("midlayer.", "layers.0.")
+_OF_SPECULATORS: dict[str, dict[str, Any]] = {
+    "eagle3": {"norm_before_residual": True},
+    "peagle": {"embed_requires_grad": True},
+    "dflash": {_ANCHOR: False, "block_size": 8},
+    "dspark": {
+        _ANCHOR: True,
+        "block_size": 8,
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+}
+"""Values of keys that a file of the speculators library lacks, in the library (0.9); of EAGLE-3, in
+vLLM."""
+
+
+def is_own_form(config: dict[str, Any]) -> bool:
+    """Return whether a config.json is that of our own checkpoint, which has all of a draft."""
+    section = config.get(SECTION)
+    return isinstance(section, dict) and FORM not in section
+
+
+def own_form(files: DraftFiles, target: TargetFacts) -> DraftFiles:
+    """Convert files of any known form to our checkpoint; the inverse of an export, bit for bit.
+
+    Our own checkpoint is returned unchanged; its class checks it.
+
+    Raises:
+        DraftError: the form or kind is unknown, the draft computes something that ours does not, or
+            weights are missing.
+    """
+    if is_own_form(files.config):
+        return files
+    refuse_other_drafts(files)
+    depth, collected = None, False
+    if TYPE in files.config:  # its states come from vLLM, which passes them in ascending order
+        kind, files, depth = _of_speculators(files)
+        collected = True
+    else:
+        kind = kind_of(files)
+    if kind in ("dspark", "dflash"):
+        return _blocks(files, target, collected)
+    # ModelOpt collects states with hooks, in the order of the target's blocks
+    collected |= "next_layer_regular" in table_of(files.config, "eagle_config")
+    files = draft_keys(files)
+    refuse_arithmetic(files, _WHAT[kind], but=EAGLE_NORMS if kind == "eagle" else ())
+    if kind == "eagle":
+        return _eagle(files, depth, target)
+    return _eagle3(kind, files, depth, target, collected)
+
+
+def _of_speculators(files: DraftFiles) -> tuple[str, DraftFiles, int | None]:
+    """Return kind, flat files and tokens per step of files in the speculators form."""
+    raw = dict(files.config)
+    kind, layer = raw.pop(TYPE), raw.pop(LAYER, None)
+    if not isinstance(layer, dict):
+        raise DraftError(f"{files.config_path}: {LAYER} is missing, which speculators files need")
+    if kind not in _OF_SPECULATORS:
+        raise DraftError(
+            f"{files.config_path}: speculators drafts of type {kind} are unknown; known: "
+            f"{', '.join(_OF_SPECULATORS)}"
+        )
+    methods = (raw.pop("speculators_config", None) or {}).get("proposal_methods") or [{}]
+    depth = methods[0].get("speculative_tokens")
+    raw = {**layer, **{name: value for name, value in raw.items() if value is not None}}
+    if kind == "eagle3" and raw.get("norm_before_residual") is None:
+        log.warning(
+            "warning: %s: has no norm_before_residual; it is read as true, as vLLM serves such a "
+            "file (the speculators library itself assumes false). Add the key to be sure",
+            files.config_path,
+        )
+        raw.pop("norm_before_residual", None)
+    if kind in ("dspark", "dflash"):
+        kind = (
+            "dflash" if set(raw.get("architectures") or ()) & set(CLASSES["dflash"]) else "dspark"
+        )
+        _check_blocks_of_speculators(kind, replace(files, config=raw), depth)
+        raw["target_layer_ids"] = from_block_inputs(raw.pop(BLOCK_INPUT_KEY))
+        raw["architectures"] = [DFLASH if kind == "dflash" else DSPARK]
+    return kind, replace(files, config=_OF_SPECULATORS[kind] | raw), depth
+
+
+def _check_blocks_of_speculators(kind: str, files: DraftFiles, depth: int | None) -> None:
+    """Refuse a block draft that the library and vLLM read in different ways."""
+    raw = files.config
+    if kind == "dspark" and _ANCHOR not in raw:
+        if raw.get("block_size") is not None and depth == raw["block_size"] - 1:
+            raise DraftError(
+                f"{files.config_path}: has no {_ANCHOR}, and {depth} tokens per round with blocks "
+                f"of {raw['block_size']}: the speculators library reads it as {_ANCHOR} = true, "
+                "vLLM as false. Add the value that it was trained with"
+            )
+        log.warning(
+            "warning: %s: has no %s; read as true, as the speculators library does. vLLM reads it "
+            "as false: serve an export of this draft",
+            *(files.config_path, _ANCHOR),
+        )
+    if BLOCK_INPUT_KEY not in raw:
+        raise DraftError(f"{files.config_path}: {BLOCK_INPUT_KEY} is missing; add it")
+    if _NON_CAUSAL not in raw and windows_of(files).layer_types:
+        raise DraftError(
+            f"{files.config_path}: has sliding layers and no {_NON_CAUSAL}; the speculators "
+            "library reads it as false, vLLM as true. Add the value that it was trained with"
+        )
+    read = _OF_SPECULATORS[kind] | raw
+    rnn = kind == "dspark" and read["markov_rank"] and read["markov_head_type"] == "rnn"
+    if rnn and not read[_ANCHOR]:
+        raise DraftError(
+            f"{files.config_path}: markov_head_type = rnn with {_ANCHOR} = false: the speculators "
+            "library advances the head's state over the anchor's slot before the first draft, "
+            "while drafts here and SGLang start at the first draft, so other tokens would be "
+            f"drafted than in training. Train it with {_ANCHOR} = true, or another Markov head"
+        )
+
+
+# -- EAGLE-1/2, EAGLE-3 and P-EAGLE ----------------------------------------------------------------
+
+
+def _eagle(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
+    """EAGLE-1/2 reads the target's final hidden states and has the whole vocabulary."""
+    norms = ("norm_before_residual", "norm_output", "return_hidden_post_norm")
+    _refuse_set(files, _WHAT["eagle"], norms)
+    shape, tensors = shape_of(files), eagle_tensors(files, _WHAT["eagle"])
+    tensors, biases = _with_all_biases(tensors, files)
+    bias = tensors.get(_BIAS)
+    if files.config.get("bias") and bias is None:
+        raise DraftError(
+            f"{files.config_path}: bias = true, but {files.weights_path} has no {_BIAS}, for which "
+            "SGLang uses random values; copy the draft again, or set it to false"
+        )
+    if _no_bias(bias):
+        tensors.pop(_BIAS, None)
+    count = _layer_count(tensors, files)
+    config = shape | switches_of(files) | biases | windows_of(files, count).keys()
+    config |= {
+        "qk_norm": _norms(tensors, files)["qk_norm"],
+        "architectures": [EAGLE],
+        "model_type": "llama",
+        "num_hidden_layers": count,
+        "bias": _BIAS in tensors,
+        EAGLE_NORMS[0]: "layers.0.input_layernorm.weight" in tensors,
+        EAGLE_NORMS[1]: "norm.weight" in tensors,
+    }
+    config[SECTION] = section_of(
+        files, "eagle", (), options_of("eagle", config, (), depth=depth or None)
+    )
+    tensors = own_tensors(tensors, files, target, shape["dtype"], target_head=True)
+    return DraftFiles(config, tensors, files.where)
+
+
+def _eagle3(
+    kind: str, files: DraftFiles, depth: int | None, target: TargetFacts, collected: bool
+) -> DraftFiles:
+    """EAGLE-3 and P-EAGLE read captured layers."""
+    if kind == "peagle":
+        files = _checked_peagle(files)
+    elif files.config.get("parallel_drafting"):  # with `mask_hidden` it is read as P-EAGLE
+        raise DraftError(
+            f"{files.config_path}: parallel_drafting = true, but {files.weights_path} has no "
+            f"{MASK_STATES}: P-EAGLE drafts have it, and EAGLE-3 does not draft in parallel. Copy "
+            "the draft again, or remove the key"
+        )
+    raw, shape, tensors = files.config, shape_of(files), eagle_tensors(files, _WHAT[kind])
+    own_embedding = has_own_embedding(tensors, files, target)
+    vocab, draft_vocab = shape["vocab_size"], shape["draft_vocab_size"]
+    tensors = own_vocabulary(tensors, vocab, draft_vocab, files.weights_path)
+    layers, tensors = sort_states(
+        tensors, _aux_layers(files, target), files.config_path, collected=collected
+    )
+    tensors, biases = _with_all_biases(tensors, files)
+    count = _layer_count(tensors, files)
+    config = shape | switches_of(files) | biases | _norms(tensors, files)
+    config |= windows_of(files, count).keys() | {
+        "norm_before_residual": _flag(files, "norm_before_residual"),
+        "norm_output": _flag(files, "norm_output", "return_hidden_post_norm"),
+        "num_hidden_layers": count,
+        "train_embeddings": own_embedding,
+        INPUT_KEY: as_block_inputs(layers),
+    }
+    if kind == "peagle":  # nothing is fed back, so no output is normed
+        config |= {"mask_token_id": _mask_token(raw), "norm_output": False}
+        config |= named_class(config, PEAGLE)
+        given = {"depths": depth or raw.get("num_depths") or None}
+    else:
+        config |= named_class(config, EAGLE3)
+        given = {
+            "ttt_steps": depth or raw.get("ttt_length") or None,
+            "step_decay": raw.get("step_loss_decay") or None,
+        }
+        if config["norm_output"] and any("midlayer." in name for name in files.tensors):
+            log.warning(
+                "warning: %s: norm_output = true is read as engines serve it: the normed state is "
+                "fed back. SpecForge up to 0.2.0 trained such drafts as if it were false (see its "
+                "pull request 879); if this is one of them, set norm_output to false",
+                files.config_path,
+            )
+    config[SECTION] = section_of(files, kind, layers, options_of(kind, config, layers, **given))
+    full = vocab == draft_vocab
+    tensors = _own_names(_with_tied_head(tensors, files, full), files, count, kind)
+    tensors = own_tensors(tensors, files, target, shape["dtype"], own_head=full)
+    return DraftFiles(config, tensors, files.where)
+
+
+def _checked_peagle(files: DraftFiles) -> DraftFiles:
+    """Return files of a P-EAGLE draft with the sizes of its weights."""
+    raw = sizes_of_weights(files)
+    if raw.get("tie_word_embeddings") and HEAD not in plain_names(files.tensors):
+        raise DraftError(
+            f"{files.config_path}: tie_word_embeddings = true, and the file has no {HEAD}: "
+            "P-EAGLE drafts of spec-train have a head of their own"
+        )
+    blocks = raw.get("num_hidden_layers")
+    if _mask_token(raw) is None or blocks is None or MASK_STATES not in plain_names(files.tensors):
+        raise DraftError(
+            f"{files.where}: a P-EAGLE draft needs num_hidden_layers, a mask token "
+            f"({', '.join(MASK_KEYS)}) and the tensor {MASK_STATES}"
+        )
+    return replace(files, config=raw)
+
+
+def _mask_token(raw: dict[str, Any]) -> int | None:
+    return next((raw[key] for key in MASK_KEYS if raw.get(key) is not None), None)
+
+
+def _aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
+    """Return the layer ids (outputs of decoder blocks) of an EAGLE-3 style config, in its order.
+
+    The top-level key holds inputs of blocks, as vLLM and llama.cpp read it. The nested key, which
+    SGLang reads, holds outputs; `contradictions` has compared the two. DeepSpec's key holds
+    outputs. Without a key all engines use the inputs of blocks 2, L//2 and L-3 of a target with L
+    blocks.
+    """
+    raw = files.config
+    if raw.get(INPUT_KEY):
+        return tuple(from_block_inputs(raw[INPUT_KEY]))
+    if ids := table_of(raw, "eagle_config").get(INPUT_KEY) or raw.get("target_layer_ids"):
+        return tuple(ids)
+    if blocks := raw.get("num_target_layers") or target.num_layers:
+        return eagle3_layers(blocks)
+    raise DraftError(
+        f"{files.config_path}: contains no layer ids; engines then derive them from the "
+        "target's number of decoder blocks. Pass the target with --target DIR"
+    )
+
+
+def _with_all_biases(
+    tensors: dict[str, Tensor], files: DraftFiles
+) -> tuple[dict[str, Tensor], dict[str, bool]]:
+    """Return tensors in which all projections of a kind have a bias or none has, and which do.
+
+    A missing bias among others is zero: SafeAILab's drafts for Qwen2 have biases of queries, keys
+    and values only. The fields are `attention_bias` and `mlp_bias`.
+    """
+    result, fields = dict(tensors), {}
+    for field, parts in _PROJECTIONS.items():
+        pattern = re.compile(rf"({_LAYER}\.{parts})\.weight")
+        names = [m[1] for name in tensors if (m := pattern.fullmatch(name))]
+        fields[field] = any(f"{name}.bias" in tensors for name in names)
+        if files.config.get(field) and not fields[field]:
+            raise DraftError(
+                f"{files.config_path}: {field} = true, but {files.weights_path} has no such bias; "
+                "copy the draft again, or set it to false if it was trained without"
+            )
+        for name in names if fields[field] else ():
+            weight = tensors[f"{name}.weight"]
+            result.setdefault(f"{name}.bias", weight.new_zeros(weight.shape[0]))
+    return result, fields
+
+
+def _norms(tensors: dict[str, Tensor], files: DraftFiles) -> dict[str, bool]:
+    """Return the fields `fc_norm`, `norm_before_fc` and `qk_norm`, as the tensors say."""
+    tables = (files.config, table_of(files.config, "eagle_config"))
+    each = any(name.startswith("fc_norm.") for name in tensors)
+    fields = {"fc_norm": each, "norm_before_fc": "input_norm.weight" in tensors}
+    for field, keys in _NORM_KEYS.items():
+        values = [table[key] for table in tables for key in keys if key in table]
+        stated = any(values)
+        one_norm = stated and fields["norm_before_fc"]  # `fc_norm` in forks of DeepSpec
+        if any(value is not None for value in values) and stated != fields[field] and not one_norm:
+            raise DraftError(
+                f"{files.config_path}: {field} = {str(stated).lower()}, but the norms in "
+                f"{files.weights_path} say otherwise; copy the draft again, or correct the key"
+            )
+    normed, layers = (
+        [name for name in tensors if re.fullmatch(rf"{_LAYER}\.self_attn\.{part}\.weight", name)]
+        for part in ("q_norm", "q_proj")
+    )
+    if normed and len(normed) != len(layers):
+        raise DraftError(
+            f"{files.weights_path}: {len(normed)} of {len(layers)} layers norm queries and keys; "
+            "all layers of our drafts do, or none does"
+        )
+    return fields | {"qk_norm": bool(normed)}
+
+
+def _layer_count(tensors: dict[str, Tensor], files: DraftFiles) -> int:
+    count, stated = count_layers(tensors), files.config.get("num_hidden_layers")
+    if stated not in (None, count):
+        raise DraftError(
+            f"{files.config_path}: num_hidden_layers = {stated}, but {files.weights_path} has "
+            f"{count} layers; copy the draft again, or correct the key"
+        )
+    return count
+
+
+def _with_tied_head(tensors: dict[str, Tensor], files: DraftFiles, full: bool) -> dict[str, Tensor]:
+    """Return tensors with an LM head where the config ties it to the embedding in the file.
+
+    A head of its own in the file decides: SpecForge's configs say `tie_word_embeddings = true` of
+    drafts that have one.
+    """
+    if HEAD in tensors or not files.config.get("tie_word_embeddings") or EMBEDDING not in tensors:
+        return tensors
+    if not full:
+        raise DraftError(
+            f"{files.config_path}: tie_word_embeddings = true with a reduced draft vocabulary, and "
+            f"{files.weights_path} has no lm_head; copy the draft again"
+        )
+    return tensors | {HEAD: tensors[EMBEDDING].clone()}
+
+
+def _own_names(
+    tensors: dict[str, Tensor], files: DraftFiles, count: int, kind: str
+) -> dict[str, Tensor]:
+    """Return tensors with our names of `count` layers, without biases of zero that we have not.
+
+    One layer of EAGLE-3 is `midlayer`, several are `layers.0` and so on, as always in P-EAGLE. The
+    one norm before the attention of a later layer has two names: `hidden_norm` in SGLang and
+    TensorRT-LLM.
+    """
+    ours, theirs = _FIRST if kind == "eagle3" and count == 1 else _FIRST[::-1]
+    result: dict[str, Tensor] = {}
+    wide = files.config["hidden_size"] * 2
+    later = {name: value for name, value in tensors.items() if not name.startswith(_FIRST)}
+    for name, value in later.items():
+        if name.endswith("self_attn.q_proj.weight") and value.shape[-1] == wide:
+            raise DraftError(
+                f"{files.weights_path}: {name} reads the token again, as every layer of DeepSpec's "
+                f"EAGLE-3 does; in {_WHAT[kind]} of spec-train only the first layer reads it"
+            )
+    for name, value in tensors.items():
+        if name in (_BIAS, "lm_head.bias"):
+            if _no_bias(value):
+                continue
+            raise DraftError(
+                f"{files.weights_path}: {name}: {_WHAT[kind]} of spec-train has no such bias"
+            )
+        if name in later and name.endswith(".hidden_norm.weight"):
+            other = name.replace("hidden_norm", "input_layernorm")
+            if other in tensors and not torch.equal(tensors[other], value):
+                raise DraftError(
+                    f"{files.weights_path}: {name} and {other} differ, and a later layer has one "
+                    "norm before its attention; copy the draft again"
+                )
+            name = other
+        result[name.replace(theirs, ours)] = value
+    if MASK_STATES in result:
+        result[MASK_STATES] = result[MASK_STATES].reshape(1, 1, -1)
+    return result
+
+
+def _no_bias(bias: Tensor | None) -> bool:
+    """Return whether a bias changes nothing."""
+    return bias is None or not bool(torch.any(bias))
+
+
+def _flag(files: DraftFiles, *names: str) -> bool:
+    """Return a switch that several keys name, at the top level or in `eagle_config`."""
+    tables = (files.config, table_of(files.config, "eagle_config"))
+    said = {
+        name: bool(table[name]) for table in tables for name in names if table.get(name) is not None
+    }
+    if len(set(said.values())) > 1:
+        text = ", ".join(f"{name} = {str(value).lower()}" for name, value in said.items())
+        raise DraftError(f"{files.config_path}: {text} contradict each other; correct one")
+    return any(said.values())
+
+
+def _refuse_set(files: DraftFiles, what: str, names: tuple[str, ...]) -> None:
+    """Refuse a config with one of the switches `names`, which `what` does not have."""
+    raw, nested = files.config, table_of(files.config, "eagle_config")
+    values = {n: raw[n] if raw.get(n) is not None else nested.get(n) for n in names}
+    if faults := [f"{n} = {value}" for n, value in values.items() if value not in (None, False)]:
+        raise DraftError(
+            f"{files.config_path}: {', '.join(faults)} cannot be represented: {what} of spec-train "
+            "has " + ", ".join(f"{name} = False" for name in names)
+        )
+
+
+# -- DSpark and DFlash -----------------------------------------------------------------------------
+
+
+def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFiles:
+    """DSpark and DFlash draft whole blocks."""
+    stated = table_of(files.config, SECTION).get("draft")
+    dflash = _is_dflash(files.config)
+    files = block_keys(files)
+    files = replace(files, tensors=block_tensors(files))
+    refuse_arithmetic(files, _WHAT["dspark"])
+    _refuse_set(files, _WHAT["dspark"], _NORMS)
+    blocks = _needed(files, "num_hidden_layers")
+    files = _with_layer_ids(files, dflash)
+    files = replace(files, config=sizes_of_weights(files))
+    raw, windows = files.config, windows_of(files, blocks)
+    if SLIDING in (raw.get("layer_types") or ())[:blocks] and not windows.layer_types:
+        raise DraftError(
+            f"{files.config_path}: layer_types has {SLIDING}, but use_sliding_window = "
+            f"{raw.get('use_sliding_window')} and sliding_window = {raw.get('sliding_window')} set "
+            "no window; programs read such layers in different ways. Correct the wrong key"
+        )
+    heads = bool(raw.get("markov_rank") or raw.get("enable_confidence_head"))
+    anchor = _anchor(files, dflash, heads)
+    layers, tensors = sort_states(
+        files.tensors, raw["target_layer_ids"], files.config_path, collected=collected
+    )
+    config = shape_of(files) | switches_of(files)
+    embedding = bool(config.get("train_embeddings")) or has_own_embedding(tensors, files, target)
+    config |= {
+        "train_embeddings": embedding,
+        "architectures": [DFLASH if dflash and not anchor and not heads else DSPARK],
+        "model_type": "qwen3",
+        "num_hidden_layers": blocks,
+        "num_target_layers": raw.get("num_target_layers") or target.num_layers,
+        "block_size": _needed(files, "block_size"),
+        "mask_token_id": _mask_token(raw),
+        _ANCHOR: anchor,
+        **windows.keys(),
+        "markov_rank": raw.get("markov_rank") or 0,
+        "markov_head_type": raw.get("markov_head_type") or "vanilla",
+        "enable_confidence_head": bool(raw.get("enable_confidence_head", False)),
+    }
+    config["confidence_head_with_markov"] = _with_markov(files, config)
+    non_causal = slides_non_causal(files, windows)
+    config |= {_NON_CAUSAL: True} if windows.layer_types and non_causal else {}
+    for name in ("num_target_layers", "mask_token_id"):
+        _needed(replace(files, config=config), name)
+    kind = stated or ("dflash" if dflash and not heads else "dspark")
+    confident = config["enable_confidence_head"]
+    options = options_of(
+        kind,
+        config,
+        layers,
+        layout="anchor" if anchor else "mask",
+        num_anchors=raw.get("num_anchors") or None,
+        confidence_weight=1.0 if confident else 0.0,
+        confidence_head_with_markov=config["confidence_head_with_markov"] or not confident,
+    )
+    config[SECTION] = section_of(files, kind, layers, options)
+    vocab, draft_vocab = config["vocab_size"], config["draft_vocab_size"]
+    tensors = own_vocabulary(tensors, vocab, draft_vocab, files.weights_path)
+    full = vocab == draft_vocab
+    if not full and not {HEAD, "d2t"} <= tensors.keys():
+        raise DraftError(
+            f"{files.weights_path}: a reduced draft vocabulary needs lm_head.weight and d2t"
+        )
+    tensors = own_tensors(tensors, files, target, config["dtype"], target_head=full)
+    return DraftFiles(config, tensors, files.where)
+
+
+def _is_dflash(raw: dict[str, Any]) -> bool:
+    return not set(raw.get("architectures") or ()).isdisjoint(CLASSES["dflash"])
+
+
+def _needed(files: DraftFiles, name: str) -> Any:
+    if files.config.get(name) is None:
+        raise DraftError(f"{files.config_path}: {name} is missing")
+    return files.config[name]
+
+
+def _with_layer_ids(files: DraftFiles, dflash: bool) -> DraftFiles:
+    """Return files with `target_layer_ids`; DFlash drafts without them have those of its code."""
+    raw = files.config
+    if raw.get("target_layer_ids"):
+        return files
+    if not dflash or raw.get("num_target_layers") is None:
+        raise DraftError(f"{files.config_path}: target_layer_ids is missing")
+    count = raw["num_hidden_layers"]
+    if "fc.weight" in files.tensors and isinstance(raw.get("hidden_size"), int):
+        count = files.tensors["fc.weight"].shape[1] // raw["hidden_size"]
+    layers = published_dflash_layers(raw["num_target_layers"], count)
+    return replace(files, config=raw | {"target_layer_ids": layers})
+
+
+def _anchor(files: DraftFiles, dflash: bool, heads: bool) -> bool:
+    """Return whether the anchor's slot makes the first draft."""
+    raw = files.config
+    said = {_ANCHOR: raw.get(_ANCHOR)}
+    if raw.get("dspark_bonus_anchor") is not None:  # older vLLM
+        said["dspark_bonus_anchor"] = not raw["dspark_bonus_anchor"]
+    if raw.get("projector_type") == "dspark":  # ModelOpt, SpecForge
+        said["projector_type"] = True
+    if raw.get("shift_label") is not None:
+        said["shift_label"] = bool(raw["shift_label"])
+    said = {name: value for name, value in said.items() if value is not None}
+    if len(set(said.values())) > 1 or (dflash and not heads and raw.get("shift_label")):
+        raise DraftError(
+            f"{files.config_path}: it is unclear which slot drafts first: "
+            + ", ".join(f"{name} = {raw[name]}" for name in said)
+            + f". Set {_ANCHOR} to the value that it was trained with, and remove the others"
+        )
+    if said:
+        return bool(next(iter(said.values())))
+    if dflash and heads:
+        raise DraftError(
+            f"{files.config_path}: a DFlash draft with a Markov or confidence head, and no "
+            f"{_ANCHOR}: add the value that it was trained with (true if the anchor's slot drafts "
+            "the token after the anchor)"
+        )
+    return not dflash
+
+
+def _with_markov(files: DraftFiles, config: dict[str, Any]) -> bool:
+    """Return whether the confidence head also reads the Markov embedding.
+
+    Readers have different defaults for the key, so the weight must have the width that it says.
+    """
+    if not config["enable_confidence_head"]:
+        return False
+    rank, key = config["markov_rank"], "confidence_head_with_markov"
+    wanted = files.config.get(key)
+    weight = files.tensors.get("confidence_head.proj.weight")
+    if wanted is None and weight is not None:
+        wanted = weight.shape[-1] > config["hidden_size"]
+    if wanted and not rank:
+        raise DraftError(f"{files.config_path}: {key} = true, but markov_rank is 0")
+    width = config["hidden_size"] + (rank if wanted else 0)
+    if weight is not None and weight.shape[-1] != width:
+        raise DraftError(
+            f"{files.config_path}: {key} = {bool(wanted)} needs a confidence head of width "
+            f"{width}; the one in the file has width {weight.shape[-1]}"
+        )
+    return bool(wanted)
