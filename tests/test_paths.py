@@ -294,7 +294,7 @@ def test_a_wrong_path_is_found_before_anything_heavy_is_imported(here, kinds):
     ("name", "kind"),
     [
         *((name, Kind.DRAFT) for known in CLASSES.values() for name in known),
-        *((name, None) for name in NAMES.others),
+        *((name, None) for name in NAMES["others"]),
         *((name, Kind.TARGET) for name in TARGETS),
         ("Eagle2_5_VLForConditionalGeneration", Kind.TARGET),
     ],

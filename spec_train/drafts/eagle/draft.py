@@ -42,7 +42,7 @@ from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, make_embeddi
 from spec_train.drafts.slots import settle_documents, slot_masks, step_masks
 from spec_train.drafts.unroll import AutoregressiveDraft, Unroll
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.write import EAGLE
+from spec_train.formats.names import EAGLE
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind, RowStats, TeacherRows, head_loss, wide
 from spec_train.losses.metrics import chain_sums, summarise

@@ -39,7 +39,7 @@ from spec_train.drafts.layers import Attend, Attention, DecoderLayer, GatedMLP, 
 from spec_train.drafts.slots import document_offsets, step_masks
 from spec_train.drafts.unroll import AutoregressiveDraft, Unroll
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.write import EAGLE3, WITH_QK_NORM, named_class
+from spec_train.formats.names import EAGLE3, WITH_QK_NORM, named_class
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind, RowStats, TeacherRows, head_loss, wide
 from spec_train.losses.metrics import chain_sums

@@ -64,7 +64,7 @@ from spec_train.drafts.slots import (
     rope_lengths,
 )
 from spec_train.drafts.teacher import SharedTeacher
-from spec_train.formats.write import PEAGLE, WITH_QK_NORM
+from spec_train.formats.names import PEAGLE, WITH_QK_NORM
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind, head_loss, wide
 from spec_train.losses.metrics import chain_sums, summarise
