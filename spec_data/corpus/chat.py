@@ -178,11 +178,7 @@ class Renderer:
         return result
 
     def _supervisable(self, record: Record, answers: list[int], result: Rendering) -> list[int]:
-        """Return the answers (indices of messages) that are no mere context; count the others.
-
-        Raises:
-            RenderError: there is none.
-        """
+        """Return the answers (indices of messages) that are no mere context; count the others."""
         messages, full = record.messages or [], []
         for k in answers:
             weight = messages[k].get("weight", 1)

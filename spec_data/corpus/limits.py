@@ -151,11 +151,7 @@ class Child:
         return results, None
 
     def _reason(self) -> str:
-        """Return why the process ended, in words.
-
-        Raises:
-            CorpusError, RunError: as `map`.
-        """
+        """Return why the process ended, in words."""
         self._process.join()
         self._finalizer()
         if self._process.exitcode != -signal.SIGPROF:

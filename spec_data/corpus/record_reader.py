@@ -228,11 +228,7 @@ class CorpusReader:
                     yield RawRow(number, source.name, where, row, source.arrow)
 
     def _advance(self, number: int) -> None:
-        """Complete the reports of the sources before source `number`, and begin its own.
-
-        Raises:
-            CorpusError: a source as given is complete, and too many of its rows are bad.
-        """
+        """Complete the reports of the sources before source `number`, and begin its own."""
         while len(self.reports) <= number:
             current = len(self.reports)
             if current:

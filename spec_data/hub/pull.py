@@ -95,11 +95,7 @@ def pull(repo: str, out: Path, *, revision: str | None = None, dry_run: bool = F
 
 
 def _begun(asked: dict[str, Any], out: Path) -> dict[str, Any] | None:
-    """Return what an interrupted run was downloading to `out`; None if there is none.
-
-    Raises:
-        ConfigError: `out` holds something else, or another download.
-    """
+    """Return what an interrupted run was downloading to `out`; None if there is none."""
     check_directory_to_write("--out", out)
     record = out / _RECORD
     if record.is_file():

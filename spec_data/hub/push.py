@@ -129,11 +129,7 @@ def _stage(dataset: HiddenStatesDataset, names: list[str], folder: Path) -> None
 
 
 def _refuse_another(api: HfApi, repo: str, fingerprint: str) -> None:
-    """Refuse a repository with the manifest of another dataset: its shards would be mixed.
-
-    Raises:
-        ConfigError: see above.
-    """
+    """Refuse a repository with the manifest of another dataset: its shards would be mixed."""
     given: dict[str, Any] = {"repo_id": repo, "repo_type": "dataset"}
     if MANIFEST not in {f.rfilename for f in api.dataset_info(repo).siblings or ()}:
         return

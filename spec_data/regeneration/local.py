@@ -274,11 +274,7 @@ class LocalBackend:
         return str(self._target.tokenizer.decode(ids, **options))
 
     def _generate(self, batch: Sequence[Request]) -> list[list[int]]:
-        """Return the tokens of the answers of a batch; what follows an end-of-turn is padding.
-
-        Raises:
-            RunError: the device is out of memory.
-        """
+        """Return the tokens of the answers of a batch; what follows an end-of-turn is padding."""
         ids, mask = left_padded([r.prompt for r in batch], self._pad, self._model.device)
         sampling = self._sampling
         options: dict[str, Any] = {"do_sample": False}

@@ -92,11 +92,7 @@ def regenerate(
 def _complete_record(
     out: Path, settings: Mapping[str, Any], reader: ConversationReader
 ) -> dict[str, Any]:
-    """Return the record of an output that is complete already.
-
-    Raises:
-        ConfigError: the output holds something else.
-    """
+    """Return the record of an output that is complete already."""
     record = read_record(out)
     if record is None:
         raise ConfigError(
@@ -145,12 +141,7 @@ def _write(
     journal: Journal,
     failures: Mapping[str, Unanswerable],
 ) -> dict[str, Any]:
-    """Write `out` in corpus order and its record, which is returned; read the corpus once more.
-
-    Raises:
-        CorpusError: nothing is left to write, or the corpus changed since it was answered.
-        RunError: every conversation failed, or rows were lost. FileError: the disk is full.
-    """
+    """Write `out` in corpus order and its record, which is returned; read the corpus once more."""
     sha256, counts, failed = hashlib.sha256(), Counts(), list[dict[str, str]]()
     with atomic_write(out) as temporary:
         with temporary.open("wb") as file:

@@ -191,13 +191,7 @@ class ServerBackend:
                     ) from None
 
     async def _ask(self, conversation: Conversation, answers: Sequence[Answer]) -> Answer:
-        """Return the answer to the turn after `answers`.
-
-        Raises:
-            Unanswerable: there is none, or the server refuses this request.
-            ConfigError: a server refuses the key, or does not have the model.
-            RunError: no server is left.
-        """
+        """Return the answer to the turn after `answers`."""
         import openai
 
         expected = 0
