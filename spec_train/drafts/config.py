@@ -241,11 +241,6 @@ class DraftConfig(LayerSizes):
 
 
 # -- shape checks ----------------------------------------------------------------------------------
-# Which shapes a draft can have: the checks of a draft's configuration.
-#
-# In: the fields of a configuration. Out: a DraftError that names the field, or nothing.
-
-
 def check_shape(config: Any) -> None:
     """Refuse a configuration (`DraftConfig`) whose fields contradict each other or mean nothing.
 
@@ -259,22 +254,30 @@ def check_shape(config: Any) -> None:
         )
     if config.head_dim % 2:
         raise DraftError(f"head_dim = {config.head_dim}: rotary positions need an even size")
-    _check_factors(config)
-    _check_activation(config.hidden_act)
-    _check_layer_types(config)
-
-
-def _check_factors(config: Any) -> None:
-    """Refuse a head size for which longrope has no factors: it has one per rotated pair."""
     rope = config.rope_parameters
     pairs = int(config.head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
-    for name in ("short_factor", "long_factor"):
+    for name in ("short_factor", "long_factor"):  # one per rotated pair
         count = len(rope.get(name) or ()) if rope["rope_type"] == "longrope" else 0
         if count not in (0, pairs):
             raise DraftError(
                 f"head_dim = {config.head_dim}: the target's longrope has {count} numbers in "
                 f"{name}, heads of this size need {pairs}; use the target's head size"
             )
+    _check_activation(config.hidden_act)
+    types, layers = config.layer_types, config.num_hidden_layers
+    if types and len(types) != layers:
+        raise DraftError(
+            f"layer_types has {len(types)} entries, but the draft has {layers} decoder layers"
+        )
+    if odd := sorted(set(types) - {FULL, SLIDING}):
+        raise DraftError(
+            f"layer_types: {', '.join(map(str, odd))} unknown; a layer is {FULL} or {SLIDING}"
+        )
+    if types and (config.sliding_window or 0) < 1:
+        raise DraftError(
+            f"sliding_window = {config.sliding_window}: layer_types has {SLIDING}, which needs a "
+            "window of at least 1"
+        )
 
 
 def _check_activation(name: str) -> None:
@@ -291,23 +294,6 @@ def _check_activation(name: str) -> None:
         )
     if any(True for _ in ACT2FN[name].parameters()):
         raise DraftError(f"hidden_act = {name!r}: an activation with weights is not supported")
-
-
-def _check_layer_types(config: Any) -> None:
-    types, layers = config.layer_types, config.num_hidden_layers
-    if types and len(types) != layers:
-        raise DraftError(
-            f"layer_types has {len(types)} entries, but the draft has {layers} decoder layers"
-        )
-    if odd := sorted(set(types) - {FULL, SLIDING}):
-        raise DraftError(
-            f"layer_types: {', '.join(map(str, odd))} unknown; a layer is {FULL} or {SLIDING}"
-        )
-    if types and (config.sliding_window or 0) < 1:
-        raise DraftError(
-            f"sliding_window = {config.sliding_window}: layer_types has {SLIDING}, which needs a "
-            "window of at least 1"
-        )
 
 
 # -- the target ------------------------------------------------------------------------------------
