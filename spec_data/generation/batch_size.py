@@ -52,7 +52,7 @@ def choose_batch_tokens(
         # Memory grows with the tokens at most linearly beyond the weights.
         if best and idle + (share - idle) * size / best > SAFE and size != asked:
             break
-        found = _peak(target, plan, form, columns, size)
+        found = _measured(target, largest_batch(plan, form, size), form, columns)
         if found is None or (found > SAFE and size != asked):
             break
         best, share = size, found
@@ -88,16 +88,28 @@ def _sizes(plan: Plan, form: str, asked: int | None) -> Iterator[int]:
     yield most if asked else size
 
 
-def _peak(
-    target: TargetBackend, plan: Plan, form: str, columns: tuple[Column, ...], size: int
-) -> float | None:
-    """Return the share of memory that the largest batch takes; None if it does not fit."""
-    return _measured(target, largest_batch(plan, form, size), form, columns)
+def largest_batch(
+    plan: Plan, form: str, size: int, documents: np.ndarray | None = None
+) -> ForwardBatch:
+    """Return the forward with the most slots that `size` tokens allow.
+
+    It is of the longest documents, or of the beginnings of `documents`.
+    """
+    if documents is None:
+        order = np.argsort(-plan.lengths, kind="stable")
+        count = int(np.searchsorted(np.cumsum(plan.lengths[order]), size)) + 1
+        documents, longest = order[:count], None
+    else:
+        longest = size
+    offsets, tokens = plan.documents.beginnings(documents.tolist(), longest)
+    batches = forward_batches(offsets, tokens["input_ids"], form, plan.pack_length, size)
+    return max(batches, key=lambda batch: batch.input_ids.numel())
 
 
 def _measured(
     target: TargetBackend, batch: ForwardBatch, form: str, columns: tuple[Column, ...]
 ) -> float | None:
+    """Return the share of memory that a batch takes; None if it does not fit."""
     following = np.zeros(batch.tokens, np.int64)  # the most: every token has a supervised next one
 
     def run() -> None:
@@ -112,22 +124,6 @@ def _measured(
         return None
 
 
-def largest_batch(plan: Plan, form: str, size: int) -> ForwardBatch:
-    """Return the forward with the most slots that `size` tokens allow: of the longest documents."""
-    order = np.argsort(-plan.lengths, kind="stable")
-    count = int(np.searchsorted(np.cumsum(plan.lengths[order]), size)) + 1
-    batches = _batches(plan, order[:count], form, size)
-    return max(batches, key=lambda batch: batch.input_ids.numel())
-
-
-def _batches(
-    plan: Plan, documents: np.ndarray, form: str, size: int, longest: int | None = None
-) -> list[ForwardBatch]:
-    """Return the forwards of some documents of the plan, cut to `longest` tokens."""
-    offsets, tokens = plan.documents.beginnings(documents.tolist(), longest)
-    return list(forward_batches(offsets, tokens["input_ids"], form, plan.pack_length, size))
-
-
 def _does_not_fit(target: TargetBackend, plan: Plan, columns: tuple[Column, ...]) -> str:
     """Say that the longest document does not fit, and the longest length that does."""
     longest = int(plan.lengths.max())
@@ -137,7 +133,7 @@ def _does_not_fit(target: TargetBackend, plan: Plan, columns: tuple[Column, ...]
         middle = (fits + too_long) // 2
         if middle <= fits:
             break
-        (batch,) = _batches(plan, document, SINGLE, middle, longest=middle)
+        batch = largest_batch(plan, SINGLE, middle, document)
         share = _measured(target, batch, SINGLE, columns)
         if share is not None and share <= SAFE:
             fits = middle

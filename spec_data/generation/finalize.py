@@ -3,6 +3,7 @@
 import logging
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 
 from filelock import FileLock
@@ -60,63 +61,46 @@ def finalize(out: Path, checked: set[int], others: bool = False) -> Manifest | N
 
 def _finalize(out: Path, work: Path, checked: set[int], others: bool) -> Manifest | None:
     """Do the work of `finalize` while its lock is held."""
-    if others and _others_are_left(out):
+    units = {unit: finished_unit(out, unit) for unit in range(len(read_units(work)))}
+    finished = {unit: record for unit, record in units.items() if record is not None}
+    left = [unit for unit in units if unit not in finished]
+    running = running_workers(work, PATIENCE) if others else []
+    if others and (left or running):
+        logger.info(
+            "%s: %d of %d units are left for other workers%s; the one that finishes last seals "
+            "the dataset",
+            *(out, len(left), len(units), f" (running: {', '.join(running)})" if running else ""),
+        )
         return None
-    plan = load_plan(work)
-    units = {u: finished_unit(out, u) for u in range(len(plan.units))}
-    finished = {u: record for u, record in units.items() if record is not None}
-    left = [u for u in units if u not in finished]
-    if left or not (work / PROOF).is_file():
+    if not units or left or not (work / PROOF).is_file():
         raise MissingError(
             f"{out}: {len(left)} of {len(units)} units are not finished (first: {left[:3]}); run "
             "`spec-data generate` with the same options, or start the missing --workers"
         )
-    draft = Manifest.of(read_json(work / PROOF), str(work / PROOF))
-    dropped = dict(draft.documents.dropped)
+    plan, draft = load_plan(work), Manifest.of(read_json(work / PROOF), str(work / PROOF))
+    dropped = Counter(draft.documents.dropped)
     for unit, record in finished.items():
         if unit not in checked:
             check_shard(out, record.record)
-        for reason, count in record.dropped.items():
-            dropped[reason] = dropped.get(reason, 0) + count
+        dropped.update(record.dropped)
     shards = [r.record for r in finished.values() if r.record.rows]
     documents = structs.replace(
         draft.documents,
         dropped=dict(sorted(dropped.items())),
         stored=sum(shard.rows for shard in shards),
     )
+    if documents.rendered != documents.stored + sum(dropped.values()):
+        raise RunError(f"documents do not add up: {documents}; this is a bug, please report it")
     draft = draft.changed(also_captured_with=also_captured_with(work), documents=documents)
     draft = _with_agreement(plan, finished, draft)
     draft = _with_left_out(out, plan, finished, draft)
     manifest = seal(out, draft, shards, work)
-    _check_counts(manifest)
     for leftover in temporary_files(out):  # of runs that were killed while writing
         leftover.unlink()
-    _delete(work)
-    return manifest
-
-
-def _others_are_left(out: Path) -> bool:
-    """Tell whether other workers still have to run, and log it."""
-    units = len(read_units(out / WORK))
-    left = sum(finished_unit(out, unit) is None for unit in range(units))
-    running = running_workers(out / WORK, PATIENCE)
-    if not left and not running:
-        return False
-    logger.info(
-        "%s: %d of %d units are left for other workers%s; the one that finishes last seals the "
-        "dataset",
-        *(out, left, units, f" (running: {', '.join(running)})" if running else ""),
-    )
-    return True
-
-
-def _delete(work: Path) -> None:
-    """Delete .generate, also while a reader of worker locks creates one of them again."""
     until = time.monotonic() + PATIENCE
-    while work.exists() and time.monotonic() < until:
+    while work.exists() and time.monotonic() < until:  # `status` may create a lock in it again
         shutil.rmtree(work, ignore_errors=True)
-    if work.exists():
-        shutil.rmtree(work)
+    return manifest
 
 
 def _with_agreement(plan: Plan, units: dict[int, UnitRecord], draft: Manifest) -> Manifest:
@@ -132,29 +116,14 @@ def _with_agreement(plan: Plan, units: dict[int, UnitRecord], draft: Manifest) -
     return draft.changed(agreement=agreement, policy=policy)
 
 
-def _check_counts(manifest: Manifest) -> None:
-    """Check that rendered documents == stored documents + documents counted as dropped.
-
-    Raises:
-        RunError: they differ.
-    """
-    counts = manifest.documents
-    if counts.rendered != counts.stored + sum(counts.dropped.values()):
-        raise RunError(f"documents do not add up: {counts}; this is a bug, please report it")
-
-
 def _with_left_out(
     out: Path, plan: Plan, units: dict[int, UnitRecord], draft: Manifest
 ) -> Manifest:
     """Write ids and masks of the documents that were left out; return the draft with a record."""
-    left_out = [
-        (unit, plan.units[unit][0] + index)
-        for unit, record in units.items()
-        for index in record.left_out
-    ]
+    left_out = [(unit, index) for unit, record in units.items() for index in record.left_out]
     if not left_out:
         return draft
-    documents = [document for _, document in left_out]
+    documents = [plan.units[unit][0] + index for unit, index in left_out]
     write_shard(out / LEFT_OUT, plan.documents.select(documents), PLAN_COLUMNS)
     record = LeftOut(places=documents, units=[unit for unit, _ in left_out])
     return draft.changed(left_out=record, files={**draft.files, **file_records(out, [LEFT_OUT])})

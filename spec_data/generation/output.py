@@ -18,11 +18,10 @@ workers that take the same units lose time, but never mix their bytes. The manif
 """
 
 import hashlib
-import json
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -52,7 +51,7 @@ from spec_data.shards.files import (
     unit_name,
 )
 from spec_data.shards.follow import WORK
-from spec_data.shards.resumable import process_lock
+from spec_data.shards.resumable import process_lock, read_record
 from spec_data.shards.schema import Manifest, ShardRecord
 from spec_data.shards.seal import index_part, part_name, target_file_names
 from spec_data.shards.storage import Storage
@@ -204,33 +203,25 @@ class RemoteOutput(LocalOutput):
                 self.storage.download(name, self.directory / name)
         missing = []
         for unit in range(len(read_units(self.directory / WORK))):
-            name = f"{WORK}/{unit_name(unit)}.json"
             if finished_unit(self.directory, unit) is not None:
                 continue
-            if not (by_name or name in listed) or not self._pull_record(unit, name):
+            name = f"{WORK}/{unit_name(unit)}.json"
+            if by_name or name in listed:
+                self._pull_record(unit, name)
+            if finished_unit(self.directory, unit) is None:
                 missing.append(unit)
         return missing
 
-    def _pull_record(self, unit: int, name: str) -> bool:
-        """Read a unit's record; return whether it is one, and its shard has the right size."""
-        try:
-            text = self.storage.read(name)
-        except FileNotFoundError:
-            return False
-        try:
-            content = json.loads(text)
-            content.pop("checksum")
-        except (ValueError, AttributeError, KeyError):
-            return False  # not of this program: the unit is captured again
-        record = parse_unit_record(content)
-        expected = f"{SHARDS}/{unit_name(unit)}.arrow"
-        if record is None or record.record.file != expected:
-            return False
-        if self.storage.size(expected) != record.record.bytes:
-            return False
-        self._write_placeholder(record.record)
-        (self.directory / name).write_bytes(text)
-        return finished_unit(self.directory, unit) is not None
+    def _pull_record(self, unit: int, name: str) -> None:
+        """Read a unit's record, if it is one and the storage has a shard of its size."""
+        with suppress(FileNotFoundError):
+            (self.directory / name).write_bytes(self.storage.read(name))
+        record = parse_unit_record(read_record(self.directory / name))
+        shard = f"{SHARDS}/{unit_name(unit)}.arrow"
+        if record is None or record.record.file != shard:
+            return
+        if self.storage.size(shard) == record.record.bytes:
+            self._write_placeholder(record.record)
 
     # -- what all workers share -------------------------------------------------------------------
 
@@ -383,24 +374,21 @@ class RemoteOutput(LocalOutput):
             finished = finished_unit(self.directory, unit)
             assert finished is not None
             name = f"{WORK}/{part_name(finished.record)}"
-            if finished.record.rows and not (self.directory / name).is_file():
-                self._pull_index_part(name, finished.record)
+            if not finished.record.rows or (self.directory / name).is_file():
+                continue
+            try:
+                data = self.storage.read(name)
+            except FileNotFoundError:
+                data = b""
+            if hashlib.sha256(data[32:]).digest() != data[:32]:
+                raise DatasetError(
+                    f"{self.storage.where(name)}: missing or damaged; delete "
+                    f"{self.storage.where(finished.record.file)} and the .json of this unit, and "
+                    "run the same command again"
+                )
+            (self.directory / name).write_bytes(data[32:])
         finalize(self.directory, checked=set(units))
         self.publish(SEALED, self._beside_shards())
-
-    def _pull_index_part(self, name: str, record: ShardRecord) -> None:
-        """Fetch what another worker's unit says to the index, after its checksum."""
-        try:
-            data = self.storage.read(name)
-        except FileNotFoundError:
-            data = b""
-        if hashlib.sha256(data[32:]).digest() != data[:32]:
-            raise DatasetError(
-                f"{self.storage.where(name)}: missing or damaged; delete "
-                f"{self.storage.where(record.file)} and the .json of this unit, and run the same "
-                "command again"
-            )
-        (self.directory / name).write_bytes(data[32:])
 
     def _beside_shards(self) -> list[str]:
         """List the files of the finished stage that are no shards."""

@@ -1,7 +1,6 @@
 """Write the files of the target into a dataset, and draft the manifest."""
 
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -78,14 +77,20 @@ def manifest_draft(
     """
     counts = asdict(plan.counts)
     counts["read"] = counts.pop("rows")
-    used = {"template_kwargs_used": counts.pop("kwargs_used")}
+    facts: dict[str, Any] = {"template_kwargs_used": counts.pop("kwargs_used")}
+    system_messages = {
+        word: sum(n for name, n in counts["rendering"].items() if name.startswith(prefix))
+        for word, prefix in (("with", WITH_SYSTEM), ("without", WITHOUT_SYSTEM))
+    }
+    if any(system_messages.values()):  # there are conversations
+        facts["system_messages"] = system_messages
     about = target.describe()
-    facts = {k: about[k] for k in ("dtype", "rope_factors") if k in about}
+    facts = {k: about[k] for k in ("dtype", "rope_factors") if k in about} | facts
     described = {k: v for k, v in setup.target.items() if k not in setup.identity or k in _NAMED}
     return Manifest(
         settings=plan.settings,
         target=msgspec.convert(described | about, TargetRecord),
-        identity=setup.identity | facts | used | _system_messages(counts["rendering"]),
+        identity=setup.identity | facts,
         corpus=msgspec.convert(plan.corpus, list[SourceRecord]),
         mask=setup.options.mask,
         layers=tuple(setup.layers),
@@ -103,7 +108,12 @@ def manifest_draft(
         positions=positions.record(),
         packing=PackingRecord(
             **asdict(proof)
-            | {"differences": {n: _stated(v) for n, v in proof.differences.items()}},
+            | {  # as JSON can hold them
+                "differences": {
+                    name: "not finite" if isinstance(v, float) and not isfinite(v) else v
+                    for name, v in proof.differences.items()
+                }
+            },
             pack_length=plan.pack_length,
             utilisation=round(plan.utilisation(), 4),
         ),
@@ -112,26 +122,9 @@ def manifest_draft(
     )
 
 
-def _stated(difference: float | str) -> float | str:
-    """Return a difference as JSON can hold it."""
-    return difference if isinstance(difference, str) or isfinite(difference) else "not finite"
-
-
-def _system_messages(rendering: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Return the fact of the identity on system messages, if there are conversations."""
-    found = {
-        word: sum(n for name, n in rendering.items() if name.startswith(prefix))
-        for word, prefix in (("with", WITH_SYSTEM), ("without", WITHOUT_SYSTEM))
-    }
-    return {"system_messages": found} if any(found.values()) else {}
-
-
 # -- disk bytes ------------------------------------------------------------------------------------
-# What a dataset needs on disk beside its shards, from config and tokenizer files alone.
-#
-# The head is counted from a model without memory (torch's meta device), so its tensors are those
-# that `generate` writes. Index, tables and tokenizer files are sized as they will be; the manifest
-# and the card are approximated. All together are right to within 1 % plus 64 KB.
+# What a dataset needs on disk beside its shards, from config and tokenizer files alone: to within
+# 1 % and 64 KB. Manifest and card are approximated, everything else is sized as it will be.
 
 
 _INDEX_ROW = 4 + 4 + 5 * 4 + 8  # two text offsets, five int32, a checksum
@@ -142,21 +135,26 @@ _LEVELS = 64 * 4
 
 def other_files(setup: Setup, plan: Plan) -> dict[str, int]:
     """Return the bytes of everything but the shards, by kind: head, target, index, rest."""
-    documents = plan.documents
+    documents, dtype = plan.documents, _dtype(setup)
     lossy = [c for c in setup.columns if c.lossy]
     tables = sum(2 * 4 * (c.width or 1) + _LEVELS + 4 * _SAFETENSORS_ENTRY for c in lossy)
     shards = len(plan.units) * _OF_A_SHARD
+    generation = setup.model_dir / GENERATION_CONFIG
+    with tempfile.TemporaryDirectory() as scratch:
+        with writing(Path(scratch)):
+            setup.tokenizer.save_pretrained(scratch)
+        files = [*(p for p in Path(scratch).rglob("*") if p.is_file()), generation]
+        target = sum(p.stat().st_size for p in files if p.is_file())
     return {
-        "head": head_bytes(setup),
-        "target": _target_files(setup),
+        "head": _head_bytes(setup, torch.empty(0, dtype=dtype).element_size()),
+        "target": target + len(config_json(setup, dtype)),
         "index": documents.text_bytes + len(documents) * _INDEX_ROW + _ARROW_SCHEMA,
         "rest": tables + shards + _MANIFEST + _CARD + len(dump_json(plan.settings)),
     }
 
 
-def head_bytes(setup: Setup) -> int:
-    """Return the size of target/head.safetensors; no weights are read."""
-    width = torch.empty(0, dtype=_dtype(setup)).element_size()
+def _head_bytes(setup: Setup, width: int) -> int:
+    """Return the size of target/head.safetensors with values of `width` bytes; without weights."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -183,15 +181,3 @@ def _dtype(setup: Setup) -> torch.dtype:
         if isinstance(found, torch.dtype):
             return found
     return torch.float32
-
-
-def _target_files(setup: Setup) -> int:
-    """Return the bytes of config and tokenizer files, written to a temporary directory."""
-    total = len(config_json(setup, _dtype(setup)))
-    generation = setup.model_dir / GENERATION_CONFIG
-    if generation.is_file():
-        total += generation.stat().st_size
-    with tempfile.TemporaryDirectory() as scratch:
-        with writing(Path(scratch)):
-            setup.tokenizer.save_pretrained(scratch)
-        return total + sum(p.stat().st_size for p in Path(scratch).rglob("*") if p.is_file())

@@ -136,7 +136,7 @@ def test_a_crash_while_sealing_is_finished_by_the_same_command(
     def crash(*_):
         raise OSError("no power")
 
-    monkeypatch.setattr(finalize_module, "_check_counts", crash)
+    monkeypatch.setattr(finalize_module, "temporary_files", crash)
     with pytest.raises(OSError, match="no power"):
         run(target, corpus, out)
     monkeypatch.undo()
