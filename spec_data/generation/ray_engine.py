@@ -145,7 +145,7 @@ def capture_on_ray(
         except ray.exceptions.RayTaskError as error:
             raise error.cause if error.cause is not None else error from None
         except ray.exceptions.RayError as error:
-            reasons = [f"unit {p.unit}: {p.error}" for p in read_progress(out) if p.phase == FAILED]
+            reasons = [f"unit {p.unit}: {p.error}" for p in read_progress(out) if p.state == FAILED]
             reason = reasons[-1] if reasons else str(error).strip().splitlines()[0]
             raise RunError(
                 f"a replica was lost {RETRIES + 1} times with the same unit ({reason}); finished "

@@ -15,11 +15,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from spec_data.generation.plan import Plan, read_units
 from spec_data.generation.workers import running_workers
@@ -51,10 +52,11 @@ class WorkerProgress(msgspec.Struct, kw_only=True):
     Attributes:
         worker: its name, such as "0/4" or "ray-1"; lock: the "i/n" whose lock is held for it.
         host, pid: the process; started, updated: Unix times.
-        phase: "loading", "capturing", "done", "failed" or "stopped".
+        state: "loading", "capturing", "done", "failed", "stopped" (by Ctrl-C or SIGTERM), or in a
+            `Status` "lost" if the process was killed.
         plan_tokens: of the whole plan.
         unit: the unit in work; unit_tokens, unit_done: its tokens, and those captured.
-        units: number of units that this process finished.
+        units_done: number of units that it finished; in a `Status`, those of all its processes.
         tokens, seconds: tokens captured here, and how long that took.
         error: why it failed.
     """
@@ -65,12 +67,12 @@ class WorkerProgress(msgspec.Struct, kw_only=True):
     pid: int = 0
     started: float = 0.0
     updated: float = 0.0
-    phase: str = LOADING
+    state: str = LOADING
     plan_tokens: int = 0
     unit: int | None = None
     unit_tokens: int = 0
     unit_done: int = 0
-    units: int = 0
+    units_done: int = 0
     tokens: int = 0
     seconds: float = 0.0
     error: str = ""
@@ -80,13 +82,22 @@ class WorkerProgress(msgspec.Struct, kw_only=True):
         """Tokens per second since the target was loaded; 0 before the first."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
+    def __str__(self) -> str:
+        share = self.unit_done / max(self.unit_tokens, 1)
+        unit = "" if self.unit is None else f" unit {self.unit} ({share:.0%})"
+        speed = self.rate if self.state == CAPTURING else 0.0
+        return (
+            f"{self.worker}  {self.host}  {self.state}{unit}, {self.units_done} units done, "
+            f"{speed:,.0f} tokens/s"
+        )
+
 
 class ProgressFile:
     """Keeps the file of this process up to date; its methods may be called from several threads."""
 
     def __init__(self, out: Path, plan: Plan, worker: str, lock: str) -> None:
         """Make the file of a process that begins to load its target; see `WorkerProgress`."""
-        self.state = WorkerProgress(
+        self.progress = WorkerProgress(
             worker=worker,
             lock=lock,
             host=socket.gethostname(),
@@ -96,7 +107,7 @@ class ProgressFile:
         )
         self._plan, self._guard = plan, threading.Lock()
         self._capturing_since, self._written = 0.0, -_EVERY
-        name = re.sub(r"[^\w.-]", "-", f"{worker}-{self.state.host}-{self.state.pid}")
+        name = re.sub(r"[^\w.-]", "-", f"{worker}-{self.progress.host}-{self.progress.pid}")
         self._file = out / WORK / WORKERS / f"{name}.json"
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)
@@ -106,34 +117,34 @@ class ProgressFile:
         """A unit is captured from now on."""
         with self._guard:
             self._capturing_since = self._capturing_since or time.monotonic()
-            self.state.phase, self.state.unit, self.state.unit_done = CAPTURING, unit, 0
-            self.state.unit_tokens = self._plan.unit_set_tokens([unit])
+            self.progress.state, self.progress.unit, self.progress.unit_done = CAPTURING, unit, 0
+            self.progress.unit_tokens = self._plan.unit_set_tokens([unit])
             self._write()
 
     def add(self, tokens: int) -> None:
         """So many tokens more of the unit were captured."""
         with self._guard:
-            self.state.tokens += tokens
-            self.state.unit_done += tokens
-            self.state.seconds = time.monotonic() - self._capturing_since
+            self.progress.tokens += tokens
+            self.progress.unit_done += tokens
+            self.progress.seconds = time.monotonic() - self._capturing_since
             if time.monotonic() - self._written >= _EVERY:
                 self._write()
 
     def finish(self, unit: int) -> None:
         """A unit is finished: its shard and its record are on disk."""
         with self._guard:
-            self.state.units += 1
-            if self.state.unit == unit:
-                self.state.unit, self.state.unit_tokens, self.state.unit_done = None, 0, 0
+            self.progress.units_done += 1
+            if self.progress.unit == unit:
+                self.progress.unit, self.progress.unit_tokens, self.progress.unit_done = None, 0, 0
             self._write()
 
     def end(self, error: BaseException | None = None) -> None:
         """The process captures nothing more: it is done, was stopped, or failed with `error`."""
         stopped = isinstance(error, KeyboardInterrupt)
         with self._guard:
-            self.state.phase = STOPPED if stopped else FAILED if error else DONE
+            self.progress.state = STOPPED if stopped else FAILED if error else DONE
             if error is not None and not stopped:
-                self.state.error = " ".join(str(error).split()) or type(error).__name__
+                self.progress.error = " ".join(str(error).split()) or type(error).__name__
             self._write()
 
     @contextlib.contextmanager
@@ -147,10 +158,10 @@ class ProgressFile:
         self.end()
 
     def _write(self) -> None:
-        self._written, self.state.updated = time.monotonic(), time.time()
+        self._written, self.progress.updated = time.monotonic(), time.time()
         temporary = temporary_name(self._file)
         try:
-            temporary.write_bytes(msgspec.json.encode(self.state))
+            temporary.write_bytes(msgspec.json.encode(self.progress))
             temporary.replace(self._file)
         except OSError as error:  # a full disk, or a directory that was just finalized
             logger.debug("%s: %s", self._file, error)
@@ -174,31 +185,6 @@ def read_progress(out: Path) -> list[WorkerProgress]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerStatus:
-    """One worker: its newest process, and the units of all its processes.
-
-    `state` is "loading", "capturing", "done", "failed", "stopped" (by Ctrl-C or SIGTERM), or "lost"
-    if the process was killed; `unit` is the unit in work, of which the share `unit_done` is done.
-    """
-
-    worker: str
-    host: str
-    pid: int
-    state: str
-    units_done: int
-    unit: int | None
-    unit_done: float
-    tokens_per_second: float
-
-    def __str__(self) -> str:
-        unit = "" if self.unit is None else f" unit {self.unit} ({self.unit_done:.0%})"
-        return (
-            f"{self.worker}  {self.host}  {self.state}{unit}, {self.units_done} units done, "
-            f"{self.tokens_per_second:,.0f} tokens/s"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Status(Result):
     """How far a directory is.
 
@@ -218,13 +204,15 @@ class Status(Result):
     tokens_per_second: float = 0.0
     """Sum over the workers that capture now."""
     eta_seconds: float | None = None
-    workers: tuple[WorkerStatus, ...] = ()
+    workers: tuple[WorkerProgress, ...] = ()
+    """The newest process of each."""
     failures: tuple[str, ...] = ()
     """What failed or was killed so far, in words; a later run may have made up for it."""
 
     def facts(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return asdict(self) | {"path": str(self.path)}
+        workers = [msgspec.to_builtins(w) | {"tokens_per_second": w.rate} for w in self.workers]
+        return vars(self) | {"path": str(self.path), "workers": workers}
 
     @property
     def next_command(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -285,32 +273,24 @@ def read_status(out: Path) -> Status:
     finished = _finished(work, units)
     done = sum(tokens for tokens, _ in finished.values())
     newest = {process.worker: process for process in processes}
-    units_of, workers, failures, rate = Counter[str](), list[WorkerStatus](), list[str](), 0.0
+    units_done, workers, failures, rate = Counter[str](), list[WorkerProgress](), list[str](), 0.0
     for process in processes:
-        alive = process is newest[process.worker] and _alive(process, running)
-        state = process.phase if alive or process.phase in _ENDED else LOST
-        where = f"worker {process.worker} ({process.host}, process {process.pid})"
-        unit = "" if process.unit is None else f" in unit {process.unit}"
+        name, unit = process.worker, process.unit
+        alive = process is newest[name] and _alive(process, running)
+        state = process.state if alive or process.state in _ENDED else LOST
+        where = f"worker {name} ({process.host}, process {process.pid})"
+        within = "" if unit is None else f" in unit {unit}"
         if state == FAILED:
-            failures.append(f"{where} failed{unit}: {process.error}")
+            failures.append(f"{where} failed{within}: {process.error}")
         elif state == LOST:
-            failures.append(f"{where} was killed or lost{unit}")
+            failures.append(f"{where} was killed or lost{within}")
         if alive:
             rate += process.rate
-            done += process.unit_done if process.unit not in finished else 0
-        units_of[process.worker] += process.units
-        if process is newest[process.worker]:
-            status = WorkerStatus(
-                worker=process.worker,
-                host=process.host,
-                pid=process.pid,
-                state=state,
-                units_done=units_of[process.worker],
-                unit=process.unit if alive else None,
-                unit_done=process.unit_done / max(process.unit_tokens, 1),
-                tokens_per_second=process.rate if alive else 0.0,
-            )
-            workers.append(status)
+            done += process.unit_done if unit not in finished else 0
+        units_done[name] += process.units_done
+        if process is newest[name]:
+            unit = unit if alive else None
+            workers.append(replace(process, state=state, unit=unit, units_done=units_done[name]))
     total = processes[-1].plan_tokens if processes else None
     return Status(
         path=out,
@@ -345,7 +325,7 @@ def _alive(process: WorkerProgress, running: list[str]) -> bool:
     Some file systems hide the locks of other machines; a process there runs if it wrote lately. A
     replica of Ray dies without its lock.
     """
-    if process.phase in _ENDED:
+    if process.state in _ENDED:
         return False
     if process.host != socket.gethostname():
         return process.lock in running or time.time() - process.updated < SILENCE

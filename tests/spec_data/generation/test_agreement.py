@@ -20,7 +20,7 @@ from spec_data.shards.schema import Manifest
 from spec_data.verification.run import examine
 from tests.spec_data.corpus.templates import CHATML
 from tests.spec_data.generation.trained import BOS, TrainedTarget
-from tests.spec_data.runs import arguments, digests, options, run, save_target, write_corpus
+from tests.spec_data.runs import arguments, options, run, save_target, write_corpus
 from tests.spec_data.shards.integrity_tools import write_manifest
 
 TRAINED = {"layers": "0,1", "max_shard_size": "20KB"}
@@ -111,18 +111,6 @@ def test_standard_errors_are_those_of_the_definition():
     assert found.nll == pytest.approx(float(every.mean()), rel=1e-5)
     again = DocumentFigures.from_json(json.loads(json.dumps(figures.to_json())))
     assert Agreement.of(again) == found
-
-
-def test_kills_and_workers_change_no_byte_of_the_measurement(trained, tmp_path):
-    corpus = trained.corpus("own", trained.rows)
-    whole = run(trained.path, corpus, tmp_path / "whole", **TRAINED)
-    assert len(whole.shards) > 3
-    assert run(trained.path, corpus, tmp_path / "two", workers="1/2", **TRAINED) is None
-    records = sorted((tmp_path / "two" / ".generate").glob("unit-*.json"))
-    records[1].unlink()  # as if killed between a shard and its record
-    assert run(trained.path, corpus, tmp_path / "two", workers="0/2", **TRAINED) is None
-    run(trained.path, corpus, tmp_path / "two", workers="1/2", **TRAINED)
-    assert digests(tmp_path / "two") == digests(tmp_path / "whole")
 
 
 def test_ids_of_another_tokenizer_are_refused_early_and_a_flag_goes_on(trained, tmp_path, caplog):

@@ -6,15 +6,13 @@ its peak grows with the slots.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import spec_data.generation.replica as replica_module
-from spec_data.capture import proofs
 from spec_data.capture.backend import States
-from spec_data.capture.mask_forms import PER_DOCUMENT, ROWS, mask_forms
+from spec_data.capture.mask_forms import ROWS
 from spec_data.capture.model import Target
 from spec_data.generation.batch_size import SAFE, choose_batch_tokens, largest_batch
 from spec_data.generation.replica import load_target
@@ -139,14 +137,6 @@ def test_an_explicit_size_that_does_not_fit_is_refused_before_the_first_shard(
     assert generate_with(**given | {"batch_tokens": 256}) is not None
 
 
-def test_without_a_measured_device_the_size_is_the_default(planned, gpu, monkeypatch):
-    setup, plan = planned
-    target = pretended(setup, plan)
-    monkeypatch.setattr(gpu, "measures", False)
-    assert choose_batch_tokens(target, plan, ROWS, setup.columns, None) == 8192
-    assert choose_batch_tokens(target, plan, ROWS, setup.columns, 77) == 77
-
-
 def test_out_of_memory_in_the_middle_halves_the_batches_and_loses_nothing(
     files, tmp_path, gpu, monkeypatch, caplog
 ):
@@ -180,22 +170,6 @@ def test_out_of_memory_in_the_middle_halves_the_batches_and_loses_nothing(
         for name in ("hidden.L2", "hidden.final"):
             stated = {"terms": network(6), "dtype": torch.float32, "stored": torch.bfloat16}
             close(row[name].float(), expected[name].float(), **stated)
-
-
-def test_progress_counts_tokens_once(files, tmp_path, gpu, monkeypatch):
-    given = options(*files, tmp_path / "out", packing="rows", batch_tokens=512)
-    monkeypatch.setattr(gpu, "measures", False)
-    setup = setup_of(**given)
-    plan = make_plan(setup)
-    (tmp_path / "out" / ".generate").mkdir(parents=True)
-    replica = replica_module.Replica(
-        setup, plan, tmp_path / "out", replica_module.load_target(setup, plan)
-    )
-    monkeypatch.setattr(gpu, "room", 300)
-    counted: list[int] = []
-    replica.capture(0, counted.append)
-    assert sum(counted) == plan.unit_set_tokens([0])
-    assert replica.settings.batch_tokens == 256
 
 
 def test_one_row_that_does_not_fit_ends_the_run_and_keeps_finished_shards(
@@ -249,25 +223,6 @@ def test_a_run_resumes_with_another_size_device_or_release(files, tmp_path, monk
     (other,) = manifest.also_captured_with
     assert (other["batch_tokens"], manifest.captured_with["batch_tokens"]) == (256, 512)
     assert "batch_tokens 512, now 256" in caplog.text
-
-
-def test_a_run_of_an_older_release_goes_on_in_its_own_mask_form(files, tmp_path, monkeypatch):
-    """Before attention ran per document; the bytes are those of a run that was never stopped."""
-
-    def older(config: Any, attn: str, device: str = "cpu") -> list[str]:
-        return [form for form in mask_forms(config, attn, device) if form != PER_DOCUMENT]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(proofs, "mask_forms", older)
-        whole = generate_with(**options(*files, tmp_path / "whole"))
-        given = options(*files, tmp_path / "out")
-        interrupted(given, monkeypatch)
-    resumed, new = generate_with(**given), options(*files, tmp_path / "new")
-    assert whole is not None and resumed is not None
-    assert whole.packing.form == resumed.packing.form == "block-causal"
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
-    fresh = generate_with(**new)
-    assert fresh is not None and fresh.packing.form == PER_DOCUMENT
 
 
 def test_a_run_whose_states_differ_by_more_is_refused(files, tmp_path, monkeypatch):

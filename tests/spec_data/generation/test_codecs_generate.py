@@ -2,13 +2,10 @@
 
 import dataclasses
 import json
-import signal
-import time
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 import spec_data.generation.calibrate as calibrate_module
 from spec_data.commands.estimate import estimated
@@ -19,11 +16,8 @@ from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests import forked
 from tests.spec_data.runs import (
-    digests,
-    fork_cli,
     options,
     run,
-    save_target,
     setup_of,
     verify,
     write_corpus,
@@ -49,25 +43,6 @@ def test_estimate_is_exact_but_for_escaped_tokens(target, corpus, tmp_path, give
     text = estimated(setup, plan, fitting(setup), tmp_path).text
     assert "per massive token" in text or "codec" not in given
     assert "tail tokens trimmed" in text and "hidden.final" in text
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("share", [0.0, 0.6])
-def test_killed_runs_end_in_the_same_bytes(mixed, target, corpus, tmp_path, share):
-    out = tmp_path / "data"
-    units = len(HiddenStatesDataset(mixed).manifest.shards)
-    process = fork_cli(options(target, corpus, out, **MIXED))
-    while process.poll() is None:
-        done = len(list((out / ".generate").glob("unit-*.json"))) if out.exists() else 0
-        if done >= share * units and (out / "codec.safetensors").exists():
-            break
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    process = fork_cli(options(target, corpus, out, **MIXED))
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert digests(out) == digests(mixed)
 
 
 def with_bound(monkeypatch, codec, **bound):
@@ -108,16 +83,6 @@ def test_what_no_codec_can_meet_is_stored_in_bf16(target, corpus, tmp_path, monk
     columns = [c for c in manifest.columns if "hidden" in c.name]
     assert all(list(c.instead_of) == ["lm4c", "lm6c", "int8c"] for c in columns)
     assert verify(data=str(tmp_path / "data"), device="cpu", target=str(target)) == 0
-
-
-def test_states_with_a_large_mean_are_no_task_for_fp8(corpus, tmp_path, caplog):
-    """Relative to its variance, a channel far from zero has a larger error in floating point."""
-    path = save_target(tmp_path / "target")
-    model = AutoModelForCausalLM.from_pretrained(path)
-    model.get_input_embeddings().weight.data += 8.0
-    model.save_pretrained(path)
-    manifest = run(path, corpus, tmp_path / "data", codec="aux=fp8")
-    assert manifest.columns[2].codec != "fp8" and "fp8 would lose too much" in caplog.text
 
 
 def test_one_document_is_enough(target, tmp_path):

@@ -14,7 +14,6 @@ from spec_data.shards.layer_ids import RECIPES
 from spec_data.shards.schema import data_problem
 from spec_train.drafts import DRAFTS
 from tests.spec_data.runs import estimate_with, options, run, save_target, write_corpus
-from tests.spec_train.fitted import edit
 
 ALL = "eagle, eagle3, peagle, dspark, dflash"
 
@@ -97,22 +96,3 @@ def test_an_unregistered_family_that_is_not_proven_is_refused_before_the_first_s
     manifest = run(*where)  # layers that are named
     found = manifest.positions
     assert not found.proven and "differ by" in found.reason and not found.tables
-
-
-def test_a_config_without_a_size_is_refused(place: Path, tmp_path: Path) -> None:
-    save_target(tmp_path / "target")
-    edit(tmp_path / "target" / "config.json", num_attention_heads=4, num_key_value_heads=3)
-    where = tmp_path / "target", place / "chats.jsonl", tmp_path / "data"
-    given = options(*where, layers="spread:3")
-    with pytest.raises(TargetError, match="not a multiple of num_key_value_heads = 3"):
-        estimate_with(**given)
-
-
-def test_a_complete_dataset_is_not_refused_later(
-    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    made = run(place / "mamba", place / "chats.jsonl", tmp_path / "data")
-    assert made.positions.kind == "unknown"
-    assert "a draft uses" not in caplog.text  # there is none
-    again = run(place / "mamba", place / "chats.jsonl", tmp_path / "data")
-    assert again.fingerprint == made.fingerprint

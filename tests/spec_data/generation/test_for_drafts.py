@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import spec_data
 from spec_data.capture.model import Target
 from spec_data.cli import main
-from spec_data.generation.finalize import finalize
-from spec_data.shards.errors import ConfigError, DatasetError, DraftError, TargetError
+from spec_data.shards.errors import DatasetError, DraftError, TargetError
 from spec_data.shards.schema import Manifest, fingerprint
 from spec_train.data.mixture import common_manifest
 from tests.families import _COMMON
@@ -91,12 +90,6 @@ def test_fit_reads_the_layers_of_its_recipe(place, tmp_path, caplog, draft, data
     assert tuple(found) == layers
 
 
-def test_layers_of_the_command_line_override_the_recipe(place, tmp_path, caplog):
-    config, log = fitted(place, tmp_path, "eagle3", "both", caplog, layers="3,8")
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [3, 8]
-    assert "as --layers says" in log
-
-
 def test_targets_that_engines_cannot_serve_are_named_before_the_run(tmp_path, caplog):
     """SGLang cannot serve OLMo-2, llama.cpp's graph of it has no layer inputs; vLLM can."""
     write_corpus(tmp_path / "c.jsonl", 12)
@@ -134,24 +127,6 @@ def test_estimate_prints_the_bytes_of_each_draft(place, tmp_path, capsys):
             "bytes_per_token": per_token,
             "bytes": per_token * found.tokens,
         }
-
-
-def test_the_next_command_fits_a_draft_that_the_data_has(place, capsys):
-    for name, draft in (("eagle", "eagle"), ("both", "eagle3"), ("old", "eagle3")):
-        assert main(["inspect", str(place / name), "--doc", "0"]) == 0
-        assert f"spec-train fit {draft} --data" in "".join(capsys.readouterr())
-
-
-def test_a_resumed_capture_keeps_its_drafts(place, tmp_path):
-    given = dict(layers="auto", workers="0/2")
-    run(place / "target", place / "c.jsonl", tmp_path / "d", for_="dspark", **given)
-    with pytest.raises(ConfigError, match="draft_layers"):
-        run(place / "target", place / "c.jsonl", tmp_path / "d", for_="dflash", **given)
-    run(
-        place / "target", place / "c.jsonl", tmp_path / "d", for_="dspark", layers="auto",
-        workers="1/2",
-    )  # fmt: skip
-    assert finalize(tmp_path / "d", set()).draft_layers == {"dspark": BLOCK}
 
 
 def test_a_mixture_has_the_recipes_that_all_its_datasets_record(place):

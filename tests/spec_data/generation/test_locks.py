@@ -16,19 +16,6 @@ from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.spec_data.runs import digests, options, run, setup_of
 
-
-def test_the_same_worker_twice_at_once_is_refused(target, corpus, tmp_path):
-    out = tmp_path / "data"
-    (out / ".generate").mkdir(parents=True)
-    with (
-        worker_lock(out, "0/1"),
-        pytest.raises(RunError, match="another process is running worker 0/1"),
-    ):
-        run(target, corpus, out)
-    run(target, corpus, out)
-    assert len(HiddenStatesDataset(out)) == 30
-
-
 HOLDER = """
 import os, sys, time
 from pathlib import Path

