@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
-from spec_train.cli import main
 from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss
 from spec_train.losses.head import TargetHead
@@ -30,7 +29,6 @@ from tests.spec_train.drafts.eagle3.tools import packed
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import LIMIT
 from tests.spec_train.training import tools as trainer_tools
-from tests.spec_train.training.tools import metrics
 from tests.tolerance import close, network
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head
@@ -159,29 +157,6 @@ def test_no_gradient_is_computed_for_the_head(dataset, head, monkeypatch) -> Non
     assert {n for n, _ in draft.named_parameters()} - {"embed_tokens.weight"} == {
         n for n, p in draft.named_parameters() if p.grad is not None and p.grad.any()
     }
-
-
-def test_training_from_a_dataset_and_evaluation_on_it(data, tmp_path: Path, capsys) -> None:
-    """With the commands: the loss falls, and `eval` reads the run."""
-    run = str(tmp_path / "run")
-    flags = "--steps 30 --batch-size 2 --seq-len 64 --lr 3e-3 --eval-every 10 --validation 0.2"
-    fit_flags = ["fit", "eagle", "--data", str(data), "--out", run, "--depth", "3", "--device=cpu"]
-    assert main([*fit_flags, *flags.split()]) == 0
-    lines = [m for m in metrics(run) if m["split"] == "validation"]
-    assert [m["step"] for m in lines] == [0, 10, 20, 30]
-    assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
-    assert "accept_rate/3" in lines[0] and lines[0]["smooth_l1"] > lines[-1]["smooth_l1"]
-    training = next(m for m in metrics(run) if m["split"] == "train")
-    assert "accept_rate/1" in training and "accept_rate/2" not in training
-    out = tmp_path / "out.json"
-    arguments = ["eval", "--draft", run, "--data", str(data), "--json", str(out), "--device=cpu"]
-    assert main(arguments) == 0
-    report = json.loads(out.read_text())
-    assert report["draft_tokens"] == 3
-    best = min(lines, key=lambda m: (-m["product_limit_length"], m["loss"]))
-    forced = report["data"]["teacher_forced"]
-    close(forced["loss"], best["loss"], **FORWARD)  # saved in the target's dtype, which is float32
-    assert len(report["data"]["simulated"]["accept_rate"]) == 3
 
 
 # --- decoding ------------------------------------------------------------------------------------

@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.cli import main
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.peagle.draft import PeagleDraft
 from spec_train.losses.head import TargetHead
@@ -20,9 +19,8 @@ from spec_train.training.setup import fit
 from tests.draft_tools import reseal, write_json
 from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
 from tests.spec_train.drafts.peagle.tools import build
-from tests.spec_train.evaluation.tools import run_eval
 from tests.spec_train.training import tools as trainer_tools
-from tests.spec_train.training.tools import change, masters, metrics
+from tests.spec_train.training.tools import change, masters
 from tests.tolerance import close_weights
 
 dataset, head = eagle3_tools.dataset, eagle3_tools.head
@@ -86,26 +84,6 @@ def test_the_defaults_are_the_papers() -> None:
     assert (options.depths, options.num_layers) == (8, 4)
     assert (options.cod_ratio, options.cod_floor) == (0.7, 0.2)
     assert DRAFTS["peagle"] is PeagleDraft
-
-
-# --- a whole run ---------------------------------------------------------------------------------
-
-
-def test_fit_then_eval(data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    flags = ["--depths", "3", "--num-layers", "2", "--draft-vocab-size", "40", "--segments", "2"]
-    flags += ["--steps", "30", "--seq-len", "48", "--validation", "0.2", "--lr", "3e-3"]
-    flags += ["--eval-every", "10", "--gradient-checkpointing"]
-    assert main(["fit", "peagle", "--data", str(data), "--out", str(out), *flags]) == 0
-    lines = [line for line in metrics(out) if line["split"] == "validation"]
-    assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
-    assert load_draft(out / "best").depth == 3
-    report = run_eval(dict(draft=str(out), data=str(data), device="cpu"))["data"]
-    assert report["split"] == "validation"
-    assert report["simulated"]["acceptance_length"] >= 1
-    assert len(report["simulated"]["accept_rate"]) == 3
-    with pytest.raises(ConfigError, match="drafts at most 3 tokens"):
-        run_eval(dict(draft=str(out), data=str(data), device="cpu", draft_tokens=4))
 
 
 def test_segments_and_recomputing_change_no_run(config: Any, tmp_path: Path) -> None:
