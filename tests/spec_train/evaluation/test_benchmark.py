@@ -155,21 +155,6 @@ def test_speed_bench_as_its_scripts_write_it(tmp_path, tokenizer):
     assert [line[1:] for line in one] == [line[1:] for line in other]
 
 
-def test_a_set_of_other_columns_is_refused(hub, tokenizer):
-    file = hub / "openai/gsm8k:main/data/test-00000-of-00001.parquet"
-    pq.write_table(pa.Table.from_pylist([{"problem": "a"}]), file)
-    with pytest.raises(CorpusError, match="no known columns"):
-        read_prompts("gsm8k", Template(tokenizer, {}))
-
-
-def test_mt_bench_with_its_older_column(hub, tokenizer):
-    """Copies of the set have `turns` instead of `prompt`."""
-    file = hub / "HuggingFaceH4/mt_bench_prompts/data/train-00000-of-00001.parquet"
-    pq.write_table(pa.Table.from_pylist([{"category": "x", "turns": ["a", "b"]}]), file)
-    (prompt,) = read_prompts("mt-bench", Template(tokenizer, {}))
-    assert prompt.record.follow_ups == ("b",)
-
-
 def test_a_path_is_not_taken_for_a_name_or_a_list(tmp_path, monkeypatch, tokenizer):
     monkeypatch.chdir(tmp_path)
     for name in ("gsm8k", "a,b"):

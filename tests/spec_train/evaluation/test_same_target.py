@@ -4,10 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
-from safetensors.torch import load_file, save_file
-
-from spec_data.shards.errors import MissingError, TargetError
 from spec_train.evaluation.same_target import system_warnings
 from tests.draft_tools import read_json, reseal, write_json
 from tests.spec_train import fitted
@@ -15,8 +11,6 @@ from tests.spec_train.evaluation.tools import run_eval
 from tests.spec_train.fitted import (
     ROWS,
     fine_tune,
-    round_to_3_bits,
-    split_otherwise,
     switch_yarn_on,
 )
 
@@ -72,12 +66,6 @@ def test_a_fine_tuned_target_is_named(place, target):
     assert "fine-tuned" in line
 
 
-def test_weights_rounded_to_3_bits_are_named(place, target):
-    round_to_3_bits(target)
-    lines = warned(place, target)
-    assert any(line.startswith("weights_hash: ") for line in lines)
-
-
 def test_yarn_switched_on_is_named(place, target):
     switch_yarn_on(target)
     lines = warned(place, target)
@@ -88,13 +76,6 @@ def test_yarn_switched_on_is_named(place, target):
     assert [line.split(":")[0] for line in lines] == [
         "factor", "original_max_position_embeddings", "rope_type",
     ]  # fmt: skip
-
-
-def test_another_pre_tokenisation_is_named(place, target):
-    split_otherwise(target)
-    (line,) = warned(place, target)
-    assert line.startswith("tokenizer.pre_tokenizer: the draft was fitted with 'Sequence ")
-    assert "text is split into other pieces" in line
 
 
 def test_a_draft_with_fewer_facts_says_what_was_not_compared(place, target, tmp_path, caplog):
@@ -110,20 +91,3 @@ def test_a_draft_with_fewer_facts_says_what_was_not_compared(place, target, tmp_
     assert report["warnings"] == []
     assert "rope.rope_type" in report["not_compared"]
     assert "not compared with the draft's training: architectures, config fields" in caplog.text
-
-
-def test_a_target_that_cannot_be_loaded_whole_is_refused_in_words(place, target):
-    for name in ("/nowhere", "./nowhere"):
-        with pytest.raises(MissingError, match="target"):
-            evaluated(place, name)
-    file = target / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-9])
-    with pytest.raises(TargetError, match=r"model\.safetensors: truncated or damaged"):
-        evaluated(place, target)
-    file.write_bytes(whole)
-    tensors = load_file(file)
-    del tensors["lm_head.weight"]
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(TargetError, match=r"lack lm_head\.weight"):
-        evaluated(place, target)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
@@ -65,20 +64,6 @@ def published(own, folder, head, **changes):
     raw = {k: v for k, v in raw.items() if k not in ("spec_train", "sample_from_anchor", "dtype")}
     raw = {k: v for k, v in (raw | changes).items() if v is not ...}
     return write(folder, raw, tensors | {"lm_head.weight": head.head_weight})
-
-
-def test_a_published_draft_is_read(saved, head, facts, tmp_path):
-    own = saved("dspark", layers="0,2")
-    folder = published(own, tmp_path / "theirs", head)
-    again = load_draft(folder, facts)
-    assert again.config.layers == (0, 2) and again.config.sample_from_anchor
-    assert again.options.block_size == 3 and again.options.markov_rank == 4
-    assert same_weights(again, load_draft(own))
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"][0, 0] += 1
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(DraftError, match="lm_head is not the target's"):
-        load_draft(folder, facts)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,6 @@ import spec_train
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
 from spec_train.evaluation.exporting import ExportResult
-from spec_train.formats.draft_card import servings
-from spec_train.formats.draft_files import DraftFiles
-from spec_train.formats.preflight import Subject
-from spec_train.formats.target_facts import TargetFacts
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.formats import own_draft
 
@@ -95,16 +90,6 @@ def test_the_commands_of_the_servers(drafts, target, name):
         if algorithm.startswith("EAGLE"):
             assert after(words, "--speculative-num-steps") == str(count)
             assert after(words, "--speculative-num-draft-tokens") == str(count + 1)
-
-
-def test_llama_cpp_with_eagle3():
-    """By itself: it reads exactly three states, which the drafts above do not."""
-    own = DraftFiles({"spec_train": {"draft": "eagle3"}}, {}, "here")
-    subject = Subject(own, TargetFacts(name="T"), "vllm")
-    (found,) = servings(subject, {"llama.cpp": []}, "d", 5)
-    words = shlex.split(found.lines[-1])
-    assert after(words, "--spec-type") == "draft-eagle3"
-    assert after(words, "--spec-draft-n-max") == "5"
 
 
 def test_the_engine_of_the_form_is_the_first_and_only_those_that_serve_have_commands(
@@ -202,13 +187,6 @@ def test_a_strangers_name_of_the_target_is_only_a_name_in_the_card(drafts, tmp_p
     assert not any(row.startswith(("#", "`", "---")) for row in rows)
     shown = re.sub(r"(?ms)^(`{3,}).*?^\1$", "", body)  # without the blocks of code
     assert shown.count("\n# ") == 1 and not re.search(r"(?m)^(---|`{3,}[^`]*$)", shown)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"acceptance_length": 2.5}'])
-def test_a_damaged_validation_file_costs_no_export(drafts, tmp_path, target, text):
-    folder = shutil.copytree(drafts["eagle3"], tmp_path / "draft")
-    (folder / "validation.json").write_text(text)
-    assert "acceptance length" not in checked(folder, "vllm", target, tmp_path / "out").card
 
 
 @pytest.mark.parametrize(
