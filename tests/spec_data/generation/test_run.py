@@ -1,8 +1,6 @@
 """Rules of generate: a dataset depends only on its settings, however often the run was killed."""
 
 import json
-import signal
-import time
 
 import pytest
 import torch
@@ -23,8 +21,6 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from tests import forked
 from tests.spec_data.runs import (
     digests,
-    fork_cli,
-    options,
     run,
     save_target,
     with_teacher,
@@ -87,30 +83,6 @@ def test_config_of_the_target_is_complete_and_names_no_path(reference, target):
     assert set(sparse) - {"_name_or_path"} <= set(stored)
     assert stored["dtype"] == "float32"
     assert str(target) not in json.dumps(stored)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kills", [(0.3,), (0.05, 0.5, 0.9)])
-def test_killed_runs_end_in_the_same_bytes(reference, target, corpus, tmp_path, kills):
-    """kill -9 when a share of the units is finished, resume, and compare every file."""
-    out = tmp_path / "data"
-    units = len(HiddenStatesDataset(reference).manifest.shards)
-    for share in kills:
-        process = fork_cli(options(target, corpus, out))
-        while process.poll() is None:
-            done = len(list((out / ".generate").glob("unit-*.json"))) if out.exists() else 0
-            if done >= share * units:
-                break
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        if not (out / "manifest.json").exists():
-            with pytest.raises(MissingError, match="not sealed"):
-                HiddenStatesDataset(out)
-    process = fork_cli(options(target, corpus, out))
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert digests(out) == digests(reference)
 
 
 def test_a_crash_while_sealing_is_finished_by_the_same_command(
