@@ -98,7 +98,8 @@ class Corpus:
         usable = np.cumsum(self.lengths) * each <= max_bytes
         self.plan = BatchPlan(self.lengths, usable, seq_len=LONGEST, packs_per_batch=PACKS)
         self.packs = [pack for batch in self.plan.batches(0) for pack in batch]
-        self.tokens, self.payload = self.plan.tokens, each
+        self.tokens = sum(int(self.lengths[pack].sum()) for pack in self.packs)
+        self.payload = each
         self.disk = size_of(path / "shards") / int(self.dataset.lengths.sum())
 
     def slots(self) -> dict[str, Tensor]:
