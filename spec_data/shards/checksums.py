@@ -49,14 +49,6 @@ def list_views(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return numbers(array.offsets), flat if width is None else flat.reshape(-1, width)
 
 
-def string_views(array: pa.StringArray) -> tuple[np.ndarray, np.ndarray]:
-    """Return offsets int32 [rows + 1], from 0, and the UTF-8 bytes (uint8) of a string array."""
-    _, places, data = array.buffers()
-    bounds = np.frombuffer(places, np.int32, array.offset + len(array) + 1)[array.offset :]
-    text = np.frombuffer(data or b"", np.uint8)
-    return bounds - bounds[0], text[bounds[0] : max(bounds[0], bounds[-1])]
-
-
 def chunk_checksums(arrays: Sequence[pa.Array]) -> np.ndarray:
     """Return the checksum of every chunk of these fields, uint64 [rows, fields]."""
     found = [np.fromiter(map(checksum, _chunks(array)), np.uint64) for array in arrays]

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from spec_data.models.engines import engine_warnings
+from spec_data.shards.layer_ids import recipe_layers
 from spec_train.data.mixture import MixedPlan, Mixture
 from spec_train.data.policy_masks import PolicyDataset
 from spec_train.data.splits import Splits
@@ -92,6 +93,15 @@ def _announce_draft(trainer: Trainer) -> None:
             why = "those of the draft of --init-from"
         layers = ", ".join(map(str, draft.config.layers))
         log.info("layers     %s (outputs of these blocks, from 0): %s", layers, why)
+        target = trainer.dataset.manifest.target
+        recipe = recipe_layers(draft.name, target.num_layers or 0)
+        chosen = trainer.config.init_from is not None or draft.options.layers != "auto"
+        if recipe not in (None, tuple(draft.config.layers)) and not chosen:
+            log.warning(
+                "warning: the recipe of %s reads layers %s, which the dataset lacks; to have "
+                "them: spec-data generate ... --for %s",
+                *(draft.name, ", ".join(map(str, recipe or ())), draft.name),
+            )
     for name in ("attention_bias", "mlp_bias"):
         if getattr(draft.config, name, False) and (engines := refusing(draft.name, name)):
             log.warning(

@@ -83,11 +83,12 @@ def test_a_dataset_for_eagle_alone_has_no_layer(place, tmp_path, caplog):
     [("eagle3", "both", EAGLE3), ("dspark", "both", BLOCK), ("eagle3", "old", BLOCK)],
 )
 def test_fit_reads_the_layers_of_its_recipe(place, tmp_path, caplog, draft, data, layers):
-    config, _ = fitted(place, tmp_path, draft, data, caplog)
+    config, log = fitted(place, tmp_path, draft, data, caplog)
     found = (
         config.get("target_layer_ids") or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     )
     assert tuple(found) == layers
+    assert ("the recipe of" in log) == (data == "old")
 
 
 def test_targets_that_engines_cannot_serve_are_named_before_the_run(tmp_path, caplog):
