@@ -261,7 +261,7 @@ def main() -> None:
             return
         plan = bench.plan
         print(
-            f"{plan.tokens:,} tokens, {plan.predicting:,} with a teacher, in {len(plan.units)} "
+            f"{plan.tokens:,} tokens, {plan.documents.predicting:,} with a teacher, in {len(plan.units)} "
             f"units, {bench.settings.form}, {bench.backend.dtype}, {bench.backend.device}, "
             f"{torch.get_num_threads()} threads, {args.rounds} rounds"
         )

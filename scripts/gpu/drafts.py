@@ -24,7 +24,6 @@ except ImportError:  # a checkout without the baselines of scripts/bench
 ROUNDINGS = 80
 """Roundings to bfloat16, one after the other, in a loss of four layers or steps."""
 STEPS, RATE = 50, 1e-3
-UNROLLED = ("eagle", "eagle3")
 
 
 @dataclass
@@ -35,10 +34,9 @@ class Run:
     gradients: dict[str, Tensor]  # of the first step
 
 
-def backends(bench: Bench, name: str) -> tuple[str, ...]:
-    """Return the attention back ends of a draft on the device, the default one first."""
-    middle = "merged" if name in UNROLLED else "sdpa"
-    return ("flex", middle, "dense") if bench.on_gpu else (middle, "dense")
+def backends(bench: Bench) -> tuple[str, ...]:
+    """Return the attention back ends on the device, the default one first."""
+    return ("flex", "merged", "dense") if bench.on_gpu else ("merged", "dense")
 
 
 def trained(
@@ -89,7 +87,7 @@ def prove_drafts(bench: Bench) -> None:
         bench.attempt("drafts", f"{name}, CPU float32", reference)
         if not exact:
             continue
-        for backend in backends(bench, name):
+        for backend in backends(bench):
             bench.attempt(
                 "drafts",
                 f"{name}, bf16, {backend}",
@@ -121,7 +119,7 @@ def prove_speed(bench: Bench) -> None:
     size = TINY if bench.tiny else LARGE
     dtype = torch.bfloat16
     for name in DRAFTS:
-        ways = [f"ours, {b}" for b in backends(bench, name)[: 2 if bench.on_gpu else 1]]
+        ways = [f"ours, {b}" for b in backends(bench)[: 2 if bench.on_gpu else 1]]
         for way in [*ways, *(["baseline"] if name in BASELINES else [])]:
             bench.attempt(
                 "speed", f"{name}, {way}", lambda n=name, w=way: _timed(bench, n, w, size, dtype)

@@ -124,7 +124,7 @@ def prove_ring(bench: Bench) -> None:
     def ring() -> tuple[bool, dict[str, Any]]:
         data = dataset_of(bench)
         config = Training(data=(str(data),), out="", seq_len=256, batch_size=2, validation=0.0)
-        dataset = open_documents(parse_sources(config.data), config.check, config.mask)
+        dataset = open_documents(parse_sources(config.data), config.mask)
         plan = make_splits(dataset, config).train
         columns = tuple(c.name for c in dataset.manifest.columns if c.name.startswith("hidden."))
         places = ((False, None), (bench.on_gpu, bench.device if bench.on_gpu else "cpu"))

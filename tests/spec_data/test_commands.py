@@ -21,7 +21,7 @@ import spec_data
 from spec_data import cli
 from spec_data.terminal.command import words_of
 from spec_data.terminal.console import run_cli
-from tests.spec_data.runs import options, run, save_target, start_cli, write_corpus
+from tests.spec_data.runs import arguments, options, run, save_target, start_cli, write_corpus
 from tests.terminal_tools import environment
 
 
@@ -43,7 +43,8 @@ def data(tmp_path_factory, target, corpus):
 
 
 def words(target: Path, corpus: Path, out: Path, **changes) -> list[str]:
-    return words_of(inspect.unwrap(spec_data.generate), options(target, corpus, out, **changes))
+    given = arguments(options(target, corpus, out, **changes))
+    return words_of(inspect.unwrap(spec_data.generate), given)
 
 
 def next_command(text: str, label: str = "next") -> list[str]:
