@@ -261,9 +261,9 @@ def main() -> None:
             return
         plan = bench.plan
         print(
-            f"{plan.tokens:,} tokens, {plan.documents.predicting:,} with a teacher, in {len(plan.units)} "
-            f"units, {bench.settings.form}, {bench.backend.dtype}, {bench.backend.device}, "
-            f"{torch.get_num_threads()} threads, {args.rounds} rounds"
+            f"{plan.tokens:,} tokens, {plan.documents.predicting:,} with a teacher, in "
+            f"{len(plan.units)} units, {bench.settings.form}, {bench.backend.dtype}, "
+            f"{bench.backend.device}, {torch.get_num_threads()} threads, {args.rounds} rounds"
         )
         other = Bench(args, Path(work) / "other", args.against) if args.against else None
         print_rounds(rounds(bench, args.rounds, other), plan.tokens)
