@@ -84,6 +84,7 @@ def test_a_failure_ahead_is_met_by_the_reader(remote, monkeypatch, tmp_path):
 
     monkeypatch.setattr(Storage, "download", fails)
     for step in fetched_ahead(dataset, [1, 2], lambda step: [step]):
+        assert any(ahead.exception() for ahead in dataset.mirror._coming.values())
         assert dataset[step]["doc_id"]
     assert failed
 
