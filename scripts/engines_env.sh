@@ -29,7 +29,7 @@ cd "$ROOT"
 if ! "$PY" -c 'import vllm, speculators, pytest' 2>/dev/null; then
   install_torch
   say "installing the engines"
-  "$PY" -m pip install --quiet -r tests/engines/requirements.txt
+  "$PY" -m pip install --quiet -r tests/engines/requirements.txt --editable .
   # These come as CUDA builds only, and transformers fails to import where one is installed.
   "$PY" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 fi
