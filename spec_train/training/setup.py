@@ -117,7 +117,7 @@ def dry_run(draft_name: str, config: Training, options: Any) -> DryRun:
     Nothing is written, and a run that --out already holds is ignored. One process, no --follow.
 
     Raises:
-        As `fit`; ConfigError: --follow, or several processes.
+        ConfigError: --follow, or several processes; and what `fit` raises.
     """
     if config.follow:
         raise ConfigError("--dry-run with --follow: its data are not there yet; leave one out")
