@@ -87,7 +87,7 @@ def dry_run(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "Dr
         draft: as for `fit`.
 
     Raises:
-        As `fit`, and ConfigError for `follow` or several processes.
+        ConfigError: `follow`, or several processes; and what `fit` raises.
 
     >>> import spec_train as st
     >>> cost = st.dry_run(
