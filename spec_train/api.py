@@ -59,7 +59,7 @@ def simulate_acceptance(
     depth = draft_tokens or draft.depth
     if draft.max_depth is not None and depth > draft.max_depth:
         raise ConfigError(
-            f"draft_tokens = {depth}: this draft can draft {draft.max_depth} tokens per round"
+            f"draft_tokens = {depth}: this draft can draft {draft.max_depth} tokens at once"
         )
     check_fit(draft, HiddenStatesDataset(path))
     training = draft.training

@@ -11,7 +11,7 @@ PARTED = 0.15
 LEAST = 0.1
 """Tokens per verification; less is no loss, however short the chains are."""
 ENOUGH = 200
-"""Rounds; with fewer, the length of serving is known too badly."""
+"""Verification steps; with fewer, the length of serving is known too badly."""
 
 
 def uncut_length(accept_rate: Sequence[float | None]) -> float:
@@ -37,7 +37,7 @@ def train_serve_gap(forced: Mapping[str, Any], served: float | None, rounds: int
     if length - served <= max(PARTED * (length - 1), LEAST):
         return None
     return (
-        f"training counts {length:.2f} tokens per verification, serving-like rounds {served:.2f} "
+        f"training counts {length:.2f} tokens per verification, serving-like decoding {served:.2f} "
         "(both without the ends of answers): the draft does worse on its own tokens and states "
         "than on those of the documents. For EAGLE drafts more depths in training help "
         "(--ttt-steps); for all, texts that the target wrote itself (`spec-data regenerate`)"

@@ -157,7 +157,7 @@ def test_a_draft_that_serves_worse_than_it_trains_is_named(tmp_path):
         (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         parts = page_of([place]).sections[0].parts
         notes = [part.text for part in parts if part.kind == "note"]
-        assert any("serving-like rounds 2.00" in text for text in notes) == named
+        assert any("serving-like decoding 2.00" in text for text in notes) == named
 
 
 def test_forecasts_are_a_curve(tmp_path):

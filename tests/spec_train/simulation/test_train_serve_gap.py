@@ -16,7 +16,7 @@ from spec_train.simulation.train_serve_gap import train_serve_gap, uncut_length
 def test_a_draft_that_is_worse_on_its_own_states_is_warned_of(forced, served, rounds, warned):
     text = train_serve_gap({"product_limit_length": forced}, served, rounds)
     assert (text is not None) == warned
-    assert text is None or "counts 3.00 tokens per verification, serving-like rounds 2.60" in text
+    assert text is None or "counts 3.00 tokens per verification, serving-like decoding 2.60" in text
 
 
 def test_the_uncut_length_adds_the_products_of_the_rates():

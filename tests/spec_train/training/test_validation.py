@@ -85,7 +85,7 @@ def test_a_run_warns_of_a_draft_that_is_worse_on_its_own_states(
     options = DRAFT_OPTIONS["eagle3"](draft_vocab_size=0, ttt_steps=3)
     monkeypatch.setattr("spec_train.simulation.train_serve_gap.ENOUGH", 20)
     fit("eagle3", config, options)
-    assert "serving-like rounds" not in caplog.text
+    assert "serving-like decoding" not in caplog.text
     monkeypatch.setattr(Eagle3Draft, "chains", forgetful)
     fit("eagle3", dataclasses.replace(config, out=str(tmp_path / "worse")), options)
     assert "does worse on its own tokens and states" in caplog.text
