@@ -68,7 +68,7 @@ def inspect(data: Dataset, *, doc: Count | None = None) -> Inspected:
     document = document_facts(dataset, doc)
     draft, run = draft_to_fit(str(data))
     return Inspected(
-        text=document_text(document, use_colour("auto")),
+        text=document_text(document, use_colour()),
         values=document,
         next_command=("spec-train", "fit", draft, "--data", str(data), "--out", run),
     )

@@ -13,7 +13,7 @@ import msgspec
 from cyclopts import Parameter
 
 from spec_data.shards.errors import ConfigError
-from spec_data.terminal.console import nearest
+from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.paths import check_dataset_place, check_path, check_value
 from spec_data.terminal.types import Holds
 
@@ -31,44 +31,33 @@ def checked(name: str, value: Any, hint: Any) -> Any:
             not what it should be.
     """
     value = _plain(value)
-    if isinstance(value, str) and _several_only(hint):
+    if isinstance(value, str) and _wants_several(hint):
         value = [value]
-    if dataclasses.is_dataclass(value):
-        return checked_fields(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f for f in dataclasses.fields(value) if getattr(value, f.name) != f.default]
+        given = {field.name: getattr(value, field.name) for field in fields}
+        return dataclasses.replace(value, **checked_values(type(value), given)) if given else value
     try:
         value = msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
         reason = str(error).replace("`", "").partition(" - at ")[0]
         choices = _choices(hint)
         if choices:
-            near = nearest(str(value), choices)
-            reason = f"choose from {', '.join(choices)}"
-            reason += f"; did you mean {near}?" if near else ""
+            listed = ", ".join(choices)
+            reason = f"choose from {listed}{did_you_mean(str(value), choices)}"
         text = " ".join(repr(value).split())[:100]
         raise ConfigError(f"{flag(name)} {text}: {reason[0].lower()}{reason[1:]}") from None
     holds = next((note for note in notes_of(hint) if isinstance(note, Holds)), Holds())
-    for text in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
-        if isinstance(text, str):
-            _check_text(name, text, holds)
+    for text in value if isinstance(value, list) else [value]:
+        if not isinstance(text, str):
+            continue
+        if holds.dataset:
+            check_dataset_place(flag(name), text, holds.dataset == "write")
+        elif not holds.urls:
+            check_value(flag(name), text)
+        if holds.kind is not None:
+            check_path(flag(name), text, holds.kind)
     return value
-
-
-def checked_fields(options: Any) -> Any:
-    """Return a dataclass of options with its fields as their annotations want them.
-
-    Raises:
-        ConfigError: as `checked_arguments`.
-    """
-    old = {
-        field.name: getattr(options, field.name)
-        for field in dataclasses.fields(options)
-        if getattr(options, field.name) != field.default
-    }
-    new = checked_values(type(options), old)
-    changed = {
-        n: v for n, v in new.items() if isinstance(old[n], os.PathLike) or v != _plain(old[n])
-    }
-    return dataclasses.replace(options, **changed) if changed else options
 
 
 def checked_values(kind: type, values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
@@ -95,15 +84,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _check_text(name: str, text: str, holds: Holds) -> None:
-    if holds.dataset:
-        check_dataset_place(flag(name), text, holds.dataset == "write")
-    elif not holds.urls:
-        check_value(flag(name), text)
-    if holds.kind is not None:
-        check_path(flag(name), text, holds.kind)
-
-
 def notes_of(hint: Any) -> Iterator[Any]:
     """Return all notes of an annotation, also of the parts of a union."""
     yield from getattr(hint, "__metadata__", ())
@@ -112,12 +92,10 @@ def notes_of(hint: Any) -> Iterator[Any]:
             yield from notes_of(part)
 
 
-def _several_only(hint: Any) -> bool:
+def _wants_several(hint: Any) -> bool:
     """Whether an annotation wants several texts, so that a single one means a list of one."""
-    if typing.get_origin(hint) is typing.Annotated:
-        consume = [n.consume_multiple for n in hint.__metadata__ if isinstance(n, Parameter)]
-        return any(consume) or _several_only(typing.get_args(hint)[0])
-    return False
+    notes = getattr(hint, "__metadata__", ())
+    return any(isinstance(note, Parameter) and note.consume_multiple for note in notes)
 
 
 def _choices(hint: Any) -> list[str]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.terminal.checks import checked_values
-from spec_data.terminal.console import nearest
+from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.paths import check_value
 
 T = TypeVar("T")
@@ -50,16 +49,11 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str) -> Any:
-    """Parse YAML without its tags; 1e-4 is a number, as in YAML 1.2, JSON and TOML."""
+    """Parse YAML without its tags; 1e-4 stays a text, which the option's type makes a number."""
     import yaml  # only here: no other call needs it
 
-    class Loader(yaml.SafeLoader):
-        pass
-
-    number = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     try:
-        return yaml.load(text, Loader)  # a SafeLoader: no object is ever constructed
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
 
@@ -81,10 +75,9 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "config") -> T:
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - set(fields))
     if unknown:
-        near = nearest(unknown[0], list(fields))
-        hint = f"did you mean {near}? " if near else ""
+        hint = did_you_mean(unknown[0], list(fields))
         known = ", ".join(sorted(fields))
-        raise ConfigError(f"unknown option {', '.join(unknown)} in {where}; {hint}known: {known}")
+        raise ConfigError(f"unknown option {', '.join(unknown)} in {where}; known: {known}{hint}")
     missing = [
         name
         for name, field in fields.items()

@@ -14,7 +14,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.files import REFUSALS, file_error
@@ -28,9 +28,7 @@ _NOISY = (
     *("botocore", "aiobotocore"),
 )
 
-STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)
-)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """What stops a command as Ctrl-C does: a scheduler, and a terminal that is closed."""
 
 
@@ -45,14 +43,13 @@ class Terminated(KeyboardInterrupt):
 # -- words ------------------------------------------------------------------------------------
 
 
-def nearest(name: str, known: Sequence[str]) -> str | None:
-    """Return the known name that `name` most likely stands for, or None; `--` may lead both."""
-    plain = {word.lstrip("-").replace("_", "-"): word for word in known}
-    wanted = name.lstrip("-").replace("_", "-").lower()
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """Return "; did you mean X?" of the known name that `name` most likely stands for, or ""."""
     # one digit for another is the likeliest mistake: eagle4 means eagle3, not eagle
-    digitless = {re.sub(r"\d", "0", word): word for word in reversed(plain)}
-    found = difflib.get_close_matches(re.sub(r"\d", "0", wanted), digitless, n=1, cutoff=0.65)
-    return plain[digitless[found[0]]] if found else None
+    digitless = {re.sub(r"\d", "0", word): word for word in reversed(known)}
+    wanted = re.sub(r"\d", "0", name).lower()
+    near = difflib.get_close_matches(wanted, digitless, n=1, cutoff=0.65)
+    return f"; did you mean {digitless[near[0]]}?" if near else ""
 
 
 # -- logging ----------------------------------------------------------------------------------
@@ -61,23 +58,15 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 class _ConsoleHandler(logging.StreamHandler):
     """Log lines on stderr that never glue to a bar: bars step aside while a line is written."""
 
-    def __init__(self) -> None:
-        super().__init__(sys.stderr)
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record on a line of its own; a progress line only where no bar shows the same."""
         from spec_data.terminal.progress import Bar, live
 
-        self._bar, self._live = Bar, live()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Pass a record on; a progress line only where no bar shows the same."""
-        return not (self._live and record.name == _PROGRESS) and bool(super().filter(record))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a record on a line of its own."""
-        if not self._live:
+        if not live():
             super().emit(record)
-            return
-        with self._bar.external_write_mode(file=sys.stderr):
-            super().emit(record)
+        elif record.name != _PROGRESS:
+            with Bar.external_write_mode(file=sys.stderr):
+                super().emit(record)
 
 
 @contextlib.contextmanager
@@ -94,7 +83,7 @@ def console_logging(quiet: bool, log_file: str | None, debug: bool) -> Iterator[
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    console = _ConsoleHandler()
+    console = _ConsoleHandler(sys.stderr)
     console.setLevel(logging.WARNING if quiet else logging.INFO)
     console.setFormatter(logging.Formatter("%(message)s"))
     handlers: list[logging.Handler] = [console]
@@ -122,16 +111,10 @@ def console_logging(quiet: bool, log_file: str | None, debug: bool) -> Iterator[
         root.setLevel(level)
 
 
-def use_colour(choice: str = "auto", stream: TextIO | None = None) -> bool:
-    """Tell whether to colour what goes to `stream` (default: stdout).
-
-    "auto" colours a terminal only, and none that is dumb or where NO_COLOR is set (no-color.org).
-    """
-    if choice != "auto":
-        return choice == "always"
-    stream = stream or sys.stdout
+def use_colour() -> bool:
+    """Tell whether to colour stdout: a terminal, not dumb, without NO_COLOR (no-color.org)."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return not plain and stream.isatty()
+    return not plain and sys.stdout.isatty()
 
 
 # -- running ----------------------------------------------------------------------------------
@@ -144,20 +127,22 @@ def run_cli(
 ) -> int:
     """Run one command and return its exit code; report every error in one message.
 
-    `options` has what `add_common_options` adds. `when_stopped` says what an interrupted command
+    `options` has `quiet`, `debug` and `log_file`. `when_stopped` says what an interrupted command
     keeps.
     """
+    from spec_data.terminal.progress import close_bars
+
     try:
         with (
             console_logging(options.quiet, options.log_file, options.debug),
-            _raise_stop_signals(),
+            handled_signals(STOP_SIGNALS, _raise_terminated),
         ):
             try:
                 code = main() or 0
                 sys.stdout.flush()
                 return code
             except BaseException as error:
-                _close_bars()
+                close_bars()
                 code, message = _in_words(error, when_stopped)
                 if options.debug and not isinstance(error, KeyboardInterrupt):
                     raise
@@ -196,22 +181,8 @@ def _in_words(
     raise error
 
 
-def _close_bars() -> None:
-    """End open bars, so that an error message begins on a line of its own."""
-    from spec_data.terminal.progress import close_bars
-
-    close_bars()
-
-
-@contextlib.contextmanager
-def _raise_stop_signals() -> Iterator[None]:
-    """Raise stop signals as exceptions in the main thread; `nohup` has them ignored."""
-
-    def stop(number: int, frame: Any) -> NoReturn:
-        raise Terminated(number)
-
-    with handled_signals(STOP_SIGNALS, stop):
-        yield
+def _raise_terminated(number: int, _frame: Any) -> NoReturn:
+    raise Terminated(number)
 
 
 @contextlib.contextmanager

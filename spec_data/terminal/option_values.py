@@ -4,7 +4,7 @@ import re
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.layer_ids import RECIPES
-from spec_data.terminal.console import nearest
+from spec_data.terminal.console import did_you_mean
 
 HIDDEN_CODECS = ("bf16", "int8c", "lm6c", "lm4c", "fp8")
 DEFAULT_CODEC = "lm4c"
@@ -74,11 +74,8 @@ def parse_drafts(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in RECIPES:
-            near = nearest(name, list(RECIPES))
-            advice = f"; did you mean {near}?" if near else ""
-            raise ConfigError(
-                f"--for {text}: there is no draft {name!r}; known: {', '.join(RECIPES)}{advice}"
-            )
+            known = ", ".join(RECIPES) + did_you_mean(name, list(RECIPES))
+            raise ConfigError(f"--for {text}: there is no draft {name!r}; known: {known}")
     return names
 
 

@@ -32,6 +32,7 @@ _WITH_TOTAL = (
 )
 _WITHOUT_TOTAL = "{desc}: {n_fmt}{unit} [{elapsed}, {rate_noinv_fmt}{postfix}]"
 _IN_NOTEBOOK = any("notebook" in kind.__module__ for kind in tqdm.__mro__)
+_NOWHERE = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - not drawn
 _quiet = False
 _lines_wanted = False
 
@@ -67,25 +68,13 @@ def quiet_progress() -> Iterator[None]:
         set_up_progress(*before)
 
 
-class _Nowhere:
-    """A text stream that keeps nothing."""
-
-    encoding = "utf-8"
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        pass
-
-
 class Bar(tqdm):
     """A tqdm bar that never exceeds the terminal's width and reports to the log as well."""
 
     initial = 0  # tqdm sets it only on a bar that is drawn
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        logged = _lines_wanted or isinstance(options.get("file"), _Nowhere)
+        logged = _lines_wanted or options.get("file") is _NOWHERE
         self._pause = LINE_SECONDS
         self._next_line = time.monotonic() + self._pause if logged else math.inf
         self._logged = logged
@@ -165,7 +154,7 @@ def progress(
         unit_scale=unit in _SCALED_UNITS,
         mininterval=_REDRAW_SECONDS if drawn else 1.0,
         dynamic_ncols=drawn,
-        file=sys.stderr if drawn else _Nowhere(),
+        file=sys.stderr if drawn else _NOWHERE,
         **options,
     )
 

@@ -43,8 +43,8 @@ def more(title: str) -> Parameter:
     return Parameter(group=Group(title))
 
 
-NO_FLAG = Parameter(parse=False)
-"""The note of a field of a dataclass that is set in Python and by --config, but has no flag."""
+NO_FLAG = Parameter(show=False)
+"""The note of an option for Python and --config, which no help lists."""
 
 
 def _one_text(_: Any, tokens: Sequence[cyclopts.Token]) -> str:
@@ -109,6 +109,6 @@ def path_list(value: Sequence[AnyPath] | AnyPath) -> list[str]:
     return [os.fspath(path) for path in value]
 
 
-def comma_list(value: str | Sequence[int] | Sequence[str]) -> str:
-    """Return layer ids or names as one text, such as 1,3,5."""
-    return value if isinstance(value, str) else ",".join(map(str, value))
+def comma_list(value: Any) -> str:
+    """Return layer ids or names as one text, such as 1,3,5; and the text of any other value."""
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

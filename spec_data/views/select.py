@@ -24,7 +24,7 @@ from spec_data.shards.layer_ids import chosen_layers
 from spec_data.shards.loss_masks import LossMasks, masks_under
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, layer_column
-from spec_data.terminal.console import nearest
+from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.progress import progress
 from spec_data.views.derive import derived, with_sources
 from spec_data.views.rows import Rows
@@ -172,8 +172,7 @@ def _reason(condition: str, error: str, columns: Sequence[str]) -> str:
     unknown = re.search(r'Referenced column "([^"]+)" not found', error)
     if unknown is None:
         return f"{where}: {error.splitlines()[0]}; {listed}"
-    near = nearest(unknown[1], list(columns))
-    advice = f"; did you mean {near}?" if near else ""
+    advice = did_you_mean(unknown[1], list(columns))
     return f"{where}: no column {unknown[1]}{advice} {listed.capitalize()}"
 
 

@@ -8,11 +8,11 @@ page of the run (`reports.run_page`).
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from spec_data.shards.path_kinds import Kind, what_is
-from spec_data.terminal.command import Program, Result, command, specialised
+from spec_data.terminal.command import Program, Result, command
 from spec_data.terminal.paths import check_path
 from spec_train.options.data_option import parse_sources
 from spec_train.options.draft_options import DRAFT_OPTIONS, AnyDraftOptions, Eagle3Options
@@ -178,6 +178,7 @@ _fit_command.__doc__ = str(fit.__doc__).replace("Args:\n", f"Args:\n        dry_
 def add_fit(program: Program) -> None:
     """Add `fit` to a program, with a command for every kind of draft."""
     program.add_group("fit", "Train a draft.")
+    usage, presets = "--data DIR --out RUN", preset_help()
     for name, options in DRAFT_OPTIONS.items():
-        one: Callable[..., Any] = specialised(_fit_command, "draft", options())
-        program.add(one, name=f"fit {name}", usage="--data DIR --out RUN", epilog=preset_help())
+        name = f"fit {name}"
+        program.add(_fit_command, name=name, usage=usage, epilog=presets, variant=options())

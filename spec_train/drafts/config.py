@@ -24,7 +24,7 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import LAYER_CONVENTION
 from spec_data.terminal.config import to_dict
-from spec_data.terminal.console import nearest
+from spec_data.terminal.console import did_you_mean
 from spec_train.drafts.layers import LayerShape
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import TOKEN_KEYS
@@ -286,8 +286,7 @@ def _check_activation(name: str) -> None:
     from transformers.activations import ACT2FN
 
     if name not in ACT2FN:
-        near = nearest(str(name), list(ACT2FN))
-        advice = f"; did you mean {near}?" if near else ""
+        advice = did_you_mean(str(name), list(ACT2FN))
         raise DraftError(
             f"hidden_act = {name!r}: transformers has no such activation{advice} Known: "
             f"{', '.join(sorted(ACT2FN))}"

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import chosen_layers
-from spec_data.terminal.console import nearest
+from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.types import NO_FLAG, ONE_TOKEN
 from spec_train.options.loss_options import (
     AUTO,
@@ -313,8 +313,6 @@ def draft_options(name: str) -> type:
         DraftError: there is no draft of that name.
     """
     if name not in DRAFT_OPTIONS:
-        near = nearest(str(name), list(DRAFT_OPTIONS))
-        advice = f"; did you mean {near}?" if near else ""
-        known = ", ".join(sorted(DRAFT_OPTIONS))
-        raise DraftError(f"unknown draft {name!r}; known: {known}{advice}")
+        known = ", ".join(sorted(DRAFT_OPTIONS)) + did_you_mean(str(name), list(DRAFT_OPTIONS))
+        raise DraftError(f"unknown draft {name!r}; known: {known}")
     return DRAFT_OPTIONS[name]

@@ -49,7 +49,7 @@ def test_wrong_values_are_named(values, message):
     [
         ("run.toml", 'name = "n"\nmany = ["x", "y"]\nrate = 1e-4\nflag = true'),
         ("run.json", '{"name": "n", "many": ["x", "y"], "rate": 1e-4, "flag": true}'),
-        ("run.yaml", "name: n\nmany: [x, y]\nrate: 1e-4\nflag: true"),
+        ("run.yaml", "name: n\nmany: [x, y]\nrate: 0.0001\nflag: true"),
         ("run.yml", "name: n\nmany:\n  - x\n  - y\nrate: 0.0001\nflag: yes"),
     ],
 )
@@ -145,4 +145,4 @@ def test_errors_name_an_option_as_it_was_given(tmp_path, capsys):
         assert f"error: {named}" in capsys.readouterr().err
     file.write_text("max-lenght: 0\n")
     assert cli.main(typed) == 2
-    assert "did you mean --max-length?" in capsys.readouterr().err
+    assert "Did you mean --max-length?" in capsys.readouterr().err

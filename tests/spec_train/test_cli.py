@@ -74,7 +74,7 @@ def test_unknown_keys_of_a_config_file_are_refused(data, tmp_path, capsys):
     file.write_text("epoch = 2\n")
     assert main(flags(data, tmp_path / "run", "--config", str(file))) == 2
     error = capsys.readouterr().err
-    assert "unknown option epoch" in error and "did you mean --epochs?" in error
+    assert "[epoch]" in error and "Did you mean --epochs?" in error
 
 
 def test_debug_raises(data, tmp_path):
