@@ -1,8 +1,7 @@
 """How many bad rows a run accepts (`--max-bad-rows`), and what is stored and logged of each.
 
-One `BadRows` counts the rows of one corpus source as the user named it: a file, a dataset, or a
-directory as a whole, because a directory of text files has few rows per file. The default, "auto",
-allows 1 % of the rows, and in sources below 1,000 rows up to 10, if they are not more than 10 %.
+The default, "auto", allows 1 % of the rows, and in sources below 1,000 rows up to 10, if they are
+not more than 10 %.
 """
 
 import re
@@ -45,6 +44,9 @@ class BadRowLimit:
         return max(int(_AUTO_SHARE * rows), min(_AUTO_ROWS, int(_AUTO_SMALL * rows)))
 
 
+AUTO = BadRowLimit("auto")
+
+
 def parse_limit(text: str) -> BadRowLimit:
     """Return the limit that a text means: auto, a count (5), or a share (1% or 0.01).
 
@@ -54,8 +56,8 @@ def parse_limit(text: str) -> BadRowLimit:
     plain = text.strip().lower().replace(" ", "")
     if plain == "auto":
         return AUTO
-    if re.fullmatch(r"\d+", plain):
-        return BadRowLimit(plain, count=int(plain[:18]))
+    if re.fullmatch(r"\d{1,18}", plain):
+        return BadRowLimit(plain, count=int(plain))
     number = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e-\d{1,2})?(%?)", plain)
     share = Fraction(number[1] + (number[2] or "")) / (100 if number[3] else 1) if number else 2
     if share > 1:
@@ -66,26 +68,22 @@ def parse_limit(text: str) -> BadRowLimit:
     return BadRowLimit(plain, share=Fraction(share))
 
 
-AUTO = BadRowLimit("auto")
-
-
 @dataclass
 class BadRows:
-    """The bad rows of one source, and the decision whether the run goes on.
+    """The bad rows of one corpus source as the user named it, such as a directory as a whole.
 
     Attributes:
-        source: the source as the user wrote it.
+        source: as the user wrote it.
         limit: how many rows may be bad; 0 stops at the first.
         read: rows read so far, good and bad; the caller counts them.
-        bad: bad rows so far.
-        examples: the first few messages of different reasons, and how many rows have each.
+        bad: bad rows so far; examples: the first few messages of different reasons.
     """
 
     source: str
     limit: BadRowLimit = AUTO
     read: int = 0
     bad: int = 0
-    examples: dict[str, int] = field(default_factory=dict)
+    examples: list[str] = field(default_factory=list)
 
     def add(self, message: str) -> None:
         """Count one bad row; `message` has its place and the reason.
@@ -93,44 +91,45 @@ class BadRows:
         Raises:
             CorpusError: none may be bad, or most rows are and more than the limit allows.
         """
-        message = printable(message)
         if self.limit.count == 0:
-            raise CorpusError(f"{message}\nfix the row, or skip bad rows with --max-bad-rows auto")
+            raise CorpusError(
+                f"{printable(message)}\nfix the row, or skip bad rows with --max-bad-rows auto"
+            )
         self.bad += 1
-        alike = next((m for m in self.examples if reason_of(m) == reason_of(message)), None)
-        if alike is not None or len(self.examples) < EXAMPLES:
-            self.examples[alike or message] = self.examples.get(alike or message, 0) + 1
+        add_example(self.examples, message)
         if self.bad > _EARLY and self.bad * 2 > self.read:
-            self._check("100%", " so far, and reading stops here")
+            self.check("100%", " so far, and reading stops here")
 
-    def check(self) -> None:
-        """Check the limit after the last row of the source.
+    def check(self, enough: str = "", moment: str = "") -> None:
+        """Check the limit; `enough` is a value of it that accepts what comes after `moment`.
 
         Raises:
             CorpusError: more rows are bad than the limit allows.
         """
-        self._check(str(self.bad), "")
-
-    def _check(self, enough: str, moment: str) -> None:
         allowed = self.limit.allowed(self.read)
         if self.bad <= allowed:
             return
-        examples = "\n  ".join(
-            f"{message} (and {rows - 1} rows more)" if rows > 1 else message
-            for message, rows in self.examples.items()
-        )
-        more = f"add --max-bad-rows {enough} to go on without them, or "
+        more = f"add --max-bad-rows {enough or self.bad} to go on without them, or "
         raise CorpusError(
             f"{printable(self.source)}: {self.bad} of {self.read} rows are bad{moment}; "
-            f"--max-bad-rows {self.limit.text} allows {allowed}:\n  {examples}\n"
-            f"{more if self.bad < self.read else ''}fix the rows, convert the file to a known "
+            f"--max-bad-rows {self.limit.text} allows {allowed}:\n  "
+            + "\n  ".join(self.examples)
+            + f"\n{more if self.bad < self.read else ''}fix the rows, convert the file to a known "
             "format, or use a chat template that accepts them"
         )
 
 
-def reason_of(message: str) -> str:
-    """Return a message about a row without the place of the row."""
-    return message.partition(": ")[2]
+def add_example(examples: list[str], message: str) -> bool:
+    """Add a message, with a place and a reason, to a few of different reasons.
+
+    Return whether it was added.
+    """
+    message = printable(message)
+    reasons = [example.partition(": ")[2] for example in examples]
+    if len(examples) == EXAMPLES or message.partition(": ")[2] in reasons:
+        return False
+    examples.append(message)
+    return True
 
 
 def printable(message: str) -> str:

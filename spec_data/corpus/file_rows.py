@@ -1,12 +1,13 @@
 """Stream the rows of JSONL, CSV and text files, plain or gzip, in bounded memory; read JSON lists.
 
-A file that is one JSON list is read as a whole, so it may have 1 GB. Of the other kinds, a row of
-more bytes than `limit` (--max-row-bytes) is never held: its end is searched for in chunks, and the
-row is a `BadRow`. The limit counts decompressed bytes. Every function yields (where, row).
+A file that is one JSON list is read as a whole, so it may have 1 GB. Of lines and paragraphs, one
+of more bytes than `limit` (--max-row-bytes) is never held: its end is searched for in chunks, and
+the row is a `BadRow`. The limit counts decompressed bytes. Every function yields (where, row).
 """
 
 import csv
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Generator, Iterator
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from spec_data.corpus.bad_rows import BadRow, too_long
-from spec_data.corpus.json_values import json_problem
 from spec_data.shards.errors import CorpusError
 
 _CHUNK = 1 << 20  # bytes
@@ -99,13 +99,11 @@ def json_list(name: str, path: Path, limit: int) -> Generator[Row]:
         elements = json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise CorpusError(f"{name}: not UTF-8: {error}") from None
-    except json.JSONDecodeError as error:
-        raise CorpusError(
-            f"{name}:{error.lineno}: not valid JSON: {error.msg}; write one list, or one row per "
-            "line"
-        ) from None
     except (RecursionError, ValueError) as error:
-        raise CorpusError(f"{name}: {json_problem(error)}; write one row per line") from None
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise CorpusError(
+            f"{name}{line}: not valid JSON: {error}; write one list, or one row per line"
+        ) from None
     small = len(content) <= limit
     del content
     for number, element in enumerate(elements):
@@ -125,55 +123,37 @@ def _json_bytes(element: Any) -> int:
 def csv_rows(name: str, path: Path, limit: int) -> Generator[Row]:
     """Yield one row per record of a CSV file with a header; an empty cell is null.
 
-    `where` has the line on which the record ends.
+    `where` has the line on which the record ends. A cell of more than `limit` characters is never
+    held, and ends there.
     """
-    csv.field_size_limit(max(limit, csv.field_size_limit()))
+    csv.field_size_limit(limit)
     with _opened(name, path) as file:
-        lines = _CsvLines(file, limit)
-        reader, header = csv.reader(lines), None
+        text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+        reader, header = csv.reader(text), None
         while True:
-            lines.size = 0
             try:
                 cells = next(reader, None)
-            except (BadRow, csv.Error) as error:
-                if header is None:
-                    raise CorpusError(f"{name}:{lines.number}: not a CSV header: {error}") from None
-                yield f"{name}:{lines.number}", BadRow(str(error))
-                reader = csv.reader(lines)  # the next line begins a record
-                continue
-            if cells is None:
-                return
+                if cells is None:
+                    return
+                size = len(",".join(cells).encode())
+            except (csv.Error, UnicodeEncodeError) as error:
+                cells, size = None, 0
+                problem = f"{error} (--max-row-bytes), or a quote that nothing closes"
+                if isinstance(error, UnicodeError):
+                    problem = "not UTF-8"
+            where = f"{name}:{reader.line_num}"
             if header is None:
+                if cells is None:
+                    raise CorpusError(f"{where}: not a CSV header: {problem}")
                 header = cells
+            elif cells is None:
+                yield where, BadRow(problem)
+            elif size > limit:
+                yield where, too_long(size, limit)
             elif len(cells) == len(header):
-                row = {n: cell for n, cell in zip(header, cells, strict=True) if cell}
-                yield f"{name}:{lines.number}", row
+                yield where, {n: cell for n, cell in zip(header, cells, strict=True) if cell}
             elif cells:
-                problem = f"{len(cells)} cells under a header of {len(header)}"
-                yield f"{name}:{lines.number}", BadRow(problem)
-
-
-class _CsvLines:
-    """The lines of a CSV file, as text; `size` bytes of them belong to the record being read."""
-
-    def __init__(self, file: IO[bytes], limit: int) -> None:
-        self._lines, self._limit = _lines(file, limit), limit
-        self.number = self.size = 0
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        self.number, size, line = next(self._lines)
-        self.size += size
-        if line is None:
-            raise too_long(size, self._limit)
-        if self.size > self._limit:
-            raise BadRow(f"{too_long(self.size, self._limit)}, or a quote that nothing closes")
-        try:
-            return line.decode("utf-8-sig" if self.number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise BadRow(f"not UTF-8: {error}") from None
+                yield where, BadRow(f"{len(cells)} cells under a header of {len(header)}")
 
 
 def paragraphs(name: str, path: Path, limit: int) -> Generator[Row]:

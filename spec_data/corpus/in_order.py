@@ -2,34 +2,38 @@
 
 One process reads, counts and writes; the others parse, render and tokenise, which takes some twenty
 times as long. Rows go out in chunks, and only a few chunks are under way, so memory is bounded. The
-first rows are mapped in one other process: a small corpus is finished before more would have
-started. The other processes have limits (`limits.py`), because chat templates run in them.
+first rows are mapped here: a small corpus is finished before other processes would have started.
 
 `datasets.map` does the same for tables whose columns have types. Rows of a corpus have none before
 they are parsed, and a bad row must be counted where it stands.
 """
 
+import gc
+import multiprocessing
 import os
+import signal
 import sys
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from queue import SimpleQueue
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from typing import Any
 
 from spec_data.corpus.file_rows import JsonText
-from spec_data.corpus.limits import Child
 from spec_data.corpus.record_reader import RawRow, RowResult
+from spec_data.shards.errors import CorpusError, RunError
 
 Work = Callable[[RawRow], RowResult]
-"""Maps one row. An exception that it raises ends the run at that row."""
+"""Maps one row. An exception that it raises ends the run."""
 Chunk = list[RawRow]
-Results = Generator[tuple[RawRow, RowResult]]
 
-_FEW = 512  # rows that one process maps before others start
+_FEW = 512  # rows that are mapped before other processes start
 _ROWS, _BYTES = 64, 1 << 20  # of a chunk
 _MOST = 16  # processes by default: one process cannot read for more
+_SECONDS = 600.0  # for a chunk: chat templates are programs, and one may not end
 
 
 def default_processes() -> int:
@@ -39,88 +43,69 @@ def default_processes() -> int:
 
 
 def in_order(
-    rows: Iterator[RawRow],
-    make_work: Callable[..., Work],
-    args: tuple[Any, ...],
-    processes: int,
-) -> Results:
+    rows: Iterator[RawRow], work: Work, processes: int
+) -> Generator[tuple[RawRow, RowResult]]:
     """Yield every row with its result, in order.
 
     Args:
         rows: the rows. An exception that they raise is raised after the results before it.
-        make_work: makes the work from `args`, in every process once.
-        args: are inherited by a forked process and copied to any other.
+        work: is inherited by forked processes and copied to any other.
         processes: how many processes map rows.
 
     Raises:
         RunError: a process ended.
-        CorpusError: a chat template does not end, for several rows.
+        CorpusError: some rows take too long.
     """
     chunks, count = _chunks(rows), 0
-    with ExitStack() as stack:
-
-        def start() -> Child:
-            child = Child(make_work, args)
-            stack.callback(child.end)
-            return child
-
-        first = start()
-        for chunk in chunks:
-            yield from _results(chunk, *first.map(chunk))
-            count += len(chunk)
-            if processes > 1 and count >= _FEW:
-                break
-        else:
-            return
-        # All are forked before the first thread starts.
-        children = [first, *(start() for _ in range(processes - 1))]
-        pool = ThreadPoolExecutor(len(children))
-        stack.callback(pool.shutdown, cancel_futures=True)
-        for child in children:
-            stack.callback(child.end)  # before the threads that wait for it
-        yield from _in_all(chunks, children, pool)
+    for chunk in chunks:
+        yield from zip(chunk, map(work, chunk), strict=True)
+        count += len(chunk)
+        if processes > 1 and count >= _FEW:
+            yield from _in_pool(chunks, work, processes)
 
 
-def _results(chunk: Chunk, results: Sequence[Any], error: Exception | None) -> Results:
-    """Yield the rows of a chunk with their results, then raise the error of the next row."""
-    for row, result in zip(chunk, results, strict=False):
-        yield row, RowResult(bad=str(result)) if isinstance(result, TimeoutError) else result
-    if error is not None:
-        raise error
-
-
-def _in_all(
-    chunks: Iterator[Chunk], children: Sequence[Child], pool: ThreadPoolExecutor
-) -> Results:
-    """Yield rows with their results from all children; a thread waits for each."""
-    idle: SimpleQueue[Child] = SimpleQueue()
-    for child in children:
-        idle.put(child)
-
-    def mapped(chunk: Chunk) -> tuple[list[Any], Exception | None]:
-        child = idle.get()
-        try:
-            return child.map(chunk)
-        finally:
-            idle.put(child)
-
-    under_way: deque[tuple[Chunk, Future]] = deque()
-    failure: Exception | None = None  # of reading: raised after the results before it
-    more = True
-    while more or under_way:
-        while more and len(under_way) < 2 * len(children) + 2:
-            try:
-                chunk = next(chunks)
-                under_way.append((chunk, pool.submit(mapped, chunk)))
-            except StopIteration:
-                more = False
-            except Exception as error:
-                failure, more = error, False
-        if under_way:
+def _in_pool(
+    chunks: Iterator[Chunk], work: Work, processes: int
+) -> Generator[tuple[RawRow, RowResult]]:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads do not survive a fork
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(), work))
+    submitted = _submitted(chunks, pool)
+    try:
+        under_way = deque(islice(submitted, 2 * processes + 2))
+        while under_way:
             chunk, future = under_way.popleft()
-            yield from _results(chunk, *future.result())
-    if failure is not None:
-        raise failure
+            results = future.result(_SECONDS)
+            under_way.extend(islice(submitted, 1))
+            yield from zip(chunk, results, strict=True)
+    except BrokenProcessPool:
+        raise RunError(
+            "a process that rendered documents ended: out of memory, or killed. Run the same "
+            "command again with fewer processes (--num-proc), or with a smaller --max-row-bytes"
+        ) from None
+    except TimeoutError:
+        raise CorpusError(
+            f"{chunk[0].where} to {chunk[-1].where}: not rendered in {_SECONDS:g} s; the chat "
+            "template of the target's tokenizer may not end at one of these rows"
+        ) from None
+    finally:
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+        pool.shutdown(cancel_futures=True)
+
+
+def _submitted(
+    chunks: Iterator[Chunk], pool: ProcessPoolExecutor
+) -> Iterator[tuple[Chunk, "Future[list[RowResult]]"]]:
+    """Yield chunks with their coming results; an exception of reading is the last result."""
+    try:
+        for chunk in chunks:
+            yield chunk, pool.submit(_map, chunk)
+    except Exception as error:
+        failed: Future[list[RowResult]] = Future()
+        failed.set_exception(error)
+        yield [], failed
 
 
 def _chunks(rows: Iterator[RawRow]) -> Iterator[Chunk]:
@@ -140,3 +125,29 @@ def _chunks(rows: Iterator[RawRow]) -> Iterator[Chunk]:
         raise
     if chunk:
         yield chunk
+
+
+# -- in another process ----------------------------------------------------------------------------
+
+_work: Any = None
+
+
+def _begin(parent: int, work: Work) -> None:
+    """Leave signals to the parent, and end when it does."""
+    global _work
+    _work = work
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has the parent's handlers
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to the parent as well
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    gc.freeze()  # collecting what is shared with the parent would copy it
+
+
+def _map(chunk: Chunk) -> list[RowResult]:
+    return [_work(row) for row in chunk]
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

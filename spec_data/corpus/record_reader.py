@@ -1,19 +1,16 @@
 """Read records from JSONL, JSON, CSV, Parquet and text files, directories and HF datasets.
 
 `CorpusReader` yields one `Record` per good row in a fixed order: sources as given, the files of a
-directory sorted by path, rows as stored. It keeps one `SourceReport` per file or dataset, and
-rows == records + bad rows always holds. Files are streamed: memory holds one row (JSONL) or one row
-group (Parquet), never a file but a JSON list, and no row of more than `max_row_bytes`. A paragraph
-of a `.txt` file is one row. Formats are recognised row by row (`records.py`); the report names the
-most frequent format and counts the others.
+directory sorted by path, rows as stored. It counts what it reads in one `SourceRecord` per file or
+dataset, and rows == records + bad rows always holds. Files are streamed: memory holds one row
+(JSONL) or one row group (Parquet), never a file but a JSON list.
 
 `results` is the same for work that is done elsewhere (`in_order.py`): it reads rows, passes them to
 the work, and counts what comes back, in the order of the rows. Rows that the work was ahead with
 when reading stops are not counted, so the result does not depend on how far ahead it was.
 
-Each bad row is counted, and reading stops when a source as the user named it has more of them than
-`max_bad_rows` allows (`bad_rows.py`). Some records turn out to be broken only when they are
-rendered: `refuse` counts them as bad rows, and those with nothing to learn from by their reason.
+Some records turn out to be broken only when they are rendered: `refuse` counts them as bad rows,
+and those with nothing to learn from by their reason.
 
 The dataset stores the names of sources, and the examples of bad rows, without the directories of
 this machine. Messages name files as the user wrote them. Hashes cover the bytes on disk (the
@@ -25,26 +22,23 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from spec_data.corpus.bad_rows import (
     AUTO,
-    EXAMPLES,
     BadRow,
     BadRowLimit,
     BadRows,
+    add_example,
     printable,
-    reason_of,
 )
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.file_rows import JsonText
-from spec_data.corpus.json_values import parse_json
-from spec_data.corpus.records import COLUMNS, Record, parse_row
+from spec_data.corpus.records import COLUMNS, Record, parse_json, parse_row
 from spec_data.corpus.sources import MAX_ROW_BYTES, Source, resolve
 from spec_data.shards.errors import ConfigError, CorpusError
-
-__all__ = ["CorpusReader", "Record", "SourceReport"]
+from spec_data.shards.schema import SourceRecord
 
 logger = logging.getLogger(__name__)
 
@@ -70,17 +64,15 @@ class RawRow(NamedTuple):
 
 @dataclass(kw_only=True)
 class RowResult:
-    """What became of a row: a record of a known format, or the reason why the row is bad.
+    """What became of a row.
 
     Attributes:
-        bad: the reason; None for a good row.
-        unforeseen: no check foresees it: it may be an error of this program.
+        bad: why it is bad; None for a good row.
         kind: the format of a good row; unused: the columns that were not used.
         made: the record, or what was made of it.
     """
 
     bad: str | None = None
-    unforeseen: bool = False
     kind: str = ""
     unused: tuple[str, ...] = ()
     made: Any = None
@@ -99,35 +91,9 @@ def parsed_row(row: RawRow, parse: Callable[..., Record]) -> RowResult:
         return RowResult(bad=str(reason))
     except MemoryError:  # says nothing about the row
         raise
-    except Exception as error:
-        return RowResult(bad=f"{type(error).__name__}: {error}", unforeseen=True)
+    except Exception as error:  # that no check foresees
+        return RowResult(bad=f"{type(error).__name__}: {error}")
     return RowResult(kind=record.kind, unused=record.unused, made=record)
-
-
-@dataclass(kw_only=True)
-class SourceReport:
-    """The counts of one file or dataset; complete once the reader has read all of it."""
-
-    source: str  # the name that the dataset stores
-    path: str  # as the user wrote it
-    kind: str  # "jsonl", "json", "csv", "parquet", "text", "hf dataset directory", "hf dataset"
-    format: str = "none"  # the format of most good rows
-    formats: dict[str, int] = field(default_factory=dict)  # good rows by format
-    rows: int = 0  # rows read, good and bad
-    bad: int = 0
-    unrendered: int = 0  # good rows that turned out to be broken when they were rendered
-    bad_examples: list[str] = field(default_factory=list)  # "file:line: reason" of the first few
-    sha256: str | None = None  # of the bytes on disk; of a Hub dataset: its fingerprint
-    licence: str | None = None
-    unused_columns: list[str] = field(
-        default_factory=list
-    )  # the first 100 that no format of a row uses
-    template_left_out: dict[str, int] = field(default_factory=dict)  # parts of messages, by kind
-
-    def __str__(self) -> str:
-        mixed = ", ".join(f"{n} {name}" for name, n in self.formats.items() if name != self.format)
-        formats = f"{self.format} (and {mixed})" if mixed else self.format
-        return f"{self.path}: {self.kind}, {formats}, {self.rows} rows, {self.bad} bad"
 
 
 class CorpusReader:
@@ -139,16 +105,15 @@ class CorpusReader:
         split: the split to read, unless the source has an `@split`. In a plain directory, files
             whose path names another split (`test-00000.parquet`) are left out with a warning.
         max_bad_rows: how many rows of each of `sources` may be bad; 0 stops at the first.
-        max_row_bytes: a row of more bytes is a bad row, and is never held in memory.
+        max_row_bytes: a row of more bytes is a bad row.
         parse: returns the record of a row, as `parse_row` does.
         find: returns the files and datasets behind one of `sources`, as `resolve` does.
         more_columns: of columnar sources, which `parse` reads beside `records.COLUMNS`.
 
     Attributes:
-        sources: the files and datasets; reports: one per source that was opened.
+        sources: the files and datasets; reports: the counts of each one that was opened.
         quiet: log nothing about rows.
         refused: records without a document, by reason; `refused_examples` has the first of each.
-        unforeseen: bad rows that raised an exception which no check foresees.
 
     Raises:
         MissingError, CorpusError, ConfigError: at once for sources that cannot be opened; during
@@ -174,17 +139,18 @@ class CorpusReader:
         self.quiet = False
         self._max_bad_rows = max_bad_rows
         self._parse, self._columns = parse, COLUMNS.union(more_columns)
-        given = [
-            (g, s) for g in enumerate(map(str, sources)) for s in find(g[1], split, max_row_bytes)
-        ]
-        self._given, self.sources = [g for g, _ in given], [s for _, s in given]
+        self.sources: list[Source] = []
+        self._given: list[tuple[int, str]] = []  # of each source: what the user wrote
+        for given in enumerate(map(str, sources)):
+            behind = find(given[1], split, max_row_bytes)
+            self.sources += behind
+            self._given += [given] * len(behind)
         self._reset()
 
     def _reset(self) -> None:
-        self.reports: list[SourceReport] = []
+        self.reports: list[SourceRecord] = []
         self.refused: Counter[str] = Counter()
         self.refused_examples: dict[str, list[str]] = {}
-        self.unforeseen = 0
         self._bad = BadRows("")  # of the source, as given, that is being read
 
     def __iter__(self) -> Iterator[Record]:
@@ -228,28 +194,27 @@ class CorpusReader:
                     yield RawRow(number, source.name, where, row, source.arrow)
 
     def _advance(self, number: int) -> None:
-        """Complete the reports of the sources before source `number`, and begin its own."""
-        while len(self.reports) <= number:
-            current = len(self.reports)
+        """Complete the counts of the sources before source `number`, and begin its own."""
+        while (current := len(self.reports)) <= number:
             if current:
                 self._end()
             if current == 0 or self._given[current] != self._given[current - 1]:
                 self._bad.check()
                 self._bad = BadRows(self._given[current][1], self._max_bad_rows)
             source = self.sources[current]
-            report = SourceReport(
-                source=source.name, path=source.path, kind=source.kind, licence=source.licence
-            )
-            self.reports.append(report)
+            facts = {name: getattr(source, name) for name in ("path", "kind", "licence")}
+            self.reports.append(SourceRecord(source=source.name, **facts))
 
     def _end(self) -> None:
-        """Complete the report of the current source, and log what its documents do not have."""
+        """Complete the counts of the current source, and log what its documents do not have."""
         report, source = self.reports[-1], self.sources[len(self.reports) - 1]
         report.sha256 = source.digest()
         _add_names(report.unused_columns, [c for c in source.columns() if c not in self._columns])
         if self.quiet:
             return
-        logger.info("%s", report)
+        formats = ", ".join(f"{count} {name}" for name, count in report.formats.items()) or "none"
+        counts = f"{report.kind}, {report.rows} rows ({formats}), {report.bad} bad"
+        logger.info("%s: %s", report.path, counts)
         for example in report.bad_examples:
             shown = printable(report.path) + example.removeprefix(report.source)
             logger.warning("bad row skipped: %s", shown)
@@ -263,13 +228,11 @@ class CorpusReader:
             logger.warning("%s: the chat template leaves out %s", report.path, parts)
 
     def _count(self, row: RawRow, result: RowResult) -> None:
-        """Count one row."""
         report = self.reports[-1]
         report.rows += 1
         self._bad.read += 1
         if result.bad is not None:
             report.bad += 1
-            self.unforeseen += result.unforeseen
             self._broken(f"{row.where}: {result.bad}")
             return
         report.formats[result.kind] = report.formats.get(result.kind, 0) + 1
@@ -287,7 +250,8 @@ class CorpusReader:
             self.reports[-1].unrendered += 1
             self._broken(str(error))
         examples = self.refused_examples.setdefault(error.reason, [])
-        if self._add_example(examples, str(error)) and not (error.broken or self.quiet):
+        new = add_example(examples, self._stored(str(error)))
+        if new and not (error.broken or self.quiet):
             logger.info("row left out (%s): %s", error.reason, printable(str(error)))
 
     def count_left_out(self, parts: Mapping[str, int]) -> None:
@@ -299,20 +263,15 @@ class CorpusReader:
     def _broken(self, message: str) -> None:
         """Count a bad row and store an example of it; raise if too many rows are bad."""
         self._bad.add(message)
-        self._add_example(self.reports[-1].bad_examples, message)
+        add_example(self.reports[-1].bad_examples, self._stored(message))
 
-    def _add_example(self, examples: list[str], message: str) -> bool:
-        """Add a message of a new reason, without directories, to a few; return whether it was."""
-        report = self.reports[-1]
-        message = printable(report.source + message.removeprefix(report.path))
-        if len(examples) == EXAMPLES or reason_of(message) in map(reason_of, examples):
-            return False
-        examples.append(message)
-        return True
+    def _stored(self, message: str) -> str:
+        """Return a message about a row without the directories of this machine."""
+        return self.reports[-1].source + message.removeprefix(self.reports[-1].path)
 
 
-def _add_names(known: list[str], names: Iterable[str]) -> None:
+def _add_names(columns: list[str], names: Iterable[str]) -> None:
     """Add new names of columns, up to a bound: rows can have a new name each."""
     for name in map(printable, names):
-        if len(known) < _NAMES and name not in known:
-            known.append(name)
+        if len(columns) < _NAMES and name not in columns:
+            columns.append(name)

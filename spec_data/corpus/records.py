@@ -30,7 +30,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spec_data.corpus.bad_rows import BadRow
-from spec_data.corpus.json_values import check_depth, check_text, is_text, json_problem, parse_json
 
 FORMATS = (
     *("messages", "conversations", "prompt+completion", "prompt+response", "question+answer"),
@@ -92,7 +91,7 @@ class Record:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     follow_ups: tuple[str, ...] = ()  # of a prompt: user messages after the first answer
     kind: str = field(default="", compare=False)  # the format of the row
-    unused: tuple[str, ...] = field(default=(), compare=False)  # columns that were not used
+    unused: tuple[str, ...] = field(default=(), compare=False)  # columns
 
 
 def recognise(row: Any) -> str | None:
@@ -125,11 +124,7 @@ def _record(
     """Return the record of a row of the format `kind`; `known` are those that an error names."""
     if not isinstance(row, dict):
         raise BadRow(f"expected an object with named columns, found {_kind(row)}")
-    if not all(is_text(str(column)) for column in row):
-        raise BadRow("the name of a column has half of a surrogate pair, which is no character")
-    for column, value in row.items():
-        if column in COLUMNS:
-            check_depth(value, column)
+    _check_text(list(row), "the name of a column")
     if kind is None:
         names = ", ".join(sorted(k for k, v in row.items() if v is not None)) or "none"
         raise BadRow(f"no known columns (found: {names}; known formats: {', '.join(known)})")
@@ -165,7 +160,7 @@ def _record(
         }
     for name, value in facts.items():
         if kind != "input_ids":
-            check_text(value, name)
+            _check_text(value, name)
     return Record(source=source, where=where, kind=kind, unused=tuple(unused), **facts)
 
 
@@ -267,13 +262,9 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, str):
         return call
     try:
-        parsed = json.loads(arguments)
-    except json.JSONDecodeError:
+        return {**call, "arguments": json.loads(arguments)}
+    except (RecursionError, ValueError):
         return call  # not JSON: some templates print the string unchanged
-    except (RecursionError, ValueError) as error:
-        raise BadRow(f"tool call arguments: {json_problem(error)}") from None
-    check_depth(parsed, "tool call arguments")
-    return {**call, "arguments": parsed}
 
 
 def _with_finish(messages: list[Message], row: dict[str, Any]) -> list[Message]:
@@ -316,16 +307,51 @@ def _template_kwargs(value: Any) -> dict[str, Any]:
 # -- values ----------------------------------------------------------------------------------------
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text; bytes must be UTF-8.
+
+    Raises:
+        BadRow: not UTF-8, not JSON, nested too deeply for Python, or an integer that is too long.
+    """
+    try:
+        return json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
+    except UnicodeDecodeError as error:
+        raise BadRow(f"not UTF-8: {error}") from None
+    except (RecursionError, ValueError) as error:
+        raise BadRow(f"not valid JSON: {error}") from None
+
+
+def is_text(text: str) -> bool:
+    """Return whether a string can be written as UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_text(value: Any, name: str) -> None:
+    """Refuse half of a surrogate pair, in a text or a key of a nested value."""
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            if not is_text(item):
+                raise BadRow(f"{name} has half of a surrogate pair, which is no character")
+        elif isinstance(item, dict):
+            left += [*map(str, item), *item.values()]
+        elif isinstance(item, (list, tuple)):
+            left += item
+
+
 def _from_json(value: Any, column: str) -> Any:
     """Return a nested value, parsed if it is text; blank text counts as null."""
     if not isinstance(value, str):
         return value
     try:
-        parsed = parse_json(value) if value.strip() else None
+        return parse_json(value) if value.strip() else None
     except BadRow as error:
         raise BadRow(f"{column} is a string but not JSON: {error}") from None
-    check_depth(parsed, column)
-    return parsed
 
 
 def _integers(row: dict[str, Any], column: str, kinds: tuple[type, ...]) -> list[int]:

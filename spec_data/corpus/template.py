@@ -3,15 +3,13 @@
 Every text comes from the tokenizer's own `apply_chat_template`, and so does every token, but that a
 beginning of the conversation takes tokens of the whole where these are the same (`tokens.py`). A
 template is a program that strangers wrote: any exception it raises becomes a `RenderError` of the
-record, and so does a render that does not end. `spec-train eval` renders its prompts through the
-same code.
+record. `spec-train eval` renders its prompts through the same code.
 """
 
 import contextlib
 import functools
 import logging
 import re
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.left_out import TOOL_LISTS, left_out
-from spec_data.corpus.limits import FORKS, MEMORY, Child, Work, limited, limited_call
 from spec_data.corpus.records import Message, Record
 from spec_data.corpus.tokens import TokenisedText, Tokens
 from spec_data.shards.errors import ConfigError
@@ -59,15 +56,7 @@ def names_read(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
 
 @functools.lru_cache(maxsize=64)
 def _names_of(texts: tuple[str, ...]) -> frozenset[str] | None:
-    """Return the names that templates look up; None if one has a syntax error.
-
-    Jinja computes constants such as `10**10**9` even here, so this is done under limits.
-    """
-    names: frozenset[str] | None = limited_call(_undeclared, texts)
-    return names
-
-
-def _undeclared(texts: Iterable[str]) -> frozenset[str] | None:
+    """Return the names that templates look up; None if one has a syntax error."""
     names = {_DATE} if _CLOCK in str(texts) else set()
     for text in texts:
         try:
@@ -139,8 +128,6 @@ class Template:
     Args:
         tokenizer: the tokenizer of the target.
         kwargs: passed to the template; those of a record override them.
-        apart: render in a process of its own, with limits of time and memory; for processes that
-            are none of `limits.Child`.
 
     Attributes:
         names: the names that the template reads, None if not known.
@@ -151,18 +138,12 @@ class Template:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        kwargs: Mapping[str, Any] | None = None,
-        apart: bool = False,
+        self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None
     ) -> None:
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
         self.names = names_read(tokenizer)
         self.tokens = Tokens(tokenizer)
-        self._apart = apart and FORKS
-        self._child: Child | None = None
-        self._lock = threading.Lock()  # of the child
         reason = refused_kwargs(self.kwargs, self.names)
         try:
             fixed_date(tokenizer, self.kwargs)
@@ -212,36 +193,22 @@ class Template:
         """Return what `apply_chat_template` returns.
 
         Raises:
-            TemplateError: the template raised an exception. MemoryError: it needs too much.
-            TimeoutError: it did not finish in time.
-            CorpusError: nor did it several times before.
+            TemplateError: the template raised an exception.
         """
-        given = list(messages), list(tools) if tools else None, dict(kwargs), options
-        if not self._apart:
-            return _apply(self.tokenizer, given)
-        with self._lock:
-            self._child = self._child or Child(_applying, (self.tokenizer,))
-            return self._child.call(given)
+        try:
+            text = self.tokenizer.get_chat_template(None, list(tools) if tools else None)
+            with _on_date(text, fixed_date(self.tokenizer, kwargs)):
+                return self.tokenizer.apply_chat_template(
+                    list(messages), tools=list(tools) if tools else None, **kwargs, **options
+                )
+        except MemoryError:  # says nothing about the template
+            raise
+        except Exception as error:  # templates are programs: they can raise anything
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
 
 
 class TemplateError(Exception):
-    """What a template raised, in words: not every exception can be sent by another process."""
-
-
-def _applying(tokenizer: PreTrainedTokenizerBase) -> Work:
-    return functools.partial(_apply, tokenizer)
-
-
-def _apply(tokenizer: PreTrainedTokenizerBase, given: tuple[Any, ...]) -> Any:
-    messages, tools, kwargs, options = given
-    try:
-        date, text = fixed_date(tokenizer, kwargs), tokenizer.get_chat_template(None, tools)
-        with limited(), _on_date(text, date):
-            return tokenizer.apply_chat_template(messages, tools=tools, **kwargs, **options)
-    except MemoryError:
-        raise
-    except Exception as error:  # templates are programs: they can raise anything
-        raise TemplateError(f"{type(error).__name__}: {error}") from error
+    """What a template raised, in words."""
 
 
 # -- conversations ---------------------------------------------------------------------------------
@@ -289,11 +256,6 @@ class Chat:
     def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
         try:
             return self._template.apply(messages, self.record.tools, self._kwargs, **options)
-        except TimeoutError as error:
-            raise render_error(self.record, "template-timeout", str(error)) from None
-        except MemoryError:
-            message = f"the chat template needs more than {MEMORY >> 30} GB of memory"
-            raise render_error(self.record, "template-memory", message) from None
         except TemplateError as error:
             message = f"the chat template fails: {error}"
             raise render_error(self.record, "template-error", message) from error

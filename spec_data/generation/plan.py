@@ -47,7 +47,6 @@ from spec_data.corpus.record_reader import (
     CorpusReader,
     RawRow,
     RowResult,
-    SourceReport,
     parsed_row,
 )
 from spec_data.corpus.records import parse_row
@@ -64,7 +63,7 @@ from spec_data.shards.files import (
 )
 from spec_data.shards.identity import count_kwargs
 from spec_data.shards.packing import pack_documents
-from spec_data.shards.schema import Column, predicts_supervised
+from spec_data.shards.schema import Column, SourceRecord, predicts_supervised
 from spec_data.shards.writer import ShardStream, UnitData, shard_bytes
 from spec_data.terminal.option_values import parse_size
 from spec_data.terminal.progress import progress
@@ -496,7 +495,7 @@ class RenderedRow(NamedTuple):
 
 
 class RowRenderer:
-    """Parse, render and truncate one row; made once per process."""
+    """Parse, render and truncate one row."""
 
     def __init__(self, settings: RowSettings) -> None:
         self._renderer = Renderer(
@@ -509,11 +508,7 @@ class RowRenderer:
         self._max_length = settings.max_length
 
     def __call__(self, row: RawRow) -> RowResult:
-        """Return the result of a row.
-
-        Raises:
-            CorpusError: the chat template does not end, for several rows.
-        """
+        """Return the result of a row."""
         parsed = parsed_row(row, parse_row)
         if parsed.bad is not None:
             return parsed
@@ -542,7 +537,8 @@ def render_corpus(
     writer, counts = PlanWriter(scratch), RenderCounts()
     total = expected_rows(reader.sources, reader.limit)
     processes = processes or default_processes()
-    rows = reader.results(lambda rows: in_order(rows, RowRenderer, (settings,), processes))
+    renderer = RowRenderer(settings)
+    rows = reader.results(lambda rows: in_order(rows, renderer, processes))
     try:
         with closing(rows) as results:
             for result in progress(results, desc="render", unit="rows", total=total):
@@ -581,9 +577,9 @@ def end_token_ids(directory: Path) -> list[int]:
     return []
 
 
-def corpus_entry(report: SourceReport) -> dict[str, Any]:
+def corpus_entry(report: SourceRecord) -> dict[str, Any]:
     """Return the manifest's entry of one source."""
-    entry = asdict(report)
+    entry = msgspec.structs.asdict(report)
     del entry["path"]  # a path of this machine
     return entry
 

@@ -24,7 +24,7 @@ import spec_data
 from spec_data.capture.backend import BackendOptions, TargetBackend
 from spec_data.capture.vllm_engine import vllm_version
 from spec_data.corpus.bad_rows import parse_limit
-from spec_data.corpus.record_reader import CorpusReader, SourceReport
+from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sampling_record import read_record
 from spec_data.corpus.sources import Source, corpus_directory, resolve
 from spec_data.corpus.template import Template
@@ -69,7 +69,13 @@ from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import AUTO_DRAFTS, RECIPES, choose_layers
 from spec_data.shards.position_data import ROPE, Positions
 from spec_data.shards.resumable import differing_settings
-from spec_data.shards.schema import FORMAT_VERSION, Column, data_problem, token_columns
+from spec_data.shards.schema import (
+    FORMAT_VERSION,
+    Column,
+    SourceRecord,
+    data_problem,
+    token_columns,
+)
 from spec_data.terminal.option_values import parse_size
 from spec_data.terminal.progress import progress
 from spec_data.terminal.types import comma_list
@@ -342,7 +348,7 @@ def config_json(setup: Setup, dtype: torch.dtype, architecture: str = "") -> str
 _OF_RUNNING = ("device", "device_map", "tp_plan", "tensor_parallel", "batch_tokens")
 
 
-def settings(setup: Setup, reports: Iterable[SourceReport]) -> dict[str, Any]:
+def settings(setup: Setup, reports: Iterable[SourceRecord]) -> dict[str, Any]:
     """Return everything that decides the bytes of a dataset, flat enough to name differences."""
     options = setup.options
     table: dict[str, Any] = {
@@ -405,7 +411,7 @@ def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
     reader = setup.reader()
     sources = reader.sources[: len(saved["corpus"]) if reader.limit else None]
     reports = [
-        SourceReport(source=s.name, path=s.path, kind=s.kind, sha256=s.digest())
+        SourceRecord(source=s.name, path=s.path, kind=s.kind, sha256=s.digest())
         for s in progress(sources, desc="compare the corpus", unit="files", leave=False)
     ]
     return differences(settings(setup, reports), saved)

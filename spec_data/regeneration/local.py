@@ -87,7 +87,7 @@ class ChatTarget:
         self.directory, commit = resolve_model(name, revision, weights)
         config = load_config(self.directory, trust_remote_code)
         self.tokenizer = load_tokenizer(self.directory, trust_remote_code)
-        self._template = Template(self.tokenizer, template_kwargs, apart=True)
+        self._template = Template(self.tokenizer, template_kwargs)
         self._template.warn_of_the_date()
         self.stops = tuple(sorted(EndTokens(self._template, end_token_ids(self.directory)).stops))
         self._context = context_length(text_config(config))

@@ -22,8 +22,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from spec_data.corpus.bad_rows import printable
-from spec_data.corpus.json_values import is_text
-from spec_data.corpus.records import REASONING, Message, parse_row
+from spec_data.corpus.records import REASONING, Message, is_text, parse_row
 from spec_data.regeneration.conversations import (
     EMPTY,
     Answer,

@@ -366,8 +366,20 @@ class TargetRecord(Record, frozen=True, kw_only=True):
     converted: Evidence | None = None
 
 
-class SourceRecord(Record, frozen=True, kw_only=True):
-    """A source of the corpus: what was read of it; see `corpus.record_reader.SourceReport`."""
+class SourceRecord(Record, frozen=False, kw_only=True):
+    """A source of the corpus: what was read of it, counted while it is read.
+
+    Attributes:
+        path: as the user wrote it; the manifest has none.
+        kind: "jsonl", "json", "csv", "parquet", "text", "hf dataset directory" or "hf dataset".
+        format: that of most good rows; formats: good rows by format.
+        rows: rows read, good and bad.
+        unrendered: good rows that turned out to be broken when they were rendered.
+        bad_examples: "file:line: reason" of the first few bad rows.
+        sha256: of the bytes on disk; of a Hub dataset: its fingerprint.
+        unused_columns: the first 100 that no format of a row uses.
+        template_left_out: parts of messages, by kind.
+    """
 
     source: str
     path: str = explicit("")

@@ -224,7 +224,7 @@ def read_benchmark(
     from spec_data.corpus.template import Template
     from spec_data.models.reading import load_tokenizer
 
-    template = Template(load_tokenizer(tokenizer_dir), kwargs, apart=True)
+    template = Template(load_tokenizer(tokenizer_dir), kwargs)
     grams = Grams()
     try:
         reader = CorpusReader([name], split="test", parse=parse_prompt)

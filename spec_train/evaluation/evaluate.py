@@ -188,7 +188,7 @@ def _decode(
     trained = {**((run or {}).get("identity") or {}), **draft.config.origin}
     kwargs, about = kwargs_for(decoding.chat_template_kwargs, trained, tokenizer)
     warnings.add(about)
-    template = Template(tokenizer, kwargs, apart=True)
+    template = Template(tokenizer, kwargs)
     prompts = read_prompts(decoding.prompts, template, limit)
     chats = [p.record.messages for p in prompts if p.record.messages is not None]
     warnings.add(system_warnings(trained, chats))

@@ -6,9 +6,9 @@ what cannot is refused and counted; every message and name can be stored. No exc
 unforeseen.
 """
 
-import dataclasses
 import gzip
 import json
+import re
 import zlib
 from collections import Counter
 from itertools import groupby
@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from msgspec import structs
 
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
@@ -74,6 +75,12 @@ def good_texts(rows: list[bytes]) -> list[str] | None:
     return [text for text in texts if "good-" in text]
 
 
+def unforeseen(reader) -> list[str]:
+    """Return the examples of bad rows that no check foresees: an exception of another kind."""
+    examples = (example for report in reader.reports for example in report.bad_examples)
+    return [e for e in examples if re.search(r"(:\d+|row \d+): \w+Error: ", e)]
+
+
 class Campaign:
     """Reads files, renders their records, checks the invariants and counts what happened."""
 
@@ -100,10 +107,10 @@ class Campaign:
             ended = "without a good row" if "no usable row" in str(error) else "refused"
             self.counts[f"files {ended}"] += 1
             assert rows is None or ended == "without a good row", error
-        assert not reader.unforeseen, reader.reports
+        assert not unforeseen(reader), reader.reports
         for found in reader.reports:
             assert found.rows == sum(found.formats.values()) + found.bad
-            stored = json.dumps(dataclasses.asdict(found), ensure_ascii=False)
+            stored = json.dumps(structs.asdict(found), ensure_ascii=False)
             assert len(stored.encode()) < 50_000
         json.dumps(reader.refused_examples, ensure_ascii=False).encode()
         assert len(records) == sum(r.rows - r.bad for r in reader.reports)
@@ -283,7 +290,7 @@ def test_damaged_columns(tmp_path, kind):
             list(reader)
         except CorpusError:
             return "refused"
-        return "unforeseen" if reader.unforeseen else "read"
+        return "unforeseen" if unforeseen(reader) else "read"
 
     outcomes = Counter(survived(read, len(generators)))
     report(name, outcomes)

@@ -24,8 +24,8 @@ def test_a_json_list_is_read(tmp_path):
     ("text", "problem"),
     [
         ('[{"text": "a"},\n {"text": }]', r"a\.json:2: not valid JSON"),
-        ('[{"text": "a"},\n' + "[" * 100_000, r"a\.json: nested more than 100 levels deep"),
-        ("[" + "7" * 5000 + "]", r"a\.json: an integer has more than 4,300 digits"),
+        ('[{"text": "a"},\n' + "[" * 100_000, r"a\.json: not valid JSON: .*recursion"),
+        ("[" + "7" * 5000 + "]", r"a\.json: not valid JSON: .*4300"),
         (json.dumps(rows(2)) + "\n\n " + json.dumps(rows(3, 2)), r"a\.json:3: .*Extra data"),
     ],
 )

@@ -15,7 +15,6 @@ from spec_data.corpus import file_rows
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.documents import RenderError
-from spec_data.corpus.json_values import MAX_DEPTH
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import parse_row
 from spec_data.shards.errors import CorpusError
@@ -23,29 +22,14 @@ from tests.spec_data.corpus.reading import pair, read, rows, sha, write_jsonl
 from tests.spec_data.corpus.templates import tokenizer
 
 ALL = parse_limit("100%")
-DEEP = "[" * 5000 + "]" * 5000
 QA = json.dumps(pair(0))
-
-
-def called(arguments):
-    call = {"function": {"name": "f", "arguments": arguments}}
-    return {"messages": [pair(0)[0], {"role": "assistant", "tool_calls": [call]}]}
-
-
 ODD = [  # (row as it is in the file, the reason)
-    ('{"text": "a", "n": ' + "7" * 4301 + "}", "more than 4,300 digits"),
-    ('{"text": ' + DEEP + "}", "nested more than 100 levels"),
-    (json.dumps(called(DEEP)), "tool call arguments: nested more than 100 levels"),
-    (json.dumps(called("[" * 300 + "]" * 300)), "tool call arguments is nested more than 100"),
-    (json.dumps(called('{"n": ' + "7" * 4301 + "}")), "arguments: an integer has more than 4,300"),
-    (json.dumps(called('{"\\ud800": 1}')), "a key in messages has half of a surrogate pair"),
-    ('{"messages": ' + "[" * 500 + "]" * 500 + "}", "messages is nested more than 100 levels"),
+    ('{"text": "a", "n": ' + "7" * 4301 + "}", "not valid JSON: .*4300"),
+    ('{"text": ' + "[" * 5000 + "]" * 5000 + "}", "not valid JSON: .*recursion"),
+    ('{"messages": ' + QA[:-1] + ', {"\\ud800": 1}]}', "unknown role"),
     (json.dumps({"instruction": "q", "output": "a", "history": 5}), "history is a number, not a"),
-    (json.dumps({"instruction": "q", "output": "a", "history": {"a": 1}}), "history is an object"),
     (json.dumps({"instruction": "q", "output": "a", "input": 5}), "input is a number, not text"),
     ('{"text": "a", "\\udc80": 1}', "name of a column has half of a surrogate pair"),
-    ('{"\\ud800": 1}', "name of a column has half of a surrogate pair"),
-    ('{"messages": ' + QA + ', "tools": [{"\\ud800": 1}]}', "a key in tools has half of a surr"),
     ('{"messages": ' + QA + ', "tools": [{"a": ["\\ud800"]}]}', "tools has half of a surrogate"),
     ('{"messages": ' + QA + ', "chat_template_kwargs": "{\\"\\\\udfff\\": 1}"}', "template_kwargs"),
     ('{"what\\u001b[2J": 1}', r"no known columns \(found: what\\x1b\[2J"),
@@ -61,43 +45,31 @@ def test_each_is_one_bad_row_among_good_ones(tmp_path, name):
     for i, (row, _) in enumerate(odd):
         lines += [json.dumps(rows(1, i)[0]), row]
     good = [r["messages"] for r in rows(len(odd))]
-    text = "\n".join(lines) + "\n" if name == "a.jsonl" else "[" + ",\n".join(lines) + "]"
-    path.write_text(text)
+    path.write_text("\n".join(lines) if name == "a.jsonl" else "[" + ",\n".join(lines) + "]")
     records, (report,) = read(path, max_bad_rows=ALL)
     assert [r.messages for r in records] == good
     assert (report.bad, report.sha256) == (len(odd), sha(path))
-    json.dumps(report.bad_examples, ensure_ascii=False).encode()  # as the manifest stores them
     for row, reason in odd:
         path.write_text(row if name == "a.jsonl" else f"[{row}]")
         reader = CorpusReader([str(path)], max_bad_rows=ALL)
         with pytest.raises(CorpusError, match="no usable row"):
             list(reader)
-        (found,) = reader.reports[0].bad_examples
-        assert found.startswith(f"{name}:1: " if odd is ODD else f"{name} row 0: ")
-        assert len(found) < 450 and re.search(reason, found), (reason, found)
-        assert not reader.unforeseen
+        (example,) = reader.reports[0].bad_examples
+        example.encode()  # as the manifest stores it
+        assert example.startswith(f"{name}:1: " if odd is ODD else f"{name} row 0: ")
+        assert len(example) < 450 and re.search(reason, example), (reason, example)
 
 
-def test_what_no_check_foresees_is_a_bad_row_and_named_with_its_type(tmp_path, monkeypatch):
-    def broken(row):
-        if row.get("text") == "bomb":
+def test_what_no_check_foresees_is_a_bad_row_and_named_with_its_type(tmp_path):
+    def parse(row, **where):
+        if row["text"] == "bomb":
             raise ZeroDivisionError("by a row")
-        return "text"
+        return parse_row(row, **where)
 
-    monkeypatch.setattr("spec_data.corpus.records.recognise", broken)
-    path = tmp_path / "a.jsonl"
-    write_jsonl(path, [{"text": "good"}] * 20 + [{"text": "bomb"}])
-    reader = CorpusReader([str(path)])
-    assert len(list(reader)) == 20
-    assert reader.unforeseen == 1
-    assert reader.reports[0].bad_examples == ["a.jsonl:21: ZeroDivisionError: by a row"]
-
-    def no_memory(row):
-        raise MemoryError
-
-    monkeypatch.setattr("spec_data.corpus.records.recognise", no_memory)
-    with pytest.raises(MemoryError):  # says nothing about the row
-        list(reader)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "good"}] * 20 + [{"text": "bomb"}])
+    records, (report,) = read(path, parse=parse)
+    assert len(records) == 20
+    assert report.bad_examples == ["a.jsonl:21: ZeroDivisionError: by a row"]
 
 
 def test_what_no_check_foresees_in_a_render_is_a_broken_record(monkeypatch):
@@ -111,20 +83,6 @@ def test_what_no_check_foresees_in_a_render_is_a_broken_record(monkeypatch):
     with pytest.raises(RenderError, match="s:1: RecursionError: too deep") as caught:
         renderer.render(record)
     assert caught.value.broken
-
-
-def test_the_deepest_row_that_is_accepted_is_rendered(tmp_path):
-    """The limit is far enough below Python's own that templates can print what passes it."""
-    value: list = []
-    for _ in range(MAX_DEPTH - 4):
-        value = [value]
-    path = tmp_path / "a.jsonl"
-    tool = {"type": "function", "function": {"name": "f", "parameters": value}}
-    write_jsonl(path, [{"messages": pair(0), "tools": [tool]}])
-    (record,), _ = read(path)
-    tok = tokenizer("chatml")
-    tok.chat_template = "{{ tools | tojson }}" + tok.chat_template
-    assert Renderer(tok).render(record).documents
 
 
 # --- names ---
@@ -153,8 +111,7 @@ def test_file_names_that_are_not_utf8_have_a_name_that_a_dataset_can_hold(tmp_pa
 # --- long rows ---
 
 
-@pytest.mark.parametrize("end", ["\n", ""])
-@pytest.mark.parametrize("size", [100, 101, 5000])
+@pytest.mark.parametrize(("size", "end"), [(100, ""), (101, "\n"), (5000, "")])
 def test_a_line_over_the_limit_is_skipped_to_its_end(tmp_path, monkeypatch, size, end):
     monkeypatch.setattr(file_rows, "_CHUNK", 64)
     path = tmp_path / "a.jsonl"
@@ -226,9 +183,7 @@ def test_rows_that_arrow_cannot_convert_are_bad_rows(tmp_path):
     ("file", "content"),
     [
         ("dataset_info.json", '{"features": {"text": {"_type": "Nonsense"}}}'),
-        ("dataset_info.json", "\x00"),
         ("state.json", '{"_data_files": [{"filename": "gone.arrow"}]}'),
-        ("dataset_dict.json", '{"splits": [5]}'),
         ("dataset_dict.json", "{}"),
     ],
 )

@@ -163,14 +163,12 @@ from spec_data.terminal.console import run_cli
 from spec_data.corpus import in_order as pool
 from spec_data.corpus.record_reader import RawRow, RowResult
 pool._FEW = 1
-def make():
-    def work(row):
-        time.sleep(0.01)
-        return RowResult()
-    return work
+def work(row):
+    time.sleep(0.01)
+    return RowResult()
 def render():
     rows = (RawRow(0, "", "", i) for i in range(10**9))
-    for n, _ in enumerate(pool.in_order(rows, make, (), 2)):
+    for n, _ in enumerate(pool.in_order(rows, work, 2)):
         if n == 150:
             print("running", flush=True)
 sys.exit(run_cli(render, Namespace(quiet=False, debug=False, log_file=None)))

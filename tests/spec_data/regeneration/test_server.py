@@ -11,8 +11,7 @@ import time
 import pytest
 
 from spec_data.cli import main
-from spec_data.corpus.json_values import parse_json
-from spec_data.corpus.records import parse_row
+from spec_data.corpus.records import parse_json, parse_row
 from spec_data.regeneration import servers
 from spec_data.regeneration.conversations import Unanswerable
 from spec_data.regeneration.journal import journal_path
