@@ -77,7 +77,7 @@ class Record:
     """One corpus row with a recognised format, not tokenised yet.
 
     Exactly one of `messages`, `text` and `input_ids` is set. `source` is the name of the file or
-    dataset, as in its `SourceReport` and in the dataset. `where` names the row in messages:
+    dataset, as the dataset stores it. `where` names the row in messages:
     `path:line`, or `path row N` counted from 0, with the path as the user wrote it.
     """
 

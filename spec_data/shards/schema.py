@@ -366,7 +366,7 @@ class TargetRecord(Record, frozen=True, kw_only=True):
     converted: Evidence | None = None
 
 
-class SourceRecord(Record, frozen=False, kw_only=True):
+class SourceRecord(Record, frozen=False, kw_only=True):  # type: ignore[misc]
     """A source of the corpus: what was read of it, counted while it is read.
 
     Attributes:
