@@ -50,7 +50,7 @@ class Case:
 
     def _gradients(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         total = sum((x.double().square().sum() for x in outputs), torch.zeros(()).double())
-        return torch.autograd.grad(total, list(self.inputs), retain_graph=True)
+        return torch.autograd.grad(total, list(self.inputs))
 
     def allowed(self) -> float:
         """Return the largest accepted error for the dtype of the inputs."""

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
-from spec_train.attention import masked
+from spec_train.attention import flex, masked
 from spec_train.attention import unrolled as unrolled_backends
 from spec_train.attention.flex import Case, flex_problem, flex_works, tried
 from spec_train.attention.masked import Attending, _MergedAttention
@@ -12,6 +13,10 @@ from spec_train.attention.masks import span_mask
 from spec_train.attention.unrolled import default_backend, unrolled_case
 from tests.gpu.fake_cuda import FakeCuda, cuda_autocast, download, upload
 from tests.tolerance import LAYER, close, close_in_norm
+
+BACKEND = (
+    "aot_eager_decomp_partition"  # Inductor's split of forward and backward, without a compiler
+)
 
 
 class Context:
@@ -145,6 +150,22 @@ def test_a_trial_compares_every_output_and_gradient() -> None:
     x = torch.ones(3, requires_grad=True)
     assert Case([x], [x * 2], [x * 2]).error() == 0
     assert Case([x], [x * 2, x], [x * 2, x.detach() * 3 + x * 0]).error() > 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_trial_of_flex_passes_when_compiled_as_on_a_gpu(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled backward gives the memory of its graph away: it cannot run twice."""
+    torch._dynamo.reset()
+    compiled = torch.compile(flex.flex_attention, dynamic=True, backend=BACKEND)
+    monkeypatch.setattr(flex, "flex", lambda q: compiled)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # refuses a CPU's
+    case = flex._case(32, dtype, "cpu")
+    assert case.error() <= case.allowed()
+    again = flex._case(32, dtype, "cpu")
+    with pytest.raises(RuntimeError, match="donated buffers"):
+        torch.autograd.grad(again.found[0].sum(), again.inputs, retain_graph=True)
 
 
 def test_the_back_end_by_device_dtype_and_head_size(monkeypatch: pytest.MonkeyPatch) -> None:
