@@ -26,6 +26,7 @@ from torch import Tensor
 from spec_data.shards.checksums import list_views, read_batches
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.files import read_object, sha256_file, sha256_json, unit_name
+from spec_data.shards.index import index_column
 from spec_data.shards.reader import INDEX, MANIFEST, MASK, HiddenStatesDataset, checked_file
 from spec_data.shards.schema import CountsRecord, Manifest, ShardRecord, Totals, mask_counts
 from spec_data.shards.shard import CodedRows, IndexRows, Shard
@@ -38,7 +39,13 @@ _COMMON = (
     *("settings", "target", "identity", "corpus", "mask", "layers", "draft_layers", "supervision"),
     *("final", "teacher", "codec", "columns", "head", "positions", "packing"),
 )
-_PLANNED = {"doc_id": pa.string(), "input_ids": pa.int32(), MASK: pa.uint8()}
+_PLANNED = pa.schema(
+    {
+        "doc_id": pa.string(),
+        "input_ids": pa.large_list(pa.int32()),
+        MASK: pa.large_list(pa.uint8()),
+    }
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,31 +59,21 @@ class PlannedDocuments:
     """
 
     def __init__(self, file: Path) -> None:
-        """Read `file`, and check all that reading its values relies on.
+        """Read `file`.
 
         Raises:
-            DatasetError: it is no shard with these columns, or damaged; its checksum may agree.
+            DatasetError: it is no shard with these columns, or damaged.
         """
         try:
             schema, batches, _ = read_batches(file)
-            table = pa.Table.from_batches(batches, schema).select(list(_PLANNED))
+            table = pa.Table.from_batches(batches, schema).select(_PLANNED.names).cast(_PLANNED)
             table.validate(full=True)
-            (batch,) = (
-                table.combine_chunks().to_batches() or table.schema.empty_table().to_batches()
-            )
-            for name, kind in _PLANNED.items():
-                found = batch.column(name).type
-                values = found.value_type if isinstance(found, pa.LargeListType) else found
-                if values != kind or batch.column(name).null_count:
-                    raise pa.ArrowInvalid(f"column {name} is null or of another type")
-            (self.offsets, ids), (others, mask) = (
-                list_views(batch.column(name)) for name in ("input_ids", MASK)
-            )
+            self.ids, *lists = (index_column(table, name) for name in _PLANNED.names)
+            (self.offsets, ids), (others, mask) = map(list_views, lists)
             if not np.array_equal(self.offsets, others) or self.offsets[0]:
                 raise pa.ArrowInvalid("ids and masks have other lengths")
         except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
             raise DatasetError(f"{file}: damaged ({error}); copy or generate it again") from None
-        self.ids = batch.column("doc_id")
         self._tokens = {"input_ids": torch.tensor(ids), MASK: torch.tensor(mask)}
         self.lengths = np.diff(self.offsets)
         self.supervised, self.first_supervised = mask_counts(mask, self.offsets)
@@ -118,7 +115,7 @@ class FollowedDataset(HiddenStatesDataset):
                 "generate` first"
             )
         self._seal: Manifest | None = None
-        self._left_out: dict[int, list[int]] = {}  # unit -> numbers in it of left-out documents
+        self._left_out: set[int] = set()  # documents without states, of the units that are used
         self._plan: PlannedDocuments | None = None  # those whose tokens can be read before states
         self._plan_rows: dict[int, int] | None = None  # document -> its number there; None: equal
         self._wait(self._begun, f"`spec-data generate --out {path}` to begin", threading.Event())
@@ -191,8 +188,6 @@ class FollowedDataset(HiddenStatesDataset):
         if len(plan.lengths) != len(left.places) or left.places[-1] >= self.units[-1]:
             raise DatasetError(f"{file}: not the left_out of the manifest; copy it again")
         self._plan_rows = {place: row for row, place in enumerate(left.places)}
-        for place, unit in zip(left.places, left.units, strict=True):
-            self._left_out.setdefault(unit, []).append(place - int(self.units[unit]))
         # int64 [N]: in the plan's order, numbers of documents of `stored` and then of `plan`
         places = np.array(left.places) - np.arange(len(left.places))
         order = np.insert(np.arange(len(stored)), places, len(stored) + np.arange(len(left.places)))
@@ -212,8 +207,8 @@ class FollowedDataset(HiddenStatesDataset):
 
     def source_of(self, index: int) -> str:
         """Return the source of a document; its unit must exist, as for its states."""
-        shard, row = self._stored_at(index)
-        return str(shard.texts(shard.place(row))["source"])
+        shard, row = self.locate(index)
+        return str(shard.texts(row)["source"])
 
     # -- units ------------------------------------------------------------------------------------
 
@@ -244,8 +239,7 @@ class FollowedDataset(HiddenStatesDataset):
                     "checkpoint"
                 )
             if now - logged > _LOG_AGAIN:
-                done = sum(1 for _ in self._work.glob("unit-*.json"))
-                log.info("%s: waiting for %s (%d units are done)", self.path, what, done)
+                log.info("%s: waiting for %s", self.path, what)
                 logged = now
             if stop.wait(_POLL):
                 return False
@@ -253,51 +247,53 @@ class FollowedDataset(HiddenStatesDataset):
 
     def _record(self, unit: int) -> tuple[ShardRecord, list[int]] | None:
         """Return a unit's record and its left-out documents; None while it is not finished."""
+        first, last = self.units[unit : unit + 2].tolist()
         try:
             raw = json.loads((self._work / f"{unit_name(unit)}.json").read_text(encoding="utf-8"))
-            return msgspec.convert(raw["record"], ShardRecord), list(raw.get("left_out", []))
+            record = msgspec.convert(raw["record"], ShardRecord)
+            return record, [first + number for number in raw.get("left_out", [])]
         except FileNotFoundError:
             sealed = self._sealed()  # sealing deletes the record, and may just have happened
         except (ValueError, TypeError, KeyError):
             return None
         if sealed is None:
             return None
-        pairs, start = zip(sealed.left_out.places, sealed.left_out.units, strict=True), self.units
-        return sealed.shards[unit], [p - int(start[unit]) for p, u in pairs if u == unit]
+        return sealed.shards[unit], [n for n in sealed.left_out.places if first <= n < last]
 
     def _unit(self, unit: int) -> Shard:
         """Return the shard of a unit; its SHA-256 is compared when it is first used."""
         if (shard := self._shards.get(unit)) is not None:
             return shard
-        if (found := self._record(unit)) is None:
+        if (recorded := self._record(unit)) is None:
             raise DatasetError(
                 f"{self.path}: unit {unit} has no readable record; generate it again"
             )
-        record, self._left_out[unit] = found
+        record, left_out = recorded
         file = self.path / record.file
         if not file.is_file() or sha256_file(file) != record.sha256:
             raise DatasetError(
                 f"{file}: not the shard that was written (its checksum differs); delete it and its "
                 f"record {WORK}/{unit_name(unit)}.json, and run `spec-data generate` again"
             )
-        first, last = self.units[unit : unit + 2].tolist()
-        rows = np.delete(np.arange(first, last), self._left_out[unit])
+        self._left_out.update(left_out)
+        rows = np.setdiff1d(np.arange(self.units[unit], self.units[unit + 1]), left_out)
         index = IndexRows(
-            first=first,
+            first=int(self.units[unit]),
             ids=self.id_array.take(pa.array(rows)),
             lengths=self.lengths[rows],
             stored=self.supervised[rows] - (self.first_supervised[rows] == 0),
             checksums=None,
         )
-        shard = self._shards[unit] = Shard(file, self.manifest, record, index)
+        shard = self._shards[unit] = self._map(file, record, index)
         return shard
 
     # -- documents --------------------------------------------------------------------------------
 
-    def _stored_at(self, index: int) -> tuple[Shard, int]:
+    def locate(self, index: int, group: int = 0) -> tuple[Shard, int]:
+        """Return the shard of a document that is not left out, and its row there."""
         unit = self.unit_of(index)
-        shard, number = self._unit(unit), index - int(self.units[unit])
-        return shard, number - sum(other < number for other in self._left_out[unit])
+        shard, first = self._unit(unit), int(self.units[unit])
+        return shard, index - first - sum(first <= n < index for n in self._left_out)
 
     def read_into(
         self,
@@ -313,20 +309,18 @@ class FollowedDataset(HiddenStatesDataset):
         left-out document.
         """
         row = index if self._plan_rows is None else self._plan_rows.get(index)
-        planned = None if row is None else self._plan
         states = bool(out.keys() - {"input_ids", MASK})
-        if states or planned is None:
-            unit = self.unit_of(index)
-            self._unit(unit)
-            if index - int(self.units[unit]) not in self._left_out[unit]:
+        if states or self._plan is None or row is None:
+            self._unit(self.unit_of(index))
+            if index not in self._left_out:
                 return super().read_into(index, out, start, length)
-        whole = int(self.lengths[index])
-        count = whole if length is None else min(length, whole)
+        complete = int(self.lengths[index])
+        count = complete if length is None else min(length, complete)
         plain = {name: t for name, t in out.items() if not isinstance(t, CodedRows)}
         if states:
             for values in plain.values():  # CodedRows get no row, which also means zeros
                 values[start : start + count] = 0
             plain = {name: values for name, values in plain.items() if name == "input_ids"}
-        if planned is not None and row is not None:
-            planned.copy(row, plain, start, count)
+        if self._plan is not None and row is not None:
+            self._plan.copy(row, plain, start, count)
         return count

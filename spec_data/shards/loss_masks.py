@@ -86,9 +86,9 @@ def masks_under(
     for row in bar(range(len(dataset))):
         turns, stored = dataset.turns_of(row), dataset.mask_of(row)
         if any(not 0 <= start < end <= len(stored) for _, start, end in turns):
-            at = dataset.locate(row)
+            shard, number = dataset.locate(row)
             raise DatasetError(
-                f"{at.shard.where(at.place.row)}: turns outside its {len(stored)} tokens; copy "
+                f"{shard.where(number)}: turns outside its {len(stored)} tokens; copy "
                 "this shard again"
             )
         roles |= {role for role, _, _ in turns}

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, SupportsIndex, overload
+from typing import Any, SupportsIndex, overload
 
 import numpy as np
 import pyarrow as pa
@@ -20,23 +20,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_data.shards.codec_tables import TABLES, load_tables
-from spec_data.shards.codecs import Tables, tensor_of
+from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.files import MANIFEST, read_object, xxh3_file
 from spec_data.shards.index import index_column, index_numbers, read_index, spans_of
 from spec_data.shards.path_kinds import Kind, wrong_kind
 from spec_data.shards.remote import Mirror, open_mirror
-from spec_data.shards.schema import Column, Manifest, predicts_supervised
-from spec_data.shards.shard import (
-    TEXTS,
-    CodedRows,
-    IndexRows,
-    Place,
-    Shard,
-    StoredRows,
-    decode_rows,
-    runs,
-)
+from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
+from spec_data.shards.shard import TEXTS, CodedRows, IndexRows, Shard, StoredRows
 from spec_data.shards.turn_masks import Turn
 from spec_data.shards.view import View, source_path
 
@@ -124,9 +115,8 @@ class HiddenStatesDataset:
         """Refuse truncated or missing shards at once, and not in the middle of a run."""
         missing, wrong = [], []
         for record in self.manifest.shards:
-            where = f"{self.place}/{record.file}"
+            where, local = f"{self.place}/{record.file}", self.path / record.file
             try:
-                local = self.path / record.file
                 size = self.mirror.size(record) if self.mirror else local.stat().st_size
             except OSError:  # no such file, a link to nowhere, a folder without rights
                 missing.append(f"{where}: shard is missing")
@@ -134,9 +124,9 @@ class HiddenStatesDataset:
             if size != record.bytes:
                 says = f"the manifest says {record.bytes:,}: truncated or replaced"
                 wrong.append(f"{where}: {size:,} bytes, {says}")
-        if found := missing + wrong:
-            more = f"\n... and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            text = "\n".join(found[:_SHOWN]) + more + "; copy the dataset again"
+        if damage := missing + wrong:
+            more = f"\n... and {len(damage) - _SHOWN} more" if len(damage) > _SHOWN else ""
+            text = "\n".join(damage[:_SHOWN]) + more + "; copy the dataset again"
             raise MissingError(text) if missing else DatasetError(text)
 
     def _open_sources(self, view: View) -> "tuple[HiddenStatesDataset, ...]":
@@ -269,11 +259,6 @@ class HiddenStatesDataset:
         return str(self.index.column("source")[index])
 
     @cached_property
-    def _rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Shard of each document, and row in it, int32 [N] each."""
-        return index_numbers(self.index, "shard"), index_numbers(self.index, "row")
-
-    @cached_property
     def _references(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Of each group of a view's columns: the source and the document in it, int32 [N] each."""
         return [
@@ -286,7 +271,7 @@ class HiddenStatesDataset:
 
     @cached_property
     def _group_of(self) -> dict[str, int]:
-        groups = self.view.groups if self.view else ()
+        groups = self.view.groups if self.view else [list(self.declared)]
         return {name: number for number, names in enumerate(groups) for name in names}
 
     @cached_property
@@ -341,28 +326,28 @@ class HiddenStatesDataset:
 
     def _document(self, index: int) -> dict[str, Any]:
         """Return a document; a negative number counts from the end."""
-        at = self.locate(index)
-        out: dict[str, Any] = at.shard.texts(at.place)
+        shard, row = self.locate(index)
+        out: dict[str, Any] = shard.texts(row)
         if self.view is not None:
             out["doc_id"] = self.id_array[index].as_py()
         for column in self._columns.values():
-            shape = (at.length,) if column.width is None else (at.length, column.width)
+            length = int(shard.index.lengths[row])
+            shape = (length,) if column.width is None else (length, column.width)
             out[column.name] = torch.empty(shape, dtype=column.logical)
         self.read_into(index, {name: out[name] for name in self._columns})
         return out
 
     def turns_of(self, index: int) -> list[Turn]:
         """Return the turns of a document: role, start and end."""
-        at = self.locate(index)
-        found = at.shard.texts(at.place)["turns"]
-        return [(turn["role"], turn["start"], turn["end"]) for turn in found]
+        shard, row = self.locate(index)
+        return [(turn["role"], turn["start"], turn["end"]) for turn in shard.texts(row)["turns"]]
 
     def mask_of(self, index: int) -> np.ndarray:
         """Return the loss mask of a document, bool [T]."""
-        at = self.locate(index)
+        shard, row = self.locate(index)
         if self._spans is None:
-            return at.shard.mask(at.place)
-        mask = np.zeros(at.length, bool)
+            return shard.mask(row)
+        mask = np.zeros(shard.index.lengths[row], bool)
         self._fill_mask(index, mask)
         return mask
 
@@ -384,19 +369,20 @@ class HiddenStatesDataset:
             DatasetError: an unknown column, a buffer that is too short, or damage.
         """
         located = {0: self.locate(index)}
-        whole = located[0].length
-        count = whole if length is None else min(length, whole)
+        shard, row = located[0]
+        complete = int(shard.index.lengths[row])
+        count = complete if length is None else min(length, complete)
         stop = start + count
         wanted = self._sparse_tokens(index) if not self._narrowed.isdisjoint(out) else None
         for name, buffer in out.items():
             if name not in self._columns:
                 raise DatasetError(f"{self.path}: no column {name!r} to read; {self.columns}")
-            group = self._group_of.get(name, 0)
+            group = self._group_of[name]
             if group not in located:
                 located[group] = self.locate(index, group)
-            at, tokens = located[group], wanted if name in self._narrowed else None
+            (shard, row), tokens = located[group], wanted if name in self._narrowed else None
             if isinstance(buffer, CodedRows):
-                at.gather(name, buffer, start, count, tokens)
+                shard.gather(name, row, buffer, start, count, tokens)
                 continue
             part = buffer[start:stop]
             if part.shape[0] != count:
@@ -407,21 +393,16 @@ class HiddenStatesDataset:
             if name == MASK and self._spans is not None:
                 self._fill_mask(index, part)
             else:
-                at.decode(name, part)
+                shard.decode(name, row, part)
             if tokens is not None:
-                values = part if isinstance(part, Tensor) else tensor_of(part)
-                values[torch.from_numpy(~tokens[:count])] = 0
+                part[~tokens[:count]] = 0
         return count
 
     def stored_rows(self, index: int, name: str) -> StoredRows:
-        """Return a document's rows of a column, encoded as the manifest of this dataset says.
-
-        Raises:
-            DatasetError: damage.
-        """
+        """Return a document's rows of a column, encoded as the manifest of this dataset says."""
         tokens = self._sparse_tokens(index) if name in self._narrowed else None
-        at = self.locate(index, self._group_of.get(name, 0))
-        return at.rows(self._columns[name], tokens)
+        shard, row = self.locate(index, self._group_of[name])
+        return shard.rows(self._columns[name], row, tokens)
 
     def _sparse_tokens(self, index: int) -> np.ndarray:
         """Return which tokens of a document a sparse column has, bool [T]."""
@@ -440,29 +421,31 @@ class HiddenStatesDataset:
 
     # -- shards -----------------------------------------------------------------------------------
 
-    def locate(self, index: int, group: int = 0) -> "Located":
-        """Return where the columns of a group of a document are stored.
+    def locate(self, index: int, group: int = 0) -> tuple[Shard, int]:
+        """Return where the columns of a group of a document are stored: the shard, and its row.
 
         Raises:
             IndexError: no such document. DatasetError: its shard is damaged.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        if self.view is None:
-            shard, row = self._stored_at(index)
-            return Located(self, shard, shard.place(row))
-        source, document = self._references[group]
-        return self.sources[source[index]].locate(int(document[index]))
+        if self.view is not None:
+            source, document = self._references[group]
+            return self.sources[source[index]].locate(int(document[index]))
+        number = index % len(self)
+        shard = int(np.searchsorted(self._firsts, number, "right")) - 1
+        return self.shard(shard), number - int(self._firsts[shard])
 
-    def _stored_at(self, index: int) -> tuple[Shard, int]:
-        """Return the shard of a document, and its row there."""
-        shards, rows = self._rows
-        return self.shard(int(shards[index])), int(rows[index])
+    @cached_property
+    def _firsts(self) -> np.ndarray:
+        """Number of the first document of each shard, int64 [S]."""
+        rows = np.array([record.rows for record in self.manifest.shards], np.int64)
+        return np.cumsum(rows) - rows
 
     def shard_of(self, index: int) -> str:
-        """Return the shard file that holds a document: relative to the dataset, or whole."""
-        at = self.locate(index)
-        return at.shard.record.file if at.dataset is self else at.shard.name
+        """Return the shard file that holds a document: relative to the dataset, or complete."""
+        shard, _ = self.locate(index)
+        return shard.name if self.view else shard.record.file
 
     def shard(self, number: int) -> Shard:
         """Return shard `number`, mapped at its first use.
@@ -470,33 +453,40 @@ class HiddenStatesDataset:
         Raises:
             DatasetError: the shard is damaged, of another dataset, or another shard under its name.
         """
-        if (found := self._shards.get(number)) is not None:
-            return found
-        record = self.manifest.shards[number]
-        before = sum(other.rows for other in self.manifest.shards[:number])
-        rows = slice(before, before + record.rows)
+        if (mapped := self._shards.get(number)) is not None:
+            return mapped
+        record, first = self.manifest.shards[number], int(self._firsts[number])
+        rows = slice(first, first + record.rows)
         # not of `supervised`: a subclass may have other masks than the stored ones
-        supervised = index_numbers(self.index, "supervised")[rows].astype(np.int64)
+        supervised, first_supervised = (
+            index_numbers(self.index, name)[rows].astype(np.int64)
+            for name in ("supervised", "first_supervised")
+        )
         index = IndexRows(
-            first=before,
+            first=first,
             ids=self.id_array[rows],
             lengths=self.lengths[rows],
-            stored=supervised - (index_numbers(self.index, "first_supervised")[rows] == 0),
+            stored=supervised - (first_supervised == 0),
             checksums=index_numbers(self.index, "checksum"),
         )
         if self.mirror is None:
-            found = Shard(self.path / record.file, self.manifest, record, index)
+            mapped = self._map(self.path / record.file, record, index)
         else:
             url, copy = f"{self.mirror.url}/{record.file}", self.mirror.shard(record)
             try:
-                found = Shard(copy, self.manifest, record, index, url)
+                mapped = self._map(copy, record, index, url)
             except DatasetError:  # damaged on this disk, or just deleted by another process
                 copy.unlink(missing_ok=True)
-                found = Shard(self.mirror.shard(record), self.manifest, record, index, url)
+                mapped = self._map(self.mirror.shard(record), record, index, url)
             # mapped copies of remote shards that were deleted still take the disk
             self._shards = {n: s for n, s in self._shards.items() if s.file.exists()}
-        self._shards[number] = found
-        return found
+        self._shards[number] = mapped
+        return mapped
+
+    def _map(
+        self, file: Path, record: ShardRecord, index: IndexRows, url: str | None = None
+    ) -> Shard:
+        return Shard(file, self.manifest, record, index, lambda: self.tables, url)
 
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:
         """Wait until documents can be read; always True at once, as this dataset is complete."""
@@ -517,81 +507,9 @@ class HiddenStatesDataset:
             )
         if self.mirror is None:
             return 0
-        numbers = dict.fromkeys(self._rows[0][list(rows)].tolist())
-        return sum(self.mirror.fetch_ahead(self.manifest.shards[n]) for n in numbers)
-
-
-class Located(NamedTuple):
-    """Where a document is stored: the dataset, the shard, and the row in it.
-
-    A column may be stored there in another way than a view declares it.
-    """
-
-    dataset: HiddenStatesDataset
-    shard: Shard
-    place: Place
-
-    @property
-    def length(self) -> int:
-        """Tokens of the document."""
-        return int(self.shard.index.lengths[self.place.row])
-
-    def decode(self, name: str, out: Tensor | np.ndarray) -> None:
-        """Decode the first n tokens of a column into `out`, [n] or [n, W].
-
-        Tokens without a row become zero.
-        """
-        column, place = self.dataset.declared[name], self.place
-        if not (column.lossy or column.sparse):
-            column.coder.decode_into(self.shard.values(column, place)[: len(out)], out)
-            return
-        values = out if isinstance(out, Tensor) else tensor_of(out)
-        stored, spans = self.shard.stored(column, place), [(0, len(values))]
-        if column.sparse:
-            spans = runs(self.shard.sparse_tokens(place)[: len(values)])
-        first, done = 0, 0
-        for a, b in spans:
-            part = stored.cut(first, first + b - a)
-            if column.lossy:
-                decode_rows(column.lossy, part, self.dataset.tables[name], values[a:b])
-            else:
-                column.coder.decode_into(part.values, values[a:b])
-            values[done:a] = 0
-            first, done = first + b - a, b
-        values[done:] = 0
-
-    def gather(
-        self, name: str, out: CodedRows, start: int, count: int, wanted: np.ndarray | None
-    ) -> None:
-        """Append the rows of the first `count` tokens of a lossy column to `out`, undecoded.
-
-        `wanted`, bool [T], leaves out rows of other tokens; None: none.
-        """
-        column, tokens = self.dataset.declared[name], np.arange(count)
-        if column.sparse:
-            tokens = np.flatnonzero(self.shard.sparse_tokens(self.place)[:count])
-        rows = self.shard.stored(column, self.place).cut(0, len(tokens))
-        if wanted is not None:
-            chosen = np.flatnonzero(wanted[tokens])
-            rows, tokens = rows.take(chosen), tokens[chosen]
-        out.add(rows, tokens + start)
-
-    def rows(self, declared: Column, wanted: np.ndarray | None) -> StoredRows:
-        """Return the rows of a column as `declared`: those of the tokens `wanted`, bool [T].
-
-        `declared` has the codec of the column, or bf16, to which a lossy one is decoded.
-        """
-        column = self.dataset.declared[declared.name]
-        rows = self.shard.stored(column, self.place)
-        if wanted is not None:
-            stored = self.shard.sparse_tokens(self.place) if column.sparse else slice(None)
-            rows = rows.take(np.flatnonzero(wanted[stored]))
-        if column.lossy is None or column.codec == declared.codec:
-            return rows
-        states = torch.empty(len(rows), column.width or 1, dtype=torch.bfloat16)
-        decode_rows(column.lossy, rows, self.dataset.tables[column.name], states)
-        bits = declared.coder.encode(states)
-        return StoredRows(bits, bits, np.zeros(0, np.int32), bits)
+        numbers = np.searchsorted(self._firsts, list(rows), "right") - 1
+        shards = [self.manifest.shards[n] for n in dict.fromkeys(numbers.tolist())]
+        return sum(map(self.mirror.fetch_ahead, shards))
 
 
 # -- small files -----------------------------------------------------------------------------------

@@ -1,20 +1,19 @@
-"""One mapped shard, checked against the manifest and the index: this is the only place.
+"""One mapped shard, checked against the manifest and the index, and its columns, decoded.
 
 when it is opened         schema, metadata, and the number of rows; no value is null
-first use of a row        its checksums, with the one in the index
 first use of a column     in a record batch: offsets, with the lengths in the index
 first use of the texts    in a record batch: offsets and UTF-8
-before bytes are handed out    their checksum: at their first use in this process, and at one
-                          read in 64 afterwards, so that later damage is found, too
+before bytes are handed out    their checksum, and that of the row with the one in the index: at
+                          their first use in this process, and at one read in 64 afterwards
 """
 
 import bisect
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +29,7 @@ from spec_data.shards.checksums import (
     stored_checksums,
     turns_bytes,
 )
-from spec_data.shards.codecs import LossyCodec, Tables, bf16_tensor
+from spec_data.shards.codecs import LossyCodec, Tables, bf16_tensor, tensor_of
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
 
@@ -164,7 +163,6 @@ def runs(kept: np.ndarray) -> list[tuple[int, int]]:
 # -- shard -----------------------------------------------------------------------------------------
 
 
-_MASK = Column(name="loss_mask", codec="bool8")
 TEXTS = ("doc_id", "source", "turns")
 _NO_ROWS = np.zeros(0, np.int32)
 _NOT_FINITE = np.uint16(0x7F80)  # the exponent bits of a bf16 that is infinite or not a number
@@ -187,16 +185,11 @@ class IndexRows:
     checksums: np.ndarray | None  # uint64, of all documents of the dataset
 
 
-class Place(NamedTuple):
-    """A row of a shard: its record batch, and its number in it."""
-
-    row: int
-    batch: int
-    local: int
-
-
 class Shard:
-    """Numpy views of a shard's record batches, made at first use; nothing is copied."""
+    """Numpy views of a shard's record batches, made at first use; nothing is copied.
+
+    What reads values raises DatasetError for damage, named by row and column.
+    """
 
     def __init__(
         self,
@@ -204,9 +197,10 @@ class Shard:
         manifest: Manifest,
         record: ShardRecord,
         index: IndexRows,
+        tables: Callable[[], Mapping[str, Tables]],
         url: str | None = None,
     ) -> None:
-        """Map the shard that `record` describes.
+        """Map the shard that `record` describes; `tables` returns those of the lossy columns.
 
         `url` is that of a remote shard, whose local copy `file` is deleted if it is damaged.
 
@@ -215,17 +209,14 @@ class Shard:
         """
         self.file, self.record, self.index, self._manifest = file, record, index, manifest
         self.name = f"{url} (local copy {file})" if url else str(file)
-        self._is_copy = url is not None
+        self._is_copy, self._tables = url is not None, tables
+        self._columns = {column.name: column for column in manifest.columns}
         try:
             schema, self.batches, outline = read_batches(file)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self._damaged(f"damaged ({error})") from None
-        expected = arrow_schema(manifest.columns)
-        if not schema.equals(expected, check_metadata=True):
-            raise self._damaged(
-                "its columns are not those of the manifest; it belongs to another dataset or "
-                "release"
-            )
+        if not schema.equals(arrow_schema(manifest.columns), check_metadata=True):
+            raise self._damaged("its columns are not those of the manifest: of another dataset")
         if record.outline != outline:
             raise self._damaged(
                 "its metadata is not what the manifest says: it is damaged, of another dataset, or "
@@ -233,86 +224,136 @@ class Shard:
             )
         if any(column.null_count for batch in self.batches for column in batch.columns):
             raise self._damaged("some of its values are null")
-        self.starts = [0, *itertools.accumulate(b.num_rows for b in self.batches)]
-        if not self.starts[-1] == len(index.lengths) == record.rows:
+        self._starts = [0, *itertools.accumulate(b.num_rows for b in self.batches)]
+        if not self._starts[-1] == len(index.lengths) == record.rows:
             raise self._damaged(
-                f"{self.starts[-1]} documents, the manifest says {record.rows}, the index "
+                f"{self._starts[-1]} documents, the manifest says {record.rows}, the index "
                 f"{len(index.lengths)}"
             )
-        self._fields = {name: number for number, name in enumerate(expected.names)}
+        self._fields = {name: number for number, name in enumerate(schema.names)}
         self._checksums = [stored_checksums(batch) for batch in self.batches]
-        self._checked_rows = bytearray(record.rows)
-        self._checked = bytearray(record.rows * len(expected))  # chunks
+        self._checked = np.zeros((record.rows, len(schema)), bool)  # chunks; last: those of a row
         self._checked_texts: set[int] = set()  # record batches
         self._views: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
         if index.checksums is None:
             self._check_ids()
 
-    def _damaged(self, what: str, row: int | None = None, column: str = "") -> DatasetError:
-        where = self.name if row is None else self.where(row)
-        where += f", column {column}" if column else ""
-        return DatasetError(f"{where}: {what}; copy this shard again")
-
     def where(self, row: int) -> str:
         """Name a row in an error message: file, number, document."""
         return f"{self.name}: row {row} (document {self.index.ids[row].as_py()})"
 
-    def place(self, row: int) -> Place:
-        """Return where to read a row, whose checksums are compared with the index once."""
-        batch = bisect.bisect_right(self.starts, row) - 1
-        if not self._checked_rows[row]:
-            self._check_row(row, batch)
-            self._checked_rows[row] = 1
-        return Place(row, batch, row - self.starts[batch])
+    # -- values -----------------------------------------------------------------------------------
 
-    def texts(self, place: Place) -> dict[str, Any]:
+    def texts(self, row: int) -> dict[str, Any]:
         """Return doc_id, source and turns of a row."""
-        self._check_texts(place.batch)
-        batch = self.batches[place.batch]
-        found = {name: batch.column(name)[place.local].as_py() for name in TEXTS}
-        self._check("doc_id", place, found["doc_id"].encode())
-        self._check("source", place, found["source"].encode())
-        self._check("turns", place, turns_bytes(turn.values() for turn in found["turns"]))
-        return found
+        batch, local = self._locate(row)
+        self._check_texts(batch)
+        texts = {name: self.batches[batch].column(name)[local].as_py() for name in TEXTS}
+        self._check("doc_id", row, texts["doc_id"].encode())
+        self._check("source", row, texts["source"].encode())
+        self._check("turns", row, turns_bytes(turn.values() for turn in texts["turns"]))
+        return texts
 
-    def mask(self, place: Place) -> np.ndarray:
+    def mask(self, row: int) -> np.ndarray:
         """Return the stored loss mask of a document, bool [T]."""
-        return self.values(_MASK, place) != 0
+        return self._values(self._columns["loss_mask"], row) != 0
 
-    def sparse_tokens(self, place: Place) -> np.ndarray:
+    def decode(self, name: str, row: int, out: Tensor | np.ndarray) -> None:
+        """Decode the first n tokens of a column into `out`, [n] or [n, W].
+
+        Tokens without a row become zero.
+        """
+        column = self._columns[name]
+        if not (column.lossy or column.sparse):
+            column.coder.decode_into(self._values(column, row)[: len(out)], out)
+            return
+        values = out if isinstance(out, Tensor) else tensor_of(out)
+        stored, spans = self._stored(column, row), [(0, len(values))]
+        if column.sparse:
+            spans = runs(self._sparse_tokens(row)[: len(values)])
+        first, done = 0, 0
+        for a, b in spans:
+            part = stored.cut(first, first + b - a)
+            if column.lossy:
+                decode_rows(column.lossy, part, self._tables()[name], values[a:b])
+            else:
+                column.coder.decode_into(part.values, values[a:b])
+            values[done:a] = 0
+            first, done = first + b - a, b
+        values[done:] = 0
+
+    def gather(
+        self,
+        name: str,
+        row: int,
+        out: CodedRows,
+        start: int,
+        count: int,
+        wanted: np.ndarray | None,
+    ) -> None:
+        """Append the rows of the first `count` tokens of a lossy column to `out`, undecoded.
+
+        Token 0 has slot `start`. `wanted`, bool [T], leaves out rows of other tokens; None: none.
+        """
+        column, tokens = self._columns[name], np.arange(count)
+        if column.sparse:
+            tokens = np.flatnonzero(self._sparse_tokens(row)[:count])
+        rows = self._stored(column, row).cut(0, len(tokens))
+        if wanted is not None:
+            chosen = np.flatnonzero(wanted[tokens])
+            rows, tokens = rows.take(chosen), tokens[chosen]
+        out.add(rows, tokens + start)
+
+    def rows(self, declared: Column, row: int, wanted: np.ndarray | None) -> StoredRows:
+        """Return the rows of a column as `declared`: those of the tokens `wanted`, bool [T].
+
+        `declared` has the codec of the column, or bf16, to which a lossy one is decoded.
+        """
+        column = self._columns[declared.name]
+        rows = self._stored(column, row)
+        if wanted is not None:
+            stored = self._sparse_tokens(row) if column.sparse else slice(None)
+            rows = rows.take(np.flatnonzero(wanted[stored]))
+        if column.lossy is None or column.codec == declared.codec:
+            return rows
+        states = torch.empty(len(rows), column.width or 1, dtype=torch.bfloat16)
+        decode_rows(column.lossy, rows, self._tables()[column.name], states)
+        bits = declared.coder.encode(states)
+        return StoredRows(bits, bits, _NO_ROWS, bits)
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        """Return the record batch of a row, and its number there."""
+        batch = bisect.bisect_right(self._starts, row) - 1
+        return batch, row - self._starts[batch]
+
+    def _sparse_tokens(self, row: int) -> np.ndarray:
         """Tokens that have a row in sparse columns, bool [T]."""
-        mask = self.mask(place)
+        mask = self.mask(row)
         return predicts_supervised(mask, np.array([0, len(mask)]))
 
-    def values(self, column: Column, place: Place) -> np.ndarray:
-        """Stored values (or codes) of one document, [n] or [n, W]: a view of the mapped file.
-
-        Raises:
-            DatasetError: damage, named by row and column.
-        """
-        key = place.batch, column.name
-        if (view := self._views.get(key)) is None:
-            offsets, flat = list_views(self.batches[place.batch].column(column.name))
-            self._check_offsets(column, place.batch, offsets, len(flat))
-            view = self._views[key] = offsets, flat
+    def _values(self, column: Column, row: int) -> np.ndarray:
+        """Stored values (or codes) of one document, [n] or [n, W]: a view of the mapped file."""
+        batch, local = self._locate(row)
+        if (view := self._views.get((batch, column.name))) is None:
+            offsets, flat = list_views(self.batches[batch].column(column.name))
+            self._check_offsets(column, batch, offsets, len(flat))
+            view = self._views[batch, column.name] = offsets, flat
         offsets, flat = view
-        found = flat[offsets[place.local] : offsets[place.local + 1]]
-        self._check(column.name, place, found)
-        return found
+        values = flat[offsets[local] : offsets[local + 1]]
+        self._check(column.name, row, values)
+        return values
 
-    def stored(self, column: Column, place: Place) -> StoredRows:
-        """All parts of one document's column, views of the mapped file.
-
-        Raises:
-            DatasetError: damage, named by row and column.
-        """
-        values = self.values(column, place)
+    def _stored(self, column: Column, row: int) -> StoredRows:
+        """All parts of one document's column, views of the mapped file."""
+        values = self._values(column, row)
         if column.lossy is None:
             return StoredRows(values, values, _NO_ROWS, values)
         parts = (column.scale_part, *column.escape_parts)
-        stored = StoredRows(values, *(self.values(part, place) for part in parts))
-        self._check_lossy(column, place.row, stored)
+        stored = StoredRows(values, *(self._values(part, row) for part in parts))
+        self._check_lossy(column, row, stored)
         return stored
+
+    # -- checks -----------------------------------------------------------------------------------
 
     def damage(self) -> Iterator[tuple[int, str]]:
         """Yield row and field of every chunk whose bytes do not match its checksum.
@@ -320,38 +361,46 @@ class Shard:
         Raises:
             DatasetError: checksums differ from the index, or texts cannot be read.
         """
-        for batch, stored in enumerate(self._checksums):
-            for row in range(self.starts[batch], self.starts[batch + 1]):
-                self._check_row(row, batch)
-            self._check_texts(batch)
-            found = chunk_checksums(self.batches[batch].columns[:-1])
-            for local, field in np.argwhere(found != stored).tolist():
-                yield self.starts[batch] + local, self.batches[batch].schema.names[field]
+        for number, batch in enumerate(self.batches):
+            first = self._starts[number]
+            for local in range(batch.num_rows):
+                self._check_row(first + local)
+            self._check_texts(number)
+            wrong = chunk_checksums(batch.columns[:-1]) != self._checksums[number]
+            for local, field in np.argwhere(wrong).tolist():
+                yield first + local, batch.schema.names[field]
 
-    def _check(self, field: str, place: Place, chunk: np.ndarray | bytes) -> None:
+    def _damaged(self, what: str, row: int | None = None, column: str = "") -> DatasetError:
+        where = self.name if row is None else self.where(row)
+        where += f", column {column}" if column else ""
+        return DatasetError(f"{where}: {what}; copy this shard again")
+
+    def _check(self, field: str, row: int, chunk: np.ndarray | bytes) -> None:
         """Compare a chunk with its checksum if this read is due."""
-        number = self._fields[field]
-        at = place.row * len(self._fields) + number
-        if self._checked[at] and _draw() >= _CHECK_AGAIN:
+        checked, number = self._checked[row], self._fields[field]
+        if not checked[-1]:
+            self._check_row(row)
+            checked[-1] = True
+        if checked[number] and _draw() >= _CHECK_AGAIN:
             return
-        if self._checksums[place.batch][place.local, number] != checksum(chunk):
+        batch, local = self._locate(row)
+        if self._checksums[batch][local, number] != checksum(chunk):
             if self._is_copy:
                 self.file.unlink(missing_ok=True)  # the next run downloads it again
             raise DatasetError(
-                f"{self.where(place.row)}, column {field}: damaged: its bytes do not match "
+                f"{self.where(row)}, column {field}: damaged: its bytes do not match "
                 "their checksum; copy this shard again (`spec-data verify` lists all damage)"
             )
-        self._checked[at] = 1
+        checked[number] = True
 
-    def _check_row(self, row: int, batch: int) -> None:
+    def _check_row(self, row: int) -> None:
         """Check that a row's checksums are those that the index has here."""
         expected = self.index.checksums
-        if expected is None:
+        batch, local = self._locate(row)
+        digest = checksum(self._checksums[batch][local])
+        if expected is None or expected[self.index.first + row] == digest:
             return
-        found = checksum(self._checksums[batch][row - self.starts[batch]])
-        if expected[self.index.first + row] == found:
-            return
-        elsewhere = np.flatnonzero(expected == found)
+        elsewhere = np.flatnonzero(expected == digest)
         if not len(elsewhere):
             raise self._damaged("its checksums are damaged, or it is of another dataset", row)
         ends = np.cumsum([record.rows for record in self._manifest.shards])
@@ -365,7 +414,8 @@ class Shard:
         """Check that the rows are the documents that the plan has here."""
         for number, batch in enumerate(self.batches):
             self._check_texts(number)
-            if not batch.column("doc_id").equals(self.index.ids[slice(*self.starts[number:][:2])]):
+            planned = self.index.ids[self._starts[number] : self._starts[number + 1]]
+            if not batch.column("doc_id").equals(planned):
                 raise self._damaged("its documents are not those that the plan has here")
 
     def _check_texts(self, batch: int) -> None:
@@ -379,23 +429,23 @@ class Shard:
                 if name == "turns" and any(c.null_count for c in column.flatten().flatten()):
                     raise pa.ArrowInvalid("null values")
             except pa.ArrowInvalid as error:
+                last = self._starts[batch + 1] - 1
                 raise self._damaged(
-                    f"rows {self.starts[batch]} to {self.starts[batch + 1] - 1}, column {name}: "
-                    f"damaged ({error})"
+                    f"rows {self._starts[batch]} to {last}, column {name}: damaged ({error})"
                 ) from None
         self._checked_texts.add(batch)
 
     def _check_offsets(self, column: Column, batch: int, offsets: np.ndarray, stored: int) -> None:
         """Check a column's offsets int64 [rows + 1] in a record batch: lengths as in the index, and
         all within the `stored` rows."""
-        first, last = self.starts[batch], self.starts[batch + 1]
-        found = np.diff(offsets)
+        first, last = self._starts[batch : batch + 2]
+        lengths = np.diff(offsets)
         expected = (self.index.stored if column.sparse else self.index.lengths)[first:last]
         escapes = column.name.endswith((".escape_index", ".escape"))
-        wrong = found < 0 if escapes else found != expected
+        wrong = lengths < 0 if escapes else lengths != expected
         if wrong.any():
             local = int(wrong.argmax())
-            what = f"{found[local]} tokens, the index says {expected[local]}"
+            what = f"{lengths[local]} tokens, the index says {expected[local]}"
             raise self._damaged(what, first + local, column.name)
         if offsets[0] != 0 or offsets[-1] > stored:
             raise self._damaged(

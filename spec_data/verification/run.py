@@ -154,8 +154,8 @@ def _check_documents(dataset: HiddenStatesDataset, findings: VerifyReport) -> No
     bar = progress(total=int(dataset.lengths.sum()), desc="states", unit="tok", leave=False)
     with bar:
         for index in range(len(dataset)):
-            at, row = dataset.locate(index), dataset[index]
-            where = f"{at.shard.record.file} row {at.place.row}"
+            (shard, number), row = dataset.locate(index), dataset[index]
+            where = f"{shard.record.file} row {number}"
             for problem in _problems(dataset, index, row):
                 findings.fail(f"{where}{problem}")
             asked = row["loss_mask"][1:]
