@@ -36,7 +36,6 @@ from spec_data.shards.records import (
     as_record,
     check_path,
     explicit,
-    in_words,
     plain,
     read_json,
 )
@@ -286,7 +285,6 @@ def mask_counts(loss_mask: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray,
 # -- manifest --------------------------------------------------------------------------------------
 
 _RESTORE = "The manifest was edited or damaged: restore it, or generate the dataset again"
-_NAMED = 3  # contradictions that a message names
 
 
 class ShardRecord(Record, frozen=True, kw_only=True):
@@ -501,23 +499,6 @@ class Provenance(Record, frozen=True, kw_only=True):
     of: list[ProvenanceInput]
 
 
-class _Settings(msgspec.Struct):
-    on_policy: bool = False
-    sampling_temperature: Share | None = None
-
-
-class _Identity(msgspec.Struct):
-    template_kwargs_used: dict[str, Count] = {}
-    system_messages: dict[str, Count] = {}
-
-
-class _Facts(msgspec.Struct):
-    """The settings and facts that readers look into; the others are compared as a whole."""
-
-    settings: _Settings
-    identity: _Identity
-
-
 class Manifest(Record, frozen=True, kw_only=True, dict=True):
     """manifest.json: everything that decided the bytes of a dataset.
 
@@ -564,10 +545,6 @@ class Manifest(Record, frozen=True, kw_only=True, dict=True):
     def __post_init__(self) -> None:
         for name in self.files:
             check_path(name)
-        try:
-            msgspec.convert({"settings": self.settings, "identity": self.identity}, _Facts)
-        except msgspec.ValidationError as error:
-            raise ValueError(in_words(error)) from None
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], where: str = MANIFEST) -> "Manifest":
@@ -601,8 +578,8 @@ class Manifest(Record, frozen=True, kw_only=True, dict=True):
                 f"{path}: the manifest does not match its own fingerprint; it was edited or "
                 "damaged. Restore it, or generate the dataset again"
             )
-        if wrong := list(itertools.islice(_contradictions(manifest), _NAMED)):
-            raise DatasetError(f"{path}: {'; '.join(wrong)}. {_RESTORE}")
+        for wrong in _contradictions(manifest):
+            raise DatasetError(f"{path}: {wrong}. {_RESTORE}")
         return manifest
 
     def to_json(self) -> dict[str, Any]:
@@ -649,39 +626,6 @@ def fingerprint(raw: Mapping[str, Any]) -> str:
     return sha256_json({k: v for k, v in raw.items() if k != "fingerprint"})
 
 
-def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """Yield what keys of a sealed manifest, each of the right type, say against each other."""
-    if manifest.view is not None and (manifest.shards or manifest.card):
-        yield "view: a view has no shards and no card"
-    if manifest.view is None and manifest.card is None:
-        yield "card is missing"
-    if manifest.view is None and manifest.totals != totals_of(manifest.shards):
-        yield f"totals is {plain(manifest.totals)}, but the shards have others"
-    for number, shard in enumerate(manifest.shards):
-        if not (shard.supervised <= shard.tokens and 0 < shard.rows <= shard.tokens):
-            yield f"shards[{number}] has impossible counts of rows and tokens"
-    if len({shard.file for shard in manifest.shards}) < len(manifest.shards):
-        yield "shards has a file twice"
-    if list(manifest.layers) != sorted(set(manifest.layers)):
-        yield f"layers is {list(manifest.layers)}, expected ascending layer ids"
-    for draft, own in manifest.draft_layers.items():
-        if list(own) != sorted(set(own)) or not set(own) <= set(manifest.layers):
-            yield f"draft_layers[{draft!r}] is {list(own)}, expected ascending ids among layers"
-    places, units = manifest.left_out.places, manifest.left_out.units
-    if len(places) != len(units) or places != sorted(set(places)) or units != sorted(units):
-        yield "left_out has places and units that do not belong together"
-    if ("target/positions.safetensors" in manifest.files) != bool(manifest.positions.tables):
-        yield "positions and the list of files disagree on target/positions.safetensors"
-    begun = [ancestor.documents for ancestor in manifest.ancestors]
-    if begun != sorted(begun) or max(begun, default=0) > manifest.totals.documents:
-        yield "ancestors does not list ever more documents, up to those of this dataset"
-    packing = manifest.packing
-    packed = packing.utilisation is not None and packing.form not in ("rows", "single")
-    if packed and not isinstance(packing.differences.get(packing.form), float):
-        yield f"packing.differences has no number for {packing.form!r}"
-    yield from _wrong_columns(manifest)
-
-
 def totals_of(shards: Iterable[ShardRecord]) -> Totals:
     """Return the sums over shards."""
     shards = tuple(shards)
@@ -693,8 +637,27 @@ def totals_of(shards: Iterable[ShardRecord]) -> Totals:
     )
 
 
-def _wrong_columns(manifest: Manifest) -> Iterator[str]:
-    """Yield how `columns` differs from the columns that layers and supervision make."""
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """Yield what keys of a sealed manifest, each of the right type, say against each other."""
+    shards, left_out = manifest.shards, manifest.left_out
+    if (manifest.view is None) != (manifest.card is not None) or (manifest.view and shards):
+        yield "a dataset with shards has a card, and a view has neither"
+    if manifest.view is None and manifest.totals != totals_of(shards):
+        yield f"totals is {plain(manifest.totals)}, but the shards have others"
+    if not all(shard.rows for shard in shards):
+        yield "a shard has no rows"
+    for layers in (manifest.layers, *manifest.draft_layers.values()):
+        if list(layers) != sorted(set(layers)) or not set(layers) <= set(manifest.layers):
+            yield f"{list(layers)}: expected ascending ids, among layers"
+    places, units = left_out.places, left_out.units
+    if (
+        len(places) != len(units)
+        or places != sorted(set(places))
+        or max(units, default=0) >= max(len(shards), 1)
+    ):
+        yield "left_out has places and units that do not belong together"
+    if ("target/positions.safetensors" in manifest.files) != bool(manifest.positions.tables):
+        yield "positions and the list of files disagree on target/positions.safetensors"
     codecs = {c.name: c.codec for c in manifest.columns}
     try:
         expected = token_columns(
@@ -710,15 +673,10 @@ def _wrong_columns(manifest: Manifest) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
-    if [c.name for c in expected] != [c.name for c in manifest.columns]:
-        names = ", ".join(c.name for c in manifest.columns)
-        yield f"columns has {names}; layers and supervision make others"
-        return
-    words = "{} with codec {}, width {} and {} tokens"
-    for column, other in zip(manifest.columns, expected, strict=True):
-        if column.layout != other.layout:
-            made = words.format(*other.layout)
-            yield f"columns has {words.format(*column.layout)}; the other keys make {made}"
+    layouts = ([c.layout for c in columns] for columns in (manifest.columns, expected))
+    for stored, made in itertools.zip_longest(*layouts):
+        if stored != made:
+            yield f"columns has {stored}; layers, supervision and codecs make {made}"
 
 
 # -- draft needs -----------------------------------------------------------------------------------
