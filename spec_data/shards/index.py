@@ -4,7 +4,6 @@ Arrow itself checks little: offsets outside their buffers crash a process that r
 them. A checksum does not protect from that, as anyone can compute it again.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pyarrow as pa
 
 from spec_data.shards.checksums import numbers, read_batches
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.schema import Manifest, ShardRecord, Totals
+from spec_data.shards.schema import Manifest
 from spec_data.shards.view import View, view_index_schema
 
 _COUNTS = ("tokens", "supervised", "first_supervised")
@@ -69,67 +68,49 @@ def _wrong(table: pa.Table, manifest: Manifest) -> str | None:
     if any(column.null_count for column in table.columns):
         return "some of its values are null"
     tokens, supervised, first = (index_numbers(table, name).astype(np.int64) for name in _COUNTS)
-    none = supervised == 0
-    bad = (tokens <= 0) | (supervised < 0) | (first < 0) | (none & (first != tokens))
-    bad |= ~none & (first + supervised > tokens)
+    bad = (tokens <= 0) | (supervised < 0) | (first < 0) | (first + supervised > tokens)
     if bad.any():
-        number = int(bad.argmax())
-        return (
-            f"document {number} has {tokens[number]} tokens, {supervised[number]} supervised, the "
-            f"first at {first[number]}: impossible"
-        )
+        return f"document {bad.argmax()} has impossible counts of tokens"
+    totals = {"documents": len(tokens), "tokens": tokens.sum(), "supervised": supervised.sum()}
+    for name, count in totals.items():
+        if count != getattr(manifest.totals, name):
+            return f"{count} {name}, the manifest says {getattr(manifest.totals, name)}"
     if manifest.view is not None:
-        return _wrong_in_view(table, manifest.view, manifest.totals)
-    return _wrong_in_shards(table, manifest.shards)
-
-
-def _wrong_in_shards(table: pa.Table, shards: Sequence[ShardRecord]) -> str | None:
-    """Return where the index of a stored dataset contradicts its shards."""
-    rows = np.array([record.rows for record in shards], np.int64)
-    if table.num_rows != rows.sum():
-        return f"{table.num_rows} documents, the manifest says {rows.sum()}"
-    if not np.array_equal(index_numbers(table, "shard"), np.repeat(np.arange(len(rows)), rows)):
+        return _wrong_in_view(table, manifest.view, tokens, supervised)
+    rows = [record.rows for record in manifest.shards]
+    shard, row = (index_numbers(table, name) for name in ("shard", "row"))
+    starts = np.cumsum(rows, dtype=np.int64) - rows
+    in_order = np.array_equal(shard, np.repeat(np.arange(len(rows)), rows))
+    if not in_order or not np.array_equal(row, np.arange(len(row)) - np.repeat(starts, rows)):
         return "documents are not in the order of the manifest's shards"
-    starts = np.cumsum(rows) - rows
-    expected = np.arange(table.num_rows) - np.repeat(starts, rows)
-    if not np.array_equal(index_numbers(table, "row"), expected):
-        return "column row does not count the rows of each shard"
-    for name, words in (("tokens", "tokens"), ("supervised", "supervised tokens")):
-        ends = np.cumsum(index_numbers(table, name), dtype=np.int64)[starts + rows - 1]
-        for record, count in zip(shards, np.diff(ends, prepend=0).tolist(), strict=True):
-            if count != getattr(record, name):
-                return (
-                    f"{count} {words} in {record.file}, the manifest says {getattr(record, name)}"
-                )
     return None
 
 
-def _wrong_in_view(table: pa.Table, view: View, totals: Totals) -> str | None:
-    """Return where the index of a view contradicts its manifest, or itself."""
-    sums = {name: int(index_numbers(table, name).sum()) for name in ("tokens", "supervised")}
-    for name, count in (sums | {"documents": table.num_rows}).items():
-        if count != getattr(totals, name):
-            return f"{count} {name}, the manifest says {getattr(totals, name)}"
+def _wrong_in_view(
+    table: pa.Table, view: View, tokens: np.ndarray, supervised: np.ndarray
+) -> str | None:
+    """Return where the index of a view names what is not there; counts are int64 [N] each."""
     documents = np.array([source.documents for source in view.sources], np.int64)
     for group in range(len(view.groups)):
-        source = index_numbers(table, f"source_number.{group}")
-        document = index_numbers(table, f"document.{group}")
-        if ((source < 0) | (source >= len(documents)) | (document < 0)).any() or (
-            document >= documents[source]
-        ).any():
+        source, document = (
+            index_numbers(table, f"{name}.{group}") for name in ("source_number", "document")
+        )
+        unknown = (source < 0) | (source >= len(documents)) | (document < 0)
+        if unknown.any() or (document >= documents[source]).any():
             return "it names documents that the sources do not have"
     if not view.remasked:
         return None
     offsets, spans = spans_of(table)
-    edges = np.diff(spans, prepend=0) > 0  # ascending, but where a document begins
-    edges[offsets[:-1][np.diff(offsets) > 0]] = True
-    last = spans[offsets[1:][np.diff(offsets) > 0] - 1]
-    covered = np.concatenate([[0], np.cumsum(np.where(np.arange(len(spans)) % 2, spans, -spans))])
-    wrong = (np.diff(offsets) % 2).any() or not edges.all() or (spans < 0).any()
-    if wrong or (last > index_numbers(table, "tokens")[np.diff(offsets) > 0]).any():
-        return "spans are not ascending, or outside their document"
-    if (covered[offsets[1:]] - covered[offsets[:-1]] != index_numbers(table, "supervised")).any():
-        return "spans and supervised tokens differ"
+    borders = np.diff(spans) > 0  # ascending, but where a document begins
+    starts = offsets[1:-1][(offsets[1:-1] > 0) & (offsets[1:-1] < len(spans))]
+    borders[starts - 1] = True
+    sums = np.concatenate([[0], np.cumsum(np.where(np.arange(len(spans)) % 2, spans, -spans))])
+    covered = sums[offsets[1:]] - sums[offsets[:-1]]
+    owners = np.repeat(np.arange(len(tokens)), np.diff(offsets))
+    outside = (spans < 0) | (spans > tokens[owners])
+    odd = (np.diff(offsets) % 2).any()
+    if odd or not borders.all() or outside.any() or not np.array_equal(covered, supervised):
+        return "its spans are not those of the supervised tokens"
     return None
 
 

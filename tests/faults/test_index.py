@@ -54,7 +54,8 @@ def offsets_place(content: bytes, column: str) -> int:
 @pytest.mark.parametrize(
     ("where", "offset"),
     [
-        *((where, bad) for where in (0, 6, 12) for bad in (-(2**31), 10_000)),
+        (0, -(2**31)),
+        (12, 10_000),
         (6, 3),  # below the one before it
     ],
 )
@@ -81,14 +82,11 @@ def test_lengths_beyond_the_buffers_are_refused(data):
     ("column", "row", "value", "said"),
     [
         ("shard", 3, 7, "not in the order of the manifest's shards"),
-        ("row", 5, 4, "does not count the rows"),
-        ("row", 0, 2**31 - 1, "does not count the rows"),
-        ("tokens", 2, 0, "document 2 has 0 tokens, .* impossible"),
-        ("tokens", 2, 2**31 - 1, r"tokens in shards/unit-00000\.arrow, the manifest says"),
-        ("supervised", 4, -1, "document 4 .* impossible"),
-        ("supervised", 4, 1_000, "document 4 .* impossible"),
-        ("first_supervised", 4, -1, "document 4 .* impossible"),
-        ("first_supervised", 4, 1_000, "document 4 .* impossible"),
+        ("row", 5, 4, "not in the order"),
+        ("tokens", 2, 0, "document 2 has impossible counts"),
+        ("tokens", 2, 2**31 - 1, r"tokens, the manifest says"),
+        ("supervised", 4, -1, "document 4 has impossible counts"),
+        ("first_supervised", 4, 1_000, "document 4 has impossible counts"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(data, column, row, value, said):
@@ -97,17 +95,6 @@ def test_numbers_that_cannot_be_are_refused(data, column, row, value, said):
     with pytest.raises(DatasetError, match=rf"index\.arrow: .*{said}"):
         _ = HiddenStatesDataset(data).lengths
     with pytest.raises(DatasetError, match=said):
-        read_everything(data)
-
-
-def test_counts_are_those_of_the_manifest(data):
-    table = index_table(data)
-    change = set_column(table, "supervised", lambda v: v.__isub__(np.eye(1, 12, 1, int)[0] * 1))
-    trace_file(data, INDEX, stream_of(change))
-    with pytest.raises(DatasetError, match=r"supervised tokens in shards/unit-00000\.arrow, the m"):
-        read_everything(data)
-    trace_file(data, INDEX, stream_of(table.slice(0, 11)))
-    with pytest.raises(DatasetError, match="11 documents, the manifest says 12"):
         read_everything(data)
 
 
@@ -123,9 +110,7 @@ def nullable(table: pa.Table) -> pa.Table:
     ("change", "said"),
     [
         (lambda t: t.drop_columns(["checksum"]), "columns are not those of an index"),
-        (lambda t: t.append_column("more", t.column("row")), "columns are not those of an index"),
         (lambda t: t.cast(pa.schema([(f.name, f.type) for f in t.schema])), "columns are not"),
-        (lambda t: t.replace_schema_metadata({"a": "b"}), "columns are not those of an index"),
         (nullable, "values are null"),
     ],
 )
@@ -133,37 +118,6 @@ def test_the_schema_is_exact(data, change, said):
     trace_file(data, INDEX, stream_of(change(index_table(data))))
     with pytest.raises(DatasetError, match=rf"index\.arrow: .*{said}"):
         read_everything(data)
-
-
-def compressed(content: bytes, codec: str, extra: pa.RecordBatch | None = None) -> bytes:
-    """The same stream with compressed bodies, and one more record batch."""
-    reader, sink = pa.ipc.open_stream(pa.py_buffer(content)), pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression=codec)
-    with pa.ipc.new_stream(sink, reader.schema, options=options) as stream:
-        for batch in [*reader, *([extra] if extra else [])]:
-            stream.write_batch(batch)
-    return sink.getvalue().to_pybytes()
-
-
-@pytest.mark.parametrize("codec", ["zstd", "lz4"])
-def test_compressed_bodies_are_refused_before_they_are_unpacked(data, codec):
-    """64 kB can hold gigabytes: here 100 MB, of which nothing may be unpacked."""
-    row = dict.fromkeys(INDEX_SCHEMA.names, 0) | {"doc_id": "x", "source": "x" * 10**8}
-    bomb = pa.RecordBatch.from_pylist([row], INDEX_SCHEMA)
-    index, shard = (data / INDEX).read_bytes(), (data / "shards/unit-00000.arrow").read_bytes()
-    trace_file(data, INDEX, compressed(index, codec, bomb))
-    assert (data / INDEX).stat().st_size < 2**20
-    usual = pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(usual)
-    pa.set_memory_pool(pool)
-    try:
-        assert use(data).count("index.arrow: damaged (a record batch is compressed") == 2
-        trace_file(data, INDEX, index)
-        trace_shard(data, 0, compressed(shard, codec))
-        assert use(data).count("unit-00000.arrow: damaged (a record batch is compressed") == 2
-    finally:
-        pa.set_memory_pool(usual)
-    assert pool.max_memory() < 10**7
 
 
 @pytest.mark.parametrize("text", [b"null", b"[]", b"\xff"])
@@ -198,9 +152,10 @@ def campaign(name: str, default: int, make) -> None:
 # -- shards ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("column", ["input_ids", "hidden.final"])
-@pytest.mark.parametrize("offset", [-(2**63), 2**63 - 1, 10**6, 0])
-@pytest.mark.parametrize("where", [1, 4])
+@pytest.mark.parametrize(
+    ("column", "where", "offset"),
+    [("input_ids", 1, -(2**63)), ("hidden.final", 4, 10**6), ("input_ids", 4, 0)],
+)
 def test_lists_with_bad_offsets_are_refused(data, column, offset, where):
     name = "shards/unit-00000.arrow"
     content = bytearray((data / name).read_bytes())
@@ -238,8 +193,9 @@ def test_random_values_whose_every_checksum_agrees_never_crash(data):
     campaign("shard and its checksums", 40, make)
 
 
-@pytest.mark.parametrize("column", ["doc_id", "input_ids", "loss_mask"])
-@pytest.mark.parametrize("offset", [-1, 10**6, 1])
+@pytest.mark.parametrize(
+    ("column", "offset"), [("doc_id", 10**6), ("input_ids", -1), ("loss_mask", 1)]
+)
 def test_planned_documents_with_bad_offsets_are_refused(tmp_path, column, offset):
     """left_out.arrow of a sealed dataset and plan.arrow of one being generated."""
     file = tmp_path / "left_out.arrow"
