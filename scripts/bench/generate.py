@@ -109,9 +109,10 @@ class Bench:
         self._rows(1)
 
     def _rows(self, rows: int) -> None:
-        offsets, ids = self.plan.documents.offsets, self.plan.documents.tokens["input_ids"]
+        documents, offsets = self.plan.documents, self.plan.documents.offsets
         for first in range(0, len(self.plan.lengths), rows):
-            part = offsets[first : first + rows + 1]
+            part = offsets[first : first + rows + 1] - offsets[first]
+            ids = documents.tokens(first, first + len(part) - 1)["input_ids"]
             width = int((part[1:] - part[:-1]).max())
             batch = torch.zeros(len(part) - 1, width, dtype=torch.long)
             mask = torch.zeros_like(batch)

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -271,10 +270,10 @@ class StoredBackend(SkeletonTarget):
         number = self._numbers.get(_digest(ids))
         if number is not None:
             return number
-        planned, offsets = self._documents.tokens["input_ids"], self._documents.offsets.tolist()
-        for start, end in pairwise(offsets):  # a proof cuts a few documents
-            if np.array_equal(planned[start : min(end, start + len(ids))], ids):
-                return self._numbers[_digest(planned[start:end])]
+        for d in range(len(self._documents)):  # a proof cuts a few documents
+            planned = self._documents.tokens(d, d + 1)["input_ids"]
+            if np.array_equal(planned[: len(ids)], ids):
+                return self._numbers[_digest(planned)]
         raise RunError("states of tokens that are not planned; this is a bug, please report it")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from spec_data.capture.backend import ForwardBatch, TargetBackend
 from spec_data.capture.mask_forms import REQUESTS, ROWS, SINGLE
 from spec_data.generation.plan import Plan
-from spec_data.generation.transfers import Arrival, Transfers, encode_columns, store
+from spec_data.generation.transfers import Arrival, Streams, encode_columns, store
 from spec_data.models.devices import sent
 from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import RunError
@@ -28,15 +28,15 @@ from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.shards.schema import FINAL, TEACHERS, Column, layer_column, predicts_supervised
 from spec_data.shards.writer import UnitData
 
-# -- measure ---------------------------------------------------------------------------------------
-# Measure what the target thinks of the supervised tokens, from logits that exist anyway.
+# -- logits ----------------------------------------------------------------------------------------
+# What a draft learns from, out of final states or logits, and what the target thinks of the
+# supervised tokens. The head is the widest matrix of a target, so it runs only on the tokens that
+# are asked for, some at a time: no logits [N, V] exist unless the target returned them.
 #
-# Shapes: N tokens, m tokens with a supervised next token, V vocabulary size.
-
+# Shapes: n tokens, m of them with a supervised next token, H hidden size, V vocabulary size.
 
 NOT_SUPERVISED = -1
-# Nats. A target that masks part of its vocabulary assigns a token no probability at all.
-_LARGEST_NLL = 1e4
+_LARGEST_NLL = 1e4  # nats, where a target masks part of its vocabulary
 
 
 def supervised_next(ids: np.ndarray, predicting: np.ndarray) -> np.ndarray:
@@ -52,21 +52,9 @@ def supervised_next(ids: np.ndarray, predicting: np.ndarray) -> np.ndarray:
     return following
 
 
-def log_sum_exp(logits: Tensor, argmax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exp of logits, float32 [m], and exp(logits - largest), float32 [m, V].
-
-    The exponentials cost more than all other steps together, so they are computed once, for both.
-    `argmax` is that of the logits float32 [m, V], int64 [m]. The result is not finite if the
-    largest logit is not.
-    """
-    largest = logits.gather(-1, argmax[:, None])  # [m, 1]
-    own = (logits - largest).exp_()
-    return own.sum(-1).log_() + largest[:, 0], own
-
-
 def token_figures(
     logits: Tensor,
-    own: Tensor,
+    exponentials: Tensor,
     logsumexp: Tensor,
     argmax: Tensor,
     following: Tensor,
@@ -76,7 +64,7 @@ def token_figures(
 
     Args:
         logits: float32 [m, V].
-        own: as `log_sum_exp` returns it, float32 [m, V].
+        exponentials: exp(logits - largest), float32 [m, V].
         logsumexp: of the logits, float32 [m].
         argmax: of the logits, int64 [m].
         following: the next token, int64 [m].
@@ -88,12 +76,11 @@ def token_figures(
         own_logit, own_first = largest, torch.ones_like(largest)
     elif temperature == 1:
         own_first = (largest - logsumexp).exp()
-        # Probabilities of the own samples, [m, V], but for a factor.
-        own_logit = _expectation(own, logits) * own_first
+        own_logit = _expectation(exponentials, logits) * own_first
     else:
-        own = torch.softmax(logits / temperature, -1)
-        own_first = own.gather(-1, argmax[:, None])[:, 0]
-        own_logit = _expectation(own, logits)
+        probabilities = torch.softmax(logits / temperature, -1)
+        own_first = probabilities.gather(-1, argmax[:, None])[:, 0]
+        own_logit = _expectation(probabilities, logits)
     nll = (logsumexp - chosen).clamp(max=_LARGEST_NLL)
     first = (argmax == following).float()
     return torch.stack([first, nll, logsumexp - own_logit, own_first], -1)
@@ -109,15 +96,6 @@ def _expectation(probabilities: Tensor, logits: Tensor) -> Tensor:
         if bool(total.isfinite().all()):
             return total
     return (probabilities * logits.clamp_min(-_LARGEST_NLL)).sum(-1)
-
-
-# -- logit columns ---------------------------------------------------------------------------------
-# What a draft learns from, out of final states or logits: argmax, logsumexp, top-k, and figures.
-#
-# The head is the widest matrix of a target, so it runs only on the tokens that are asked for, some
-# at a time: no logits [N, V] exist unless the target returned them.
-#
-# Shapes: n tokens, m of them with a supervised next token, H hidden size, V vocabulary size.
 
 
 def logit_columns(
@@ -144,40 +122,36 @@ def logit_columns(
     """
     parts: list[dict[str, Tensor]] = []
     figures = [torch.zeros(0, 4, device=final.device)]
-    for part in target.logit_chunks(len(final)):
-        block = logits[part] if logits is not None else target.logits_of(final[part])  # [k, V]
+    top_k = (names["topk_ids"].width or 1) if "topk_ids" in names else 0
+    for part in target.logit_chunks(len(final)) or [slice(0)]:
+        if logits is not None:
+            block = logits[part]  # [k, V]
+        else:
+            block = target.logits_of(final[part]) if len(final) else final.new_zeros(0, top_k or 1)
         wide = block.float()
         argmax = block.argmax(-1)
-        logsumexp, own = log_sum_exp(wide, argmax)
-        found = {"target_argmax": argmax, "target_logsumexp": logsumexp}
-        if "topk_ids" in names:
-            top = wide.topk(names["topk_ids"].width or 1, dim=-1)
-            found |= {"topk_ids": top.indices, "topk_logits": top.values}
-        parts.append(found)
+        largest = wide.gather(-1, argmax[:, None])  # [k, 1]
+        # They cost more than all other steps together, so they are computed once. The sum is not
+        # finite if the largest logit is not.
+        exponentials = (wide - largest).exp_()
+        logsumexp = exponentials.sum(-1).log_() + largest[:, 0]
+        parts.append({"target_argmax": argmax, "target_logsumexp": logsumexp})
+        if top_k:
+            top = wide.topk(top_k, dim=-1)
+            parts[-1] |= {"topk_ids": top.indices, "topk_logits": top.values}
         asked = np.flatnonzero(following[part] >= 0)
         if len(asked) == 0:
             continue
         chosen = sent(torch.from_numpy(following[part][asked]), final.device)
         if len(asked) < len(wide):
             rows = sent(torch.from_numpy(asked), final.device)
-            wide, own, logsumexp, argmax = wide[rows], own[rows], logsumexp[rows], argmax[rows]
-        figures.append(token_figures(wide, own, logsumexp, argmax, chosen, temperature))
-    out = {name: torch.cat([part[name] for part in parts]) for name in (parts or [{}])[0]}
-    if not parts:
-        out = _nothing(names, final)
+            wide, exponentials = wide[rows], exponentials[rows]
+            logsumexp, argmax = logsumexp[rows], argmax[rows]
+        figures.append(token_figures(wide, exponentials, logsumexp, argmax, chosen, temperature))
+    out = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if logits is not None:
         out["logits"] = logits
     return out, torch.cat(figures)
-
-
-def _nothing(names: Mapping[str, Column], final: Tensor) -> dict[str, Tensor]:
-    """Return the columns of no token."""
-    ids, values = final.new_zeros(0, dtype=torch.long), final.new_zeros(0, dtype=torch.float32)
-    out = {"target_argmax": ids, "target_logsumexp": values}
-    if "topk_ids" in names:
-        width = names["topk_ids"].width or 1
-        out |= {"topk_ids": ids.view(0, width), "topk_logits": values.view(0, width)}
-    return out
 
 
 # -- capture ---------------------------------------------------------------------------------------
@@ -196,7 +170,7 @@ class CaptureSettings:
         batch_tokens: tokens per target forward.
         tables: the codec tables of each lossy column, by column name.
         temperature: at which the target's own samples are imagined, see `shards.likelihood`.
-        transfers: how the result of a forward comes to the host.
+        streams: copy the result of a forward to the host, one batch late; None: at once.
     """
 
     columns: tuple[Column, ...]
@@ -204,7 +178,7 @@ class CaptureSettings:
     batch_tokens: int
     tables: Mapping[str, Tables] = field(default_factory=dict)
     temperature: float = 1.0
-    transfers: Transfers = field(default_factory=Transfers)
+    streams: Streams | None = None
 
 
 @dataclass
@@ -240,37 +214,29 @@ def capture_unit(
         RunError: more than 1 % of the unit's documents (and more than one) have such states, so
             the capture itself is broken.
     """
-    columns = settings.columns
+    columns, streams = settings.columns, settings.streams
     data = plan.unit_documents(unit, columns)
-    source = plan.unit_tokens(unit)
     broken: dict[int, str] = {}
     tables = {name: table.to(target.device) for name, table in settings.tables.items()}
     figures = DocumentFigures.zeros(len(data.doc_ids))
     waiting: deque[tuple[ForwardBatch, np.ndarray, dict[str, Tensor], Arrival]] = deque()
 
     def finish() -> None:
-        batch, asked, values, arrival = waiting.popleft()
-        try:
-            store(arrival, values, batch, columns, data, broken)
-            add_figures(arrival.arrays()[_FIGURES], asked, batch, figures)
-        finally:
-            arrival.release()
+        batch, following, values, arrival = waiting.popleft()
+        store(arrival, values, batch, columns, data, broken)
+        add_figures(arrival.arrays()[_FIGURES], following, batch, figures)
 
-    try:
-        for batch, asked in unit_forwards(plan, unit, settings.form, settings.batch_tokens):
-            given = (settings.form, columns, asked, settings.temperature)
-            values, found = forward_columns(target, batch, *given)
-            moved = encode_columns(values, columns, tables) | {_FIGURES: found}
-            waiting.append((batch, asked, values, settings.transfers.start(moved)))
-            on_tokens(batch.tokens)
-            if len(waiting) > settings.transfers.late:
-                finish()
-        while waiting:
+    for batch, following in unit_forwards(plan, unit, settings.form, settings.batch_tokens):
+        given = (settings.form, columns, following, settings.temperature)
+        values, measured = forward_columns(target, batch, *given)
+        moved = encode_columns(values, columns, tables) | {_FIGURES: measured}
+        waiting.append((batch, following, values, Arrival(moved, streams)))
+        on_tokens(batch.tokens)
+        if streams is None or len(waiting) > 1:
             finish()
-    finally:
-        for _, _, _, arrival in waiting:  # after an error, such as a device without memory
-            arrival.release()
-    if not np.array_equal(data.tokens["input_ids"], source["input_ids"]):
+    while waiting:
+        finish()
+    if not np.array_equal(data.tokens["input_ids"], plan.unit_tokens(unit)["input_ids"]):
         raise RunError(f"unit {unit}: stored token ids are not those of the plan; this is a bug")
     return _without(data, figures, broken, unit, columns)
 
@@ -306,7 +272,15 @@ def unit_batches(
     if form == SINGLE:
         return [[[d]] for d in range(len(lengths))]
     if form == REQUESTS:
-        return [[[d] for d in group] for group in _in_turn(lengths, batch_tokens)]
+        groups: list[list[list[int]]] = []
+        left = 0
+        for d, length in enumerate(lengths):
+            if length > left or not groups:
+                groups.append([])
+                left = batch_tokens
+            groups[-1].append([d])
+            left -= length
+        return groups
     short = [d for d, length in enumerate(lengths) if length <= pack_length]
     alone = [[[d]] for d, length in enumerate(lengths) if length > pack_length]
     if form == ROWS:
@@ -324,19 +298,6 @@ def unit_batches(
     ]
     step = max(1, batch_tokens // pack_length)
     return [packs[i : i + step] for i in range(0, len(packs), step)] + alone
-
-
-def _in_turn(lengths: list[int], most: int) -> list[list[int]]:
-    """Divide documents, in their order, into groups of at most `most` tokens, or one document."""
-    groups: list[list[int]] = []
-    left = 0
-    for d, length in enumerate(lengths):
-        if length > left or not groups:
-            groups.append([])
-            left = most
-        groups[-1].append(d)
-        left -= length
-    return groups
 
 
 def forward_batches(
@@ -410,14 +371,14 @@ def forward_columns(
 
 
 def add_figures(
-    found: np.ndarray, following: np.ndarray, batch: ForwardBatch, figures: DocumentFigures
+    measured: np.ndarray, following: np.ndarray, batch: ForwardBatch, figures: DocumentFigures
 ) -> None:
     """Add the figures of a batch, float32 [m, 4], to those of its documents.
 
     `following` is int64 [N], -1 where the next token is not supervised. The sums of a document are
     float64 and in token order, so they do not depend on the other documents of the batch.
     """
-    values = found.astype(np.float64)  # [m, 4]
+    values = measured.astype(np.float64)  # [m, 4]
     bounds = np.concatenate([[0], np.cumsum(following >= 0)])  # [N + 1]
     start = 0
     for d, length in zip(batch.documents, batch.lengths, strict=True):
@@ -448,5 +409,5 @@ def _without(
             f"first: document {data.doc_ids[first]}). With so many, the capture is broken and not "
             "the corpus: try --dtype float32 or --attn eager"
         )
-    kept = [d for d in range(count) if d not in broken]
-    return CapturedUnit(data.select(kept, columns), figures.select(kept), reasons, sorted(broken))
+    sound = [d for d in range(count) if d not in broken]
+    return CapturedUnit(data.select(sound, columns), figures.select(sound), reasons, sorted(broken))

@@ -4,19 +4,18 @@ A unit is a fixed list of documents that becomes one shard. The plan is a pure f
 corpus, the tokenizer and the settings. The bytes of a unit depend on nothing else, so units can be
 captured on any machine, in any order, and after any crash.
 
-    render_corpus           rows -> documents, truncated and without duplicates, in a temporary file
+    render_corpus           rows -> documents, truncated and without duplicates: plan.arrow
     cut_units               documents -> units of a Plan
-    save_plan, load_plan    OUT/.generate/plan.{json,arrow}
+    save_plan, load_plan    the rest of it: plan.json
 
-Several processes render; none of them decides anything: rows are counted, and documents compared
-and written, by one process in the order of the rows. So the plan is the same for any number.
+Several processes render; one process counts rows and compares and writes documents, in the order of
+the rows. So the plan is the same for any number of them.
 
 Shapes: D documents of the plan, N tokens of all documents.
 """
 
 import hashlib
 import logging
-import os
 import shutil
 import tempfile
 import weakref
@@ -24,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +31,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from transformers import PreTrainedTokenizerBase
 
 from spec_data.corpus.chat import Renderer, RenderError
 from spec_data.corpus.documents import (
@@ -54,13 +52,7 @@ from spec_data.corpus.sources import expected_rows
 from spec_data.generation.options import AUTO
 from spec_data.shards.checksums import list_views, numbers, read_batches
 from spec_data.shards.errors import CorpusError, DatasetError, TargetError
-from spec_data.shards.files import (
-    dump_json,
-    link_or_copy,
-    read_object,
-    sha256_file,
-    write_atomically,
-)
+from spec_data.shards.files import dump_json, read_object, sha256_file, write_atomically
 from spec_data.shards.identity import count_kwargs
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.schema import Column, SourceRecord, predicts_supervised
@@ -75,7 +67,6 @@ BATCH_TOKENS = 8192
 """Tokens per forward of the target where its memory is not measured."""
 
 # -- truncated documents ---------------------------------------------------------------------------
-# It is done where the document was rendered, in any process, because it costs as much as writing.
 
 
 class TruncatedDocument(NamedTuple):
@@ -133,45 +124,12 @@ def _supervised_length(mask: np.ndarray) -> int:
     return int(np.flatnonzero(mask)[-1]) + 1
 
 
-class DigestSet:
-    """A growing set of digests of 16 bytes, in 16 bytes each (a Python set takes 90 to 150).
-
-    Digests stand in sorted runs of numpy, and runs of similar length are merged, so there are few
-    of them. A merge takes twice its bytes for a moment.
-    """
-
-    def __init__(self) -> None:
-        self._runs: list[np.ndarray] = []  # each sorted, without repetitions, longest first
-
-    def add(self, digests: Sequence[bytes]) -> list[bool]:
-        """Add digests; return for each whether it is new, in order."""
-        added = np.frombuffer(b"".join(digests), np.dtype("S16"))  # compared with all 16 bytes
-        seen = np.zeros(len(added), bool)
-        for run in self._runs:
-            at = np.minimum(np.searchsorted(run, added), len(run) - 1)
-            seen |= run[at] == added
-        run, index = np.unique(added, return_index=True)
-        first = np.zeros(len(added), bool)
-        first[index] = True
-        new = first & ~seen
-        self._insert(run[new[index]])
-        return new.tolist()
-
-    def _insert(self, run: np.ndarray) -> None:
-        if not len(run):
-            return
-        while self._runs and len(self._runs[-1]) <= 2 * len(run):
-            run = np.sort(np.concatenate([self._runs.pop(), run]))
-        self._runs.append(run)
-
-
 # -- plan.arrow ------------------------------------------------------------------------------------
-# Documents are written while they are rendered, and read from a memory map. Memory holds those of
-# one record batch while writing, and 8 bytes per document while reading. What is read is a copy: a
-# view of a memory map must not be written to.
+# Documents are written while they are rendered, and read from a memory map: memory holds those of
+# one record batch while writing. What is read is a copy: a view of a map must not be written to.
 
-_ROWS, _BATCH_BYTES = 4096, 32 << 20  # of documents that are compared and written together
-SCRATCH = ".rendering-"
+DOCUMENTS = "plan.arrow"
+_ROWS, _BATCH_BYTES = 4096, 32 << 20  # of documents that are written together
 _LITTLE = 0.01  # of the tokens: fewer that are cut off need no warning
 
 
@@ -225,46 +183,25 @@ def count_warnings(counts: Mapping[str, Any], tokens: int) -> list[str]:
     return warnings
 
 
-class Scratch:
-    """A new directory, removed with this object or at the end of the program."""
-
-    def __init__(self, folder: Path | None) -> None:
-        """Make it in `folder`, or where the system puts temporary files."""
-        self.path = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder))
-        self.remove = weakref.finalize(self, _remove_own, self.path, os.getpid())
-
-
-def _remove_own(path: Path, process: int) -> None:
-    if os.getpid() == process:  # not in a forked one
-        shutil.rmtree(path, ignore_errors=True)
-
-
 class PlannedDocuments:
     """The documents of a plan file.
 
     Attributes:
-        file: the file, with the hash `sha256`. It may be removed while this object exists.
+        sha256: the hash of the file, which may be removed while this object exists.
         offsets: document d has tokens offsets[d] to offsets[d + 1], int64 [D + 1].
-        tokens: `input_ids` (int32) and `loss_mask` (uint8) of all documents, [N] each: index them
-            with a slice.
     """
 
-    def __init__(self, file: Path, sha256: str, scratch: Scratch | None = None) -> None:
-        """Map `file`, whose hash is `sha256`; `scratch` holds it, if it is temporary.
+    def __init__(self, file: Path, sha256: str) -> None:
+        """Map `file`, whose hash is `sha256`.
 
         Raises:
             pa.ArrowInvalid, OSError: it is no plan file.
         """
-        self.file, self.sha256, self._scratch = file, sha256, scratch
-        batches = read_batches(file)[1]
-        self._table = pa.Table.from_batches(batches)
-        views = [{c.name: list_views(b.column(c.name)) for c in PLAN_COLUMNS} for b in batches]
-        lengths = [np.zeros(1, np.int64), *(np.diff(v["loss_mask"][0]) for v in views)]
+        self.sha256 = sha256
+        self._table = pa.Table.from_batches(read_batches(file)[1])
+        self._masks = [list_views(chunk) for chunk in self._table["loss_mask"].chunks]
+        lengths = [np.zeros(1, np.int64), *(np.diff(offsets) for offsets, _ in self._masks)]
         self.offsets = np.cumsum(np.concatenate(lengths), dtype=np.int64)
-        self.tokens: Mapping[str, FlatColumn] = {
-            c.name: FlatColumn([v[c.name][1] for v in views]) for c in PLAN_COLUMNS
-        }
-        self._views = views
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -272,13 +209,12 @@ class PlannedDocuments:
     @cached_property
     def supervised(self) -> int:
         """Supervised tokens of all documents."""
-        return sum(int(view["loss_mask"][1].sum(dtype=np.int64)) for view in self._views)
+        return sum(int(mask.sum(dtype=np.int64)) for _, mask in self._masks)
 
     @cached_property
     def predicting(self) -> int:
         """Number of tokens whose next token is supervised, which sparse columns store."""
-        masks = (view["loss_mask"] for view in self._views)
-        return sum(int(predicts_supervised(mask, offsets).sum()) for offsets, mask in masks)
+        return sum(int(predicts_supervised(mask, offsets).sum()) for offsets, mask in self._masks)
 
     @cached_property
     def text_bytes(self) -> int:
@@ -289,17 +225,25 @@ class PlannedDocuments:
     @cached_property
     def sources(self) -> list[str]:
         """The source of every document, [D]; equal texts are one object."""
-        sources: list[str] = []
-        for chunk in self._table["source"].chunks:
-            codes = chunk.dictionary_encode()
-            names = codes.dictionary.to_pylist()
-            sources += [names[code] for code in numbers(codes.indices)]
-        return sources
+        codes = self._table["source"].combine_chunks().dictionary_encode()
+        names = codes.dictionary.to_pylist()
+        return [names[code] for code in numbers(codes.indices)]
 
     def doc_ids(self) -> Iterator[str]:
         """Yield the id of every document."""
         for chunk in self._table["doc_id"].chunks:
             yield from chunk.to_pylist()
+
+    def tokens(self, first: int, last: int) -> dict[str, np.ndarray]:
+        """Return `input_ids` (int32) and `loss_mask` (uint8) of documents `first` to `last` - 1.
+
+        They are [n] each, one document after another.
+        """
+        rows = self._table.slice(first, last - first)
+        return {
+            c.name: np.concatenate([numbers(chunk.flatten()) for chunk in rows[c.name].chunks])
+            for c in PLAN_COLUMNS
+        }
 
     def read(self, first: int, last: int) -> UnitData:
         """Return documents `first` to `last` - 1."""
@@ -313,7 +257,7 @@ class PlannedDocuments:
                 for turns in rows["turns"].to_pylist()
             ],
             bounds - bounds[0],
-            {name: values[bounds[0] : bounds[-1]] for name, values in self.tokens.items()},
+            self.tokens(first, last),
         )
 
     def select(self, documents: Sequence[int]) -> UnitData:
@@ -323,8 +267,7 @@ class PlannedDocuments:
             [part.doc_ids[0] for part in parts],
             [part.sources[0] for part in parts],
             [part.turns[0] for part in parts],
-            np.concatenate([[0], np.cumsum([part.offsets[-1] for part in parts])]).astype(np.int64),
-            {name: np.concatenate([p.tokens[name] for p in parts]) for name in self.tokens},
+            *self.beginnings(documents),
         )
 
     def beginnings(
@@ -336,52 +279,24 @@ class PlannedDocuments:
             Their offsets, int64 [len(documents) + 1], and `input_ids` and `loss_mask` of their
             tokens, one document after another.
         """
-        bounds = self.offsets
-        spans = [(bounds[d], bounds[d + 1]) for d in documents]
-        spans = [(a, b if longest is None else min(b, a + longest)) for a, b in spans]
-        offsets = np.concatenate([[0], np.cumsum([b - a for a, b in spans])]).astype(np.int64)
-        return offsets, {
-            name: np.concatenate([values[a:b] for a, b in spans])
-            for name, values in self.tokens.items()
-        }
-
-
-class FlatColumn:
-    """The values of a token column, [N], in parts that follow each other; a slice is a copy."""
-
-    def __init__(self, parts: list[np.ndarray]) -> None:
-        self._parts = parts
-        self._starts = np.cumsum([0, *map(len, parts)])
-
-    def __getitem__(self, index: slice) -> np.ndarray:
-        first, last, _ = index.indices(int(self._starts[-1]))
-        values = [self._parts[0][:0]]
-        part = int(np.searchsorted(self._starts, first, "right")) - 1
-        while part < len(self._parts) and self._starts[part] < last:
-            start = int(self._starts[part])
-            values.append(self._parts[part][max(0, first - start) : last - start])
-            part += 1
-        return np.concatenate(values)
+        parts = [self.tokens(d, d + 1) for d in documents]
+        tokens = {c.name: [part[c.name][:longest] for part in parts] for c in PLAN_COLUMNS}
+        offsets = np.cumsum([0, *map(len, tokens["loss_mask"])], dtype=np.int64)
+        return offsets, {name: np.concatenate(arrays) for name, arrays in tokens.items()}
 
 
 class PlanWriter:
-    """Write truncated documents to a plan file, without duplicates, and count them.
-
-    Memory holds 24 bytes per document, and the documents of one record batch.
-    """
+    """Write truncated documents to a plan file, without duplicates, and count them."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Write to a temporary file in `folder`, or where the system puts such files.
-
-        The file is removed with the documents that `finish` returns.
-        """
+        """Write to `folder`; None: to a temporary one, removed with the documents."""
         self.counts = DocumentCounts()
         self._dropped: Counter[str] = Counter()
-        self._written = DigestSet()
+        self._digests: set[bytes] = set()
         self._waiting: list[TruncatedDocument] = []
         self._bytes = 0
-        self._scratch = Scratch(folder)
-        self._file = self._scratch.path / "plan.arrow"
+        self._temporary = Path(tempfile.mkdtemp()) if folder is None else None
+        self._file = (folder or self._temporary or Path()) / DOCUMENTS
         self._stream = ShardStream(self._file, PLAN_COLUMNS)
 
     def add(self, document: TruncatedDocument) -> None:
@@ -397,27 +312,24 @@ class PlanWriter:
         if document.dropped is not None:
             self._dropped[document.dropped] += 1
             return
+        if document.digest in self._digests:
+            self._dropped["duplicate"] += 1
+            return
+        self._digests.add(document.digest)
         self._waiting.append(document)
         self._bytes += len(document.ids) + len(document.mask)
         if len(self._waiting) == _ROWS or self._bytes >= _BATCH_BYTES:
             self._write()
 
     def _write(self) -> None:
-        """Write the documents that are waiting, but those that were added before."""
-        waiting, self._waiting, self._bytes = self._waiting, [], 0
-        if not waiting:
-            return
-        new = self._written.add([d.digest for d in waiting])
-        self._dropped["duplicate"] += new.count(False)
-        documents = [d for d, is_new in zip(waiting, new, strict=True) if is_new]
+        documents, self._waiting, self._bytes = self._waiting, [], 0
         if not documents:
             return
-        lengths = [len(d.mask) for d in documents]
         unit = UnitData(
             [d.digest.hex() for d in documents],
             [d.source for d in documents],
             [list(d.turns) for d in documents],
-            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            np.cumsum([0, *(len(d.mask) for d in documents)], dtype=np.int64),
             {
                 "input_ids": np.frombuffer(b"".join(d.ids for d in documents), np.int32),
                 "loss_mask": np.frombuffer(b"".join(d.mask for d in documents), np.uint8),
@@ -428,7 +340,9 @@ class PlanWriter:
     def discard(self) -> None:
         """Remove what was written."""
         self._stream.discard()
-        self._scratch.remove()
+        self._file.unlink(missing_ok=True)
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def count_rows(self, reader: CorpusReader, rendering: RenderCounts) -> None:
         """Count what `reader` has read and how its rows were rendered.
@@ -462,22 +376,13 @@ class PlanWriter:
                 f"no document is left to capture: {counts.rows} rows read, {counts.bad_rows} bad, "
                 f"not rendered {counts.unrendered or 'none'}, dropped {counts.dropped or 'none'}"
             )
-        return PlannedDocuments(self._file, record.sha256, self._scratch)
+        documents = PlannedDocuments(self._file, record.sha256)
+        if self._temporary is not None:
+            weakref.finalize(documents, shutil.rmtree, self._temporary, ignore_errors=True)
+        return documents
 
 
 # -- rendering a corpus ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowSettings:
-    """Everything that decides which documents a row becomes; see `Renderer` and `truncate`."""
-
-    tokenizer: PreTrainedTokenizerBase
-    mask: str
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    eot_token_ids: tuple[int, ...] = ()
-    vocab_size: int
-    max_length: int
 
 
 class RenderedRow(NamedTuple):
@@ -491,58 +396,61 @@ class RenderedRow(NamedTuple):
 
     rendering: Rendering | None = None
     documents: tuple[TruncatedDocument, ...] = ()
-    refused: tuple[str, str] | None = None
+    refused: tuple[str, str] = ("", "")
 
 
-class RowRenderer:
-    """Parse, render and truncate one row."""
-
-    def __init__(self, settings: RowSettings) -> None:
-        self._renderer = Renderer(
-            settings.tokenizer,
-            mask=settings.mask,
-            template_kwargs=dict(settings.template_kwargs),
-            eot_token_ids=settings.eot_token_ids,
-            vocab_size=settings.vocab_size,
-        )
-        self._max_length = settings.max_length
-
-    def __call__(self, row: RawRow) -> RowResult:
-        """Return the result of a row."""
-        parsed = parsed_row(row, parse_row)
-        if parsed.bad is not None:
-            return parsed
-        try:
-            rendering = self._renderer.render(parsed.made)
-            documents = tuple(truncate(d, self._max_length) for d in rendering.documents)
-            rendered = RenderedRow(replace(rendering, documents=[]), documents)
-        except RenderError as error:
-            rendered = RenderedRow(refused=(error.reason, str(error)))
-        return replace(parsed, made=rendered)
+def render_row(renderer: Renderer, max_length: int, row: RawRow) -> RowResult:
+    """Parse, render and truncate one row, in any process."""
+    parsed = parsed_row(row, parse_row)
+    if parsed.bad is not None:
+        return parsed
+    try:
+        rendering = renderer.render(parsed.made)
+        documents = tuple(truncate(d, max_length) for d in rendering.documents)
+        rendered = RenderedRow(replace(rendering, documents=[]), documents)
+    except RenderError as error:
+        rendered = RenderedRow(refused=(error.reason, str(error)))
+    return replace(parsed, made=rendered)
 
 
 def render_corpus(
-    reader: CorpusReader, settings: RowSettings, processes: int = 0, scratch: Path | None = None
+    reader: CorpusReader,
+    renderer: Renderer,
+    max_length: int,
+    processes: int = 0,
+    folder: Path | None = None,
 ) -> tuple[PlannedDocuments, DocumentCounts, list[dict[str, Any]]]:
-    """Render all rows of `reader` in `processes` processes (0: the default).
+    """Render all rows of `reader`.
+
+    Args:
+        reader: of the corpus.
+        renderer: makes documents of its rows.
+        max_length: documents are cut to so many tokens.
+        processes: how many render; 0: the default.
+        folder: receives plan.arrow; None: a temporary folder, removed with the documents.
 
     Returns:
-        The documents, in a temporary file in `scratch` (or where the system puts such files) that
-        is removed with them; their counts; and the manifest's entry of each source.
+        The documents, their counts, and the manifest's entry of each source.
 
     Raises:
         CorpusError: the corpus cannot be read, too many rows are bad, or no document is left.
         RunError: a process ended.
     """
-    writer, counts = PlanWriter(scratch), RenderCounts()
+    writer, counts = PlanWriter(folder), RenderCounts()
     total = expected_rows(reader.sources, reader.limit)
-    processes = processes or default_processes()
-    renderer = RowRenderer(settings)
-    rows = reader.results(lambda rows: in_order(rows, renderer, processes))
+    work, processes = partial(render_row, renderer, max_length), processes or default_processes()
+    rows = reader.results(lambda rows: in_order(rows, work, processes))
     try:
         with closing(rows) as results:
             for result in progress(results, desc="render", unit="rows", total=total):
-                _add_row(result.made, writer, reader, counts)
+                row: RenderedRow = result.made
+                if row.rendering is None:
+                    reader.refuse(RenderError(*row.refused))
+                    continue
+                counts.count(row.rendering, len(row.documents))
+                reader.count_left_out(row.rendering.left_out)
+                for document in row.documents:
+                    writer.add(document)
         writer.count_rows(reader, counts)
         documents = writer.finish()
     except BaseException:
@@ -551,20 +459,6 @@ def render_corpus(
     for warning in count_warnings(asdict(writer.counts), int(documents.offsets[-1])):
         logger.warning("warning: %s", warning)
     return documents, writer.counts, [corpus_entry(r) for r in reader.reports]
-
-
-def _add_row(
-    row: RenderedRow, writer: PlanWriter, reader: CorpusReader, counts: RenderCounts
-) -> None:
-    """Count what the row that was read last became, and add its documents."""
-    if row.refused is not None:
-        reader.refuse(RenderError(*row.refused))
-        return
-    assert row.rendering is not None
-    counts.count(row.rendering, len(row.documents))
-    reader.count_left_out(row.rendering.left_out)
-    for document in row.documents:
-        writer.add(document)
 
 
 def end_token_ids(directory: Path) -> list[int]:
@@ -633,9 +527,7 @@ class Plan:
 
     def unit_tokens(self, unit: int) -> dict[str, np.ndarray]:
         """Return `input_ids` (int32 [n]) and `loss_mask` (uint8 [n]) of the tokens of a unit."""
-        first, last = self.units[unit]
-        a, b = self.documents.offsets[first], self.documents.offsets[last]
-        return {name: array[a:b] for name, array in self.documents.tokens.items()}
+        return self.documents.tokens(*self.units[unit])
 
     def unit_set_tokens(self, units: Iterable[int]) -> int:
         """Return the number of tokens of several units."""
@@ -700,7 +592,6 @@ def unit_tokens(size: str, bytes_per_token: int, tokens: int, batch_tokens: int)
 PLAN, PROOF, WITNESS, ALSO = "plan.json", "target.json", "witness.safetensors", "also-*.json"
 """In OUT/.generate: the plan; what was proven about the target, and reference states of the run
 that proved it; the settings of runs that capture with others (see `generation.replica`)."""
-_DOCUMENTS = "plan.arrow"
 
 
 class PlanRecord(msgspec.Struct, forbid_unknown_fields=True):
@@ -713,21 +604,15 @@ class PlanRecord(msgspec.Struct, forbid_unknown_fields=True):
     corpus: list[dict[str, Any]]
 
 
-def save_plan(work: Path, plan: Plan) -> Plan:
-    """Write plan.arrow, then plan.json; the plan is complete if plan.json exists.
-
-    plan.arrow is a second name of the file of the documents where the file system allows it. Return
-    the plan with the documents of that file.
+def save_plan(work: Path, plan: Plan) -> None:
+    """Write plan.json beside plan.arrow: the plan is complete if it exists.
 
     Raises:
         OSError: the disk is full.
     """
-    work.mkdir(parents=True, exist_ok=True)
-    link_or_copy(plan.documents.file, work / _DOCUMENTS)
     sha256 = plan.documents.sha256
     record = PlanRecord(plan.settings, sha256, plan.units, plan.counts, plan.corpus)
     write_atomically(work / PLAN, dump_json(msgspec.to_builtins(record)))
-    return replace(plan, documents=PlannedDocuments(work / _DOCUMENTS, sha256))
 
 
 def read_plan_record(work: Path) -> PlanRecord | None:
@@ -759,7 +644,7 @@ def load_plan(work: Path) -> Plan:
     Raises:
         DatasetError: plan.arrow is not the one that plan.json describes.
     """
-    record, file = read_plan_record(work), work / _DOCUMENTS
+    record, file = read_plan_record(work), work / DOCUMENTS
     if record is None or not file.is_file() or sha256_file(file) != record.documents_sha256:
         raise DatasetError(
             f"{file}: damaged; delete {work.parent} and run `spec-data generate` again"

@@ -33,7 +33,7 @@ from spec_data.generation.plan import ALSO, PROOF, WITNESS, Plan
 from spec_data.generation.sample_check import check_agreement
 from spec_data.generation.setup import Setup, backend_options, find_positions
 from spec_data.generation.target_files import manifest_draft, save_target_files
-from spec_data.generation.transfers import transfers_for
+from spec_data.generation.transfers import copy_streams
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.errors import RunError
 from spec_data.shards.files import dump_json, write_once
@@ -144,7 +144,7 @@ class Replica:
             if lossy
             else {},
             temperature=setup.options.own_temperature,
-            transfers=transfers_for(target.device, [c.name for c in columns]),
+            streams=copy_streams(target.device, [c.name for c in columns]),
         )
         self._check_running()
 

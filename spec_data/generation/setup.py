@@ -9,7 +9,6 @@ once. `Fitting` says which drafts can be fitted.
 import json
 import logging
 import platform
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,20 +23,19 @@ import spec_data
 from spec_data.capture.backend import BackendOptions, TargetBackend
 from spec_data.capture.vllm_engine import vllm_version
 from spec_data.corpus.bad_rows import parse_limit
+from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sampling_record import read_record
 from spec_data.corpus.sources import Source, corpus_directory, resolve
-from spec_data.corpus.template import Template
 from spec_data.generation.options import AUTO, CaptureOptions
 from spec_data.generation.plan import (
     ALSO,
     BATCH_TOKENS,
+    DOCUMENTS,
     PLAN,
     PROOF,
-    SCRATCH,
     WITNESS,
     Plan,
-    RowSettings,
     cut_units,
     end_token_ids,
     load_plan,
@@ -64,7 +62,7 @@ from spec_data.shards.errors import (
     RunError,
     TargetError,
 )
-from spec_data.shards.files import dump_json, remove, sha256_file
+from spec_data.shards.files import dump_json, remove, remove_left_of, sha256_file
 from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import AUTO_DRAFTS, RECIPES, choose_layers
 from spec_data.shards.position_data import ROPE, Positions
@@ -451,28 +449,27 @@ def refuse_changes(changed: list[str], where: Path | str) -> None:
 # (`check_still_planned`), so its plan is not replaced in between.
 
 
-def make_plan(setup: Setup, scratch: Path | None = None) -> Plan:
+def make_plan(setup: Setup, folder: Path | None = None) -> Plan:
     """Read, render and cut the corpus, and return the plan.
 
-    Its documents are in a temporary file, which is removed with the plan, in the directory
-    `scratch`, or where the system puts temporary files; `save_plan` keeps them.
+    Its documents are in plan.arrow of `folder`, or in a temporary file that is removed with them.
 
     Raises:
         CorpusError: the corpus cannot be read, or no document is left.
         RunError: a process that rendered documents ended.
     """
     reader, options = setup.reader(), setup.options
-    template_kwargs = options.chat_template_kwargs or {}
-    Template(setup.tokenizer, template_kwargs).warn_of_the_date()
-    rows = RowSettings(
-        tokenizer=setup.tokenizer,
+    renderer = Renderer(
+        setup.tokenizer,
         mask=options.mask,
-        template_kwargs=template_kwargs,
+        template_kwargs=options.chat_template_kwargs or {},
         eot_token_ids=tuple(end_token_ids(setup.model_dir)),
         vocab_size=setup.vocab_size,
-        max_length=options.max_length,
     )
-    documents, counts, corpus = render_corpus(reader, rows, options.num_proc, scratch)
+    renderer.template.warn_of_the_date()
+    documents, counts, corpus = render_corpus(
+        reader, renderer, options.max_length, options.num_proc, folder
+    )
     most = unit_tokens(
         str(options.max_shard_size),
         sum(c.bytes_per_token for c in setup.columns),
@@ -513,9 +510,10 @@ def find_plan(setup: Setup, out: Path) -> Plan:
             )
             discard_plan(work)
         refuse_other_files(out)
-        for left in work.glob(f"{SCRATCH}*"):  # of killed processes
-            shutil.rmtree(left, ignore_errors=True)
-        return save_plan(work, make_plan(setup, work))
+        remove_left_of(work / DOCUMENTS)
+        plan = make_plan(setup, work)
+        save_plan(work, plan)
+        return plan
 
 
 def refuse_other_files(out: Path) -> None:

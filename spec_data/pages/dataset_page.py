@@ -168,11 +168,11 @@ def _plan_overview(setup: Setup, plan: Plan) -> Section:
 
 def _supervised(plan: Plan) -> np.ndarray:
     """Return the supervised tokens per document, int64 [D]."""
-    offsets, mask = plan.documents.offsets, plan.documents.tokens["loss_mask"]
-    counts = []
+    documents, counts = plan.documents, []
     for first in range(0, len(plan.lengths), _MASKS):
-        bounds = offsets[first : first + _MASKS + 1]
-        counts.append(mask_counts(mask[bounds[0] : bounds[-1]], bounds - bounds[0])[0])
+        bounds = documents.offsets[first : first + _MASKS + 1]
+        mask = documents.tokens(first, first + len(bounds) - 1)["loss_mask"]
+        counts.append(mask_counts(mask, bounds - bounds[0])[0])
     return np.concatenate(counts)
 
 

@@ -25,7 +25,7 @@ from spec_data.corpus.chat import Renderer
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import parse_row
-from spec_data.generation.plan import Plan, PlanWriter, cut_units, save_plan, truncate
+from spec_data.generation.plan import PlanWriter, truncate
 from spec_data.shards.errors import CorpusError
 from tests.faults.odd_rows import broken_bytes, good_row, odd_row
 from tests.faults.tools import report, survived, trials
@@ -139,9 +139,7 @@ class Campaign:
     def finish(self, folder) -> None:
         """Store the documents of the campaign as a plan, and print the counts."""
         if self.counts["documents"]:
-            documents = self.writer.finish()
-            units = cut_units(np.diff(documents.offsets), 1 << 17)
-            save_plan(folder, Plan(documents, units, self.writer.counts, [], {}))
+            self.writer.finish()
         report(self.name, self.counts)
 
 

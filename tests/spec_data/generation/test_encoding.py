@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from spec_data.capture.backend import ForwardBatch
-from spec_data.generation.transfers import Transfers, encode_columns, store
+from spec_data.generation.transfers import Arrival, encode_columns, store
 from spec_data.shards.schema import Column
 from spec_data.shards.writer import UnitData
 
@@ -38,7 +38,7 @@ def stored(order: list[int], spoil=None) -> tuple[UnitData, dict[int, str], dict
     none = torch.zeros(0, 0, dtype=torch.long)
     batch = ForwardBatch(none, none, none, order, [lengths[d] for d in order])
     broken: dict[int, str] = {}
-    arrival = Transfers().start(encode_columns(values, COLUMNS, {}))
+    arrival = Arrival(encode_columns(values, COLUMNS, {}))
     store(arrival, values, batch, COLUMNS, data, broken)
     return data, broken, places
 

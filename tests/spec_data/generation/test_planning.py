@@ -18,8 +18,9 @@ import pytest
 
 from spec_data.corpus import in_order as pool
 from spec_data.corpus.bad_rows import parse_limit
+from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.generation.plan import RowRenderer, RowSettings, corpus_entry, render_corpus
+from spec_data.generation.plan import corpus_entry, render_corpus, render_row
 from spec_data.shards.errors import CorpusError, RunError
 from tests.faults.odd_rows import as_json, broken_bytes, changed, good_row, ids_row
 from tests.spec_data.corpus.templates import tokenizer
@@ -81,8 +82,7 @@ def slow(reader, family, mask, length):
 
 def fast(reader, family, mask, length, processes):
     tok = tokenizer(family)
-    given = RowSettings(tokenizer=tok, mask=mask, vocab_size=len(tok), max_length=length)
-    found, counts, _ = render_corpus(reader, given, processes)
+    found, counts, _ = render_corpus(reader, Renderer(tok, mask=mask), length, processes)
     unit = found.read(0, len(found))
     flat = [
         [unit.tokens[name][a:b].tolist() for a, b in pairwise(found.offsets.tolist())]
@@ -92,7 +92,7 @@ def fast(reader, family, mask, length, processes):
     return flat, plain_counts(counts, reader.reports)
 
 
-@pytest.mark.parametrize("family", ["chatml", "qwen3", "mistral", "tagged"])
+@pytest.mark.parametrize("family", ["qwen3", "tagged"])
 @pytest.mark.parametrize("processes", [1, PROCESSES])
 def test_plans_of_random_corpora_are_those_of_the_slow_path(tmp_path, family, processes):
     for trial, mask in enumerate(("assistant", "last-turn", "all")):
@@ -138,17 +138,16 @@ def plain_counts_of(reader):
     return [corpus_entry(r) for r in reader.reports], reader.refused, reader.refused_examples
 
 
-class Dying(RowRenderer):
-    def __call__(self, row):
-        if b"die" in row.value and os.getpid() != int(os.environ["SPEC_TEST_PARENT"]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__call__(row)
+def dying(renderer, max_length, row):
+    if b"die" in row.value and os.getpid() != int(os.environ["SPEC_TEST_PARENT"]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return render_row(renderer, max_length, row)
 
 
 def test_a_killed_process_ends_the_run_in_words(tmp_path, monkeypatch):
     before = set(psutil.Process().children())
     monkeypatch.setenv("SPEC_TEST_PARENT", str(os.getpid()))
-    monkeypatch.setattr("spec_data.generation.plan.RowRenderer", Dying)
+    monkeypatch.setattr("spec_data.generation.plan.render_row", dying)
     rows = [json.dumps({"text": f"text {i}" + " die" * (i == 30)}) for i in range(60)]
     (tmp_path / "c.jsonl").write_text("\n".join(rows))
     with pytest.raises(RunError, match="fewer processes \\(--num-proc\\)"):
@@ -161,6 +160,7 @@ import sys, time
 from argparse import Namespace
 from spec_data.terminal.console import run_cli
 from spec_data.corpus import in_order as pool
+from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import RawRow, RowResult
 pool._FEW = 1
 def work(row):
@@ -175,7 +175,7 @@ sys.exit(run_cli(render, Namespace(quiet=False, debug=False, log_file=None)))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_the_processes_end_when_their_parent_does(number):
     """A terminal sends its signals to all of them: only the parent says something."""
     command, pipe = [sys.executable, "-c", ENDLESS], subprocess.PIPE
