@@ -12,7 +12,6 @@ Shapes: T tokens of a document, n stored layers, H hidden size.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from spec_data.capture.hooks import States
 from spec_data.capture.proofs import FLOOR
 from spec_data.capture.skeleton import embedded, load_skeleton, run_block, run_norm
-from spec_data.conversion.samples import AFTER, BEFORE, Samples, SampleStates
+from spec_data.conversion.samples import NEXT, TOKEN, Samples, SampleStates
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.shards.errors import CorpusError, RunError
 from spec_data.shards.even_sample import even_sample
@@ -76,6 +75,8 @@ def target_states(
 
 # -- what the stored chunks are --------------------------------------------------------------------
 
+AFTER, BEFORE = "after", "before"
+"""Whether the last stored state is the one after or before the final norm."""
 FINAL_STATE = "final"
 """Name of the state after the final norm, beside the layer ids."""
 
@@ -95,8 +96,7 @@ class Convention(NamedTuple):
         return words + {0: "", 1: " of the next token", -1: " of the previous token"}[self.shift]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Match:
+class Match(NamedTuple):
     """What a stored chunk is: the nearest convention, and the relative difference from it.
 
     `worst` is the difference of the document that differs most.
@@ -116,7 +116,6 @@ def matches(
     normed: Sequence[Tensor],
     computed: Sequence[States],
     blocks: int,
-    usual_norm: str,
 ) -> list[Match]:
     """Compare every chunk of some documents with every state of the target.
 
@@ -128,8 +127,6 @@ def matches(
         normed: what the final norm makes of their last states, [T, H] each.
         computed: what the target computes for them.
         blocks: the number of decoder blocks.
-        usual_norm: the side of the final norm on which the tool stores the last state; it is taken
-            where both sides are the same, as with weights of ones.
 
     Returns:
         One for each layer, in the stored order, and one for the last state.
@@ -138,19 +135,24 @@ def matches(
         k: [document.layers[k] for document in computed] for k in computed[0].layers
     }
     finals = states[FINAL_STATE] = [document.final for document in computed]
-    found = []
+    layers = []
     for number in range(stored[0].aux.shape[1]):
         chunks = [document.aux[:, number] for document in stored]
         pairs = {state: (chunks, values) for state, values in states.items()}
-        found.append(_nearest(f"stored layer {number + 1}", pairs, None))
+        layers.append(_nearest(f"stored layer {number + 1}", pairs))
     last = [document.last for document in stored]
     pairs = {state: (last, values) for state, values in states.items()}
     pairs[blocks - 1] = (list(normed), finals)
-    usual = FINAL_STATE if usual_norm == AFTER else blocks - 1
-    return [*found, _nearest("the last state", pairs, usual)]
+    # A norm of ones changes nothing that it has normed before: such a state is one after it. What
+    # is stored may change by more than rounding: the norm takes out the part of a codec's error, or
+    # of a quantised target's, that lies along the state: 1/sqrt(H) of it, an eighth for H = 64.
+    changed, error = (float(_differences(last, x, 0).mean()) for x in (list(normed), finals))
+    if changed <= max(_SAME, error / 4):
+        del pairs[blocks - 1]
+    return [*layers, _nearest("the last state", pairs)]
 
 
-def _nearest(chunk: str, pairs: dict[int | str, _Pair], usual: int | str | None) -> Match:
+def _nearest(chunk: str, pairs: dict[int | str, _Pair]) -> Match:
     """Return what a chunk is; `pairs` has what is compared for each state that it may be."""
     differences = {
         Convention(state, shift): _differences(*pair, shift)
@@ -158,25 +160,8 @@ def _nearest(chunk: str, pairs: dict[int | str, _Pair], usual: int | str | None)
         for shift in SHIFTS
     }
     best = min(differences, key=lambda convention: float(differences[convention].mean()))
-    if usual is not None and best.shift == 0:
-        # A norm of ones changes nothing that it has normed before: then both sides are the same,
-        # up to the rounding of a dataset's states. What is stored may differ by more: the norm
-        # takes out the part of a codec's error, or of a quantised target's, that lies along the
-        # state. That is 1/sqrt(H) of the error, so an eighth of it for H = 64.
-        noise = float(differences[Convention(usual)].mean()) / 4
-        stored, computed = (
-            float(_differences(a, b, 0).mean())
-            for a, b in zip(pairs[usual], pairs[best.state], strict=True)
-        )
-        if stored <= max(_SAME, noise) and computed <= _SAME:
-            best = Convention(usual)
     documents = differences[best]
-    return Match(
-        chunk=chunk,
-        convention=best,
-        difference=float(documents.mean()),
-        worst=float(documents.max()),
-    )
+    return Match(chunk, best, float(documents.mean()), float(documents.max()))
 
 
 def _differences(chunks: list[Tensor], expected: list[Tensor], shift: int) -> Tensor:
@@ -254,16 +239,8 @@ def _listed(layers: Sequence[Any]) -> str:
 # prompt comes just before a run of ones. Where the prompt ends *inside* the run, the mask is one
 # too early; where it ends one token before that place, the mask is one too late.
 
-TOKEN, NEXT = "token", "next"
-"""Entry t of the mask is about token t, or about token t + 1."""
-
 _PROMPT_TOKENS = 3  # of the end of the generation prompt that must be found
 _RUNS = 4  # fewest runs that say something
-
-
-def in_token_frame(mask: Tensor, frame: str) -> Tensor:
-    """Return a mask [T] whose entry t is about token t."""
-    return mask if frame == TOKEN else torch.cat([mask.new_zeros(1), mask[:-1]])
 
 
 def generation_prompt(tokenizer: Any) -> list[int]:
@@ -319,20 +296,6 @@ def mask_frame(
     return TOKEN, f"{counts[0]} of {total} supervised runs begin right after the generation prompt"
 
 
-def sample_tokens(samples: Samples, number: int, supervise_all: bool) -> tuple[Tensor, Tensor]:
-    """Return ids int64 [T] and mask [T] of a sample; every token, or what the stored mask has.
-
-    Raises:
-        BadRow: the sample is malformed, or has no mask.
-    """
-    ids, mask = samples.tokens(number)
-    if supervise_all:
-        return ids, torch.ones_like(ids)
-    if mask is None:
-        raise BadRow("no loss mask is stored; supervise every token with --mask all")
-    return ids, mask
-
-
 def find_conventions(
     samples: Samples,
     path: Path,
@@ -341,7 +304,6 @@ def find_conventions(
     *,
     blocks: int,
     vocabulary: int,
-    supervise_all: bool,
     dtype: str,
     trust: bool,
 ) -> Evidence:
@@ -353,16 +315,15 @@ def find_conventions(
         tokenizer: of the target.
         normed: applies the final norm of the target: of ids [T] and the last block's output [T, H].
         blocks, vocabulary: sizes of the target.
-        supervise_all: supervise every token, and do not read the stored masks.
 
     Raises:
         CorpusError: no sample can be read.
         RunError: the states are not those of the target, or not at their tokens; or the masks are
             shifted.
     """
-    tried = _readable(samples, vocabulary, supervise_all)
+    tried = _readable(samples, vocabulary)
     frame, masks = TOKEN, "every token is supervised"
-    if not supervise_all:
+    if not samples.every_token:
         masked = [(ids, mask) for _, ids, mask in tried]
         frame, masks = mask_frame(masked, generation_prompt(tokenizer))
     few = even_sample(tried, _COMPARED)
@@ -372,7 +333,7 @@ def find_conventions(
     pairs = zip(documents, stored, strict=True)
     after_norm = [normed(ids, states.last).cpu() for ids, states in pairs]
     opened = samples.opened
-    found = matches(stored, after_norm, computed, blocks, opened.final_norm)
+    found = matches(stored, after_norm, computed, blocks)
     layers, norm = check_matches(found, opened.layers, opened.tool, blocks)
     names = [*(f"layer {layer}" for layer in layers), "final"]
     evidence = Evidence(
@@ -409,7 +370,7 @@ def find_conventions(
 _Sample = tuple[int, Tensor, Tensor]  # its number, ids int64 [T] and mask [T]
 
 
-def _readable(samples: Samples, vocabulary: int, supervise_all: bool) -> list[_Sample]:
+def _readable(samples: Samples, vocabulary: int) -> list[_Sample]:
     """Return samples spread over the source that can be read and have something to predict.
 
     Raises:
@@ -419,7 +380,7 @@ def _readable(samples: Samples, vocabulary: int, supervise_all: bool) -> list[_S
     numbers = even_sample(range(len(samples)), _TRIED)
     for number in numbers:
         try:
-            ids, mask = sample_tokens(samples, number, supervise_all)
+            ids, mask = samples.tokens(number)
             samples.states(number)
             if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
                 raise BadRow(

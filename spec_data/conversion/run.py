@@ -24,12 +24,8 @@ from spec_data.capture.hooks import States
 from spec_data.capture.mask_forms import REQUESTS
 from spec_data.capture.proofs import FLOOR, IsolationProof
 from spec_data.capture.skeleton import SkeletonTarget
-from spec_data.conversion.evidence import (
-    find_conventions,
-    in_token_frame,
-    sample_tokens,
-)
-from spec_data.conversion.samples import BEFORE, Samples
+from spec_data.conversion.evidence import BEFORE, find_conventions
+from spec_data.conversion.samples import Samples
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.corpus.documents import Document
 from spec_data.corpus.file_rows import Row
@@ -89,7 +85,7 @@ def set_up_conversion(
     check_devices(options.device, None)
     path, trust = resolve_model(target, options.revision)[0], options.trust_remote_code
     text = text_config(load_config(path, trust))
-    samples = Samples(tool, Path(directory), text.hidden_size)
+    samples = Samples(tool, Path(directory), text.hidden_size, every_token=every_token)
     logger.info("%s: %d samples of %s", directory, len(samples), samples.opened.tool)
     evidence = _saved_evidence(out)
     if evidence is None:
@@ -100,7 +96,6 @@ def set_up_conversion(
             *(samples, path, load_tokenizer(path, trust), skeleton.normed),
             blocks=text.num_hidden_layers,
             vocabulary=text.vocab_size,
-            supervise_all=every_token,
             dtype=options.dtype,
             trust=trust,
         )
@@ -112,11 +107,11 @@ def set_up_conversion(
         max_length=context if context >= 2 else _LONGEST,
     )
     setup = set_up(target, [directory], options)
-    corpus = SampleCorpus(samples, evidence.mask_frame, every_token)
+    samples.frame = evidence.mask_frame
     how = {name: getattr(evidence, name) for name in ("stored_layers", "final_norm", "mask_frame")}
     source = StoredStates(
-        find=corpus.sources,
-        load=partial(StoredBackend, corpus, evidence),
+        find=partial(_sources, samples),
+        load=partial(StoredBackend, samples, evidence),
         settings={"from": tool, **how},
     )
     return replace(setup, stored=source), evidence
@@ -147,44 +142,29 @@ def _saved_evidence(out: Path) -> Evidence | None:
     return None
 
 
-class SampleCorpus:
-    """Stored samples as the rows of one corpus source, with token ids and a mask."""
+def _sources(samples: Samples, name: str, *_given: object) -> list[Source]:
+    """Return samples as the one source of a corpus; see `corpus.sources.resolve`."""
 
-    def __init__(self, samples: Samples, frame: str, supervise_all: bool) -> None:
-        """Take samples whose masks are about the tokens that `frame` says; see `mask_frame`."""
-        self.samples, self._frame, self._all = samples, frame, supervise_all
-
-    def tokens(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return ids int64 [T] of a sample, and its mask [T], whose entry t is about token t.
-
-        Raises:
-            BadRow: the sample is malformed, or has no mask.
-        """
-        ids, mask = sample_tokens(self.samples, number, self._all)
-        return ids, in_token_frame(mask, self._frame)
-
-    def sources(self, name: str, *_given: object) -> list[Source]:
-        """Return the one source; see `corpus.sources.resolve`."""
-        return [
-            Source(
-                name=Path(name).resolve().name,
-                path=name,
-                kind=f"states of {self.samples.opened.tool}",
-                rows=self._rows,
-                digest=self.samples.digest,
-                count=lambda: len(self.samples),
-            )
-        ]
-
-    def _rows(self, _columns: object) -> Generator[Row]:
-        for number in range(len(self.samples)):
-            where = self.samples.where(number)
+    def rows(_columns: object) -> Generator[Row]:
+        for number in range(len(samples)):
+            where = samples.where(number)
             try:
-                ids, mask = self.tokens(number)
+                ids, mask = samples.tokens(number)
             except BadRow as reason:
                 yield where, reason
                 continue
             yield where, {"input_ids": ids.tolist(), "loss_mask": mask.tolist()}
+
+    return [
+        Source(
+            name=Path(name).resolve().name,
+            path=name,
+            kind=f"states of {samples.opened.tool}",
+            rows=rows,
+            digest=samples.digest,
+            count=lambda: len(samples),
+        )
+    ]
 
 
 class StoredBackend(SkeletonTarget):
@@ -195,7 +175,7 @@ class StoredBackend(SkeletonTarget):
     states are the first ones.
     """
 
-    def __init__(self, corpus: SampleCorpus, evidence: Evidence, setup: Setup, plan: Plan) -> None:
+    def __init__(self, samples: Samples, evidence: Evidence, setup: Setup, plan: Plan) -> None:
         """Find the sample of every planned document, and load what the target's weights tell.
 
         Raises:
@@ -204,9 +184,9 @@ class StoredBackend(SkeletonTarget):
         options = setup.options
         super().__init__(setup.model_dir, setup.layers, options.dtype, options.trust_remote_code)
         self.move_to(usable_device(options.device))
-        self._samples, self._evidence, self._documents = corpus.samples, evidence, plan.documents
+        self._samples, self._evidence, self._documents = samples, evidence, plan.documents
         self._order = np.argsort(evidence.stored_layers)  # of the chunks, ascending
-        self._numbers = _sample_numbers(corpus, setup, plan)
+        self._numbers = _sample_numbers(samples, setup, plan)
 
     def describe(self) -> dict[str, Any]:
         """Return what the manifest records; `converted` names the tool and the evidence."""
@@ -277,14 +257,14 @@ class StoredBackend(SkeletonTarget):
         raise RunError("states of tokens that are not planned; this is a bug, please report it")
 
 
-def _sample_numbers(corpus: SampleCorpus, setup: Setup, plan: Plan) -> dict[bytes, int]:
+def _sample_numbers(samples: Samples, setup: Setup, plan: Plan) -> dict[bytes, int]:
     """Return the number of the sample of every planned document, by the digest of its ids."""
     missing, numbers = set(plan.documents.doc_ids()), dict[bytes, int]()
-    for number in range(len(corpus.samples)):
+    for number in range(len(samples)):
         if not missing:
             break
         try:
-            ids, mask = corpus.tokens(number)
+            ids, mask = samples.tokens(number)
         except BadRow:
             continue
         if int(ids.min()) >= 0 and int(ids.max()) < setup.vocab_size:

@@ -20,7 +20,8 @@ import datasets
 import msgspec
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_data.corpus.bad_rows import BadRow
@@ -29,21 +30,22 @@ from spec_data.shards.files import sha256_json
 
 logger = logging.getLogger(__name__)
 
-AFTER, BEFORE = "after", "before"
-"""Whether the last stored state is the one after or before the final norm."""
+TOKEN, NEXT = "token", "next"
+"""Entry t of a stored mask is about token t, or about token t + 1."""
 
 
 class Stored(NamedTuple):
     """A sample as its tool stored it; `None` where it stored nothing.
 
-    ids, mask: [T] or [1, T]; aux: [T, n * H] or [1, T, n * H]; last: [T, H] or [1, T, H]. The
-    states are on the device "meta" where only their shapes were asked for.
+    ids, mask: [T] or [1, T]; aux: [T, n * H] or [1, T, n * H]; last: [T, H] or [1, T, H]; states of
+    8-bit floats are multiplied by `scale` [T, 1]. They are mapped, and read where they are used.
     """
 
     ids: object
     mask: object
     aux: object
     last: object
+    scale: Tensor | None = None
 
 
 class SampleStates(NamedTuple):
@@ -61,24 +63,30 @@ class Opened:
         tool: its name.
         names: of every sample, for messages: its file below the directory.
         files: that hold the samples.
-        read: returns a sample by its number; False: its states are not needed. It raises BadRow.
+        read: returns a sample by its number. It raises BadRow.
         layers: layer ids (outputs of blocks) that the tool recorded; None: it records none.
-        final_norm: on which side of the final norm the last state is, as the tool says.
     """
 
     tool: str
     names: Sequence[str]
     files: Sequence[Path]
-    read: Callable[[int, bool], Stored]
+    read: Callable[[int], Stored]
     layers: tuple[int, ...] | None = None
-    final_norm: str = AFTER
 
 
 class Samples:
-    """The samples of a directory, by their numbers. To read a malformed one raises BadRow."""
+    """The samples of a directory, by their numbers. To read a malformed one raises BadRow.
 
-    def __init__(self, tool: str, root: Path, hidden_size: int) -> None:
+    Attributes:
+        frame: whether entry t of a stored mask is about `TOKEN` t or the `NEXT` one.
+    """
+
+    def __init__(
+        self, tool: str, root: Path, hidden_size: int, *, every_token: bool = False
+    ) -> None:
         """Open the directory that a tool (a key of `READERS`) wrote for a target.
+
+        With `every_token`, no stored mask is read: every token is supervised.
 
         Raises:
             MissingError, DatasetError: it is no such directory, or of a release that is not read.
@@ -87,7 +95,8 @@ class Samples:
         """
         if not root.is_dir():
             raise MissingError(f"{root}: no such directory")
-        self.root, self.hidden_size = root, hidden_size
+        self.root, self.hidden_size, self.every_token = root, hidden_size, every_token
+        self.frame = TOKEN
         self.opened = READERS[tool](root)
         if not self.opened.names:
             raise MissingError(f"{root}: no sample")
@@ -105,19 +114,21 @@ class Samples:
         files = [f for f in self.opened.files if f.is_file()]
         return sha256_json([[f.relative_to(self.root).as_posix(), f.stat().st_size] for f in files])
 
-    def tokens(self, number: int) -> tuple[Tensor, Tensor | None]:
-        """Return ids int64 [T] and mask int64 [T], if there is one; check the shapes of the states.
+    def tokens(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return ids and mask, int64 [T], entry t about token t; check the shapes of the states.
 
         Raises:
-            BadRow: the sample is malformed.
+            BadRow: the sample is malformed, or has no mask.
         """
-        ids, mask, _ = self._read(number, False)
-        if mask is None:
-            return ids, None
-        mask = _one_row(mask, "loss_mask").long()
+        stored, ids, _, _ = self._read(number)
+        if self.every_token:
+            return ids, torch.ones_like(ids)
+        if stored.mask is None:
+            raise BadRow("no loss mask is stored; supervise every token with --mask all")
+        mask = _one_row(stored.mask, "loss_mask").long()
         if len(mask) != len(ids):
             raise BadRow(f"loss_mask has {len(mask)} entries for {len(ids)} tokens")
-        return ids, mask
+        return ids, mask if self.frame == TOKEN else torch.cat([mask.new_zeros(1), mask[:-1]])
 
     def states(self, number: int) -> SampleStates:
         """Return the states of a sample.
@@ -125,22 +136,26 @@ class Samples:
         Raises:
             BadRow: the sample is malformed.
         """
-        return self._read(number, True)[2]
+        stored, _, aux, last = self._read(number)
+        if stored.scale is not None:
+            aux, last = (x.float() * stored.scale.float() for x in (aux, last))
+        elif aux.element_size() == 1:
+            aux, last = aux.bfloat16(), last.bfloat16()
+        return SampleStates(aux.unflatten(-1, (self.layers, self.hidden_size)), last)
 
-    def _read(self, number: int, values: bool) -> tuple[Tensor, Any, SampleStates]:
-        stored = self.opened.read(number, values)
+    def _read(self, number: int) -> tuple[Stored, Tensor, Tensor, Tensor]:
+        """Return a sample; and its ids [T] and states [T, n * H] and [T, H], with known shapes."""
+        stored = self.opened.read(number)
         ids = _one_row(stored.ids, "input_ids").long()
-        shape = (self.layers, self.hidden_size)
-        aux = _matrix(stored.aux, "the aux states", len(ids), shape[0] * shape[1])
-        last = _matrix(stored.last, "the last state", len(ids), shape[1])
-        return ids, stored.mask, SampleStates(aux.unflatten(-1, shape), last)
+        aux = _matrix(stored.aux, "the aux states", len(ids), self.layers * self.hidden_size)
+        return stored, ids, aux, _matrix(stored.last, "the last state", len(ids), self.hidden_size)
 
     def _layers(self) -> int:
         """Return how many layers are stored per token, by the first sample that can be read."""
         problem = ""
         for number in range(len(self)):
             try:
-                width = _dense(self.opened.read(number, False).aux, "the aux states").shape[-1]
+                width = _dense(self.opened.read(number).aux, "the aux states").shape[-1]
             except BadRow as error:
                 problem = problem or f"{self.where(number)}: {error}"
                 continue
@@ -229,12 +244,10 @@ def load_table(file: Path) -> dict[str, Any]:
     return table
 
 
-def _tables(
-    tool: str, root: Path, files: Sequence[Path], aux: str, last: str, final_norm: str = AFTER
-) -> Opened:
+def _tables(tool: str, root: Path, files: Sequence[Path], aux: str, last: str) -> Opened:
     """Open a directory with a table of tensors per sample; `aux` and `last` name its states."""
 
-    def read(number: int, _states: bool) -> Stored:
+    def read(number: int) -> Stored:
         table = load_table(files[number])
         ids, mask = _one_row(table.get("input_ids"), "input_ids"), table.get("loss_mask")
         if (packed := table.get("packed_loss_mask")) is not None:
@@ -242,7 +255,7 @@ def _tables(
         return Stored(ids, mask, table.get(aux), table.get(last))
 
     names = [file.relative_to(root).as_posix() for file in files]
-    return Opened(tool=tool, names=names, files=files, read=read, final_norm=final_norm)
+    return Opened(tool=tool, names=names, files=files, read=read)
 
 
 def _numbered_files(root: Path, endings: tuple[str, ...], tool: str) -> list[Path]:
@@ -269,24 +282,16 @@ def _expect_files(files: Sequence[Path]) -> None:
             raise MissingError(f"{file}: missing, but the manifest names it; copy the cache again")
 
 
-def _tensor(file: Path, name: str, row: int | None, values: bool) -> Tensor:
-    """Return a tensor of a safetensors file, or a row of it; without `values`, on "meta".
+def _tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, mapped.
 
     Raises:
-        BadRow: the file is damaged, or has no such tensor or row.
+        BadRow: the file is damaged.
     """
     try:
-        with safe_open(file, "pt") as opened:
-            part = opened.get_slice(name)
-            shape = part.get_shape()
-            if row is not None and (not shape or row >= shape[0]):
-                raise BadRow(f"{name} has shape {shape}, and no row {row}")
-            if values:
-                return opened.get_tensor(name) if row is None else part[row]
-            dtype = torch.float32 if "F" in part.get_dtype() else torch.int64
-            return torch.empty(shape if row is None else shape[1:], dtype=dtype, device="meta")
+        return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise BadRow(f"{name}: {error}") from None
+        raise BadRow(f"the file is damaged: {error}") from None
 
 
 # -- tables written by torch.save ------------------------------------------------------------------
@@ -311,7 +316,6 @@ def _modelopt(root: Path) -> Opened:
 
 class _TorchSpec(msgspec.Struct):
     version: Literal[1]
-    last_hidden_states_prenorm: bool = False
 
 
 class _TorchSpecRow(msgspec.Struct):
@@ -323,25 +327,21 @@ def _torchspec(root: Path) -> Opened:
     """TorchSpec: `dataset.json`, `manifest.jsonl` and `samples/*.pt`, version 1, split "train".
 
     `packed_loss_mask` has lengths such as "2,3,2", of tokens that are alternately not supervised
-    and supervised. dataset.json says on which side of the final norm the last state is.
+    and supervised.
     """
-    before = _manifest(root / "dataset.json", _TorchSpec, "TorchSpec").last_hidden_states_prenorm
+    _manifest(root / "dataset.json", _TorchSpec, "TorchSpec")
     manifest = root / "manifest.jsonl"
     if not manifest.is_file():
         raise MissingError(f"{manifest}: missing; the dataset of TorchSpec has no sample")
     try:
         rows = msgspec.json.Decoder(_TorchSpecRow).decode_lines(manifest.read_bytes())
-        files = [root / row.file for row in rows if row.split == "train"]
-        outside = [file for file in files if root.resolve() not in file.resolve().parents]
     except (msgspec.MsgspecError, ValueError) as error:
         raise DatasetError(f"{manifest}: not the rows of TorchSpec: {error}") from None
-    if outside:
-        raise DatasetError(f"{manifest}: {outside[0]} lies outside {root}")
+    files = [root / row.file for row in rows if row.split == "train"]
     if len(files) < len(rows):
         others = len(rows) - len(files)
         logger.warning("warning: %s: %d samples of other splits are left out", root, others)
-    norm = BEFORE if before else AFTER
-    return _tables("TorchSpec", root, files, "hidden_states", "last_hidden_states", norm)
+    return _tables("TorchSpec", root, files, "hidden_states", "last_hidden_states")
 
 
 def _unpacked_mask(packed: str, tokens: int) -> Tensor:
@@ -367,15 +367,8 @@ def _speculators(root: Path) -> Opened:
 
     A file has `token_ids` [T] and `hidden_states` [T, n + 1, H]: the n layers, then the output of
     the last block. With `hidden_states_scales` [T, 1, 1], the states are 8-bit floats to be
-    multiplied. Rows without a file are no samples. What the last state of `data_I.pt` is changed
-    between releases, so they are refused.
+    multiplied. Rows without a file are no samples. `data_I.pt` of older releases is not read.
     """
-    if next(root.glob("data_*.pt"), None) is not None:
-        raise DatasetError(
-            f"{root}: data_*.pt of an older release of speculators. Its releases disagree on what "
-            "the last state is, so these files are not read; make them again with a release that "
-            "writes hidden_states/hs_*.safetensors"
-        )
     named = (re.fullmatch(r"hs_(\d+)\.safetensors", p.name) for p in root.glob(f"{FOLDER}/*"))
     numbers = sorted(int(match[1]) for match in named if match)
     if not (root / "state.json").is_file() or not numbers:
@@ -399,25 +392,22 @@ def _speculators(root: Path) -> Opened:
         )
     names = [f"{FOLDER}/hs_{number}.safetensors" for number in numbers]
 
-    def read(number: int, values: bool) -> Stored:
+    def read(number: int) -> Stored:
         row, file = rows[numbers[number]], root / names[number]
         ids, mask = (_listed(row.get(name), name) for name in ("input_ids", "loss_mask"))
-        if ids is None or not torch.equal(_tensor(file, IDS, None, True).flatten(), ids):
+        table = _tensors(file)
+        if ids is None or not torch.equal(_one_row(table.get(IDS), IDS), ids):
             raise BadRow("the file has the states of other tokens than its row")
-        states = _tensor(file, STATES, None, values)
-        with safe_open(file, "pt") as opened:
-            scaled = SCALES in opened.keys()  # noqa: SIM118 - no dict
-        if scaled and states.is_floating_point():
-            scales = _tensor(file, SCALES, None, values)
-            if list(scales.shape) != [len(ids), 1, 1]:
-                raise BadRow(f"{SCALES} has shape {list(scales.shape)}, expected [T, 1, 1]")
-            states = states.float() * scales.float()
+        states, scale = _dense(table.get(STATES), STATES), table.get(SCALES)
         if states.ndim != 3 or states.shape[1] < 2:
             raise BadRow(f"{STATES} has shape {list(states.shape)}, expected [T, n + 1, H]")
-        return Stored(ids, mask, states[:, :-1].flatten(1), states[:, -1])
+        if scale is not None and list(scale.shape) != [len(ids), 1, 1]:
+            raise BadRow(f"{SCALES} has shape {list(scale.shape)}, expected [T, 1, 1]")
+        scale = None if scale is None else scale[:, 0]
+        return Stored(ids, mask, states[:, :-1].flatten(1), states[:, -1], scale)
 
     files = [*sorted(root.glob("*.arrow")), *(root / name for name in names)]
-    return Opened(tool="speculators", names=names, files=files, read=read, final_norm=BEFORE)
+    return Opened(tool="speculators", names=names, files=files, read=read)
 
 
 def _listed(values: object, name: str) -> Tensor | None:
@@ -436,7 +426,6 @@ _INDEX = np.dtype(
     [("sample", "<u8"), ("shard", "<u4"), ("length", "<u4")]
     + [(name, "<u8") for name in ("ids", "attention", "mask", "aux", "last")]
 )
-_BFLOAT16, _E4M3, _E5M2 = "bfloat16", "float8_e4m3fn", "float8_e5m2"
 
 
 class _DeepSpecShard(msgspec.Struct):
@@ -471,33 +460,29 @@ def _deepspec(root: Path) -> Opened:
     _expect_files(shards)
     hidden, layers = about.hidden_size, len(about.target_layer_ids)
 
-    def read(number: int, values: bool) -> Stored:
+    def read(number: int) -> Stored:
         record = index[number]
         length = int(record["length"])
         if record["sample"] != number or record["shard"] >= len(shards):
             raise BadRow(f"the record names sample {record['sample']}, shard {record['shard']}")
         if not length:
             raise BadRow("the record has no token")
+        shard = shards[int(record["shard"])]
 
-        def array(name: str, dtype: torch.dtype, shape: tuple[int, ...], values: bool) -> Tensor:
-            shard, start = shards[int(record["shard"])], int(record[name])
-            size = int(np.prod(shape)) * dtype.itemsize
+        def array(name: str, dtype: torch.dtype, width: int = 1) -> Tensor:
+            size, start = length * width * dtype.itemsize, int(record[name])
             if start + size > shard.stat().st_size:
                 raise BadRow(
                     f"{name} ends beyond {shard.name}: the shard is truncated, or the index"
                 )
-            if not values:
-                return torch.empty(shape, dtype=dtype, device="meta")
-            data = np.memmap(shard, np.uint8, "r", start, (size,)).copy()
-            return torch.from_numpy(data).view(dtype).view(shape)
+            data = np.memmap(shard, np.uint8, "c", start, (size,))  # copied where it is written
+            return torch.from_numpy(data).view(dtype).view(length, width)
 
-        dtype = getattr(torch, about.hidden_dtype)
-        aux = array("aux", dtype, (length, layers * hidden), values)
-        last = array("last", dtype, (length, hidden), values)
         return Stored(
-            array("ids", torch.int32, (length,), True),
-            array("mask", torch.uint8, (length,), True),
-            *(x if dtype == torch.bfloat16 else x.bfloat16() for x in (aux, last)),
+            array("ids", torch.int32)[:, 0],
+            array("mask", torch.uint8)[:, 0],
+            array("aux", getattr(torch, about.hidden_dtype), layers * hidden),
+            array("last", getattr(torch, about.hidden_dtype), hidden),
         )
 
     return Opened(
@@ -548,24 +533,26 @@ def _automodel(root: Path) -> Opened:
     shards = [root / f"shard-{number:06d}.safetensors" for number in range(count)]
     _expect_files(shards)
 
-    def read(number: int, values: bool) -> Stored:
-        shard, row = shards[number // about.shard_size], number % about.shard_size
-        ids, mask = (
-            _one_row(_tensor(shard, name, row, True), name) for name in ("input_ids", "loss_mask")
-        )
+    def read(number: int) -> Stored:
+        shard, row = divmod(number, about.shard_size)
+        try:
+            table = {name: tensor[row] for name, tensor in _tensors(shards[shard]).items()}
+        except IndexError:
+            raise BadRow(f"{shards[shard].name} has no row {row}") from None
+        ids, mask = (_one_row(table.get(name), name) for name in ("input_ids", "loss_mask"))
+        names = ("target_hidden_states", "target_last_hidden_states")
+        states = (_dense(table.get(name), name) for name in names)
         filled = ((ids != ids[-1]) | mask.bool()).nonzero()
         if not len(filled):
             raise BadRow("it has nothing but padding")
-        names = ("target_hidden_states", "target_last_hidden_states")
-        states = (_tensor(shard, name, row, values) for name in names)
         length = int(filled.max()) + 1
         return Stored(*(part[:length] for part in (ids, mask, *states)))
 
     return Opened(
         tool="AutoModel",
         names=[
-            f"{shards[n // about.shard_size].name} row {n % about.shard_size}"
-            for n in range(about.num_samples)
+            f"{shards[shard].name} row {row}"
+            for shard, row in (divmod(n, about.shard_size) for n in range(about.num_samples))
         ],
         files=shards,
         read=read,

@@ -8,16 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spec_data.capture.hooks import States
-from spec_data.conversion.evidence import (
-    FINAL_STATE,
-    NEXT,
-    TOKEN,
-    in_token_frame,
-    mask_frame,
-    matches,
-)
+from spec_data.conversion.evidence import AFTER, BEFORE, FINAL_STATE, mask_frame, matches
 from spec_data.conversion.run import set_up_conversion
-from spec_data.conversion.samples import AFTER, BEFORE, SampleStates
+from spec_data.conversion.samples import NEXT, TOKEN, Samples, SampleStates
 from spec_data.generation.options import CaptureOptions
 from spec_data.shards.errors import CorpusError, RunError
 from tests.spec_data.conversion import layouts as write
@@ -176,7 +169,7 @@ def test_other_families_are_proven(family, tmp_path):
 
 
 def test_a_norm_of_ones_fits_on_both_sides(tmp_path):
-    """Then it is the side on which the tool stores its last state."""
+    """Then what the norm does not change is a state after it."""
     target = save_target(tmp_path / "ones")
     samples = write.make_samples(target, 4)
     for tool, norm in (("specforge", AFTER), ("speculators", BEFORE)):
@@ -202,11 +195,8 @@ def test_a_codec_s_error_does_not_decide_which_side_of_a_norm_of_ones_it_is(norm
     error = torch.randn(200, 64)
     last = last + noise * last.norm(dim=-1, keepdim=True) * error / error.norm(dim=-1, keepdim=True)
     stored = SampleStates(layers[1][:, None], last)
-    for usual in (AFTER, BEFORE):
-        match = matches([stored], [normed(last)], [computed], blocks, usual)[-1]
-        alike = norm == AFTER and not weights  # to norm again what a norm of ones made: no change
-        expected = usual if alike else norm
-        assert match.convention == (FINAL_STATE if expected == AFTER else blocks - 1, 0), match
+    match = matches([stored], [normed(last)], [computed], blocks)[-1]
+    assert match.convention == (FINAL_STATE if norm == AFTER else blocks - 1, 0), match
 
 
 def test_the_layer_is_found_even_if_the_noise_is_larger_than_its_difference_from_the_next():
@@ -219,7 +209,7 @@ def test_the_layer_is_found_even_if_the_noise_is_larger_than_its_difference_from
     for layer in (0, 1, 2):
         noisy = computed.layers[layer] + 0.1 * torch.randn(200, 64)
         stored = SampleStates(noisy[:, None], computed.final)
-        assert matches([stored], [computed.final], [computed], 4, AFTER)[0].convention == (layer, 0)
+        assert matches([stored], [computed.final], [computed], 4)[0].convention == (layer, 0)
 
 
 def test_a_target_of_slightly_different_weights_is_warned_of(tmp_path, target, caplog):
@@ -240,6 +230,9 @@ def test_a_mask_of_labels_is_read_with_its_frame(tmp_path, target, samples):
     root = write.specforge(tmp_path / "src", masks_shifted(samples, -1))
     found = find(target, root, "specforge")
     assert "12 of 12" in found.masks and found.mask_frame == NEXT
+    stored = Samples("specforge", root, 32)
+    stored.frame = NEXT
+    assert torch.equal(stored.tokens(2)[1], samples[2].mask)
 
 
 def test_a_mask_without_a_known_prompt_is_said_to_be_unchecked():
@@ -249,7 +242,6 @@ def test_a_mask_without_a_known_prompt_is_said_to_be_unchecked():
         assert frame == TOKEN and "not checked" in text
     assert mask_frame([(ids, mask)] * 4, [3, 4])[0] == TOKEN
     assert mask_frame([(ids, mask)] * 4, [4, 5])[0] == NEXT
-    assert in_token_frame(torch.tensor([0, 1, 1]), NEXT).tolist() == [0, 0, 1]
 
 
 def test_token_ids_of_a_larger_vocabulary(tmp_path, target, samples):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spec_data.conversion.samples import AFTER, BEFORE, Samples, load_table
+from spec_data.conversion.samples import Samples, load_table
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.shards.errors import CorpusError, DatasetError, MissingError, TargetError
 from tests.spec_data.conversion import layouts as write
@@ -48,7 +48,6 @@ def test_a_layout_is_read_bit_for_bit(form, tmp_path, samples):
     found = opened(tool, writer(tmp_path / "src", samples))
     assert len(found) == len(samples) and found.layers == len(LAYERS)
     assert found.opened.layers == recorded
-    assert found.opened.final_norm == (AFTER if after else BEFORE)
     order = range(len(samples))
     if tool == "modelopt":  # names are no numbers of rows
         order = [int(found.opened.names[n].split("-")[1].split(".")[0]) for n in order]
@@ -87,17 +86,14 @@ def test_only_trailing_unsupervised_tokens_of_one_id_are_the_padding_of_automode
 
 
 def test_eight_bit_states_are_decoded(tmp_path, samples):
-    sources = {
-        "speculators": write.speculators(tmp_path / "a", samples, fp8=True),
-        "deepspec": write.deepspec(tmp_path / "b", samples, dtype="float8_e4m3fn"),
-    }
-    sources["deepspec "] = write.deepspec(tmp_path / "c", samples, dtype="float8_e5m2")
-    for name, root in sources.items():
-        tool = name.strip()
-        found = opened(tool, root)
-        states = found.states(3).aux.flatten(1).float()
+    coarse, fine = torch.float8_e5m2, torch.float8_e4m3fn
+    for tool, root, kind in (
+        ("speculators", write.speculators(tmp_path / "a", samples, fp8=True), fine),
+        ("deepspec", write.deepspec(tmp_path / "b", samples, dtype="float8_e4m3fn"), fine),
+        ("deepspec", write.deepspec(tmp_path / "c", samples, dtype="float8_e5m2"), coarse),
+    ):
+        states = opened(tool, root).states(3).aux.flatten(1).float()
         exact = samples[3].aux(LAYERS).float()
-        kind = torch.float8_e5m2 if name != tool else torch.float8_e4m3fn
         assert 0 < (states - exact).norm() / exact.norm() < torch.finfo(kind).eps / 2
 
 
@@ -190,7 +186,8 @@ def test_masks_as_run_lengths(tmp_path, samples):
 
 def test_a_mask_that_is_not_stored_is_told(tmp_path, samples):
     root = write.modelopt(tmp_path / "src", samples[:1], layers=LAYERS, masks=False)
-    assert opened("modelopt", root).tokens(0)[1] is None
+    with pytest.raises(BadRow, match="no loss mask is stored"):
+        opened("modelopt", root).tokens(0)
 
 
 def change(file, **changes):
@@ -207,7 +204,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, samples):
     old = tmp_path / "old"
     old.mkdir()
     (old / "data_0.pt").touch()
-    with pytest.raises(DatasetError, match="older release of speculators"):
+    with pytest.raises(MissingError, match="hidden_states/hs_0"):
         opened("speculators", old)
     cache = write.automodel(tmp_path / "cache", samples)
     change(cache / "manifest.json", target_probs_topk=0)
@@ -247,13 +244,9 @@ def test_rubbish_in_a_manifest_is_refused(tmp_path, samples):
     with pytest.raises(MissingError, match="no sample"):
         opened("deepspec", tmp_path / "deepspec")
     other = write.torchspec(tmp_path / "torchspec", samples[:2])
-    for data, reason in (
-        (b"\xff\n", "not the rows"),
-        (b'{"split":"train","file":"\\u0000"}', "lies|not the rows"),
-    ):
-        (other / "manifest.jsonl").write_bytes(data)
-        with pytest.raises(DatasetError, match=reason):
-            opened("torchspec", other)
+    (other / "manifest.jsonl").write_bytes(b"\xff\n")
+    with pytest.raises(DatasetError, match="not the rows"):
+        opened("torchspec", other)
     third = write.speculators(tmp_path / "speculators", samples[:2])
     (third / "state.json").write_text("{}")
     with pytest.raises(DatasetError, match="cannot be read"):
