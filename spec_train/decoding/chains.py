@@ -1,15 +1,14 @@
 """Speculative decoding with a real target: one sequence, up to K drafted tokens, KV caches.
 
-Input: an HF causal LM, a draft's drafter, prompt ids. Output: the response and the result of each
-round. The response is the target's own for every draft: greedy decoding equals decoding without a
-draft token for token, and sampling has exactly the target's distribution (see sampling.py).
+The response is the target's own for every draft: greedy decoding equals decoding without a draft
+token for token, and sampling has exactly the target's distribution (see sampling.py).
 
-Counting. A round is one verification forward of the target; the prefill and its token are not a
-round. A round emits its accepted drafts and the token that the target adds. Tokens after the end of
-the response (stop token or limit) are not emitted. So tokens = 1 + sum of emitted, and the
-acceptance length, emitted / rounds, counts only tokens of the response.
+Counting. A step is one verification forward of the target; the prefill and its token are no step. A
+step emits its accepted drafts and the token that the target adds. Tokens after the end of the
+response (stop token or limit) are not emitted. So tokens = 1 + sum of emitted, and the acceptance
+length, emitted / steps, counts only tokens of the response.
 
-Shapes: n prompt tokens, K drafts of a round, V / Vd target / draft vocabulary, A captured layers
+Shapes: n prompt tokens, K drafts of a step, V / Vd target / draft vocabulary, A captured layers
 times the target's hidden size. The target's cache keeps every layer at full length, layers with a
 sliding window too: a cache that already dropped old keys cannot be rolled back. This costs memory
 beyond the window and changes no result. Models with a recurrent state are refused.
@@ -17,8 +16,9 @@ beyond the window and changes no result. Models with a recurrent state are refus
 
 import contextlib
 import inspect
+import math
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,16 +31,6 @@ from spec_data.shards.schema import FINAL, layer_column
 from spec_train.drafts.drafting import Drafter
 from spec_train.losses.sampling import Sampler
 
-# -- stopwatch -------------------------------------------------------------------------------------
-# How long decoding takes, and what the time is spent on.
-
-
-def clock(device: torch.device) -> float:
-    """Return a time in seconds, after all queued work of the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
 
 class Stopwatch:
     """Measures a response and what its time is spent on: prefill, drafting, and verification."""
@@ -49,25 +39,31 @@ class Stopwatch:
         """Start."""
         self._device = device
         self._seconds = dict.fromkeys(("prefill", "draft", "verify"), 0.0)
-        self._started = self._last = clock(device)
+        self._started = self._last = self._now()
+
+    def _now(self) -> float:
+        """Return a time in seconds, after all queued work of the device is done."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
     def begin(self) -> None:
         """Leave what was done since the last call out of the parts."""
-        self._last = clock(self._device)
+        self._last = self._now()
 
     def add(self, part: str) -> None:
         """Count the time since the last call to a part."""
-        now = clock(self._device)
+        now = self._now()
         self._seconds[part] += now - self._last
         self._last = now
 
     def parts(self) -> dict[str, Any]:
         """Return the seconds of all of it and of each part, as `Generation` has them."""
-        found = {f"{part}_seconds": value for part, value in self._seconds.items()}
-        return found | {"seconds": clock(self._device) - self._started}
+        parts = {f"{part}_seconds": value for part, value in self._seconds.items()}
+        return parts | {"seconds": self._now() - self._started}
 
 
-# -- chains ----------------------------------------------------------------------------------------
+# -- the target ------------------------------------------------------------------------------------
 
 
 _CROPPABLE = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -124,8 +120,8 @@ class TargetSession:
         self._places = [place[name] for name in columns]
         self._unproven = FINAL in columns  # that the last state enters the head, until a forward
         # a prompt's logits are [n, V]; where the model can, it computes only the last position
-        known = inspect.signature(model.forward).parameters
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        accepted = inspect.signature(model.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         # without a config each layer's cache has full length (see the module's docstring); the
         # model still masks with its own windows
         self._cache = DynamicCache()
@@ -145,16 +141,11 @@ class TargetSession:
             without columns.
         """
         ids = torch.as_tensor(tokens, dtype=torch.long, device=self._model.device)[None]
-        logits, states = self._run(ids, self._last_only if last_only else {}, layout)
-        return logits[0], states
-
-    def _run(self, ids: Tensor, wanted: dict[str, Any], layout: dict[str, Any]) -> tuple[Any, Any]:
-        """Append ids, int64 [B, t]; return logits [B, t, V] and states [B, t, A] or None."""
-        entered: list[Tensor] = []
+        read_by_head: list[Tensor] = []
         watch = contextlib.ExitStack()
         if self._unproven:
             head = self._model.get_output_embeddings()
-            hook = head.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
+            hook = head.register_forward_pre_hook(lambda _, inputs: read_by_head.append(inputs[0]))
             watch.callback(hook.remove)
         with watch:
             output = self._model(
@@ -162,36 +153,33 @@ class TargetSession:
                 past_key_values=self._cache,
                 use_cache=True,
                 output_hidden_states=bool(self._places),
-                **wanted,
+                **(self._last_only if last_only else {}),
                 **layout,
             )
         if not self._places:
-            return output.logits, None
-        states = output.hidden_states
+            return output.logits[0], None
+        states, name = output.hidden_states, type(self._model).__name__
         if len(states) != num_target_layers(self._model) + 1:
             raise TargetError(
-                f"{type(self._model).__name__} returns {len(states)} hidden states for "
+                f"{name} returns {len(states)} hidden states for "
                 f"{num_target_layers(self._model)} decoder blocks, so its layers cannot be "
                 "identified; evaluate on the dataset instead (--data)"
             )
-        if entered:
-            self._require_head_input(entered[0], states[-1])
-        return output.logits, torch.cat([states[k] for k in self._places], dim=-1)
-
-    def _require_head_input(self, entered: Tensor, last: Tensor) -> None:
-        """Refuse a model whose head reads other states than its last ones.
-
-        Args:
-            entered: input of the head [B, k, H]: the last k tokens.
-            last: the last states that the model returns [B, t, H].
-        """
-        if not torch.equal(entered, last[:, -entered.shape[1] :]):
-            raise TargetError(
-                f"{type(self._model).__name__} changes its last hidden states before its head, so "
-                "this draft would read other states than it was trained on; evaluate on the "
-                "dataset instead (--data)"
-            )
+        for entered in read_by_head:  # [1, k, H] of the last k tokens
+            if not torch.equal(entered, states[-1][:, -entered.shape[1] :]):
+                raise TargetError(
+                    f"{name} changes its last hidden states before its head, so this draft would "
+                    "read other states than it was trained on; evaluate on the dataset instead "
+                    "(--data)"
+                )
         self._unproven = False
+        return output.logits[0], torch.cat([states[k] for k in self._places], dim=-1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target runs."""
+        device: torch.device = self._model.device
+        return device
 
     def rollback(self, count: int) -> None:
         """Remove the last `count` tokens from the cache."""
@@ -224,77 +212,16 @@ class VerificationStep:
 
 @dataclass(kw_only=True)
 class Generation:
-    """A response, stop token included. `rounds` stays empty in plain decoding."""
+    """A response, stop token included. `steps` stays empty in plain decoding."""
 
     tokens: list[int]
-    rounds: list[VerificationStep] = field(default_factory=list)
+    steps: list[VerificationStep] = field(default_factory=list)
     draft_passes: int = 0  # forwards of the draft
     seconds: float = 0.0  # all of it; the next three are parts
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     stopped: bool = False  # whether a stop token ended it, not the limit
-
-
-class GrowingResponse:
-    """What decoding knows of one sequence between two rounds.
-
-    Attributes:
-        tokens: the response so far.
-        known, states: what the drafter has not read: `known[i]` is the token one position after
-            `states[:, i]`, the target's states [1, n, A] or None.
-    """
-
-    def __init__(self, request: Request, logits: Tensor, states: Any) -> None:
-        """Start with the target's logits [t, V] and states [1, n, A] of the prompt's n tokens."""
-        self.request = request
-        self.tokens = [request.sampler.first(logits[-1])]
-        self.known = [*request.prompt[1:], self.tokens[0]]
-        self.states = states
-        self._rounds: list[VerificationStep] = []
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing may follow."""
-        return self.tokens[-1] in self.request.stop or len(self.tokens) >= self.request.limit
-
-    def wanted(self, draft_tokens: int) -> int:
-        """Return how many tokens the next round drafts: no more than can still be emitted."""
-        return min(draft_tokens, self.request.limit - len(self.tokens) - 1)
-
-    def verify(self, drafted: Tensor, q: list[Any], logits: Tensor, states: Any) -> int:
-        """Count a round; return how many of its 1 + k tokens stay in the target's cache.
-
-        Args:
-            drafted: ids, int64 [k]. q: their distributions (see `Drafter.propose`).
-            logits: the target's [1 + k, V] after the last known token and the drafted ones.
-            states: the target's [1, at least 1 + k, A] at the same tokens, or None.
-        """
-        proposed, accepted, chosen = self.request.sampler.verify(drafted, q, logits)
-        self.known = [*proposed[:accepted], chosen]
-        self.states = None if states is None else states[:, : accepted + 1]
-        emitted = until_stop(self.known, self.request.stop)
-        self._rounds.append(
-            VerificationStep(
-                drafted=len(proposed),
-                tried=min(accepted + 1, len(proposed), len(emitted)),
-                accepted=min(accepted, len(emitted)),
-                emitted=len(emitted),
-                tokens=tuple(proposed),
-            )
-        )
-        self.tokens.extend(emitted)
-        return accepted + 1
-
-    def generation(self, draft_passes: int, times: Stopwatch | None = None) -> Generation:
-        """Return the response and its rounds."""
-        return Generation(
-            tokens=self.tokens,
-            rounds=self._rounds,
-            draft_passes=draft_passes,
-            stopped=self.tokens[-1] in self.request.stop,
-            **(times.parts() if times else {}),
-        )
 
 
 @torch.inference_mode()
@@ -312,43 +239,112 @@ def decode_plain(model: Any, request: Request) -> Generation:
     return Generation(tokens=tokens, stopped=tokens[-1] in stop, **times.parts())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What the target makes of drafted tokens.
+
+    Attributes:
+        accepted: drafted tokens that are kept, in order. chosen: the target's own after them.
+        states: the target's at the last known token and at the accepted ones, [1, n, A] or None.
+        drafted, tried, tokens: see `VerificationStep`.
+    """
+
+    accepted: list[int]
+    chosen: int
+    states: Any
+    drafted: int
+    tried: int
+    tokens: Sequence[int]
+
+
 @torch.inference_mode()
 def decode_speculative(
     model: Any, drafter: Drafter, columns: Sequence[str], request: Request, draft_tokens: int
 ) -> Generation:
-    """Decode with up to `draft_tokens` drafts per round.
+    """Decode with chains or blocks of up to `draft_tokens` drafted tokens per step.
 
-    `drafter` must be new; `columns` are the states it reads, the draft's `state_columns`. Near the
-    limit a round drafts no more than can still be emitted, which does not change the output.
+    `drafter` must be new; `columns` are the states it reads, the draft's `state_columns`.
     """
-    times = Stopwatch(model.device)
-    session = TargetSession(model, columns)
+    session, sampler = TargetSession(model, columns), request.sampler
+
+    def draft(tokens: list[int], states: Any, count: int) -> tuple[Tensor, list[Any]]:
+        if not count:
+            return torch.empty(0, dtype=torch.long, device=model.device), []
+        return drafter.propose(tokens, states, count, sampler)
+
+    def verify(last: int, proposal: tuple[Tensor, list[Any]]) -> Verified:
+        drafted, q = proposal
+        known = torch.tensor([last], device=model.device)
+        logits, states = session.forward(torch.cat([known, drafted]))
+        tokens, accepted, chosen = sampler.verify(drafted, q, logits)
+        session.rollback(len(drafted) - accepted)
+        return Verified(
+            accepted=tokens[:accepted],
+            chosen=chosen,
+            states=None if states is None else states[:, : accepted + 1],
+            drafted=len(tokens),
+            tried=min(accepted + 1, len(tokens)),
+            tokens=tokens,
+        )
+
+    return decode_steps(session, request, draft_tokens, draft, verify, lambda: drafter.passes)
+
+
+def decode_steps(
+    session: TargetSession,
+    request: Request,
+    depth: int,
+    draft: Callable[[list[int], Any, int], Any],
+    verify: Callable[[int, Any], Verified],
+    passes: Callable[[], int],
+) -> Generation:
+    """Decode step by step: draft, verify, keep what was accepted.
+
+    Near the limit a step drafts no more than can still be emitted, which changes no output.
+
+    Args:
+        session: an empty sequence. request: the prompt, and the end of its response.
+        depth: drafted tokens (levels of a tree) of a step, at most.
+        draft: takes t tokens and the target's states at the t positions before them, [1, t, A],
+            which it has not read before, and how many to draft, perhaps 0.
+        verify: takes the last known token and what was drafted.
+        passes: forwards of the draft so far.
+    """
+    times = Stopwatch(session.device)
     logits, states = session.forward(request.prompt, last_only=True)
-    response = GrowingResponse(request, logits, states)
+    tokens = [request.sampler.first(logits[-1])]
+    unread = [*request.prompt[1:], tokens[0]]
+    steps: list[VerificationStep] = []
     times.add("prefill")
-    while not response.ended:
+    while tokens[-1] not in request.stop and len(tokens) < request.limit:
         times.begin()
-        count = response.wanted(draft_tokens)
-        drafted = torch.empty(0, dtype=torch.long, device=model.device)
-        q: list[Any] = []
-        if count:
-            known, states = response.known, response.states
-            drafted, q = drafter.propose(known, states, count, request.sampler)
+        proposal = draft(unread, states, min(depth, request.limit - len(tokens) - 1))
         times.add("draft")
-        last = torch.tensor(response.tokens[-1:], device=model.device)
-        logits, states = session.forward(torch.cat([last, drafted]))
-        kept = response.verify(drafted, q, logits, states)
-        session.rollback(1 + len(drafted) - kept)
+        verified = verify(tokens[-1], proposal)
+        unread, states = [*verified.accepted, verified.chosen], verified.states
+        stops = (i + 1 for i, token in enumerate(unread) if token in request.stop)
+        emitted = next(stops, len(unread))
+        steps.append(
+            VerificationStep(
+                drafted=verified.drafted,
+                tried=min(verified.tried, emitted),
+                accepted=min(len(verified.accepted), emitted),
+                emitted=emitted,
+                tokens=tuple(verified.tokens),
+            )
+        )
+        tokens += unread[:emitted]
         times.add("verify")
-    return response.generation(drafter.passes, times)
+    return Generation(
+        tokens=tokens,
+        steps=steps,
+        draft_passes=passes(),
+        stopped=tokens[-1] in request.stop,
+        **times.parts(),
+    )
 
 
-def until_stop(tokens: list[int], stop: Collection[int]) -> list[int]:
-    """Return the tokens up to and including the first stop token."""
-    for index, token in enumerate(tokens):
-        if token in stop:
-            return tokens[: index + 1]
-    return tokens
+# -- losslessness ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,14 +380,9 @@ def examine_difference(
     index = next((i for i, (a, b) in enumerate(shared) if a != b), None)
     if index is None:  # one is a prefix of the other: rounding cannot explain that
         index = min(len(plain), len(speculative))
-        ends = [list(t[index : index + 1]) or [-1] for t in (plain, speculative)]
+        a, b = ((*t[index : index + 1], -1)[0] for t in (plain, speculative))
         return Difference(
-            index=index,
-            plain=ends[0][0],
-            speculative=ends[1][0],
-            gap=float("inf"),
-            noise=0.0,
-            tolerance=0.0,
+            index=index, plain=a, speculative=b, gap=math.inf, noise=0.0, tolerance=0.0
         )
     session = TargetSession(model)
     logits, _ = session.forward(prompt, last_only=True)

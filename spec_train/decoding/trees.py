@@ -18,11 +18,10 @@ from spec_data.shards.errors import ConfigError, TargetError
 from spec_train.decoding.chains import (
     Generation,
     Request,
-    Stopwatch,
     TargetSession,
-    VerificationStep,
+    Verified,
+    decode_steps,
     decoder_config,
-    until_stop,
 )
 from spec_train.drafts.draft import Draft
 from spec_train.drafts.drafting import ChainDrafter
@@ -37,8 +36,8 @@ from spec_train.losses.sampling import Sampler
 # likeliest are kept. A node is never likelier than its parent, so the kept nodes form a tree.
 #
 # Accepting. Starting at the root, the target's next token is chosen as without a draft (its argmax,
-# or a sample of its distribution). The walk continues at the child with exactly this token; if
-# there is none, the token ends the round. So the output is the target's own for every tree: greedy
+# or a sample of its distribution). The path continues at the child with exactly this token; if
+# there is none, the token ends the step. So the output is the target's own for every tree: greedy
 # equals plain greedy decoding, and sampling consumes one random number per token like plain
 # sampling. A child x is accepted with probability p(x). The multi-round rejection sampling of
 # EAGLE-2 results in the same: its candidates are selected, not sampled, so each one is tried as a
@@ -72,10 +71,10 @@ class DraftTree:
     @property
     def depths(self) -> list[int]:
         """Depth of every node [n]; 1 for children of the root."""
-        found: list[int] = []
+        depths: list[int] = []
         for parent in self.parents:
-            found.append(1 if parent == ROOT else found[parent] + 1)
-        return found
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return depths
 
     def ancestry(self) -> Tensor:
         """Return which entries lie on the path from the root to each entry, itself included.
@@ -94,19 +93,15 @@ EMPTY = DraftTree([], [])
 
 
 @dataclass(frozen=True)
-class Walk:
+class AcceptedPath:
     """The result of a verification."""
 
-    path: list[int]  # accepted nodes, from the first level on
+    nodes: list[int]  # accepted ones, from the first level on
     chosen: int  # the target's own token after them
     tried: int  # entries on the path, the root included, that had children
 
-    def entries(self) -> list[int]:
-        """Return the entries of the verification forward to keep: the root and accepted nodes."""
-        return [0, *(node + 1 for node in self.path)]
 
-
-def walk(tree: DraftTree, logits: Tensor, sampler: Sampler) -> Walk:
+def accepted_path(tree: DraftTree, logits: Tensor, sampler: Sampler) -> AcceptedPath:
     """Follow the target's choices through the tree.
 
     Args:
@@ -117,15 +112,15 @@ def walk(tree: DraftTree, logits: Tensor, sampler: Sampler) -> Walk:
     children: dict[int, dict[int, int]] = {}
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         children.setdefault(parent, {})[token] = node
-    path: list[int] = []
+    nodes: list[int] = []
     at, tried = ROOT, 0
     while True:
         chosen = sampler.first(logits[at + 1])
         tried += at in children
         following = children.get(at, {}).get(chosen)
         if following is None:
-            return Walk(path, chosen, tried)
-        path.append(following)
+            return AcceptedPath(nodes, chosen, tried)
+        nodes.append(following)
         at = following
 
 
@@ -169,29 +164,27 @@ class TreeDrafter:
         state, position = self._chain.extend(tokens, states)  # [1, 1, H], int64 [1, 1]
         draft, caches, device = self._chain.draft, self._chain.caches, state.device
         best, likelihood = self._expand(state[0], torch.zeros(1, device=device))  # [1, k]
-        found, score = [best.flatten()], [likelihood.flatten()]  # candidates of every level
-        parent = [torch.full_like(found[0], ROOT)]  # their parents, counted over all levels
+        nodes, score = [best.flatten()], [likelihood.flatten()]  # candidates of every level
+        parent = [torch.full_like(nodes[0], ROOT)]  # their parents, counted over all levels
         # m candidates of the newest level are expanded next; `start` is the number before the level
-        start, frontier = 0, torch.arange(len(found[0]), device=device)
+        start, frontier = 0, torch.arange(len(nodes[0]), device=device)
         carried = state.expand(-1, len(frontier), -1)  # [1, m, H], states of their parents
-        above = torch.ones(
-            len(frontier), caches[0].length, dtype=torch.bool, device=device
-        )  # [m, T]
+        above = torch.ones(len(frontier), caches[0].length, device=device).bool()  # [m, T]
         for level in range(1, depth):
-            own = torch.eye(len(frontier), dtype=torch.bool, device=device)
-            seen = torch.cat([above, own], dim=1)  # [m, T + m]: ancestors and itself
-            ids, positions = found[-1][frontier], position + level  # [m], [1, 1]
+            itself = torch.eye(len(frontier), dtype=torch.bool, device=device)
+            seen = torch.cat([above, itself], dim=1)  # [m, T + m]: ancestors and itself
+            ids, positions = nodes[-1][frontier], position + level  # [m], [1, 1]
             output = draft.step(ids[None], carried, positions.expand_as(ids[None]), caches, seen)
             self._levels += 1
             best, likelihood = self._expand(output[0], score[-1][frontier])  # [m, k]
             parent.append((start + frontier).repeat_interleave(best.shape[1]))  # [m * k]
             start += len(score[-1])
-            found.append(best.flatten())
+            nodes.append(best.flatten())
             score.append(likelihood.flatten())
             frontier = self._likeliest(score[-1], self._shape.topk)  # indices into [m * k]
             parents = frontier // best.shape[1]  # among the m expanded ones
             carried, above = output[:, parents], seen[parents]
-        return self._keep(torch.cat(found), torch.cat(score), torch.cat(parent))
+        return self._pruned(torch.cat(nodes), torch.cat(score), torch.cat(parent))
 
     def _expand(self, states: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
         """Find the likeliest children of nodes.
@@ -208,20 +201,19 @@ class TreeDrafter:
         top = torch.log_softmax(logits.float(), -1).topk(count, dim=-1)
         return self._chain.draft.draft_ids[top.indices], top.values + score[:, None]
 
-    def _keep(self, found: Tensor, score: Tensor, parent: Tensor) -> DraftTree:
+    def _pruned(self, tokens: Tensor, score: Tensor, parent: Tensor) -> DraftTree:
         """Make a tree of the likeliest of N candidates.
 
         Args:
-            found: target ids, int64 [N]. score: log-likelihoods, float32 [N].
+            tokens: target ids, int64 [N]. score: log-likelihoods, float32 [N].
             parent: index of the parent candidate or ROOT, int64 [N].
         """
-        kept = self._likeliest(score, self._shape.nodes).sort().values
-        place = torch.full_like(found, ROOT)  # candidate -> node
-        place[kept] = torch.arange(len(kept), device=kept.device)
-        above = parent[kept]
-        above = torch.where(above == ROOT, ROOT, place[above.clamp_min(0)])
-        tokens, parents = torch.stack([found[kept], above]).tolist()
-        return DraftTree(tokens, parents)
+        nodes = self._likeliest(score, self._shape.nodes).sort().values
+        number = torch.full_like(tokens, ROOT)  # candidate -> node
+        number[nodes] = torch.arange(len(nodes), device=nodes.device)
+        above = parent[nodes]
+        above = torch.where(above == ROOT, ROOT, number[above.clamp_min(0)])
+        return DraftTree(*torch.stack([tokens[nodes], above]).tolist())
 
     @staticmethod
     def _likeliest(score: Tensor, count: int) -> Tensor:
@@ -247,7 +239,6 @@ class TreeDrafter:
 
 
 _WINDOWED, _PLAIN = "sliding_attention", "full_attention"
-_PER_TYPE, _SINGLE = "one mask per layer type", "one mask"
 _TEST_TREE = DraftTree([3, 4, 5, 6, 7], [ROOT, ROOT, 0, 1, 2])  # branches of different lengths
 _TEST_PROMPT = [1, 2, 3, 4, 5, 6]
 
@@ -286,21 +277,18 @@ class TreeMasks:
                 f"{type(model).__name__} with {self._attn} attention accepts no tree mask; "
                 "leave --tree-tokens out to draft chains"
             )
-        for form in self._candidates():
-            self._form = form
+        per_type = [True] if self._types else []
+        if not self._types <= {_WINDOWED, _PLAIN}:
+            per_type = []
+        elif len(self._types) < 2 or self._window is None:  # one mask is right for every layer
+            per_type.append(False)
+        for self._per_type in per_type:
             if self._works(model):
                 return
         raise TargetError(
             f"{type(model).__name__} ignores or misreads tree masks in every known form; leave "
             "--tree-tokens out to draft chains"
         )
-
-    def _candidates(self) -> list[str]:
-        if not self._types <= {_WINDOWED, _PLAIN}:
-            return []
-        mixed = len(self._types) == 2 and self._window is not None
-        per_type = [_PER_TYPE] if self._types else []
-        return per_type if mixed else [*per_type, _SINGLE]
 
     def layout(self, tree: DraftTree, cached: int) -> dict[str, Any]:
         """Return the model's arguments for a verification forward over the root and the nodes.
@@ -310,14 +298,13 @@ class TreeMasks:
         """
         depths = torch.tensor([[0, *tree.depths]], device=self._device)
         mask: Any
-        if self._form == _PER_TYPE:
+        if self._per_type:
             mask = {
                 kind: self._mask(tree, cached, self._window if kind == _WINDOWED else None)
                 for kind in sorted(self._types)
             }
         else:
-            slides = self._types != {_PLAIN}
-            mask = self._mask(tree, cached, self._window if slides else None)
+            mask = self._mask(tree, cached, None if self._types == {_PLAIN} else self._window)
         return {"attention_mask": mask, "position_ids": cached + depths}
 
     def _mask(self, tree: DraftTree, cached: int, window: int | None) -> Tensor:
@@ -342,23 +329,17 @@ class TreeMasks:
         cache = DynamicCache()
         run(prompt, cache)
         try:
-            found = run([root, *tree.tokens], cache, **self.layout(tree, len(prompt)))
+            at_once = run([root, *tree.tokens], cache, **self.layout(tree, len(prompt)))
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError):
             return False  # the model does not accept a mask of this form
-        seen = tree.ancestry()
-        expected = torch.stack(
-            [
-                run(
-                    [*prompt, *(t for t, on in zip([root, *tree.tokens], path, strict=True) if on)],
-                    DynamicCache(),
-                )[-1]
-                for path in seen.tolist()
-            ]
-        )
-        difference = (found - expected).norm() / expected.std(-1, keepdim=True).expand_as(
-            expected
-        ).norm()
-        return bool(difference < max(1e-3, 16 * torch.finfo(self._dtype).eps))
+        alone = []
+        for path in tree.ancestry().tolist():
+            tokens = [t for t, on in zip([root, *tree.tokens], path, strict=True) if on]
+            alone.append(run([*prompt, *tokens], DynamicCache())[-1])
+        expected = torch.stack(alone)
+        scale = expected.std(-1, keepdim=True).expand_as(expected).norm()
+        limit = max(1e-3, 16 * torch.finfo(self._dtype).eps)
+        return bool((at_once - expected).norm() / scale < limit)
 
 
 # -- trees -----------------------------------------------------------------------------------------
@@ -407,49 +388,28 @@ def decode_tree(
     request: Request,
     depth: int,
 ) -> Generation:
-    """Decode with trees of up to `depth` levels.
+    """Decode with trees of up to `depth` levels; other arguments as for `decode_speculative`.
 
-    `drafter` must be new; `columns` are the states it reads, the draft's `state_columns`. Near the
-    limit a round drafts no deeper than can still be emitted, which does not change the output. A
-    `VerificationStep` counts drafted nodes; `tried` counts the depths that had a node to accept.
+    A `VerificationStep` counts drafted nodes; `tried` counts the depths that had a node to accept.
     """
-    sampler, limit, stop = request.sampler, request.limit, request.stop
-    times = Stopwatch(model.device)
     session = TreeSession(model, masks, columns)
-    logits, states = session.forward(request.prompt, last_only=True)
-    tokens = [sampler.first(logits[-1])]
-    times.add("prefill")
-    known = [
-        *request.prompt[1:],
-        tokens[0],
-    ]  # known[i] is one position after states[:, i]
-    rounds: list[VerificationStep] = []
-    while tokens[-1] not in stop and len(tokens) < limit:
-        times.begin()
-        levels = min(depth, limit - len(tokens) - 1)
-        tree = drafter.propose(known, states, levels) if levels else EMPTY
-        times.add("draft")
-        logits, states = session.verify(tokens[-1], tree)
-        kept = walk(tree, logits, sampler)
-        session.keep(kept.entries())
-        times.add("verify")
-        known = [*(tree.tokens[i] for i in kept.path), kept.chosen]
-        states = states[:, kept.entries()]
-        emitted = until_stop(known, stop)
-        rounds.append(
-            VerificationStep(
-                drafted=len(tree.tokens),
-                tried=min(kept.tried, len(emitted)),
-                accepted=min(len(kept.path), len(emitted)),
-                emitted=len(emitted),
-                tokens=tuple(known[:-1]),
-            )
+
+    def draft(tokens: list[int], states: Any, levels: int) -> DraftTree:
+        return drafter.propose(tokens, states, levels) if levels else EMPTY
+
+    def verify(last: int, tree: DraftTree) -> Verified:
+        logits, states = session.verify(last, tree)
+        path = accepted_path(tree, logits, request.sampler)
+        entries = [0, *(node + 1 for node in path.nodes)]  # the root, and accepted nodes
+        session.keep(entries)
+        accepted = [tree.tokens[i] for i in path.nodes]
+        return Verified(
+            accepted=accepted,
+            chosen=path.chosen,
+            states=states[:, entries],
+            drafted=len(tree.tokens),
+            tried=path.tried,
+            tokens=accepted,
         )
-        tokens.extend(emitted)
-    return Generation(
-        tokens=tokens,
-        rounds=rounds,
-        draft_passes=drafter.passes,
-        stopped=tokens[-1] in stop,
-        **times.parts(),
-    )
+
+    return decode_steps(session, request, depth, draft, verify, lambda: drafter.passes)

@@ -43,14 +43,14 @@ class Response:
 
         The first token of a response belongs to no step, so the first position is 1.
         """
-        emitted = [step.emitted for step in self.generation.rounds]
+        emitted = [step.emitted for step in self.generation.steps]
         return list(zip(accumulate(emitted, initial=1), emitted, strict=False))
 
     def sample(self) -> dict[str, Any]:
         """Return the response as a sample for the acceptance viewer (`simulation.samples`)."""
         tokens = self.generation.tokens
         parts = [context_part(list(self.ids)), {"kind": "first", "tokens": tokens[:1]}]
-        for (done, count), step in zip(self.positions(), self.generation.rounds, strict=True):
+        for (done, count), step in zip(self.positions(), self.generation.steps, strict=True):
             if done >= RESPONSE_TOKENS:
                 break
             emitted = tokens[done : done + count]
@@ -102,7 +102,7 @@ def decoding_metrics(
 
 
 def _steps(responses: Iterable[Response]) -> list[VerificationStep]:
-    return [step for response in responses for step in response.generation.rounds]
+    return [step for response in responses for step in response.generation.steps]
 
 
 def _acceptance(
@@ -138,8 +138,8 @@ def _by_prompt(responses: Iterable[Response]) -> list[dict[str, Any]]:
     for response in responses:
         digest = xxh3_64_hexdigest(np.asarray(response.ids, dtype="<i8").tobytes())
         own = found.setdefault(response.where, {"prompt": digest, "rounds": 0, "emitted": 0})
-        own["rounds"] += len(response.generation.rounds)
-        own["emitted"] += sum(step.emitted for step in response.generation.rounds)
+        own["rounds"] += len(response.generation.steps)
+        own["emitted"] += sum(step.emitted for step in response.generation.steps)
     return [found[where] for where in sorted(found)]
 
 
@@ -163,7 +163,7 @@ def speed(pairs: Sequence[tuple[Generation, Generation]]) -> dict[str, Any]:
     decoding = sum(a.seconds - a.prefill_seconds for a, _ in pairs)
     target_pass = _ratio(decoding, sum(len(a.tokens) - 1 for a, _ in pairs))
     draft_pass = _ratio(draft, sum(b.draft_passes for _, b in pairs))
-    verification = _ratio(verify, sum(len(b.rounds) for _, b in pairs))
+    verification = _ratio(verify, sum(len(b.steps) for _, b in pairs))
     return {
         "shares": {name: _ratio(part, total) for name, part in parts.items()},
         "target_pass_seconds": target_pass,

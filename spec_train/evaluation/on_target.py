@@ -229,8 +229,8 @@ def evaluate_target(
     with progress(total=len(prompts), unit="prompts", desc="decode", leave=False) as bar:
         for prompt in prompts:
             for response in bench.converse(prompt, prompts):
-                rounds += len(response.generation.rounds)
-                emitted += sum(step.emitted for step in response.generation.rounds)
+                rounds += len(response.generation.steps)
+                emitted += sum(step.emitted for step in response.generation.steps)
             length = shown(emitted / rounds if rounds else None)
             bar.set_postfix_str(f"acceptance {length}", refresh=False)
             bar.update(1)

@@ -101,7 +101,7 @@ def our_counts(model: Any, draft: Path, prompt: list[int], depth: int) -> dict[s
     request = Request(prompt, Greedy(), past)
     done = decode_speculative(model, drafter, loaded.state_columns, request, depth)
     total, rounds = 1, []
-    for one in done.rounds:
+    for one in done.steps:
         if total >= TOKENS:
             break
         rounds.append(one)

@@ -104,6 +104,6 @@ def test_dflash(family, tmp_path, monkeypatch):
         done = decode_speculative(model, drafter, ours.state_columns, request, 4)
         assert answer == decode_plain(model, Request(prompt, Greedy(), TOKENS)).tokens
         assert len(theirs) > 5 and theirs == drafter.seen[: len(theirs)]
-        accepted += sum(one.accepted for one in done.rounds)
-        rounds += len(done.rounds)
+        accepted += sum(one.accepted for one in done.steps)
+        rounds += len(done.steps)
     assert 0.05 < accepted / (4 * rounds) < 0.95

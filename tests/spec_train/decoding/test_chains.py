@@ -125,9 +125,9 @@ def speculate(model: Any, draft: Any, prompt: list[int], **changes: Any) -> Gene
 def check_counts(generation: Generation, draft_tokens: int, limit: int = 40) -> None:
     """Check the counts of any decoding, greedy or sampled."""
     so_far = 1
-    assert len(generation.tokens) == 1 + sum(r.emitted for r in generation.rounds)
-    for number, r in enumerate(generation.rounds):
-        last = number == len(generation.rounds) - 1
+    assert len(generation.tokens) == 1 + sum(r.emitted for r in generation.steps)
+    for number, r in enumerate(generation.steps):
+        last = number == len(generation.steps) - 1
         assert 0 <= r.accepted <= r.tried <= r.drafted <= draft_tokens
         assert r.tried - r.accepted in (0, 1)
         assert r.emitted == r.accepted + 1 or (last and r.emitted == r.accepted)
@@ -150,7 +150,7 @@ def test_greedy_is_plain_greedy_with_rollbacks_of_every_length(family):
         got = speculate(model, draft, prompt)
         assert got.tokens == plain.tokens
         check_counts(got, 5)
-        lengths |= {r.accepted for r in got.rounds}
+        lengths |= {r.accepted for r in got.steps}
         # What the target has verified is drafted from its states once, and never again.
         assert draft.verified_rows <= len(script) - 1
     assert lengths == {0, 1, 2, 3, 4, 5}
@@ -184,12 +184,12 @@ def test_perfect_and_useless_drafts_have_the_lengths_of_the_definition():
     perfect = speculate(
         model, ScriptedDraft(script, states(model, script), 0.0, 0), prompt, limit=31
     )
-    assert [r.emitted for r in perfect.rounds] == [6] * 5
+    assert [r.emitted for r in perfect.steps] == [6] * 5
     useless = speculate(
         model, ScriptedDraft(script, states(model, script), 1.0, 0), prompt, limit=31
     )
-    assert [(r.tried, r.accepted, r.emitted) for r in useless.rounds[:-1]] == [(1, 0, 1)] * 29
-    assert useless.rounds[-1].drafted == 0  # only the target's own token is still wanted
+    assert [(r.tried, r.accepted, r.emitted) for r in useless.steps[:-1]] == [(1, 0, 1)] * 29
+    assert useless.steps[-1].drafted == 0  # only the target's own token is still wanted
 
 
 @pytest.mark.parametrize("error_rate", [0.0, 0.3, 1.0])
@@ -327,7 +327,7 @@ def test_sampling_has_the_targets_distribution():
         )
         check_counts(got, 3, limit)
         counts[tuple(got.tokens)] += 1
-        accepted += sum(r.accepted for r in got.rounds)
+        accepted += sum(r.accepted for r in got.steps)
     assert accepted > samples / 4  # the accepting path is exercised as well as the rejecting one
     common = [r for r in exact if exact[r] * samples >= 5]
     pairs = [(counts[r], exact[r] * samples) for r in common]

@@ -16,8 +16,8 @@ from spec_train.decoding.trees import (
     TreeMasks,
     TreeSession,
     TreeShape,
+    accepted_path,
     tree_mask,
-    walk,
 )
 from spec_train.drafts.drafting import ChainDrafter, KVCache
 from spec_train.losses.head import TargetHead
@@ -170,14 +170,13 @@ def logits_of(best: list[int], vocab: int = 3) -> Tensor:
     ],
 )
 def test_greedy_follows_the_targets_choices(best, path, chosen: int, tried: int) -> None:
-    found = walk(TREE, logits_of(best), Greedy())
-    assert (found.path, found.chosen, found.tried) == (path, chosen, tried)
-    assert found.entries() == [0, *(node + 1 for node in path)]
+    found = accepted_path(TREE, logits_of(best), Greedy())
+    assert (found.nodes, found.chosen, found.tried) == (path, chosen, tried)
 
 
 def test_without_a_tree_the_target_chooses_alone() -> None:
-    found = walk(EMPTY, logits_of([2]), Greedy())
-    assert (found.path, found.chosen, found.tried) == ([], 2, 0)
+    found = accepted_path(EMPTY, logits_of([2]), Greedy())
+    assert (found.nodes, found.chosen, found.tried) == ([], 2, 0)
 
 
 class _Given(Sampled):
@@ -219,10 +218,10 @@ def test_sampling_has_the_targets_distribution_exactly() -> None:
     seen = torch.zeros(3, 4, 4, 4, dtype=torch.float64)  # 3: not emitted in this round
     arrived = torch.zeros(6, dtype=torch.float64)
     for numbers in itertools.product(grid, repeat=4):
-        found = walk(TREE, logits, _Given(numbers))
-        out = [*(TREE.tokens[i] for i in found.path), found.chosen, 3, 3, 3][:4]
+        found = accepted_path(TREE, logits, _Given(numbers))
+        out = [*(TREE.tokens[i] for i in found.nodes), found.chosen, 3, 3, 3][:4]
         seen[tuple(out)] += 1 / 12**4
-        arrived[found.path] += 1 / 12**4
+        arrived[found.nodes] += 1 / 12**4
     terms = 12**8  # equal terms round in equal ways: 12**4 roundings add up, without a root
     close(seen.sum((1, 2, 3)), p[0], terms=terms)
     rows = {0: p[1 + 0], 1: p[1 + 1]}  # after the two children of the root

@@ -78,9 +78,9 @@ class ScriptedTrees:
 
 
 def check_counts(generation: Generation, depth: int, limit: int) -> None:
-    assert len(generation.tokens) == 1 + sum(r.emitted for r in generation.rounds)
-    for number, r in enumerate(generation.rounds):
-        last = number == len(generation.rounds) - 1
+    assert len(generation.tokens) == 1 + sum(r.emitted for r in generation.steps)
+    for number, r in enumerate(generation.steps):
+        last = number == len(generation.steps) - 1
         assert 0 <= r.accepted <= r.tried <= depth
         assert r.tried - r.accepted in (0, 1)
         assert r.emitted == r.accepted + 1 or (last and r.emitted == r.accepted)
@@ -103,7 +103,7 @@ def test_greedy_is_plain_greedy_with_branches_and_paths_of_every_length(family: 
         got = decode_tree(model, masks, drafter, COLUMNS, Request(prompt, Greedy(), 48), 4)  # type: ignore[arg-type]
         assert got.tokens == plain.tokens
         check_counts(got, 4, 48)
-        lengths |= {r.accepted for r in got.rounds}
+        lengths |= {r.accepted for r in got.steps}
         branchy |= drafter.branchy
     assert lengths >= {0, 1, 2, 3, 4}
     assert max(branchy) >= 3  # accepted rows were not always the first ones
@@ -134,8 +134,8 @@ def test_a_tree_of_one_branch_is_the_chain(target, prompts, trained, trained_eag
     for prompt in prompts[6:12]:
         tree, line = grow(target, draft, prompt, nodes=4, topk=1), chain(target, draft, prompt)
         assert tree.tokens == line.tokens
-        trees.append((tree.rounds, tree.draft_passes))
-        lines.append((line.rounds, line.draft_passes))
+        trees.append((tree.steps, tree.draft_passes))
+        lines.append((line.steps, line.draft_passes))
     same_but_for_a_tie(trees, lines)
 
 
@@ -152,7 +152,7 @@ def test_trees_are_lossless_and_accept_more_than_chains(
                 generation.tokens == decode_plain(target, Request(prompt, Greedy(), LIMIT)).tokens
             )
             check_counts(generation, 4, LIMIT)
-        rounds = [r for generation in got for r in generation.rounds]
+        rounds = [r for generation in got for r in generation.steps]
         lengths.append(sum(r.emitted for r in rounds) / len(rounds))
     assert lengths[1] > lengths[0] + 0.1 > 1.2, lengths
 
@@ -167,7 +167,7 @@ def test_sampling_is_plain_sampling_with_the_same_seed(
         plain = decode_plain(target, Request(prompt, make_sampler(temperature, seed), LIMIT))
         got = grow(target, trained_eagle, prompt, sampler=make_sampler(temperature, seed))
         assert got.tokens == plain.tokens
-        accepted += sum(r.accepted for r in got.rounds)
+        accepted += sum(r.accepted for r in got.steps)
     assert accepted > 10
 
 

@@ -58,14 +58,14 @@ def test_greedy_decoding_is_the_targets_own_and_simulated_decoding_is_the_same(
         document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
         assert document == respond(target, prompt)
         per_round = sum(r.drafted if draft.name.startswith("eagle") else 1
-                        for r in got.rounds if r.drafted)  # fmt: skip
+                        for r in got.steps if r.drafted)  # fmt: skip
         assert got.draft_passes == per_round
         batch = batch_of(target, [document])
         sums = simulate(batch, draft.chains(batch, head, depth))
         total += sums
         simulated.append((sums[EMITTED], sums[STEPS]))
-        real.append((sum(r.emitted for r in got.rounds), len(got.rounds)))
-        lengths |= {r.accepted for r in got.rounds}
+        real.append((sum(r.emitted for r in got.steps), len(got.steps)))
+        lengths |= {r.accepted for r in got.steps}
     assert len(lengths) >= 3, "rounds of few lengths prove little"
     same_but_for_a_tie(simulated, real)
     assert length(total) == total[EMITTED] / total[STEPS] > 1.1
@@ -114,8 +114,8 @@ def test_sampling_has_the_targets_distribution(
         request = Request(prompt, make_sampler(temperature, seed), limit, {0})
         got = decode_speculative(model, draft.drafter(head), draft.state_columns, request, 3)
         counts[tuple(got.tokens)] += 1
-        accepted += sum(r.accepted for r in got.rounds)
-        cut += sum(r.drafted == 0 for r in got.rounds)
+        accepted += sum(r.accepted for r in got.steps)
+        cut += sum(r.drafted == 0 for r in got.steps)
     assert accepted > samples / 20  # the accepting path is tested too
     assert cut > samples / 20 or not threshold
     common = [r for r in exact if exact[r] * samples >= 5]

@@ -210,7 +210,7 @@ def test_sums_by_position_and_by_set_are_those_of_plain_loops():
     responses, slow = [], []
     for where, name in groups.items():
         prompt, rounds = [0] * draw.randint(1, 400), rounds_of(draw, 30)
-        made = Generation(tokens=[], rounds=rounds)
+        made = Generation(tokens=[], steps=rounds)
         responses.append(Response(where=where, group=name, ids=prompt, generation=made))
         text = 1  # the prefill returns the first token of the response
         for one in rounds:
@@ -256,7 +256,7 @@ def test_costs_are_unknown_without_a_timed_pair():
     assert figures["cost_ratio"] is None and set(figures["shares"].values()) == {None}
     plain = Generation(tokens=[1] * 11, seconds=24.0, prefill_seconds=4.0)
     one = VerificationStep(drafted=2, tried=1, accepted=1, emitted=2)
-    draft = Generation(tokens=[1] * 11, rounds=[one] * 5, draft_passes=10, seconds=20.0,
+    draft = Generation(tokens=[1] * 11, steps=[one] * 5, draft_passes=10, seconds=20.0,
                        prefill_seconds=4.0, draft_seconds=5.0, verify_seconds=10.0)  # fmt: skip
     figures = speed([(plain, draft)])
     assert figures["shares"] == {"draft": 0.25, "verify": 0.5, "prefill": 0.2, "other": 0.05}
@@ -287,8 +287,8 @@ def test_the_parts_of_the_time_are_those_of_their_calls(target, trained, monkeyp
     request = Request([1, 2, 3], Greedy(), 12)
     found = decode_speculative(target, drafter, COLUMNS, request, 3)
     assert found.prefill_seconds == 10 and found.draft_seconds == 3 * len(calls) > 0
-    assert found.verify_seconds == 10 * len(found.rounds)
-    assert found.seconds == 10 + 3 * len(calls) + 10 * len(found.rounds)
+    assert found.verify_seconds == 10 * len(found.steps)
+    assert found.seconds == 10 + 3 * len(calls) + 10 * len(found.steps)
 
 
 # --- the command ---

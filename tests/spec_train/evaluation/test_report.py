@@ -57,8 +57,8 @@ def test_on_the_targets_own_responses_simulated_decoding_is_the_real_one(target,
         document = SimulatedDocument(tuple(values[0].numpy() for values in columns))
         simulated.append([tokens for _, steps in document.spans for _, tokens in steps])
         total += simulate(batch, chains)
-        lengths |= {r.accepted for r in got.rounds}
-        real.append([r.emitted for r in got.rounds])
+        lengths |= {r.accepted for r in got.steps}
+        real.append([r.emitted for r in got.steps])
     assert len(lengths) >= 4  # rounds of many lengths, or this proves little
     same_but_for_a_tie(simulated, real)
     rounds = [tokens for document in simulated for tokens in document]
@@ -82,7 +82,7 @@ def test_an_untrained_draft_with_a_small_vocabulary_loses_nothing(target, prompt
         document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
         batch = batch_of(target, [document])
         total += simulate(batch, draft.chains(batch, HEAD, STEPS))
-        rounds += [r.emitted for r in got.rounds]
+        rounds += [r.emitted for r in got.steps]
         if temperature == 0:
             assert document == respond(target, prompt)
     if temperature == 0:

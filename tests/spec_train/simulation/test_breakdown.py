@@ -157,7 +157,7 @@ def rounds_of(tokens):
 
 def test_a_response_is_sampled_with_its_rejected_drafts():
     tokens = [5, 6, 7, 8, 9]
-    made = Generation(tokens=tokens, rounds=rounds_of(tokens), stopped=True)
+    made = Generation(tokens=tokens, steps=rounds_of(tokens), stopped=True)
     sample = response([1, 2, 3], made).sample()
     context, first, one, two = sample["parts"]
     assert context["tokens"] == [1, 2, 3] and first["tokens"] == [5]
@@ -176,10 +176,10 @@ def response(ids, generation, where="p:1"):
 
 def test_metrics_count_positions():
     tokens = [5, 6, 7, 8, 9]
-    made = Generation(tokens=tokens, rounds=rounds_of(tokens), stopped=True)
+    made = Generation(tokens=tokens, steps=rounds_of(tokens), stopped=True)
     long = Generation(
         tokens=list(range(21)),
-        rounds=[
+        steps=[
             VerificationStep(drafted=1, tried=1, accepted=0, emitted=1, tokens=(0,))
             for _ in range(20)
         ],
@@ -212,7 +212,7 @@ def test_drafts_and_the_target_may_end_a_character_differently():
     assert own != draft
     made = Generation(
         tokens=[a, b, c, own, a, b],
-        rounds=[
+        steps=[
             VerificationStep(drafted=4, tried=3, accepted=2, emitted=3, tokens=(b, c, draft, a)),
             VerificationStep(drafted=2, tried=2, accepted=2, emitted=2, tokens=(a, b)),
         ],

@@ -142,10 +142,10 @@ def test_blocks_cut_by_their_confidence_lose_nothing_and_are_simulated_alike(
         sums = simulate(batch, chains)
         total += sums
         simulated.append((sums[EMITTED], sums[STEPS]))
-        real.append((sum(r.emitted for r in got.rounds), len(got.rounds)))
-        drafted |= {r.drafted for r in got.rounds}
-        assert got.draft_passes <= len(got.rounds)
-        passes += got.draft_passes - sum(r.drafted > 0 for r in got.rounds)
+        real.append((sum(r.emitted for r in got.steps), len(got.steps)))
+        drafted |= {r.drafted for r in got.steps}
+        assert got.draft_passes <= len(got.steps)
+        passes += got.draft_passes - sum(r.drafted > 0 for r in got.steps)
         cut |= bool((chains == NOT_DRAFTED).any())
     draft.stop_below(0.0)
     assert cut and passes >= 0  # a round may also end before its first draft
@@ -165,7 +165,7 @@ def test_the_first_draft_of_a_block_can_be_dropped_too(name, target, prompts, dr
     chains = draft.chains(batch_of(target, [respond(target, prompts[0])]), head, draft.depth)
     draft.stop_below(0.0)
     assert got.tokens == decode_plain(target, request).tokens
-    assert got.rounds and all((r.drafted, r.emitted) == (0, 1) for r in got.rounds)
+    assert got.steps and all((r.drafted, r.emitted) == (0, 1) for r in got.steps)
     assert bool((chains == NOT_DRAFTED).all())
 
 
@@ -204,8 +204,8 @@ def test_the_figure_with_a_threshold_is_that_of_blocks_cut_by_hand(
         request = Request(prompt, Greedy(), LIMIT, {STOP})
         got = decode_speculative(target, draft.drafter(head), COLUMNS, request, draft.depth)
         draft.stop_below(0.0)
-        emitted += sum(r.emitted for r in got.rounds)
-        rounds += len(got.rounds)
+        emitted += sum(r.emitted for r in got.steps)
+        rounds += len(got.steps)
     found = length(simulated)
     by_hand, longer = (length(sums) for sums in whole.values())
     assert found == by_hand == emitted / rounds
