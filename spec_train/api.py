@@ -16,7 +16,7 @@ from spec_train.drafts import Draft
 from spec_train.drafts import load_draft as read_draft
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data
 from spec_train.results import AcceptanceResult
-from spec_train.training.stored import resolve_draft_dir
+from spec_train.training.run_directory import resolve_draft_dir
 
 AnyPath = str | Path
 

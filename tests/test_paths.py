@@ -19,7 +19,7 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind, what_is
 from spec_data.terminal.paths import check_directory_to_write, check_value, make_directory
 from spec_train.formats.names import CLASSES, NAMES
-from spec_train.training.checkpoint import RunDirectory
+from spec_train.training.run_directory import RunDirectory
 from tests.spec_data.runs import save_target, write_corpus
 
 REMOTE = "s3://bucket/data"

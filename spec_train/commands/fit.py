@@ -96,7 +96,7 @@ def dry_run(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "Dr
     >>> cost.steps, cost.seconds > 0
     (10, True)
     """
-    from spec_train.training.setup import dry_run as run
+    from spec_train.training.run_cost import dry_run as run
 
     return run(*settled(training, draft))
 
@@ -160,7 +160,7 @@ def _fit_command(
     training: Training, draft: AnyDraftOptions = Eagle3Options(), *, dry_run: bool = False
 ) -> "Result":
     if dry_run:
-        from spec_train.training.setup import dry_run as run
+        from spec_train.training.run_cost import dry_run as run
 
         return run(*settled(training, draft))
     result = _fit(training, draft)

@@ -9,11 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from spec_data.terminal.command import Result
-from spec_data.terminal.text_table import text_table
 
 OK, FINDING, UNDECIDED = "ok", "finding", "undecided"
 _MARKS = {FINDING: "FINDING", OK: "ok", UNDECIDED: "not decidable"}
-_SHOWN = 6  # conventions of a round
 _SOUND = "no other convention fits clearly better"
 _MASK_KEYS = "mask_token_id, and ptd_token_id, pard_token or dspark_noise_token_id"
 
@@ -120,13 +118,12 @@ def one_per_name(checks: Sequence[Check]) -> list[Check]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A convention that the draft was run under, compared with the one before it.
+    """A convention that the draft was run under, compared with the declared one.
 
     `length` and `before` are acceptance lengths over all supervised slots of the documents: with
-    this convention, and with the one that the files declare or that was found better before.
+    this convention, and with the declared one.
     """
 
-    round: int
     check: str
     text: str
     length: float
@@ -198,7 +195,7 @@ class Diagnosis(Result):
             )
         count = len(self.findings)
         last = f"{self.draft}: {count or 'no'} finding{'' if count == 1 else 's'}"
-        return "\n".join([head, *self._lines(), *_table(self.tried), last])
+        return "\n".join([head, *self._lines(), last])
 
     def _lines(self) -> Iterator[str]:
         width = max(map(len, _MARKS.values()))
@@ -209,30 +206,3 @@ class Diagnosis(Result):
             yield from (f"{indent}{label}{line}" for line in check.evidence)
             if check.fix:
                 yield f"{indent}fix: {check.fix}"
-
-
-def _table(tried: Sequence[Tried]) -> Iterator[str]:
-    """Yield the tried conventions, the best of each round first."""
-    for number in sorted({one.round for one in tried}):
-        some = sorted((t for t in tried if t.round == number), key=lambda t: t.rank, reverse=True)
-        before = next((t.loss_before for t in some if t.loss_before is not None), None)
-        words = "as declared" if number == 1 else "with the better convention above"
-        rows = [
-            ("convention", "acceptance length", "p-value", "loss", "p-value"),
-            (words, f"{some[0].before:.3f}", "", _number(before, ".3f"), ""),
-        ]
-        rows += [
-            (
-                f"{'better: ' if one.better else ''}{one.check}: {one.text}",
-                *(f"{one.length:.3f}", f"{one.p_value:.2g}"),
-                *(_number(one.loss, ".3f"), _number(one.loss_p_value, ".2g")),
-            )
-            for one in some[:_SHOWN]
-        ]
-        yield from text_table(rows).splitlines()
-        if len(some) > _SHOWN:
-            yield f"and {len(some) - _SHOWN} more, of at most {some[_SHOWN].length:.3f} (in --json)"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

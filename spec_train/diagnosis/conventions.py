@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from spec_data.models.families import text_table
@@ -55,7 +54,7 @@ class Neighbour:
         tensors: tensors of the draft, by name.
         ids: target ids of the draft vocabulary, int64 [Vd], in the order of the head's rows; None:
             as they are.
-        depth: tokens that the draft proposes per round; None: as many as before.
+        depth: tokens that the draft proposes at once; None: as many as before.
         check: the kind of convention, a key of `KINDS`.
     """
 
@@ -143,17 +142,17 @@ def _layer_ids(setting: Setting) -> Iterator[Neighbour]:
     if not ids or len(ids) < len(layers):
         return
     blocks = setting.sample.blocks
-    others = {1: "each one block later", -1: "each one block earlier"}
-    for step, words in others.items():
-        moved = [k + step for k in ids]
-        if min(moved) >= -1 and (blocks is None or max(moved) < blocks):
-            columns = list(map(layer_column, moved))
-            yield Neighbour(text=f"layers {_listed(moved)}: {words}", columns=columns)
     captured = sorted(k for c in setting.sample.columns if (k := _layer_of(c)) is not None)
-    tried = [[k + step for k in sorted(ids)] for step in (-1, 0, 1)]
-    if len(captured) == len(ids) and captured not in tried:
-        columns = list(map(layer_column, captured))
-        yield Neighbour(text=f"layers {_listed(captured)}: those of the dataset", columns=columns)
+    others = [
+        ([k + 1 for k in ids], "each one block later"),
+        ([k - 1 for k in ids], "each one block earlier"),
+    ]
+    if len(captured) == len(ids) and captured not in (sorted(ids), *(sorted(x) for x, _ in others)):
+        others.append((captured, "those of the dataset"))
+    for other, words in others:
+        if min(other) >= -1 and (blocks is None or max(other) < blocks):
+            columns = list(map(layer_column, other))
+            yield Neighbour(text=f"layers {_listed(other)}: {words}", columns=columns)
 
 
 def _layer_order(setting: Setting) -> Iterator[Neighbour]:
@@ -223,18 +222,15 @@ def _rope(setting: Setting) -> Iterator[Neighbour]:
         others[f"rope_theta = {theta:,.0f}, the target's"] = declared | {"rope_theta": theta}
     for theta in _THETAS:
         others[f"rope_theta = {theta:,.0f}"] = declared | {"rope_theta": theta}
-    if declared.get("partial_rotary_factor", 1.0) != 1.0:
-        others["no partial_rotary_factor"] = declared | {"partial_rotary_factor": 1.0}
-    else:
-        others["partial_rotary_factor = 0.5"] = declared | {"partial_rotary_factor": 0.5}
-    if declared["rope_type"] != "default":
-        unscaled = ("rope_theta", "partial_rotary_factor")
-        plain = {k: v for k, v in declared.items() if k in unscaled}
-        others["no rope scaling"] = plain | {"rope_type": "default"}
-    seen = [_plain_rope(declared)]
+    for factor in (1.0, 0.5):
+        changed = declared | {"partial_rotary_factor": factor}
+        others[f"partial_rotary_factor = {factor:g}"] = changed
+    unscaled = {k: declared[k] for k in ("rope_theta", "partial_rotary_factor") if k in declared}
+    others["no rope scaling"] = unscaled | {"rope_type": "default"}
+    tried = [_plain_rope(declared)]
     for text, rope in others.items():
-        if (plain := _plain_rope(rope)) not in seen:
-            seen.append(plain)
+        if (plain := _plain_rope(rope)) not in tried:
+            tried.append(plain)
             yield Neighbour(text=text, config={"rope_parameters": plain, "positions": {}})
 
 
@@ -258,7 +254,7 @@ def _slot_layout(setting: Setting) -> Iterator[Neighbour]:
 def _mask_token(setting: Setting) -> Iterator[Neighbour]:
     for token, why in setting.mask_tokens.items():
         declared = setting.draft.config.mask_token_id
-        if token != declared:  # it was taken over in an earlier round
+        if token != declared:
             text = f"mask_token_id = {token} instead of {declared}: {why}"
             yield Neighbour(text=text, config={"mask_token_id": token})
 
@@ -276,31 +272,10 @@ def _vocabulary_map(setting: Setting) -> Iterator[Neighbour]:
     }
     if setting.chosen is not None:
         others["the most frequent tokens of the dataset"] = setting.chosen
-    if (similar := _similar_rows(setting)) is not None:
-        others["for each row of the head, the token of the target's most similar row"] = similar
     for text, ids in others.items():
         inside = bool(((ids >= 0) & (ids < vocab)).all()) and len(ids.unique()) == len(ids)
         if inside and not torch.equal(ids, declared):
             yield Neighbour(text=text, ids=ids)
-
-
-_MOST_PRODUCTS = 10**12
-"""Multiplications for which rows of two heads are compared; on a CPU, less than a minute."""
-
-
-def _similar_rows(setting: Setting) -> Tensor | None:
-    """Return the target id whose head row is most similar to each of the draft's, int64 [Vd].
-
-    None: the draft has no head of the target's width, or it would take too long.
-    """
-    rows = dict(setting.draft.state_dict()).get("lm_head.weight")
-    other = setting.sample.head.head_weight
-    if rows is None or rows.shape[1] != other.shape[1]:
-        return None
-    if len(rows) * other.numel() > _MOST_PRODUCTS:
-        return None
-    draft, target = (F.normalize(x.float(), dim=-1) for x in (rows, other.to(rows.device)))
-    return torch.cat([(part @ target.T).argmax(-1) for part in draft.split(1024)]).cpu()
 
 
 def _embedding(setting: Setting) -> Iterator[Neighbour]:

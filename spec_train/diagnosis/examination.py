@@ -54,7 +54,7 @@ from spec_train.formats.preflight import (
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.formats.write import with_facts_in
 from spec_train.losses.head import TargetHead
-from spec_train.training.stored import resolve_draft_dir
+from spec_train.training.run_directory import resolve_draft_dir
 
 _VERIFIED_BYTES = 4 * 10**9  # of a dataset that is verified here; a larger one takes minutes
 
@@ -262,12 +262,13 @@ _ROUNDED = "no other quantisation; states are rounded when served, as those of e
 """Said of a capture in float32 of a target that is served in bf16: no failure by itself."""
 
 
-def _check_of(fact: str) -> str:
-    """Return the check that a fact of an identity belongs to."""
-    beginnings = {"chat_template": "chat-template", "tokenizer": "tokenizer"}
-    beginnings |= dict.fromkeys(("quantization", "dtype"), "quantised")
-    names = (name for begin, name in beginnings.items() if fact.startswith(begin))
-    return next(names, "target")
+_CHECK_OF = {
+    "chat_template": "chat-template",
+    "tokenizer": "tokenizer",
+    "quantization": "quantised",
+    "dtype": "quantised",
+}
+"""The check that a fact of an identity belongs to, by its beginning; others are of "target"."""
 
 
 def _target_checks(
@@ -290,11 +291,12 @@ def _target_checks(
     problems: dict[str, list[str]] = {name: [] for name in _TARGET_CHECKS}
     notes: dict[str, list[str]] = {name: [] for name in _TARGET_CHECKS}
     possible = [pair for pair in pairs if pair[0] and pair[1]]
-    for recorded, found, of_recorded, of_found in possible:
-        compared = compare(recorded, found, of_recorded=of_recorded, of_found=of_found)
+    for recorded, given, of_recorded, of_given in possible:
+        compared = compare(recorded, given, of_recorded=of_recorded, of_found=of_given)
         for difference in compared.differences:
             lines = notes if difference.name == "dtype" else problems
-            lines[_check_of(difference.name)].append(difference.text)
+            of = (c for begin, c in _CHECK_OF.items() if difference.name.startswith(begin))
+            lines[next(of, "target")].append(difference.text)
         if compared.not_compared:
             notes["target"].append(
                 f"not compared, because only one side tells it: {compared.not_compared}"
@@ -303,15 +305,15 @@ def _target_checks(
         notes["target"] += [f"not compared: {problem}" for problem in target.problems]
     for name, sound in _TARGET_CHECKS.items():
         more = dict.fromkeys(notes[name])
-        if possible or problems[name]:
+        if possible:
             sound = _ROUNDED if more and name == "quantised" else sound
             yield judged(name, problems[name], *more, sound=sound)
         elif origin:
             yield undecided(name, "give --target")
         else:
-            given = "--data" if target is not None else "--target"
-            given += " and --data" if target is None and dataset is None else ""
-            yield undecided(name, f"give {given}: the draft does not record its target")
+            missing = "--data" if target is not None else "--target"
+            missing += " and --data" if target is None and dataset is None else ""
+            yield undecided(name, f"give {missing}: the draft does not record its target")
 
 
 # -- the dataset -----------------------------------------------------------------------------------
@@ -377,16 +379,13 @@ def _try_conventions(
 def _from_token_counts(
     dataset: HiddenStatesDataset, draft: Draft, head: TargetHead
 ) -> dict[str, Any]:
-    """Return what the setting of a draft has from the token counts of a dataset: see `Setting`.
-
-    Nothing is counted for a draft with the full vocabulary and without a mask token.
-    """
+    """Return the fields of `Setting` that the token counts of a dataset decide, if they matter."""
     if draft.full_vocabulary and not reads_mask_token(draft):
         return {}
     counts = torch.from_numpy(count_dataset(dataset))
-    found: dict[str, Any] = {"mask_tokens": mask_tokens_to_try(draft, dataset, head, counts)}
+    fields: dict[str, Any] = {"mask_tokens": mask_tokens_to_try(draft, dataset, head, counts)}
     if not draft.full_vocabulary:
         special = special_ids(dataset.target_config())
         size = draft.config.draft_vocab_size
-        found["chosen"] = choose_draft_vocabulary(counts, size, special)
-    return found
+        fields["chosen"] = choose_draft_vocabulary(counts, size, special)
+    return fields

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,13 +18,12 @@ from spec_data.shards.errors import SpecDataError
 from spec_data.shards.packing import pack_documents, shift_left
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, layer_column
-from spec_train.data.batch import DraftBatch, one_document
+from spec_train.data.batch import DraftBatch
 from spec_train.data.policy_masks import open_with_mask
 from spec_train.drafts import Draft
 from spec_train.drafts.teacher import LOGITS, TOPK
 from spec_train.evaluation.on_dataset import choose_documents, measured_mask, read_pack
 from spec_train.losses.head import TargetHead
-from spec_train.simulation.simulated_decoding import documents_of, judge_chains
 
 LEAST_DOCUMENTS = 12
 """With fewer, no permutation test of some twenty conventions can be clear."""
@@ -155,94 +153,38 @@ def _chosen(
     """Return at most `wanted` documents, and in words which these are, if that is not expected.
 
     They are those that the draft's run held out, on the dataset that it was trained on. If these
-    are too few to conclude anything, others are taken too: a wrong convention shows on them as
-    well.
+    are too few, others are taken too: a wrong convention shows on them as well.
     """
-    held_out, used = choose_documents(dataset, "auto", run)
-    if used == "all" or len(held_out) >= wanted:
+    held_out, split = choose_documents(dataset, "auto", run)
+    if split == "all" or len(held_out) >= wanted:
         return held_out[:wanted], ""
     if len(held_out) >= LEAST_DOCUMENTS:
         return held_out, f"the run held out no more, {wanted} were asked for"
     others = sorted(set(choose_documents(dataset, "all", run)[0]) - set(held_out))
     trained = others[: wanted - len(held_out)]
-    return sorted(held_out + trained), (
-        f"{len(held_out)} that the run held out, which are too few, and {len(trained)} that it was "
-        "trained on"
-    )
+    few = f"{len(held_out)} that the run held out, which are too few, and {len(trained)} that it "
+    return sorted(held_out + trained), f"{few}was trained on"
 
 
 def _with_target_states(
     batches: Sequence[DraftBatch], target: Path, blocks: int, trust: bool
 ) -> list[DraftBatch]:
     """Add the layers that a dataset does not have, computed by the target in float32."""
-    spans = [
-        (batch, batch.document_ids[0] == document)
-        for batch in batches
-        for document in range(int(batch.document_ids.max()) + 1)
-    ]
-    ids = [batch.input_ids[0, span].cpu() for batch, span in spans]
-    added: dict[int, dict[str, Tensor]] = {id(batch): {} for batch in batches}
-    computed = target_states(target, ids, blocks, dtype="float32", trust=trust)
-    for (batch, span), states in zip(spans, computed, strict=True):
-        like = next(iter(batch.hidden.values()))
-        for layer, values in states.layers.items():
-            if (name := layer_column(layer)) not in batch.hidden:
-                table = added[id(batch)].setdefault(name, torch.zeros_like(like))
-                table[0, span] = values.to(like)
-    return [dataclasses.replace(b, hidden={**b.hidden, **added[id(b)]}) for b in batches]
-
-
-@torch.inference_mode()
-def drafted_chains(draft: Draft, sample: Sample, reading: Reading, depth: int) -> list[Tensor]:
-    """Return the chains that the draft proposes at every slot, int64 [B, T, depth] of each pack."""
-    return [
-        draft.chains(sample.read(batch, reading, draft), sample.head, depth, scored_only=True)
-        for batch in sample.batches
-    ]
-
-
-def slot_counts(sample: Sample, chains: Sequence[Tensor], depth: int) -> np.ndarray:
-    """Return supervised slots, and the tokens that a chain there yields, int64 [N, 2] by document.
-
-    Only the first `depth` tokens of a chain count, and the one that the target adds.
-    """
-    rows = []
-    for batch, drafted in zip(sample.batches, chains, strict=True):
-        for _, arrays in documents_of(batch, drafted[..., :depth]):
-            outcomes = judge_chains(*arrays)
-            slots = int(outcomes.at_risk[:, 0].sum())
-            rows.append((slots, slots + int(outcomes.hit.sum())))
-    return np.array(rows, dtype=np.int64).reshape(-1, 2)
-
-
-def document_losses(
-    draft: Draft, sample: Sample, reading: Reading, weights: np.ndarray
-) -> np.ndarray | None:
-    """Return slots and their summed loss, float64 [N, 2] by document.
-
-    The loss is teacher-forced, that of the training. None: the dataset has no teachers for it.
-
-    Args:
-        draft, sample, reading: what is measured.
-        weights: slots of each document, [N]; without one, a document counts nothing.
-    """
-    if not sample.teachers:
-        return None
-    rows: list[tuple[int, float]] = []
-    for batch in sample.batches:
-        read = sample.read(batch, reading, draft)
+    spans = []
+    for number, batch in enumerate(batches):
         for document in range(int(batch.document_ids.max()) + 1):
-            count = int(weights[len(rows)])
-            loss = _loss(draft, one_document(read, 0, document), sample.head) if count else 0.0
-            rows.append((count, count * loss))
-    return np.array(rows)
-
-
-def _loss(draft: Draft, batch: DraftBatch, head: TargetHead) -> float:
-    """Return the mean loss of a document; blocks are drawn alike at every call."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(0)
-        counts = draft.slot_counts(batch)
-        torch.default_generator.manual_seed(0)
-        found = draft.summarise(draft.loss(batch, head, counts).sums)["loss"]
-    return float(found or 0.0)
+            spans.append((number, batch.document_ids[0] == document))
+    ids = [batches[number].input_ids[0, span].cpu() for number, span in spans]
+    added: list[dict[str, Tensor]] = [{} for _ in batches]
+    computed = target_states(target, ids, blocks, dtype="float32", trust=trust)
+    for (number, span), states in zip(spans, computed, strict=True):
+        stored = batches[number].hidden
+        like = next(iter(stored.values()))
+        for layer, values in states.layers.items():
+            if (name := layer_column(layer)) not in stored:
+                table = added[number].setdefault(name, torch.zeros_like(like))
+                table[0, span] = values.to(like)
+    return [
+        dataclasses.replace(batch, hidden={**batch.hidden, **more})
+        for batch, more in zip(batches, added, strict=True)
+    ]

@@ -5,8 +5,7 @@ accepted per slot, in chains of at most three. The teacher-forced loss of as man
 every probability. A neighbour is named if one of them is clearly better and the other one is not
 worse. Clearly: by a fiftieth, with an interval that excludes 0, and a p-value of a paired
 permutation test, multiplied by the number of neighbours (Bonferroni), below 0.05. The best one is
-then taken as the convention, and its neighbours are tried, so that several mistakes are found one
-after the other.
+named; once it is corrected, a second mistake shows in the same way.
 """
 
 import logging
@@ -15,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from spec_data.shards.errors import SpecDataError
 from spec_data.terminal.progress import progress
+from spec_train.data.batch import DraftBatch, one_document
 from spec_train.diagnosis.checks import FINDING, Check, Tried, judged, undecided
 from spec_train.diagnosis.conventions import (
     KINDS,
@@ -27,14 +28,13 @@ from spec_train.diagnosis.conventions import (
     neighbours_of,
     reads_mask_token,
 )
-from spec_train.diagnosis.sample import document_losses, drafted_chains, slot_counts
 from spec_train.drafts import Draft
 from spec_train.simulation.intervals import Comparison, compare
+from spec_train.simulation.simulated_decoding import documents_of, judge_chains
 
 log = logging.getLogger(__name__)
 
 LONGEST = 3  # drafted tokens of a chain
-_ROUNDS = 3
 _LEAST_GAIN, _GAIN = 0.01, 0.02  # in accepted tokens per slot, and as a share of them
 _LEVEL = 0.05
 _OF_STATES = ("layer-ids", "layer-order", "state-shift", "final-norm", "carried-norm")
@@ -44,10 +44,7 @@ _USED, _USED_WELL = 0.1, 0.42  # share of tokens that a token's own states must 
 
 @dataclass
 class Measured:
-    """What a setting drafts, and its losses by document: each measured once, when it is asked for.
-
-    A neighbour that is taken over is the base of the next round, and of the control.
-    """
+    """What a setting drafts and loses by document, each measured once, when it is asked for."""
 
     setting: Setting
 
@@ -68,20 +65,57 @@ class Measured:
         return draft.depth if draft.name == "eagle" else min(draft.depth, LONGEST)
 
     @cached_property
-    def chains(self) -> list[Tensor]:
-        """The chains of every slot (see `drafted_chains`)."""
-        setting = self.setting
-        return drafted_chains(setting.draft, setting.sample, setting.reading, self.depth)
+    def _batches(self) -> list[DraftBatch]:
+        sample, reading, draft = self.setting.sample, self.setting.reading, self.setting.draft
+        return [sample.read(batch, reading, draft) for batch in sample.batches]
+
+    @cached_property
+    def _chains(self) -> list[Tensor]:
+        """The chains that the draft proposes at every slot, int64 [B, T, depth] of each pack."""
+        draft, head = self.setting.draft, self.setting.sample.head
+        with torch.inference_mode():
+            return [draft.chains(b, head, self.depth, scored_only=True) for b in self._batches]
 
     def counts(self, depth: int | None = None) -> np.ndarray:
-        """Return the counts of chains (see `slot_counts`), of at most `depth` tokens."""
-        return slot_counts(self.setting.sample, self.chains, depth or self.depth)
+        """Return supervised slots, and the tokens that a chain there yields, int64 [N, 2].
+
+        By document. Only the first `depth` tokens of a chain count, and the one that the target
+        adds.
+        """
+        rows = []
+        for batch, drafted in zip(self.setting.sample.batches, self._chains, strict=True):
+            for _, arrays in documents_of(batch, drafted[..., : depth or self.depth]):
+                outcomes = judge_chains(*arrays)
+                slots = int(outcomes.at_risk[:, 0].sum())
+                rows.append((slots, slots + int(outcomes.hit.sum())))
+        return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
     @cached_property
     def losses(self) -> np.ndarray | None:
-        """The losses by document (see `document_losses`)."""
-        setting, slots = self.setting, self.counts()[:, 0]
-        return document_losses(setting.draft, setting.sample, setting.reading, slots)
+        """Slots and their summed teacher-forced loss, float64 [N, 2] by document.
+
+        None: the dataset has no teachers for it.
+        """
+        if not self.setting.sample.teachers:
+            return None
+        slots = iter(self.counts()[:, 0].tolist())
+        rows: list[tuple[int, float]] = []
+        for batch in self._batches:
+            for document in range(int(batch.document_ids.max()) + 1):
+                count = next(slots)
+                loss = self._loss(one_document(batch, 0, document)) if count else 0.0
+                rows.append((count, count * loss))
+        return np.array(rows)
+
+    def _loss(self, batch: DraftBatch) -> float:
+        """Return the mean loss of a document; blocks are drawn alike at every call."""
+        draft = self.setting.draft
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.default_generator.manual_seed(0)
+            counts = draft.slot_counts(batch)
+            torch.default_generator.manual_seed(0)
+            sums = draft.loss(batch, self.setting.sample.head, counts).sums
+        return float(draft.summarise(sums)["loss"] or 0.0)
 
 
 @dataclass
@@ -89,8 +123,8 @@ class Trials:
     """What was tried.
 
     Attributes:
-        current: the convention that fits best.
-        tried: every neighbour. better: those that were taken over, one per round.
+        current: the convention that fits best: the declared one, or a neighbour that is better.
+        tried: every neighbour. best: the one that is clearly better; None: there is none.
         missing: by check, the columns that the conventions not tried lack.
         declared: acceptance length of the declared convention; None: its states cannot be read.
         control: the convention that fits best, compared with states of other tokens.
@@ -98,7 +132,7 @@ class Trials:
 
     current: Measured
     tried: list[Tried] = field(default_factory=list)
-    better: list[Tried] = field(default_factory=list)
+    best: Tried | None = None
     missing: dict[str, list[str]] = field(default_factory=dict)
     declared: float | None = None
     control: Comparison | None = None
@@ -108,30 +142,14 @@ class Trials:
         """Whether the draft is accepted clearly longer than with the states of other tokens.
 
         A draft of other states is accepted longer by luck when they are read in some other way. So
-        more is asked where such a neighbour was taken over.
+        more is asked where such a neighbour fits best.
         """
         control = self.control
         if control is None or control.interval[0] <= 0:
             return False
-        if len(self.better) == _ROUNDS:  # one change after the other helps: none is the mistake
-            return False
-        lucky = any(tried.check in _OF_STATES for tried in self.better)
+        lucky = self.best is not None and self.best.check in _OF_STATES
         share = _USED_WELL if lucky else _USED
         return control.difference >= max(_LEAST_GAIN, share * (control.lengths[0] - 1))
-
-
-def run_trials(setting: Setting) -> Trials:
-    """Try every neighbour of a setting, then those of the best one, until none is better.
-
-    Nothing is tried with a draft that was never trained.
-    """
-    trials = Trials(Measured(setting))
-    for number in range(1, _ROUNDS + 1):
-        if untouched(setting.draft) or not _one_round(trials, number):
-            break
-    if not trials.current.lacks:
-        trials.control = _against_control(trials.current)
-    return trials
 
 
 def untouched(draft: Draft) -> bool:
@@ -140,20 +158,22 @@ def untouched(draft: Draft) -> bool:
     return bool(norms) and all(bool((weight == 1).all()) for weight in norms)
 
 
-def _one_round(trials: Trials, number: int) -> bool:
-    """Try the neighbours of the current setting; take the best one over if it is clearly better."""
-    base, setting = trials.current, trials.current.setting
-    neighbours = neighbours_of(setting)
+def run_trials(setting: Setting) -> Trials:
+    """Try every neighbour of a setting; nothing is tried with a draft that was never trained."""
+    base = Measured(setting)
+    trials = Trials(base)
+    neighbours = [] if untouched(setting.draft) else neighbours_of(setting)
     if base.lacks:  # only another choice of layers can be measured
         neighbours = [n for n in neighbours if n.check == "layer-ids"]
-    possible = [n for n in neighbours if not n.missing(setting.sample)]
-    if number == 1:
-        for neighbour in neighbours:
-            if lacks := neighbour.missing(setting.sample):
-                trials.missing.setdefault(neighbour.check, []).extend(lacks)
-        if not base.lacks:
-            slots, tokens = base.counts().sum(0).tolist()
-            trials.declared = tokens / max(slots, 1)
+    elif neighbours:
+        slots, tokens = base.counts().sum(0).tolist()
+        trials.declared = tokens / max(slots, 1)
+    possible = []
+    for neighbour in neighbours:
+        if lacks := neighbour.missing(setting.sample):
+            trials.missing.setdefault(neighbour.check, []).extend(lacks)
+        else:
+            possible.append(neighbour)
     better: list[tuple[Tried, Measured]] = []  # of the others, no copy of a draft is kept
     for neighbour in progress(possible, desc="conventions", unit="tried", leave=False):
         try:
@@ -161,16 +181,17 @@ def _one_round(trials: Trials, number: int) -> bool:
         except (SpecDataError, ValueError, RuntimeError) as error:  # there can be no such draft
             log.debug("%s cannot be tried: %s", neighbour.text, error)
             continue
-        tried = _try(base, other, neighbour, number, len(possible))
+        tried = _try(base, other, neighbour, len(possible))
         trials.tried.append(tried)
         if tried.better:
             better.append((tried, other))
-    best = best_of([tried for tried, _ in better])
-    if best is None:
-        return False
-    trials.current = next(other for tried, other in better if tried is best)
-    trials.better.append(best)
-    return True
+    trials.best = best_of([tried for tried, _ in better])
+    for tried, other in better:
+        if tried is trials.best:
+            trials.current = other
+    if not trials.current.lacks:
+        trials.control = _against_control(trials.current)
+    return trials
 
 
 def best_of(better: list[Tried]) -> Tried | None:
@@ -189,12 +210,12 @@ def best_of(better: list[Tried]) -> Tried | None:
 
 
 def fitting_as_well(tried: list[Tried], best: Tried) -> list[Tried]:
-    """Return the neighbours of the same check and round that cannot be told from the best one."""
+    """Return the neighbours of the same check that cannot be told from the best one."""
     return [
         other
         for other in tried
         if other.better
-        and (other.round, other.check) == (best.round, best.check)
+        and other.check == best.check
         and other is not best
         and _as_long(other, best)
         and (other.loss or 0) <= (1 + _GAIN) * (best.loss or 0)
@@ -210,7 +231,7 @@ def _enough(length: float) -> float:
     return max(_LEAST_GAIN, _GAIN * (length - 1))
 
 
-def _try(base: Measured, other: Measured, neighbour: Neighbour, number: int, tries: int) -> Tried:
+def _try(base: Measured, other: Measured, neighbour: Neighbour, tries: int) -> Tried:
     """Measure a neighbour against the base, or where that cannot be read against a control."""
     losses = None
     if base.lacks:
@@ -227,7 +248,6 @@ def _try(base: Measured, other: Measured, neighbour: Neighbour, number: int, tri
     if losses is not None:  # the other measure must not be worse
         longer, lower = longer and losses.difference <= 0, lower and lengths.difference >= 0
     return Tried(
-        round=number,
         check=neighbour.check,
         text=neighbour.text,
         length=lengths.lengths[1],
@@ -263,17 +283,16 @@ def _against_control(measured: Measured) -> Comparison:
 
 def trial_checks(trials: Trials) -> Iterator[Check]:
     """Yield a check for every kind of convention that was tried or could not be, and "trained"."""
-    learned = _learned(trials)
-    yield learned
-    if learned.state == FINDING:  # then a better neighbour is better by luck
+    trained = _judge_training(trials)
+    yield trained
+    if trained.state == FINDING:  # then a better neighbour is better by luck
         return
-    named = {tried.check: tried for tried in reversed(trials.better)}
     for name in KINDS:
         lacks = ", ".join(dict.fromkeys(trials.missing.get(name, [])))
         untried = f"give --target, or a dataset with {lacks}: neighbours that read them were not "
         more = [f"{untried}tried"] if lacks else []
-        if name in named:
-            yield _better(named[name], trials)
+        if trials.best is not None and trials.best.check == name:
+            yield _describe(trials.best, trials)
         elif any(tried.check == name for tried in trials.tried):
             yield judged(name, [], *more)
         elif lacks:
@@ -282,18 +301,18 @@ def trial_checks(trials: Trials) -> Iterator[Check]:
             yield judged(name, [], sound=why)
 
 
-def _better(best: Tried, trials: Trials) -> Check:
+def _describe(best: Tried, trials: Trials) -> Check:
     low, high = best.interval
-    against = "before" if best.round > 1 else "as declared"
-    if trials.declared is None and best.round == 1:
+    against = "as declared"
+    if trials.declared is None:
         against = (
             "with the states of other tokens, because the declared ones are not in the dataset"
         )
     losses = []
-    if best.loss is not None and best.loss_before is not None:
-        p = best.loss_p_value
+    if best.loss is not None:
         losses = [
-            f"teacher-forced loss {best.loss:.3f}, {best.loss_before:.3f} {against} (p = {p:.2g})"
+            f"teacher-forced loss {best.loss:.3f}, {best.loss_before:.3f} {against} (p = "
+            f"{best.loss_p_value:.2g})"
         ]
     return judged(
         best.check,
@@ -316,7 +335,7 @@ def _no_mask_token(trials: Trials) -> str | None:
     return "the usual mask tokens have the embedding of the declared one"
 
 
-def _learned(trials: Trials) -> Check:
+def _judge_training(trials: Trials) -> Check:
     """Judge whether the draft reads the states of its target at all."""
     control = trials.control
     if control is None:
@@ -336,5 +355,4 @@ def _learned(trials: Trials) -> Check:
             "the states of this target make little or no difference: the draft was trained on "
             "those of another target, or under a convention that is not among the tried ones"
         ]
-    sound = "the draft uses the states of the target"
-    return judged("trained", problems, figures, sound=sound)
+    return judged("trained", problems, figures, sound="the draft uses the states of the target")

@@ -38,7 +38,7 @@ from spec_train.formats.preflight import (
 )
 from spec_train.formats.target_facts import TargetFacts, read_target
 from spec_train.formats.write import with_facts_in, write_form
-from spec_train.training.stored import resolve_draft_dir
+from spec_train.training.run_directory import resolve_draft_dir
 
 log = logging.getLogger(__name__)
 

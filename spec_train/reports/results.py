@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from spec_data.shards.errors import ConfigError, MissingError, RunError
-from spec_train.training.stored import HELD_OUT, read_run_json
+from spec_train.training.run_directory import HELD_OUT, read_run_json
 
 METRICS, OPTIONS = "metrics.jsonl", "fit.json"
 
@@ -277,7 +277,7 @@ def read_run(folder: Path, name: str) -> Run:
     lines, damaged = _metrics(folder / METRICS)
     run = read_run_json(folder) if (folder / "run.json").is_file() else {}
     options = _object(folder / OPTIONS)
-    steps = run.get("notes", {}).get("total_steps") or options.get("steps")
+    steps = run.get("total_steps") or options.get("steps")
     held_out = None
     if figures := _object(folder / HELD_OUT):
         try:

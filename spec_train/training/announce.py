@@ -1,18 +1,17 @@
 """Log lines of a run before its first step: dataset, documents, batches, parameters."""
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from spec_data.models.engines import engine_warnings
 from spec_data.shards.layer_ids import recipe_layers
-from spec_train.data.mixture import MixedPlan, Mixture
+from spec_train.data.mixture import Documents, MixedPlan, Mixture
 from spec_train.data.policy_masks import PolicyDataset
 from spec_train.data.splits import Splits
 from spec_train.drafts import Draft
-from spec_train.drafts.config import target_architectures
+from spec_train.drafts.config import special_ids, target_architectures
 from spec_train.drafts.draft import LayersDraft
 from spec_train.drafts.vocabulary import vocabulary_coverage
 from spec_train.formats.preflight import refusing
@@ -115,14 +114,14 @@ def _announce_draft(trainer: Trainer) -> None:
         log.warning("warning: %s", line)
 
 
-def announce_vocabulary(draft: Draft, counts: Tensor | None, special: Sequence[int]) -> None:
-    """Log the share of supervised training tokens that a new draft can propose.
+def announce_vocabulary(draft: Draft, counts: Tensor, dataset: Documents) -> None:
+    """Log the share of supervised training tokens, int64 [V], that a new draft can propose.
 
     Warn if a vocabulary of the same size, chosen on these documents, has clearly more of them.
-    `counts` are those of the training documents, int64 [V]; None: the draft is not new.
     """
-    if draft.full_vocabulary or counts is None:
+    if draft.full_vocabulary:
         return
+    special = special_ids(dataset.target_config())
     coverage, best = vocabulary_coverage(counts, draft.draft_ids, special)
     log.info(
         "vocabulary %s of %s tokens: %.2f %% of the supervised tokens for training",

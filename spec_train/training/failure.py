@@ -35,7 +35,7 @@ from spec_train.data.stream import BatchStream
 from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
 from spec_train.options.training import Training
-from spec_train.training.checkpoint import RunDirectory
+from spec_train.training.run_directory import RunDirectory
 
 # -- arithmetic of a run ---------------------------------------------------------------------------
 

@@ -1,24 +1,33 @@
-"""What a run will cost, from a few of its steps: time, memory, and disk. Nothing is written.
+"""`fit --dry-run`: what a run will cost, from a few of its steps. Nothing is written."""
 
-In: a trainer that was prepared like that of the run, with only `STEPS` steps. Its draft is thrown
-away.
-"""
-
-import contextlib
+import dataclasses
 import itertools
 import logging
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from spec_data.models.devices import usable_device
+from spec_data.shards.errors import ConfigError
 from spec_data.terminal.command import Result
 from spec_data.terminal.progress import quiet_progress, size
 from spec_train.options.training import Training
+from spec_train.training.announce import announce
+from spec_train.training.ranks import Ranks
+from spec_train.training.run_size import with_intervals
+from spec_train.training.setup import (
+    count_supervised_tokens,
+    new_draft,
+    open_for,
+    settle,
+    target_head,
+    total_steps,
+)
 from spec_train.training.trainer import Trainer
 
 STEPS = 6
@@ -82,6 +91,32 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def dry_run(draft_name: str, config: Training, options: Any) -> DryRun:
+    """Prepare a new run with `config`, run a few of its steps, and return what it will cost.
+
+    A run that --out already holds is ignored. One process, no --follow.
+
+    Raises:
+        ConfigError: --follow, or several processes; and what `fit` raises.
+    """
+    if config.follow:
+        raise ConfigError("--dry-run with --follow: its data are not there yet; leave one out")
+    with Ranks(usable_device(config.device), config.sharding) as ranks:
+        if not ranks.alone:
+            raise ConfigError("--dry-run runs in one process; start it without torchrun")
+        kind, dataset, config = open_for(draft_name, config, options)
+        config, options, splits = settle(kind, config, options, dataset, 1, None)
+        total = total_steps(config, splits)
+        config = with_intervals(config, total)
+        head = target_head(config, dataset, ranks)
+        counts = count_supervised_tokens(dataset, splits.train, ranks)
+        draft = new_draft(kind, config, options, dataset, head, counts)
+        short = dataclasses.replace(config, eval_every=None, save_every=None)
+        trainer = Trainer(draft, head, short, dataset, splits, min(total, STEPS), None, ranks)
+        announce(trainer, splits, total)
+        return probe(trainer, config, total)
+
+
 def probe(trainer: Trainer, config: Training, total: int) -> DryRun:
     """Run the few steps of `trainer`, which has no run directory, and return what a run costs.
 
@@ -91,8 +126,13 @@ def probe(trainer: Trainer, config: Training, total: int) -> DryRun:
     cuda = trainer.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(trainer.device)
-    with _silently():
-        trainer.run(lambda: times.append(time.perf_counter()))
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)  # only its warnings: a few steps are no run
+    try:
+        with quiet_progress():
+            trainer.run(lambda: times.append(time.perf_counter()))
+    finally:
+        logging.disable(before)
     peak = torch.cuda.max_memory_allocated(trainer.device) if cuda else _peak_bytes()
     gaps = [b - a for a, b in itertools.pairwise(times)]
     validations = 1 + -(-total // (config.eval_every or max(1, total)))
@@ -116,18 +156,6 @@ def probe(trainer: Trainer, config: Training, total: int) -> DryRun:
         checkpoint_bytes=draft + weights + moments,
         checkpoints=config.keep,
     )
-
-
-@contextlib.contextmanager
-def _silently() -> Iterator[None]:
-    """Show neither bars nor the lines of a run, but its warnings: its few steps are no run."""
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)
-    try:
-        with quiet_progress():
-            yield
-    finally:
-        logging.disable(before)
 
 
 def _peak_bytes() -> int:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from spec_data.shards.errors import ConfigError
 from spec_train.drafts import Draft
-from spec_train.training.checkpoint import RunDirectory
+from spec_train.training.run_directory import RunDirectory
 
 PROJECT = "spec-train"
 

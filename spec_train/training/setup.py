@@ -18,30 +18,38 @@ from spec_data.models.devices import compute_dtype, compute_dtype_name, usable_d
 from spec_data.models.families import block_count
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.follow import FollowedDataset
-from spec_data.shards.position_data import UNKNOWN, Positions, load_positions
+from spec_data.shards.position_data import UNKNOWN, load_positions
 from spec_data.terminal.config import to_dict
 from spec_data.terminal.paths import check_directory_to_write
 from spec_train.data.mixture import Documents, Mixture, open_documents
-from spec_train.data.order import BatchPlan, rank_slice
+from spec_train.data.order import SPLIT_RULE, BatchPlan, rank_slice
 from spec_train.data.splits import Splits, make_splits
 from spec_train.data.token_counts import count_tokens
 from spec_train.drafts import Draft, draft_class
-from spec_train.drafts.config import special_ids
 from spec_train.losses.head import TargetHead
 from spec_train.options.data_option import parse_sources
 from spec_train.options.training import Training
 from spec_train.training.announce import announce, announce_vocabulary
-from spec_train.training.checkpoint import RunDirectory
+from spec_train.training.dataset_growth import accept_growth, continued
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
-from spec_train.training.run_cost import STEPS, DryRun, probe
-from spec_train.training.run_identity import accept_growth, continued, run_identity
+from spec_train.training.run_directory import RunDirectory, read_checkpoint
 from spec_train.training.run_size import sized, with_intervals
 from spec_train.training.start_draft import start_from, with_shape_of_start
-from spec_train.training.stored import read_checkpoint
 from spec_train.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+MAY_CHANGE = (
+    "preset",  # the options that it sets are still compared
+    *("data", "out", "device", "log_every", "eval_every", "save_every", "keep", "track"),
+    "accept_edited",  # about the files of --init-from, which is compared
+    *("follow", "follow_timeout"),  # their effect on the order is compared instead
+    *("batch_size", "accumulation"),  # packs_per_step, their product with the ranks, is compared
+    "sharding",
+    "gradient_checkpointing",
+)
+"""Options that a resumed run may change: locations, how often files are written, memory use."""
 
 
 def fit(draft_name: str, config: Training, options: Any) -> FitResult:
@@ -58,7 +66,7 @@ def fit(draft_name: str, config: Training, options: Any) -> FitResult:
         Ranks(usable_device(config.device), config.sharding) as ranks,
         contextlib.ExitStack() as at_end,
     ):
-        kind, dataset, config = _open(draft_name, config, options)
+        kind, dataset, config = open_for(draft_name, config, options)
 
         # a new run, or one to resume: rank 0 knows, and is the only one that writes
         run = started = None
@@ -66,16 +74,13 @@ def fit(draft_name: str, config: Training, options: Any) -> FitResult:
             run = at_end.enter_context(contextlib.closing(RunDirectory(config.out, config.keep)))
             started = run.started()
         started = ranks.gather(started)[0]
-        config, options, splits = _settled(
-            kind, config, options, dataset, ranks.world_size, started
-        )
-        total = 0
-        saved = None
+        config, options, splits = settle(kind, config, options, dataset, ranks.world_size, started)
+        total, saved = 0, None
         if run is not None:
-            world = ranks.world_size
-            identity = run_identity(kind.name, dataset, config, options, splits.border, world)
+            identity = run_identity(kind.name, dataset, config, options, splits, ranks.world_size)
             accept_growth(run, started, identity, config, dataset)
-            total = _record(run, identity, config, options, splits)
+            total = run.record(identity, lambda: total_steps(config, splits))
+            run.write_options({**to_dict(with_intervals(config, total)), **to_dict(options)})
             saved = run.load_newest()
         total, newest = ranks.gather([total, None if saved is None else str(saved.path)])[0]
         config = with_intervals(config, total)
@@ -87,11 +92,11 @@ def fit(draft_name: str, config: Training, options: Any) -> FitResult:
             return result
 
         # the draft: new, of --init-from, or of the checkpoint, which also holds the vocabulary
-        head = _head(config, dataset, ranks)
+        head = target_head(config, dataset, ranks)
         counts = None
         if saved is None:
             counts = count_supervised_tokens(dataset, splits.train, ranks)
-            draft = _new_draft(kind, config, options, dataset, head, counts)
+            draft = new_draft(kind, config, options, dataset, head, counts)
         else:
             draft = kind.from_pretrained(saved.path)
             draft.use_options(options)  # a few of them may change when a run resumes
@@ -107,43 +112,18 @@ def fit(draft_name: str, config: Training, options: Any) -> FitResult:
         if run is not None:
             run.begin() if saved is None else run.truncate_metrics(saved.step)
             announce(trainer, splits)
-            announce_vocabulary(draft, counts, special_ids(dataset.target_config()))
+            if counts is not None:
+                announce_vocabulary(draft, counts, dataset)
         return trainer.run()
-
-
-def dry_run(draft_name: str, config: Training, options: Any) -> DryRun:
-    """Prepare a new run with `config`, run a few of its steps, and return what it will cost.
-
-    Nothing is written, and a run that --out already holds is ignored. One process, no --follow.
-
-    Raises:
-        ConfigError: --follow, or several processes; and what `fit` raises.
-    """
-    if config.follow:
-        raise ConfigError("--dry-run with --follow: its data are not there yet; leave one out")
-    with Ranks(usable_device(config.device), config.sharding) as ranks:
-        if not ranks.alone:
-            raise ConfigError("--dry-run runs in one process; start it without torchrun")
-        kind, dataset, config = _open(draft_name, config, options)
-        config, options, splits = _settled(kind, config, options, dataset, 1, None)
-        total = _total_steps(config, splits)
-        config = with_intervals(config, total)
-        head = _head(config, dataset, ranks)
-        counts = count_supervised_tokens(dataset, splits.train, ranks)
-        draft = _new_draft(kind, config, options, dataset, head, counts)
-        short = dataclasses.replace(config, eval_every=None, save_every=None)
-        trainer = Trainer(draft, head, short, dataset, splits, min(total, STEPS), None, ranks)
-        announce(trainer, splits, total)
-        return probe(trainer, config, total)
 
 
 # -- data ------------------------------------------------------------------------------------------
 
 
-def _open(
+def open_for(
     draft_name: str, config: Training, options: Any
 ) -> tuple[type[Draft], Documents, Training]:
-    """Return the class of the draft, the data, and resolved options."""
+    """Return the class of a draft, its data, and the options with each "auto" replaced."""
     dataset = open_data(config)
     kind = draft_class(draft_name)
     kind.check_data(options, dataset.manifest)
@@ -206,7 +186,7 @@ def default_lr(hidden_size: int) -> float:
     return float(f"{min(4e-3, 1e-4 * 4096 / hidden_size):.1e}")
 
 
-def _settled(
+def settle(
     kind: type[Draft],
     config: Training,
     options: Any,
@@ -223,33 +203,48 @@ def _settled(
     return config, options, make_splits(dataset, config, world_size, border)
 
 
-def _record(
-    run: RunDirectory, identity: dict[str, Any], config: Training, options: Any, splits: Splits
-) -> int:
-    """Write the run's identity, or check that it has not changed; return the total of steps."""
-    total = run.record(identity).get("total_steps")
-    if total is None:
-        total = _total_steps(config, splits)
-        run.note(total_steps=total, split_border=splits.border)
-    run.write_options({**to_dict(with_intervals(config, total)), **to_dict(options)})
-    return total
-
-
-def _total_steps(config: Training, splits: Splits) -> int:
+def total_steps(config: Training, splits: Splits) -> int:
+    """Return the number of steps of a run."""
     if config.steps is not None:
         return config.steps
     return sum(splits.train.count_batches(epoch) for epoch in range(config.epochs or 0))
 
 
+def run_identity(
+    draft_name: str,
+    dataset: Documents,
+    config: Training,
+    options: Any,
+    splits: Splits,
+    world_size: int,
+) -> dict[str, Any]:
+    """Return what may not change when a run resumes: run.json holds it."""
+    data: dict[str, Any] = {"dataset": dataset.manifest.fingerprint}
+    if isinstance(dataset, Mixture):
+        data["dataset"] = [share.fingerprint for share in dataset.shares]
+        data["weights"] = [str(share.weight) for share in dataset.shares]
+    table = {**to_dict(config), **to_dict(options)}
+    return {
+        "draft": draft_name,
+        **data,
+        **({"follow": True} if config.follow else {}),
+        "packs_per_step": config.packs_per_step(world_size),
+        "split_rule": SPLIT_RULE,
+        "split_border": splits.border,
+        **{name: value for name, value in table.items() if name not in MAY_CHANGE},
+    }
+
+
 # -- draft -----------------------------------------------------------------------------------------
 
 
-def _head(config: Training, dataset: Documents, ranks: Ranks) -> TargetHead:
+def target_head(config: Training, dataset: Documents, ranks: Ranks) -> TargetHead:
+    """Return the head of the target on the device and in the dtype of the run."""
     dtype = compute_dtype(config.dtype, ranks.device)
     return TargetHead.from_dataset(dataset.path, dtype, ranks.device, dataset.manifest)
 
 
-def _new_draft(
+def new_draft(
     kind: type[Draft],
     config: Training,
     options: Any,
@@ -262,21 +257,16 @@ def _new_draft(
     `counts` are the supervised tokens of the training documents, int64 [V].
     """
     torch.manual_seed(config.seed)
+    parts = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
+    recorded = [load_positions(part.path, part.manifest) for part in parts]
     fresh = kind.build(
         options,
         target_config=dataset.target_config(),
         manifest=dataset.manifest,
         head=head,
         token_counts=counts,
-        positions=_positions(dataset),
+        positions=next((p for p in recorded if p.kind != UNKNOWN), recorded[0]),
     )
     if config.init_from is None:
         return fresh
     return start_from(kind.name, config, options, dataset, head, fresh)
-
-
-def _positions(dataset: Documents) -> Positions:
-    """Return the positions of the target; of several datasets, those of the first that has them."""
-    parts = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
-    recorded = [load_positions(part.path, part.manifest) for part in parts]
-    return next((positions for positions in recorded if positions.kind != UNKNOWN), recorded[0])

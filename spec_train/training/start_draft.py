@@ -20,7 +20,7 @@ from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
 from spec_train.options.training import Training
 from spec_train.options.vocabulary_options import CHOICES, PATHS
-from spec_train.training.stored import resolve_draft_dir
+from spec_train.training.run_directory import resolve_draft_dir
 
 log = logging.getLogger(__name__)
 

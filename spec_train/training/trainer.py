@@ -40,7 +40,6 @@ from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import Sums, add_sums, shown
 from spec_train.options.training import Training
-from spec_train.training.checkpoint import RunDirectory
 from spec_train.training.failure import (
     FailedStep,
     arithmetic,
@@ -51,8 +50,8 @@ from spec_train.training.failure import (
 from spec_train.training.optimizer import Masters, learning_rate
 from spec_train.training.ranks import LossOnRanks, Ranks
 from spec_train.training.result import BEST_FIGURES, FitResult, better, log_result, log_validation
+from spec_train.training.run_directory import RunDirectory, Saved
 from spec_train.training.saving import Saver, Tracking
-from spec_train.training.stored import Saved
 from spec_train.training.validation import Validation, slot_counts
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
-from spec_train.training.stored import read_checkpoint, read_run_json
+from spec_train.training.run_directory import read_checkpoint, read_run_json
 from tests.factory import tiny_dataset, tiny_llama
 from tests.faults.tools import count, report, trials
 from tests.spec_train.formats.tools import export

@@ -17,8 +17,8 @@ import pytest
 
 from spec_data.shards import files
 from spec_train.options.training import Training
-from spec_train.training import checkpoint
-from spec_train.training.checkpoint import RunDirectory
+from spec_train.training import run_directory
+from spec_train.training.run_directory import RunDirectory
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
 from tests.faults.tools import report, trials
@@ -31,11 +31,11 @@ EVENTS: tuple[tuple[Any, str], ...] = (
     (RunDirectory, "_written"),
     (RunDirectory, "_link"),
     (RunDirectory, "append_metrics"),
-    (checkpoint, "use_default_mode"),
-    (checkpoint, "save_file"),
+    (run_directory, "use_default_mode"),
+    (run_directory, "save_file"),
     (files, "replace_durably"),
-    (checkpoint, "write_atomically"),
-    (checkpoint, "remove"),
+    (run_directory, "write_atomically"),
+    (run_directory, "remove"),
 )
 
 

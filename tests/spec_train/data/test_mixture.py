@@ -180,7 +180,7 @@ def test_the_border_of_a_mixture_holds_for_its_parts(tmp_path, monkeypatch):
     known = json.loads((tmp_path / "run" / "run.json").read_text())
     described = dict(
         datasets=known["identity"]["dataset"], split_seed=0, validation=0.05, seq_len=48,
-        split_rule=known["identity"]["split_rule"], split_border=known["notes"]["split_border"],
+        split_rule=known["identity"]["split_rule"], split_border=known["identity"]["split_border"],
     )  # fmt: skip
     with pytest.raises(DatasetError, match="no document to measure in split 'validation'"):
         choose_documents(small, "auto", described)

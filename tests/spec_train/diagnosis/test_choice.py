@@ -11,7 +11,6 @@ from spec_train.simulation.intervals import Comparison
 
 def tried(text: str, length: float, loss: float | None = None, **others: Any) -> Tried:
     given: dict[str, Any] = {
-        "round": 1,
         "check": "rope",
         "text": text,
         "length": length,
@@ -46,7 +45,6 @@ def test_what_fits_as_well_is_listed():
         tried("equal", 3.0, 0.505),
         tried("shorter", 2.9, 0.5),
         tried("likelier before", 3.0, 0.6),
-        tried("of another round", 3.0, 0.5, round=2),
         tried("not better", 3.0, 0.5, better=False),
     ]
     assert [one.text for one in fitting_as_well(others, best)] == ["equal"]
@@ -63,6 +61,6 @@ def test_only_another_reading_of_the_states_is_luck(check, uses):
         interval=(0.3, 0.5),
         p_value=0.001,
     )
-    better = [tried("a", 2.95, check=check)]
-    trials = Trials(current=None, better=better, control=control)  # type: ignore[arg-type]
+    best = tried("a", 2.95, check=check)
+    trials = Trials(current=None, best=best, control=control)  # type: ignore[arg-type]
     assert trials.uses_states == uses

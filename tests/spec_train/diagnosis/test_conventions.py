@@ -258,15 +258,6 @@ def test_a_mask_token_that_is_not_read(sound, data, tmp_path):
     assert "no mask token is read" in diagnosis.named("mask-token").text
 
 
-def test_two_mistakes_are_found_one_after_the_other(sound, data, tmp_path):
-    def both(draft):
-        draft.update_config(norm_output=True)
-        exchange_fc(draft)
-
-    diagnosis = examine(planted(sound("eagle3"), tmp_path, both), data=data)
-    assert found(diagnosis) == {"carried-norm", "layer-order"}, str(diagnosis)
-
-
 # --- drafts that learned nothing of this target ---
 
 

@@ -148,7 +148,8 @@ def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
     options = {"data": str(data), "seed": 0, "validation": 0.3, "seq_len": 2048}
     (run / "fit.json").write_text(json.dumps(options))
     identity = {"dataset": known["datasets"][0], "split_rule": SPLIT_RULE, "split_seed": 0}
-    table = {"identity": identity, "notes": {"split_border": known["split_border"]}}
+    identity["split_border"] = known["split_border"]
+    table = {"identity": identity, "total_steps": 2}
     write_record(run / "run.json", table)
     for draft in (run, run / "best"):
         report = run_eval(dict(draft=str(draft), data=str(data), device="cpu"))

@@ -48,8 +48,8 @@ def run(tmp_path_factory, workplace, target, prompts) -> Path:
     fingerprint = HiddenStatesDataset(data).manifest.fingerprint
     (run / "fit.json").write_text(json.dumps(options))
     identity = {"dataset": fingerprint, "split_rule": SPLIT_RULE, "split_seed": 0}
-    notes = {"split_border": split_border(HiddenStatesDataset(data).id_array, 0.3, 0)}
-    write_record(run / "run.json", {"identity": identity, "notes": notes})
+    identity["split_border"] = split_border(HiddenStatesDataset(data).id_array, 0.3, 0)
+    write_record(run / "run.json", {"identity": identity, "total_steps": 2})
     return run
 
 

@@ -53,7 +53,7 @@ def write_run(
     (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (place / "fit.json").write_text(json.dumps({"data": "data", "lr": 0.1, "clip": 0.5} | options))
     identity = {"draft": "dspark" if forecasts else "eagle3"}
-    run = {"identity": identity, "notes": {"total_steps": 40}}
+    run = {"identity": identity, "total_steps": 40}
     write_record(place / "run.json", run)
     return lines
 

@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from spec_data.shards.errors import ConfigError, MissingError, RunError
-from spec_train.training import checkpoint
-from spec_train.training.checkpoint import RunDirectory
-from spec_train.training.stored import resolve_draft_dir
+from spec_train.training import run_directory
+from spec_train.training.run_directory import RunDirectory, resolve_draft_dir
 
 
 def save_draft_of(value: float):
     def save(folder: Path) -> None:
         (folder / "config.json").write_text("{}")
-        checkpoint.save_file({"w": torch.full((64,), value)}, folder / "model.safetensors")
+        run_directory.save_file({"w": torch.full((64,), value)}, folder / "model.safetensors")
 
     return save
 
@@ -30,7 +29,7 @@ def save(run: RunDirectory, step: int) -> Path:
 @pytest.fixture
 def run(tmp_path):
     directory = RunDirectory(tmp_path / "run")
-    directory.record({"lr": 0.1})
+    directory.record({"lr": 0.1}, lambda: 12)
     yield directory
     directory.close()
 
@@ -73,7 +72,7 @@ def test_a_kill_while_saving_leaves_the_previous_state(run, where, monkeypatch):
     run.save_best(1, save_draft_of(1), {"acceptance_length": 2.0}, {})
     with monkeypatch.context() as patch, pytest.raises(Killed):
         owners = {"fsync": os, "replace": Path, "_link": RunDirectory}
-        patch.setattr(owners.get(where, checkpoint), where, boom)
+        patch.setattr(owners.get(where, run_directory), where, boom)
         save(run, 2)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(RunDirectory, "_link", boom)
@@ -175,11 +174,10 @@ def test_a_checkpoint_under_the_name_of_another_is_damaged(run, caplog):
     ],
 )
 def test_a_damaged_run_json_is_said_in_words(run, damage):
-    run.note(total_steps=12)
     save(run, 1)
     damage(run.path / "run.json")
     with pytest.raises(RunError, match=r"run\.json: damaged or missing; restore it"):
-        reopen(run).record({"lr": 0.1})
+        reopen(run).record({"lr": 0.1}, lambda: 12)
 
 
 def test_no_whole_checkpoint_is_an_error_not_a_fresh_start(run):
@@ -199,19 +197,19 @@ def test_no_whole_checkpoint_is_an_error_not_a_fresh_start(run):
 
 
 def full_disk(*args, **kwargs):
-    raise checkpoint.SafetensorError("I/O error: No space left on device (os error 28)")
+    raise run_directory.SafetensorError("I/O error: No space left on device (os error 28)")
 
 
 def test_a_full_disk_is_said_in_words_and_leaves_nothing_behind(run, monkeypatch):
     save(run, 1)
     names = sorted(p.name for p in run.path.iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", full_disk)
+        patch.setattr(run_directory, "save_file", full_disk)
         for attempt in (lambda: save(run, 2), lambda: run.save_best(2, save_draft_of(2), {}, {})):
             with pytest.raises(RunError, match=r"(checkpoint|best)-00000002: the disk is full"):
                 attempt()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_record", lambda *_: os.open("/proc/no/x", os.O_WRONLY))
+        patch.setattr(run_directory, "write_record", lambda *_: os.open("/proc/no/x", os.O_WRONLY))
         with pytest.raises(RunError, match=r"checkpoint-00000002: cannot be written"):
             save(run, 2)
     assert sorted(p.name for p in run.path.iterdir()) == names
@@ -254,11 +252,10 @@ def test_resolve_draft_dir(run):
 
 def test_settings_may_change_until_something_was_learned(run):
     """For example after a first attempt with a mistyped option."""
-    run.note(total_steps=12)
     run.append_metrics({"step": 0})
     run.save_best(0, save_draft_of(0), {}, {})
     again = reopen(run)
-    assert again.record({"lr": 0.2}) == {}
+    assert again.record({"lr": 0.2}, lambda: 9) == 9
     again.begin()
     left = {p.name for p in run.path.iterdir()}
     assert left == {"run.json", ".lock"}

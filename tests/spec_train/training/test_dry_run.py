@@ -11,8 +11,7 @@ import torch
 from spec_data.shards.errors import ConfigError
 from spec_train.cli import main
 from spec_train.training import run_cost as module
-from spec_train.training.run_cost import STEPS, probe
-from spec_train.training.setup import dry_run
+from spec_train.training.run_cost import STEPS, dry_run, probe
 from tests.spec_train.training import tools
 from tests.spec_train.training.tools import OPTIONS, change, run
 

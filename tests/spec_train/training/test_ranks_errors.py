@@ -13,7 +13,7 @@ from spec_data.shards.errors import DatasetError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.draft import DraftLoss
-from spec_train.training import checkpoint, ranks
+from spec_train.training import ranks, run_directory
 from spec_train.training.ranks import Ranks
 from spec_train.training.replay import read_failure, replay_step
 from spec_train.training.setup import make_splits
@@ -62,14 +62,14 @@ break_loss = planted(
     MemoryError("out of memory: damaged"),
 )
 break_metrics = planted(
-    *(checkpoint.RunDirectory, "append_metrics"),
+    *(run_directory.RunDirectory, "append_metrics"),
     lambda rank, _, line: line["split"] == "train",
     OSError("disk: damaged"),
 )
 break_writer = planted(
-    *(checkpoint, "save_file"),
+    *(run_directory, "save_file"),
     lambda rank, tensors, *_: any(name.startswith("optimizer") for name in tensors),
-    checkpoint.SafetensorError("I/O error: damaged"),
+    run_directory.SafetensorError("I/O error: damaged"),
 )
 break_set_up = planted(
     DRAFTS["eagle3"], "build", lambda rank, *_: rank == 1, DatasetError("vocabulary: damaged")

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from spec_data.shards.errors import ConfigError, RunError
-from spec_train.training import checkpoint
+from spec_train.training import run_directory
 from spec_train.training import saving as tracking
-from spec_train.training.checkpoint import RunDirectory
+from spec_train.training.run_directory import RunDirectory
 from spec_train.training.saving import Saver
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import change, metrics, run
@@ -35,7 +35,7 @@ class Draft(nn.Module):
 @pytest.fixture
 def directory(tmp_path):
     opened = RunDirectory(tmp_path / "run")
-    opened.record({})
+    opened.record({}, lambda: 1)
     yield opened
     opened.close()
 
@@ -55,13 +55,13 @@ def save(saver: Saver, draft: Draft, step: int, best: bool = False) -> None:
 
 def test_what_is_written_is_what_was_held(directory, monkeypatch):
     """The writer is slow, the weights change meanwhile; a second save waits and reuses memory."""
-    gate, original = threading.Event(), checkpoint.save_file
+    gate, original = threading.Event(), run_directory.save_file
 
     def slow(tensors, file):
         gate.wait(60)
         original(tensors, file)
 
-    monkeypatch.setattr(checkpoint, "save_file", slow)
+    monkeypatch.setattr(run_directory, "save_file", slow)
     draft = Draft()
     saver = Saver(directory, draft, torch.float32)
     save(saver, draft, 5, best=True)
@@ -82,13 +82,13 @@ def test_what_is_written_is_what_was_held(directory, monkeypatch):
 
 def test_an_error_of_the_writer_is_raised_once_at_the_next_look(directory, monkeypatch):
     def full(*arguments):
-        raise checkpoint.SafetensorError("No space left on device")
+        raise run_directory.SafetensorError("No space left on device")
 
     draft = Draft()
     saver = Saver(directory, draft, torch.float32)
     saver.check()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", full)
+        patch.setattr(run_directory, "save_file", full)
         save(saver, draft, 1)
         with pytest.raises(RunError, match=r"cannot be written.*No space left"):
             saver.wait()

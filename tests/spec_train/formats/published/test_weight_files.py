@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from spec_data.shards.errors import DraftError, MissingError
 from spec_train.drafts import load_draft
-from spec_train.training.stored import resolve_draft_dir
+from spec_train.training.run_directory import resolve_draft_dir
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.published.test_vocabulary_maps import CONFIG
 

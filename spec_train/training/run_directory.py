@@ -9,21 +9,24 @@
 
 A directory is written under a temporary name, synced and renamed; a link is replaced atomically.
 So a kill at any moment leaves the previous state complete, and leftovers are recognised by name.
-training_state.json is written last and holds the hash of every other file. No pickle anywhere.
+training_state.json is written last and holds the hash of every other file: everything that decides
+how a run resumes is verified before it is used. No pickle anywhere.
 """
 
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spec_data.shards.errors import ConfigError, DraftError, FileError, RunError
+from spec_data.shards.errors import ConfigError, DraftError, FileError, MissingError, RunError
 from spec_data.shards.files import (
     atomic_write,
     dump_json,
@@ -36,25 +39,124 @@ from spec_data.shards.files import (
     write_atomically,
     writing,
 )
-from spec_data.shards.resumable import differing_settings, process_lock, write_record
-from spec_data.terminal.paths import check_directory_to_write, make_directory
-from spec_train.training.stored import (
-    HELD_OUT,
-    RUN,
-    STATE,
-    STATE_TENSORS,
-    Saved,
-    checkpoints_of,
-    read_checkpoint,
-    read_run_json,
+from spec_data.shards.path_kinds import Kind, expect
+from spec_data.shards.resumable import (
+    differing_settings,
+    process_lock,
+    read_record,
+    write_record,
 )
+from spec_data.terminal.paths import check_directory_to_write, make_directory
+from spec_train.formats.draft_files import CONFIG, WEIGHTS, find_weights
 
 log = logging.getLogger(__name__)
 
-_LOCK = ".lock"
+RUN, METRICS, _LOCK = "run.json", "metrics.jsonl", ".lock"
+STATE_TENSORS, STATE = "training_state.safetensors", "training_state.json"
+HELD_OUT = "held-out.json"
+"""Simulated decoding of the best draft over the held-out documents, as `eval --data` reports it."""
 
 SaveDraft = Callable[[Path], None]
 """Writes a draft's files into an empty folder."""
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Saved:
+    """A checkpoint read from disk: `state` is plain JSON, `tensors` holds the rest."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def resolve_draft_dir(path: str | Path) -> Path:
+    """Return the draft directory for `path`: `path` itself, or the best draft of a run directory.
+
+    A run without a best draft falls back to its last checkpoint. A best draft that lacks a file
+    does not: another draft would be used without a word. A checkpoint may be named without leading
+    zeros, RUN/checkpoint-150.
+
+    Raises:
+        MissingError: `path` does not exist, is neither a draft nor a run, or lacks a file.
+    """
+    path = Path(path)
+    step = re.fullmatch(r"checkpoint-(\d+)", path.name)
+    if step and not path.exists():
+        padded = path.with_name(checkpoint_name(int(step[1])))
+        path = padded if padded.exists() else path
+    if _has_draft(path):
+        expect(path, Kind.DRAFT)
+        return path
+    for link in (path / "best", path / "last"):
+        if _has_draft(link):
+            return link
+        if link.is_symlink() or link.is_dir():
+            raise MissingError(
+                f"{link}: {CONFIG} or {WEIGHTS} is missing; restore it, or name a checkpoint of "
+                "the run"
+            )
+    for checkpoint in reversed(checkpoints_of(path)):
+        if _has_draft(checkpoint):
+            return checkpoint
+    expect(path, Kind.DRAFT)
+    raise MissingError(
+        f"{path}: neither a draft (config.json and model.safetensors or pytorch_model.bin) nor a "
+        "run with a checkpoint; pass the directory that `spec-train fit --out` wrote"
+    )
+
+
+def _has_draft(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() and find_weights(folder) is not None
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the directory of a checkpoint."""
+    return f"checkpoint-{step:08d}"
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """Checkpoint directories of a run, oldest first."""
+    return sorted(p for p in run.glob("checkpoint-" + 8 * "[0-9]") if p.is_dir())
+
+
+def read_run_json(run: Path) -> dict[str, Any]:
+    """Read run.json of a run: a dict with the dict `identity`, and `total_steps`.
+
+    Raises:
+        RunError: it cannot be read, or is damaged.
+    """
+    record = read_record(run / RUN) or {}
+    if {"identity", "total_steps"} <= record.keys():
+        return record
+    raise RunError(
+        f"{run / RUN}: damaged or missing; restore it, or start in another --out (add --init-from "
+        f"{run} to start from this run's best draft)"
+    )
+
+
+def read_checkpoint(path: Path) -> Saved:
+    """Read a checkpoint and verify its checksums.
+
+    Raises:
+        DraftError: it is damaged, or another checkpoint than its name says.
+    """
+    state = read_record(path / STATE)
+    if state is None:
+        raise DraftError(f"{path / STATE}: damaged or missing (its checksum differs)")
+    if path.name != checkpoint_name(state["step"]):
+        raise DraftError(
+            f"{path / STATE}: holds step {state['step']}, but its directory is called {path.name}"
+        )
+    for name, digest in state["files"].items():
+        if not (path / name).is_file() or sha256_file(path / name) != digest:
+            raise DraftError(f"{path / name}: damaged or missing (its checksum differs)")
+    return Saved(path, state["step"], state, load_file(path / STATE_TENSORS))
+
+
+# -- writing ---------------------------------------------------------------------------------------
 
 
 class RunDirectory:
@@ -76,18 +178,15 @@ class RunDirectory:
                 f"--out {self.path}: not empty and not a run of spec-train; pass another directory"
             )
         make_directory("--out", self.path)
-        self._lock = contextlib.ExitStack()
         busy = (
             f"--out {self.path}: another spec-train fit is running here; wait until it ends, or "
             "pass another directory"
         )
+        self._lock = contextlib.ExitStack()
         self._lock.enter_context(process_lock(self.path / _LOCK, busy))
+        self.close = self._lock.close
         for leftover in filter(is_temporary, paths):
             remove(leftover)
-
-    def close(self) -> None:
-        """Release the lock."""
-        self._lock.close()
 
     # -- settings ---------------------------------------------------------------------------------
 
@@ -106,8 +205,12 @@ class RunDirectory:
         identity: dict[str, Any] = read_run_json(self.path)["identity"]
         return identity
 
-    def record(self, identity: dict[str, Any]) -> dict[str, Any]:
-        """Write run.json, or compare with an existing one; return its notes.
+    def total_steps(self) -> int:
+        """Return the number of steps of the run, as run.json has it."""
+        return int(read_run_json(self.path)["total_steps"])
+
+    def record(self, identity: dict[str, Any], count_steps: Callable[[], int]) -> int:
+        """Write run.json, or compare with an existing one; return the number of steps of the run.
 
         A run without a checkpoint has nothing to lose, so it restarts with the new settings.
 
@@ -115,10 +218,9 @@ class RunDirectory:
             ConfigError: the run was started with another identity; lists the differing fields.
             RunError: run.json is damaged.
         """
-        notes: dict[str, Any] = {}
         if (self.path / RUN).is_file():
-            old = read_run_json(self.path)
-            differing = differing_settings(old["identity"], identity)
+            run = read_run_json(self.path)
+            differing = differing_settings(run["identity"], identity)
             if differing and self._has_learned:
                 raise ConfigError(
                     f"--out {self.path} holds a run with other settings:\n  "
@@ -126,38 +228,39 @@ class RunDirectory:
                     + "\nResume with the old settings, or start in another --out (add --init-from "
                     f"{self.path} to start from this run's best draft)"
                 )
-            notes = {} if differing else old["notes"]
-        write_record(self.path / RUN, {"identity": identity, "notes": notes})
-        return notes
+            if not differing:
+                return int(run["total_steps"])
+        total = count_steps()
+        self.write_identity(identity, total)
+        return total
+
+    def write_identity(self, identity: dict[str, Any], total_steps: int) -> None:
+        """Replace run.json."""
+        write_record(self.path / RUN, {"identity": identity, "total_steps": total_steps})
 
     def write_options(self, options: dict[str, Any]) -> None:
         """Replace fit.json."""
         write_atomically(self.path / "fit.json", dump_json(options))
-
-    def note(self, **notes: Any) -> None:
-        """Add facts to run.json that are expensive to compute again."""
-        run = read_run_json(self.path)
-        write_record(self.path / RUN, run | {"notes": run["notes"] | notes})
 
     # -- metrics ----------------------------------------------------------------------------------
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl; non-finite numbers become null."""
         clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in line.items()}
-        path = self.path / "metrics.jsonl"
+        path = self.path / METRICS
         with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(clean, allow_nan=False) + "\n")
 
     def begin(self) -> None:
         """Delete what an attempt without a checkpoint left behind."""
-        for name in ("best", "metrics.jsonl", HELD_OUT):
+        for name in ("best", METRICS, HELD_OUT):
             remove(self.path / name)
         for folder in self.path.glob("best-*"):
             remove(folder)
 
     def truncate_metrics(self, step: int) -> None:
         """Drop lines after `step`, and a last line that is incomplete."""
-        file = self.path / "metrics.jsonl"
+        file = self.path / METRICS
         if not file.is_file():
             return
         lines = []
@@ -173,7 +276,7 @@ class RunDirectory:
         self, step: int, save_draft: SaveDraft, tensors: dict[str, Tensor], state: dict[str, Any]
     ) -> Path:
         """Write checkpoint `step`, point `last` at it, and delete the oldest beyond `keep`."""
-        final = self.path / f"checkpoint-{step:08d}"
+        final = self.path / checkpoint_name(step)
         remove(final)  # it was damaged, or this step is saved a second time
         with self._written(final) as folder:
             save_draft(folder)
@@ -190,6 +293,9 @@ class RunDirectory:
             self._link("last", newest)
         for old in checkpoints_of(self.path)[: -self.keep]:
             remove(old)
+        self._remove_former_best()
+
+    def _remove_former_best(self) -> None:
         best = self._pointed("best")
         for old in self.path.glob("best-*") if best else ():
             if old.name != best:
@@ -247,9 +353,7 @@ class RunDirectory:
             text = dump_json({"step": step, **metrics})
             (folder / "validation.json").write_text(text, encoding="utf-8")
         self._link("best", final)
-        for old in self.path.glob("best-*"):
-            if old.name != final.name:
-                remove(old)
+        self._remove_former_best()
         if simulated:
             write_atomically(self.path / HELD_OUT, dump_json({"step": step, **simulated}))
         return final
