@@ -47,8 +47,8 @@ from spec_data.generation.plan import (
 from spec_data.generation.workers import planning_lock, running_workers
 from spec_data.models.devices import device_type
 from spec_data.models.engines import engine_warnings
-from spec_data.models.families import derived_spec, find_spec
-from spec_data.models.fitted_shape import fitted_shape, sizes_of
+from spec_data.models.families import registered
+from spec_data.models.fitted_shape import check_sizes, fitted_shape
 from spec_data.models.identify import identify, target_table, tokenizer_table
 from spec_data.models.quantisation import check_quantisation
 from spec_data.models.reading import load_config, load_tokenizer, text_config
@@ -576,9 +576,9 @@ class Fitting:
 def fitting(setup: Setup) -> Fitting:
     """Return which drafts can be fitted on the dataset of a setup; no weights are needed."""
     names = setup.target["architectures"]
-    spec, shape_problem = find_spec(names), None
+    known, shape_problem = registered(names), None
     try:
-        sizes_of(json.loads(config_json(setup, torch.float32)), spec or derived_spec(names))
+        check_sizes(json.loads(config_json(setup, torch.float32)))
     except DraftError as error:
         shape_problem = str(error)
     problems: dict[str, str | None] = {}
@@ -590,8 +590,8 @@ def fitting(setup: Setup) -> Fitting:
         problems[draft] = shape_problem or problem
         drafts.setdefault(problems[draft], []).append(draft)
     family = (
-        f"the target is registered as {spec.family}"
-        if spec is not None
+        f"{known} is registered"
+        if known
         else f"{', '.join(names) or setup.target['model_type']} is not registered: its shape is "
         "derived, and proven or refused before the capture"
     )
@@ -635,13 +635,12 @@ def find_positions(setup: Setup, plan: Plan, target: TargetBackend) -> Positions
     """
     positions = target.positions(int(plan.lengths.max()))
     names = setup.target["architectures"] or [target.architecture]
-    spec = find_spec(names)
-    if not positions.proven and positions.kind != ROPE and spec is not None:
+    if not positions.proven and positions.kind != ROPE and registered(names):
         logger.warning(
             "warning: positions: not found in the target (%s); a draft uses its config's rope",
             positions.reason,
         )
-    if spec is None and not positions.proven:
+    if not positions.proven and not registered(names):
         _refuse_unless_asked(
             setup,
             f"no draft of spec-train can be fitted on this dataset: {', '.join(names)} is not "
@@ -650,7 +649,7 @@ def find_positions(setup: Setup, plan: Plan, target: TargetBackend) -> Positions
         )
     try:
         config = json.loads(config_json(setup, target.dtype, target.architecture))
-        fitted_shape(config, spec or derived_spec(names), positions)
+        fitted_shape(config, positions)
     except DraftError as error:
         logger.warning("warning: %s", error)
     return positions

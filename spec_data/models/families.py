@@ -2,8 +2,7 @@
 
 `architectures` of a target's config.json selects the family; the first registered name wins. Every
 kind of draft supports the same families. A shape function takes sizes and rope settings from a
-config.json; a family needs one of its own if its config has not the keys of Llama or GPT-2. No
-model class is imported.
+config.json; a family needs one of its own if its config has not the keys of Llama or GPT-2.
 """
 
 from collections.abc import Callable, Sequence
@@ -129,152 +128,123 @@ def _size(config: dict[str, Any], *names: str) -> int:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftSpec:
-    """How to build a draft for a family of targets.
+# -- registry --------------------------------------------------------------------------------------
 
-    Attributes:
-        family: its name in messages.
-        shape: from config.json to the draft's shape.
-        note: how the draft differs from its target.
-    """
-
-    family: str
-    shape: Callable[[dict[str, Any]], TargetShape] = decoder_shape
-    note: str = ""
-
-
-def _latent(family: str) -> DraftSpec:
-    """A family with multi-head latent attention."""
-    note = "the draft uses dense attention, with heads of the size of the target's rotary part"
-    return DraftSpec(family=family, shape=latent_shape, note=note)
-
-
-def _recurrent(family: str, note: str = "the draft has attention only") -> DraftSpec:
-    """A family with recurrent or convolutional blocks: captured one document per row."""
-    return DraftSpec(family=family, note=note)
-
-
-_NO_ROPE = "rotary positions, although the target's attention has none"
-_GEMMA4 = DraftSpec(
-    family="Gemma-4",
-    shape=global_shape,
-    note="heads and rotary settings are those of the full-attention layers",
-)
-_GPT_OSS = DraftSpec(
-    family="gpt-oss",
-    note="a dense MLP, no attention sinks; YaRN without truncation as in the target",
-)
-
-TARGETS: dict[str, DraftSpec] = {
-    "LlamaForCausalLM": DraftSpec(family="Llama"),
-    "MistralForCausalLM": DraftSpec(family="Mistral"),
-    "Phi3ForCausalLM": DraftSpec(family="Phi-3"),
-    "Qwen2ForCausalLM": DraftSpec(family="Qwen2"),
-    "Qwen3ForCausalLM": DraftSpec(family="Qwen3"),
-    "Qwen3MoeForCausalLM": DraftSpec(family="Qwen3-MoE"),
-    "Gemma2ForCausalLM": DraftSpec(family="Gemma-2"),
-    "Gemma3ForCausalLM": DraftSpec(family="Gemma-3 text"),
-    "Gemma3ForConditionalGeneration": DraftSpec(family="Gemma-3, text only"),
-    "Gemma4ForCausalLM": _GEMMA4,
-    "Gemma4ForConditionalGeneration": _GEMMA4,
-    "GptOssForCausalLM": _GPT_OSS,
-    "DeepseekV3ForCausalLM": _latent("DeepSeek-V3, Kimi-K2"),
-    "Glm4ForCausalLM": DraftSpec(family="GLM-4"),
-    "GraniteForCausalLM": DraftSpec(family="Granite"),
-    "Olmo2ForCausalLM": DraftSpec(family="OLMo-2"),
-    "CohereForCausalLM": DraftSpec(family="Cohere"),
-    "GPT2LMHeadModel": DraftSpec(family="GPT-2", note="rotary positions instead of learned ones"),
-    "AfmoeForCausalLM": DraftSpec(family="AFMoE"),
-    "ApertusForCausalLM": DraftSpec(family="Apertus"),
-    "ArceeForCausalLM": DraftSpec(family="Arcee"),
-    "AXK1ForCausalLM": _latent("A.X-K1"),
-    "AXK2ForCausalLM": _latent("A.X-K2"),
-    "BambaForCausalLM": _recurrent("Bamba"),
-    "BitNetForCausalLM": DraftSpec(family="BitNet"),
-    "Cohere2ForCausalLM": DraftSpec(family="Cohere-2"),
-    "Cohere2MoeForCausalLM": DraftSpec(family="Cohere-2 MoE"),
-    "CwmForCausalLM": DraftSpec(family="CWM"),
-    "DeepseekV2ForCausalLM": _latent("DeepSeek-V2"),
-    "DeepseekV32ForCausalLM": _latent("DeepSeek-V3.2"),
-    "Dots1ForCausalLM": DraftSpec(family="dots.llm1"),
-    "Ernie4_5ForCausalLM": DraftSpec(family="Ernie-4.5"),
-    "Ernie4_5_MoeForCausalLM": DraftSpec(family="Ernie-4.5 MoE"),
-    "Exaone4ForCausalLM": DraftSpec(family="EXAONE-4"),
-    "ExaoneMoeForCausalLM": DraftSpec(family="EXAONE MoE"),
-    "FalconForCausalLM": DraftSpec(family="Falcon"),
-    "FalconH1ForCausalLM": _recurrent("Falcon-H1"),
-    "FlexOlmoForCausalLM": DraftSpec(family="FlexOLMo"),
-    "GemmaForCausalLM": DraftSpec(family="Gemma"),
-    "GlmForCausalLM": DraftSpec(family="GLM-4 (9B)"),
-    "Glm4MoeForCausalLM": DraftSpec(family="GLM-4.5, GLM-4.6"),
-    "Glm4MoeLiteForCausalLM": _latent("GLM-4.7-Flash"),
-    "GlmMoeDsaForCausalLM": _latent("GLM-5"),
-    "GPTNeoXForCausalLM": DraftSpec(family="GPT-NeoX"),
-    "GraniteMoeForCausalLM": DraftSpec(family="Granite MoE"),
-    "GraniteMoeHybridForCausalLM": _recurrent("Granite-4"),
-    "GraniteMoeSharedForCausalLM": DraftSpec(family="Granite MoE, shared experts"),
-    "GraniteMoeSWAForCausalLM": DraftSpec(family="Granite MoE, sliding windows"),
-    "GraniteSWAForCausalLM": DraftSpec(family="Granite, sliding windows"),
-    "HeliumForCausalLM": DraftSpec(family="Helium"),
-    "HunYuanDenseV1ForCausalLM": DraftSpec(family="Hunyuan dense"),
-    "HunYuanMoEV1ForCausalLM": DraftSpec(family="Hunyuan MoE"),
-    "HYV3ForCausalLM": DraftSpec(family="Hunyuan 3"),
-    "HyperCLOVAXForCausalLM": DraftSpec(family="HyperCLOVA X"),
-    "InternLM3ForCausalLM": DraftSpec(family="InternLM3"),
-    "Jais2ForCausalLM": DraftSpec(family="Jais-2"),
-    "JambaForCausalLM": _recurrent("Jamba", _NO_ROPE),
-    "KimiLinearForCausalLM": _recurrent("Kimi-Linear", _NO_ROPE),
-    "LagunaForCausalLM": DraftSpec(family="Laguna"),
-    "Lfm2ForCausalLM": _recurrent("LFM2"),
-    "Lfm2MoeForCausalLM": _recurrent("LFM2 MoE"),
-    "Lfm3ForCausalLM": _recurrent("LFM3"),
-    "Llama4ForCausalLM": DraftSpec(family="Llama-4 text"),
-    "Llama4ForConditionalGeneration": DraftSpec(family="Llama-4, text only"),
-    "MellumForCausalLM": DraftSpec(family="Mellum"),
-    "MiMoV2FlashForCausalLM": DraftSpec(family="MiMo-V2-Flash"),
-    "MiniMaxForCausalLM": _recurrent("MiniMax-01"),
-    "MiniMaxM2ForCausalLM": DraftSpec(family="MiniMax-M2"),
-    "MiniMaxM3VLForCausalLM": DraftSpec(family="MiniMax-M3 text"),
-    "MinistralForCausalLM": DraftSpec(family="Ministral"),
-    "Ministral3ForCausalLM": DraftSpec(family="Ministral-3"),
-    "Mistral3ForConditionalGeneration": DraftSpec(family="Mistral-3, text only"),
-    "MixtralForCausalLM": DraftSpec(family="Mixtral"),
-    "NanoChatForCausalLM": DraftSpec(family="nanochat"),
-    "NemotronForCausalLM": DraftSpec(family="Nemotron, Minitron"),
-    "NemotronHForCausalLM": _recurrent("Nemotron-H", _NO_ROPE),
-    "OlmoForCausalLM": DraftSpec(family="OLMo"),
-    "Olmo3ForCausalLM": DraftSpec(family="OLMo-3"),
-    "OlmoHybridForCausalLM": _recurrent("OLMo hybrid"),
-    "OlmoeForCausalLM": DraftSpec(family="OLMoE"),
-    "PhiForCausalLM": DraftSpec(family="Phi-2"),
-    "PhimoeForCausalLM": DraftSpec(family="Phi-3.5 MoE"),
-    "Qwen2MoeForCausalLM": DraftSpec(family="Qwen2-MoE"),
-    "Qwen3_5ForCausalLM": _recurrent("Qwen3.5 text"),
-    "Qwen3_5ForConditionalGeneration": _recurrent("Qwen3.5, text only"),
-    "Qwen3_5MoeForCausalLM": _recurrent("Qwen3.5-MoE text"),
-    "Qwen3_5MoeForConditionalGeneration": _recurrent("Qwen3.5-MoE, text only"),
-    "Qwen3NextForCausalLM": _recurrent("Qwen3-Next"),
-    "SeedOssForCausalLM": DraftSpec(family="Seed-OSS"),
-    "SmolLM3ForCausalLM": DraftSpec(family="SmolLM3"),
-    "SolarOpenForCausalLM": DraftSpec(family="Solar Open"),
-    "StableLmForCausalLM": DraftSpec(family="StableLM"),
-    "Starcoder2ForCausalLM": DraftSpec(family="StarCoder2"),
-    "VaultGemmaForCausalLM": DraftSpec(family="VaultGemma"),
-    "YoutuForCausalLM": _latent("Youtu"),
+TARGETS: dict[str, Callable[[dict[str, Any]], TargetShape]] = {
+    "LlamaForCausalLM": decoder_shape,
+    "MistralForCausalLM": decoder_shape,
+    "Phi3ForCausalLM": decoder_shape,
+    "Qwen2ForCausalLM": decoder_shape,
+    "Qwen3ForCausalLM": decoder_shape,
+    "Qwen3MoeForCausalLM": decoder_shape,
+    "Gemma2ForCausalLM": decoder_shape,
+    "Gemma3ForCausalLM": decoder_shape,
+    "Gemma3ForConditionalGeneration": decoder_shape,
+    "Gemma4ForCausalLM": global_shape,
+    "Gemma4ForConditionalGeneration": global_shape,
+    "GptOssForCausalLM": decoder_shape,
+    "DeepseekV3ForCausalLM": latent_shape,
+    "Glm4ForCausalLM": decoder_shape,
+    "GraniteForCausalLM": decoder_shape,
+    "Olmo2ForCausalLM": decoder_shape,
+    "CohereForCausalLM": decoder_shape,
+    "GPT2LMHeadModel": decoder_shape,
+    "AfmoeForCausalLM": decoder_shape,
+    "ApertusForCausalLM": decoder_shape,
+    "ArceeForCausalLM": decoder_shape,
+    "AXK1ForCausalLM": latent_shape,
+    "AXK2ForCausalLM": latent_shape,
+    "BambaForCausalLM": decoder_shape,
+    "BitNetForCausalLM": decoder_shape,
+    "Cohere2ForCausalLM": decoder_shape,
+    "Cohere2MoeForCausalLM": decoder_shape,
+    "CwmForCausalLM": decoder_shape,
+    "DeepseekV2ForCausalLM": latent_shape,
+    "DeepseekV32ForCausalLM": latent_shape,
+    "Dots1ForCausalLM": decoder_shape,
+    "Ernie4_5ForCausalLM": decoder_shape,
+    "Ernie4_5_MoeForCausalLM": decoder_shape,
+    "Exaone4ForCausalLM": decoder_shape,
+    "ExaoneMoeForCausalLM": decoder_shape,
+    "FalconForCausalLM": decoder_shape,
+    "FalconH1ForCausalLM": decoder_shape,
+    "FlexOlmoForCausalLM": decoder_shape,
+    "GemmaForCausalLM": decoder_shape,
+    "GlmForCausalLM": decoder_shape,
+    "Glm4MoeForCausalLM": decoder_shape,
+    "Glm4MoeLiteForCausalLM": latent_shape,
+    "GlmMoeDsaForCausalLM": latent_shape,
+    "GPTNeoXForCausalLM": decoder_shape,
+    "GraniteMoeForCausalLM": decoder_shape,
+    "GraniteMoeHybridForCausalLM": decoder_shape,
+    "GraniteMoeSharedForCausalLM": decoder_shape,
+    "GraniteMoeSWAForCausalLM": decoder_shape,
+    "GraniteSWAForCausalLM": decoder_shape,
+    "HeliumForCausalLM": decoder_shape,
+    "HunYuanDenseV1ForCausalLM": decoder_shape,
+    "HunYuanMoEV1ForCausalLM": decoder_shape,
+    "HYV3ForCausalLM": decoder_shape,
+    "HyperCLOVAXForCausalLM": decoder_shape,
+    "InternLM3ForCausalLM": decoder_shape,
+    "Jais2ForCausalLM": decoder_shape,
+    "JambaForCausalLM": decoder_shape,
+    "KimiLinearForCausalLM": decoder_shape,
+    "LagunaForCausalLM": decoder_shape,
+    "Lfm2ForCausalLM": decoder_shape,
+    "Lfm2MoeForCausalLM": decoder_shape,
+    "Lfm3ForCausalLM": decoder_shape,
+    "Llama4ForCausalLM": decoder_shape,
+    "Llama4ForConditionalGeneration": decoder_shape,
+    "MellumForCausalLM": decoder_shape,
+    "MiMoV2FlashForCausalLM": decoder_shape,
+    "MiniMaxForCausalLM": decoder_shape,
+    "MiniMaxM2ForCausalLM": decoder_shape,
+    "MiniMaxM3VLForCausalLM": decoder_shape,
+    "MinistralForCausalLM": decoder_shape,
+    "Ministral3ForCausalLM": decoder_shape,
+    "Mistral3ForConditionalGeneration": decoder_shape,
+    "MixtralForCausalLM": decoder_shape,
+    "NanoChatForCausalLM": decoder_shape,
+    "NemotronForCausalLM": decoder_shape,
+    "NemotronHForCausalLM": decoder_shape,
+    "OlmoForCausalLM": decoder_shape,
+    "Olmo3ForCausalLM": decoder_shape,
+    "OlmoHybridForCausalLM": decoder_shape,
+    "OlmoeForCausalLM": decoder_shape,
+    "PhiForCausalLM": decoder_shape,
+    "PhimoeForCausalLM": decoder_shape,
+    "Qwen2MoeForCausalLM": decoder_shape,
+    "Qwen3_5ForCausalLM": decoder_shape,
+    "Qwen3_5ForConditionalGeneration": decoder_shape,
+    "Qwen3_5MoeForCausalLM": decoder_shape,
+    "Qwen3_5MoeForConditionalGeneration": decoder_shape,
+    "Qwen3NextForCausalLM": decoder_shape,
+    "SeedOssForCausalLM": decoder_shape,
+    "SmolLM3ForCausalLM": decoder_shape,
+    "SolarOpenForCausalLM": decoder_shape,
+    "StableLmForCausalLM": decoder_shape,
+    "Starcoder2ForCausalLM": decoder_shape,
+    "VaultGemmaForCausalLM": decoder_shape,
+    "YoutuForCausalLM": latent_shape,
 }
-"""Supported targets, by an entry of `architectures` in config.json."""
+"""From config.json to the draft's shape, by an entry of `architectures`."""
 
 
-def find_spec(architectures: Sequence[str]) -> DraftSpec | None:
-    """Return the first registered match, None if there is none."""
-    return next((TARGETS[name] for name in architectures if name in TARGETS), None)
+def registered(architectures: Sequence[str]) -> str | None:
+    """Return the first of a target's architectures that is registered, None without one."""
+    return next((name for name in architectures if name in TARGETS), None)
 
 
-def derived_spec(architectures: Sequence[str]) -> DraftSpec:
-    """Return the specification of a family that is not registered: its config has Llama's keys."""
-    name = ", ".join(architectures) or "a target without a name"
-    return DraftSpec(
-        family=name,
-        note=f"{name}: sizes come from config.json as Llama's do, rope and norm from the dataset",
-    )
+def target_architectures(config: dict[str, Any]) -> list[str]:
+    """Return `architectures` of a target's config.json; empty if the key is missing."""
+    names = config.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def target_shape(config: dict[str, Any]) -> TargetShape:
+    """Return the shape that config.json describes; of an unknown family, with Llama's keys.
+
+    Raises:
+        DraftError: a size is missing, or the rope is unknown.
+    """
+    return TARGETS.get(registered(target_architectures(config)) or "", decoder_shape)(config)

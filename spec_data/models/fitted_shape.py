@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from spec_data.models.families import DraftSpec, TargetShape
+from spec_data.models.families import TargetShape, target_shape
 from spec_data.models.rope_settings import RopeSettings, config_table, stored_json
 from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import ROPE, Positions, RopeTable
@@ -24,9 +24,7 @@ _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 _DIGITS = 7  # of a theta that is searched
 
 
-def fitted_shape(
-    config: dict[str, Any], spec: DraftSpec, positions: Positions | None
-) -> TargetShape:
+def fitted_shape(config: dict[str, Any], positions: Positions | None) -> TargetShape:
     """Return the shape of a draft; `positions` are those of its dataset, None if not recorded.
 
     Raises:
@@ -35,11 +33,11 @@ def fitted_shape(
     positions = positions or Positions()
     table = positions.of_draft if positions.proven else None
     try:
-        shape = spec.shape(config)
+        shape = target_shape(config)
     except DraftError as error:
         if table is None:
             raise
-        shape = spec.shape(_without_rope(config))  # raises again if a size is missing
+        shape = target_shape(_without_rope(config))  # raises again if a size is missing
         log.warning("the rope of config.json is not used: %s", error)
     eps = positions.norm.get("eps")
     if eps is not None and not math.isclose(eps, shape.rms_norm_eps, rel_tol=1e-6):
@@ -60,16 +58,13 @@ def fitted_shape(
     return shape
 
 
-def sizes_of(config: dict[str, Any], spec: DraftSpec) -> TargetShape:
-    """Return the shape of a draft before the target is loaded; a rope that is unknown is left out.
+def check_sizes(config: dict[str, Any]) -> None:
+    """Check the sizes of a target's config.json before it is loaded.
 
     Raises:
-        DraftError: config.json lacks a size.
+        DraftError: config.json lacks one.
     """
-    try:
-        return spec.shape(config)
-    except DraftError:
-        return spec.shape(_without_rope(config))
+    target_shape(_without_rope(config))
 
 
 def _without_rope(config: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from spec_data.corpus.bad_rows import AUTO, BadRowLimit
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.record_reader import CorpusReader
@@ -43,8 +45,7 @@ class Sampling:
     seed: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the target wrote in one turn.
 
     Attributes:
@@ -142,15 +143,11 @@ def conversation_of(record: Record, turns: str) -> Conversation:
     return Conversation(id=identity, record=record, messages=messages, slots=tuple(slots))
 
 
-def parse_question(row: Any, *, source: str, where: str, arrow: bool = False) -> Record:
-    """Return the record of a row of conversations, or of questions without an answer.
-
-    Raises:
-        BadRow: see `parse_row`.
-    """
+def parse_question(row: Any, **where: Any) -> Record:
+    """Return the record of a row of conversations, or of questions alone; see `parse_row`."""
     alone = isinstance(row, dict) and recognise(row) is None
     question = alone and any(row.get(name) is not None for name in _QUESTIONS)
-    return (parse_prompt if question else parse_row)(row, source=source, where=where, arrow=arrow)
+    return (parse_prompt if question else parse_row)(row, **where)
 
 
 class ConversationReader:

@@ -12,7 +12,6 @@ import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,6 @@ _OPENING = (
     "pragma locking_mode = exclusive",
     "pragma journal_mode = wal",
     "pragma synchronous = normal",
-)
-_TABLES = (
     "create table if not exists settings (value text)",
     "create table if not exists answers (conversation text, turn integer, answer text, "
     "primary key (conversation, turn)) without rowid",
@@ -64,13 +61,10 @@ class Journal:
             ((state,),) = self._rows("pragma quick_check(1)")
             if state != "ok":
                 raise self._damaged(state)
-            for command in _TABLES:
-                self._rows(command)
             if stored := self._rows("select value from settings"):
                 refuse_other_settings(json.loads(stored[0][0]), settings, path, ADVICE)
             else:
-                with self._explained(), self._database as transaction:
-                    transaction.execute("insert into settings values (?)", [json.dumps(settings)])
+                self._write("insert into settings values (?)", [(json.dumps(settings),)])
         except BaseException:
             self._database.close()
             raise
@@ -97,10 +91,10 @@ class Journal:
             DatasetError: one is damaged.
         """
         query = "select answer from answers where conversation = ? order by turn"
+        rows = self._rows(query, conversation)
         try:
-            rows = self._rows(query, conversation)
-            return [msgspec.convert(json.loads(text), Answer) for (text,) in rows]
-        except (ValueError, TypeError) as error:
+            return [msgspec.json.decode(text, type=Answer) for (text,) in rows]
+        except (msgspec.DecodeError, UnicodeError) as error:
             raise self._damaged(str(error)) from None
 
     def add(self, answers: Iterable[tuple[str, int, Answer]]) -> None:
@@ -109,15 +103,16 @@ class Journal:
         Raises:
             FileError: the disk is full; the answers before these are kept.
         """
-        rows = [
-            (name, turn, json.dumps(asdict(a), ensure_ascii=False)) for name, turn, a in answers
-        ]
-        with self._explained(), self._database as transaction:
-            transaction.executemany("insert into answers values (?, ?, ?)", rows)
+        rows = [(name, turn, msgspec.json.encode(a).decode()) for name, turn, a in answers]
+        self._write("insert into answers values (?, ?, ?)", rows)
 
     def _rows(self, query: str, *values: str) -> list[tuple[Any, ...]]:
         with self._explained():
             return self._database.execute(query, values).fetchall()
+
+    def _write(self, query: str, rows: Iterable[tuple[Any, ...]]) -> None:
+        with self._explained(), self._database as transaction:
+            transaction.executemany(query, rows)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

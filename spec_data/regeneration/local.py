@@ -62,7 +62,6 @@ class ChatTarget:
     Args:
         name: a directory or a Hub id; `revision` is one of the Hub.
         template_kwargs: of the chat template.
-        trust_remote_code: run Python code of the model's authors.
         weights: the weights are needed too.
 
     Attributes:
@@ -91,13 +90,8 @@ class ChatTarget:
         self._template.warn_of_the_date()
         self.stops = tuple(sorted(EndTokens(self._template, end_token_ids(self.directory)).stops))
         self._context = context_length(text_config(config))
-        identity = identify(
-            self.directory,
-            config=config,
-            tokenizer=self.tokenizer,
-            template_kwargs=dict(template_kwargs),
-            weights=weights,
-        )
+        given = {"config": config, "tokenizer": self.tokenizer, "weights": weights}
+        identity = identify(self.directory, template_kwargs=dict(template_kwargs), **given)
         self.facts = {
             "target": target_table(name, self.directory, commit, config, identity),
             "tokenizer": tokenizer_table(self.tokenizer, identity),
@@ -141,13 +135,8 @@ class Request:
 class LocalBackend:
     """The answers of a target on this machine. Its weights are loaded by `run`.
 
-    Args:
-        target: the target.
-        sampling: how answers are sampled.
-        batch_size: conversations that are answered at once.
-        dtype: of the weights: "auto", or the name of one.
-        device: "auto", cpu, cuda, ...
-        trust_remote_code: run Python code of the model's authors.
+    `batch_size` conversations are answered at once; `dtype` and `device` are as `load_model` takes
+    them.
     """
 
     def __init__(
@@ -160,7 +149,8 @@ class LocalBackend:
         trust_remote_code: bool,
     ) -> None:
         self._target, self._sampling, self._size = target, sampling, batch_size
-        self._dtype, self._device, self._trust = dtype, device, trust_remote_code
+        self._dtype = dtype
+        self._load = {"dtype": dtype, "device": device, "trust": trust_remote_code}
         self._model: Any = None
         self._pad = target.stops[0] if target.stops else 0
         self._padding_exact: bool | None = None  # not proven yet
@@ -184,13 +174,7 @@ class LocalBackend:
         Raises:
             RunError: the device is out of memory. FileError: the disk is full.
         """
-        self._model = load_model(
-            str(self._target.directory),
-            dtype=self._dtype,
-            device=self._device,
-            attn="auto",
-            trust=self._trust,
-        )
+        self._model = load_model(str(self._target.directory), **self._load)
         self._model.generation_config = GenerationConfig()  # nothing but what this run asks for
         # The head gets the last position of each prompt as a slice. For one that is not contiguous,
         # torch copies the head's weight once per prompt: 5.7 GB for 100 prompts of a 135 M model.
@@ -203,16 +187,13 @@ class LocalBackend:
                     progress.complete(resumed=True)
                 continue
             for turn in range(max(len(c.slots) for c in group)):
-                self._round(group, turn, journal, progress)
+                for batch in self._batches(self._requests(group, turn, journal, progress)):
+                    self._answer_batch(batch, turn, journal, progress)
 
-    def _round(
+    def _requests(
         self, group: Sequence[Conversation], turn: int, journal: Journal, progress: Progress
-    ) -> None:
-        """Answer one turn of the conversations of a group that have it.
-
-        A batch with any turn to answer is generated as a whole, so that its answers are those of a
-        run without an interruption.
-        """
+    ) -> list[Request]:
+        """Return one turn of the conversations of a group that have it."""
         requests, most = [], self._sampling.max_new_tokens
         for conversation in group:
             if len(conversation.slots) <= turn or conversation.id in progress.failures:
@@ -223,17 +204,22 @@ class LocalBackend:
                 requests.append(Request(conversation, turn, *prompt))
             except Unanswerable as error:
                 progress.fail(conversation, error)
-        for batch in self._batches(requests):
-            missing = [journal.count(request.conversation.id) <= turn for request in batch]
-            if any(missing):
-                answers = map(self._answer, batch, self._generate(batch))
-                new = list(itertools.compress(zip(batch, answers, strict=True), missing))
-                journal.add((request.conversation.id, turn, answer) for request, answer in new)
-                for _, answer in new:
-                    progress.answered(answer)
-            for request, was_missing in zip(batch, missing, strict=True):
-                if len(request.conversation.slots) == turn + 1:
-                    progress.complete(resumed=not was_missing)
+        return requests
+
+    def _answer_batch(
+        self, batch: Sequence[Request], turn: int, journal: Journal, progress: Progress
+    ) -> None:
+        """Answer a batch with any turn to answer as a whole, as a run without an interruption."""
+        missing = [journal.count(request.conversation.id) <= turn for request in batch]
+        if any(missing):
+            answers = map(self._answer, batch, self._generate(batch))
+            new = list(itertools.compress(zip(batch, answers, strict=True), missing))
+            journal.add((request.conversation.id, turn, answer) for request, answer in new)
+            for _, answer in new:
+                progress.answered(answer)
+        for request, was_missing in zip(batch, missing, strict=True):
+            if len(request.conversation.slots) == turn + 1:
+                progress.complete(resumed=not was_missing)
 
     def _batches(self, requests: Sequence[Request]) -> list[list[Request]]:
         """Cut requests, sorted by length, into batches; of one length each if padding leaks."""
@@ -256,11 +242,12 @@ class LocalBackend:
         end = next((i for i, t in enumerate(tokens) if t in self._target.stops), None)
         ids = list(tokens[:end])[: request.limit]
         ended = end is not None and end < request.limit
-        text = self._text(ids)
+        decode, options = self._target.tokenizer.decode, {"clean_up_tokenization_spaces": False}
+        text = str(decode(ids, **options))
         for cut in range(1, min(3, len(ids)) + 1):
             if ended or not text.endswith(_HALF_CHARACTER):
                 break
-            text = self._text(ids[:-cut])
+            text = str(decode(ids[:-cut], **options))
         return Answer(
             message={"content": text},
             finish="stop" if ended else TRUNCATED,
@@ -268,10 +255,6 @@ class LocalBackend:
             prompt_tokens=len(request.prompt),
             notes=() if text.strip() else (EMPTY,),
         )
-
-    def _text(self, ids: list[int]) -> str:
-        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        return str(self._target.tokenizer.decode(ids, **options))
 
     def _generate(self, batch: Sequence[Request]) -> list[list[int]]:
         """Return the tokens of the answers of a batch; what follows an end-of-turn is padding."""

@@ -17,8 +17,7 @@ _SHOWN = 5  # failed conversations
 class Progress:
     """What becomes of each conversation while answers are generated, and the bar that shows it.
 
-    Attributes:
-        failures: why conversations were given up, by id.
+    `failures` has why conversations were given up, by id.
     """
 
     def __init__(self, bar: Bar) -> None:
@@ -86,13 +85,6 @@ class Counts:
             self.longest = max(self.longest, answer.tokens + answer.prompt_tokens)
             self.finish_reasons[answer.finish] += 1
             self.notes.update(answer.notes)
-
-    def table(self) -> dict[str, Any]:
-        """Return the counts as the sampling record has them, names sorted."""
-        return {
-            name: dict(sorted(value.items())) if isinstance(value, dict) else value
-            for name, value in vars(self).items()
-        }
 
 
 @dataclass(kw_only=True)

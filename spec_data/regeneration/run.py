@@ -174,7 +174,10 @@ def _write(
         "settings": settings,
         "sha256": sha256.hexdigest(),
         "corpus": [{"source": report.source, "sha256": report.sha256} for report in reports],
-        "counts": counts.table(),
+        "counts": {
+            name: dict(sorted(value.items())) if isinstance(value, dict) else value
+            for name, value in vars(counts).items()
+        },
         "failed": failed[:FAILURES],
         "versions": {
             "spec_data": spec_data.__version__,

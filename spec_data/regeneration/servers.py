@@ -2,8 +2,8 @@
 
 Each of `concurrency` tasks takes the next conversation and asks its turns one after the other;
 requests go round the servers. What passes (a dropped connection, 408, 409, 429, 5xx) is tried again
-by the client of `openai`, with growing pauses and the server's Retry-After. After that, a server
-that does not even list its models is left out. A body that is no answer is asked for again. Another
+by the client of `openai`, with growing pauses and the server's Retry-After. A server to which no
+connection is possible after that is left out. A body that is no answer is asked for again. Another
 refusal concerns its conversation alone. A wrong key, or a model that is not there, stops the run,
 and so do many conversations in a row without any answer.
 """
@@ -14,8 +14,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -53,9 +52,6 @@ _RESUME = "The answers so far are kept; run the same command again to resume"
 
 class MalformedBody(ValueError):
     """The body of a response is not an answer; another try may have one."""
-
-
-# -- servers ---------------------------------------------------------------------------------------
 
 
 class ServerBackend:
@@ -107,21 +103,17 @@ class ServerBackend:
         except ImportError:
             raise ConfigError("--server needs the openai library: pip install openai") from None
         for url in self._urls:
-            with openai.OpenAI(
-                base_url=base_url(url), api_key=self._key, timeout=_LIST_SECONDS
-            ) as client:
-                try:
-                    listed = client.models.list().data
-                    names = [m.id for m in listed if isinstance(m.id, str) and is_text(m.id)]
-                except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-                    raise ConfigError(
-                        f"--server {url} refuses the key (HTTP {error.status_code}); set "
-                        "OPENAI_API_KEY"
-                    ) from None
-                except (openai.APIConnectionError, openai.InternalServerError) as error:
-                    raise RunError(f"--server {url} does not respond: {_reason(error)}") from None
-                except (openai.APIError, ValueError, TypeError, AttributeError, RecursionError):
-                    continue  # it responds, but has no such list
+            client = openai.OpenAI(base_url=base_url(url), api_key=self._key, timeout=_LIST_SECONDS)
+            try:
+                listed = client.models.list().data
+                names = [m.id for m in listed if isinstance(m.id, str) and is_text(m.id)]
+            except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+                reason = f"refuses the key (HTTP {error.status_code}); set OPENAI_API_KEY"
+                raise ConfigError(f"--server {url} {reason}") from None
+            except (openai.APIConnectionError, openai.InternalServerError) as error:
+                raise RunError(f"--server {url} does not respond: {_reason(error)}") from None
+            except (openai.APIError, ValueError, TypeError, AttributeError):
+                continue  # it responds, but has no such list
             wanted = wanted or (names[0] if names else None)
             if names and wanted not in names:
                 raise ConfigError(
@@ -140,7 +132,16 @@ class ServerBackend:
             ConfigError: a server refuses the key, or does not have the model.
             RunError: no server answers any more. FileError: the disk is full.
         """
-        _run_async(lambda: self._answer_all(iter(conversations), journal, progress))
+        given = iter(conversations), journal, progress
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            asyncio.run(self._answer_all(*given))
+            return
+        from anyio.from_thread import start_blocking_portal  # comes with openai
+
+        with start_blocking_portal() as portal:  # a notebook runs an event loop in this thread
+            portal.call(self._answer_all, *given)
 
     async def _answer_all(
         self, conversations: Iterator[Conversation], journal: Journal, progress: Progress
@@ -152,10 +153,8 @@ class ServerBackend:
             client = openai.AsyncOpenAI(base_url=base_url(url), api_key=self._key, **given)
             self._clients[url] = client
         clients = list(self._clients.values())
-        tasks = [
-            asyncio.create_task(self._work(conversations, journal, progress))
-            for _ in range(self._concurrency)
-        ]
+        work = [self._work(conversations, journal, progress) for _ in range(self._concurrency)]
+        tasks = [asyncio.create_task(coroutine) for coroutine in work]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -200,33 +199,30 @@ class ServerBackend:
         request = request_of(conversation, answers, self._sampling, self._template_kwargs)
         reason = ""
         for _ in range(_TRIES):
+            if not self._clients:
+                raise RunError(f"no server responds any more; the last one: {reason}\n{_RESUME}")
             url = list(self._clients)[next(self._turns) % len(self._clients)]
-            client = self._clients[url]
             try:
-                completions = client.chat.completions.with_raw_response
+                completions = self._clients[url].chat.completions.with_raw_response
                 response = await completions.create(model=self._model, **request)
                 answer = read_answer(response.content)
             except MalformedBody as error:
                 reason = printable(f"{url}: malformed body: {error}")
             except openai.APIStatusError as error:
                 raise _refusal(url, error) from None
+            except openai.APITimeoutError as error:
+                reason = printable(f"{url}: {_reason(error)}")
+                break
             except openai.APIConnectionError as error:
                 reason = printable(f"{url}: {_reason(error)}")
-                if await _responds(client):
-                    break
-                self._leave_out(url, reason)
+                if self._clients.pop(url, None):
+                    logger.warning("warning: this server is left out: %s", reason)
             else:
                 if expected and answer.prompt_tokens not in (0, expected):
-                    answer = replace(answer, notes=(*answer.notes, OTHER_PROMPT))
+                    notes = *answer.notes, OTHER_PROMPT
+                    answer = msgspec.structs.replace(answer, notes=notes)
                 return answer
         raise Unanswerable("no-answer", reason, retry=True)
-
-    def _leave_out(self, url: str, reason: str) -> None:
-        if self._clients.pop(url, None) is None:  # another request left it out
-            return
-        if not self._clients:
-            raise RunError(f"no server responds any more; the last one: {reason}\n{_RESUME}")
-        logger.warning("warning: this server is left out, and others are used: %s", reason)
 
 
 def _refusal(url: str, error: "openai.APIStatusError") -> Exception:
@@ -242,19 +238,6 @@ def _refusal(url: str, error: "openai.APIStatusError") -> Exception:
     return Unanswerable(kind, f"{url}: {text}", retry=True)
 
 
-async def _responds(client: "openai.AsyncOpenAI") -> bool:
-    """Return whether a server responds at all."""
-    import openai
-
-    try:
-        await client.with_options(timeout=_LIST_SECONDS, max_retries=1).models.list()
-    except openai.APIConnectionError:
-        return False
-    except Exception:  # it responds, whatever it says
-        return True
-    return True
-
-
 def _reason(error: "openai.APIError") -> str:
     return str(error.__cause__ or error) or type(error).__name__
 
@@ -263,19 +246,6 @@ def base_url(url: str) -> str:
     """Return the address under which a server has /chat/completions."""
     plain = url.rstrip("/").removesuffix("/chat/completions")
     return plain if urlsplit(plain).path.strip("/") else f"{plain}/v1"
-
-
-def _run_async(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine to its end, also where a notebook runs an event loop in this thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(work())
-        return
-    from anyio.from_thread import start_blocking_portal  # comes with openai
-
-    with start_blocking_portal() as portal:
-        portal.call(work)
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -314,8 +284,8 @@ def request_of(
 def _sent(message: Message) -> Message:
     """Return a message as servers take it: known keys, and arguments of calls as JSON text."""
     sent = {"content": "", **{name: message[name] for name in _SENT if name in message}}
-    if sent.get("tool_calls"):
-        sent["tool_calls"] = [_call(call) for call in sent["tool_calls"]]
+    if calls := sent.get("tool_calls"):
+        sent["tool_calls"] = [_call(call) for call in calls]
     return sent
 
 
@@ -358,9 +328,7 @@ class _Completion(msgspec.Struct):
 
 
 def read_answer(body: bytes) -> Answer:
-    """Return the answer in the body of a chat completion.
-
-    Whatever a server sends ends here: an answer is what a row of a corpus may hold, as JSON.
+    """Return the answer in the body of a chat completion, if a row of a corpus may hold it.
 
     Raises:
         MalformedBody: the body is not JSON, or not the completion of an answer.

@@ -14,8 +14,8 @@ from spec_data.models.families import (
     TARGETS,
     LayerSizes,
     TargetShape,
-    derived_spec,
-    find_spec,
+    registered,
+    target_architectures,
     text_table,
 )
 from spec_data.models.fitted_shape import fitted_shape
@@ -316,8 +316,7 @@ def target_shape(
             lacks a size.
     """
     names = target_architectures(target_config)
-    spec = find_spec(names)
-    if spec is None:
+    if registered(names) is None:
         problem = (
             f"no {draft} draft is registered for a target of architectures {names}; "
             f"supported: {', '.join(sorted(TARGETS))}. Targets that take images or audio, encoder-"
@@ -331,15 +330,8 @@ def target_shape(
                 f"{problem}. The dataset does not replace that line: the target's positions are "
                 f"not proven ({positions.reason})"
             )
-        spec = derived_spec(names)
-        log.info("the target's family is not registered: %s", spec.note)
-    return fitted_shape(target_config, spec, positions)
-
-
-def target_architectures(config: dict[str, Any]) -> list[str]:
-    """Return `architectures` of a target's config.json; empty if the key is missing."""
-    names = config.get("architectures")
-    return [str(name) for name in names] if isinstance(names, list) else []
+        log.info("%s is not registered: sizes come from config.json as Llama's do", names)
+    return fitted_shape(target_config, positions)
 
 
 def target_dtype(config: dict[str, Any]) -> str | None:

@@ -6,12 +6,13 @@ from typing import Any
 from torch import Tensor
 
 from spec_data.models.engines import engine_warnings
+from spec_data.models.families import target_architectures
 from spec_data.shards.layer_ids import recipe_layers
 from spec_train.data.mixture import Documents, MixedPlan, Mixture
 from spec_train.data.policy_masks import PolicyDataset
 from spec_train.data.splits import Splits
 from spec_train.drafts import Draft
-from spec_train.drafts.config import special_ids, target_architectures
+from spec_train.drafts.config import special_ids
 from spec_train.drafts.draft import LayersDraft
 from spec_train.drafts.vocabulary import vocabulary_coverage
 from spec_train.formats.preflight import refusing

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import GptOssConfig, LlamaConfig, Qwen3Config
 
-from spec_data.models.families import find_spec
+from spec_data.models.families import registered
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.terminal.config import read_config_file
 from tests.spec_data.runs import prepared
@@ -47,7 +47,7 @@ def test_generate(name: str) -> None:
     setup = prepared(**given | {"out": "DIR"})
     options = setup.args[2]
     model = config(name)
-    assert find_spec(model.architectures) is not None  # every draft can be built for it
+    assert registered(model.architectures) is not None  # every draft can be built for it
     drafts = options.drafts
     layers, by_draft = choose_layers("auto", drafts, model.num_hidden_layers)
     said = re.search(r"layers (\d+), (\d+) and (\d+) of (\d+)", path.read_text())

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spec_data.capture.live_positions import read_positions, sampled_positions
-from spec_data.models.families import TARGETS
 from spec_data.models.fitted_shape import fitted_shape
 from spec_data.models.rope_factors import fix_rope_factors
 from spec_data.models.rope_settings import RopeSettings, rotary_table
@@ -58,7 +57,7 @@ def test_stored_frequencies_are_those_of_the_live_module(family: str, caplog) ->
     # the config says the same, so a draft stores nothing more, and computes the same in float64
     config = model.config.to_dict()
     with caplog.at_level(logging.WARNING):
-        shape = fitted_shape(config, TARGETS[config["architectures"][0]], found)
+        shape = fitted_shape(config, found)
     assert "module" not in caplog.text and shape.positions == {}
     assert math.isclose(shape.rms_norm_eps, found.norm["eps"], rel_tol=1e-6)
     table = found.of_draft
@@ -92,7 +91,7 @@ def test_current_families_are_proven_and_their_configs_agree(family: str, caplog
         assert torch.equal(table.inv_freq, buffers.get(f"{name}_inv_freq", buffers.get("inv_freq")))
     config = model.config.to_dict()
     with caplog.at_level(logging.WARNING):
-        shape = fitted_shape(config, TARGETS[type(model).__name__], found)
+        shape = fitted_shape(config | {"architectures": [type(model).__name__]}, found)
     assert "decides" not in caplog.text and shape.positions == {}
 
 
@@ -116,9 +115,7 @@ def test_longrope_has_both_sets_and_the_factors_of_the_capture(factors: str | No
     assert found is not None and plain is not None and plain.long_inv_freq is not None
     assert found.equals(plain) and (found.limit, found.factors) == (limit, factors)
     assert not torch.equal(plain.inv_freq, plain.long_inv_freq)
-    shape = fitted_shape(
-        model.config.to_dict(), TARGETS["Phi3ForCausalLM"], read_positions(model, 40)
-    )
+    shape = fitted_shape(model.config.to_dict(), read_positions(model, 40))
     assert shape.positions == ({} if factors is None else {"factors": factors})
     own = Rotary(RopeSettings.of(shape))
     # both documents have the chosen factors, the short and the long one
@@ -149,7 +146,7 @@ def test_data_decide_where_the_config_lies_and_settings_that_express_them_are_fo
         assert found.proven
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            shape = fitted_shape(config, TARGETS["LlamaForCausalLM"], found)
+            shape = fitted_shape(config, found)
         assert shape.rope_parameters == wanted and shape.positions == {}
         assert "'rope_theta': 10000.0" in caplog.text and str(wanted) in caplog.text
         assert torch.equal(rotary_table(RopeSettings.of(shape)).inv_freq, true)
@@ -159,7 +156,7 @@ def test_data_that_no_settings_express_are_stored_bit_for_bit(caplog) -> None:
     _, config, found = _lying(lambda f: f.mul_(1 + torch.arange(4) / 7))
     table = found.of_draft
     with caplog.at_level(logging.WARNING):
-        shape = fitted_shape(config, TARGETS["LlamaForCausalLM"], found)
+        shape = fitted_shape(config, found)
     assert "engines cannot serve it" in caplog.text and "differ by up to 30.0%" in caplog.text
     assert shape.rope_parameters["rope_theta"] == 1e4  # what the config says
     assert table is not None
@@ -169,7 +166,7 @@ def test_data_that_no_settings_express_are_stored_bit_for_bit(caplog) -> None:
 def test_a_smaller_rotary_part_than_the_config_says_is_expressed() -> None:
     config = tiny_model("llama").config.to_dict()
     found = read_positions(tiny_model("glm4"), 40)  # half of each head
-    shape = fitted_shape(config, TARGETS["LlamaForCausalLM"], found)
+    shape = fitted_shape(config, found)
     assert shape.rope_parameters["partial_rotary_factor"] == 0.5 and shape.positions == {}
     assert shape.head_dim == 8 and rotary_table(RopeSettings.of(shape)).size == 4
 
@@ -214,7 +211,7 @@ def test_a_module_that_does_not_use_its_frequencies_is_not_proven(caplog) -> Non
     assert not found.proven and found.tables == {}
     assert "at position 255, dimension" in found.reason
     with caplog.at_level(logging.WARNING):
-        shape = fitted_shape(model.config.to_dict(), TARGETS["LlamaForCausalLM"], found)
+        shape = fitted_shape(model.config.to_dict(), found)
     assert "not proven (at position 255" in caplog.text
     assert shape.rope_parameters["rope_theta"] == 1e4
 
@@ -223,8 +220,6 @@ def test_the_eps_of_the_final_norm_decides(caplog) -> None:
     model = tiny_model("llama")
     model.model.norm.variance_epsilon = 1e-3
     with caplog.at_level(logging.WARNING):
-        shape = fitted_shape(
-            model.config.to_dict(), TARGETS["LlamaForCausalLM"], read_positions(model, 9)
-        )
+        shape = fitted_shape(model.config.to_dict(), read_positions(model, 9))
     assert shape.rms_norm_eps == 1e-3
     assert "eps 1e-06" in caplog.text and "final norm has 0.001" in caplog.text

@@ -7,12 +7,12 @@ import resource
 import signal
 import sqlite3
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
+from msgspec.structs import replace
 
 from spec_data.cli import main
 from spec_data.regeneration import local

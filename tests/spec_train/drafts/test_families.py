@@ -125,7 +125,7 @@ def live_frequencies(model: torch.nn.Module) -> list[tuple[torch.Tensor, float]]
 def test_the_drafts_rope_is_the_live_rotary_module(family: str) -> None:
     model = tiny_model(family)
     config = model.config.to_dict()
-    shape = TARGETS[config["architectures"][0]].shape(config)
+    shape = TARGETS[config["architectures"][0]](config)
     ours = Rotary(
         RopeSettings(
             rope_parameters=shape.rope_parameters,

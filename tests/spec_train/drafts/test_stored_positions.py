@@ -209,7 +209,7 @@ def test_a_family_that_is_not_registered_is_derived_and_named(
     monkeypatch.delitem(families.TARGETS, "LlamaForCausalLM")
     with caplog.at_level(logging.INFO):
         folder = fitted(plain / "data", draft, "derived")
-    assert "not registered: LlamaForCausalLM: sizes come from config.json" in caplog.text
+    assert "is not registered: sizes come from config.json" in caplog.text
     assert load_draft(folder).config.head_dim == 8
 
 
