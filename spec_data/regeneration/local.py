@@ -90,7 +90,7 @@ class ChatTarget:
         self._template.warn_of_the_date()
         self.stops = tuple(sorted(EndTokens(self._template, end_token_ids(self.directory)).stops))
         self._context = context_length(text_config(config))
-        given = {"config": config, "tokenizer": self.tokenizer, "weights": weights}
+        given: dict[str, Any] = {"config": config, "tokenizer": self.tokenizer, "weights": weights}
         identity = identify(self.directory, template_kwargs=dict(template_kwargs), **given)
         self.facts = {
             "target": target_table(name, self.directory, commit, config, identity),
@@ -150,7 +150,7 @@ class LocalBackend:
     ) -> None:
         self._target, self._sampling, self._size = target, sampling, batch_size
         self._dtype = dtype
-        self._load = {"dtype": dtype, "device": device, "trust": trust_remote_code}
+        self._load: dict[str, Any] = {"dtype": dtype, "device": device, "trust": trust_remote_code}
         self._model: Any = None
         self._pad = target.stops[0] if target.stops else 0
         self._padding_exact: bool | None = None  # not proven yet
