@@ -31,34 +31,46 @@ from spec_data.terminal.text_table import text_table
 _SUPERVISED, _PLAIN, _RESET = "\033[1;32m", "\033[2m", "\033[0m"
 
 
-def column_rows(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> str:
-    """One line per column: codec, bytes per token, payload; where it is lossy, what it loses.
+def column_figures(
+    columns: Sequence[Column], tokens: int, sparse_tokens: int
+) -> list[tuple[str, str, float, int, float | None, float | None, float | None, float | None]]:
+    """Return name, codec, bytes per token, payload bytes and four errors of each column.
 
-    `sparse_tokens` of the `tokens` have a row in columns that hold supervised tokens only. Errors
-    are those of the held-out part of the calibration sample.
+    The errors, None where it is exact, are those of the held-out part of the calibration sample:
+    median and worst mean squared error of a channel, the teacher's KL, and the share escaped.
+    `sparse_tokens` of the `tokens` have a row in columns that hold supervised tokens only.
     """
-    rows: list[Sequence[Any]] = [("column", "codec", "bytes/token", "payload")]
+    names = ("mse_median", "mse_max", "kl", "escaped")
+    rows = []
+    for column, total in zip(columns, column_payload(columns, tokens, sparse_tokens), strict=True):
+        median, worst, kl, escaped = (getattr(column.error, name, None) for name in names)
+        per_token = total / max(tokens, 1)
+        rows.append((column.name, column.codec, per_token, total, median, worst, kl, escaped))
+    return rows
+
+
+def column_rows(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> str:
+    """One line per column of `column_figures`; where it is lossy, what it loses."""
     lossy = any(column.error is not None for column in columns)
+    rows: list[Sequence[str]] = [("column", "codec", "bytes/token", "payload")]
     if lossy:
         rows[0] = (*rows[0], "error", "worst channel", "teacher KL", "escaped")
-    payload = column_payload(columns, tokens, sparse_tokens)
-    for column in columns:
-        total, error = payload[column.name], column.error
-        row = [column.name, column.codec, f"{total / max(tokens, 1):,.1f}", size(total)]
-        if error is not None:
-            kl = "-" if error.kl is None else f"{error.kl:.1e}"
-            row += [f"{error.mse_median:.1e}", f"{error.mse_max:.1e}", kl, f"{error.escaped:.2%}"]
+    total = sum(column_payload(columns, tokens, sparse_tokens))
+    lines = column_figures(columns, tokens, sparse_tokens)
+    lines.append(("all token columns", "", total / max(tokens, 1), total, None, None, None, None))
+    for name, codec, per_token, payload, median, worst, kl, escaped in lines:
+        row = [name, codec, f"{per_token:,.1f}", size(payload)]
+        if median is not None:
+            text = "-" if kl is None else f"{kl:.1e}"
+            row += [f"{median:.1e}", f"{worst:.1e}", text, f"{escaped:.2%}"]
         rows.append(row + [""] * (len(rows[0]) - len(row)))
-    total = sum(payload.values())
-    sums = ["all token columns", "", f"{total / max(tokens, 1):,.1f}", size(total)]
-    rows.append(sums + [""] * (len(rows[0]) - len(sums)))
     note = "\nerror: mean squared error of a channel over its variance, median over channels"
     return text_table(rows) + note * lossy
 
 
-def column_payload(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> dict[str, int]:
-    """Return the payload bytes of each column by name; tokens are counted as in `column_rows`."""
-    return {c.name: c.bytes_per_token * (sparse_tokens if c.sparse else tokens) for c in columns}
+def column_payload(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> list[int]:
+    """Return the payload bytes of each column; tokens are counted as in `column_figures`."""
+    return [c.bytes_per_token * (sparse_tokens if c.sparse else tokens) for c in columns]
 
 
 def draft_rows(facts: Mapping[str, Mapping[str, Any]]) -> str:
@@ -80,9 +92,11 @@ def draft_facts(
     """Return the layers and payload bytes of the columns that each draft of --for reads.
 
     These are the captured layers of its recipe and every column that is no captured layer, as a
-    dataset for this draft alone would have them. Tokens are counted as in `column_rows`.
+    dataset for this draft alone would have them. Tokens are counted as in `column_figures`.
     """
-    payload = column_payload(columns, tokens, sparse_tokens)
+    payload = dict(
+        zip((c.name for c in columns), column_payload(columns, tokens, sparse_tokens), strict=True)
+    )
     captured = {layer_column(k) for layers in draft_layers.values() for k in layers}
     facts = {}
     for draft, layers in draft_layers.items():
@@ -102,7 +116,7 @@ def counts_text(counts: dict[str, Any], tokens: int) -> str:
     return "\n".join([text_table(lines), *texts])
 
 
-def counts_rows(counts: dict[str, Any]) -> list[tuple[str, int]]:
+def counts_rows(counts: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Where every corpus row and document went, from the counts of a plan or a manifest."""
     ways = counts["rendering"]
     with_system = ways.get(WITH_SYSTEM, 0)

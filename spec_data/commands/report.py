@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from spec_data.shards.urls import scheme_of
 from spec_data.terminal.command import command
 from spec_data.terminal.paths import check_file_to_write
-from spec_data.terminal.types import Count, Dataset, File, Positive
+from spec_data.terminal.types import Dataset, File, Positive
 
 if TYPE_CHECKING:
     from spec_data.pages.page import WrittenPage
@@ -17,13 +17,12 @@ def write_report(
     *,
     out: File | None = None,
     documents: Positive = 1000,
-    scored: Count | None = None,
 ) -> "WrittenPage":
     """Write one HTML page of a dataset, which needs no network and no other file.
 
     It shows the documents token by token (supervised tokens, turns, special tokens, the target's
-    first choice and its entropy), sources and their agreement with the target, lengths, bytes by
-    column and their measured error, and what was left out. It contains texts of the dataset.
+    first choice), sources and their agreement with the target, lengths, bytes by column and their
+    measured error, and what was left out. It contains texts of the dataset.
     `spec-data estimate --page` writes such a page before any capture.
 
     Examples:
@@ -33,11 +32,8 @@ def write_report(
     Args:
         path: the dataset, or its URL.
         out: the HTML file; not given: DIR.html beside the dataset, or NAME.html here for a URL.
-        documents: documents that the page shows token by token at most, evenly spaced, and
+        documents: documents that the page shows token by token at most, evenly spaced, and about
             4,000,000 tokens at most. Figures are of all documents.
-        scored: documents, evenly spaced, for which the target's entropy and the probability of
-            every token are computed from the stored hidden states; 0: none. Not given: 32, or as
-            many as take about a minute on a CPU.
 
     Raises:
         MissingError, DatasetError: the dataset is not sealed, or damaged.
@@ -51,7 +47,7 @@ def write_report(
     name = dataset_name(data)
     file = str(out) if out is not None else f"{name.name if scheme_of(data) else name}.html"
     check_file_to_write("--out", file)
-    page = dataset_page(data, documents, scored)
+    page = dataset_page(data, documents)
     draft, run = draft_to_fit(data)
     fit = ("spec-train", "fit", draft, "--data", data, "--out", run)
     return write_page(file, page, next_command=fit)

@@ -55,7 +55,7 @@ from spec_data.shards.errors import CorpusError, DatasetError, TargetError
 from spec_data.shards.files import dump_json, read_object, sha256_file, write_atomically
 from spec_data.shards.identity import count_kwargs
 from spec_data.shards.packing import pack_documents
-from spec_data.shards.schema import Column, SourceRecord, predicts_supervised
+from spec_data.shards.schema import Column, SourceRecord, mask_counts, predicts_supervised
 from spec_data.shards.writer import ShardStream, UnitData, shard_bytes
 from spec_data.terminal.option_values import parse_size
 from spec_data.terminal.progress import progress
@@ -207,9 +207,14 @@ class PlannedDocuments:
         return len(self.offsets) - 1
 
     @cached_property
+    def supervised_counts(self) -> np.ndarray:
+        """Supervised tokens of every document, int64 [D]."""
+        return np.concatenate([mask_counts(mask, offsets)[0] for offsets, mask in self._masks])
+
+    @property
     def supervised(self) -> int:
         """Supervised tokens of all documents."""
-        return sum(int(mask.sum(dtype=np.int64)) for _, mask in self._masks)
+        return int(self.supervised_counts.sum())
 
     @cached_property
     def predicting(self) -> int:

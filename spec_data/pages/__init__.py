@@ -1,5 +1,4 @@
 """Pages: one HTML file each, without network, for both programs.
 
-`page` has the parts and writes the file, `viewer` shows documents token by token, and
-`dataset_page` is the page of a dataset, or of its plan.
+`page` has the parts and writes the file; `dataset_page` is the page of a dataset, or of its plan.
 """

@@ -3,56 +3,45 @@
 `dataset_page` is that of a sealed dataset. `plan_page` is that of a plan, before any capture: the
 same documents and masks, rendered by the code of `generate`.
 
-Shapes: D documents, T tokens of a document, K of them with a stored prediction, V.
+Shapes: D documents, T tokens of a document.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from msgspec import structs
+from transformers import PreTrainedTokenizerBase
 
 import spec_data
 from spec_data.generation.plan import Plan, count_warnings
 from spec_data.generation.setup import Setup
 from spec_data.models.reading import load_tokenizer
-from spec_data.pages.page import Column, Figures, Note, Page, Part, Section, Table, histogram
-from spec_data.pages.viewer import (
-    ViewedDocument,
-    affordable_sample,
-    sample_text,
-    shown_documents,
-    token_viewer,
-)
-from spec_data.report import column_payload, counts_rows, dataset_lines
-from spec_data.shards.even_sample import even_sample
+from spec_data.pages.page import Column, Figures, Note, Page, Part, Section, Table, Viewer, shown
+from spec_data.pages.token_texts import TokenTexts
+from spec_data.report import column_figures, counts_rows, dataset_lines
+from spec_data.shards.even_sample import even_sample, sample_documents
 from spec_data.shards.likelihood_text import suspicions
-from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.schema import ALL, FINAL, Manifest, apply_head, mask_counts
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import ALL, Manifest
 from spec_data.terminal.progress import progress
 
 DOCUMENTS = 1000
-"""Documents that the viewer of a page holds unless --documents says otherwise."""
-SCORED = 32
-"""Documents for which logits are computed unless --scored says otherwise."""
-OPERATIONS = 4e12
-"""Floating-point operations for logits unless --scored says otherwise: about a minute on a CPU."""
-_LOGITS = 64  # tokens whose logits are in memory
-_MASKS = 16_384  # documents whose masks are in memory
+"""Documents that a page shows token by token unless --documents says otherwise."""
+MOST_TOKENS = 4_000_000
+"""About so many tokens are in a page at most, with about 5 bytes each."""
 _SOURCES = 50  # in a table
+_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 
 
-def dataset_page(data: str | Path, documents: int = DOCUMENTS, scored: int | None = None) -> Page:
+def dataset_page(data: str | Path, documents: int = DOCUMENTS) -> Page:
     """Return the page of a sealed dataset; equal datasets and arguments have equal pages.
 
     Args:
         data: a directory or a URL. documents: how many the viewer holds at most.
-        scored: for how many of them the target's entropy and the probability of every token are
-            computed; None: as many as a minute on a CPU allows, at most SCORED.
 
     Raises:
         MissingError, DatasetError: the dataset is not sealed, or damaged.
@@ -60,42 +49,48 @@ def dataset_page(data: str | Path, documents: int = DOCUMENTS, scored: int | Non
     """
     dataset = HiddenStatesDataset(data)
     manifest = dataset.manifest
-    counts = structs.asdict(manifest.documents)
-    warnings = [Note(text=text, warning=True) for text in suspicions(manifest)]
-    named = ("documents", "tokens", "supervised tokens", "bytes of all shards", "bytes per token")
+    totals, tokens = manifest.totals, max(manifest.totals.tokens, 1)
+    numbers = _sizes(totals.documents, totals.tokens, totals.supervised)
+    numbers.append(("bytes of all shards", totals.bytes, "bytes"))
+    numbers.append(("bytes per token", totals.bytes / tokens, "number"))
+    named = {name for name, _, _ in numbers}
     rows = [[name.strip(), value] for name, value in dataset_lines(manifest) if name not in named]
-    facts = Table(title="What it is", columns=[("", "text"), ("", "text")], rows=rows)
-    sections = [
-        Section(title="Overview", parts=[_figures(manifest), *warnings, facts]),
-        _tokens(dataset, documents, scored),
-        _documents(dataset.lengths, dataset.supervised, dataset.index.column("source"), manifest),
-        _columns(manifest),
-        *([_left_out(counts, manifest.totals.tokens)] if manifest.documents.rendered else []),
+    overview: list[Part] = [
+        Figures(items=numbers),
+        *(Note(text=text, warning=True) for text in suspicions(manifest)),
+        Table(title="What it is", columns=[("", "text"), ("", "text")], rows=rows),
     ]
+    sources = dataset.index.column("source")
+    sections = [
+        Section(title="Overview", parts=overview),
+        Section(title="Tokens", parts=[_stored_documents(dataset, documents)]),
+        _documents(dataset.lengths, dataset.supervised, sources, manifest),
+        _columns(manifest),
+    ]
+    if manifest.documents.rendered:
+        sections.append(_left_out(structs.asdict(manifest.documents), totals.tokens))
     return _page(dataset_name(data).name, "Dataset", sections)
 
 
 def plan_page(setup: Setup, plan: Plan, documents: int = DOCUMENTS) -> Page:
     """Return the page of what `generate` would capture; the viewer holds `documents` at most."""
-    shown = shown_documents(plan.lengths, documents)
-    viewed = []
-    for number in shown:
-        own = plan.documents.read(number, number + 1)
-        viewed.append(
-            ViewedDocument(
-                number=number,
-                name=own.doc_ids[0],
-                source=own.sources[0],
-                ids=own.tokens["input_ids"],
-                mask=own.tokens["loss_mask"],
-                turns=own.turns[0],
-            )
+    viewer = TokenViewer(setup.tokenizer)
+    for number in shown_documents(plan.lengths, documents):
+        one = plan.documents.read(number, number + 1)
+        viewer.add(
+            number,
+            name=one.doc_ids[0],
+            source=one.sources[0],
+            ids=one.tokens["input_ids"],
+            mask=one.tokens["loss_mask"],
+            turns=one.turns[0],
         )
-    viewer = token_viewer(setup.tokenizer, viewed, sample_text(len(shown), len(plan.lengths)))
     sections = [
         _plan_overview(setup, plan),
-        Section(title="Tokens", parts=[viewer]),
-        _documents(plan.lengths, _supervised(plan), pa.array(plan.documents.sources)),
+        Section(title="Tokens", parts=[viewer.part(len(plan.lengths))]),
+        _documents(
+            plan.lengths, plan.documents.supervised_counts, pa.array(plan.documents.sources)
+        ),
         _left_out(asdict(plan.counts), plan.tokens),
     ]
     names = [Path(source.rstrip("/")).name or source for source in setup.sources]
@@ -116,38 +111,24 @@ def dataset_name(data: str | Path) -> Path:
 # -- figures ---------------------------------------------------------------------------------------
 
 
-def _figures(manifest: Manifest) -> Figures:
-    totals, tokens = manifest.totals, max(manifest.totals.tokens, 1)
-    return Figures(
-        items=[
-            ("documents", totals.documents, "count"),
-            ("tokens", totals.tokens, "count"),
-            ("supervised tokens", totals.supervised, "count"),
-            ("share supervised", totals.supervised / tokens, "share"),
-            ("bytes of all shards", totals.bytes, "bytes"),
-            ("bytes per token", totals.bytes / tokens, "number"),
-        ]
-    )
+def _sizes(documents: int, tokens: int, supervised: int) -> list[Any]:
+    return [
+        ("documents", documents, "count"),
+        ("tokens", tokens, "count"),
+        ("supervised tokens", supervised, "count"),
+        ("share supervised", supervised / max(tokens, 1), "share"),
+    ]
 
 
 def _plan_overview(setup: Setup, plan: Plan) -> Section:
-    figures = Figures(
-        items=[
-            ("documents", len(plan.lengths), "count"),
-            ("tokens", plan.tokens, "count"),
-            ("supervised tokens", plan.documents.supervised, "count"),
-            ("share supervised", plan.documents.supervised / plan.tokens, "share"),
-            ("longest document", int(plan.lengths.max()), "count"),
-            ("slots of packs filled", plan.utilisation(), "share"),
-        ]
-    )
+    numbers = _sizes(len(plan.lengths), plan.tokens, plan.documents.supervised)
     fields = ("source", "kind", "format", "rows", "bad", "unrendered")
     sources = Table(
         title="Sources as they were read",
         columns=[(name, "count" if i > 2 else "text") for i, name in enumerate(fields)],
         rows=[[source[name] for name in fields] for source in plan.corpus],
     )
-    parts: list[Part] = [figures, sources]
+    parts: list[Part] = [Figures(items=numbers), sources]
     if 0 < setup.options.limit <= plan.counts.rows:
         parts.append(Note(text=f"Only the first {plan.counts.rows:,} rows were read (--limit)."))
     for source in plan.corpus:  # what of its rows no draft sees
@@ -159,21 +140,14 @@ def _plan_overview(setup: Setup, plan: Plan) -> Section:
         if unused := source["unused_columns"]:
             parts.append(Note(text=f"{name}: columns that are not used: {', '.join(unused)}."))
     bad = [[source["source"], text] for source in plan.corpus for text in source["bad_examples"]]
-    if bad:
-        named: list[Column] = [("source", "text"), ("problem", "text")]
-        parts.append(Table(title="Bad rows", columns=named, rows=bad))
+    parts += _examples("Bad rows", "source", bad)
     text = "Rendered, masked and cut as spec-data generate does it. Nothing is captured yet."
     return Section(title="Overview", parts=parts, text=text)
 
 
-def _supervised(plan: Plan) -> np.ndarray:
-    """Return the supervised tokens per document, int64 [D]."""
-    documents, counts = plan.documents, []
-    for first in range(0, len(plan.lengths), _MASKS):
-        bounds = documents.offsets[first : first + _MASKS + 1]
-        mask = documents.tokens(first, first + len(bounds) - 1)["loss_mask"]
-        counts.append(mask_counts(mask, bounds - bounds[0])[0])
-    return np.concatenate(counts)
+def _examples(title: str, name: str, rows: list[list[str]]) -> list[Part]:
+    columns: list[Column] = [(name, "text"), ("message", "text")]
+    return [Table(title=title, columns=columns, rows=rows)] if rows else []
 
 
 def _documents(
@@ -183,43 +157,39 @@ def _documents(
     manifest: Manifest | None = None,
 ) -> Section:
     """Return lengths and sources: int64 [D] twice, and the source of each document, texts [D]."""
-    low, middle, high = (int(np.quantile(lengths, q, method="lower")) for q in (0.05, 0.5, 0.95))
-    note = f"Median {middle:,}; 5 % have at most {low:,}, 5 % have more than {high:,}; the most "
-    note += f"is {int(lengths.max()):,}."
-    chart = histogram(lengths, "Length of documents", "tokens per document", "documents", note)
     table = pa.table({"source": sources, "tokens": lengths, "supervised": supervised})
     sums = [("tokens", "count"), ("tokens", "sum"), ("supervised", "sum")]
     grouped = table.group_by("source", use_threads=False).aggregate(sums).to_pylist()
     columns: list[Column] = [("source", "text"), ("documents", "count"), ("tokens", "count")]
     columns += [("supervised tokens", "count"), ("supervised", "share")]
     rows: list[list[Any]] = []
-    for own in sorted(grouped, key=lambda own: -own["tokens_sum"])[:_SOURCES]:
-        tokens, taught = own["tokens_sum"], own["supervised_sum"]
-        rows.append([own["source"], own["tokens_count"], tokens, taught, taught / max(tokens, 1)])
+    for one in sorted(grouped, key=lambda one: -one["tokens_sum"])[:_SOURCES]:
+        tokens, taught = one["tokens_sum"], one["supervised_sum"]
+        rows.append([one["source"], one["tokens_count"], tokens, taught, taught / max(tokens, 1)])
     note = f"The {_SOURCES} largest of {len(grouped):,}. " if len(grouped) > _SOURCES else ""
-    if manifest and manifest.agreement and (found := manifest.agreement.sources):
+    if manifest and manifest.agreement:
         columns += [("first choice", "share"), ("own first choice", "share")]
         columns += [("NLL", "number"), ("own NLL", "number")]
         for row in rows:
-            agreement = found.get(row[0])
+            agreement = manifest.agreement.sources.get(row[0])
             figures = ("share", "own_share", "nll", "own_nll")
             row += [getattr(agreement, name, None) for name in figures]
-        note += "First choice: supervised tokens that are the target's arg max. NLL: their mean "
-        note += "negative log-likelihood, in nats. Own: the same of text that the target samples. "
-        note += f"The responses are recorded as {manifest.policy}."
+        note += (
+            "First choice: supervised tokens that are the target's arg max. NLL: their mean "
+            "negative log-likelihood, in nats. Own: the same of text that the target samples. "
+            f"The responses are recorded as {manifest.policy}."
+        )
+    quantiles = np.quantile(lengths, _QUANTILES, method="lower").tolist()
+    longest = Table(
+        title="Length of documents",
+        columns=[("share of the documents", "share"), ("tokens at most", "count")],
+        rows=list(zip(_QUANTILES, quantiles, strict=True)),
+    )
     by_source = Table(title="Sources", columns=columns, rows=rows, note=note)
-    return Section(title="Documents", parts=[by_source, chart])
+    return Section(title="Documents", parts=[by_source, longest])
 
 
 def _columns(manifest: Manifest) -> Section:
-    totals, tokens = manifest.totals, max(manifest.totals.tokens, 1)
-    payload = column_payload(manifest.columns, totals.tokens, totals.supervised)
-    errors = ("mse_median", "mse_max", "kl", "escaped")
-    rows: list[list[Any]] = []
-    for column in manifest.columns:
-        total = payload[column.name]
-        figures = (getattr(column.error, name, None) for name in errors)
-        rows.append([column.name, column.codec, total / tokens, total, *figures])
     table = Table(
         title="Columns",
         columns=[
@@ -227,7 +197,7 @@ def _columns(manifest: Manifest) -> Section:
             *(("payload", "bytes"), ("error", "number"), ("worst channel", "number")),
             *(("teacher KL", "number"), ("escaped", "share")),
         ],
-        rows=rows,
+        rows=column_figures(manifest.columns, manifest.totals.tokens, manifest.totals.supervised),
         note="Error: mean squared error of a channel over its variance, median over channels, as "
         "measured on held-out documents; a dash: the column is exact. Teacher KL: of the teacher's "
         "distribution, in nats. Columns that hold only some tokens count as their average.",
@@ -235,105 +205,131 @@ def _columns(manifest: Manifest) -> Section:
     return Section(title="Bytes", parts=[table])
 
 
-def _left_out(counts: dict[str, Any], tokens: int) -> Section:
+def _left_out(counts: Mapping[str, Any], tokens: int) -> Section:
     """Return what became of every row and document; `tokens` are those that are kept."""
+    warnings = [f"{text[0].upper()}{text[1:]}." for text in count_warnings(counts, tokens)]
     table = Table(
         title="From rows to documents",
         columns=[("", "text"), ("count", "count")],
         rows=[[name.strip(), value] for name, value in counts_rows(counts)],
     )
-    parts: list[Part] = [
-        *(
-            Note(text=f"{t[0].upper()}{t[1:]}.", warning=True)
-            for t in count_warnings(counts, tokens)
-        ),
-        table,
-    ]
-    examples = [
-        [k, texts[0]] for k, texts in counts.get("unrendered_examples", {}).items() if texts
-    ]
-    if examples:
-        columns: list[Column] = [("reason", "text"), ("message", "text")]
-        parts.append(Table(title="An example of each reason", columns=columns, rows=examples))
+    parts: list[Part] = [*(Note(text=text, warning=True) for text in warnings), table]
+    unrendered = counts.get("unrendered_examples", {})
+    examples = [[reason, texts[0]] for reason, texts in unrendered.items() if texts]
+    parts += _examples("An example of each reason", "reason", examples)
     return Section(title="What was left out", parts=parts)
 
 
 # -- documents token by token ----------------------------------------------------------------------
 
 
-def _tokens(dataset: HiddenStatesDataset, documents: int, scored: int | None) -> Section:
-    shown = shown_documents(dataset.lengths, documents)
-    with_logits = _scored(dataset, shown, scored)
-    columns = ["input_ids", "loss_mask", "target_argmax"]
-    states = [name for name in (FINAL, "logits") if name in dataset.columns]
-    plain = HiddenStatesDataset(dataset.path, columns)
-    full = HiddenStatesDataset(dataset.path, [*columns, *states])
-    head = {}
-    if with_logits and "logits" not in states:
-        tensors = load_head_tensors(dataset.path, dataset.manifest)
-        head = {name: tensor.float() for name, tensor in tensors.items()}
-    viewed = []
-    for number in progress(shown, desc="documents", unit="docs", leave=False):
-        row = (full if number in with_logits else plain)[number]
-        ids, mask = row["input_ids"], row["loss_mask"].numpy()
-        known = np.ones(len(mask), bool) if dataset.manifest.teacher == ALL else mask != 0
-        known[:1] = False  # nothing predicts the first token
-        before = torch.from_numpy(np.flatnonzero(known) - 1)  # [K]
-        figures = {}
-        if number in with_logits:
-            figures = _entropy_and_nll(dataset.manifest, row, before, head)
-        viewed.append(
-            ViewedDocument(
-                number=number,
-                name=row["doc_id"],
-                source=row["source"],
-                ids=ids.numpy(),
-                mask=mask,
-                turns=[(t["role"], t["start"], t["end"]) for t in row["turns"]],
-                known=known,
-                choice=row["target_argmax"][before].numpy().astype(np.int64),
-                **figures,
-            )
-        )
-    note = sample_text(len(shown), len(dataset))
-    if with_logits:
-        note += (
-            f" Entropy and probability are known in {len(with_logits):,} of them, evenly spaced "
-            "(--scored), from the stored states; first choices in all."
-        )
-    viewer = token_viewer(load_tokenizer(dataset.target_dir), viewed, note)
-    return Section(title="Tokens", parts=[viewer])
+def shown_documents(lengths: np.ndarray, most: int) -> list[int]:
+    """Return the numbers of the documents of a page: at most `most`, about MOST_TOKENS together.
 
-
-def _scored(dataset: HiddenStatesDataset, shown: list[int], scored: int | None) -> list[int]:
-    """Return the documents for which all logits are computed."""
-    supervision = dataset.manifest.supervision
-    if supervision.startswith("topk"):
-        return []  # only some of the logits are stored
-    if scored is not None or supervision != "final-hidden":
-        return even_sample(shown, SCORED if scored is None else scored)
-    head = dataset.manifest.head
-    tokens = dataset.lengths if dataset.manifest.teacher == ALL else dataset.supervised
-    costs = tokens * (2.0 * head.vocab_size * head.hidden_size)
-    return affordable_sample(shown, SCORED, costs, OPERATIONS)
-
-
-def _entropy_and_nll(
-    manifest: Manifest, row: dict[str, Any], before: torch.Tensor, head: dict[str, torch.Tensor]
-) -> dict[str, np.ndarray]:
-    """Return entropies of the predictions after the tokens `before` [K], and NLLs, float64 [K].
-
-    The logits are computed from `hidden.final` and the stored head, with the error of the codec,
-    or read from `logits`.
+    `lengths` are the tokens per document, int64 [D].
     """
-    entropy, nll = [torch.zeros(0).double()], [torch.zeros(0).double()]
-    for slots in before.split(_LOGITS):
-        if "logits" in row:
-            logits = row["logits"][slots]
-        else:
-            states = row[FINAL][slots].float()
-            logits = apply_head(states, head["lm_head"], head.get("lm_head_bias"), manifest.head)
-        log_p = logits.double().log_softmax(-1)  # [k, V]
-        entropy.append(-(log_p.exp() * log_p).nan_to_num(0.0).sum(-1))
-        nll.append(-log_p.gather(-1, row["input_ids"][slots + 1].long()[:, None])[:, 0])
-    return {"entropy": torch.cat(entropy).numpy(), "nll": torch.cat(nll).numpy()}
+    return even_sample(range(len(lengths)), min(most, len(sample_documents(lengths, MOST_TOKENS))))
+
+
+class TokenViewer:
+    """Documents token by token, in the compact form that `viewer.js` describes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Begin without documents."""
+        self._texts = TokenTexts(tokenizer)
+        self._rows: dict[int, int] = {}  # of the table of tokens, by id
+        self._documents: list[dict[str, Any]] = []
+
+    def add(
+        self,
+        number: int,
+        *,
+        name: str,
+        source: str,
+        ids: np.ndarray,
+        mask: np.ndarray,
+        turns: Sequence[tuple[str, int, int]],
+        choice: np.ndarray | None = None,
+    ) -> None:
+        """Add the document of this number, id and source.
+
+        Args:
+            ids, mask: tokens, and 1 at supervised ones, [T].
+            turns: (role, start, end) of the turns that may be supervised.
+            choice: the target's first choice at every token, -1 where it is not stored, [T]; None:
+                there is no target yet.
+        """
+        head = f"Document {number:,} · {source} · {len(ids):,} tokens, {np.count_nonzero(mask):,} "
+        document: dict[str, Any] = {
+            "head": head + "supervised",
+            "id": name,
+            "t": self._rows_of(ids),
+            "m": spans_of(mask != 0),
+            "turns": [list(turn) for turn in turns],
+        }
+        if choice is not None:
+            known, wrong = choice >= 0, np.flatnonzero((choice >= 0) & (choice != ids))
+            document["known"] = spans_of(known)
+            pairs = np.stack([wrong, np.array(self._rows_of(choice[wrong]), np.int64)], 1)
+            document["wrong"] = pairs.ravel().tolist()
+            if count := np.count_nonzero(known):
+                share = shown(1 - len(wrong) / count, "share")
+                document["head"] += f" · {share} the target's first choice"
+        self._documents.append(document)
+
+    def _rows_of(self, ids: np.ndarray) -> list[int]:
+        return [self._rows.setdefault(token, len(self._rows)) for token in ids.tolist()]
+
+    def part(self, total: int) -> Viewer:
+        """Return the viewer; `total` documents are in the dataset."""
+        count, tokens = len(self._documents), list(self._rows)
+        note = f"All {total:,} documents are in this page."
+        if count < total:
+            note = (
+                f"This page holds {count:,} of {total:,} documents, evenly spaced. "
+                "--documents N takes another number."
+            )
+        keys = [["sup", "supervised: learned by drafts"], ["special", "special token"]]
+        if any("known" in document for document in self._documents):
+            keys.append(["wrong", "the target would choose another token"])
+        return Viewer(
+            data={
+                "note": note,
+                "noun": "document",
+                "item": "token",
+                "keys": keys,
+                "texts": self._texts.table(tokens),
+                "tokens": tokens,
+                "special": [i for i, token in enumerate(tokens) if token in self._texts.special],
+                "documents": self._documents,
+            }
+        )
+
+
+def spans_of(marked: np.ndarray) -> list[int]:
+    """Return where runs of marked tokens, bool [T], start and end: [a, b, a, b, ...], ascending."""
+    steps = np.diff(np.concatenate([[0], marked.astype(np.int8), [0]]))
+    return np.flatnonzero(steps).tolist()
+
+
+def _stored_documents(dataset: HiddenStatesDataset, documents: int) -> Viewer:
+    """Return the viewer of some documents of a dataset."""
+    viewer = TokenViewer(load_tokenizer(dataset.target_dir))
+    opened = HiddenStatesDataset(dataset.path, ["input_ids", "loss_mask", "target_argmax"])
+    every = dataset.manifest.teacher == ALL
+    numbers = shown_documents(dataset.lengths, documents)
+    for number in progress(numbers, desc="documents", unit="docs", leave=False):
+        row = opened[number]
+        mask = row["loss_mask"].numpy()
+        choice = np.full(len(mask), -1, np.int64)  # nothing predicts the first token
+        choice[1:] = np.where(every | (mask[1:] != 0), row["target_argmax"].numpy()[:-1], -1)
+        viewer.add(
+            number,
+            name=row["doc_id"],
+            source=row["source"],
+            ids=row["input_ids"].numpy(),
+            mask=mask,
+            turns=[(turn["role"], turn["start"], turn["end"]) for turn in row["turns"]],
+            choice=choice,
+        )
+    return viewer.part(len(dataset))

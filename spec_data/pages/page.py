@@ -7,7 +7,6 @@ the style of this file by their hashes, and nothing else. Equal pages have equal
 
 import base64
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jinja2
-import numpy as np
 from markupsafe import Markup
 
 from spec_data.shards.errors import ConfigError, FileError
@@ -33,6 +31,7 @@ Format = Literal["text", "count", "number", "share", "bytes"]
 
 Value = str | int | float | None
 Column = tuple[str, Format]
+Point = tuple[float, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,44 +64,37 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis of a chart: the quantity with its unit, and the ends of the scale, where fixed."""
+    """One axis of a chart: the quantity with its unit, and the least value, where it is fixed."""
 
     title: str
     format: Format = "number"
     least: float | None = None
-    most: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Bars over `labels`, or lines over numbers where there are none; None is a gap.
-
-    Attributes:
-        series: by its name, a value per label, or (x, y) points in ascending x.
-    """
+    """Lines by name: (x, y) points in ascending x; None is a gap."""
 
     kind: ClassVar[str] = "chart"
     title: str
     x: Axis
     y: Axis
-    series: Mapping[str, Sequence[Any]]
-    labels: Sequence[str] = ()
+    series: Mapping[str, Sequence[Point]]
     note: str = ""
 
     def table(self) -> Table:
-        """Return the data as a table: the label or x, then one column per series."""
-        names = [(name, self.y.format) for name in self.series]
-        rows: list[Sequence[Value]] = list(zip(self.labels, *self.series.values(), strict=False))
-        if not self.labels:
-            points = [dict(line) for line in self.series.values()]
-            rows = [[x, *(own.get(x) for own in points)] for x in sorted(set().union(*points))]
-        first: Column = (self.x.title, "text" if self.labels else self.x.format)
-        return Table(title="", columns=[first, *names], rows=rows)
+        """Return the data as a table: x, then one column per series."""
+        points = [dict(line) for line in self.series.values()]
+        return Table(
+            title="",
+            columns=[(self.x.title, self.x.format), *((n, self.y.format) for n in self.series)],
+            rows=[[x, *(line.get(x) for line in points)] for x in sorted(set().union(*points))],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Viewer:
-    """The viewer of tokens, at most one per page; `viewer.py` describes its data."""
+    """The viewer of tokens, at most one per page; `viewer.js` describes its data."""
 
     kind: ClassVar[str] = "viewer"
     data: dict[str, Any]
@@ -126,40 +118,13 @@ class Page:
 
     Attributes:
         title: such as "data/qwen3-8b". kind: what it is a page of, such as "Dataset".
-        sections: in order. footer: one line, such as the program and its version.
+        footer: one line, such as the program and its version.
     """
 
     title: str
     kind: str
     sections: Sequence[Section]
     footer: str = ""
-
-    def parts(self, kind: str) -> list[Any]:
-        """Return all parts of a kind, in order."""
-        return [p for section in self.sections for p in section.parts if p.kind == kind]
-
-
-def histogram(values: Any, title: str, x: str, y: str, note: str = "") -> Chart:
-    """Return the histogram of whole numbers of at least 0 [N], N at least 1, as a bar chart.
-
-    Its labels are at most 24 ranges of one width, 1, 2 or 5 times a power of ten: "0", "50-99".
-    """
-    numbers = np.asarray(values, np.int64)
-    most, width = int(numbers.max()), 1
-    while most // width >= 24:
-        width = width * 5 // 2 if str(width)[0] == "2" else width * 2
-    edges = np.arange(0, most // width + 2) * width
-    # numpy counts the last edge into the last range; no number is as large as that edge
-    return Chart(
-        title=title,
-        x=Axis(title=x),
-        y=Axis(title=y, format="count", least=0),
-        labels=[
-            f"{a:,}" if width == 1 else f"{a:,}–{b - 1:,}" for a, b in itertools.pairwise(edges)
-        ],
-        series={y: np.histogram(numbers, edges)[0].tolist()},
-        note=note,
-    )
 
 
 def shown(value: Any, form: Format) -> str:
@@ -176,30 +141,16 @@ def shown(value: Any, form: Format) -> str:
     return f"{value:,.0f}" if whole and abs(value) < 1e15 else f"{value:.4g}"
 
 
-def safe_json(value: Any) -> str:
-    """Return ASCII JSON that is safe inside a script element; its texts may contain markup.
-
-    Numbers that are not finite become null.
-    """
-    text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _finite(item) for name, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
 def page_bytes(page: Page) -> bytes:
     """Return the HTML file of a page; equal pages and releases have equal bytes."""
-    charts, viewers = page.parts("chart"), page.parts("viewer")
-    scripts = [_asset("page.js"), *([_asset("viewer.js")] if viewers else []), "page.start();\n"]
+    parts = [part for section in page.sections for part in section.parts]
+    charts = [asdict(part) for part in parts if isinstance(part, Chart)]
+    viewer = next((part.data for part in parts if isinstance(part, Viewer)), None)
+    scripts = [_asset("page.js"), *([_asset("viewer.js")] if viewer else []), "page.start();\n"]
     if charts:
         library = _asset(CHART_FILE).split("//# sourceMappingURL=")[0].rstrip("\n")
         scripts.insert(0, f"/*\n{_asset('vendor/chart-LICENSE.md').strip()}\n*/\n{library}\n")
+        charts = json.loads(json.dumps(charts), parse_constant=lambda _: None)  # NaN is no JSON
     style = _asset("page.css")
     rules = [
         "default-src 'none'",
@@ -208,17 +159,17 @@ def page_bytes(page: Page) -> bytes:
         "base-uri 'none'",
         "form-action 'none'",
     ]
-    viewer = viewers[0].data if viewers else None
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["shown"] = shown
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     text = environment.get_template("page.html").render(
         page=page,
         policy="; ".join(rules),
         style=Markup(style),
         scripts=list(map(Markup, scripts)),
-        data=Markup(safe_json({"charts": list(map(asdict, charts)), "viewer": viewer})),
+        data={"charts": charts, "viewer": viewer},
     )
     return text.encode("utf-8", "replace")  # a lone surrogate becomes a question mark
 

@@ -23,8 +23,8 @@ Places = Annotated[
 def write_report(places: Places, *, out: File | None = None) -> "WrittenPage":
     """Write one HTML page about runs and evaluations, which needs no network.
 
-    It shows loss and acceptance length over trained tokens; acceptance by depth, position and
-    source; which drafted tokens of sampled responses were accepted; and settings. `fit` and `eval`
+    It shows loss and acceptance length over trained tokens, acceptance by depth and source, which
+    drafted tokens of sampled responses were accepted, and settings that differ. `fit` and `eval`
     write such a page at their end; this command does at any time, also while a run trains.
 
     Examples:

@@ -1,7 +1,4 @@
-"""What `fit` and `eval` have written, as records: for pages, and to compare two evaluations.
-
-A run may still be training: what is absent stays None.
-"""
+"""What `fit` and `eval` have written, as records: for pages, and to compare two evaluations."""
 
 import json
 import math
@@ -11,26 +8,18 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from spec_data.pages.page import Point
 from spec_data.shards.errors import ConfigError, MissingError, RunError
+from spec_train.training.result import FitResult, better
 from spec_train.training.run_directory import HELD_OUT, read_run_json
 
 METRICS, OPTIONS = "metrics.jsonl", "fit.json"
 
-Point = tuple[float, float | None]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 T = TypeVar("T")
 
 # -- evaluations -----------------------------------------------------------------------------------
 # The part of a file of `eval --json` that a page shows or `compare` reads.
-
-
-class Range(msgspec.Struct):
-    """Acceptance in a range of positions, from `start` to `end` (None: no end)."""
-
-    start: Count
-    rounds: Count
-    end: int | None = None
-    acceptance_length: float | None = None
 
 
 class Tokens(msgspec.Struct, tag_field="kind", tag=str.lower):
@@ -79,12 +68,6 @@ class Acceptance(msgspec.Struct):
     interval: tuple[float, float] | None = None
 
 
-class Forced(msgspec.Struct):
-    """Weight, mean forecast and share accepted of ten ranges of forecasts, of confidence heads."""
-
-    confidence_bins: list[tuple[float | None, float | None, float | None]] = []
-
-
 class Simulated(msgspec.Struct):
     """An evaluation on a dataset."""
 
@@ -94,10 +77,8 @@ class Simulated(msgspec.Struct):
     on_policy: float | None
     simulated: Acceptance
     by_source: list[dict[str, Any]]
-    by_position: list[Range]
     samples: list[Sample]
     texts: dict[str, str]
-    teacher_forced: Forced | None = None
     step: int | None = None
 
 
@@ -114,7 +95,6 @@ class Decoded(Acceptance, kw_only=True):
 
     target: str
     responses: Count
-    by_position: list[Range]
     by_set: list[dict[str, Any]]
     sweep: list[dict[str, Any]]
     samples: list[Sample]
@@ -148,13 +128,6 @@ class Evaluation:
         """What was measured."""
         return self.result if isinstance(self.result, Decoded) else self.result.simulated
 
-    @property
-    def where(self) -> str:
-        """The dataset or the target."""
-        if isinstance(self.result, Decoded):
-            return f"{self.result.target}: {self.result.responses:,} responses"
-        return f"{self.result.path}, {self.result.split}: {self.result.documents:,} documents"
-
 
 def evaluations(raw: Any, where: str, name: str) -> list[Evaluation]:
     """Return the evaluations in the figures of `eval`; `where` names them in errors.
@@ -164,17 +137,17 @@ def evaluations(raw: Any, where: str, name: str) -> list[Evaluation]:
     """
     report = convert(raw, dict[str, Any], where)
     warnings = tuple(convert(report.get("warnings"), list[str], where))
-    found = []
+    measured: list[Evaluation] = []
     if "target" in report:
         result = convert(report, Decoded, where)
-        found.append(Evaluation(name=name, result=result, warnings=warnings))
+        measured.append(Evaluation(name=name, result=result, warnings=warnings))
     if "data" in report:
         data = convert(report["data"], Simulated, where)
-        both = (f"{name}, dataset", ()) if found else (name, warnings)
-        found.append(Evaluation(name=both[0], result=data, warnings=both[1]))
-    if not found:
+        name, warnings = (f"{name}, dataset", ()) if measured else (name, warnings)
+        measured.append(Evaluation(name=name, result=data, warnings=warnings))
+    if not measured:
         raise ConfigError(f"{where}: holds no evaluation; pass RUN directories and files of --json")
-    return found
+    return measured
 
 
 def read_json(file: Path) -> Any:
@@ -211,12 +184,12 @@ def convert(raw: Any, kind: type[T], where: str) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run directory.
+    """A run directory, which may still be training.
 
     Attributes:
         name: as the page calls it. draft: the kind of draft. steps: all steps of the run.
         options: fit.json. training, validation: lines of metrics.jsonl, in order.
-        damaged: lines that could not be read.
+        best: the validation that `fit` chooses; empty: there is none yet.
         held_out: simulated decoding of the best draft on the held-out documents, if there is one.
     """
 
@@ -227,40 +200,26 @@ class Run:
     options: dict[str, Any]
     training: list[dict[str, Any]]
     validation: list[dict[str, Any]]
-    damaged: int
+    best: dict[str, Any]
     held_out: Evaluation | None
 
     def curve(self, name: str, held_out: bool = False) -> list[Point]:
         """Return (trained tokens, metric) of every line that has both."""
         return [
-            (tokens, number(line, name))
+            (line["tokens"], number(line, name))
             for line in (self.validation if held_out else self.training)
-            if name in line and (tokens := number(line, "tokens")) is not None
+            if name in line and "tokens" in line
         ]
 
     def last(self, name: str) -> int:
         """Return the largest value of a count, such as "step", over all lines."""
-        lines = (*self.training, *self.validation)
-        return max((int(number(line, name) or 0) for line in lines), default=0)
-
-    @property
-    def best(self) -> dict[str, Any]:
-        """The validation that `fit` chooses; empty: there is none yet."""
-
-        def rank(line: dict[str, Any]) -> tuple[float, float]:
-            length = number(line, "product_limit_length")
-            return (1.0 if length is None else length), -(number(line, "loss") or 0.0)
-
-        lines = [line for line in self.validation if number(line, "loss") is not None]
-        return max(lines, key=rank, default={})
+        return max((line.get(name, 0) for line in (*self.training, *self.validation)), default=0)
 
 
 def number(line: dict[str, Any], name: str) -> float | None:
     """Return a number of a line; None if it has none, or one that is not finite."""
     value = line.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
+    return value if value is not None and math.isfinite(value) else None
 
 
 def is_run(folder: Path) -> bool:
@@ -269,48 +228,36 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """Read a run directory, also while it trains.
+    """Read a run directory.
 
     Raises:
-        RunError: fit.json, run.json or held-out.json is damaged.
+        RunError: one of its files is damaged.
     """
-    lines, damaged = _metrics(folder / METRICS)
+    result = FitResult(folder, 0, finished=False)
     run = read_run_json(folder) if (folder / "run.json").is_file() else {}
     options = _object(folder / OPTIONS)
-    steps = run.get("total_steps") or options.get("steps")
     held_out = None
     if figures := _object(folder / HELD_OUT):
         try:
-            result = msgspec.convert(figures, Simulated)
+            simulated = msgspec.convert(figures, Simulated)
         except msgspec.ValidationError as error:
             raise RunError(f"{folder / HELD_OUT}: damaged ({error}); remove it") from None
-        held_out = Evaluation(name=f"{name}, step {result.step:,}", result=result)
+        held_out = Evaluation(name=f"{name}, step {simulated.step:,}", result=simulated)
+    best: dict[str, Any] = {}
+    for line in result.validation:
+        if number(line, "loss") is not None and (not best or better(line, best)):
+            best = line
     return Run(
         name=name,
         path=folder,
-        draft=str(run.get("identity", {}).get("draft") or "draft"),
-        steps=steps if isinstance(steps, int) else None,
+        draft=run.get("identity", {}).get("draft", "draft"),
+        steps=run.get("total_steps") or options.get("steps"),
         options=options,
-        training=[line for line in lines if line.get("split") == "train"],
-        validation=[line for line in lines if line.get("split") == "validation"],
-        damaged=damaged,
+        training=result.training,
+        validation=result.validation,
+        best=best,
         held_out=held_out,
     )
-
-
-def _metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines of metrics.jsonl that can be read, and how many cannot.
-
-    The last line of a run that trains may be incomplete; it does not count.
-    """
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    lines, damaged = [], 0
-    for line in text.splitlines(keepends=True):
-        try:
-            lines.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            damaged += line.endswith("\n")
-    return lines, damaged
 
 
 def _object(file: Path) -> dict[str, Any]:

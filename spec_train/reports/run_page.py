@@ -3,7 +3,6 @@
 Curves are drawn over trained tokens, so that runs with other batch sizes can be compared.
 """
 
-import dataclasses
 import json
 import logging
 from collections.abc import Sequence
@@ -15,12 +14,12 @@ from spec_data import __version__
 from spec_data.pages.page import (
     Axis,
     Chart,
-    Column,
     Figures,
     Format,
     Note,
     Page,
     Part,
+    Point,
     Section,
     Table,
     Value,
@@ -28,18 +27,13 @@ from spec_data.pages.page import (
     WrittenPage,
     write_page,
 )
-from spec_data.pages.token_texts import Joiner
-from spec_data.shards.errors import ConfigError, DraftError, MissingError
+from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.shards.even_sample import even_sample
 from spec_data.terminal.paths import check_file_to_write
-from spec_train.options.draft_options import draft_options
-from spec_train.options.training import DEFAULTS, Training
 from spec_train.reports.results import (
     Context,
     Evaluation,
     First,
-    Point,
-    Range,
     Run,
     Sample,
     Simulated,
@@ -57,9 +51,6 @@ log = logging.getLogger(__name__)
 PAGE = "report.html"
 MOST_POINTS = 600
 """Points of a curve that a page holds at most; a longer curve is thinned evenly."""
-FEWEST_ROUNDS = 10
-"""A mean over fewer verifications is not drawn."""
-_LENGTH = "tokens per verification"
 _UNSAID = ("data", "out", "config", "track", "keep", "preset", "save_every")
 
 
@@ -121,7 +112,8 @@ def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
     """Return the page about runs and evaluations, at least one of them, in the order given."""
     measured = [*(run.held_out for run in runs if run.held_out is not None), *others]
     sections = [_overview(runs, others), _learning(runs)] if runs else []
-    sections += [_acceptance(runs, measured), _drafted_tokens(measured), _training(runs)]
+    sections += [_acceptance(measured, lead=not runs), _drafted_tokens(measured)]
+    sections.append(Section(title="Settings", parts=_settings(runs) if len(runs) > 1 else []))
     names = list(dict.fromkeys([run.name for run in runs] or [one.name for one in others]))
     return Page(
         title=f"{names[0]} and {len(names) - 1} more" if len(names) > 3 else ", ".join(names),
@@ -149,7 +141,7 @@ def _overview(runs: Sequence[Run], others: Sequence[Evaluation]) -> Section:
         table = Table(
             title="Runs",
             columns=[("run", "text"), *((name, form) for name, _, form in facts[0])],
-            rows=[[r.name, *(v for _, v, _ in own)] for r, own in zip(runs, facts, strict=True)],
+            rows=[[r.name, *(v for _, v, _ in row)] for r, row in zip(runs, facts, strict=True)],
             note="The best draft is the one with the longest product-limit length on held-out "
             "documents. Tokens per second and waiting for data are medians.",
         )
@@ -171,12 +163,11 @@ def _facts(run: Run, decoded: Evaluation | None) -> list[tuple[str, Value, Forma
     """Return the figures of a run: first the length by which it is told."""
     best = run.best
     if decoded is None:
-        interval = best.get("serving_like_interval")
-        length = _length_items(number(best, "serving_like_length"), interval, False)
+        served = number(best, "serving_like_length")
+        length = _length_items(served, best.get("serving_like_interval"), False)
     else:
-        length = _length_items(
-            decoded.acceptance.acceptance_length, decoded.acceptance.interval, True
-        )
+        acceptance = decoded.acceptance
+        length = _length_items(acceptance.acceptance_length, acceptance.interval, True)
     medians = {
         name: median(values) if values else None
         for name in ("tokens_per_second", "data_wait")
@@ -205,8 +196,6 @@ def _length_items(
 def _problems(run: Run) -> list[str]:
     """Return what a reader must know before the figures."""
     best, problems = run.best, []
-    if run.damaged:
-        problems.append(f"{run.damaged} lines of metrics.jsonl cannot be read.")
     if not run.validation:
         problems.append("nothing was held out or validated yet, so there is no held-out curve.")
     if best and number(best, "step") == 0 and run.last("step") > 0:
@@ -238,23 +227,25 @@ def _learning(runs: Sequence[Run]) -> Section:
         losses = {run.name: run.curve("loss", bool(run.validation)) for run in runs}
     note = "The runs have different drafts or losses: their values cannot be compared."
     kinds = {(run.draft, run.options.get("loss")) for run in runs}
-    length = Axis(title=_LENGTH, least=1)
-    parts = [
-        *_curves("Acceptance length", length, lengths, "On held-out documents."),
-        *_curves("Loss", Axis(title="loss"), losses, note if len(kinds) > 1 else ""),
-    ]
+    tokens = Axis(title="trained tokens", format="count", least=0)
+    length, loss = Axis(title="tokens per verification", least=1), Axis(title="loss")
     return Section(
         title="Learning",
         text="Acceptance length: tokens per verification of the target, its own included. "
         "Serving-like: the draft continues its own tokens, which predicts real greedy decoding. "
         "Product-limit: teacher-forced, also from answers shorter than a chain; chooses "
         "the best draft. Teacher-forced: the draft reads the documents' own tokens.",
-        parts=parts,
+        parts=[
+            *_lines("Acceptance length", tokens, length, lengths, "On held-out documents."),
+            *_lines("Loss", tokens, loss, losses, note if len(kinds) > 1 else ""),
+        ],
     )
 
 
-def _curves(title: str, y: Axis, series: dict[str, list[Point]], note: str = "") -> list[Part]:
-    """Return a chart over trained tokens of the curves that have a value, thinned."""
+def _lines(
+    title: str, x: Axis, y: Axis, series: dict[str, list[Point]], note: str = ""
+) -> list[Part]:
+    """Return a chart of the curves that have a value, thinned; none: no chart."""
     curves = {
         name: points
         if len(points) <= MOST_POINTS
@@ -262,40 +253,23 @@ def _curves(title: str, y: Axis, series: dict[str, list[Point]], note: str = "")
         for name, points in series.items()
         if any(value is not None for _, value in points)
     }
-    x = Axis(title="trained tokens", format="count", least=0)
     return [Chart(title=title, x=x, y=y, series=curves, note=note)] if curves else []
 
 
-def _training(runs: Sequence[Run]) -> Section:
-    """Return the optimisation and the options: not the default, or those that differ."""
+def _settings(runs: Sequence[Run]) -> list[Part]:
+    """Return the table of the options in which several runs differ."""
     tables = [run.options for run in runs]
-    if not any(tables):
-        return Section(title="Training")
-    names = [n for n in dict.fromkeys(n for t in tables for n in t) if n not in _UNSAID]
-    if len(runs) > 1:
-        title = "Options in which the runs differ"
-        names = [n for n in names if len({repr(table.get(n)) for table in tables}) > 1]
-    else:
-        title = "Options that are not the default"
-        usual = _defaults(runs[0].draft)
-        names = [n for n in names if n not in usual or tables[0][n] != usual[n]]
-    columns: list[Column] = [("option", "text"), *((run.name, "text") for run in runs)]
+    names = [name for name in dict.fromkeys(n for t in tables for n in t) if name not in _UNSAID]
+    names = [name for name in names if len({repr(table.get(name)) for table in tables}) > 1]
     rows = [[name, *(_option(table.get(name)) for table in tables)] for name in ("data", *names)]
-    note = "fit.json in the run has all of them."
-    parts: list[Part] = [Table(title=title, columns=columns, rows=rows, note=note)]
-    for metric, name in (("lr", "learning rate"), ("grad_norm", "gradient norm before clipping")):
-        axis = Axis(title=name, least=0)
-        parts += _curves(name.capitalize(), axis, {run.name: run.curve(metric) for run in runs})
-    return Section(title="Training", parts=parts)
-
-
-def _defaults(draft: str) -> dict[str, Any]:
-    """Return the defaults of the options of `fit` for a kind of draft; none if it is unknown."""
-    try:
-        fields = (*dataclasses.fields(Training), *dataclasses.fields(draft_options(draft)))
-    except DraftError:
-        return {}
-    return {field.name: field.default for field in fields} | DEFAULTS
+    return [
+        Table(
+            title="Options in which the runs differ",
+            columns=[("option", "text"), *((run.name, "text") for run in runs)],
+            rows=rows,
+            note="fit.json in each run has all options.",
+        )
+    ]
 
 
 def _option(value: Any) -> str:
@@ -307,57 +281,54 @@ def _option(value: Any) -> str:
 # -- evaluations -----------------------------------------------------------------------------------
 
 
-def _acceptance(runs: Sequence[Run], measured: Sequence[Evaluation]) -> Section:
-    """Return lengths, and where drafts are accepted; a page without runs begins with it."""
+def _acceptance(measured: Sequence[Evaluation], lead: bool) -> Section:
+    """Return lengths, and where drafts are accepted; to `lead` a page, it begins with a length."""
     parts: list[Part] = _evaluations(measured) if measured else []
     known = [one for one in measured if one.acceptance.acceptance_length is not None]
-    if not runs and known:  # the length to trust most: of real decoding, if there is one
-        lead = min(known, key=lambda one: one.decoded is None).acceptance
-        real = any(one.decoded for one in known)
-        items = _length_items(lead.acceptance_length, lead.interval, real)
-        parts.insert(0, Figures(items=items))
+    if lead and known:  # the length to trust most: of real decoding, if there is one
+        first = min(known, key=lambda one: one.decoded is None)
+        length, interval = first.acceptance.acceptance_length, first.acceptance.interval
+        parts.insert(0, Figures(items=_length_items(length, interval, first.decoded is not None)))
     for one in measured:
         parts += [Note(text=f"{one.name}: {text}.", warning=True) for text in one.warnings]
-    parts += _by_depth({one.name: one.acceptance.accept_rate for one in measured})
-    parts += _by_position({one.name: one.result.by_position for one in measured})
-    forecasts: dict[str, Any] = {run.name: run.best.get("confidence_bins") for run in runs}
+    parts += _lines(
+        "Acceptance by depth",
+        Axis(title="depth of the drafted token", format="count", least=1),
+        Axis(title="share accepted", format="share", least=0),
+        {one.name: list(enumerate(one.acceptance.accept_rate, 1)) for one in measured},
+        "Of the verifications whose earlier drafted tokens were all accepted.",
+    )
     for one in measured:
         if isinstance(one.result, Simulated):
             parts += _plain_table("By source", one, _SOURCE, one.result.by_source, 1)
-            if one.result.teacher_forced:
-                forecasts[one.name] = one.result.teacher_forced.confidence_bins
         else:
             parts += _plain_table("By set of prompts", one, _SET, one.result.by_set, 2)
             parts += _plain_table("By drafted tokens", one, _SWEEP, one.result.sweep, 2)
-    return Section(
-        title="Acceptance",
-        text="As in serving: the draft continues with its own tokens, step after step.",
-        parts=[*parts, *_forecasts(forecasts)],
-    )
+    text = "As in serving: the draft continues with its own tokens, step after step."
+    return Section(title="Acceptance", text=text, parts=parts)
 
 
 def _evaluations(measured: Sequence[Evaluation]) -> list[Part]:
-    rows: list[list[Value]] = []
+    rows: list[dict[str, Value]] = []
     for one in measured:
-        own = one.acceptance
-        row: list[Value] = [one.name, "real decoding" if one.decoded else "simulated", one.where]
-        row += [own.acceptance_length, *(own.interval or (None, None)), own.rounds]
-        if isinstance(one.result, Simulated):
-            rows.append([*row, one.result.on_policy, None, None])
+        acceptance, result = one.acceptance, one.result
+        low, high = acceptance.interval or (None, None)
+        row: dict[str, Value] = {"evaluation": one.name, "length": acceptance.acceptance_length}
+        row |= {"from": low, "to": high, "verifications": acceptance.rounds}
+        if isinstance(result, Simulated):
+            row["on"] = f"{result.path}, {result.split}: {result.documents:,} documents"
+            row |= {"kind": "simulated", "on-policy": result.on_policy}
         else:
-            same = one.result.identical
-            lossless = None if same is None else f"{same} of {one.result.responses}"
-            rows.append([*row, None, lossless, one.result.speedup])
-    columns: list[Column] = [
-        *(("evaluation", "text"), ("kind", "text"), ("on", "text"), ("length", "number")),
-        *(("from", "number"), ("to", "number"), ("verifications", "count")),
-        *(("on-policy", "share"), ("lossless", "text"), ("speed-up", "number")),
-    ]
-    used = [i for i in range(len(columns)) if any(row[i] is not None for row in rows)]
+            row["on"] = f"{result.target}: {result.responses:,} responses"
+            row |= {"kind": "real decoding", "speed-up": result.speedup}
+            if result.identical is not None:
+                row["lossless"] = f"{result.identical} of {result.responses}"
+        rows.append(row)
+    used = [(n, f) for n, f in _EVALUATION if any(row.get(n) is not None for row in rows)]
     table = Table(
         title="Evaluations",
-        columns=[columns[i] for i in used],
-        rows=[[row[i] for i in used] for row in rows],
+        columns=used,
+        rows=[[row.get(name) for name, _ in used] for row in rows],
         note="Length: tokens per verification of the target, its own token included; from and to: "
         "its 95 % interval over prompts or documents. Simulated: on stored documents, which "
         "predicts real greedy decoding. Speed-up: of this implementation, one response at a time.",
@@ -365,82 +336,32 @@ def _evaluations(measured: Sequence[Evaluation]) -> list[Part]:
     return [table]
 
 
-def _by_depth(rates: dict[str, list[float | None]]) -> list[Part]:
-    """Return the chart of acceptance by depth, of lists of any length."""
-    rates = {name: own for name, own in rates.items() if any(rate is not None for rate in own)}
-    depths = max(map(len, rates.values()), default=0)
-    chart = Chart(
-        title="Acceptance by depth",
-        x=Axis(title="depth of the drafted token"),
-        y=Axis(title="share accepted", format="share", least=0),
-        labels=[str(depth) for depth in range(1, depths + 1)],
-        series={name: [*own, *[None] * (depths - len(own))] for name, own in rates.items()},
-        note="Of the verifications whose earlier drafted tokens were all accepted.",
-    )
-    return [chart] if depths else []
-
-
-def _by_position(lines: dict[str, list[Range]]) -> list[Part]:
-    """Return the lengths by range of positions, one series per evaluation."""
-    ends = {one.start: one.end for own in lines.values() for one in own}
-    labels = {
-        start: f"{start:,}+" if end is None else f"{start:,}\u2013{end - 1:,}"
-        for start, end in sorted(ends.items())
-    }
-    series = {}
-    for name, own in lines.items():
-        lengths = {one.start: one.acceptance_length for one in own if one.rounds >= FEWEST_ROUNDS}
-        if any(length is not None for length in lengths.values()):
-            series[name] = [lengths.get(start) for start in labels]
-    chart = Chart(
-        title="Acceptance length by position in the response",
-        x=Axis(title="tokens of the response before the verification"),
-        y=Axis(title=_LENGTH, least=0),
-        labels=list(labels.values()),
-        series=series,
-        note=f"Ranges with fewer than {FEWEST_ROUNDS} verifications are not drawn.",
-    )
-    return [chart] if series else []
-
-
-_LENGTH_COLUMN = ("acceptance_length", "number")
-_ROUNDS = ("rounds", "count")
-_SOURCE = (
-    *(("source", "text"), ("documents", "count"), ("supervised_tokens", "count")),
-    *(("on_policy", "share"), _ROUNDS, _LENGTH_COLUMN),
+_Columns = tuple[tuple[str, Format], ...]
+_EVALUATION: _Columns = (
+    *(("evaluation", "text"), ("kind", "text"), ("on", "text"), ("length", "number")),
+    *(("from", "number"), ("to", "number"), ("verifications", "count")),
+    *(("on-policy", "share"), ("lossless", "text"), ("speed-up", "number")),
 )
-_SET = (("set", "text"), ("prompts", "count"), _ROUNDS, _LENGTH_COLUMN)
-_SWEEP = (("draft_tokens", "count"), _LENGTH_COLUMN, ("speedup", "number"))
+_LENGTH: _Columns = (("rounds", "count"), ("acceptance_length", "number"))
+_SOURCE: _Columns = (
+    *(("source", "text"), ("documents", "count"), ("supervised_tokens", "count")),
+    *(("on_policy", "share"), *_LENGTH),
+)
+_SET: _Columns = (("set", "text"), ("prompts", "count"), *_LENGTH)
+_SWEEP: _Columns = (("draft_tokens", "count"), _LENGTH[1], ("speedup", "number"))
 
 
 def _plain_table(
-    title: str, one: Evaluation, fields: Sequence[Any], lines: Sequence[dict[str, Any]], fewest: int
+    title: str, one: Evaluation, fields: _Columns, lines: Sequence[dict[str, Any]], fewest: int
 ) -> list[Part]:
     """Return the table of some fields of lines of JSON, if there are enough lines."""
     words = {"rounds": "verifications", "speedup": "speed-up"}
-    columns = [(words.get(name, name.replace("_", " ")), form) for name, form in fields]
-    rows = [[line.get(name) for name, _ in fields] for line in lines]
-    table = Table(title=f"{title}: {one.name}", columns=columns, rows=rows)
-    return [table] if len(rows) >= fewest else []
-
-
-def _forecasts(bins: dict[str, Any]) -> list[Part]:
-    """Return the chart of confidence heads; nothing if no draft has one."""
-    series: dict[str, list[Point]] = {
-        name: [(mean, share) for weight, mean, share in own if weight and mean is not None]
-        for name, own in bins.items()
-        if own
-    }
-    whole = Axis(title="mean forecast", format="share", least=0, most=1)
-    chart = Chart(
-        title="Forecast and acceptance",
-        x=whole,
-        y=dataclasses.replace(whole, title="share accepted"),
-        series={**series, "calibrated": [(0.0, 0.0), (1.0, 1.0)]},
-        note="The draft forecasts for every drafted token the probability that it is accepted. "
-        "Above the line of calibrated forecasts it is too careful, below it too sure.",
+    table = Table(
+        title=f"{title}: {one.name}",
+        columns=[(words.get(name, name.replace("_", " ")), form) for name, form in fields],
+        rows=[[line.get(name) for name, _ in fields] for line in lines],
     )
-    return [chart] if any(series.values()) else []
+    return [table] if len(lines) >= fewest else []
 
 
 # -- drafted tokens --------------------------------------------------------------------------------
@@ -453,22 +374,15 @@ _KEYS = [
     ["document", "the document's token, not the target's"],
 ]
 
-Word = tuple[int, str]
-"""The id and the text of a token."""
-
 
 def _drafted_tokens(measured: Sequence[Evaluation]) -> Section:
     """Return the section with the responses that evaluations have kept."""
-    keys = _KEYS if any(one.decoded is None for one in measured) else _KEYS[:3]
     documents = [response(one, sample) for one in measured for sample in one.result.samples]
     data = {
         "note": "",
         "noun": "response",
         "item": "verification step",
-        "modes": [
-            ["steps", "drafted tokens", keys],
-            ["steps all", "also those after a rejected one", [*keys, ["unused", "not used"]]],
-        ],
+        "keys": _KEYS if any(one.decoded is None for one in measured) else _KEYS[:3],
         "documents": documents,
     }
     return Section(
@@ -480,35 +394,36 @@ def _drafted_tokens(measured: Sequence[Evaluation]) -> Section:
 
 
 def response(one: Evaluation, sample: Sample) -> dict[str, Any]:
-    """Return a sampled response as a document of the viewer (`pages.viewer`)."""
-    texts, joiner = one.result.texts, Joiner()
+    """Return a sampled response as a document of the viewer (`pages/viewer.js`)."""
+    texts = one.result.texts
     segments: list[dict[str, Any]] = []
-    rounds = [part for part in sample.parts if isinstance(part, VerificationStep)]
+    steps = [part for part in sample.parts if isinstance(part, VerificationStep)]
     position, step = 0, 0
     for part in sample.parts:
         if isinstance(part, Context):
-            joiner = Joiner() if part.left_out else joiner
             title = f"context, {part.left_out:,} tokens before are not shown" * bool(part.left_out)
             segments.append({"title": title or "context", "learned": False, "items": []})
-            words = [[text, "context"] for _, text in _words(part.tokens, texts, joiner)]
+            words = [[_text(token, texts), "context"] for token in part.tokens]
             about = ["Tokens that are not drafted."]
             position = 0
         elif isinstance(part, First):
             segments.append({"title": "response", "learned": True, "items": []})
-            words = [[text, "target"] for _, text in _words(part.tokens, texts, joiner)]
+            words = [[_text(token, texts), "target"] for token in part.tokens]
             about = ["Where the response begins."]
             position += len(part.tokens)
         else:
             step += 1
-            where = f"Verification step {step} of {len(rounds)}, after {position:,} tokens"
-            words, about = _step(part, texts, joiner, where)
+            words, about = _step(part, texts)
+            about[0] = (
+                f"Verification step {step} of {len(steps)}, after {position:,} tokens: {about[0]}"
+            )
             position += len(part.emitted)
         segments[-1]["items"].append({"words": words, "about": about})
-    emitted, accepted = (sum(len(x.emitted) for x in rounds), sum(x.accepted for x in rounds))
+    emitted, accepted = (sum(len(x.emitted) for x in steps), sum(x.accepted for x in steps))
     head = (
-        f"{len(rounds):,} verification steps, {emitted:,} tokens: "
-        f"{emitted / max(len(rounds), 1):.2f} per step. {accepted:,} of "
-        f"{sum(len(x.drafted) for x in rounds):,} drafted tokens accepted."
+        f"{len(steps):,} verification steps, {emitted:,} tokens: "
+        f"{emitted / max(len(steps), 1):.2f} per step. {accepted:,} of "
+        f"{sum(len(x.drafted) for x in steps):,} drafted tokens accepted."
     )
     if one.decoded is not None and one.decoded.tree_tokens:
         head += " Decoded with trees: of the drafted tokens only the accepted path is kept."
@@ -519,46 +434,34 @@ def response(one: Evaluation, sample: Sample) -> dict[str, Any]:
     }
 
 
-def _words(ids: Sequence[int], texts: dict[str, str], joiner: Joiner) -> list[Word]:
-    """Return the tokens with their texts after those that `joiner` has seen."""
-    return [(token, joiner.add(texts.get(str(token), "")) or f"<token {token}>") for token in ids]
+def _text(token: int, texts: dict[str, str]) -> str:
+    return texts.get(str(token)) or f"<token {token}>"
 
 
-def _step(
-    step: VerificationStep, texts: dict[str, str], response: Joiner, where: str
-) -> tuple[list[list[str]], list[str]]:
-    """Return the words of a verification step with their kinds, and what is said of it.
-
-    Drafted tokens go on after the response before the step, the target's token after the drafts
-    that were accepted; `response` goes on with the tokens that the step emits.
-    """
-    begun, count = response.begun, step.accepted
-    drafted = _words(step.drafted, texts, Joiner(begun))
-    accepted = Joiner(begun)
-    _words(step.drafted[:count], texts, accepted)
-    choice = None if step.choice is None else _words([step.choice], texts, accepted)[0]
-    emitted = _words(step.emitted, texts, response)
+def _step(step: VerificationStep, texts: dict[str, str]) -> tuple[list[list[str]], list[str]]:
+    """Return the words of a verification step with their kinds, and what is said of it."""
+    drafted, emitted, count, choice = step.drafted, step.emitted, step.accepted, step.choice
     words = [
-        [text, "accepted" if i >= len(emitted) or emitted[i][0] == token else "differs"]
-        for i, (token, text) in enumerate(drafted[:count])
+        [_text(token, texts), "accepted" if emitted[i : i + 1] in ([], [token]) else "differs"]
+        for i, token in enumerate(drafted[:count])
     ]
-    rejected = ["rejected" if choice else "unused"] + ["unused"] * len(drafted)
-    words += [[text, kind] for (_, text), kind in zip(drafted[count:], rejected, strict=False)]
+    if choice is not None and len(drafted) > count:
+        words.append([_text(drafted[count], texts), "rejected"])
     if len(emitted) > count:
-        same = choice is None or emitted[count][0] == choice[0]
-        words.append([emitted[count][1], "target" if same else "document"])
-    elif count and len(emitted) == count and emitted[-1][0] != drafted[count - 1][0]:
-        words.append([emitted[-1][1], "document"])
+        kind = "target" if choice in (None, emitted[count]) else "document"
+        words.append([_text(emitted[count], texts), kind])
+    elif count and len(emitted) == count and emitted[-1] != drafted[count - 1]:
+        words.append([_text(emitted[-1], texts), "document"])
+
+    def quoted(token: int) -> str:
+        return json.dumps(_text(token, texts), ensure_ascii=False)
+
     about = [
-        f"{where}: {count} of {len(drafted)} drafted tokens accepted.",
-        "Drafted: " + (" ".join(map(_quoted, drafted)) or "nothing"),
+        f"{count} of {len(drafted)} drafted tokens accepted.",
+        "Drafted: " + (" ".join(map(quoted, drafted)) or "nothing"),
     ]
-    if choice:
-        about.append(f"The target's token: {_quoted(choice)}.")
+    if choice is not None:
+        about.append(f"The target's token: {quoted(choice)}.")
     if words and words[-1][1] == "document":
-        about.append(f"The document goes on with {_quoted(emitted[-1])}.")
+        about.append(f"The document goes on with {quoted(emitted[-1])}.")
     return words, about
-
-
-def _quoted(word: Word) -> str:
-    return json.dumps(word[1], ensure_ascii=False)

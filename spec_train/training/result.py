@@ -43,8 +43,9 @@ class FitResult:
     def _lines(self, split: str) -> list[dict[str, Any]]:
         file = self.directory / "metrics.jsonl"
         text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+        whole = text[: text.rfind("\n") + 1]  # not a line that is being written
         try:
-            lines = [dict(json.loads(line)) for line in text.splitlines()]
+            lines = [dict(json.loads(line)) for line in whole.splitlines()]
         except (ValueError, TypeError) as error:
             raise RunError(f"{file}: damaged ({error}); restore it, or remove the line") from None
         return [line for line in lines if line.get("split") == split]

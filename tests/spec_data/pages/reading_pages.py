@@ -1,6 +1,5 @@
 """Read a page again, token by token, without the code that wrote it."""
 
-import re
 from typing import Any
 
 from spec_data.pages.page import Page
@@ -20,33 +19,21 @@ def marked(spans: list[int], length: int) -> list[bool]:
     return [any(a <= t < b for a, b in pairs) for t in range(length)]
 
 
-def whole_text(texts: list[str]) -> str:
-    """Return the text of a document: that of its tokens without marks of bytes."""
-    return re.sub("⟨[0-9A-F]{2}(?: [0-9A-F]{2})*⟩", "", "".join(texts))
-
-
 def read_document(data: dict[str, Any], place: int) -> dict[str, Any]:
-    """Return ids, texts, mask, and the teacher's figures (None where unknown) of a document."""
+    """Return ids, texts, mask, and the target's choices (None where unknown) of a document."""
     own = data["documents"][place]
     rows = own["t"]
-    joined = own.get("join", {})
     found: dict[str, Any] = {
         "head": own["head"],
         "id": own["id"],
         "turns": own["turns"],
         "ids": [data["tokens"][row] for row in rows],
-        "texts": [joined.get(t, data["texts"][row]) for t, row in enumerate(rows)],
+        "texts": [data["texts"][row] for row in rows],
         "mask": marked(own["m"], len(rows)),
     }
-    if "known" not in own:
-        return found
-    known = marked(own["known"], len(rows))
-    wrong = dict(zip(own["wrong"][::2], own["wrong"][1::2], strict=True))
-    places = [t for t in range(len(rows)) if known[t]]
-    for name in ("choice", "entropy", "nll"):
-        found[name] = [None] * len(rows)
-    for count, t in enumerate(places):
-        found["choice"][t] = data["tokens"][wrong.get(t, rows[t])]
-        for name in ("entropy", "nll"):
-            found[name][t] = own[name][count] if name in own else None
+    if "known" in own:
+        known = marked(own["known"], len(rows))
+        wrong = dict(zip(own["wrong"][::2], own["wrong"][1::2], strict=True))
+        ids = [data["tokens"][wrong.get(t, row)] for t, row in enumerate(rows)]
+        found["choice"] = [ids[t] if known[t] else None for t in range(len(rows))]
     return found

@@ -7,13 +7,12 @@ ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u20
 
 def sample_viewer(text: str) -> Viewer:
     """Return a viewer of one response with `text` as a token of every kind."""
-    kinds = ("context", "accepted", "differs", "rejected", "unused", "target", "document", "sup")
+    kinds = ("context", "accepted", "differs", "rejected", "target", "document", "sup", "wrong")
     items = [{"words": [[f"{text} ", kind]], "about": [f"{kind} {text}"]} for kind in kinds]
     segment = {"title": f"turn {text}", "learned": True, "items": items}
     keys = [[kind, f"{kind} {text}"] for kind in kinds]
-    modes = [["steps", "drafted", keys], ["steps all", "all", keys], ["supervised", "mask", keys]]
     documents = [{"head": f"{n} {text}", "id": text, "segments": [segment]} for n in range(2)]
-    data = {"note": text, "noun": "response", "item": "step", "modes": modes}
+    data = {"note": text, "noun": "response", "item": "step", "keys": keys}
     return Viewer(data=data | {"documents": documents})
 
 
@@ -26,12 +25,11 @@ def sample_page(text: str = "plain") -> Page:
         y=Axis(title="loss in nats"),
         series={f"first {text}": steps, "second": [(x, y + 0.2) for x, y in steps]},
     )
-    bars = Chart(
-        title="Documents by length",
-        x=Axis(title="tokens"),
-        y=Axis(title="documents", format="count", least=0),
-        labels=["0–49", f"50–99 {text}"],
-        series={"documents": [3, 4]},
+    depths = Chart(
+        title="Acceptance by depth",
+        x=Axis(title="depth", format="count", least=1),
+        y=Axis(title="share", format="share", least=0),
+        series={"draft": [(1, 0.5), (2, float("nan")), (3, None)]},
     )
     table = Table(
         title=f"Columns {text}",
@@ -45,7 +43,7 @@ def sample_page(text: str = "plain") -> Page:
         kind="Dataset",
         sections=[
             Section(title=f"Overview {text}", text=text, parts=[figures, Note(text=text)]),
-            Section(title="Charts", parts=[lines, bars, table, Note(text=text, warning=True)]),
+            Section(title="Charts", parts=[lines, depths, table, Note(text=text, warning=True)]),
             Section(title="Viewer", parts=[sample_viewer(text)]),
         ],
         footer=f"spec-data {text}",

@@ -1,7 +1,6 @@
 """The page of a dataset: every figure equals a slow loop over the dataset."""
 
 import math
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +10,13 @@ import spec_data
 from spec_data.cli import main
 from spec_data.commands.report import write_report
 from spec_data.models.reading import load_tokenizer
-from spec_data.pages import dataset_page as dataset_page_module
-from spec_data.pages.dataset_page import dataset_page
+from spec_data.pages.dataset_page import dataset_page, shown_documents, spans_of
 from spec_data.pages.page import page_bytes
-from spec_data.pages.viewer import affordable_sample, shown_documents, spans_of
 from spec_data.shards.errors import MissingError
-from spec_data.shards.even_sample import even_sample
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from tests.remote_tools import forget_memory, put_in_memory
-from tests.spec_data.pages.reading_pages import part, read_document, whole_text
+from tests.spec_data.pages.reading_pages import part, read_document
 from tests.spec_data.runs import run, save_target, write_corpus
-
-EPS = 5e-3  # entropies and NLLs are rounded to three digits after the point
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +43,7 @@ def data(tmp_path_factory, target, sources):
 
 @pytest.fixture(scope="module")
 def page(data):
-    return dataset_page(data, scored=7)
+    return dataset_page(data)
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +71,10 @@ def test_totals_and_bytes_are_those_of_the_shards(page, data, rows):
     assert predicting == supervised and len(columns) == 8
 
 
-def test_a_histogram_and_sources_count_every_document(page, rows):
-    chart = part(page, "Documents", "chart", "Length of documents")
-    lengths = [len(row["input_ids"]) for row in rows]
-    counted: Counter = Counter()
-    for place, label in enumerate(chart["labels"]):
-        low, _, high = label.replace(",", "").partition("–")
-        counted[place] = sum(int(low) <= length <= int(high or low) for length in lengths)
-    values = chart["series"]["documents"]
-    assert values == [counted[i] for i in range(len(values))] and sum(values) == 20
+def test_lengths_and_sources_count_every_document(page, rows):
+    lengths = sorted(len(row["input_ids"]) for row in rows)
+    for share, most in part(page, "Documents", "table", "Length of documents")["rows"]:
+        assert most == lengths[math.floor(share * (len(lengths) - 1))]
     table = part(page, "Documents", "table", "Sources")["rows"]
     for name, documents, tokens, supervised, share, *_ in table:
         own = [row for row in rows if row["source"] == name]
@@ -99,12 +88,6 @@ def test_what_was_left_out_is_counted_by_reason(page):
     counts = dict(part(page, "What was left out", "table", "From rows to documents")["rows"])
     assert counts["corpus rows read"] == 22 and counts["documents kept"] == 20
     assert counts["dropped: duplicate"] == 2
-
-
-def logits_of(row, head, t):
-    """The logits after token t of a document, by loops in Python's own floats."""
-    state = row["hidden.final"][t].double().tolist()
-    return [math.fsum(a * b for a, b in zip(state, w, strict=True)) for w in head]
 
 
 @pytest.fixture(scope="module")
@@ -132,12 +115,12 @@ def test_agreement_by_source_equals_a_loop_over_tokens(page, rows, head):
         assert nll == pytest.approx(total / seen, abs=0.02), "states are stored in bf16"
 
 
-def test_the_viewer_holds_every_token_of_every_document(page, data, rows, head):
+def test_the_viewer_holds_every_token_of_every_document(page, data, rows):
     viewer = part(page, "Tokens", "viewer")["data"]
     tokenizer = load_tokenizer(data / "target")
-    assert "All 20 documents" in viewer["note"] and "in 7 of them" in viewer["note"]
-    assert len(viewer["documents"]) == 20
-    scored = set(even_sample(range(20), 7))
+    assert "All 20 documents" in viewer["note"] and len(viewer["documents"]) == 20
+    special = {viewer["tokens"][row] for row in viewer["special"]}
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in special
     for place, row in enumerate(rows):
         found = read_document(viewer, place)
         ids = row["input_ids"].tolist()
@@ -145,56 +128,30 @@ def test_the_viewer_holds_every_token_of_every_document(page, data, rows, head):
         assert found["id"] == row["doc_id"] and found["ids"] == ids
         assert found["mask"] == [bool(m) for m in row["loss_mask"]]
         assert found["turns"] == [[t["role"], t["start"], t["end"]] for t in row["turns"]]
-        assert whole_text(found["texts"]) == tokenizer.decode(ids)
-        special = {viewer["tokens"][row] for row in viewer["special"]}
-        assert tokenizer.convert_tokens_to_ids("<|im_end|>") in special
-        for t in range(len(ids)):
-            if t == 0 or not row["loss_mask"][t]:
-                assert found["choice"][t] is None
-                continue
-            assert found["choice"][t] == int(row["target_argmax"][t - 1])
-            assert (found["entropy"][t] is not None) == (place in scored)
-    place = sorted(scored)[3]
-    found = read_document(viewer, place)
-    for t in range(len(found["ids"])):
-        if found["choice"][t] is None:
-            continue
-        z = logits_of(rows[place], head, t - 1)
-        top = max(z)
-        total = math.fsum(math.exp(v - top) for v in z)
-        p = [math.exp(v - top) / total for v in z]
-        entropy = -math.fsum(v * math.log(v) for v in p if v > 0)
-        assert found["entropy"][t] == pytest.approx(entropy, abs=EPS)
-        assert found["nll"][t] == pytest.approx(-math.log(p[found["ids"][t]]), abs=EPS)
+        assert "".join(found["texts"]) == tokenizer.decode(ids)
+        stored = [t > 0 and bool(row["loss_mask"][t]) for t in range(len(ids))]
+        best = [None, *row["target_argmax"].tolist()[:-1]]
+        assert found["choice"] == [best[t] if stored[t] else None for t in range(len(ids))]
+        wrong = sum(stored[t] and best[t] != ids[t] for t in range(len(ids)))
+        assert f"{100 * (1 - wrong / sum(stored)):.1f}\u00a0% the target's" in found["head"]
 
 
 def test_a_sample_is_even_and_the_page_says_so(data):
-    viewer = dataset_page(data, documents=4, scored=0).sections[1].parts[0]
+    viewer = dataset_page(data, documents=4).sections[1].parts[0]
     heads = [d["head"].split(" · ")[0] for d in viewer.data["documents"]]
     assert heads == [f"Document {n}" for n in (2, 7, 12, 17)]
     assert viewer.data["note"].startswith("This page holds 4 of 20 documents, evenly spaced.")
-    assert all("entropy" not in d and "known" in d for d in viewer.data["documents"])
-
-
-def test_a_large_head_is_computed_for_fewer_documents_and_the_page_says_so(data, monkeypatch):
-    head = HiddenStatesDataset(data).manifest.head
-    each = 2 * head.vocab_size * head.hidden_size
-    monkeypatch.setattr(dataset_page_module, "OPERATIONS", 60 * each)
-    viewer = dataset_page(data).sections[1].parts[0]
-    scored = [d for d in viewer.data["documents"] if "entropy" in d]
-    assert 0 < len(scored) < 20 and sum(len(d["entropy"]) for d in scored) <= 60
-    assert f"known in {len(scored)} of them" in viewer.data["note"]
 
 
 def test_a_dataset_here_is_named_by_its_directory(data, monkeypatch):
     monkeypatch.chdir(data / "target")
     for given in ("..", "../", str(data)):
-        assert Path(write_report(given, scored=0).path) == Path(f"{data}.html")
-        assert dataset_page(given, scored=0).title == data.name
+        assert Path(write_report(given).path) == Path(f"{data}.html")
+        assert dataset_page(given).title == data.name
 
 
 def test_equal_datasets_have_equal_pages(data):
-    assert page_bytes(dataset_page(data, scored=2)) == page_bytes(dataset_page(data, scored=2))
+    assert page_bytes(dataset_page(data)) == page_bytes(dataset_page(data))
 
 
 @pytest.mark.parametrize(
@@ -208,21 +165,17 @@ def test_equal_datasets_have_equal_pages(data):
 )
 def test_every_kind_of_supervision_has_a_page(target, sources, tmp_path, changes):
     run(target, sources[0], tmp_path / "set", **changes)
-    page = dataset_page(tmp_path / "set", scored=len(HiddenStatesDataset(tmp_path / "set")))
+    page = dataset_page(tmp_path / "set")
     assert len(page_bytes(page)) > 10_000
-    viewer = part(page, "Tokens", "viewer")["data"]
     row = HiddenStatesDataset(tmp_path / "set")[0]
-    found = read_document(viewer, 0)
+    found = read_document(part(page, "Tokens", "viewer")["data"], 0)
     for t, choice in enumerate(found["choice"]):
         stored = t > 0 and (changes.get("teacher") == "all" or bool(row["loss_mask"][t]))
-        assert (choice is not None) == stored
-        if stored:
-            assert choice == int(row["target_argmax"][t - 1])
-            assert (found["entropy"][t] is None) == ("topk" in changes.get("supervision", ""))
+        assert choice == (int(row["target_argmax"][t - 1]) if stored else None)
 
 
 def test_the_command_writes_beside_the_dataset_and_names_the_next_one(data, capsys, caplog):
-    assert main(["report", str(data), "--scored", "0"]) == 0
+    assert main(["report", str(data)]) == 0
     out = capsys.readouterr().out
     assert f"written: {data}.html" in out and "spec-train fit eagle3" in caplog.text
     assert f"<title>{data.name} – Dataset</title>" in Path(f"{data}.html").read_text()
@@ -234,7 +187,6 @@ def test_a_user_is_told_what_is_wrong(tmp_path, data, capsys):
     for words, message in (
         (["--out", str(tmp_path / "no" / "x.html")], "pass a file name"),
         (["--documents", "0"], "--documents 0: "),
-        (["--scored", "-1"], "--scored -1: "),
     ):
         assert main(["report", str(data), *words]) == 2
         assert message in capsys.readouterr().err
@@ -245,7 +197,7 @@ def test_a_remote_dataset_has_the_page_of_the_local_one(data, page, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     put_in_memory(data, "memory://bucket/set")
     try:
-        out = write_report("memory://bucket/set", scored=7)
+        out = write_report("memory://bucket/set")
     finally:
         forget_memory()
     assert out.path == Path("set.html") and out.path.read_bytes() == page_bytes(page)
@@ -253,7 +205,7 @@ def test_a_remote_dataset_has_the_page_of_the_local_one(data, page, tmp_path, mo
 
 def test_a_view_has_a_page_of_its_documents_and_of_what_it_left_out(data, tmp_path, rows):
     spec_data.select(data, tmp_path / "view", where="source = 'two.jsonl'")
-    found = dataset_page(tmp_path / "view", scored=2)
+    found = dataset_page(tmp_path / "view")
     documents = part(found, "Tokens", "viewer")["data"]["documents"]
     assert [d["id"] for d in documents] == [r["doc_id"] for r in rows if r["source"] == "two.jsonl"]
     facts = dict(part(found, "Overview", "table", "What it is")["rows"])
@@ -265,7 +217,7 @@ def test_a_view_has_a_page_of_its_documents_and_of_what_it_left_out(data, tmp_pa
 def test_a_converted_dataset_has_a_page(data, target, tmp_path):
     spec_data.export_dataset(data, "specforge", tmp_path / "states")
     spec_data.convert(tmp_path / "states", target, tmp_path / "made", from_="specforge")
-    found = dataset_page(tmp_path / "made", scored=2)
+    found = dataset_page(tmp_path / "made")
     facts = dict(part(found, "Overview", "table", "What it is")["rows"])
     assert facts["captured"].startswith("by SpecForge")
     assert len(part(found, "Tokens", "viewer")["data"]["documents"]) == 20
@@ -282,9 +234,7 @@ def test_spans_mark_what_was_marked(seed):
 
 
 def test_a_sample_keeps_to_its_tokens():
-    lengths = np.random.default_rng(0).integers(1, 500, 2000)
-    assert shown_documents(lengths, 5) == [200, 600, 1000, 1400, 1800]
+    lengths = np.random.default_rng(0).integers(1, 500, 20_000)
+    assert shown_documents(lengths[:2000], 5) == [200, 600, 1000, 1400, 1800]
     assert shown_documents(np.array([9_000_000, 5]), 2) == [1]
-    sample = affordable_sample(range(2000), 1500, lengths, 20_000)
-    assert 15_000 < lengths[sample].sum() <= 20_000
-    assert affordable_sample(range(2000), 1500, lengths, 0.0) == [1000]
+    assert 3_900_000 < lengths[shown_documents(lengths, 20_000)].sum() < 4_100_000

@@ -54,8 +54,8 @@ def test_charts_have_their_data_as_a_table_and_follow_the_colours_of_the_system(
         assert rows.count() == 40
         assert rows.nth(1).locator("td").all_inner_texts() == ["1", "1", "1.2"]
         tab.locator("summary").nth(1).click()
-        bars = tab.locator("details").nth(1).locator("tbody tr")
-        assert bars.nth(0).locator("td").all_inner_texts() == ["0–49", "3"]
+        depths = tab.locator("details").nth(1).locator("tbody tr")
+        assert depths.nth(0).locator("td").all_inner_texts() == ["1", "50.0\u00a0%"]
 
 
 def test_texts_of_the_data_stay_texts(browser, tmp_path):

@@ -34,7 +34,12 @@ def test_fit_leaves_a_page_with_its_curves(run):
     assert titles(run / "report.html")[:3] == ["Overview", "Learning", "Acceptance"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     held = [(x["tokens"], x["loss"]) for x in lines if x["split"] == "validation"]
-    (loss,) = [part for part in page_of([run]).parts("chart") if part.title == "Loss"]
+    (loss,) = [
+        part
+        for section in page_of([run]).sections
+        for part in section.parts
+        if getattr(part, "title", "") == "Loss"
+    ]
     assert loss.series["held out"] == held
 
 

@@ -12,7 +12,7 @@ DEPTHS = 3
 ATTACK = "</script><img src=x onerror=alert(1)><!--\u2028"
 
 
-def metrics_lines(seed: int, steps: int = 40, forecasts: bool = False) -> list[dict[str, Any]]:
+def metrics_lines(seed: int, steps: int = 40) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl as `fit` writes them: training every 2 steps, validation every 10."""
     random = np.random.default_rng(seed)
     lines: list[dict[str, Any]] = []
@@ -35,25 +35,17 @@ def metrics_lines(seed: int, steps: int = 40, forecasts: bool = False) -> list[d
             held["serving_like_length"] = 1 + float(random.random())
             held["serving_like_interval"] = [1.25, 1.75]
             held |= {"serving_like_uncut": own["product_limit_length"], "serving_like_rounds": 300}
-            if forecasts:
-                held["confidence_bins"] = [
-                    [0.0, None, None] if b == 7 else [float(b + 1), (b + 0.5) / 10, random.random()]
-                    for b in range(10)
-                ]
             lines.append(held)
     return lines
 
 
-def write_run(
-    place: Path, seed: int = 0, forecasts: bool = False, **options: Any
-) -> list[dict[str, Any]]:
+def write_run(place: Path, seed: int = 0, **options: Any) -> list[dict[str, Any]]:
     """Write a run directory with `options` in fit.json; return its lines of metrics."""
     place.mkdir(parents=True)
-    lines = metrics_lines(seed, forecasts=forecasts)
+    lines = metrics_lines(seed)
     (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (place / "fit.json").write_text(json.dumps({"data": "data", "lr": 0.1, "clip": 0.5} | options))
-    identity = {"draft": "dspark" if forecasts else "eagle3"}
-    run = {"identity": identity, "total_steps": 40}
+    run = {"identity": {"draft": "eagle3"}, "total_steps": 40}
     write_record(place / "run.json", run)
     return lines
 
@@ -97,16 +89,11 @@ def data_figures(seed: int = 0, text: str = "", sources: int = 3) -> dict[str, A
         }
         for i in range(sources)
     ]
-    by_position = [
-        {"start": 0, "end": 16, "rounds": 60, "acceptance_length": 1.25},
-        {"start": 16, "end": 32, "rounds": 25, "acceptance_length": 1.75},
-        {"start": 32, "end": 64, "rounds": 5, "acceptance_length": 3.0},
-    ]
     return {
         **{"path": f"data {text}", "split": "validation", "mask": "assistant", "documents": 12},
         **{"supervised_tokens": 600, "on_policy": 0.75, "missing_mass": None},
         **{"teacher_forced": None, "simulated": walk},
-        **{"by_source": by_source, "by_position": by_position},
+        "by_source": by_source,
         "samples": [sample(f"document {i} {text}", text=True) for i in range(3)],
         "texts": texts(text),
     }
@@ -120,7 +107,6 @@ def real_figures(text: str = "") -> dict[str, Any]:
         **{"temperature": 0.0, "dtype": "float32", "draft_tokens": 3, "options": {}},
         "per_prompt": [{"prompt": "0f", "rounds": 40, "emitted": 100}],
         **{"rounds": 40, "responses": 8, "identical": 8, "speedup": 1.5, "tree_tokens": 0},
-        "by_position": [{"start": 0, "end": 16, "rounds": 40, "acceptance_length": 2.5}],
         "by_set": [
             {"set": f"{name} {text}", "prompts": 4, "rounds": 20, "acceptance_length": length}
             | {"interval": [1.0, 3.0]}
