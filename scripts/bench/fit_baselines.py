@@ -68,13 +68,13 @@ def unrolled(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     total, weight = carried.new_zeros(()), 0.0
     for step in range(draft.options.ttt_steps):
         u = layer.inputs(draft.embed(known), carried)
-        cos, sin = draft.rotary.cos_sin(batch.position_ids + step, None, u.dtype)
+        cos, sin = draft.rotary(batch.position_ids + step, None, u.dtype)
         q = attention.queries(u, cos, sin)
         k, v = (repeat_heads(x, q.shape[1]) for x in attention.keys_values(u, cos, sin))
         keys.append(k)
         values.append(v)
-        scores = [q @ keys[0].mT * attention.scale + bias]
-        scores += [(q * k).sum(-1, keepdim=True) * attention.scale for k in keys[1:]]
+        scores = [q @ keys[0].mT * attention.head_dim**-0.5 + bias]
+        scores += [(q * k).sum(-1, keepdim=True) * attention.head_dim**-0.5 for k in keys[1:]]
         shares = torch.cat(scores, -1).softmax(-1)
         out = shares[..., :length] @ values[0]
         for i, v in enumerate(values[1:]):
@@ -108,7 +108,7 @@ def layer_by_layer(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     if draft.training and options.noise > 0:
         fed = states + input_noise(states, options.noise)
     (x,) = draft.layer_inputs(shifted(batch.input_ids, batch), fed)
-    cos, sin = draft.rotary.cos_sin(batch.position_ids, None, x.dtype)
+    cos, sin = draft.rotary(batch.position_ids, None, x.dtype)
     attend = attend_masked(causal_mask(documents), draft.scale)
     for layer in draft.layers:
         x = layer(x, cos, sin, attend)
@@ -158,7 +158,7 @@ def all_blocks(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     attends = [attend_masked(mask, config.head_dim**-0.5)] * config.num_hidden_layers
     y = draft.forward_blocks(ids.flatten(1), positions.flatten(1), context, attends)
     y = y.unflatten(1, (anchors.shape[1], size))[:, :, config.first :]  # [B, N, D, H]
-    places = blocks.places(depth).clamp_max(documents.shape[1] - 1)
+    places = blocks.slots(depth).clamp_max(documents.shape[1] - 1)
     logits, heads = y @ draft.head_rows(head).mT, draft.markov_head  # [B, N, D, Vd]
     known = None
     if heads is not None:

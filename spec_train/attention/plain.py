@@ -57,8 +57,7 @@ def attend_cached(
         q: queries [B, h, n, d] of the last n of the T rows.
         k, v: keys and values [B, g, T, d] of all rows, the new ones included.
         scale: multiplies the scores.
-        seen: True where a new row sees a row without the window, bool [n, T] or, if sequences
-            differ, [B, 1, n, T]; None: causal.
+        seen: True where a new row sees a row without the window, bool [n, T]; None: causal.
         window: number of positions that a row sees; None: no limit.
 
     Returns:

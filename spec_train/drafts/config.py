@@ -24,8 +24,7 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import LAYER_CONVENTION
 from spec_data.terminal.config import to_dict
-from spec_data.terminal.console import did_you_mean
-from spec_train.drafts.layers import LayerShape
+from spec_train.drafts.layers import LayerShape, activation
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import TOKEN_KEYS
 from spec_train.options.shape_options import FULL, SLIDING
@@ -74,11 +73,7 @@ class DraftConfig(LayerSizes):
     layers: tuple[int, ...] = ()  # block outputs that it reads, counted from 0, ascending
 
     def __post_init__(self) -> None:
-        """Bring `layer_types` into one form; refuse a shape that no draft of this kind can have.
-
-        Raises:
-            DraftError: names the field.
-        """
+        """Bring `layer_types` into one form; refuse a shape that no draft of this kind can have."""
         sliding = set(self.layer_types) - {FULL}
         object.__setattr__(self, "layer_types", tuple(self.layer_types) if sliding else ())
         if not sliding:
@@ -97,20 +92,17 @@ class DraftConfig(LayerSizes):
         dtype: str | None = None,
         origin: dict[str, Any] | None = None,
         positions: Positions | None = None,
-        **own: Any,
+        **fields: Any,
     ) -> Self:
-        """Derive a draft's configuration from the target's config.json.
+        """Derive a draft's configuration from the target's config.json and the draft's options.
 
         Args:
             target_config: the target's config.json.
             options: of the draft; what it has otherwise than the target.
-            vocab_size: of the target.
-            draft_vocab_size: tokens that the draft can propose; None: all of them.
-            layers: ids of the captured layers that it reads, ascending.
+            vocab_size, draft_vocab_size, layers, origin: as the fields; None: all tokens, no facts.
             dtype: the target's dtype, used if `target_config` names none; None: bfloat16.
-            origin: further facts that identify the target and its prompts.
             positions: what the dataset records of the target's positions.
-            **own: fields that only this kind of draft has, if no option sets them.
+            **fields: fields that only this kind of draft has, if no option sets them.
 
         Raises:
             DraftError: no draft is registered for the target's family, a size is missing, or the
@@ -139,7 +131,7 @@ class DraftConfig(LayerSizes):
             draft_vocab_size=vocab_size if draft_vocab_size is None else draft_vocab_size,
             layers=layers,
             **cls.from_options(options, shape),
-            **own,
+            **fields,
         )
 
     @classmethod
@@ -149,12 +141,10 @@ class DraftConfig(LayerSizes):
 
     @property
     def rope(self) -> RopeSettings:
-        """The fields that the rotary embedding needs."""
         return RopeSettings.of(self)
 
     @property
     def layer_shape(self) -> LayerShape:
-        """The fields that a decoder layer needs."""
         return LayerShape(**{f.name: getattr(self, f.name) for f in dataclasses.fields(LayerShape)})
 
     @property
@@ -193,16 +183,13 @@ class DraftConfig(LayerSizes):
 
     def own_json(self, options: Any) -> dict[str, Any]:
         """Return the section of config.json that only this project reads."""
-        kept = {  # without null, which some engines do not read
-            name: value
-            for name, value in to_dict(options).items()
-            if name not in PATHS and value is not None
-        }
-        own: dict[str, Any] = {"draft": self.draft}
+        section: dict[str, Any] = {"draft": self.draft}
         if self.reads_layers:
-            own |= {"layers": list(self.layers), "layer_convention": LAYER_CONVENTION}
-        own |= {"options": kept, "origin": self.origin}
-        return own | ({"positions": self.positions} if self.positions else {})
+            section |= {"layers": list(self.layers), "layer_convention": LAYER_CONVENTION}
+        settings = to_dict(options).items()  # without null, which some engines do not read
+        section["options"] = {k: v for k, v in settings if k not in PATHS and v is not None}
+        section["origin"] = self.origin
+        return section | ({"positions": self.positions} if self.positions else {})
 
     def to_json(self, options: Any) -> dict[str, Any]:
         """Return config.json of the draft."""
@@ -215,38 +202,33 @@ class DraftConfig(LayerSizes):
         Raises:
             DraftError: the file is not such a draft of this project, or fields are missing.
         """
-        own = raw.get(SECTION)
+        section = raw.get(SECTION)
         known = set(cls.architectures) & set(raw.get("architectures") or ())
-        if not known or not isinstance(own, dict):
+        if not known or not isinstance(section, dict):
             raise DraftError(
                 f"{where}: no {cls.draft} draft written by spec-train (architectures "
-                f"{raw.get('architectures')}, {SECTION} {'present' if own else 'missing'})"
+                f"{raw.get('architectures')}, {SECTION} {'present' if section else 'missing'})"
             )
         names = [f.name for f in dataclasses.fields(cls) if f.name not in cls.not_keys]
         missing = [name for name in names if name not in raw and name not in cls.switches]
         needed = ("draft", "options", *(("layers",) if cls.reads_layers else ()))
-        missing += [f"{SECTION}.{k}" for k in needed if k not in own]
+        missing += [f"{SECTION}.{k}" for k in needed if k not in section]
         if missing:
             raise DraftError(f"{where}: lacks {', '.join(missing)}; it was edited or damaged")
-        if own["draft"] != cls.draft:
-            raise DraftError(f"{where}: a draft of kind {own['draft']}, not {cls.draft}")
+        if section["draft"] != cls.draft:
+            raise DraftError(f"{where}: a draft of kind {section['draft']}, not {cls.draft}")
         fields: dict[str, Any] = {name: raw[name] for name in names if name in raw}
         if cls.reads_layers:
-            fields["layers"] = tuple(own["layers"])
+            fields["layers"] = tuple(section["layers"])
         else:
             fields["target_hidden_size"] = raw["hidden_size"]
             fields["draft_vocab_size"] = raw["vocab_size"]
-        fields |= {name: own.get(name) or {} for name in ("origin", "positions")}
+        fields |= {name: section.get(name) or {} for name in ("origin", "positions")}
         return cls(**fields, token_ids=token_ids(raw))
 
 
-# -- shape checks ----------------------------------------------------------------------------------
 def check_shape(config: Any) -> None:
-    """Refuse a configuration (`DraftConfig`) whose fields contradict each other or mean nothing.
-
-    Raises:
-        DraftError: names the field, its value and what is possible.
-    """
+    """Raise DraftError if fields of a `DraftConfig` contradict each other or mean nothing."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise DraftError(
@@ -263,7 +245,7 @@ def check_shape(config: Any) -> None:
                 f"head_dim = {config.head_dim}: the target's longrope has {count} numbers in "
                 f"{name}, heads of this size need {pairs}; use the target's head size"
             )
-    _check_activation(config.hidden_act)
+    activation(config.hidden_act)
     types, layers = config.layer_types, config.num_hidden_layers
     if types and len(types) != layers:
         raise DraftError(
@@ -280,40 +262,19 @@ def check_shape(config: Any) -> None:
         )
 
 
-def _check_activation(name: str) -> None:
-    if name == "silu":  # nearly all drafts: transformers takes seconds to import
-        return
-    from transformers.activations import ACT2FN
-
-    if name not in ACT2FN:
-        advice = did_you_mean(str(name), list(ACT2FN))
-        raise DraftError(
-            f"hidden_act = {name!r}: transformers has no such activation{advice} Known: "
-            f"{', '.join(sorted(ACT2FN))}"
-        )
-    if any(True for _ in ACT2FN[name].parameters()):
-        raise DraftError(f"hidden_act = {name!r}: an activation with weights is not supported")
-
-
 # -- the target ------------------------------------------------------------------------------------
 
 
 def target_shape(
     draft: str, target_config: dict[str, Any], positions: Positions | None
 ) -> TargetShape:
-    """Return the shape that a draft takes from its target.
+    """Return the shape that a draft of the kind `draft` takes from its target.
 
     The registry of families is `TARGETS` in `spec_data/models/families.py`. A family that it does
-    not know is derived from its config.json, if the dataset has proven positions of it.
-
-    Args:
-        draft: the kind of draft, for messages.
-        target_config: the target's config.json.
-        positions: what the dataset records of the target's positions, if it does.
+    not know is derived from its config.json, if the dataset has proven `positions` of it.
 
     Raises:
-        DraftError: the family is not registered and its positions are not proven, or config.json
-            lacks a size.
+        DraftError: neither is the case, or config.json lacks a size.
     """
     names = target_architectures(target_config)
     if registered(names) is None:
@@ -344,10 +305,7 @@ def target_dtype(config: dict[str, Any]) -> str | None:
 
 
 def special_ids(config: dict[str, Any]) -> list[int]:
-    """Return the special token ids that a target's config names.
-
-    They are part of every draft vocabulary.
-    """
+    """Return the special token ids of a target's config; every draft vocabulary has them."""
     values = token_ids(config).values()
     return [i for value in values for i in (value if isinstance(value, list) else [value])]
 

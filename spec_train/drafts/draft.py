@@ -30,6 +30,7 @@ from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig, special_ids
 from spec_train.drafts.drafting import Drafter, KVCache
 from spec_train.drafts.layers import RMSNorm, Rotary, make_embedding
+from spec_train.drafts.mask_token import settle_mask_token
 from spec_train.drafts.teacher import LOGITS, TOPK
 from spec_train.drafts.vocabulary import choose_vocabulary
 from spec_train.formats.draft_files import DraftFiles, check_tensors, read_files, write_files
@@ -50,17 +51,6 @@ class DraftLoss:
 
     loss: Tensor  # scalar with a graph
     sums: dict[str, Tensor]  # float64, no graph, additive; `Draft.summarise` makes metrics of them
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetFacts:
-    """What a fresh draft is built from."""
-
-    target_config: dict[str, Any]  # the target's config.json
-    manifest: Manifest
-    head: TargetHead
-    token_counts: Tensor | None  # supervised tokens by id, int64 [V], if known
-    positions: Positions | None = None  # of the target; None: the dataset does not record them
 
 
 class Draft(nn.Module, ABC):
@@ -258,8 +248,13 @@ class Draft(nn.Module, ABC):
     # -- building ---------------------------------------------------------------------------------
 
     @classmethod
-    def choose_vocabulary(cls, options: Any, facts: DatasetFacts) -> Tensor | None:
-        """Return the target ids of the draft vocabulary, int64 [Vd] ascending; None: all tokens."""
+    def choose_vocabulary(
+        cls, options: Any, size: int, config: dict[str, Any], counts: Tensor | None
+    ) -> Tensor | None:
+        """Return the target ids of the draft vocabulary, int64 [Vd] ascending; None: all `size`.
+
+        `config` is the target's; `counts` are the supervised tokens by id, int64 [V], if known.
+        """
         return None
 
     @classmethod
@@ -270,11 +265,6 @@ class Draft(nn.Module, ABC):
             DraftError: the dataset does not have them.
         """
         return ()
-
-    @classmethod
-    def own_settings(cls, options: Any, facts: DatasetFacts) -> dict[str, Any]:
-        """Return fields of the configuration that the dataset decides, of this kind alone."""
-        return {}
 
     @classmethod
     def build(
@@ -297,24 +287,24 @@ class Draft(nn.Module, ABC):
             DraftError: options, target config and dataset do not fit together.
         """
         cls.check_data(options, manifest)
-        facts = DatasetFacts(
-            target_config=target_config,
-            manifest=manifest,
-            head=head,
-            token_counts=token_counts,
-            positions=positions,
-        )
-        chosen = cls.choose_vocabulary(options, facts)
+        size = head.spec.vocab_size
+        chosen = cls.choose_vocabulary(options, size, target_config, token_counts)
+        fields = {}
+        if hasattr(options, "mask_token_id"):
+            folder, wanted = Path(manifest.where).parent / "target", options.mask_token_id
+            fields["mask_token_id"] = settle_mask_token(
+                wanted, folder, target_config, head.embed_weight, token_counts
+            )
         config = cls.config_class.from_target(
             target_config,
             options=options,
-            vocab_size=head.spec.vocab_size,
+            vocab_size=size,
             draft_vocab_size=None if chosen is None else len(chosen),
             layers=cls.layers_of(options, manifest),
             dtype=manifest.target.dtype,
             origin=origin_of(manifest),
             positions=positions,
-            **cls.own_settings(options, facts),
+            **fields,
         )
         if config.hidden_size != head.spec.hidden_size:
             raise DraftError(
@@ -438,11 +428,6 @@ class LayersDraft(Draft):
 
     @classmethod
     def check_data(cls, options: Any, manifest: Manifest) -> None:
-        """Raise an error if a dataset lacks the layers of the draft; it always has teachers.
-
-        Raises:
-            DraftError: what is missing, and how to generate it.
-        """
         cls.layers_of(options, manifest)
 
     @classmethod
@@ -461,18 +446,16 @@ class LayersDraft(Draft):
         return f"every captured layer, because the dataset was not captured with --for {cls.name}"
 
     @classmethod
-    def choose_vocabulary(cls, options: Any, facts: DatasetFacts) -> Tensor | None:
-        """Return the target ids of the draft vocabulary (see `vocabulary.choose_vocabulary`)."""
-        size, special = facts.head.spec.vocab_size, special_ids(facts.target_config)
-        return choose_vocabulary(options, size, facts.token_counts, special)
+    def choose_vocabulary(
+        cls, options: Any, size: int, config: dict[str, Any], counts: Tensor | None
+    ) -> Tensor | None:
+        return choose_vocabulary(options, size, counts, special_ids(config))
 
     @property
     def state_columns(self) -> tuple[str, ...]:
-        """The columns of the captured layers, ascending."""
         return tuple(layer_column(k) for k in self.config.layers)
 
     def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
-        """Return the columns that the loss reads of a dataset with that supervision."""
         teachers: tuple[str, ...] = (LOGITS if supervision == LOGITS else FINAL, "target_argmax")
         if supervision.startswith("topk"):
             teachers = (*TOPK, "target_argmax", "target_logsumexp")
@@ -487,7 +470,6 @@ class AuxDraft(LayersDraft):
     """
 
     def __init__(self, config: Any, options: Any = None) -> None:
-        """Make a draft with random weights and the first Vd tokens as draft vocabulary."""
         super().__init__()
         self.config = config
         self.options = options or self.options_class()
@@ -522,7 +504,7 @@ class AuxDraft(LayersDraft):
 
     @torch.no_grad()
     def adopt(self, head: TargetHead) -> None:
-        """Share the target's embedding, and start with its head rows."""
+        """Share the target's embedding, and start with its head rows (scaled like its logits)."""
         super().adopt(head)
         rows = head.head_weight[self.draft_ids] * head.spec.scale  # [Vd, H]
         self.lm_head.weight.copy_(rows.to(self.lm_head.weight.dtype))

@@ -24,19 +24,12 @@ class KVCache:
     """Keys and values [B, g, length, d] of the rows that a layer has processed, in order."""
 
     def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
-        """Start with these rows; None: without rows."""
         self.keys, self.values = keys, values
 
     @property
     def length(self) -> int:
         """Number of rows."""
         return 0 if self.keys is None else self.keys.shape[2]
-
-    @property
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows; there must be some."""
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append rows [B, g, n, d]; return all rows, [B, g, length, d]."""
@@ -61,7 +54,7 @@ class KVCache:
             q: queries of the new rows [B, h, n, d].
             k, v: their keys and values [B, g, n, d]; g divides h.
             scale: factor on the attention scores.
-            seen: whether a new row sees a row, bool [n, length] or [B, 1, n, length]; None: causal.
+            seen: whether a new row sees a row, bool [n, length]; None: causal.
             window: number of positions that a row of this layer sees; None: no limit.
 
         Returns:
@@ -131,16 +124,12 @@ class ChainDrafter(Drafter):
         device = states.device
         ids = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]
         positions = torch.arange(self._rows, self._rows + len(tokens), device=device)[None]
-        self._crop()
+        for cache in self.caches:
+            cache.crop(self._rows)
         state = self.draft.step(ids, self.draft.project(states), positions, self.caches)[:, -1:]
         self._rows += len(tokens)
         self.passes += 1
         return state, positions[:, -1:]
-
-    def _crop(self) -> None:
-        """Drop the drafted rows."""
-        for cache in self.caches:
-            cache.crop(self._rows)
 
     def propose(
         self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler

@@ -34,17 +34,17 @@ from spec_train.losses.head import TargetHead
 from spec_train.losses.teacher_rows import TeacherRows
 
 
-def require_frame(given: str, own: str) -> None:
+def require_frame(given: str, wanted: str) -> None:
     """Refuse the inputs of the other frame: their shapes are equal, so they would train silently.
 
     Raises:
-        DraftError: `given` is not the frame that the loss reads, its `own`.
+        DraftError: `given` is not the frame that the loss reads, `wanted`.
     """
-    if given != own:
-        call = '"token"' if own == "token" else ""
+    if given != wanted:
+        call = '"token"' if wanted == "token" else ""
         raise DraftError(
-            f"this loss reads the {own} frame, and its inputs are in the {given} frame; make them "
-            f"with TargetBatch.to_trainer_inputs({call})"
+            f"this loss reads the {wanted} frame, and its inputs are in the {given} frame; make "
+            f"them with TargetBatch.to_trainer_inputs({call})"
         )
 
 
@@ -187,16 +187,15 @@ def slots_of(draft: Draft, batch: DraftBatch) -> tuple[Tensor, Tensor, Tensor]:
 
     Reads no states, so it also works on a batch without them.
     """
-    mask = slot_mask_of(draft, batch)
+    mask = slot_mask_of(batch)
     rows = mask.flatten().nonzero().squeeze(1)  # [N]
     # A slot of the mask is never the last of its document, so rows + 1 is the next token's slot.
     return mask, rows, draft.draft_index[batch.target_argmax.flatten()[rows + 1]]
 
 
-def slot_mask_of(draft: Draft, batch: DraftBatch) -> Tensor:
+def slot_mask_of(batch: DraftBatch) -> Tensor:
     """Return the slot mask of step 0 of a batch, bool [B, T]; no host sync, unlike its rows."""
-    shifted = shift_left(batch.loss_mask, batch.document_ids)  # [B, T]
-    return slot_masks(shifted, batch.document_ids)
+    return slot_masks(shift_left(batch.loss_mask, batch.document_ids), batch.document_ids)
 
 
 def teacher_of(draft: Draft, batch: DraftBatch, head: TargetHead, shift: int) -> Teacher:

@@ -15,9 +15,9 @@ B packs, T slots, H hidden size, h / g query / key-value heads, d head size, r r
 (r <= d).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 from spec_data.models.families import LayerSizes
 from spec_data.models.rope_settings import RopeSettings, rotary_table
+from spec_data.shards.errors import DraftError
+from spec_data.terminal.console import did_you_mean
 
+T = TypeVar("T")
 BEST_ROWS = 256  # rows of logits in memory at a time in `argmax_by_chunks`
 
 
@@ -33,7 +36,6 @@ class RMSNorm(nn.Module):
     """Root-mean-square norm: computes in at least float32, returns the input's dtype."""
 
     def __init__(self, size: int, eps: float) -> None:
-        """Initialise the weight [size] with ones."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
@@ -52,7 +54,6 @@ class Rotary(nn.Module):
     long_inv_freq: Tensor | None
 
     def __init__(self, settings: RopeSettings) -> None:
-        """Compute the frequencies, or take the stored ones."""
         super().__init__()
         table = rotary_table(settings)
         self._exact, self.factor = table.inv_freq, table.factor
@@ -68,20 +69,20 @@ class Rotary(nn.Module):
             self.long_inv_freq = self._exact_long.to(self.inv_freq.device)
         return self
 
-    def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, float32 [B, T, r].
+    def forward(
+        self,
+        position_ids: Tensor,
+        lengths: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [B, T, r], float64 if `dtype` is float64, else float32.
 
         Args:
             position_ids: int64 [B, T].
             lengths: tokens of the document that each slot belongs to, int64 [B, T]; only longrope
                 reads it. None: a row is one document that ends at its largest position.
+            dtype: of the inputs.
         """
-        return self.cos_sin(position_ids, lengths, torch.float32)
-
-    def cos_sin(
-        self, position_ids: Tensor, lengths: Tensor | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [B, T, r] as `forward` does; in float64 if `dtype` is float64."""
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         inv_freq = self.inv_freq
         if self.limit is not None and self.long_inv_freq is not None:
@@ -103,6 +104,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+def per_window(windows: Sequence[Any], make: Callable[[Any], T]) -> list[T]:
+    """Return what `make` makes of every layer's window; it is called once for each of them."""
+    made = {window: make(window) for window in dict.fromkeys(windows)}
+    return [made[window] for window in windows]
 
 
 def run_layer(layer: Callable[..., Any], *arguments: Any, recompute: bool) -> Any:
@@ -145,26 +152,38 @@ class LayerShape(LayerSizes):
     hidden_act: str = "silu"  # a name of transformers' ACT2FN
 
 
-def _activation(name: str) -> nn.Module:
-    """Return an activation by its name in transformers, which is only imported for a rare one."""
-    if name == "silu":
+def activation(name: str) -> nn.Module:
+    """Return an activation without weights, by its name in transformers.
+
+    Raises:
+        DraftError: there is none.
+    """
+    if name == "silu":  # nearly all drafts: transformers takes seconds to import
         return nn.SiLU()
     from transformers.activations import ACT2FN
 
-    return ACT2FN[name]
+    if name not in ACT2FN:
+        advice = did_you_mean(str(name), list(ACT2FN))
+        raise DraftError(
+            f"hidden_act = {name!r}: transformers has no such activation{advice} Known: "
+            f"{', '.join(sorted(ACT2FN))}"
+        )
+    made = ACT2FN[name]
+    if any(True for _ in made.parameters()):
+        raise DraftError(f"hidden_act = {name!r}: an activation with weights is not supported")
+    return made
 
 
 class GatedMLP(nn.Module):
     """down(act(gate x) * up x)."""
 
     def __init__(self, shape: LayerShape) -> None:
-        """Make the three projections, hidden -> intermediate size and back."""
         super().__init__()
         hidden, inside, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
         self.gate_proj = nn.Linear(hidden, inside, bias=bias)
         self.up_proj = nn.Linear(hidden, inside, bias=bias)
         self.down_proj = nn.Linear(inside, hidden, bias=bias)
-        self.act = _activation(shape.hidden_act)
+        self.act = activation(shape.hidden_act)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., H] to [..., H]."""
@@ -174,15 +193,13 @@ class GatedMLP(nn.Module):
 class Attention(nn.Module):
     """Projections, norms and rotation of grouped-query attention. The caller attends.
 
-    W is the width of the inputs: H, unless the constructor is told otherwise.
+    W is the width of the inputs, `input_size`; None: H.
     """
 
     def __init__(self, shape: LayerShape, input_size: int | None = None) -> None:
-        """Make the projections of inputs of width `input_size`; None: the hidden size."""
         super().__init__()
         size, width, bias = shape.head_dim, input_size or shape.hidden_size, shape.attention_bias
         self.head_dim = size
-        self.scale = size**-0.5  # factor on the attention scores
         self.q_proj = nn.Linear(width, shape.num_attention_heads * size, bias=bias)
         self.k_proj = nn.Linear(width, shape.num_key_value_heads * size, bias=bias)
         self.v_proj = nn.Linear(width, shape.num_key_value_heads * size, bias=bias)
@@ -215,7 +232,6 @@ class DecoderLayer(nn.Module):
     """The pre-norm decoder layer of Llama or, with `qk_norm`, of Qwen3."""
 
     def __init__(self, shape: LayerShape) -> None:
-        """Make norms, attention projections and MLP."""
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = Attention(shape)

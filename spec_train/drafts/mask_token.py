@@ -24,7 +24,6 @@ from torch import Tensor
 
 from spec_data.models.families import text_table
 from spec_data.shards.errors import DraftError
-from spec_train.drafts.draft import DatasetFacts
 
 log = logging.getLogger(__name__)
 
@@ -32,31 +31,43 @@ _RESERVED = re.compile(r"reserved|unused|mask|fim_pad|extra_id", re.IGNORECASE)
 _SPECIAL = ("mask", "pad", "eos", "bos", "unk")
 
 
-def settle_mask_token(wanted: int, facts: DatasetFacts) -> int:
-    """Return the mask token of a new draft for a dataset: `wanted`, or a chosen one if it is -1.
+def settle_mask_token(
+    wanted: int,
+    folder: Path,
+    target_config: dict[str, Any],
+    embedding: Tensor,
+    counts: Tensor | None,
+) -> int:
+    """Return the mask token of a new draft: `wanted`, or a chosen one if it is -1.
+
+    Args:
+        wanted: the option.
+        folder: the dataset's copy of the target; its tokenizer.json is optional.
+        target_config: the target's config.json.
+        embedding: the target's [V, H].
+        counts: supervised tokens by id, int64 [V], if known.
 
     Raises:
         DraftError: `wanted` cannot be a mask token, or no token can.
     """
-    embedding = facts.head.embed_weight
     if wanted < 0:
-        tables = {**text_table(facts.target_config), **facts.target_config}
-        folder = Path(facts.manifest.where).parent / "target"
-        wanted = choose_mask_token(folder, tables, embedding, facts.token_counts)
-    check_mask_token(wanted, embedding)
+        tables = {**text_table(target_config), **target_config}
+        wanted = choose_mask_token(folder, tables, embedding, counts)
+    require_in_vocabulary(wanted, len(embedding))
+    if not bool(embedding[wanted].abs().amax() > 0):
+        raise DraftError(
+            f"mask_token_id = {wanted}: its embedding is zero, so the draft could not tell the "
+            "rows with it apart; choose another token, or -1"
+        )
     return wanted
 
 
 def choose_mask_token(
     folder: Path, token_ids: dict[str, Any], embedding: Tensor, counts: Tensor | None
 ) -> int:
-    """Choose the mask token of a new draft.
+    """Choose the mask token of a new draft; the arguments are those of `settle_mask_token`.
 
-    Args:
-        folder: the dataset's copy of the target; its tokenizer.json is optional.
-        token_ids: bos, eos and pad ids, under the keys of the target's config.
-        embedding: the target's [V, H].
-        counts: supervised tokens by id, int64 [V], if known.
+    `token_ids` are bos, eos and pad ids, under the keys of the target's config.
 
     Raises:
         DraftError: every embedding is zero.
@@ -137,16 +148,6 @@ def require_in_vocabulary(token: int, vocab_size: int) -> None:
         raise DraftError(
             f"mask_token_id = {token}: the target's vocabulary has {vocab_size} tokens; choose an "
             "id below that, or -1"
-        )
-
-
-def check_mask_token(token: int, embedding: Tensor) -> None:
-    """Raise DraftError if `token` cannot be a mask token; `embedding` is the target's [V, H]."""
-    require_in_vocabulary(token, len(embedding))
-    if not bool(embedding[token].abs().amax() > 0):
-        raise DraftError(
-            f"mask_token_id = {token}: its embedding is zero, so the draft could not tell the rows "
-            "with it apart; choose another token, or -1"
         )
 
 

@@ -91,13 +91,12 @@ class AutoregressiveDraft(Draft):
             carried: the result of `project`, or of an earlier `step`, [B, T, H].
             position_ids: RoPE positions, int64 [B, T].
             caches: the rows processed so far, one per layer; the new rows are appended.
-            seen: which rows, old and new, a new row sees, bool [T, length] or [B, 1, T, length];
-                None: causal.
+            seen: which rows, old and new, a new row sees, bool [T, length]; None: causal.
 
         Returns:
             Carried states [B, T, H], for the head and for the next `step`.
         """
-        cos, sin = self.rotary.cos_sin(position_ids, None, carried.dtype)
+        cos, sin = self.rotary(position_ids, None, carried.dtype)
         inputs = self.layer_inputs(token_ids, carried)
         layers = zip(
             self.decoder_layers, caches or self.new_caches(), self.config.windows, strict=True
@@ -159,7 +158,7 @@ class Unroll:
         every = torch.arange(document_ids.shape[1], device=document_ids.device)  # [T]
         begin = every - document_offsets(document_ids)  # [B, T]: the document's first slot
         lengths = rope_lengths(draft.rotary, document_ids)  # [B, T]
-        cos, sin = draft.rotary.cos_sin(position_ids, lengths, features.dtype)
+        cos, sin = draft.rotary(position_ids, lengths, features.dtype)
         inputs = draft.layer_inputs(input_ids, features)
         self._first_keys: list[tuple[Tensor, Tensor]] = []  # of step 0, per layer: [B, g, T, d]
         slots = every.expand_as(begin) if active is None else active
@@ -222,7 +221,7 @@ class Unroll:
         if self._steps == 0 and len(self._first) == 1:  # every slot is active
             self.carried = self.draft.feedback(self._first[0])
         else:
-            cos, sin = self.draft.rotary.cos_sin(positions, self._lengths, self.carried.dtype)
+            cos, sin = self.draft.rotary(positions, self._lengths, self.carried.dtype)
             if self._steps == 0:
                 self.carried = self._run(self._first_step, cos, sin, *self._first)
             else:

@@ -31,7 +31,7 @@ class Blocks:
     anchors: Tensor  # int64 [B, N]
     kept: Tensor  # bool [B, N]: False where a pack has fewer blocks
 
-    def places(self, depth: int) -> Tensor:
+    def slots(self, depth: int) -> Tensor:
         """Return the slots a+d of previous tokens and teachers, int64 [B, N, depth]."""
         return self.anchors[..., None] + torch.arange(depth, device=self.anchors.device)
 
@@ -60,12 +60,12 @@ def sample_blocks(loss_mask: Tensor, document_ids: Tensor, limit: int) -> Blocks
     """
     rows = []
     for candidates in anchor_candidates(loss_mask, document_ids).cpu():
-        places = candidates.nonzero().squeeze(1)  # [candidates of the pack]
+        slots = candidates.nonzero().squeeze(1)  # [candidates of the pack]
         seed = int(torch.randint(1 << 62, ()))
-        if len(places) > limit:
-            order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
-            places = places[order[:limit]].sort().values
-        rows.append(places)
+        if len(slots) > limit:
+            order = torch.randperm(len(slots), generator=torch.Generator().manual_seed(seed))
+            slots = slots[order[:limit]].sort().values
+        rows.append(slots)
     counts = torch.tensor([len(row) for row in rows])  # [B]
     kept = torch.arange(int(counts.max())) < counts[:, None]  # [B, N]
     anchors = torch.zeros(kept.shape, dtype=torch.long)  # [B, N]

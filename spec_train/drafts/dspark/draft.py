@@ -54,7 +54,7 @@ from spec_train.attention.masks import BlockWindow, block_mask
 from spec_train.attention.plain import attend_block
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig
-from spec_train.drafts.draft import DatasetFacts, DraftLoss, LayersDraft
+from spec_train.drafts.draft import DraftLoss, LayersDraft
 from spec_train.drafts.drafting import Drafter, Proposal
 from spec_train.drafts.dspark.blocks import (
     BINS,
@@ -79,9 +79,9 @@ from spec_train.drafts.layers import (
     Rotary,
     argmax_by_chunks,
     make_embedding,
+    per_window,
     run_layer,
 )
-from spec_train.drafts.mask_token import settle_mask_token
 from spec_train.drafts.slots import (
     NOT_DRAFTED,
     ScoredSlots,
@@ -113,9 +113,9 @@ class DSparkDraft(LayersDraft):
     name: ClassVar[str] = "dspark"
     options_class: ClassVar[type[Any]] = DSparkOptions
     config_class: ClassVar[type[DraftConfig]] = DSparkConfig
+    confidence_threshold: float = 0.0  # see `stop_below`
 
     def __init__(self, config: DSparkConfig, options: BlockOptions | None = None) -> None:
-        """Make a draft with random weights and the first Vd tokens as draft vocabulary."""
         super().__init__()
         self.config = config
         self.options: Any = options or DSparkOptions()
@@ -124,7 +124,7 @@ class DSparkDraft(LayersDraft):
         self.fc = nn.Linear(len(config.layers) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
         layers = [DecoderLayer(config.layer_shape) for _ in range(config.num_hidden_layers)]
-        self.layers = nn.ModuleList(layers)
+        self.layers: Any = nn.ModuleList(layers)
         self.norm = RMSNorm(size, eps)
         self.markov_head: MarkovHead | None = None
         if rank:
@@ -132,9 +132,8 @@ class DSparkDraft(LayersDraft):
             self.markov_head = MarkovHead(*sizes, config.markov_head_type)
         self.confidence_head: ConfidenceHead | None = None
         if config.enable_confidence_head:
-            self.confidence_head = ConfidenceHead(
-                size, rank if config.confidence_head_with_markov else 0
-            )
+            width = rank if config.confidence_head_with_markov else 0
+            self.confidence_head = ConfidenceHead(size, width)
         self.lm_head: nn.Linear | None = None
         if not self.full_vocabulary:
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
@@ -149,18 +148,17 @@ class DSparkDraft(LayersDraft):
     # -- forward ----------------------------------------------------------------------------------
 
     def context(
-        self, aux: Tensor, position_ids: Tensor, lengths: Tensor | None = None
+        self, aux: Tensor, position_ids: Tensor, document_ids: Tensor | None = None
     ) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values [B, g, T, d] of verified positions, one pair per layer.
 
-        Args:
-            aux: their aux states [B, T, n*H].
-            position_ids: int64 [B, T].
-            lengths: tokens of each position's document, int64 [B, T], or None (see `Rotary`).
+        `aux` are their aux states [B, T, n*H]; the ids are int64 [B, T]. None: a row is one
+        document.
         """
         c = self.hidden_norm(self.fc(self.cast(aux)))  # [B, T, H]
-        cos, sin = self.rotary.cos_sin(position_ids, lengths, c.dtype)
-        return [layer.self_attn.keys_values(c, cos, sin) for layer in self._decoder_layers()]
+        lengths = None if document_ids is None else rope_lengths(self.rotary, document_ids)
+        cos, sin = self.rotary(position_ids, lengths, c.dtype)
+        return [layer.self_attn.keys_values(c, cos, sin) for layer in self.layers]
 
     def forward_blocks(
         self,
@@ -180,47 +178,55 @@ class DSparkDraft(LayersDraft):
                 the Q slots.
             lengths: tokens of each slot's document, int64 [B, Q], or None (see `Rotary`).
         """
-        x = self.cast(self.embed_tokens(token_ids))  # [B, Q, H]
-        cos, sin = self.rotary.cos_sin(position_ids, lengths, x.dtype)
-        for layer, (k0, v0), attend in zip(self._decoder_layers(), context, attends, strict=True):
-            attention = _over_context(attend, k0, v0, layer.self_attn.scale)
-            recompute = self.options.gradient_checkpointing
+        x = self.embed(token_ids)  # [B, Q, H]
+        cos, sin = self.rotary(position_ids, lengths, x.dtype)
+        recompute = self.options.gradient_checkpointing
+        for layer, (k0, v0), attend in zip(self.layers, context, attends, strict=True):
+            attention = partial(_over_context, attend, k0, v0, self.scale)
             x = run_layer(layer, x, cos, sin, attention, recompute=recompute)
         return self.norm(x)
 
-    def per_layer(self, make: Callable[[BlockWindow | None], Attend]) -> list[Attend]:
-        """Return the attention of every layer; `make` is called once for every different window."""
-        windows = self.config.block_windows
-        made = {window: make(window) for window in dict.fromkeys(windows)}
-        return [made[window] for window in windows]
+    def block_states(
+        self,
+        context: Context,
+        input_ids: Tensor,
+        document_ids: Tensor,
+        position_ids: Tensor,
+        blocks: Blocks,
+    ) -> Tensor:
+        """Return the states y [B, N, D, H] that make the drafts of blocks.
 
-    def _decoder_layers(self) -> list[DecoderLayer]:
-        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        `context` is that of the T tokens; their ids are int64 [B, T], in the token frame.
+        """
+        config, anchors = self.config, blocks.anchors
+        size = config.block_size
+        ids = torch.full((*anchors.shape, size), config.mask_token_id, device=anchors.device)
+        ids[..., 0] = input_ids.gather(1, anchors)
+        steps = torch.arange(size, device=anchors.device)  # [S]
+        positions = position_ids.gather(1, anchors)[..., None] + steps  # [B, N, S]
+        lengths = rope_lengths(self.rotary, document_ids, anchors)  # [B, N]
+        if lengths is not None:
+            lengths = lengths.repeat_interleave(size, dim=1)  # [B, N*S]
+
+        def attending(window: BlockWindow | None) -> Attending:
+            mask = block_mask(document_ids, anchors, blocks.kept, size, window)
+            return Attending.prepare(mask, config.head_dim, self.attention_backend)
+
+        attends = per_window(config.block_windows, attending)
+        y = self.forward_blocks(ids.flatten(1), positions.flatten(1), context, attends, lengths)
+        # y: [B, N*S, H]; the slots from `first` on make the D drafts.
+        return y.unflatten(1, (anchors.shape[1], size))[:, :, config.first :]
 
     def previous(self, token_ids: Tensor) -> Tensor | None:
         """Return W1 [..., r] of previous tokens, int64 [...]; None without a Markov head."""
         return None if self.markov_head is None else self.markov_head.markov_w1(token_ids)
 
-    # -- drafting and training -------------------------------------------------------------------
-
-    confidence_threshold: float = 0.0  # see `stop_below`
-
-    @classmethod
-    def own_settings(cls, options: Any, facts: DatasetFacts) -> dict[str, Any]:
-        """Return the mask token (see Draft)."""
-        return {"mask_token_id": settle_mask_token(options.mask_token_id, facts)}
-
-    def stop_below(self, confidence: float) -> None:
-        """End a drafted block before its first token of a lower confidence (see `Draft`)."""
-        if self.confidence_head is None:
-            super().stop_below(confidence)
-        self.confidence_threshold = confidence
+    # -- the target's weights ---------------------------------------------------------------------
 
     @torch.no_grad()
     def adopt(self, head: TargetHead) -> None:
-        """Share the target's embedding; copy the head rows of a reduced draft vocabulary."""
         if self.lm_head is not None:
-            self._use_rows(head.head_weight[self.draft_ids])
+            self.lm_head.weight = nn.Parameter(head.head_weight[self.draft_ids], False)
         super().adopt(head)
 
     def share(self, head: TargetHead) -> None:
@@ -231,56 +237,86 @@ class DSparkDraft(LayersDraft):
         super().share(head)
         if self.lm_head is None:
             return
-        rows, own = head.head_weight[self.draft_ids], self.lm_head.weight
-        if torch.equal(rows.to(own), own):
-            self._use_rows(rows)
+        rows, stored = head.head_weight[self.draft_ids], self.lm_head.weight
+        if torch.equal(rows.to(stored), stored):
+            self.lm_head.weight = nn.Parameter(rows, False)
         else:
             log.warning(
                 "warning: the draft's lm_head is not made of the target's rows: it is kept, and "
                 "not trained"
             )
 
-    def _use_rows(self, rows: Tensor) -> None:
-        """Use head rows [Vd, H] of the target, frozen."""
-        assert self.lm_head is not None
-        self.lm_head.weight = torch.nn.Parameter(rows, requires_grad=False)
+    # -- drafting ---------------------------------------------------------------------------------
+
+    def stop_below(self, confidence: float) -> None:
+        if self.confidence_head is None:
+            super().stop_below(confidence)
+        self.confidence_threshold = confidence
 
     @property
     def depth(self) -> int:
-        """Number of drafts of a block."""
         return self.config.depth
 
     @property
     def max_depth(self) -> int | None:
-        """The same: a block has no more drafts."""
         return self.config.depth
 
     def drafter(self, head: TargetHead) -> Drafter:
-        """Start drafting one sequence with the target's head."""
         return BlockDrafter(self, head, self.confidence_threshold)
 
+    @torch.no_grad()
     def chains(
         self, batch: DraftBatch, head: TargetHead, depth: int, *, scored_only: bool = False
     ) -> Tensor:
-        """Draft greedily from every slot: int64 [B, T, depth]."""
-        scored = ScoredSlots(batch) if scored_only else None
-        return block_chains(self, batch, head, depth, self.confidence_threshold, scored)
+        """Draft from every slot as `BlockDrafter` would.
+
+        Entries after the threshold has ended a block are `NOT_DRAFTED`, and with `scored_only`
+        those of slots whose first draft is not scored in any pack.
+        """
+        ids, documents, positions = batch.input_ids, batch.document_ids, batch.position_ids
+        rows, length = ids.shape
+        context = self.context(batch.aux(self.config.layers), positions, documents)
+        slots = torch.arange(length, device=ids.device)
+        if scored_only:
+            slots = ScoredSlots(batch).slots.any(0).nonzero()[:, 0]
+        # The anchor of slot t is its known token t+1. The last slot of a pack has none: any will do
+        anchors = (slots + 1).clamp(max=length - 1)
+        size, threshold = self.config.block_size, self.confidence_threshold
+        per_block = max(self.draft_ids.numel(), size * (length + 32 * size))
+        width = max(1, min(32, _CHUNK_ELEMENTS // (rows * per_block)))
+        chains = empty_chains(ids, depth)
+        pairs = zip(anchors.split(width), slots.split(width), strict=True)
+        for part, at in pairs if len(slots) else ():
+            chosen = part.expand(rows, -1)  # [B, N], N <= width
+            blocks = Blocks(chosen, torch.ones_like(chosen, dtype=torch.bool))
+            y = self.block_states(context, ids, documents, positions, blocks)  # [B, N, D, H]
+            tokens_of, token = BlockTokens(self, head, y), ids.gather(1, chosen)
+            alive, chain = torch.ones_like(token, dtype=torch.bool), []
+            for _ in range(depth):
+                logits, confidence = tokens_of.advance(token)  # [B, N, Vd], [B, N]
+                if threshold and confidence is not None:
+                    alive = alive & (confidence >= threshold)
+                token = self.draft_ids[logits.argmax(-1)]
+                chain.append(torch.where(alive, token, NOT_DRAFTED))
+            chains[:, at] = torch.stack(chain, dim=-1)
+        return chains
+
+    # -- training ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def slot_counts(self, batch: DraftBatch) -> Tensor:
         """Return the summed weights of the cross-entropy and of the other terms, float64 [2].
 
-        They are the mean over the draw of the blocks (see `dspark.loss`).
+        They are the mean over the draw of the blocks (see `dspark.blocks`).
         """
         following = shift_left(batch.input_ids, batch.document_ids)
-        weights = draft_weights(self).to(batch.input_ids.device)
-        parts = [
-            expected_weights(
-                batch.loss_mask, batch.document_ids, inside, weights, self.options.num_anchors
-            )
-            for inside in learnable(self, batch.target_argmax, following)
-        ]
-        return torch.stack(parts)
+        weights, limit = draft_weights(self).to(following.device), self.options.num_anchors
+        return torch.stack(
+            [
+                expected_weights(batch.loss_mask, batch.document_ids, inside, weights, limit)
+                for inside in learnable(self, batch.target_argmax, following)
+            ]
+        )
 
     def loss(
         self,
@@ -289,20 +325,15 @@ class DSparkDraft(LayersDraft):
         counts: Tensor | None,
         blocks: Blocks | None = None,
     ) -> DraftLoss:
-        """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step.
-
-        `counts` is float64 [2], see `slot_counts`. `blocks` are the blocks to train; None: draw
-        them with `sample_blocks`.
-        """
+        """Return the loss of `blocks`; None: draw them. `counts` is float64 [2]."""
         if blocks is None:
             limit = self.options.num_anchors
             blocks = sample_blocks(batch.loss_mask, batch.document_ids, limit)
-        frame = batch_block_frame(self, batch, head, blocks)
-        return blocks_loss(self, frame, head, counts)
+        aux, teacher = batch.aux(self.config.layers), teacher_of(self, batch, head, shift=0)
+        return blocks_loss(self, batch, blocks, aux, teacher, head, counts)
 
     @staticmethod
     def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:
-        """Turn added sums into metrics."""
         return summarise_blocks(sums)
 
 
@@ -315,72 +346,12 @@ class DFlashDraft(DSparkDraft):
 
 
 def _over_context(
-    attend: Attend, k0: Tensor, v0: Tensor, scale: float
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a layer's attention: keys and values of the context, then those of its own slots.
-
-    `k0`, `v0` are [B, g, T, d]; see `layers.Attend` for the shapes of the result.
-    """
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Under autocast, norms return float32 and projections bfloat16; kernels need one dtype.
-        keys, values = torch.cat([k0, k], dim=2).to(v.dtype), torch.cat([v0, v], dim=2)
-        return attend(q.to(v.dtype), keys, values, scale)
-
-    return attention
-
-
-def batch_context(
-    draft: DSparkDraft, aux: Tensor, document_ids: Tensor, position_ids: Tensor
-) -> Context:
-    """Return the context, keys and values of every layer, of all tokens of a batch.
-
-    Args:
-        draft: the model.
-        aux: aux states [B, T, n*H].
-        document_ids: int64 [B, T].
-        position_ids: int64 [B, T].
-    """
-    return draft.context(aux, position_ids, rope_lengths(draft.rotary, document_ids))
-
-
-def block_states(
-    draft: DSparkDraft,
-    context: Context,
-    input_ids: Tensor,
-    document_ids: Tensor,
-    position_ids: Tensor,
-    blocks: Blocks,
+    attend: Attend, k0: Tensor, v0: Tensor, scale: float, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    """Return the states y [B, N, D, H] that make the drafts of blocks.
-
-    Args:
-        draft: the model.
-        context: of `batch_context`.
-        input_ids: in the token frame, int64 [B, T].
-        document_ids: int64 [B, T].
-        position_ids: int64 [B, T].
-        blocks: N blocks of every pack.
-    """
-    config = draft.config
-    anchors, size = blocks.anchors, config.block_size
-    shape = *anchors.shape, size  # [B, N, S]
-    ids = torch.full(shape, config.mask_token_id, device=anchors.device)  # [B, N, S]
-    ids[..., 0] = input_ids.gather(1, anchors)
-    steps = torch.arange(size, device=anchors.device)  # [S]
-    positions = position_ids.gather(1, anchors)[..., None] + steps  # [B, N, S]
-    lengths = rope_lengths(draft.rotary, document_ids, anchors)  # [B, N]
-    if lengths is not None:
-        lengths = lengths.repeat_interleave(size, dim=1)  # [B, N*S]
-
-    def attending(window: BlockWindow | None) -> Attending:
-        mask = block_mask(document_ids, anchors, blocks.kept, size, window)
-        return Attending.prepare(mask, config.head_dim, draft.attention_backend)
-
-    attends = draft.per_layer(attending)
-    states = draft.forward_blocks(ids.flatten(1), positions.flatten(1), context, attends, lengths)
-    # states: [B, N*S, H]; the slots from `first` on make the D drafts.
-    return states.unflatten(1, (anchors.shape[1], size))[:, :, config.first :]
+    """Attend over keys and values of the context [B, g, T, d], then those of the own slots."""
+    # Under autocast, norms return float32 and projections bfloat16; kernels need one dtype.
+    keys, values = torch.cat([k0, k], dim=2).to(v.dtype), torch.cat([v0, v], dim=2)
+    return attend(q.to(v.dtype), keys, values, scale)
 
 
 # -- drafting --------------------------------------------------------------------------------------
@@ -415,10 +386,12 @@ class BlockTokens:
 
 
 class BlockDrafter(Drafter):
-    """Drafts up to D tokens with one forward pass."""
+    """Drafts up to D tokens with one forward pass.
+
+    A block ends before its first draft with a confidence below `threshold`.
+    """
 
     def __init__(self, draft: DSparkDraft, head: TargetHead, threshold: float) -> None:
-        """Start a sequence. A block ends before its first draft with a confidence < `threshold`."""
         self._draft, self._head, self._threshold = draft, head, threshold
         self._caches = draft.new_caches()
         self._verified = 0  # verified positions in the caches
@@ -426,22 +399,24 @@ class BlockDrafter(Drafter):
     def propose(
         self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler
     ) -> Proposal:
-        """Append verified positions and draft a block after them: ids int64 [n], n <= count."""
         draft, config, device = self._draft, self._draft.config, states.device
-        context = self._append(tokens, states)
+        positions = torch.arange(self._verified, self._verified + len(tokens), device=device)[None]
+        new = draft.context(states, positions)
+        context = [cache.append(*pair) for cache, pair in zip(self._caches, new, strict=True)]
+        self._verified += len(tokens)
         # The last known token is one position after the last verified state: it is the anchor.
         block = torch.full((1, config.block_size), config.mask_token_id, device=device)
         block[0, 0] = tokens[-1]
-        places = self._verified + torch.arange(config.block_size, device=device)[None]
-        attends = draft.per_layer(lambda window: partial(attend_block, window=window))
-        y = draft.forward_blocks(block, places, context, attends)
+        positions = self._verified + torch.arange(config.block_size, device=device)[None]
+        attends = per_window(config.block_windows, lambda w: partial(attend_block, window=w))
+        y = draft.forward_blocks(block, positions, context, attends)
         self.passes += 1
         tokens_of = BlockTokens(draft, self._head, y[0, config.first :])
         token, drafted, distributions = block[0, 0], [], []
         for _ in range(min(count, config.depth)):
             logits, confidence = tokens_of.advance(token)
             # The decision depends on earlier tokens only, not on the draw: sampling stays lossless.
-            if self._ends(confidence):
+            if self._threshold and confidence is not None and confidence < self._threshold:
                 break
             token, q = sampler.draft(logits, draft.draft_ids, config.vocab_size)
             drafted.append(token)
@@ -449,101 +424,12 @@ class BlockDrafter(Drafter):
         ids = torch.stack(drafted) if drafted else block.new_empty(0)  # 0: the first one is unsure
         return ids, distributions
 
-    def _append(self, tokens: Sequence[int], states: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Append verified positions to the caches; return keys and values of all, per layer."""
-        first, self._verified = self._verified, self._verified + len(tokens)
-        positions = torch.arange(first, self._verified, device=states.device)[None]
-        new = self._draft.context(states, positions)
-        return [cache.append(*pair) for cache, pair in zip(self._caches, new, strict=True)]
-
-    def _ends(self, confidence: Tensor | None) -> bool:
-        """Whether the block ends before a draft of this confidence, [] or None."""
-        return (
-            confidence is not None and self._threshold > 0 and float(confidence) < self._threshold
-        )
-
-
-@torch.no_grad()
-def block_chains(
-    draft: DSparkDraft,
-    batch: DraftBatch,
-    head: TargetHead,
-    depth: int,
-    threshold: float,
-    scored: ScoredSlots | None = None,
-) -> Tensor:
-    """Draft greedily from every slot as `BlockDrafter` would: int64 [B, T, depth].
-
-    See `Draft.chains`. Entries after the threshold has ended a block are `NOT_DRAFTED`, and
-    with `scored` those of slots whose first draft is not scored in any pack.
-    """
-    ids, documents, positions = batch.input_ids, batch.document_ids, batch.position_ids
-    rows, length = ids.shape
-    context = batch_context(draft, batch.aux(draft.config.layers), documents, positions)
-    slots = torch.arange(length, device=ids.device)
-    if scored is not None:
-        slots = scored.slots.any(0).nonzero()[:, 0]
-    # The anchor of slot t is its known token t+1. The last slot of a pack has none: any will do.
-    anchors = (slots + 1).clamp(max=length - 1)
-    size = draft.config.block_size
-    per_block = max(draft.draft_ids.numel(), size * (length + 32 * size))
-    width = max(1, min(32, _CHUNK_ELEMENTS // (rows * per_block)))
-    chains = empty_chains(ids, depth)
-    pairs = zip(anchors.split(width), slots.split(width), strict=True)
-    for part, places in pairs if len(slots) else ():
-        chosen = part.expand(rows, -1)  # [B, N], N <= width
-        blocks = Blocks(chosen, torch.ones_like(chosen, dtype=torch.bool))
-        y = block_states(draft, context, ids, documents, positions, blocks)  # [B, N, D, H]
-        tokens_of, token = BlockTokens(draft, head, y), ids.gather(1, chosen)
-        alive, chain = torch.ones_like(token, dtype=torch.bool), []
-        for _ in range(depth):
-            logits, confidence = tokens_of.advance(token)  # [B, N, Vd], [B, N]
-            if threshold and confidence is not None:
-                alive = alive & (confidence >= threshold)
-            token = draft.draft_ids[logits.argmax(-1)]
-            chain.append(torch.where(alive, token, NOT_DRAFTED))
-        chains[:, places] = torch.stack(chain, dim=-1)
-    return chains
-
 
 # -- loss ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockFrame:
-    """A batch in the token frame with its blocks, defaults filled in."""
-
-    aux: Tensor  # a_t [B, T, n*H]
-    input_ids: Tensor  # x_t, int64 [B, T]
-    loss_mask: Tensor  # m_t [B, T]
-    target_argmax: Tensor  # argmax of z_t, int64 [B, T]
-    document_ids: Tensor  # int64 [B, T], -1 in padding
-    position_ids: Tensor  # int64 [B, T]
-    blocks: Blocks
-    teacher: Teacher  # of flat slots b * T + t
-
-
-def batch_block_frame(
-    draft: DSparkDraft, batch: DraftBatch, head: TargetHead, blocks: Blocks
-) -> BlockFrame:
-    """Return the frame of a batch with given blocks."""
-    return BlockFrame(
-        aux=batch.aux(draft.config.layers),
-        input_ids=batch.input_ids,
-        loss_mask=batch.loss_mask,
-        target_argmax=batch.target_argmax,
-        document_ids=batch.document_ids,
-        position_ids=batch.position_ids,
-        blocks=blocks,
-        teacher=teacher_of(draft, batch, head, shift=0),
-    )
-
-
 def draft_weights(draft: DSparkDraft) -> Tensor:
-    """Return the weights of the drafts of a block, float64 [D].
-
-    They are exp(-d / gamma), or the options' `position_weights`.
-    """
+    """Return exp(-d / gamma), or the options' `position_weights`, float64 [D]."""
     device, depth = draft.fc.weight.device, draft.config.depth
     given = draft.options.weights_of(depth)
     if given is not None:
@@ -557,10 +443,7 @@ def learnable(
 ) -> tuple[Tensor, Tensor]:
     """Return where the first term and where the others can be learned, bool [B, T] each.
 
-    Args:
-        draft: decides the draft vocabulary, and what the first term of the loss compares with.
-        target_argmax: the target's choice after every token, int64 [B, T].
-        following: the document's token after every token, int64 [B, T].
+    The arguments are the target's choice and the document's token after every token, int64 [B, T].
     """
     inside = draft.draft_index[target_argmax] >= 0
     if draft.options.compared_with != "tokens":
@@ -583,20 +466,20 @@ class TrainedRows:
     previous: Tensor  # the token before every draft, int64 [B, N, D]
 
     @classmethod
-    def select(cls, draft: DSparkDraft, frame: BlockFrame) -> "TrainedRows":
-        """Select the drafts of a frame that count."""
-        blocks, documents = frame.blocks, frame.document_ids
-        depth, length = draft.config.depth, frame.input_ids.shape[1]
+    def select(cls, draft: DSparkDraft, batch: DraftBatch, blocks: Blocks) -> "TrainedRows":
+        """Select the drafts of the blocks that count."""
+        documents, ids = batch.document_ids, batch.input_ids
+        depth, length = draft.config.depth, ids.shape[1]
         at = blocks.anchors[..., None].expand(-1, -1, depth)
-        drafted = drafted_mask(frame.loss_mask, documents, depth).gather(1, at)  # [B, N, D]
+        drafted = drafted_mask(batch.loss_mask, documents, depth).gather(1, at)  # [B, N, D]
         drafted = drafted & blocks.kept[..., None]
         # A slot beyond the pack belongs to a draft that does not count: any slot will do for it.
-        places = blocks.places(depth).clamp_max(length - 1)  # [B, N, D], slots a + d
-        following = shift_left(frame.input_ids, documents)  # [B, T]
-        with_token, inside = learnable(draft, frame.target_argmax, following)
-        first = length * torch.arange(len(places), device=places.device)  # [B]: flat starts
+        slots = blocks.slots(depth).clamp_max(length - 1)  # [B, N, D], a + d
+        following = shift_left(ids, documents)  # [B, T]
+        with_token, inside = learnable(draft, batch.target_argmax, following)
+        first = length * torch.arange(len(slots), device=slots.device)  # [B]: flat starts
         rows = drafted.flatten().nonzero().squeeze(1)  # [R], in block order
-        slot, order = (places + first[:, None, None]).flatten()[rows].sort(stable=True)  # [R] each
+        slot, order = (slots + first[:, None, None]).flatten()[rows].sort(stable=True)  # [R] each
         rows = rows[order]
         trained = inside.flatten()[slot]  # [R]
         return cls(
@@ -605,10 +488,10 @@ class TrainedRows:
             rows=rows,
             slot=slot,
             weight=draft_weights(draft).to(rows.device)[rows % depth] * trained,
-            choice=draft.draft_index[frame.target_argmax.flatten()[slot]],
+            choice=draft.draft_index[batch.target_argmax.flatten()[slot]],
             has_token=with_token.flatten()[slot],
             token=draft.draft_index[following.flatten()[slot]].clamp_min(0),
-            previous=frame.input_ids.gather(1, places.flatten(1)).view_as(places),
+            previous=ids.gather(1, slots.flatten(1)).view_as(slots),
         )
 
     def token_before(self, slots: Tensor) -> Tensor:
@@ -622,22 +505,14 @@ class TrainedRows:
 
 
 @torch.no_grad()
-def block_sums(
-    figures: RowStats,
-    forecasts: Forecasts | None,
+def _sums(
+    figures: RowStats,  # of the R drafts that count
+    forecasts: Forecasts | None,  # of the same; None without a confidence head
     chosen: TrainedRows,
-    weights: Tensor,
-    options: Any,
+    weights: Tensor,  # of draft d, float64 [D]
+    options: Any,  # with the weights of the three terms in the loss
 ) -> Sums:
-    """Return the sums of a batch.
-
-    Args:
-        figures: of the R drafts that count.
-        forecasts: of the same; None without a confidence head.
-        chosen: which drafts these are, and which of them are trained.
-        weights: of draft d, float64 [D].
-        options: of the draft, with the weights of the three terms in the loss.
-    """
+    """Return the sums of a batch."""
     assert figures.overlap is not None and figures.cross_entropy is not None
     depth, rows, drafted = len(weights), chosen.rows, chosen.drafted
     d = rows % depth  # [R], depth of each draft
@@ -756,58 +631,59 @@ def dspark_loss(
         choice = argmax_by_chunks(head.logits, final_hidden) if choice is None else choice
         sums = None if target_logsumexp is None else target_logsumexp.flatten()  # [B*T]
         teacher = head_teacher(head, final_hidden.flatten(0, 1), ids, sums)
-    made = BlockFrame(
-        aux=aux_hidden_states,
+    batch = DraftBatch(
         input_ids=input_ids,
-        loss_mask=loss_mask,
-        target_argmax=choice,
-        document_ids=documents,
+        loss_mask=loss_mask.bool(),
         position_ids=positions,
-        blocks=Blocks(anchors, real),
-        teacher=teacher,
+        document_ids=documents,
+        hidden={},
+        target_argmax=choice,
+        rows=[],
     )
-    return blocks_loss(draft, made, head, counts)
+    blocks = Blocks(anchors, real)
+    return blocks_loss(draft, batch, blocks, aux_hidden_states, teacher, head, counts)
 
 
 def blocks_loss(
-    draft: DSparkDraft, frame: BlockFrame, head: TargetHead, counts: Tensor | None
+    draft: DSparkDraft,
+    batch: DraftBatch,
+    blocks: Blocks,
+    aux: Tensor,
+    teacher: Teacher,
+    head: TargetHead,
+    counts: Tensor | None,
 ) -> DraftLoss:
-    """Compute the loss of a frame; `head` is the target's, `counts` [2] (see `dspark_loss`)."""
-    chosen = TrainedRows.select(draft, frame)
-    own = chosen.totals()  # [2]
-    counts = own if counts is None else counts.to(own)
+    """Compute the loss of blocks of a batch.
+
+    `aux` are its aux states [B, T, n*H], `teacher` is one of its flat slots b * T + t, and `head`
+    the target's; `counts` as for `dspark_loss`.
+    """
+    chosen = TrainedRows.select(draft, batch, blocks)
+    totals = chosen.totals()  # [2]
+    counts = totals if counts is None else counts.to(totals)
     shares = torch.where(counts > 0, 1 / counts, 0.0)  # [2]
     if chosen.rows.numel():
-        documents, positions = frame.document_ids, frame.position_ids
-        context = batch_context(draft, frame.aux, documents, positions)
-        y = block_states(draft, context, frame.input_ids, documents, positions, frame.blocks)
-        loss, figures, forecasts = _rows_loss(draft, y, chosen, head, frame.teacher, shares)
+        documents, positions = batch.document_ids, batch.position_ids
+        context = draft.context(aux, positions, documents)
+        y = draft.block_states(context, batch.input_ids, documents, positions, blocks)
+        loss, figures, forecasts = _rows_loss(draft, y, chosen, head, teacher, shares)
     else:
-        loss, empty = draft.zero_loss(), own.new_zeros(0)
+        loss, empty = draft.zero_loss(), totals.new_zeros(0)
         figures = RowStats(empty, empty, chosen.rows, empty, empty)
         forecasts = None if draft.confidence_head is None else Forecasts(empty, empty)
-    weights = draft_weights(draft).to(own.device)  # [D]
-    return DraftLoss(loss, block_sums(figures, forecasts, chosen, weights, draft.options))
+    weights = draft_weights(draft).to(totals.device)  # [D]
+    return DraftLoss(loss, _sums(figures, forecasts, chosen, weights, draft.options))
 
 
 def _rows_loss(
     draft: DSparkDraft,
-    y: Tensor,
-    chosen: TrainedRows,
-    head: TargetHead,
-    teacher: Teacher,
-    shares: Tensor,
+    y: Tensor,  # states of the blocks [B, N, D, H]
+    chosen: TrainedRows,  # the R drafts
+    head: TargetHead,  # the target's
+    teacher: Teacher,  # of flat slots
+    shares: Tensor,  # one over the denominators, float64 [2]
 ) -> tuple[Tensor, RowStats, Forecasts | None]:
-    """Return the loss of the chosen drafts with a graph, their figures, and their confidence.
-
-    Args:
-        draft: the weights.
-        y: states of the blocks [B, N, D, H].
-        chosen: the R drafts.
-        head: the target's.
-        teacher: of flat slots.
-        shares: one over the denominators, float64 [2].
-    """
+    """Return the loss of the chosen drafts with a graph, their figures, and their confidence."""
     options, rows = draft.options, chosen.rows
     hidden, low_rank, known = y.flatten(0, 2)[rows], None, None  # hidden: [R, H]
     shared = SharedTeacher(teacher, chosen.slot)

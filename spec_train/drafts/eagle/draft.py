@@ -24,6 +24,7 @@ B packs, T slots, S steps, n supervised slots of a step, H hidden size, V target
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -107,7 +108,6 @@ class EagleDraft(AutoregressiveDraft):
     config_class: ClassVar[type[DraftConfig]] = EagleConfig
 
     def __init__(self, config: EagleConfig, options: EagleOptions | None = None) -> None:
-        """Make a draft with random weights."""
         super().__init__()
         self.config = config
         self.options = options or EagleOptions()
@@ -127,7 +127,6 @@ class EagleDraft(AutoregressiveDraft):
 
     @property
     def decoder_layers(self) -> list[Any]:
-        """The layers."""
         return list(self.layers)
 
     def project(self, states: Tensor) -> Tensor:
@@ -139,32 +138,24 @@ class EagleDraft(AutoregressiveDraft):
         return (self.fc(torch.cat([self.embed(token_ids), self.cast(carried)], dim=-1)),)
 
     def feedback(self, output: Tensor) -> Tensor:
-        """Map the last layer's output [B, T, H] to the predicted states [B, T, H]."""
         return self.norm(output) if self.config.use_last_layernorm else output
 
     def states_of(self, batch: DraftBatch) -> Tensor:
-        """Return the final hidden states of a batch [B, T, H]."""
         return batch.hidden[FINAL]
 
     def logits_with(self, head: TargetHead) -> Callable[[Tensor], Tensor]:
-        """Return the logits of the target's head."""
         return head.logits
 
     # -- data and drafting ------------------------------------------------------------------------
 
     @classmethod
     def check_data(cls, options: EagleOptions, manifest: Manifest) -> None:
-        """Raise an error if a dataset lacks the final hidden states of some tokens.
-
-        Raises:
-            DatasetError: what is missing, and how to generate it.
-        """
+        """Raise DatasetError if a dataset lacks the final hidden states of some tokens."""
         if problem := data_problem("eagle", manifest.supervision, manifest.final):
             raise DatasetError(f"{manifest.where}: {problem}")
 
     @property
     def state_columns(self) -> tuple[str, ...]:
-        """The final hidden states."""
         return (FINAL,)
 
     def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
@@ -173,12 +164,14 @@ class EagleDraft(AutoregressiveDraft):
 
     @property
     def depth(self) -> int:
-        """Number of drafted tokens per round."""
         return self.options.depth
 
     def drafter(self, head: TargetHead) -> ChainDrafter:
-        """Start drafting one sequence with the target's head."""
-        return ChainDrafter(EagleWithHead(self, head), self.config.vocab_size, self.new_caches())
+        ids = torch.arange(self.config.vocab_size, device=self.fc.weight.device)
+        with_head = SimpleNamespace(
+            project=self.project, step=self.step, logits=head.logits, draft_ids=ids
+        )
+        return ChainDrafter(with_head, self.config.vocab_size, self.new_caches())
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -230,30 +223,8 @@ class EagleDraft(AutoregressiveDraft):
         return summarise(sums) | parts
 
 
-class EagleWithHead:
-    """A draft with its target's head, for `ChainDrafter`."""
-
-    def __init__(self, draft: EagleDraft, head: TargetHead) -> None:
-        """Combine them without a copy."""
-        self.logits, self.project, self.step = head.logits, draft.project, draft.step
-        self.draft_ids = torch.arange(draft.config.vocab_size, device=draft.fc.weight.device)
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """One step at its n supervised slots, no gradients."""
-
-    rows: Tensor  # flat slots, int64 [n]
-    distance: Tensor  # smooth L1 [n]
-    stats: RowStats  # of the head, each [n, 1]
-    choice: Tensor  # the target's choice, int64 [n]
-
-
 def input_noise(states: Tensor, width: float) -> Tensor:
-    """Return uniform noise in (-width, width), float32, of the shape of `states`.
-
-    Drawn from torch's default generator of their device.
-    """
+    """Return uniform noise in (-width, width), float32, of the shape and device of `states`."""
     return (torch.rand(states.shape, device=states.device) * 2 - 1) * width
 
 
@@ -311,18 +282,18 @@ def eagle_loss(
     weights = regression_weight, ce_weight
     document_ids, position_ids = settle_documents(input_ids, document_ids, position_ids)
     masks = supervised_slots(loss_mask, document_ids, steps)  # [S, B, T]
-    own = masks.flatten(1).sum(1).double()  # [S]
-    counts = own if counts is None else counts.to(own)
+    supervised = masks.flatten(1).sum(1).double()  # [S]
+    counts = supervised if counts is None else counts.to(supervised)
     fed = final_hidden if noise is None else (wide(final_hidden) + noise).to(final_hidden.dtype)
     known = shift_left(input_ids, document_ids)  # [B, T]
     states = final_hidden.flatten(0, 1)  # [B*T, H]
     unroll: Unroll | None = None
-    loss: Tensor | None = None
-    figures: list[StepFigures | None] = []
+    loss = None
+    hits = torch.zeros_like(masks).flatten(1)  # [S, B*T]
+    distances, entropies, acceptance = (torch.zeros_like(supervised) for _ in range(3))
     for s in range(steps):
         rows = masks[s].flatten().nonzero().squeeze(1)  # [n]
         if not len(rows):
-            figures.append(None)
             continue
         unroll = unroll or Unroll(draft, fed, known, document_ids, position_ids)
         predicted = unroll.advance(known).flatten(0, 1)[rows]  # [n, H]
@@ -334,34 +305,38 @@ def eagle_loss(
             predicted, states[following], head, factor, weights, kind, choice
         )
         loss = total if loss is None else loss
-        figures.append(StepFigures(rows, distance, stats, best if choice is None else choice))
-    sums = _sums(figures, masks, weights, kind)
+        hits[s, rows] = stats.best[:, 0] == (best if choice is None else choice)
+        distances[s] = distance.double().sum()
+        entropies[s] = stats.loss.double().sum()
+        acceptance[s] = stats.acceptance.double().sum()
+    first = torch.zeros_like(supervised)
+    first[0] = 1.0  # the loss is that of the first step
+    sums = {
+        "loss": regression_weight * distances + ce_weight * entropies,
+        "smooth_l1": distances,
+        "cross_entropy" if kind.name == "ce" else "distribution_loss": entropies,
+        "supervised": supervised,
+        "weighted": supervised * first,
+        "drafted": supervised,
+        "hits": hits.sum(1).double(),
+        "acceptance": acceptance,
+        **chain_sums(hits.view_as(masks), masks),
+    }
     return DraftLoss(draft.zero_loss() if loss is None else loss, sums)
 
 
 def _step_loss(
-    predicted: Tensor,
-    teacher: Tensor,
+    predicted: Tensor,  # predicted states [n, H]
+    teacher: Tensor,  # the target's states [n, H]
     head: TargetHead,
-    factor: Tensor,
-    weights: tuple[float, float],
-    kind: LossKind,
-    choice: Tensor | None,
+    factor: Tensor,  # the sum over slots is multiplied by it, []
+    weights: tuple[float, float],  # of both terms
+    kind: LossKind,  # of the second term
+    choice: Tensor | None,  # the target's, int64 [n]; None: the teacher's
 ) -> tuple[Tensor, Tensor, RowStats, Tensor]:
-    """Return the loss of a step, and what it consists of.
+    """Return the loss of a step, [] with a graph, and what it consists of.
 
-    Args:
-        predicted: predicted states [n, H].
-        teacher: the target's states [n, H].
-        head: the target's.
-        factor: the sum over slots is multiplied by it, [].
-        weights: of both terms.
-        kind: of the second term.
-        choice: the target's choice, int64 [n]; None: the teacher's.
-
-    Returns:
-        The loss [] with a graph, smooth L1 [n], the head's figures, and the teacher's choice, int64
-        [n].
+    That is smooth L1 [n], the head's figures, and the teacher's choice, int64 [n].
     """
     distance = F.smooth_l1_loss(wide(predicted), wide(teacher), reduction="none").mean(-1)  # [n]
     best: list[Tensor] = []
@@ -383,40 +358,3 @@ def _step_loss(
     )
     total = entropy + (weights[0] * factor).to(distance.dtype) * distance.sum()
     return total, distance.detach(), stats, torch.cat(best)
-
-
-@torch.no_grad()
-def _sums(
-    figures: list[StepFigures | None], masks: Tensor, weights: tuple[float, float], kind: LossKind
-) -> dict[str, Tensor]:
-    """Return the additive metrics of a batch (see `metrics`), and those of both loss terms.
-
-    Args:
-        figures: of the S steps; None without a supervised slot.
-        masks: slot masks of all steps, bool [S, B, T].
-        weights: of both terms of the loss.
-        kind: of the second term.
-    """
-    own = masks.flatten(1).sum(1).double()  # [S]
-    trained = torch.zeros_like(own)
-    trained[0] = 1.0  # the loss is that of the first step
-    hits = torch.zeros_like(masks).flatten(1)  # [S, B*T]
-    distance, entropy, acceptance = (torch.zeros_like(own) for _ in range(3))
-    for s, step in enumerate(figures):
-        if step is not None:
-            hits[s, step.rows] = step.stats.best[:, 0] == step.choice
-            distance[s] = step.distance.double().sum()
-            entropy[s] = step.stats.loss.double().sum()
-            acceptance[s] = step.stats.acceptance.double().sum()
-    second = "cross_entropy" if kind.name == "ce" else "distribution_loss"
-    return {
-        "loss": weights[0] * distance + weights[1] * entropy,
-        "smooth_l1": distance,
-        second: entropy,
-        "supervised": own,
-        "weighted": own * trained,
-        "drafted": own,
-        "hits": hits.sum(1).double(),
-        "acceptance": acceptance,
-        **chain_sums(hits.view_as(masks), masks),
-    }

@@ -50,8 +50,8 @@ from spec_train.options.draft_options import Eagle3Options
 class Eagle3Config(DraftConfig):
     """Shapes and arithmetic of the draft.
 
-    Every engine can read its config.json: `architectures`, both keys for the layer ids (engines
-    disagree on the meaning of an id), no null fields.
+    Every engine can read its config.json: it has both keys for the layer ids (engines disagree on
+    the meaning of an id) and no null fields.
     """
 
     draft: ClassVar[str] = "eagle3"
@@ -156,7 +156,6 @@ class Eagle3Draft(AuxDraft, AutoregressiveDraft):
         return self.embed(token_ids), carried
 
     def feedback(self, output: Tensor) -> Tensor:
-        """Map the last layer's output [..., H] to the carried state [..., H]."""
         return self.norm(output) if self.config.norm_output else output
 
     def head_input(self, carried: Tensor) -> Tensor:
@@ -168,20 +167,16 @@ class Eagle3Draft(AuxDraft, AutoregressiveDraft):
         return self.lm_head(self.head_input(carried))
 
     def logits_with(self, head: TargetHead) -> Callable[[Tensor], Tensor]:
-        """Return `logits`: the draft has its own head."""
         return self.logits
 
     def states_of(self, batch: DraftBatch) -> Tensor:
-        """Return the captured layers of a batch [B, T, n*H]."""
         return batch.aux(self.config.layers)
 
     @property
     def depth(self) -> int:
-        """Number of unroll steps of its training."""
         return self.options.ttt_steps
 
     def drafter(self, head: TargetHead) -> ChainDrafter:
-        """Start drafting one sequence. The draft has its own head; `head` is not used."""
         return ChainDrafter(self, self.config.vocab_size, self.new_caches())
 
     @torch.no_grad()
@@ -217,16 +212,10 @@ def eagle3_loss(
         kind: a name of `losses.KINDS`, or a `LossKind` with its target and numbers.
         position_weights: weights of the S steps instead of powers of `decay`.
         counts: denominators [S] over the whole optimizer step; None: those of this batch.
-        **inputs: the arguments of `frames.shifted_frame`, with their shapes there:
-            aux_hidden_states and input_ids; loss_mask or slot_mask; one teacher: logits, or
-            final_hidden with head, or target_probs with position_mask (and target_mass if the draft
-            vocabulary is reduced); and optionally target_argmax, target_logsumexp, document_ids,
-            position_ids, attention_mask.
+        **inputs: the arguments of `frames.shifted_frame`.
 
     Raises:
-        DraftError: not exactly one teacher or one mask, an unknown `kind`, or inputs of the other
-            frame.
-        TypeError: an input is unknown or missing.
+        DraftError: an unknown `kind`, or inputs that `shifted_frame` refuses.
     """
     kind = kind if isinstance(kind, LossKind) else LossKind(name=kind)
     frame, shares = shifted_frame(draft, **inputs), step_shares(steps, decay, position_weights)
@@ -315,9 +304,8 @@ def _chain_states(draft: Eagle3Draft, frame: Frame, teachers: Teachers) -> Tenso
     for _ in range(steps):
         states.append(unroll.advance(known.gather(1, active)).flatten(0, 1))  # [B*A, H]
         known = shift_left(known, frame.document_ids)  # [B, T]
-    slots = rows[:, None] - torch.arange(
-        steps, device=rows.device
-    )  # [N, S]: flat, -1 or less: none
+    # [N, S]: flat slots; -1 or less: none
+    slots = rows[:, None] - torch.arange(steps, device=rows.device)
     index = torch.where(valid, place.flatten()[slots.clamp_min(0)], 0)  # [N, S], in 0..B*A-1
     return torch.stack([state[index[:, s]] for s, state in enumerate(states)], dim=1)
 
@@ -326,13 +314,9 @@ def _chain_states(draft: Eagle3Draft, frame: Frame, teachers: Teachers) -> Tenso
 def _sums(stats: RowStats, teachers: Teachers, drafted: Tensor, share: Tensor) -> dict[str, Tensor]:
     """Return the additive metrics of a batch (see `metrics`).
 
-    Args:
-        stats: figures of the head, each [N, S].
-        teachers: the N slots.
-        drafted: slot masks of all steps, bool [S, B, T].
-        share: normalised weights of the steps, float64 [S].
+    `drafted` are the slot masks of all steps, bool [S, B, T]; `share` their weights, float64 [S].
     """
-    rows, valid, own = teachers.rows, teachers.valid, teachers.counts()
+    rows, valid, supervised = teachers.rows, teachers.valid, teachers.counts()
     hit = (stats.best == teachers.choice[:, None]) & valid  # [N, S]
     steps, slots = len(drafted), drafted[0].numel()
     # [N, S]: the slot that starts the chain; one more slot takes the rows that have none. Selecting
@@ -343,8 +327,8 @@ def _sums(stats: RowStats, teachers: Teachers, drafted: Tensor, share: Tensor) -
     hits = hits.scatter_(1, start.T, hit.T)[:, :slots]  # [S, B*T]
     return {
         "loss": (stats.loss.double() * teachers.trained).sum(0),
-        "supervised": own,
-        "weighted": own * share,
+        "supervised": supervised,
+        "weighted": supervised * share,
         "drafted": drafted.flatten(1).sum(1).double(),
         "hits": hit.sum(0).double(),
         "acceptance": (stats.acceptance.double() * valid).sum(0),

@@ -41,16 +41,14 @@ from spec_train.attention.masked import Attending
 from spec_train.attention.masks import AttentionMask, causal_mask, parallel_mask
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig
-from spec_train.drafts.draft import AuxDraft, DatasetFacts, DraftLoss
+from spec_train.drafts.draft import AuxDraft, DraftLoss
 from spec_train.drafts.drafting import Drafter, KVCache, Proposal
 from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Layer
 from spec_train.drafts.frames import Frame, batch_frame, shifted_frame, slot_mask_of, slots_of
-from spec_train.drafts.layers import Attend, DecoderLayer, argmax_by_chunks, run_layer
-from spec_train.drafts.mask_token import settle_mask_token
+from spec_train.drafts.layers import Attend, DecoderLayer, argmax_by_chunks, per_window, run_layer
 from spec_train.drafts.peagle.elements import (
     Elements,
     InTurn,
-    SampleStore,
     cod_sample,
     element_masks,
     segments_of,
@@ -72,7 +70,7 @@ from spec_train.losses.sampling import Sampler
 from spec_train.losses.teacher_rows import SharedRows
 from spec_train.options.draft_options import PeagleOptions
 
-CHUNK_ROWS = 2048  # elements of a pack that `serving_chains` computes at a time
+CHUNK_ROWS = 2048  # elements of a pack that `chains` computes at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +108,18 @@ class PeagleDraft(AuxDraft):
     options: PeagleOptions
 
     def __init__(self, config: PeagleConfig, options: PeagleOptions | None = None) -> None:
-        """Make a draft with random weights and the first Vd tokens as draft vocabulary."""
         super().__init__(config, options)
-        self._samples = SampleStore()
+        # Samples that `slot_counts` drew, for the losses that divide by these counts: a step counts
+        # all its micro-batches before the first loss. When counting starts again, the samples that
+        # a loss has used are dropped.
+        self._samples: dict[object, Tensor] = {}
+        self._used_samples: set[object] = set()
 
     def make_layers(self) -> None:
         """Make the layers, and `mask_hidden` [1, 1, n*H] with unit variance."""
-        config, shape = self.config, self.config.layer_shape
-        others = (DecoderLayer(shape) for _ in range(1, config.num_hidden_layers))
-        self.layers = nn.ModuleList([Eagle3Layer(config), *others])
+        shape, count = self.config.layer_shape, self.config.num_hidden_layers
+        others = (DecoderLayer(shape) for _ in range(1, count))
+        self.layers = nn.ModuleList([Eagle3Layer(self.config), *others])
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     @property
@@ -162,7 +163,7 @@ class PeagleDraft(AuxDraft):
         Returns:
             States [B, E, H], for `logits`.
         """
-        cos, sin = self.rotary.cos_sin(position_ids, lengths, carried.dtype)
+        cos, sin = self.rotary(position_ids, lengths, carried.dtype)
         recompute = self.options.gradient_checkpointing
         inputs: tuple[Tensor, ...] = (self.embed(token_ids), carried)
         for layer, attend in zip(self.layers, attends, strict=True):
@@ -179,54 +180,113 @@ class PeagleDraft(AuxDraft):
         carried: Tensor,
         position_ids: Tensor,
         caches: Sequence[KVCache],
-        seen: Tensor | None = None,
     ) -> Tensor:
         """Process rows as serving does: causal, after the rows in `caches` (one per layer).
 
         The other arguments and the result [B, E, H] are those of `states`. The new rows are
-        appended to the caches. `seen` bool [B, 1, E, length]: which rows, old and new, a new row
-        sees; None: causal.
+        appended to the caches.
         """
+        pairs = zip(caches, self.config.windows, strict=True)
         attends = [
-            partial(cache.attend, scale=self.scale, seen=seen, window=window)
-            for cache, window in zip(caches, self.config.windows, strict=True)
+            partial(cache.attend, scale=self.scale, window=window) for cache, window in pairs
         ]
         return self.states(token_ids, carried, position_ids, None, attends)
 
     def attendings(self, mask_of: Callable[[int | None], AttentionMask]) -> list[Attending]:
         """Prepare every layer's mask; `mask_of` returns that of a layer with a window."""
-        prepared = {
-            window: Attending.prepare(mask_of(window), self.config.head_dim, self.attention_backend)
-            for window in set(self.config.windows)
-        }
-        return [prepared[window] for window in self.config.windows]
+        size, backend = self.config.head_dim, self.attention_backend
+        return per_window(
+            self.config.windows, lambda window: Attending.prepare(mask_of(window), size, backend)
+        )
 
-    # -- drafting and training --------------------------------------------------------------------
-
-    @classmethod
-    def own_settings(cls, options: PeagleOptions, facts: DatasetFacts) -> dict[str, Any]:
-        """Return the mask token (see Draft)."""
-        return {"mask_token_id": settle_mask_token(options.mask_token_id, facts)}
+    # -- drafting ---------------------------------------------------------------------------------
 
     @property
     def depth(self) -> int:
-        """Number of depths of its training."""
         return self.options.depths
 
     @property
     def max_depth(self) -> int | None:
-        """The same: elements further from their anchor were never trained."""
+        """Number of depths of its training: elements further from their anchor were never seen."""
         return self.options.depths
 
     def drafter(self, head: TargetHead) -> Drafter:
-        """Start drafting one sequence. The draft has its own head; `head` is not used."""
         return ParallelDrafter(self)
 
+    @torch.no_grad()
     def chains(
         self, batch: DraftBatch, head: TargetHead, depth: int, *, scored_only: bool = False
     ) -> Tensor:
-        """Draft greedily from every slot: int64 [B, T, depth]."""
-        return serving_chains(self, batch, depth, ScoredSlots(batch) if scored_only else None)
+        """Draft from every slot as serving would (see `Draft.chains`).
+
+        The rows of depth 0 are computed once, and the caches keep their keys and values. The deeper
+        rows are computed for some anchors at a time, so that memory does not grow with slots x
+        depths.
+        """
+        scored, documents = ScoredSlots(batch) if scored_only else None, batch.document_ids
+        known = shift_left(batch.input_ids, documents)  # [B, T]
+        features = self.project(batch.aux(self.config.layers))  # [B, T, H]
+        lengths = rope_lengths(self.rotary, documents)  # [B, T]
+        caches = self.new_caches()
+        attends = self._attends(partial(causal_mask, documents), caches)
+        states = self.states(known, features, batch.position_ids, lengths, attends)
+        active = first_slots(known, scored)  # [B, A]
+        drafted = self.draft_ids[argmax_by_chunks(self.logits, gather_slots(states, active))]
+        chains = empty_chains(known, depth)
+        chains[..., 0].scatter_(1, active, drafted)
+        if depth > 1:
+            slots = torch.arange(known.shape[1], device=known.device)
+            if scored is not None:  # all depths at once, so the first draft alone decides
+                slots = active[scored.go_on(active, drafted)].unique()  # of any pack
+            size = max(1, CHUNK_ROWS // (depth - 1))
+            for part in slots.split(size) if len(slots) else ():
+                chains[:, part, 1:] = self.draft_ids[self._deeper(batch, caches, part, depth)]
+        return chains
+
+    def _deeper(
+        self, batch: DraftBatch, caches: Sequence[KVCache], slots: Tensor, depth: int
+    ) -> Tensor:
+        """Return draft indices of depths 1 to depth - 1, int64 [B, n, depth - 1].
+
+        `slots` int64 [n] are the anchors. The caches hold the rows of depth 0, and do so again
+        after.
+        """
+        packs, length = batch.document_ids.shape
+        # The E = n * (depth - 1) elements of a pack, anchor by anchor.
+        anchors = slots.repeat_interleave(depth - 1).expand(packs, -1)  # [B, E]
+        depths = torch.arange(1, depth, device=slots.device).repeat(len(slots))
+        depths = depths.expand(packs, -1)  # [B, E]
+        every = torch.arange(length, device=slots.device).expand(packs, -1)  # [B, T]
+        documents = torch.cat([batch.document_ids, batch.document_ids.gather(1, anchors)], dim=1)
+        all_anchors = torch.cat([every, anchors], dim=1)  # T + E elements, those of depth 0 first
+        all_depths = torch.cat([torch.zeros_like(every), depths], dim=1)
+
+        def mask_of(window: int | None) -> AttentionMask:
+            mask = parallel_mask(documents, all_anchors, all_depths, length, window)
+            return AttentionMask(mask.keys, mask.common, mask.ends[:, length:])  # the new elements
+
+        lengths = rope_lengths(self.rotary, batch.document_ids, anchors)  # [B, E]
+        tokens, carried = self.unknown_inputs(packs, anchors.shape[1])  # [B, E], [B, E, H]
+        positions = batch.position_ids.gather(1, anchors) + depths
+        attends = self._attends(mask_of, caches)
+        states = self.states(tokens, carried, positions, lengths, attends)  # [B, E, H]
+        for cache in caches:
+            cache.crop(length)
+        best = argmax_by_chunks(self.logits, states)  # [B, E]
+        return best.view(packs, len(slots), depth - 1)
+
+    def _attends(
+        self, mask_of: Callable[[int | None], AttentionMask], caches: Sequence[KVCache]
+    ) -> list[Attend]:
+        """Return every layer's attention: new rows over its cache and themselves."""
+
+        def after(cache: KVCache, attending: Attending) -> Attend:
+            return lambda q, k, v: attending(q, *cache.append(k, v), self.scale)
+
+        pairs = zip(caches, self.attendings(mask_of), strict=True)
+        return [after(cache, attending) for cache, attending in pairs]
+
+    # -- training ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def draw(self, batch: DraftBatch) -> Tensor:
@@ -237,7 +297,7 @@ class PeagleDraft(AuxDraft):
         earlier draws.
         """
         options, ids = self.options, batch.document_ids
-        mask = slot_mask_of(self, batch)
+        mask = slot_mask_of(batch)
         deeper, exact = options.depths - 1, torch.float64
         if self.training:
             uniforms = torch.rand(deeper, *mask.shape, dtype=exact, device=ids.device)
@@ -256,7 +316,10 @@ class PeagleDraft(AuxDraft):
         """
         if sample is None:
             sample = self.draw(batch)
-            self._samples.keep(_key(batch), sample)
+            for used in self._used_samples:
+                self._samples.pop(used, None)
+            self._used_samples.clear()
+            self._samples[_key(batch)] = sample
         supervised = element_masks(*slots_of(self, batch), batch.document_ids, sample)[1]
         own = supervised.flatten(1).sum(1).double()  # [K]
         return (own @ depth_weights(self.options.weights_of(self.depth), own))[None]
@@ -273,7 +336,9 @@ class PeagleDraft(AuxDraft):
         `sample` bool [B, K, T] is, if absent, the one that `slot_counts` drew for the batch; if
         there is none, it is drawn now.
         """
-        sample = self._samples.take(_key(batch)) if sample is None else sample
+        if sample is None:
+            self._used_samples.add(_key(batch))
+            sample = self._samples.get(_key(batch))
         return parallel_loss(
             self,
             batch_frame(self, batch, head),
@@ -291,19 +356,15 @@ class PeagleDraft(AuxDraft):
         return summarise(sums | {"weighted": sums["supervised"] * share})
 
 
-def _key(batch: DraftBatch) -> tuple[object, ...]:
+def _key(batch: DraftBatch) -> object:
     """Return what identifies a batch within its step, with or without its states."""
     return (tuple(map(tuple, batch.rows)), tuple(batch.document_ids.shape))
-
-
-# -- drafting --------------------------------------------------------------------------------------
 
 
 class ParallelDrafter(Drafter):
     """Drafts all tokens of a round with one forward pass."""
 
     def __init__(self, draft: PeagleDraft) -> None:
-        """Start a sequence."""
         self._draft = draft
         self._caches = draft.new_caches()
         self._rows = 0  # verified rows in the caches
@@ -311,7 +372,6 @@ class ParallelDrafter(Drafter):
     def propose(
         self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler
     ) -> Proposal:
-        """Append verified rows and draft at most the trained depth: ids int64 [n], n <= count."""
         draft, device, new = self._draft, states.device, len(tokens)
         count = min(count, draft.options.depths)
         known = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]  # [1, new]
@@ -326,101 +386,6 @@ class ParallelDrafter(Drafter):
         vocab_size = draft.config.vocab_size
         pairs = [sampler.draft(row, draft.draft_ids, vocab_size) for row in draft.logits(out)]
         return torch.stack([token for token, _ in pairs]), [q for _, q in pairs]
-
-
-@torch.no_grad()
-def serving_chains(
-    draft: PeagleDraft, batch: DraftBatch, depth: int, scored: ScoredSlots | None = None
-) -> Tensor:
-    """Draft greedily from every slot as serving would.
-
-    The rows of depth 0 are computed once, and the caches keep their keys and values. The deeper
-    rows are computed for some anchors at a time, so that memory does not grow with slots x depths.
-
-    Args:
-        draft: the model.
-        batch: documents in the token frame.
-        depth: tokens per slot.
-        scored: leave out most of the drafts that it does not score.
-
-    Returns:
-        Target ids, int64 [B, T, depth] (see `Draft.chains`).
-    """
-    known = shift_left(batch.input_ids, batch.document_ids)  # [B, T]
-    features = draft.project(batch.aux(draft.config.layers))  # [B, T, H]
-    lengths = rope_lengths(draft.rotary, batch.document_ids)  # [B, T]
-    caches = draft.new_caches()
-    attends = _attends(draft, partial(causal_mask, batch.document_ids), caches)
-    states = draft.states(known, features, batch.position_ids, lengths, attends)
-    active = first_slots(known, scored)  # [B, A]
-    drafted = draft.draft_ids[argmax_by_chunks(draft.logits, gather_slots(states, active))]
-    chains = empty_chains(known, depth)
-    chains[..., 0].scatter_(1, active, drafted)
-    if depth > 1:
-        slots = torch.arange(known.shape[1], device=known.device)
-        if scored is not None:  # all depths at once, so the first draft alone decides
-            slots = active[scored.go_on(active, drafted)].unique()  # of any pack
-        size = max(1, CHUNK_ROWS // (depth - 1))
-        for part in slots.split(size) if len(slots) else ():
-            chains[:, part, 1:] = draft.draft_ids[_deeper(draft, batch, caches, part, depth)]
-    return chains
-
-
-def _deeper(
-    draft: PeagleDraft,
-    batch: DraftBatch,
-    caches: Sequence[KVCache],
-    slots: Tensor,
-    depth: int,
-) -> Tensor:
-    """Return draft indices of depths 1 to depth - 1, int64 [B, n, depth - 1].
-
-    `slots` int64 [n] are the anchors. The caches hold the rows of depth 0, and do so again after.
-    """
-    packs, length = batch.document_ids.shape
-    # The E = n * (depth - 1) elements of a pack, anchor by anchor.
-    anchors = slots.repeat_interleave(depth - 1).expand(packs, -1)  # [B, E]
-    depths = torch.arange(1, depth, device=slots.device).repeat(len(slots))
-    depths = depths.expand(packs, -1)  # [B, E]
-    every = torch.arange(length, device=slots.device).expand(packs, -1)  # [B, T]
-    documents = torch.cat([batch.document_ids, batch.document_ids.gather(1, anchors)], dim=1)
-
-    def mask_of(window: int | None) -> AttentionMask:
-        mask = parallel_mask(  # T + E elements, those of depth 0 first
-            documents,
-            torch.cat([every, anchors], dim=1),
-            torch.cat([torch.zeros_like(every), depths], dim=1),
-            length,
-            window,
-        )
-        return AttentionMask(mask.keys, mask.common, mask.ends[:, length:])  # the elements alone
-
-    lengths = rope_lengths(draft.rotary, batch.document_ids, anchors)  # [B, E]
-    tokens, carried = draft.unknown_inputs(packs, anchors.shape[1])  # [B, E], [B, E, H]
-    attends = _attends(draft, mask_of, caches)
-    positions = batch.position_ids.gather(1, anchors) + depths
-    states = draft.states(tokens, carried, positions, lengths, attends)  # [B, E, H]
-    for cache in caches:
-        cache.crop(length)
-    best = argmax_by_chunks(draft.logits, states)  # [B, E]
-    return best.view(packs, len(slots), depth - 1)
-
-
-def _attends(
-    draft: PeagleDraft,
-    mask_of: Callable[[int | None], AttentionMask],
-    caches: Sequence[KVCache],
-) -> list[Attend]:
-    """Return every layer's attention: new rows over its cache and themselves.
-
-    `mask_of` returns the mask of a layer with a window.
-    """
-
-    def after(cache: KVCache, attending: Attending) -> Attend:
-        return lambda q, k, v: attending(q, *cache.append(k, v), draft.scale)
-
-    layers = draft.attendings(mask_of)
-    return [after(cache, attending) for cache, attending in zip(caches, layers, strict=True)]
 
 
 # -- loss ------------------------------------------------------------------------------------------
@@ -447,16 +412,10 @@ def peagle_loss(
         kind: a name of `losses.KINDS`, or a `LossKind` with its target and numbers.
         position_weights: weights of the K depths; None: all are 1.
         count: denominator [1] over the whole optimizer step; None: that of this batch.
-        **inputs: the arguments of `frames.shifted_frame`, with their shapes there:
-            aux_hidden_states and input_ids; loss_mask or slot_mask; one teacher:
-            logits, or final_hidden with head, or target_probs with position_mask (and target_mass
-            if the draft vocabulary is reduced); and optionally target_argmax, target_logsumexp,
-            document_ids, position_ids, attention_mask.
+        **inputs: the arguments of `frames.shifted_frame`.
 
     Raises:
-        DraftError: not exactly one teacher or one mask, inputs of the other frame, or a
-            sample of another shape than the batch.
-        TypeError: an input is unknown or missing.
+        DraftError: inputs that `shifted_frame` refuses, or a sample of another shape.
     """
     frame = shifted_frame(draft, **inputs)
     batch, length = frame.input_ids.shape

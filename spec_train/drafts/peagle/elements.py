@@ -74,32 +74,6 @@ def _shift_right(values: Tensor, offsets: Tensor) -> Tensor:
     return out & (offsets > 0)
 
 
-class SampleStore:
-    """Keeps the samples drawn by `slot_counts` for the losses that divide by those counts.
-
-    An optimizer step counts all its micro-batches before the first loss, so it needs one sample per
-    micro-batch. When counting starts again, the samples that a loss has used are dropped. The key
-    of a sample is made of the documents and the shape of its batch.
-    """
-
-    def __init__(self) -> None:
-        """Start without samples."""
-        self._kept: dict[tuple[object, ...], Tensor] = {}
-        self._used: set[tuple[object, ...]] = set()
-
-    def keep(self, key: tuple[object, ...], sample: Tensor) -> None:
-        """Keep a sample, bool [B, K, T], for the loss of its batch; drop the used ones."""
-        for used in self._used:
-            self._kept.pop(used, None)
-        self._used.clear()
-        self._kept[key] = sample
-
-    def take(self, key: tuple[object, ...]) -> Tensor | None:
-        """Return a batch's sample, bool [B, K, T], or None; it stays until counting restarts."""
-        self._used.add(key)
-        return self._kept.get(key)
-
-
 # -- elements --------------------------------------------------------------------------------------
 # Sequence partitioning (arXiv 2602.01469, Algorithm 1): an element of depth 0 belongs to the
 # segment of its slot, a deeper element to the segment of the slot after its anchor. Every segment

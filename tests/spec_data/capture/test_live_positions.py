@@ -69,7 +69,7 @@ def test_stored_frequencies_are_those_of_the_live_module(family: str, caplog) ->
     if table.limit is not None and table.limit < 256:
         inv_freq = table.long_inv_freq
     for own, other in zip(
-        rotary.cos_sin(positions[None], lengths, torch.float64),
+        rotary(positions[None], lengths, torch.float64),
         reference(positions, inv_freq, table.factor),
         strict=True,
     ):

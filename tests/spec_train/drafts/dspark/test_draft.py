@@ -24,8 +24,6 @@ from spec_train.drafts.dspark.draft import (
     BlockTokens,
     DFlashDraft,
     DSparkDraft,
-    batch_context,
-    block_states,
     dspark_loss,
 )
 from spec_train.losses.head import TargetHead
@@ -128,11 +126,11 @@ def walk_logits(draft: DSparkDraft, batch: dict[str, Tensor], blocks: Blocks) ->
     """Return logits [B, N, D, Vd] after the document's own previous tokens."""
     names = ("input_ids", "document_ids", "position_ids")
     ids, documents, positions = (batch[name] for name in names)
-    context = batch_context(draft, batch["aux"], documents, positions)
+    context = draft.context(batch["aux"], positions, documents)
     walk = BlockTokens(
-        draft, make_head(), block_states(draft, context, ids, documents, positions, blocks)
+        draft, make_head(), draft.block_states(context, ids, documents, positions, blocks)
     )
-    places = blocks.places(draft.config.depth).clamp_max(ids.shape[1] - 1)
+    places = blocks.slots(draft.config.depth).clamp_max(ids.shape[1] - 1)
     previous = ids.gather(1, places.flatten(1)).view_as(places)
     parts = [walk.advance(previous[..., d])[0] for d in range(draft.config.depth)]
     return torch.stack(parts, dim=2)
@@ -154,8 +152,8 @@ def test_a_block_sees_its_anchor_and_the_states_before_it_and_nothing_else(case:
     ids, documents, positions = (batch[name] for name in names)
 
     def states(aux: Tensor, ids: Tensor, blocks: Blocks = blocks) -> Tensor:
-        context = batch_context(draft, aux, documents, positions)
-        return block_states(draft, context, ids, documents, positions, blocks)
+        context = draft.context(aux, positions, documents)
+        return draft.block_states(context, ids, documents, positions, blocks)
 
     base = states(batch["aux"], ids)
     for n, anchor in enumerate(blocks.anchors[0].tolist()):
@@ -205,10 +203,10 @@ def test_packed_documents_keep_their_own_rope_and_context(longrope: bool) -> Non
     every = torch.arange(sum(lengths))[None]
 
     def states(aux: Tensor, ids: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
-        context = batch_context(draft, aux, documents, positions)
+        context = draft.context(aux, positions, documents)
         anchors = every[:, : ids.shape[1]]
         blocks = Blocks(anchors, torch.ones_like(anchors, dtype=torch.bool))
-        return block_states(draft, context, ids, documents, positions, blocks)
+        return draft.block_states(context, ids, documents, positions, blocks)
 
     with torch.no_grad():
         packed = states(aux, ids, document_ids, position_ids)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import row_layout
-from spec_train.drafts.peagle.elements import SampleStore, cod_sample
+from spec_train.drafts.peagle.elements import cod_sample
 from tests.spec_train.drafts.peagle.reference import reference_cod
 
 LENGTHS = [[30, 1, 17, 2, 50], [64, 3, 20]]
@@ -94,14 +94,3 @@ def test_every_candidate_is_as_likely() -> None:
     ids = torch.zeros(times, length, dtype=torch.long)
     kept = cod_sample(supervised, ids, uniforms, ratio=0.5, floor=0.0)[:, 1].double().mean(0)
     assert kept[-1] == 0 and (kept[:-1] - 0.5).abs().max() < 5 * (0.25 / times) ** 0.5
-
-
-def test_draws_last_until_counting_starts_again() -> None:
-    draws, samples = SampleStore(), [torch.tensor([i]) for i in range(4)]
-    for i in range(3):
-        draws.keep((i,), samples[i])
-    assert draws.take((0,)) is samples[0] and draws.take((0,)) is samples[0]
-    assert draws.take((7,)) is None
-    assert draws.take((1,)) is samples[1]
-    draws.keep((3,), samples[3])  # the next step counts
-    assert [draws.take((i,)) for i in range(4)] == [None, None, samples[2], samples[3]]
