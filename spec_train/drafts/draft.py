@@ -408,11 +408,11 @@ class Draft(nn.Module, ABC):
             try:
                 draft.set_vocabulary(torch.arange(config.draft_vocab_size) + d2t)
             except DraftError as error:
-                raise DraftError(f"{files.weights_path}: {error}") from None
+                raise files.bad_weights(str(error)) from None
             if not torch.equal(draft.t2d, t2d):
-                raise DraftError(
-                    f"{files.weights_path}: d2t and t2d name different tokens of the draft "
-                    "vocabulary; the file was edited or damaged"
+                raise files.bad_weights(
+                    "d2t and t2d name different tokens of the draft vocabulary; the file was "
+                    "edited or damaged"
                 )
         draft.to(tensors["fc.weight"].dtype)
         draft.load_state_dict(tensors)

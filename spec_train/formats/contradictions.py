@@ -8,7 +8,6 @@ compared after conversion to one meaning.
 from collections.abc import Iterator
 from typing import Any
 
-from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import from_block_inputs
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION, same_value, some_of
@@ -71,9 +70,9 @@ def refuse_contradictions(files: DraftFiles) -> None:
     except (TypeError, ValueError, AttributeError) as error:
         faults = [f"a field has a wrong type ({error})"]
     if faults:
-        raise DraftError(
-            f"{files.config_path}: contradicts itself, so engines would read different drafts: "
-            f"{some_of(faults)}. Correct the wrong one, or copy or export the draft again"
+        raise files.bad_config(
+            f"contradicts itself, so engines would read different drafts: {some_of(faults)}. "
+            "Correct the wrong one, or copy or export the draft again"
         )
 
 

@@ -62,6 +62,14 @@ class DraftFiles:
         """Path of its weights."""
         return str(find_weights(Path(self.where)) or Path(self.where) / WEIGHTS)
 
+    def bad_config(self, problem: str) -> DraftError:
+        """Return the error that names config.json and its problem."""
+        return DraftError(f"{self.config_path}: {problem}")
+
+    def bad_weights(self, problem: str) -> DraftError:
+        """Return the error that names the weights and their problem."""
+        return DraftError(f"{self.weights_path}: {problem}")
+
 
 def read_files(directory: str | Path, accept_edited: bool = False) -> DraftFiles:
     """Read a draft directory without conversion, and compare it with its seal, if it has one.
@@ -76,11 +84,10 @@ def read_files(directory: str | Path, accept_edited: bool = False) -> DraftFiles
     config, seal = without_seal(read_config(folder))
     weights = find_weights(folder) or folder / WEIGHTS
     tensors = read_tensors(weights)
-    mark = _metadata(weights) if weights.name == WEIGHTS else {}
     problems = []
     if seal is not None:
         problems = broken_seal(config, seal, tensors)
-    elif SECTION in config or MARK.items() <= mark.items():
+    elif SECTION in config or _marked(weights):
         problems = [f"{CONFIG} has no seal, but the draft was written with one"]
     if problems and not accept_edited:
         raise DraftError(
@@ -154,12 +161,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a dict of a JSON object; readers differ in which of two equal keys they use."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"twice in one object: {', '.join(twice)}")
-    return found
+    return table
 
 
 def find_weights(folder: Path) -> Path | None:
@@ -200,23 +207,26 @@ def _parts_of(index: Path) -> list[str]:
 
 def _read_bin(path: Path) -> dict[str, Tensor]:
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of many types: the one for refused contents is no torch class
         raise DraftError(
             f"{path}: damaged, or it holds more than tensors, which could run code when it is "
             f"loaded ({str(error).partition(chr(10))[0]}). Copy it again, or convert it to "
             "model.safetensors with the program that wrote it"
         ) from None
-    if not isinstance(found, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()
     ):
         raise DraftError(f"{path}: expected tensors by name; convert it to model.safetensors")
-    return found
+    return tensors
 
 
-def _metadata(path: Path) -> dict[str, str]:
-    with safe_open(path, "pt") as file:
-        return dict(file.metadata() or {})
+def _marked(weights: Path) -> bool:
+    """Return whether the metadata of a file of weights says that there is a seal."""
+    if weights.name != WEIGHTS:
+        return False
+    with safe_open(weights, "pt") as file:
+        return MARK.items() <= (file.metadata() or {}).items()
 
 
 def check_tensors(

@@ -49,8 +49,8 @@ def without_seal(config: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     section = config.get(SECTION)
     if not isinstance(section, dict) or SEAL not in section:
         return config, None
-    kept = {name: value for name, value in section.items() if name != SEAL}
-    return config | {SECTION: kept}, section[SEAL]
+    others = {name: value for name, value in section.items() if name != SEAL}
+    return config | {SECTION: others}, section[SEAL]
 
 
 def tensor_checksum(tensor: Tensor) -> str:
@@ -68,20 +68,15 @@ def broken_seal(config: dict[str, Any], seal: Any, tensors: dict[str, Tensor]) -
     """
     if not isinstance(seal, dict) or set(seal) != {"version", "config", "tensors", "checksum"}:
         return ["the seal itself is damaged"]
+    try:
+        problems = list(_leaves(json.loads(seal["config"]), config))
+    except (TypeError, ValueError):
+        problems = []  # the checksum reports it
     if seal["checksum"] != sha256_json({k: v for k, v in seal.items() if k != "checksum"}):
-        return ["the seal itself is damaged (its checksum differs)", *_differences(config, seal)]
+        return ["the seal itself is damaged (its checksum differs)", *problems]
     if seal["version"] != VERSION:
         return [f"the seal has version {seal['version']}, this release reads {VERSION}"]
-    return _differences(config, seal) + _other_tensors(seal["tensors"], tensors)
-
-
-def _differences(config: dict[str, Any], seal: dict[str, Any]) -> list[str]:
-    """Return the fields of `config` that are not as they were sealed."""
-    try:
-        sealed = json.loads(seal["config"])
-    except (TypeError, ValueError):
-        return []  # the checksum reports it
-    return list(_leaves(sealed, config))
+    return problems + _other_tensors(seal["tensors"], tensors)
 
 
 def _leaves(sealed: Any, found: Any, path: str = "") -> Iterator[str]:
@@ -112,9 +107,9 @@ def same_value(a: Any, b: Any) -> bool:
 def _other_tensors(sealed: Any, tensors: dict[str, Tensor]) -> list[str]:
     if not isinstance(sealed, dict):
         return ["the seal itself is damaged"]
-    found = [f"tensor {name} is missing" for name in sealed if name not in tensors]
-    found += [f"tensor {name} was added" for name in tensors if name not in sealed]
-    return found + [
+    problems = [f"tensor {name} is missing" for name in sealed if name not in tensors]
+    problems += [f"tensor {name} was added" for name in tensors if name not in sealed]
+    return problems + [
         f"tensor {name} has other values than when it was sealed"
         for name, value in tensors.items()
         if name in sealed and tensor_checksum(value) != sealed[name]

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from spec_data.models.rope_settings import rope_parameters
-from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import LAYER_CONVENTION
 from spec_data.terminal.config import to_dict
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.names import EMBEDDING, FORM, HEAD, TOKEN_KEYS, plain_names, table_of
+from spec_train.formats.names import EMBEDDING, FORM, HEAD, TOKEN_KEYS, table_of
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.options.draft_options import draft_options
 
@@ -43,7 +42,7 @@ def shape_of(files: DraftFiles) -> dict[str, Any]:
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     missing = [name for name in needed if not isinstance(raw.get(name), int)]
     if missing:
-        raise DraftError(f"{files.config_path}: missing {', '.join(missing)}")
+        raise files.bad_config(f"missing {', '.join(missing)}")
     heads = raw["num_attention_heads"]
     limit = raw.get("max_position_embeddings") or 2048
     return {
@@ -65,24 +64,17 @@ def sizes_of_weights(files: DraftFiles) -> dict[str, Any]:
 
     The defaults of config classes differ: without `head_dim`, Qwen3's has 128, Llama's H / heads.
     """
-    raw, tensors = dict(files.config), plain_names(files.tensors)
+    raw = dict(files.config)
     heads = raw.get("num_attention_heads")
-    query, key, norm, gate = (
-        tensors.get(f"{name}.weight")
-        for name in (
-            "layers.0.self_attn.q_proj",
-            "layers.0.self_attn.k_proj",
-            "norm",
-            "layers.0.mlp.gate_proj",
-        )
-    )
-    if raw.get("head_dim") is None and query is not None and isinstance(heads, int) and heads:
-        raw["head_dim"] = len(query) // heads
-    if raw.get("num_key_value_heads") is None and key is not None and raw.get("head_dim"):
-        raw["num_key_value_heads"] = len(key) // raw["head_dim"]
-    for name, tensor in (("hidden_size", norm), ("intermediate_size", gate)):
-        if raw.get(name) is None and tensor is not None:
-            raw[name] = len(tensor)
+    for name, tensor, parts in (
+        ("head_dim", "layers.0.self_attn.q_proj.weight", heads if isinstance(heads, int) else 0),
+        ("num_key_value_heads", "layers.0.self_attn.k_proj.weight", None),
+        ("hidden_size", "norm.weight", 1),
+        ("intermediate_size", "layers.0.mlp.gate_proj.weight", 1),
+    ):
+        parts = raw.get("head_dim") if parts is None else parts
+        if raw.get(name) is None and tensor in files.tensors and parts:
+            raw[name] = len(files.tensors[tensor]) // parts
     return raw
 
 
@@ -92,11 +84,11 @@ def _text_rope(raw: dict[str, Any]) -> dict[str, Any]:
     The three positions of a text token are equal. `mrope_section` stays, for engines and images.
     """
     result = dict(raw)
-    for place in ("rope_parameters", "rope_scaling"):
-        rope = raw.get(place)
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(key)
         if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) == "mrope":
             plain = {name: value for name, value in rope.items() if name != "type"}
-            result[place] = plain | {"rope_type": "default"}
+            result[key] = plain | {"rope_type": "default"}
     return result
 
 
@@ -126,9 +118,9 @@ def switches_of(files: DraftFiles) -> dict[str, Any]:
     raw, nested = files.config, table_of(files.config, "eagle_config")
     said = {raw[name] for name in ("hidden_act", "hidden_activation") if raw.get(name) is not None}
     if len(said) > 1:
-        raise DraftError(
-            f"{files.config_path}: hidden_act = {raw['hidden_act']} and hidden_activation = "
-            f"{raw['hidden_activation']}: remove the one that the draft was not trained with"
+        raise files.bad_config(
+            f"hidden_act = {raw['hidden_act']} and hidden_activation = {raw['hidden_activation']}: "
+            "remove the one that the draft was not trained with"
         )
     both = nested | {name: value for name, value in raw.items() if value is not None}
     both |= {"hidden_act": next(iter(said))} if said else {}
@@ -228,9 +220,9 @@ def own_tensors(
         if name in result:
             continue
         if value is None:
-            raise DraftError(
-                f"{files.weights_path}: has no {name}, because it shares the target's; run "
-                "`spec-train export --draft ... --target DIR --format hf --out NEW` and use NEW"
+            raise files.bad_weights(
+                f"has no {name}, because it shares the target's; run `spec-train export --draft "
+                "... --target DIR --format hf --out NEW` and use NEW"
             )
         result[name] = value.detach().to("cpu", getattr(torch, dtype), copy=True)
     return result
@@ -244,7 +236,7 @@ def _require_target_head(head: Tensor, files: DraftFiles, target: TargetFacts) -
             files.weights_path,
         )
     elif not torch.equal(head, target.head.detach().to("cpu", head.dtype)):
-        raise DraftError(
-            f"{files.weights_path}: its lm_head is not the target's; drafts of this kind use the "
-            "target's head, so this one cannot be represented"
+        raise files.bad_weights(
+            "its lm_head is not the target's; drafts of this kind use the target's head, so this "
+            "one cannot be represented"
         )

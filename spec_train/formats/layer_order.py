@@ -19,17 +19,12 @@ _ONE_NORM = re.compile(r"fc_norm\.(\d+)\.weight")
 def sort_states(
     tensors: dict[str, Tensor], layers: Sequence[int], where: str, *, collected: bool = False
 ) -> tuple[tuple[int, ...], dict[str, Tensor]]:
-    """Return the layer ids in ascending order, and the tensors with their parts in that order.
+    """Return the layer ids of a file in ascending order, and its tensors sorted with them.
 
     Our drafts concatenate states by ascending layer id. A draft with another order computes the
     same as one whose parts of `fc`, `fc_norm`, `input_norm` and `mask_hidden` are sorted with them.
-
-    Args:
-        tensors: tensors of the file, without the prefix `model.`.
-        layers: layer ids of the file, in its order.
-        where: path of config.json, for messages.
-        collected: the trainer collects the states during one forward pass of its target, so they
-            are in ascending order, also if the ids are not.
+    If the trainer has `collected` the states during one forward pass of its target, they are in
+    ascending order, also if the ids are not. `where` is the path of config.json, for messages.
 
     Raises:
         DraftError: an id repeats, or `fc` has no equal part for each layer.
@@ -58,7 +53,7 @@ def sort_states(
         parts = tensors[name].chunk(len(order), dim=-1)
         result[name] = torch.cat([parts[i] for i in order], dim=-1).contiguous()
     norms = {int(m[1]): n for n in tensors if (m := _ONE_NORM.fullmatch(n))}
-    for place, source in enumerate(order):
+    for number, source in enumerate(order):
         if source in norms:
-            result[f"fc_norm.{place}.weight"] = tensors[norms[source]]
+            result[f"fc_norm.{number}.weight"] = tensors[norms[source]]
     return ascending, result

@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from spec_data.models.families import TARGETS
-from spec_data.shards.errors import DraftError
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
 
@@ -56,7 +55,7 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 MASK_STATES = "mask_hidden"
 """The tensor of P-EAGLE: the learned states of unknown tokens."""
 _TABLES = ("eagle_config", LAYER, DFLASH_CONFIG)
-_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+_LAYER = re.compile(r"layers\.(\d+)\.")
 _SHARED = "LlamaForCausalLM"  # SafeAILab's name of EAGLE-1/2 and of EAGLE-3
 
 
@@ -91,8 +90,7 @@ def kind_of(files: DraftFiles) -> str:
     Raises:
         DraftError: it is no known draft.
     """
-    names = files.config.get("architectures") or []
-    tensors = plain_names(files.tensors)
+    names, tensors = files.config.get("architectures") or [], files.tensors
     if MASK_STATES in tensors:  # its architecture may have EAGLE-3's name
         return "peagle"
     if _SHARED in names:
@@ -102,12 +100,12 @@ def kind_of(files: DraftFiles) -> str:
         if set(names) & set(known):
             return kind
     if shared := sorted(set(names) & set(TARGETS)):
-        raise DraftError(
-            f"{files.config_path}: {shared[0]} is a target, and no draft; give the directory of a "
-            "draft, such as the --out of `spec-train fit`"
+        raise files.bad_config(
+            f"{shared[0]} is a target, and no draft; give the directory of a draft, such as the "
+            "--out of `spec-train fit`"
         )
-    raise DraftError(
-        f"{files.config_path}: architectures {names} are not a known draft; known: "
+    raise files.bad_config(
+        f"architectures {names} are not a known draft; known: "
         f"{', '.join(name for known in CLASSES.values() for name in known)}"
     )
 
@@ -122,9 +120,9 @@ def refuse_other_drafts(files: DraftFiles) -> None:
         DraftError: names how it is recognised, and what the draft has.
     """
     for shown, what in _other_parts(files):
-        raise DraftError(
-            f"{files.config_path}: {shown}: the draft has {what}. Drafts of spec-train do not, and "
-            "without it the draft would be another one, so it cannot be read"
+        raise files.bad_config(
+            f"{shown}: the draft has {what}. Drafts of spec-train do not, and without it the draft "
+            "would be another one, so it cannot be read"
         )
 
 
@@ -197,9 +195,9 @@ def block_keys(files: DraftFiles) -> DraftFiles:
     """
     raw, nested = dict(files.config), files.config.get(DFLASH_CONFIG) or {}
     if odd := sorted(nested.keys() - KNOWN):
-        raise DraftError(
-            f"{files.config_path}: {DFLASH_CONFIG} has {', '.join(odd)}, which spec-train does not "
-            "know; such a key can change what the draft computes, so the draft is not read"
+        raise files.bad_config(
+            f"{DFLASH_CONFIG} has {', '.join(odd)}, which spec-train does not know; such a key can "
+            "change what the draft computes, so the draft is not read"
         )
     for name, value in nested.items():
         _put(raw, name, value, files)
@@ -226,9 +224,9 @@ def _put(raw: dict[str, Any], name: str, value: Any, files: DraftFiles) -> None:
     if value is None:
         return
     if raw.get(name) is not None and raw[name] != value:
-        raise DraftError(
-            f"{files.config_path}: {name} = {raw[name]} and, in another place of the config, "
-            f"{value}; engines read different ones. Correct the wrong one"
+        raise files.bad_config(
+            f"{name} = {raw[name]} and, in another place of the config, {value}; engines read "
+            "different ones. Correct the wrong one"
         )
     raw[name] = value
 
@@ -269,9 +267,9 @@ def refuse_arithmetic(files: DraftFiles, what: str, but: tuple[str, ...] = ()) -
         if name in neutral and name not in but and value not in (None, *neutral[name]):
             faults.append(f"{path} = {'...' if isinstance(value, dict) else value}")
     if faults:
-        raise DraftError(
-            f"{files.config_path}: {', '.join(faults)} cannot be represented: {what} of spec-train "
-            "has no such arithmetic"
+        raise files.bad_config(
+            f"{', '.join(faults)} cannot be represented: {what} of spec-train has no such "
+            "arithmetic"
         )
 
 
@@ -313,10 +311,8 @@ def plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def count_layers(names: Iterable[str]) -> int:
     """Return the number of decoder layers in a draft's tensors; `midlayer` is the first one."""
-    numbers = {int(m[1]) for name in names if (m := _LAYER.match(name))}
-    if any(name.removeprefix("model.").startswith("midlayer.") for name in names):
-        numbers.add(0)
-    return len(numbers)
+    plain = [name.replace("midlayer.", "layers.0.", 1) for name in names]
+    return len({int(m[1]) for name in plain if (m := _LAYER.match(name))})
 
 
 def eagle_tensors(files: DraftFiles, what: str) -> dict[str, Tensor]:
@@ -328,9 +324,8 @@ def eagle_tensors(files: DraftFiles, what: str) -> dict[str, Tensor]:
     for name in files.tensors:
         for pattern, words in _TENSORS["refused"].items():
             if re.search(pattern, name):
-                raise DraftError(
-                    f"{files.weights_path}: {name}: {words} cannot be represented: {what} of "
-                    "spec-train has none"
+                raise files.bad_weights(
+                    f"{name}: {words} cannot be represented: {what} of spec-train has none"
                 )
     return _renamed(files, _TENSORS["eagle"])
 
@@ -347,7 +342,7 @@ def block_tensors(files: DraftFiles) -> dict[str, Tensor]:
 def _renamed(files: DraftFiles, table: Mapping[str, str]) -> dict[str, Tensor]:
     """Return tensors under our names, without rotary tables, which are computed from the config."""
     result: dict[str, Tensor] = {}
-    for name, value in plain_names(files.tensors).items():
+    for name, value in files.tensors.items():
         if name.endswith("rotary_emb.inv_freq"):
             continue
         for pattern, ours in table.items():
@@ -355,7 +350,7 @@ def _renamed(files: DraftFiles, table: Mapping[str, str]) -> dict[str, Tensor]:
                 name = ours + name[match.end() :]
                 break
         if name in result:
-            raise DraftError(f"{files.weights_path}: {name} is there twice, under two names")
+            raise files.bad_weights(f"{name} is there twice, under two names")
         result[name] = value
     return result
 

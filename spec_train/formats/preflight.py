@@ -8,6 +8,7 @@ does not name a kind of draft cannot serve it.
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -70,7 +71,6 @@ class Subject:
 
     @property
     def kind(self) -> str:
-        """Name of the draft kind."""
         return str(self.config[SECTION]["draft"])
 
     @property
@@ -95,17 +95,6 @@ class Subject:
         return self.config[SECTION].get("origin") or {}
 
     @property
-    def reads_last_layer(self) -> bool:
-        """Whether the draft reads the target's last decoder block; False if it is not known."""
-        count = self.num_layers
-        return count is not None and bool(self.layers) and self.layers[-1] == count - 1
-
-    @property
-    def blocks(self) -> int:
-        """Decoder layers of the draft."""
-        return int(self.config.get("num_hidden_layers", 1))
-
-    @property
     def served_kind(self) -> str:
         """The kind as which engines serve the draft: DFlash in the layout anchor is DSpark."""
         anchor = self.kind == "dflash" and self.config["sample_from_anchor"]
@@ -124,9 +113,9 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         **config,
         "kind": kind,
         "form": subject.form,
-        "blocks": subject.blocks,  # decoder layers of the draft
+        "blocks": int(config.get("num_hidden_layers", 1)),  # decoder layers of the draft
         "aux_states": len(layers),
-        "last_layer": subject.reads_last_layer,
+        "last_layer": bool(layers) and layers[-1] + 1 == subject.num_layers,
         "embedding_states": -1 in layers,
         "reduced": config.get("draft_vocab_size", 0) < config.get("vocab_size", 0),
         "mask_hidden": "mask_hidden" in subject.own.tensors,
@@ -210,14 +199,13 @@ def preflight(subject: Subject, *, formed: bool = False) -> dict[str, list[Findi
     `formed` says that the user chose the form: engines that cannot read it then refuse it. Without,
     each engine is checked with the form that it reads.
     """
-    found = {SPEC_TRAIN: general(subject)}
-    for engine in engines().engine:
-        found[engine] = of_engine(subject, engine, formed=formed)
-    for engine, findings in found.items():
-        if all(finding.level == NOTE for finding in findings):
+    findings = {SPEC_TRAIN: general(subject)}
+    findings |= {engine: of_engine(subject, engine, formed=formed) for engine in engines().engine}
+    for engine, rows in findings.items():
+        if all(finding.level == NOTE for finding in rows):
             ok = Finding(release(engine), OK, "loads and computes what was trained")
-            found[engine] = [ok, *findings]
-    return found
+            findings[engine] = [ok, *rows]
+    return findings
 
 
 def of_engine(subject: Subject, engine: str, *, formed: bool = False) -> list[Finding]:
@@ -227,15 +215,15 @@ def of_engine(subject: Subject, engine: str, *, formed: bool = False) -> list[Fi
         return [Finding(name, REFUSE, f"does not support {subject.kind} drafts")]
     if formed and (problem := unread_form(engine, subject)):
         return [Finding(name, REFUSE, problem)]
-    found = [
+    findings = [
         Finding(name, fact.verdict, fact.text.format(**facts))
         for fact, facts in _rows(subject, engine, REFUSE, WARN)
     ]
     answer = served(engine, subject.served_kind, subject.architectures)
     if not answer.answer:
         level = WARN if answer.answer is None else REFUSE
-        found.append(Finding(name, level, answer.text([subject.served_kind]), OF_TARGET))
-    return found
+        findings.append(Finding(name, level, answer.text([subject.served_kind]), OF_TARGET))
+    return findings
 
 
 def release(engine: str) -> str:
@@ -243,10 +231,10 @@ def release(engine: str) -> str:
     return engine if engine == SPEC_TRAIN else engines().engine[engine].release
 
 
-def refusals(found: dict[str, list[Finding]], form: str) -> list[Finding]:
+def refusals(findings: dict[str, list[Finding]], form: str) -> list[Finding]:
     """Return the findings that forbid an export in the format `form`."""
     return [
-        f for engine in (SPEC_TRAIN, *readers(form)) for f in found[engine] if f.level == REFUSE
+        f for engine in (SPEC_TRAIN, *readers(form)) for f in findings[engine] if f.level == REFUSE
     ]
 
 
@@ -255,15 +243,12 @@ def refusals(found: dict[str, list[Finding]], form: str) -> list[Finding]:
 
 def general(subject: Subject) -> list[Finding]:
     """Check what is needed in every engine."""
-    rows = (*_of_weights(subject), *_of_config(subject), *_of_sizes(subject))
-    return [
-        Finding(SPEC_TRAIN, level, text, rule)
-        for level, text, rule in (*rows, *_of_embedding(subject), *_of_identity(subject))
-    ]
+    rows = _of_config(subject), _of_sizes(subject), _of_embedding(subject), _of_identity(subject)
+    return [Finding(SPEC_TRAIN, *row) for row in chain(_of_weights(subject), *rows)]
 
 
-_Rows = Iterator[tuple[str, str, str]]
-"""(level, text, rule) of findings."""
+_Rows = Iterator[tuple[str, ...]]
+"""(level, text) of findings, and the rule if it has a name."""
 
 
 def _of_weights(subject: Subject) -> _Rows:
@@ -279,59 +264,58 @@ def _of_weights(subject: Subject) -> _Rows:
 def _of_config(subject: Subject) -> _Rows:
     layers, count, section = subject.layers, subject.num_layers, subject.config[SECTION]
     if layers != sorted(set(layers)):
-        yield REFUSE, f"layers {layers} must be ascending and unique", ""
+        yield REFUSE, f"layers {layers} must be ascending and unique"
     if count is not None and layers and layers[-1] >= count:
         text = f"layer {layers[-1:]} of a target with {count} decoder blocks (ids are outputs of "
-        yield REFUSE, text + "blocks, from 0)", ""
+        yield REFUSE, text + "blocks, from 0)"
     if count is None and layers:
         text = "the target's number of decoder blocks is unknown, so it was not checked whether "
-        yield WARN, text + "the draft reads the last one; pass --target DIR", ""
+        yield WARN, text + "the draft reads the last one; pass --target DIR"
     if "origin" in section and not section["origin"]:
         text = "the draft does not record its target and the chat template of its training data"
-        yield WARN, text, ""
+        yield WARN, text
     if subject.unread:
-        yield WARN, unread_text(list(subject.unread)), ""
+        yield WARN, unread_text(list(subject.unread))
     if subject.origin.get("rope_factors") == "short":
         text = "the states were captured with the short factors of longrope; an engine whose "
         text += "maximum length is above theirs uses the long ones for every prompt, and accepts "
-        text += "less. Start it with a smaller one, or capture with --rope-factors long"
-        yield WARN, text, ""
-    own, limit = subject.config["max_position_embeddings"], subject.target.max_positions
-    if limit is not None and own < limit:
-        text = f"max_position_embeddings {own} is less than the target's {limit}: at that length "
-        yield WARN, text + "engines stop drafting, or end the sequence", MAX_POSITIONS
+        yield WARN, text + "less. Start it with a smaller one, or capture with --rope-factors long"
+    length, limit = subject.config["max_position_embeddings"], subject.target.max_positions
+    if limit is not None and length < limit:
+        text = f"max_position_embeddings {length} is less than the target's {limit}: at that "
+        yield WARN, text + "length engines stop drafting, or end the sequence", MAX_POSITIONS
 
 
 def _of_sizes(subject: Subject) -> _Rows:
     """Compare sizes with the target's config.json, which may be known without its weights."""
     target, config = subject.target, subject.config
-    own = config.get("target_hidden_size", config["hidden_size"])
-    if target.hidden_size not in (None, own):
-        text = f"the draft reads states of size {own}, {target.name} has hidden size "
-        yield REFUSE, f"{text}{target.hidden_size}: the draft was fitted to another target", ""
+    size = config.get("target_hidden_size", config["hidden_size"])
+    if target.hidden_size not in (None, size):
+        text = f"the draft reads states of size {size}, {target.name} has hidden size "
+        yield REFUSE, f"{text}{target.hidden_size}: the draft was fitted to another target"
     if target.embedding is None and target.vocab_size not in (None, config["vocab_size"]):
         text = f"the draft is for a vocabulary of {config['vocab_size']}, the config of "
         text += f"{target.name} has {target.vocab_size}: the draft may be for another target"
-        yield WARN, text, ""
+        yield WARN, text
 
 
 def _of_embedding(subject: Subject) -> _Rows:
     """Check that the embedding equals the target's bit for bit: engines share or replace it."""
-    own, other = subject.own.tensors.get("embed_tokens.weight"), subject.target.embedding
-    if own is None or other is None:
+    stored, other = subject.own.tensors.get("embed_tokens.weight"), subject.target.embedding
+    if stored is None or other is None:
         return
-    if own.shape != other.shape:
-        text = f"embed_tokens has shape {list(own.shape)}, the target's {list(other.shape)}: the "
-        yield REFUSE, text + "draft was fitted to another target", EMBEDDING
+    if stored.shape != other.shape:
+        text = f"embed_tokens has shape {list(stored.shape)}, the target's {list(other.shape)}: "
+        yield REFUSE, text + "the draft was fitted to another target", EMBEDDING
     elif not subject.config.get("train_embeddings"):
-        if not torch.equal(own, other.to(own.dtype)):
+        if not torch.equal(stored, other.to(stored.dtype)):
             text = "embed_tokens is not the target's: the draft was fitted to another target"
             yield REFUSE, text, EMBEDDING
-        if own.dtype != other.dtype:
-            exact = torch.promote_types(own.dtype, other.dtype) == own.dtype
+        if stored.dtype != other.dtype:
+            exact = torch.promote_types(stored.dtype, other.dtype) == stored.dtype
             text = f"embed_tokens is the target's, {'stored' if exact else 'rounded'} as "
-            text += f"{own.dtype} instead of {other.dtype}; engines keep a second copy instead of "
-            yield WARN, text + "sharing", ""
+            text += f"{stored.dtype} instead of {other.dtype}; engines keep a second copy instead "
+            yield WARN, text + "of sharing"
 
 
 def _of_identity(subject: Subject) -> _Rows:
@@ -341,17 +325,12 @@ def _of_identity(subject: Subject) -> _Rows:
     """
     target, origin = subject.target, subject.origin
     for problem in target.problems:
-        yield NOTE, f"not compared with the draft's training: {problem}", ""
+        yield NOTE, f"not compared with the draft's training: {problem}"
     if not origin or not target.identity:
         return
-    compared = compare(
-        origin,
-        target.identity,
-        of_recorded="the draft was fitted with",
-        of_found=f"{target.name} has",
-    )
+    fitted, name = "the draft was fitted with", f"{target.name} has"
+    compared = compare(origin, target.identity, of_recorded=fitted, of_found=name)
     for line in compared.texts:
-        yield WARN, line, ""
+        yield WARN, line
     if compared.unknown:
-        text = f"not compared, because only one side tells it: {compared.not_compared}"
-        yield NOTE, text, ""
+        yield NOTE, f"not compared, because only one side tells it: {compared.not_compared}"

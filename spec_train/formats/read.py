@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import (
     as_block_inputs,
     eagle3_layers,
@@ -78,17 +77,16 @@ _WHAT |= dict.fromkeys(("dspark", "dflash"), "a DSpark or DFlash draft")
 _NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _ANCHOR, _NON_CAUSAL = "sample_from_anchor", "sliding_window_non_causal"
 _BIAS = "fc.bias"
+_LAYER = r"(?:midlayer|layers\.\d+)"
+_FIRST = ("midlayer.", "layers.0.")
 _PROJECTIONS = {
     "attention_bias": r"self_attn\.(?:q_proj|k_proj|v_proj|o_proj)",
     "mlp_bias": r"mlp\.(?:gate_proj|up_proj|down_proj)",
 }
-_NORM_KEYS = {
+_NORM_KEYS = {  # field: the keys that name it; the later ones are aliases of SGLang and of a fork
     "fc_norm": ("fc_norm", "use_aux_norm", "fc_norm_perslice"),
     "norm_before_fc": ("norm_before_fc",),
 }
-"""(field, the keys that name it; the second ones are aliases of SGLang and of a fork)."""
-_LAYER = r"(?:midlayer|layers\.\d+)"
-_FIRST = ("midlayer.", "layers.0.")
 _OF_SPECULATORS: dict[str, dict[str, Any]] = {
     "eagle3": {"norm_before_residual": True},
     "peagle": {"embed_requires_grad": True},
@@ -124,6 +122,7 @@ def own_form(files: DraftFiles, target: TargetFacts) -> DraftFiles:
     if is_own_form(files.config):
         return files
     refuse_other_drafts(files)
+    files = replace(files, tensors=plain_names(files.tensors))
     depth, collected = None, False
     if TYPE in files.config:  # its states come from vLLM, which passes them in ascending order
         kind, files, depth = _of_speculators(files)
@@ -146,12 +145,10 @@ def _of_speculators(files: DraftFiles) -> tuple[str, DraftFiles, int | None]:
     raw = dict(files.config)
     kind, layer = raw.pop(TYPE), raw.pop(LAYER, None)
     if not isinstance(layer, dict):
-        raise DraftError(f"{files.config_path}: {LAYER} is missing, which speculators files need")
+        raise files.bad_config(f"{LAYER} is missing, which speculators files need")
     if kind not in _OF_SPECULATORS:
-        raise DraftError(
-            f"{files.config_path}: speculators drafts of type {kind} are unknown; known: "
-            f"{', '.join(_OF_SPECULATORS)}"
-        )
+        known = ", ".join(_OF_SPECULATORS)
+        raise files.bad_config(f"speculators drafts of type {kind} are unknown; known: {known}")
     methods = (raw.pop("speculators_config", None) or {}).get("proposal_methods") or [{}]
     depth = methods[0].get("speculative_tokens")
     raw = {**layer, **{name: value for name, value in raw.items() if value is not None}}
@@ -163,9 +160,7 @@ def _of_speculators(files: DraftFiles) -> tuple[str, DraftFiles, int | None]:
         )
         raw.pop("norm_before_residual", None)
     if kind in ("dspark", "dflash"):
-        kind = (
-            "dflash" if set(raw.get("architectures") or ()) & set(CLASSES["dflash"]) else "dspark"
-        )
+        kind = "dflash" if _is_dflash(raw) else "dspark"
         _check_blocks_of_speculators(kind, replace(files, config=raw), depth)
         raw["target_layer_ids"] = from_block_inputs(raw.pop(BLOCK_INPUT_KEY))
         raw["architectures"] = [DFLASH if kind == "dflash" else DSPARK]
@@ -177,10 +172,10 @@ def _check_blocks_of_speculators(kind: str, files: DraftFiles, depth: int | None
     raw = files.config
     if kind == "dspark" and _ANCHOR not in raw:
         if raw.get("block_size") is not None and depth == raw["block_size"] - 1:
-            raise DraftError(
-                f"{files.config_path}: has no {_ANCHOR}, and {depth} tokens per round with blocks "
-                f"of {raw['block_size']}: the speculators library reads it as {_ANCHOR} = true, "
-                "vLLM as false. Add the value that it was trained with"
+            raise files.bad_config(
+                f"has no {_ANCHOR}, and {depth} tokens per round with blocks of "
+                f"{raw['block_size']}: the speculators library reads it as {_ANCHOR} = true, vLLM "
+                "as false. Add the value that it was trained with"
             )
         log.warning(
             "warning: %s: has no %s; read as true, as the speculators library does. vLLM reads it "
@@ -188,20 +183,20 @@ def _check_blocks_of_speculators(kind: str, files: DraftFiles, depth: int | None
             *(files.config_path, _ANCHOR),
         )
     if BLOCK_INPUT_KEY not in raw:
-        raise DraftError(f"{files.config_path}: {BLOCK_INPUT_KEY} is missing; add it")
+        raise files.bad_config(f"{BLOCK_INPUT_KEY} is missing; add it")
     if _NON_CAUSAL not in raw and windows_of(files).layer_types:
-        raise DraftError(
-            f"{files.config_path}: has sliding layers and no {_NON_CAUSAL}; the speculators "
-            "library reads it as false, vLLM as true. Add the value that it was trained with"
+        raise files.bad_config(
+            f"has sliding layers and no {_NON_CAUSAL}; the speculators library reads it as false, "
+            "vLLM as true. Add the value that it was trained with"
         )
     read = _OF_SPECULATORS[kind] | raw
     rnn = kind == "dspark" and read["markov_rank"] and read["markov_head_type"] == "rnn"
     if rnn and not read[_ANCHOR]:
-        raise DraftError(
-            f"{files.config_path}: markov_head_type = rnn with {_ANCHOR} = false: the speculators "
-            "library advances the head's state over the anchor's slot before the first draft, "
-            "while drafts here and SGLang start at the first draft, so other tokens would be "
-            f"drafted than in training. Train it with {_ANCHOR} = true, or another Markov head"
+        raise files.bad_config(
+            f"markov_head_type = rnn with {_ANCHOR} = false: the speculators library advances the "
+            "head's state over the anchor's slot before the first draft, while drafts here and "
+            "SGLang start at the first draft, so other tokens would be drafted than in training. "
+            f"Train it with {_ANCHOR} = true, or another Markov head"
         )
 
 
@@ -216,9 +211,9 @@ def _eagle(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFi
     tensors, biases = _with_all_biases(tensors, files)
     bias = tensors.get(_BIAS)
     if files.config.get("bias") and bias is None:
-        raise DraftError(
-            f"{files.config_path}: bias = true, but {files.weights_path} has no {_BIAS}, for which "
-            "SGLang uses random values; copy the draft again, or set it to false"
+        raise files.bad_config(
+            f"bias = true, but {files.weights_path} has no {_BIAS}, for which SGLang uses random "
+            "values; copy the draft again, or set it to false"
         )
     if _no_bias(bias):
         tensors.pop(_BIAS, None)
@@ -233,9 +228,8 @@ def _eagle(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFi
         EAGLE_NORMS[0]: "layers.0.input_layernorm.weight" in tensors,
         EAGLE_NORMS[1]: "norm.weight" in tensors,
     }
-    config[SECTION] = section_of(
-        files, "eagle", (), options_of("eagle", config, (), depth=depth or None)
-    )
+    options = options_of("eagle", config, (), depth=depth or None)
+    config[SECTION] = section_of(files, "eagle", (), options)
     tensors = own_tensors(tensors, files, target, shape["dtype"], target_head=True)
     return DraftFiles(config, tensors, files.where)
 
@@ -247,14 +241,15 @@ def _eagle3(
     if kind == "peagle":
         files = _checked_peagle(files)
     elif files.config.get("parallel_drafting"):  # with `mask_hidden` it is read as P-EAGLE
-        raise DraftError(
-            f"{files.config_path}: parallel_drafting = true, but {files.weights_path} has no "
-            f"{MASK_STATES}: P-EAGLE drafts have it, and EAGLE-3 does not draft in parallel. Copy "
-            "the draft again, or remove the key"
+        raise files.bad_config(
+            f"parallel_drafting = true, but {files.weights_path} has no {MASK_STATES}: P-EAGLE "
+            "drafts have it, and EAGLE-3 does not draft in parallel. Copy the draft again, or "
+            "remove the key"
         )
     raw, shape, tensors = files.config, shape_of(files), eagle_tensors(files, _WHAT[kind])
     own_embedding = has_own_embedding(tensors, files, target)
     vocab, draft_vocab = shape["vocab_size"], shape["draft_vocab_size"]
+    full = vocab == draft_vocab
     tensors = own_vocabulary(tensors, vocab, draft_vocab, files.weights_path)
     layers, tensors = sort_states(
         tensors, _aux_layers(files, target), files.config_path, collected=collected
@@ -271,10 +266,8 @@ def _eagle3(
     }
     if kind == "peagle":  # nothing is fed back, so no output is normed
         config |= {"mask_token_id": _mask_token(raw), "norm_output": False}
-        config |= named_class(config, PEAGLE)
         given = {"depths": depth or raw.get("num_depths") or None}
     else:
-        config |= named_class(config, EAGLE3)
         given = {
             "ttt_steps": depth or raw.get("ttt_length") or None,
             "step_decay": raw.get("step_loss_decay") or None,
@@ -286,8 +279,8 @@ def _eagle3(
                 "pull request 879); if this is one of them, set norm_output to false",
                 files.config_path,
             )
+    config |= named_class(config, PEAGLE if kind == "peagle" else EAGLE3)
     config[SECTION] = section_of(files, kind, layers, options_of(kind, config, layers, **given))
-    full = vocab == draft_vocab
     tensors = _own_names(_with_tied_head(tensors, files, full), files, count, kind)
     tensors = own_tensors(tensors, files, target, shape["dtype"], own_head=full)
     return DraftFiles(config, tensors, files.where)
@@ -296,16 +289,16 @@ def _eagle3(
 def _checked_peagle(files: DraftFiles) -> DraftFiles:
     """Return files of a P-EAGLE draft with the sizes of its weights."""
     raw = sizes_of_weights(files)
-    if raw.get("tie_word_embeddings") and HEAD not in plain_names(files.tensors):
-        raise DraftError(
-            f"{files.config_path}: tie_word_embeddings = true, and the file has no {HEAD}: "
-            "P-EAGLE drafts of spec-train have a head of their own"
+    if raw.get("tie_word_embeddings") and HEAD not in files.tensors:
+        raise files.bad_config(
+            f"tie_word_embeddings = true, and the file has no {HEAD}: P-EAGLE drafts of spec-train "
+            "have a head of their own"
         )
     blocks = raw.get("num_hidden_layers")
-    if _mask_token(raw) is None or blocks is None or MASK_STATES not in plain_names(files.tensors):
-        raise DraftError(
-            f"{files.where}: a P-EAGLE draft needs num_hidden_layers, a mask token "
-            f"({', '.join(MASK_KEYS)}) and the tensor {MASK_STATES}"
+    if _mask_token(raw) is None or blocks is None or MASK_STATES not in files.tensors:
+        raise files.bad_config(
+            f"a P-EAGLE draft needs num_hidden_layers, a mask token ({', '.join(MASK_KEYS)}) and "
+            f"the tensor {MASK_STATES}"
         )
     return replace(files, config=raw)
 
@@ -329,9 +322,9 @@ def _aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
         return tuple(ids)
     if blocks := raw.get("num_target_layers") or target.num_layers:
         return eagle3_layers(blocks)
-    raise DraftError(
-        f"{files.config_path}: contains no layer ids; engines then derive them from the "
-        "target's number of decoder blocks. Pass the target with --target DIR"
+    raise files.bad_config(
+        "contains no layer ids; engines then derive them from the target's number of decoder "
+        "blocks. Pass the target with --target DIR"
     )
 
 
@@ -349,9 +342,9 @@ def _with_all_biases(
         names = [m[1] for name in tensors if (m := pattern.fullmatch(name))]
         fields[field] = any(f"{name}.bias" in tensors for name in names)
         if files.config.get(field) and not fields[field]:
-            raise DraftError(
-                f"{files.config_path}: {field} = true, but {files.weights_path} has no such bias; "
-                "copy the draft again, or set it to false if it was trained without"
+            raise files.bad_config(
+                f"{field} = true, but {files.weights_path} has no such bias; copy the draft again, "
+                "or set it to false if it was trained without"
             )
         for name in names if fields[field] else ():
             weight = tensors[f"{name}.weight"]
@@ -369,18 +362,18 @@ def _norms(tensors: dict[str, Tensor], files: DraftFiles) -> dict[str, bool]:
         stated = any(values)
         one_norm = stated and fields["norm_before_fc"]  # `fc_norm` in forks of DeepSpec
         if any(value is not None for value in values) and stated != fields[field] and not one_norm:
-            raise DraftError(
-                f"{files.config_path}: {field} = {str(stated).lower()}, but the norms in "
-                f"{files.weights_path} say otherwise; copy the draft again, or correct the key"
+            raise files.bad_config(
+                f"{field} = {str(stated).lower()}, but the norms in {files.weights_path} say "
+                "otherwise; copy the draft again, or correct the key"
             )
     normed, layers = (
         [name for name in tensors if re.fullmatch(rf"{_LAYER}\.self_attn\.{part}\.weight", name)]
         for part in ("q_norm", "q_proj")
     )
     if normed and len(normed) != len(layers):
-        raise DraftError(
-            f"{files.weights_path}: {len(normed)} of {len(layers)} layers norm queries and keys; "
-            "all layers of our drafts do, or none does"
+        raise files.bad_weights(
+            f"{len(normed)} of {len(layers)} layers norm queries and keys; all layers of our "
+            "drafts do, or none does"
         )
     return fields | {"qk_norm": bool(normed)}
 
@@ -388,9 +381,9 @@ def _norms(tensors: dict[str, Tensor], files: DraftFiles) -> dict[str, bool]:
 def _layer_count(tensors: dict[str, Tensor], files: DraftFiles) -> int:
     count, stated = count_layers(tensors), files.config.get("num_hidden_layers")
     if stated not in (None, count):
-        raise DraftError(
-            f"{files.config_path}: num_hidden_layers = {stated}, but {files.weights_path} has "
-            f"{count} layers; copy the draft again, or correct the key"
+        raise files.bad_config(
+            f"num_hidden_layers = {stated}, but {files.weights_path} has {count} layers; copy the "
+            "draft again, or correct the key"
         )
     return count
 
@@ -404,8 +397,8 @@ def _with_tied_head(tensors: dict[str, Tensor], files: DraftFiles, full: bool) -
     if HEAD in tensors or not files.config.get("tie_word_embeddings") or EMBEDDING not in tensors:
         return tensors
     if not full:
-        raise DraftError(
-            f"{files.config_path}: tie_word_embeddings = true with a reduced draft vocabulary, and "
+        raise files.bad_config(
+            "tie_word_embeddings = true with a reduced draft vocabulary, and "
             f"{files.weights_path} has no lm_head; copy the draft again"
         )
     return tensors | {HEAD: tensors[EMBEDDING].clone()}
@@ -422,27 +415,25 @@ def _own_names(
     """
     ours, theirs = _FIRST if kind == "eagle3" and count == 1 else _FIRST[::-1]
     result: dict[str, Tensor] = {}
-    wide = files.config["hidden_size"] * 2
-    later = {name: value for name, value in tensors.items() if not name.startswith(_FIRST)}
-    for name, value in later.items():
-        if name.endswith("self_attn.q_proj.weight") and value.shape[-1] == wide:
-            raise DraftError(
-                f"{files.weights_path}: {name} reads the token again, as every layer of DeepSpec's "
-                f"EAGLE-3 does; in {_WHAT[kind]} of spec-train only the first layer reads it"
+    later = [name for name in tensors if not name.startswith(_FIRST)]
+    for name in later:
+        wide = name.endswith("self_attn.q_proj.weight")
+        if wide and tensors[name].shape[-1] == files.config["hidden_size"] * 2:
+            raise files.bad_weights(
+                f"{name} reads the token again, as every layer of DeepSpec's EAGLE-3 does; in "
+                f"{_WHAT[kind]} of spec-train only the first layer reads it"
             )
     for name, value in tensors.items():
         if name in (_BIAS, "lm_head.bias"):
             if _no_bias(value):
                 continue
-            raise DraftError(
-                f"{files.weights_path}: {name}: {_WHAT[kind]} of spec-train has no such bias"
-            )
+            raise files.bad_weights(f"{name}: {_WHAT[kind]} of spec-train has no such bias")
         if name in later and name.endswith(".hidden_norm.weight"):
             other = name.replace("hidden_norm", "input_layernorm")
             if other in tensors and not torch.equal(tensors[other], value):
-                raise DraftError(
-                    f"{files.weights_path}: {name} and {other} differ, and a later layer has one "
-                    "norm before its attention; copy the draft again"
+                raise files.bad_weights(
+                    f"{name} and {other} differ, and a later layer has one norm before its "
+                    "attention; copy the draft again"
                 )
             name = other
         result[name.replace(theirs, ours)] = value
@@ -464,7 +455,7 @@ def _flag(files: DraftFiles, *names: str) -> bool:
     }
     if len(set(said.values())) > 1:
         text = ", ".join(f"{name} = {str(value).lower()}" for name, value in said.items())
-        raise DraftError(f"{files.config_path}: {text} contradict each other; correct one")
+        raise files.bad_config(f"{text} contradict each other; correct one")
     return any(said.values())
 
 
@@ -473,9 +464,9 @@ def _refuse_set(files: DraftFiles, what: str, names: tuple[str, ...]) -> None:
     raw, nested = files.config, table_of(files.config, "eagle_config")
     values = {n: raw[n] if raw.get(n) is not None else nested.get(n) for n in names}
     if faults := [f"{n} = {value}" for n, value in values.items() if value not in (None, False)]:
-        raise DraftError(
-            f"{files.config_path}: {', '.join(faults)} cannot be represented: {what} of spec-train "
-            "has " + ", ".join(f"{name} = False" for name in names)
+        raise files.bad_config(
+            f"{', '.join(faults)} cannot be represented: {what} of spec-train has "
+            + ", ".join(f"{name} = False" for name in names)
         )
 
 
@@ -495,12 +486,13 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
     files = replace(files, config=sizes_of_weights(files))
     raw, windows = files.config, windows_of(files, blocks)
     if SLIDING in (raw.get("layer_types") or ())[:blocks] and not windows.layer_types:
-        raise DraftError(
-            f"{files.config_path}: layer_types has {SLIDING}, but use_sliding_window = "
-            f"{raw.get('use_sliding_window')} and sliding_window = {raw.get('sliding_window')} set "
-            "no window; programs read such layers in different ways. Correct the wrong key"
+        raise files.bad_config(
+            f"layer_types has {SLIDING}, but use_sliding_window = {raw.get('use_sliding_window')} "
+            f"and sliding_window = {raw.get('sliding_window')} set no window; programs read such "
+            "layers in different ways. Correct the wrong key"
         )
-    heads = bool(raw.get("markov_rank") or raw.get("enable_confidence_head"))
+    confident = bool(raw.get("enable_confidence_head"))
+    heads = bool(raw.get("markov_rank")) or confident
     anchor = _anchor(files, dflash, heads)
     layers, tensors = sort_states(
         files.tensors, raw["target_layer_ids"], files.config_path, collected=collected
@@ -519,7 +511,7 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
         **windows.keys(),
         "markov_rank": raw.get("markov_rank") or 0,
         "markov_head_type": raw.get("markov_head_type") or "vanilla",
-        "enable_confidence_head": bool(raw.get("enable_confidence_head", False)),
+        "enable_confidence_head": confident,
     }
     config["confidence_head_with_markov"] = _with_markov(files, config)
     non_causal = slides_non_causal(files, windows)
@@ -527,7 +519,6 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
     for name in ("num_target_layers", "mask_token_id"):
         _needed(replace(files, config=config), name)
     kind = stated or ("dflash" if dflash and not heads else "dspark")
-    confident = config["enable_confidence_head"]
     options = options_of(
         kind,
         config,
@@ -542,9 +533,7 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
     tensors = own_vocabulary(tensors, vocab, draft_vocab, files.weights_path)
     full = vocab == draft_vocab
     if not full and not {HEAD, "d2t"} <= tensors.keys():
-        raise DraftError(
-            f"{files.weights_path}: a reduced draft vocabulary needs lm_head.weight and d2t"
-        )
+        raise files.bad_weights("a reduced draft vocabulary needs lm_head.weight and d2t")
     tensors = own_tensors(tensors, files, target, config["dtype"], target_head=full)
     return DraftFiles(config, tensors, files.where)
 
@@ -555,7 +544,7 @@ def _is_dflash(raw: dict[str, Any]) -> bool:
 
 def _needed(files: DraftFiles, name: str) -> Any:
     if files.config.get(name) is None:
-        raise DraftError(f"{files.config_path}: {name} is missing")
+        raise files.bad_config(f"{name} is missing")
     return files.config[name]
 
 
@@ -565,7 +554,7 @@ def _with_layer_ids(files: DraftFiles, dflash: bool) -> DraftFiles:
     if raw.get("target_layer_ids"):
         return files
     if not dflash or raw.get("num_target_layers") is None:
-        raise DraftError(f"{files.config_path}: target_layer_ids is missing")
+        raise files.bad_config("target_layer_ids is missing")
     count = raw["num_hidden_layers"]
     if "fc.weight" in files.tensors and isinstance(raw.get("hidden_size"), int):
         count = files.tensors["fc.weight"].shape[1] // raw["hidden_size"]
@@ -576,27 +565,25 @@ def _with_layer_ids(files: DraftFiles, dflash: bool) -> DraftFiles:
 def _anchor(files: DraftFiles, dflash: bool, heads: bool) -> bool:
     """Return whether the anchor's slot makes the first draft."""
     raw = files.config
-    said = {_ANCHOR: raw.get(_ANCHOR)}
+    said = {name: raw[name] for name in (_ANCHOR, "shift_label") if raw.get(name) is not None}
     if raw.get("dspark_bonus_anchor") is not None:  # older vLLM
         said["dspark_bonus_anchor"] = not raw["dspark_bonus_anchor"]
     if raw.get("projector_type") == "dspark":  # ModelOpt, SpecForge
         said["projector_type"] = True
-    if raw.get("shift_label") is not None:
-        said["shift_label"] = bool(raw["shift_label"])
-    said = {name: value for name, value in said.items() if value is not None}
-    if len(set(said.values())) > 1 or (dflash and not heads and raw.get("shift_label")):
-        raise DraftError(
-            f"{files.config_path}: it is unclear which slot drafts first: "
+    if len({bool(value) for value in said.values()}) > 1 or (
+        dflash and not heads and raw.get("shift_label")
+    ):
+        raise files.bad_config(
+            "it is unclear which slot drafts first: "
             + ", ".join(f"{name} = {raw[name]}" for name in said)
             + f". Set {_ANCHOR} to the value that it was trained with, and remove the others"
         )
     if said:
         return bool(next(iter(said.values())))
     if dflash and heads:
-        raise DraftError(
-            f"{files.config_path}: a DFlash draft with a Markov or confidence head, and no "
-            f"{_ANCHOR}: add the value that it was trained with (true if the anchor's slot drafts "
-            "the token after the anchor)"
+        raise files.bad_config(
+            f"a DFlash draft with a Markov or confidence head, and no {_ANCHOR}: add the value "
+            "that it was trained with (true if the anchor's slot drafts the token after the anchor)"
         )
     return not dflash
 
@@ -614,11 +601,11 @@ def _with_markov(files: DraftFiles, config: dict[str, Any]) -> bool:
     if wanted is None and weight is not None:
         wanted = weight.shape[-1] > config["hidden_size"]
     if wanted and not rank:
-        raise DraftError(f"{files.config_path}: {key} = true, but markov_rank is 0")
+        raise files.bad_config(f"{key} = true, but markov_rank is 0")
     width = config["hidden_size"] + (rank if wanted else 0)
     if weight is not None and weight.shape[-1] != width:
-        raise DraftError(
-            f"{files.config_path}: {key} = {bool(wanted)} needs a confidence head of width "
-            f"{width}; the one in the file has width {weight.shape[-1]}"
+        raise files.bad_config(
+            f"{key} = {bool(wanted)} needs a confidence head of width {width}; the one in the file "
+            f"has width {weight.shape[-1]}"
         )
     return bool(wanted)

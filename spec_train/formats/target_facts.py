@@ -54,26 +54,23 @@ def read_target(folder: Path, name: str | None = None) -> TargetFacts:
         config = read_object(path, TargetError)
     except FileNotFoundError:
         raise MissingError(f"{path}: no such file; --target takes a model directory") from None
-    embedding = _find(folder, _EMBEDDING)
+    embedding, text = _find(folder, _EMBEDDING), text_table(config)
+    tied = config.get("tie_word_embeddings") or text.get("tie_word_embeddings")
     return TargetFacts(
         name=name or str(folder),
         architectures=tuple(config.get("architectures") or ()),
         num_layers=block_count(config),
-        max_positions=text_table(config).get("max_position_embeddings"),
+        max_positions=text.get("max_position_embeddings"),
         embedding=embedding,
-        head=embedding if _tied(config) else _find(folder, _HEAD),
-        dtype=_first(("dtype", "torch_dtype"), text_table(config), config),
-        hidden_size=_first(("hidden_size", "n_embd", "d_model"), text_table(config)),
-        vocab_size=_first(("vocab_size",), text_table(config), config),
+        head=embedding if tied else _find(folder, _HEAD),
+        dtype=_first(("dtype", "torch_dtype"), text, config),
+        hidden_size=_first(("hidden_size", "n_embd", "d_model"), text),
+        vocab_size=_first(("vocab_size",), text, config),
     )
 
 
 def _first(names: tuple[str, ...], *tables: dict[str, Any]) -> Any:
     return next((table[name] for table in tables for name in names if table.get(name)), None)
-
-
-def _tied(config: dict[str, Any]) -> bool:
-    return any(table.get("tie_word_embeddings") for table in (config, text_table(config)))
 
 
 def _find(folder: Path, endings: tuple[str, ...]) -> Tensor | None:

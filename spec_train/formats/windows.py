@@ -19,7 +19,6 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from spec_data.shards.errors import DraftError
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.names import DFLASH_CONFIG, table_of
 from spec_train.options.shape_options import FULL, SLIDING
@@ -64,9 +63,8 @@ def windows_of(files: DraftFiles, layers: int | None = None) -> Windows:
     if swa.get("use_swa") and SLIDING not in _types(files, raw, count):
         window = swa.get("swa_window_size", raw.get("sliding_window"))
         if window is None:
-            raise DraftError(
-                f"{files.config_path}: dflash_config.use_swa = true needs swa_window_size or "
-                "sliding_window"
+            raise files.bad_config(
+                "dflash_config.use_swa = true needs swa_window_size or sliding_window"
             )
         return Windows(_positive(files, window), (SLIDING,) * count)
     types, window = _types(files, raw, count), raw.get("sliding_window")
@@ -110,9 +108,9 @@ def slides_non_causal(files: DraftFiles, windows: Windows) -> bool:
         if causal is None:
             continue
         if causal and (not windows.layer_types or FULL in windows.layer_types):
-            raise DraftError(
-                f"{files.config_path}: {name} = true: full attention that is causal inside a block "
-                "cannot be represented; full layers of our block drafts see the whole block"
+            raise files.bad_config(
+                f"{name} = true: full attention that is causal inside a block cannot be "
+                "represented; full layers of our block drafts see the whole block"
             )
         return not causal
     swa = raw | table_of(raw, DFLASH_CONFIG)
@@ -127,22 +125,18 @@ def _types(files: DraftFiles, raw: dict[str, Any], count: int) -> tuple[str, ...
     if found is None:
         return ()
     if not isinstance(found, list | tuple) or len(found) < count:
-        raise DraftError(
-            f"{files.config_path}: layer_types = {found}: expected an entry for each of the "
-            f"draft's {count} layers"
+        raise files.bad_config(
+            f"layer_types = {found}: expected an entry for each of the draft's {count} layers"
         )
     types = tuple(found[:count])
     if odd := sorted({str(kind) for kind in types} - {FULL, SLIDING}):
-        raise DraftError(
-            f"{files.config_path}: layer_types has {', '.join(odd)}; drafts have {FULL} and "
-            f"{SLIDING} only"
+        raise files.bad_config(
+            f"layer_types has {', '.join(odd)}; drafts have {FULL} and {SLIDING} only"
         )
     return types
 
 
 def _positive(files: DraftFiles, window: Any) -> int:
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise DraftError(
-            f"{files.config_path}: sliding_window = {window}: expected a number of positions"
-        )
+        raise files.bad_config(f"sliding_window = {window}: expected a number of positions")
     return window

@@ -51,12 +51,11 @@ _MIDLAYER, _LAYER0 = "midlayer.", "layers.0."
 _LATER_NORM = re.compile(r"^(layers\.[1-9]\d*\.)input_layernorm\.")
 
 
-def unchanged(own: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """Write for readers of our checkpoint as it is."""
-    return own
+def _unchanged(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+    return own  # for readers of our checkpoint as it is
 
 
-def eagle_to_sglang(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+def _eagle_to_sglang(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write EAGLE-1/2: `fc` always has a bias there, with random values if the file has none."""
     weight = own.tensors["fc.weight"]
     bias = own.tensors.get("fc.bias", torch.zeros(weight.shape[0], dtype=weight.dtype))
@@ -64,7 +63,7 @@ def eagle_to_sglang(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     return DraftFiles(config, own.tensors | {"fc.bias": bias}, own.where)
 
 
-def eagle3_to_sglang(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+def _eagle3_to_sglang(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write EAGLE-3: the input norm of the layers after the first is `hidden_norm` there."""
     if own.config["num_hidden_layers"] == 1:
         return own
@@ -72,7 +71,7 @@ def eagle3_to_sglang(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     return DraftFiles(own.config, tensors, own.where)
 
 
-def eagle3_to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+def _eagle3_to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write EAGLE-3 for DeepSpec, whose class always norms queries and keys."""
     raw = own.config
     options = raw[SECTION]["options"]
@@ -94,7 +93,7 @@ def eagle3_to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     return DraftFiles(config, _without_midlayer(own), own.where)
 
 
-def blocks_to_flat(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+def _blocks_to_flat(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write a block draft for engines: without the target's embedding; a trained one stays."""
     if own.config.get("train_embeddings"):
         return own
@@ -102,12 +101,8 @@ def blocks_to_flat(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     return DraftFiles(own.config, tensors, own.where)
 
 
-def blocks_to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """Write a block draft for DeepSpec: with copies of the target's embedding and head.
-
-    Raises:
-        DraftError: no target is given.
-    """
+def _blocks_to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+    """Write a block draft for DeepSpec: with copies of the given target's embedding and head."""
     if target.head is None:
         raise DraftError(
             f"{own.where}: DeepSpec's checkpoints hold a copy of the target's LM head; pass "
@@ -118,7 +113,7 @@ def blocks_to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     return DraftFiles(config, own.tensors | {HEAD: head}, own.where)
 
 
-def dflash_to_transformers(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+def _dflash_to_transformers(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write DFlash for transformers' one class of it, which uses the target's embedding and head.
 
     A key that is null counts: its defaults are of Muse Glimmer.
@@ -130,20 +125,18 @@ def dflash_to_transformers(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     }
     if raw.get("sliding_window"):  # its positions see those at this distance: one more than ours
         config["sliding_window"] = raw["sliding_window"] - 1
-    tensors = written_tensors("transformers", blocks_to_flat(own, target).tensors)
+    tensors = written_tensors("transformers", _blocks_to_flat(own, target).tensors)
     return DraftFiles(config | {SECTION: raw[SECTION]}, tensors, own.where)
 
 
 # -- speculators -----------------------------------------------------------------------------------
 
 
-def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+def _to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write for the speculators library: a layer config inside an algorithm config.
 
-    vLLM reads it too, and uses `verifier.name_or_path` as the target.
-
-    Raises:
-        ConfigError: the target has no name.
+    vLLM reads it too, and uses `verifier.name_or_path` as the target. One without a name is a
+    ConfigError.
     """
     if target.name is None:
         raise ConfigError(
@@ -157,7 +150,7 @@ def to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
     else:
         kind = "dflash" if DFLASH in raw["architectures"] else "dspark"
         fields, depth = _block_fields(raw, kind)
-        tensors = blocks_to_flat(own, target).tensors
+        tensors = _blocks_to_flat(own, target).tensors
     layer = {name: raw[name] for name in written_names("speculators_layer") if name in raw}
     if kind in _EAGLE3_KINDS:  # vLLM reads both only here: else 3 states, and no norms
         layer["num_aux_hidden_states"] = len(raw[SECTION]["layers"])
@@ -197,13 +190,10 @@ def _eagle_fields(raw: dict[str, Any], kind: str) -> tuple[dict[str, Any], int]:
     options, peagle = raw[SECTION]["options"], kind == "peagle"
     fields = {
         "embed_requires_grad": raw.get("train_embeddings", False),
-        "norm_before_residual": raw["norm_before_residual"],
-        "norm_before_fc": raw["norm_before_fc"],
-        "fc_norm": raw["fc_norm"],
+        **{name: raw[name] for name in ("norm_before_residual", "norm_before_fc", "fc_norm")},
         "norm_output": False if peagle else raw["norm_output"],
         **({"mask_token_id": raw["mask_token_id"]} if peagle else {}),
-        "target_hidden_size": raw["target_hidden_size"],
-        INPUT_KEY: raw[INPUT_KEY],
+        **{name: raw[name] for name in ("target_hidden_size", INPUT_KEY)},
     }
     return fields, options["depths" if peagle else "ttt_steps"]
 
@@ -212,15 +202,12 @@ def _block_fields(raw: dict[str, Any], kind: str) -> tuple[dict[str, Any], int]:
     """Return the fields of DSpark or DFlash, and the tokens per verification step."""
     fields: dict[str, Any] = {
         BLOCK_INPUT_KEY: as_block_inputs(raw[SECTION]["layers"]),
-        "block_size": raw["block_size"],
-        "mask_token_id": raw["mask_token_id"],
-        "sample_from_anchor": raw["sample_from_anchor"],
+        **{name: raw[name] for name in ("block_size", "mask_token_id", "sample_from_anchor")},
         # without sliding layers: vLLM would make the full layers of DFlash causal by a false
         "sliding_window_non_causal": raw.get(
             "sliding_window_non_causal", not raw.get("sliding_window")
         ),
-        "target_hidden_size": raw["target_hidden_size"],
-        "num_target_layers": raw["num_target_layers"],
+        **{name: raw[name] for name in ("target_hidden_size", "num_target_layers")},
     }
     heads = "markov_rank markov_head_type enable_confidence_head confidence_head_with_markov"
     if kind == "dspark":
@@ -237,24 +224,24 @@ def _without_midlayer(own: DraftFiles) -> dict[str, torch.Tensor]:
 Writer = Callable[[DraftFiles, TargetFacts], DraftFiles]
 """(our checkpoint, its target) -> files of another form."""
 _BLOCKS: dict[str, Writer] = {
-    "hf": unchanged,
-    "vllm": blocks_to_flat,
-    "sglang": blocks_to_flat,
-    "speculators": to_speculators,
-    "deepspec": blocks_to_deepspec,
+    "hf": _unchanged,
+    "vllm": _blocks_to_flat,
+    "sglang": _blocks_to_flat,
+    "speculators": _to_speculators,
+    "deepspec": _blocks_to_deepspec,
 }
 WRITERS: dict[str, dict[str, Writer]] = {
-    "eagle": {"hf": unchanged, "vllm": unchanged, "sglang": eagle_to_sglang},
+    "eagle": {"hf": _unchanged, "vllm": _unchanged, "sglang": _eagle_to_sglang},
     "eagle3": {
-        "hf": unchanged,
-        "vllm": unchanged,
-        "sglang": eagle3_to_sglang,
-        "speculators": to_speculators,
-        "deepspec": eagle3_to_deepspec,
+        "hf": _unchanged,
+        "vllm": _unchanged,
+        "sglang": _eagle3_to_sglang,
+        "speculators": _to_speculators,
+        "deepspec": _eagle3_to_deepspec,
     },
-    "peagle": {"hf": unchanged, "vllm": unchanged, "speculators": to_speculators},
+    "peagle": {"hf": _unchanged, "vllm": _unchanged, "speculators": _to_speculators},
     "dspark": _BLOCKS,
-    "dflash": {**_BLOCKS, "transformers": dflash_to_transformers},
+    "dflash": {**_BLOCKS, "transformers": _dflash_to_transformers},
 }
 """By kind of draft and form."""
 _OWN_CLASS = ("deepspec", "transformers")

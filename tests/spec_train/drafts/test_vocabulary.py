@@ -113,12 +113,12 @@ def test_every_form_of_a_vocabulary_is_read(tmp_path, runs):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("[1, 2, 64]", r"1 ids outside 0\.\.63"),
+        ("[1, 2, 64]", r"1 tokens lie outside 0\.\.63"),
         ("[1, 2, 2]", "1 tokens repeat"),
         ("[]", "names no token"),
         ('{"1": 2}', "expected a JSON list"),
         ("[1, true]", "expected a JSON list"),
-        ("[1", "not valid JSON"),
+        ("[1", "expected a JSON list"),
     ],
 )
 def test_a_list_that_is_no_vocabulary_is_refused(tmp_path, text, named):
