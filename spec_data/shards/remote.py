@@ -14,6 +14,7 @@ and right, or absent, also after a kill.
 
 import hashlib
 import os
+import re
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,7 +45,7 @@ THREADS = 4
 """Shards that are downloaded ahead at once, per process and dataset."""
 SIZE_VARIABLE = "SPEC_DATA_REMOTE_SIZE"
 _DEFAULT = "50GB"
-_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _LEFT_OVER = 3600.0  # seconds after which a temporary file is one of a killed process
 
 
@@ -60,13 +61,9 @@ def size_limit() -> int:
         ConfigError: it is no size.
     """
     text = os.environ.get(SIZE_VARIABLE) or _DEFAULT
-    number = text.strip().upper().removesuffix("B")
-    unit = _UNITS.get(number[-1:], 1)
-    try:
-        limit = int(float(number if unit == 1 else number[:-1]) * unit)
-    except (ValueError, OverflowError):
-        limit = 0
-    if limit <= 0:
+    size = re.fullmatch(r"(\d+\.?\d*) *([KMGT]?)B?", text.strip().upper())
+    limit = int(float(size[1]) * _UNITS[size[2]]) if size else 0
+    if not limit:
         raise ConfigError(f"{SIZE_VARIABLE}={text}: expected a size such as 50GB")
     return limit
 
@@ -107,10 +104,11 @@ class Mirror:
         self.manifest = Manifest.read(self.storage.where(MANIFEST), self._text)
         if fingerprint not in (None, self.manifest.fingerprint):
             raise self._replaced(fingerprint or "")
+        cache = remote_directory()
         scheme, _, rest = self.url.partition("://")
-        folder = remote_directory() / scheme / quote(rest, safe="/ ._-")
+        folder = cache / scheme / quote(rest, safe="/ ._-")
         self.directory = folder.with_name(f"{folder.name}@{self.manifest.fingerprint[:16]}")
-        self._folder = remote_directory() / "shards"
+        self._folder = cache / "shards"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -118,9 +116,9 @@ class Mirror:
                 f"{self._folder}: cannot be written ({error.strerror}); set {CACHE_VARIABLE} to a "
                 "folder that can be"
             ) from None
-        self._keep(MANIFEST, self._text)
+        self._store(MANIFEST, self._text)
         pinned = {"url": self.url, "fingerprint": self.manifest.fingerprint}
-        self._keep(MARKER, dump_json(pinned).encode())
+        self._store(MARKER, dump_json(pinned).encode())
         self._coming: dict[str, Future[Path]] = {}
         self._stop = threading.Event()
 
@@ -138,17 +136,12 @@ class Mirror:
         try:
             data = self.storage.read(name)
         except FileNotFoundError:
-            error = MissingError(f"{where}: missing; upload the dataset again")
-            raise self._explained(error) from None
+            raise self._explained(MissingError(f"{where}: missing; upload it again")) from None
         record = self.manifest.files.get(name)
         if record is not None and hashlib.sha256(data).hexdigest() != record.sha256:
-            raise self._explained(
-                DatasetError(
-                    f"{where}: changed or damaged: its checksum is not the manifest's; upload it "
-                    "again"
-                )
-            )
-        self._keep(name, data)
+            changed = "changed or damaged: its checksum is not the manifest's; upload it again"
+            raise self._explained(DatasetError(f"{where}: {changed}"))
+        self._store(name, data)
         return file
 
     def ensure_target(self) -> Path:
@@ -158,7 +151,7 @@ class Mirror:
                 self.ensure(name)
         return self.directory / "target"
 
-    def _keep(self, name: str, data: bytes) -> None:
+    def _store(self, name: str, data: bytes) -> None:
         file = self.directory / name
         if not file.is_file() or file.read_bytes() != data:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -201,9 +194,9 @@ class Mirror:
         Raises:
             FileNotFoundError: there is no such shard.
         """
-        if self._sizes.get(record.file) == record.bytes:
-            return record.bytes
-        size = self.storage.size(record.file)  # a list may be late
+        size = self._sizes.get(record.file)
+        if size != record.bytes:
+            size = self.storage.size(record.file)  # a list may be late
         if size is None:
             raise FileNotFoundError(record.file)
         return size
@@ -218,8 +211,8 @@ class Mirror:
         try:  # a lock waits for what `fetch_ahead` has begun; if that fails, it is tried again
             return self._fetch(record, threading.Event())
         except FileNotFoundError:
-            error = MissingError(f"{self.storage.where(record.file)}: shard is missing")
-            raise self._explained(error) from None
+            missing = MissingError(f"{self.storage.where(record.file)}: shard is missing")
+            raise self._explained(missing) from None
         except DatasetError as error:
             raise self._explained(error) from None
 
@@ -297,20 +290,18 @@ class Mirror:
                 f"{SIZE_VARIABLE} ({self.limit:,}); raise it"
             )
         shards, total = [], record.bytes
-        for entry in os.scandir(self._folder):
-            file = Path(entry.path)
+        for file in self._folder.iterdir():
             try:
-                state = entry.stat()
+                state = file.stat()
             except FileNotFoundError:
                 continue  # another process has just deleted it
-            if is_temporary(file) and time.time() - state.st_mtime > _LEFT_OVER:
-                file.unlink(missing_ok=True)  # of a killed process
-                continue
             total += state.st_size
-            if file.suffix == ".arrow":
+            if is_temporary(file) and time.time() - state.st_mtime > _LEFT_OVER:
+                shards.append((0, state.st_size, file))  # of a killed process: the first to go
+            elif file.suffix == ".arrow":
                 shards.append((state.st_mtime_ns, state.st_size, file))
-        for _, size, file in sorted(shards):
-            if total <= self.limit:
+        for used, size, file in sorted(shards):
+            if used and total <= self.limit:
                 return
             file.unlink(missing_ok=True)
             total -= size

@@ -6,7 +6,6 @@ growing pauses. A missing object and refused credentials are not: they raise at 
 
 import contextlib
 import errno
-import logging
 import random
 import threading
 import time
@@ -17,8 +16,6 @@ from typing import Any, TypeVar
 
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.urls import SCHEMES, check_dataset_url, normal_url, scheme_of
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -95,9 +92,9 @@ class Storage:
 
         def put() -> None:
             self._system.put_file(str(file), self._path(name))
-            there, own = self._system.info(self._path(name))["size"], file.stat().st_size
-            if there != own:
-                raise EOFError(f"{there:,} of {own:,} bytes arrived")
+            arrived, size = self._system.info(self._path(name))["size"], file.stat().st_size
+            if arrived != size:
+                raise EOFError(f"{arrived:,} of {size:,} bytes arrived")
 
         self._tried(name, put)
 
@@ -107,15 +104,11 @@ class Storage:
         After a try whose answer was lost, the object may be one's own.
         """
         path = self._path(name)
-
-        def put() -> None:
-            if isinstance(content, Path):
-                self._system.put_file(str(content), path, mode="create")
-            else:
-                self._system.pipe_file(path, content, mode="create")
-
         try:
-            self._tried(name, put)
+            if isinstance(content, Path):
+                self._tried(name, lambda: self._system.put_file(str(content), path, mode="create"))
+            else:
+                self._tried(name, lambda: self._system.pipe_file(path, content, mode="create"))
             return True
         except FileExistsError:
             return False
@@ -155,18 +148,18 @@ class Storage:
             except Exception as error:
                 if isinstance(error, OSError) and error.errno in DISK_FULL:
                     raise
+                words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 if _refused(error):
                     raise ConfigError(
-                        f"{self.where(name)}: access refused ({_words(error)}); renew or set the "
+                        f"{self.where(name)}: access refused ({words}); renew or set the "
                         "credentials where the library looks for them (docs/remote.md), and run "
                         "the same command again"
                     ) from None
                 if pause is None:
                     raise RunError(
                         f"{self.where(name)}: {len(PAUSES) + 1} tries failed, the last with: "
-                        f"{_words(error)}. Run the same command again when the storage answers"
+                        f"{words}. Run the same command again when the storage answers"
                     ) from None
-                logger.debug("%s: %s; trying again", self.where(name), _words(error))
                 time.sleep(pause * (1 + random.random()))
         raise AssertionError("unreachable")
 
@@ -183,7 +176,3 @@ def _refused(error: Exception) -> bool:
         or status in (401, 403)
         or "Credential" in type(error).__name__
     )
-
-
-def _words(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
