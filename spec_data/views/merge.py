@@ -8,10 +8,8 @@ several tables, is a bf16 column of the view: its values are decoded, and declar
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from msgspec import structs
 
-from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.identity import compare, joined
 from spec_data.shards.reader import HiddenStatesDataset
@@ -23,10 +21,9 @@ from spec_data.shards.schema import (
     Ancestor,
     Column,
     Manifest,
-    PositionsRecord,
     layer_column,
 )
-from spec_data.views.derive import derived, joined_counts, joined_table
+from spec_data.views.derive import derived, joined_counts
 from spec_data.views.rows import Rows, stacked
 
 _KWARGS = "chat_template_kwargs"  # counted per document, so they may differ
@@ -106,8 +103,7 @@ def join_rows(inputs: Sequence[HiddenStatesDataset]) -> tuple[Rows, Manifest]:
     at = order.index("loss_mask") + 1
     ordered = _with_one_codec([columns[n] for n in [*order[:at], *named, *order[at:]]])
     dropped = {"join:missing": len(first) - len(keep)} if len(keep) < len(first) else {}
-    draft = derived("join", {}, [d.manifest for d in inputs], ordered, dropped)
-    return rows, draft.changed(agreement=None) if dropped else draft
+    return rows, derived("join", {}, [d.manifest for d in inputs], ordered, dropped)
 
 
 def _check_several(command: str, inputs: Sequence[HiddenStatesDataset]) -> None:
@@ -137,7 +133,15 @@ def check_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset) ->
         files = [m.files.get(name) for m in (ours, theirs)]
         if None not in files and files[0] != files[1]:
             differing.append(f"{name}: other bytes")
-    differing += differing_settings(_meaning(ours), _meaning(theirs))
+    settings = [
+        {
+            "dtype": manifest.target.dtype,
+            "quantised_as": manifest.target.quantised_as,
+            "supervision": manifest.supervision,
+        }
+        for manifest in (ours, theirs)
+    ]
+    differing += differing_settings(*settings)
     if differing:
         raise DatasetError(
             f"{other.place} and {first.place} cannot be one dataset:\n  "
@@ -145,15 +149,6 @@ def check_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset) ->
             + "\n`spec-train fit --data A B` trains on several datasets, where only the target and "
             "its head must be the same"
         )
-
-
-def _meaning(manifest: Manifest) -> dict[str, object]:
-    """Return what decides the values of a dataset's columns."""
-    return {
-        "dtype": manifest.target.dtype,
-        "quantised_as": manifest.target.quantised_as,
-        "supervision": manifest.supervision,
-    }
 
 
 # -- columns ---------------------------------------------------------------------------------------
@@ -177,11 +172,18 @@ def _common_columns(inputs: Sequence[HiddenStatesDataset]) -> tuple[Column, ...]
     if any(m.teacher == SUPERVISED for m in manifests):
         sparse |= set(TEACHERS)
     dropped = {layer_column(k) for k in first.layers if k not in layers}
+    sources = [source.manifest for dataset in inputs for source in dataset.sources]
+    one_table = len({m.codec and m.codec.sha256 for m in sources}) == 1
+
+    def codec_of(column: Column) -> str:
+        codecs = {dataset.declared[column.name].codec for dataset in inputs}
+        return column.codec if len(codecs) == 1 and (one_table or not column.lossy) else "bf16"
+
     return _with_one_codec(
         [
             structs.replace(
                 column,
-                codec=column.codec if _decoded_alike(inputs, column) else "bf16",
+                codec=codec_of(column),
                 tokens=SUPERVISED if column.name in sparse else column.tokens,
             )
             for column in first.columns
@@ -199,25 +201,6 @@ def _with_one_codec(columns: Sequence[Column]) -> tuple[Column, ...]:
     )
 
 
-def _decoded_alike(inputs: Sequence[HiddenStatesDataset], column: Column) -> bool:
-    """Return whether all datasets store a column with one codec and decode it by equal tables."""
-    if any(dataset.declared[column.name].codec != column.codec for dataset in inputs):
-        return False
-    if not column.lossy:
-        return True
-    tables = inputs[0].tables[column.name]
-    return all(_same_tables(tables, other.tables[column.name]) for other in inputs[1:])
-
-
-def _same_tables(ours: Tables, theirs: Tables) -> bool:
-    """Return whether two tables decode equally; limits of the encoder may differ."""
-    pairs = ((ours.mean, theirs.mean), (ours.std, theirs.std), (ours.levels, theirs.levels))
-    return all(
-        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
-        for a, b in pairs
-    )
-
-
 # -- manifest --------------------------------------------------------------------------------------
 
 
@@ -228,8 +211,14 @@ def _merged(draft: Manifest, inputs: Sequence[Manifest], duplicates: int) -> Man
     for name, mixed in (("on_policy", False), ("sampling_temperature", None)):
         if any(m.settings.get(name) != draft.settings.get(name) for m in inputs):
             settings[name] = mixed
-    agreements = [m.agreement.sources for m in inputs if m.agreement]
-    measured = not duplicates and len(agreements) == len(inputs)
+    recorded = [m.positions for m in inputs]
+    positions = structs.replace(  # what is proven of all
+        recorded[0],
+        proven=all(p.proven for p in recorded),
+        reason=next((p.reason for p in recorded if not p.proven), recorded[0].reason),
+        proven_to=min(p.proven_to for p in recorded),
+        difference=max(p.difference for p in recorded),
+    )
     masks = dict.fromkeys(m.mask for m in inputs if m.mask)
     return draft.changed(
         documents=joined_counts([m.documents for m in inputs], duplicates),
@@ -238,17 +227,6 @@ def _merged(draft: Manifest, inputs: Sequence[Manifest], duplicates: int) -> Man
         identity=joined([m.identity for m in inputs]) if draft.identity else {},
         policy=policies.pop() if len(policies) == 1 else "off-policy",
         settings=settings,
-        agreement=joined_table(agreements) if measured else None,
-        positions=_common_positions([m.positions for m in inputs]),
-    )
-
-
-def _common_positions(recorded: Sequence[PositionsRecord]) -> PositionsRecord:
-    """Return what is proven of the positions of all inputs."""
-    return structs.replace(
-        recorded[0],
-        proven=all(p.proven for p in recorded),
-        reason=next((p.reason for p in recorded if not p.proven), recorded[0].reason),
-        proven_to=min(p.proven_to for p in recorded),
-        difference=max(p.difference for p in recorded),
+        agreement=None,
+        positions=positions,
     )

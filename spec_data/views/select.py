@@ -26,7 +26,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, layer_column
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.progress import progress
-from spec_data.views.derive import derived, with_sources
+from spec_data.views.derive import derived
 from spec_data.views.rows import Rows
 from spec_data.views.scores import document_scores
 
@@ -68,18 +68,16 @@ def select_rows(
         masks = masks_under(dataset, mask, bar)
         rows = rows.with_masks(masks)
         learned = masks.supervised - (masks.first_supervised == 0) > 0
-        conditions.append(("nothing-supervised", lambda left: learned[left]))
+        conditions.append(("nothing-supervised", learned.__getitem__))
     if where:
         conditions.append(("select:where", lambda left: _where(dataset, rows, left, where)))
     for other in others:
-        conditions.append(("select:not-in", partial(_not_in, dataset, other)))
+        new = ~np.isin(dataset.doc_ids, other.doc_ids)
+        conditions.append(("select:not-in", new.__getitem__))
     for name in decontaminate:
-        apart = partial(_apart, dataset, benchmarks, name)
-        conditions.append(("select:overlap", apart))
+        conditions.append(("select:overlap", partial(_apart, dataset, benchmarks, name)))
     if sample:
-        conditions.append(
-            ("select:sample", lambda left: _sampled(_ids(dataset, left), sample, seed))
-        )
+        conditions.append(("select:sample", lambda left: _sampled(dataset, left, sample, seed)))
     keep, dropped = np.arange(len(rows)), Counter[str]()
     for reason, meets in conditions:
         met = meets(keep)
@@ -94,8 +92,8 @@ def select_rows(
         rows = rows.with_ids(_new_ids(dataset, keep, masks))
     columns = dataset.manifest.columns
     if layers:
-        left = _kept_layers(layers, dataset.manifest)
-        drop = {layer_column(k) for k in dataset.manifest.layers if k not in left}
+        chosen = _chosen_layers(layers, dataset.manifest)
+        drop = {layer_column(k) for k in dataset.manifest.layers if k not in chosen}
         columns = tuple(column for column in columns if column.name not in drop)
         rows = rows.with_columns([column.name for column in columns])
     options = {  # files by their contents, not by their paths
@@ -108,18 +106,9 @@ def select_rows(
         "layers": layers,
     }
     draft = derived("select", options, [dataset.manifest], columns, dropped)
-    draft = with_sources(draft, every.texts("source"), rows.texts("source"))
+    gone = set(every.texts("source")) - set(rows.texts("source"))
+    draft = draft.changed(corpus=[s for s in draft.corpus if s.source not in gone])
     return rows, draft.changed(mask=mask, agreement=None) if masks else draft
-
-
-def _ids(dataset: HiddenStatesDataset, documents: np.ndarray) -> list[str]:
-    return dataset.id_array.take(pa.array(documents)).to_pylist()
-
-
-def _not_in(
-    dataset: HiddenStatesDataset, other: HiddenStatesDataset, left: np.ndarray
-) -> np.ndarray:
-    return ~np.isin(_ids(dataset, left), other.doc_ids)
 
 
 # -- --where ---------------------------------------------------------------------------------------
@@ -135,9 +124,10 @@ def _where(dataset: HiddenStatesDataset, rows: Rows, left: np.ndarray, sql: str)
         "supervised": table.column("supervised"),
     }
     names = {n for n in ("nll", "first_choice") if re.search(rf"\b{n}\b", sql, re.IGNORECASE)}
-    scores = document_scores(dataset, left, "nll" in names) if names else None
-    for name in ("first_choice", "nll"):
-        values = getattr(scores, name) if scores else np.full(len(left), np.nan)
+    scores = (
+        document_scores(dataset, left, "nll" in names) if names else np.full((2, len(left)), np.nan)
+    )
+    for name, values in zip(("first_choice", "nll"), scores, strict=True):
         columns[name] = pa.array(values, from_pandas=True)
     return matching(pa.table(columns), sql)
 
@@ -162,18 +152,14 @@ def matching(table: pa.Table, condition: str) -> np.ndarray:
         try:
             rows = connection.from_arrow(table).filter(condition).fetchnumpy()
         except duckdb.Error as error:
-            raise ConfigError(_reason(condition, str(error), table.column_names)) from None
+            unknown = re.search(r'Referenced column "([^"]+)" not found', str(error))
+            reason = str(error).splitlines()[0]
+            if unknown:
+                reason = f"no column {unknown[1]}{did_you_mean(unknown[1], table.column_names)}"
+            raise ConfigError(
+                f'--where "{condition}": {reason}; columns: {", ".join(table.column_names)}'
+            ) from None
     return np.isin(table.column("number").to_numpy(), rows["number"])
-
-
-def _reason(condition: str, error: str, columns: Sequence[str]) -> str:
-    """Say what is wrong with a condition."""
-    where, listed = f'--where "{condition}"', f"columns: {', '.join(columns)}"
-    unknown = re.search(r'Referenced column "([^"]+)" not found', error)
-    if unknown is None:
-        return f"{where}: {error.splitlines()[0]}; {listed}"
-    advice = did_you_mean(unknown[1], list(columns))
-    return f"{where}: no column {unknown[1]}{advice} {listed.capitalize()}"
 
 
 # -- --decontaminate -------------------------------------------------------------------------------
@@ -243,16 +229,16 @@ def read_benchmark(
 # -- --sample, --mask, --layers --------------------------------------------------------------------
 
 
-def _sampled(ids: Sequence[str], amount: str, seed: int) -> np.ndarray:
-    """Return which documents are in a random sample, bool [n].
+def _sampled(dataset: HiddenStatesDataset, left: np.ndarray, amount: str, seed: int) -> np.ndarray:
+    """Return which of the documents `left` are in a random sample, bool [n].
 
     The documents with the lowest hashes of (seed, id) are taken. So the order of a dataset does not
     matter, and a larger sample contains a smaller one of the same seed.
     """
+    ids = dataset.id_array.take(pa.array(left)).to_pylist()
     keys = [hashlib.sha256(f"{seed} {name}".encode()).digest() for name in ids]
-    order = sorted(range(len(keys)), key=lambda number: (keys[number], number))
     sampled = np.zeros(len(ids), bool)
-    sampled[order[: sample_size(amount, len(ids))]] = True
+    sampled[sorted(range(len(keys)), key=keys.__getitem__)[: sample_size(amount, len(ids))]] = True
     return sampled
 
 
@@ -262,14 +248,11 @@ def sample_size(amount: str, count: int) -> int:
     Raises:
         ConfigError: `amount` is no number above 0, or a share above 1.
     """
-    text = amount.strip()
-    try:
-        value = float(text.removesuffix("%"))
-    except ValueError:
-        value = -1.0
-    share = value / 100 if text.endswith("%") else value
-    if not text.endswith("%") and value >= 1 and value.is_integer() and "." not in text:
+    number = re.fullmatch(r" *(\d*\.?\d*) *(%?) *", amount)
+    value = float(number[1]) if number and number[1].strip(".") else 0.0
+    if number and not number[2] and number[1].isdecimal() and value >= 1:
         return min(int(value), count)
+    share = value / 100 if number and number[2] else value
     if not 0 < share <= 1:
         raise ConfigError(
             f"--sample {amount}: expected a number of documents such as 500, or a share such as "
@@ -278,7 +261,7 @@ def sample_size(amount: str, count: int) -> int:
     return round(share * count)
 
 
-def _kept_layers(layers: str, manifest: Manifest) -> tuple[int, ...]:
+def _chosen_layers(layers: str, manifest: Manifest) -> tuple[int, ...]:
     """Return the layers to keep: ids, or those that were captured for a draft.
 
     Raises:

@@ -18,7 +18,7 @@ from tests.spec_data.views.view_tools import assert_same_documents, documents_of
 def test_scores_are_those_of_all_logits(data):
     dataset = HiddenStatesDataset(data)
     head = load_head_tensors(data)["lm_head"].double()
-    found = document_scores(dataset, np.arange(len(dataset)), nll=True)
+    shares, means = document_scores(dataset, np.arange(len(dataset)), nll=True)
     for number, row in enumerate(dataset):
         logits = row["hidden.final"].double() @ head.T
         pairs = [
@@ -31,20 +31,20 @@ def test_scores_are_those_of_all_logits(data):
             if row["loss_mask"][t + 1]
         ]
         if not pairs:
-            assert np.isnan(found.nll[number])
+            assert np.isnan(means[number])
             continue
         share, nll, of_stored = (sum(p[i] for p in pairs) / len(pairs) for i in range(3))
-        assert found.first_choice[number] == pytest.approx(share, rel=1e-12)
-        assert found.nll[number] == pytest.approx(nll, rel=1e-9)
+        assert shares[number] == pytest.approx(share, rel=1e-12)
+        assert means[number] == pytest.approx(nll, rel=1e-9)
         assert nll == pytest.approx(of_stored, abs=0.02)  # the stored logsumexp is of f32 states
 
 
 def test_likely_documents_are_kept(data, tmp_path):
     dataset = HiddenStatesDataset(data)
-    scores = document_scores(dataset, np.arange(len(dataset)), nll=True)
-    border = float(np.nanmedian(scores.nll))
+    shares, means = document_scores(dataset, np.arange(len(dataset)), nll=True)
+    border = float(np.nanmedian(means))
     spec_data.select(data, tmp_path / "v", where=f"nll <= {border!r} or first_choice > 0.5")
-    kept = (scores.nll <= border) | (scores.first_choice > 0.5)
+    kept = (means <= border) | (shares > 0.5)
     assert_same_documents(tmp_path / "v", [d for d, k in zip(dataset, kept, strict=True) if k])
 
 

@@ -13,13 +13,12 @@ import spec_data
 from spec_data import cli
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, MissingError
 from spec_data.shards.files import MANIFEST, dump_json
-from spec_data.shards.likelihood import Agreement
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Ancestor, CountsRecord, Manifest, fingerprint
 from spec_data.shards.seal import seal
 from spec_data.shards.shard import CodedRows
 from spec_data.shards.turn_masks import supervised_spans
-from spec_data.views.derive import joined_counts, joined_total
+from spec_data.views.derive import joined_counts
 from spec_data.views.select import document_id, sample_size
 from tests.factory import tiny_dataset
 from tests.remote_tools import forget_memory, put_in_memory
@@ -408,19 +407,12 @@ def test_datasets_of_other_targets_are_refused(data, other, tmp_path):
     assert not (tmp_path / "v").exists()
 
 
-def test_counts_and_figures_of_a_union():
+def test_counts_of_a_union():
     a = CountsRecord(read=5, dropped={"duplicate": 1}, unrendered_examples={"x": ["1", "2"]})
     b = CountsRecord(read=2, dropped={"cut": 2}, unrendered_examples={"x": ["3", "4"]})
     counts = joined_counts([a, b], 4)
     assert counts.read == 7 and counts.dropped == {"cut": 2, "duplicate": 5}
-    assert counts.unrendered_examples == {"x": ["1", "2"]}
-    names = ("nll", "own_nll", "own_share", "nll_error", "excess_error")
-    one = Agreement(documents=1, tokens=100, first_choice=60, **dict.fromkeys(names, 1.0))
-    two = Agreement(documents=3, tokens=300, first_choice=90, **dict.fromkeys(names, 2.0))
-    total = joined_total([one, two])
-    assert (total.documents, total.tokens, total.first_choice) == (4, 400, 150)
-    assert total.nll == 1.75, "weighted by tokens"
-    assert total.nll_error == pytest.approx((100**2 + 600**2) ** 0.5 / 400, rel=1e-5)
+    assert counts.unrendered_examples == {"x": ["3", "4"]}
 
 
 def test_the_commands(data, other, tmp_path, capsys):

@@ -36,7 +36,7 @@ def test_a_condition_is_sql(condition, kept):
 @pytest.mark.parametrize(
     ("condition", "words"),
     [
-        ("lenght < 10", r"no column lenght; did you mean length\? Columns: number, doc_id"),
+        ("lenght < 10", r"no column lenght; did you mean length\?; columns: number, doc_id"),
         ("length <", "Parser Error"),
         ("true; drop table x", "Parser Error"),
         ("length < 'many'", "Conversion Error"),
