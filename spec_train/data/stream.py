@@ -102,11 +102,11 @@ class _Buffer:
         self._pinned = pin
         self._copied: Any = None  # CUDA event: the last copy out of these tensors is done
 
-    def fill(self, dataset: Documents, packs: list[Pack], plan: BatchPlan) -> DraftBatch:
+    def fill(self, dataset: Documents, packs: Sequence[Pack]) -> DraftBatch:
         """Read `packs` into the buffer; slots after the last token of a pack are zero."""
         if self._copied is not None:
             self._copied.synchronize()
-        lengths = [[int(plan.lengths[row]) for row in pack] for pack in packs]
+        lengths = [[min(int(dataset.lengths[row]), self.seq_len) for row in pack] for pack in packs]
         longest = max(1, *map(sum, lengths))
         width = min(self.seq_len, -(-longest // ROUND) * ROUND)  # T of this micro-batch
         for coded in self.coded.values():
@@ -138,7 +138,7 @@ class _Buffer:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def _batch(self, packs: list[Pack], width: int) -> DraftBatch:
+    def _batch(self, packs: Sequence[Pack], width: int) -> DraftBatch:
         view = {name: t[: len(packs), :width] for name, t in self.tensors.items()}
         small = {name: view.pop(name) for name in _SMALL}
         return DraftBatch(
@@ -150,6 +150,22 @@ class _Buffer:
             rows=[list(pack) for pack in packs],
             coded=self.coded,
         )
+
+
+def read_packs(
+    dataset: Documents,
+    packs: Sequence[Pack],
+    columns: Sequence[str],
+    seq_len: int,
+    dtype: torch.dtype,
+) -> DraftBatch:
+    """Read packs of documents into new memory, decoded; documents are cut to `seq_len` tokens.
+
+    Hidden states [B, T, H] have `dtype`; the logits of a dataset and their ids keep their own.
+    """
+    columns = tuple(dict.fromkeys(("input_ids", "loss_mask", *columns)))
+    buffer = _Buffer(dataset, columns, len(packs), seq_len, BufferOptions(dtype=dtype))
+    return buffer.fill(dataset, packs)
 
 
 class Step:
@@ -276,9 +292,8 @@ class BatchStream:
 
     def read(self, packs: list[Pack]) -> DraftBatch:
         """Read and decode packs into new memory, to the values that a step would have."""
-        options = BufferOptions(dtype=self.buffer_options.dtype)
-        buffer = _Buffer(self.dataset, self.columns, len(packs), self.plan.seq_len, options)
-        return buffer.fill(self.dataset, packs, self.plan)
+        dtype = self.buffer_options.dtype
+        return read_packs(self.dataset, packs, self.columns, self.plan.seq_len, dtype)
 
     def _make_buffers(self) -> None:
         size = min(self.batch_size, self.plan.packs_per_batch)
@@ -351,7 +366,7 @@ class BatchStream:
                     buffer = free.get()
                     if buffer is None or stop.is_set():
                         return
-                    step.add(buffer.fill(self.dataset, part, self.plan), buffer, number)
+                    step.add(buffer.fill(self.dataset, part), buffer, number)
                 ready.put(step)
             ready.put(None)
         except BaseException as error:

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from spec_data.models.devices import compute_dtype, usable_device
-from spec_data.models.families import block_count, text_table
 from spec_data.models.resolve import cached_model, local_directory
 from spec_data.shards.errors import DatasetError, DraftError, SpecDataError
 from spec_data.shards.identity import compare
 from spec_data.shards.likelihood_text import figures_text, suspicions
-from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine as verify_dataset
 from spec_train.data.token_counts import count_dataset
 from spec_train.diagnosis.checks import (
@@ -38,7 +37,7 @@ from spec_train.drafts import Draft, own_files, read_draft
 from spec_train.drafts.config import special_ids
 from spec_train.drafts.vocabulary import choose_draft_vocabulary
 from spec_train.evaluation.exporting import find_target
-from spec_train.evaluation.on_dataset import check_sizes
+from spec_train.evaluation.on_dataset import check_sizes, target_facts
 from spec_train.evaluation.run_record import read_run
 from spec_train.formats.draft_files import DraftFiles, read_files
 from spec_train.formats.names import unread_keys
@@ -91,7 +90,9 @@ def examine(
         except DatasetError as error:
             checks.append(judged("data", [str(error)]))
     served = None if target is None else find_target(target)
-    facts = _target_facts(dataset, served)
+    facts = served or TargetFacts()
+    if dataset is not None and facts.embedding is None:
+        facts = target_facts(dataset)
     loaded, files, more = _read_checked(folder, facts)
     checks += more
     if loaded is not None and files is not None:
@@ -132,27 +133,6 @@ def examine(
         which_documents="" if sample is None else sample.which,
         acceptance_length=None if trials is None else trials.declared,
         next_command=next_command,
-    )
-
-
-def _target_facts(dataset: HiddenStatesDataset | None, target: TargetFacts | None) -> TargetFacts:
-    """Return what is known of the target: from its files, else from the dataset."""
-    if target is not None and target.embedding is not None:
-        return target
-    if dataset is None:
-        return target or TargetFacts()
-    raw = dataset.target_config()
-    try:
-        tensors = load_head_tensors(dataset.path)
-    except SpecDataError:  # verify names the damage
-        tensors = {}
-    return TargetFacts(
-        name=dataset.manifest.target.name,
-        architectures=tuple(raw.get("architectures") or ()),
-        num_layers=block_count(raw),
-        max_positions=text_table(raw).get("max_position_embeddings"),
-        embedding=tensors.get("embed_tokens"),
-        head=tensors.get("lm_head"),
     )
 
 
@@ -350,7 +330,8 @@ def _try_conventions(
 ) -> tuple[list[Check], Trials | None]:
     """Try the neighbouring conventions on some documents; `given`: see `read_sample`."""
     try:
-        check_sizes(draft, dataset)
+        manifest = dataset.manifest
+        check_sizes(draft, manifest.vocab_size, manifest.hidden_size, str(dataset.path))
     except DraftError as error:
         return [judged("target", [str(error)])], None
     if getattr(draft.options, "ttt_steps", 0) > LONGEST:  # no more steps of the loss than of chains

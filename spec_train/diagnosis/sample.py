@@ -15,19 +15,18 @@ from torch import Tensor
 from spec_data.conversion.evidence import target_states
 from spec_data.models.families import block_count
 from spec_data.shards.errors import SpecDataError
-from spec_data.shards.packing import pack_documents, shift_left
+from spec_data.shards.packing import shift_left
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, layer_column
 from spec_train.data.batch import DraftBatch
 from spec_train.data.policy_masks import open_with_mask
 from spec_train.drafts import Draft
 from spec_train.drafts.teacher import LOGITS, TOPK
-from spec_train.evaluation.on_dataset import choose_documents, measured_mask, read_pack
+from spec_train.evaluation.on_dataset import choose_documents, measured_mask, packs_of, read_pack
 from spec_train.losses.head import TargetHead
 
 LEAST_DOCUMENTS = 12
 """With fewer, no permutation test of some twenty conventions can be clear."""
-_PACK_TOKENS = 2048
 LOGSUMEXP = "target_logsumexp"
 _TOKEN_COLUMNS = ("input_ids", "loss_mask", "target_argmax")
 
@@ -128,11 +127,10 @@ def read_sample(
     if len(chosen) < LEAST_DOCUMENTS:
         raise TooFewDocuments(f"{len(chosen)} can decide nothing")
     weight = draft.embed_tokens.weight
-    lengths = [int(opened.lengths[document]) for document in chosen]
-    batches = []
-    for pack in pack_documents(lengths, max(_PACK_TOKENS, max(lengths))):
-        batch = read_pack(opened, [chosen[i] for i in pack], columns, weight.dtype)
-        batches.append(batch.to(weight.device))
+    batches = [
+        read_pack(opened, pack, columns, weight.dtype).to(weight.device)
+        for pack in packs_of(opened, chosen)
+    ]
     blocks = block_count(dataset.target_config())
     if target is not None and blocks is not None:
         batches = _with_target_states(batches, target, blocks, trust)

@@ -156,10 +156,6 @@ def _data_lines(report: dict[str, Any]) -> list[Line]:
             f"of {data['supervised_tokens']:,} tokens are the target's own greedy choice",
         ),
     ]
-    if data["missing_mass"] is not None:
-        meaning = "of the target's probability is outside the stored logits: expected_acceptance/*"
-        meaning += " (--json) and tau are lower bounds, too low by at most that"
-        lines.append(("  missing mass", f"{data['missing_mass']:.2%}", meaning))
     if not real:
         meaning = "real decoding was not measured: add --target and --prompts to see the difference"
         lines.append(("  minus real", "-", meaning))

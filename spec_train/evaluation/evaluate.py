@@ -18,16 +18,15 @@ from spec_data import __version__
 from spec_data.corpus.prompt_overlap import Grams, add_prompt
 from spec_data.corpus.template import Template
 from spec_data.models.devices import compute_dtype, usable_device
-from spec_data.models.families import block_count
 from spec_data.models.identify import identify
 from spec_data.models.reading import load_config, load_tokenizer
 from spec_data.models.resolve import cached_model, local_directory, resolve_model
 from spec_data.pages.page import write_page
 from spec_data.shards.errors import ConfigError, RunError
-from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import Draft, load_draft
 from spec_train.evaluation.decoding_metrics import fastest, sweep_line
-from spec_train.evaluation.on_dataset import check_fit, evaluate_data
+from spec_train.evaluation.on_dataset import check_fit, evaluate_data, target_facts
 from spec_train.evaluation.on_target import (
     Decoding,
     PlainResponses,
@@ -43,7 +42,6 @@ from spec_train.evaluation.same_target import (
     find_trained,
     kwargs_for,
     prompt_warnings,
-    system_warnings,
 )
 from spec_train.formats.draft_files import read_config
 from spec_train.formats.read import is_own_form
@@ -190,8 +188,6 @@ def _decode(
     warnings.add(about)
     template = Template(tokenizer, kwargs)
     prompts = read_prompts(decoding.prompts, template, limit)
-    chats = [p.record.messages for p in prompts if p.record.messages is not None]
-    warnings.add(system_warnings(trained, chats))
     grams = Grams()
     for prompt in prompts:
         add_prompt(grams, prompt.record, template)
@@ -237,13 +233,7 @@ def _decode(
 def _facts_of(documents: Documents | None, decoding: Decoding | None) -> TargetFacts | None:
     """Return what a draft's files may lack, from the dataset or the target; None: unknown."""
     if documents is not None:
-        dataset = HiddenStatesDataset(documents.data)
-        tensors = load_head_tensors(dataset.path)
-        return TargetFacts(
-            num_layers=block_count(dataset.target_config()),
-            embedding=tensors["embed_tokens"],
-            head=tensors["lm_head"],
-        )
+        return target_facts(HiddenStatesDataset(documents.data))
     name = decoding.target if decoding is not None else ""
     directory = local_directory(name) or cached_model(name) if name else None
     return None if directory is None else read_target(directory, name)

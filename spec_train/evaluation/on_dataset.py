@@ -15,26 +15,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.shards.errors import ConfigError, DatasetError, DraftError
+from spec_data.models.families import block_count, text_table
+from spec_data.shards.errors import ConfigError, DatasetError, DraftError, SpecDataError
 from spec_data.shards.even_sample import even_sample
 from spec_data.shards.follow import FollowedDataset
-from spec_data.shards.packing import pack_documents, row_layout, shift_left
+from spec_data.shards.packing import pack_documents
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.terminal.progress import progress
 from spec_train.data.batch import DraftBatch
 from spec_train.data.order import SPLIT_RULE, below_border
 from spec_train.data.policy_masks import open_with_mask
 from spec_train.data.splits import select
+from spec_train.data.stream import read_packs
 from spec_train.drafts import Draft
-from spec_train.drafts.teacher import TOPK, missing_mass
 from spec_train.formats.origin import origin_warnings, require_same_embedding
+from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import add_sums, shown, summarise_parts
 from spec_train.simulation.breakdown import Breakdown
 from spec_train.simulation.samples import token_texts, tokenizer_of
 from spec_train.simulation.simulated_decoding import documents_of
 
-_PACK_TOKENS = 2048
+PACK_TOKENS = 2048
 SAMPLES = 8
 """Documents, evenly spread, that are returned with every drafted token."""
 
@@ -68,22 +70,22 @@ def choose_documents(
                 f"release uses {SPLIT_RULE!r} and cannot tell which they were; use --split all"
             )
         # The run selected documents by its own masks, which may not be those to measure with.
-        own = dataset
+        trained = dataset
         if run.get("mask") != getattr(dataset, "policy", None):
-            own = open_with_mask(dataset.path, run.get("mask"))
-        usable = select(own, run["seq_len"]).usable
+            trained = open_with_mask(dataset.path, run.get("mask"))
+        usable = select(trained, run["seq_len"]).usable
         documents = np.flatnonzero(usable)
         held_out = np.zeros(len(dataset), dtype=bool)
         border, seed = run["split_border"], run["split_seed"]
         held_out[documents] = below_border(dataset.id_array, border, seed, among=documents)
         chosen &= held_out if split == "validation" else usable & ~held_out
-    found = np.flatnonzero(chosen).tolist()
-    if not found:
+    numbers = np.flatnonzero(chosen).tolist()
+    if not numbers:
         raise DatasetError(
             f"{dataset.path}: no document to measure in split {split!r} of {len(dataset)}; "
             "try --split all"
         )
-    return (found[:limit] if limit else found), split
+    return (numbers[:limit] if limit else numbers), split
 
 
 def measured_mask(
@@ -120,28 +122,27 @@ def check_fit(draft: Draft, dataset: HiddenStatesDataset) -> list[str]:
             f"the draft reads layers {list(config.layers)}; {dataset.path} holds "
             f"{list(manifest.layers)}, without {missing}: generate the dataset with those layers"
         )
-    check_sizes(draft, dataset)
+    check_sizes(draft, manifest.vocab_size, manifest.hidden_size, str(dataset.path))
     if not config.train_embeddings:
         embedding = load_head_tensors(dataset.path)["embed_tokens"]
         require_same_embedding(draft.embed_tokens.weight, embedding, "--draft", str(dataset.path))
     return origin_warnings(config.origin, manifest)
 
 
-def check_sizes(draft: Draft, dataset: HiddenStatesDataset) -> None:
-    """Refuse a dataset of a target with other sizes than the draft's.
+def check_sizes(draft: Draft, vocabulary: int, hidden_size: int, where: str) -> None:
+    """Refuse a target, that of `where`, with other sizes than the draft's.
 
     Raises:
         DraftError: the vocabulary or the hidden size differs.
     """
-    manifest, config = dataset.manifest, draft.config
-    for name, own, theirs in (
-        ("vocabulary", config.vocab_size, manifest.vocab_size),
-        ("hidden size", config.target_hidden_size, manifest.hidden_size),
+    for name, size, other in (
+        ("vocabulary", draft.config.vocab_size, vocabulary),
+        ("hidden size", draft.config.target_hidden_size, hidden_size),
     ):
-        if own != theirs:
+        if size != other:
             raise DraftError(
-                f"the draft is for a target of {name} {own}, {dataset.path} has {theirs}: the "
-                "dataset was made with another target"
+                f"the draft is for a target of {name} {size}, {where} has {other}: it was fitted "
+                "to another target"
             )
 
 
@@ -151,58 +152,32 @@ def read_pack(
     columns: Sequence[str],
     dtype: torch.dtype,
 ) -> DraftBatch:
-    """Read one pack of complete documents, B = 1, T the sum of their lengths.
+    """Read one pack of complete documents, as `read_packs`: B = 1, T the sum of their lengths."""
+    width = int(dataset.lengths[list(documents)].sum())
+    return read_packs(dataset, [list(documents)], columns, width, dtype)
 
-    Hidden states [1, T, H] have `dtype`. `loss_mask` (bool), `input_ids` and `target_argmax`
-    (int64), all [1, T], are zero unless they are among `columns`. `target_logsumexp`, float32 [1,
-    T], is None unless it is. The K logits of a top-k dataset and their ids keep their dtype.
-    """
-    lengths = [int(dataset.lengths[document]) for document in documents]
-    width = sum(lengths)
-    stored = {c.name: c for c in dataset.manifest.columns}
-    out: dict[str, Tensor] = {
-        "input_ids": torch.zeros(width, dtype=torch.long),
-        "loss_mask": torch.zeros(width, dtype=torch.bool),
-        "target_argmax": torch.zeros(width, dtype=torch.long),
-    }
-    for name in columns:
-        if name not in out:
-            size = stored[name].width
-            exact = name in TOPK or name == "target_logsumexp"
-            kind = stored[name].coder.logical if exact else dtype
-            out[name] = torch.zeros(width if size is None else (width, size), dtype=kind)
-    start = 0
-    for document in documents:
-        start += dataset.read_into(document, out, start)
-    document_ids, position_ids = row_layout([lengths], width)
-    logsumexp = out.pop("target_logsumexp", None)
-    return DraftBatch(
-        input_ids=out.pop("input_ids")[None],
-        loss_mask=out.pop("loss_mask")[None],
-        target_argmax=out.pop("target_argmax")[None],
-        target_logsumexp=None if logsumexp is None else logsumexp[None],
-        position_ids=position_ids,
-        document_ids=document_ids,
-        hidden={name: values[None] for name, values in out.items()},
-        rows=[list(documents)],
+
+def target_facts(dataset: HiddenStatesDataset) -> TargetFacts:
+    """Return what a dataset tells of its target, for drafts whose files leave it to the target."""
+    raw = dataset.target_config()
+    try:
+        tensors = load_head_tensors(dataset.path)
+    except SpecDataError:  # `verify` names the damage
+        tensors = {}
+    return TargetFacts(
+        name=dataset.manifest.target.name,
+        architectures=tuple(raw.get("architectures") or ()),
+        num_layers=block_count(raw),
+        max_positions=text_table(raw).get("max_position_embeddings"),
+        embedding=tensors.get("embed_tokens"),
+        head=tensors.get("lm_head"),
     )
 
 
-def _missing(batch: DraftBatch) -> Tensor:
-    """Return the sum of the probability that K logits miss, and the number of slots, float64 [2].
-
-    The slots are those whose next token is supervised. Both are 0 if the batch has other teachers.
-    """
-    if TOPK[1] not in batch.hidden or batch.target_logsumexp is None:
-        return torch.zeros(2, dtype=torch.float64)
-    slots = shift_left(batch.loss_mask, batch.document_ids)
-    found = missing_mass(batch.hidden[TOPK[1]][slots], batch.target_logsumexp[slots])
-    return torch.tensor([float(found.double().sum()), len(found)], dtype=torch.float64)
-
-
-def _packs(dataset: HiddenStatesDataset, documents: Sequence[int]) -> Iterator[list[int]]:
-    lengths = [int(dataset.lengths[document]) for document in documents]
-    for pack in pack_documents(lengths, max(_PACK_TOKENS, max(lengths))):
+def packs_of(dataset: HiddenStatesDataset, documents: Sequence[int]) -> Iterator[list[int]]:
+    """Yield packs of complete documents, of at most PACK_TOKENS tokens or of one document."""
+    lengths = dataset.lengths[list(documents)].tolist()
+    for pack in pack_documents(lengths, max(PACK_TOKENS, max(lengths))):
         yield [documents[i] for i in pack]
 
 
@@ -230,14 +205,12 @@ def evaluate_data(
     weight = draft.embed_tokens.weight
     head = TargetHead.from_dataset(dataset.path, weight.dtype, weight.device)
     teacher_forced: dict[str, Tensor] = {}
-    missing = torch.zeros(2, dtype=torch.float64)  # sum over supervised slots, and their number
     breakdown = Breakdown(depth, even_sample(documents, SAMPLES))
     with progress(total=len(documents), unit="documents", desc="data", leave=False) as bar:
-        for pack in _packs(dataset, documents):
+        for pack in packs_of(dataset, documents):
             batch = read_pack(dataset, pack, columns, weight.dtype).to(weight.device)
             forced = draft.loss(batch, head, draft.slot_counts(batch)).sums
             teacher_forced = add_sums([teacher_forced, forced])
-            missing += _missing(batch)
             chains = draft.chains(batch, head, depth, scored_only=True)
             for document, arrays in documents_of(batch, chains):
                 breakdown.add(document, dataset.source_of(document), arrays)
@@ -251,7 +224,6 @@ def evaluate_data(
         "split": split,
         "mask": policy or dataset.manifest.mask,
         "teacher_forced": summarise_parts({"": teacher_forced}, draft.summarise),
-        "missing_mass": float(missing[0] / missing[1]) if missing[1] else None,
         **simulated,
         "texts": token_texts(simulated["samples"], tokenizer),
     }

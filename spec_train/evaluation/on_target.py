@@ -7,7 +7,7 @@ If they differ, the first differing position is examined, and a difference count
 rounding in the dtype explains it.
 """
 
-import hashlib
+import contextlib
 import json
 import logging
 import platform
@@ -23,7 +23,6 @@ from spec_data.corpus.documents import RenderError
 from spec_data.models.devices import compute_dtype
 from spec_data.models.loading import load_model
 from spec_data.models.rope_factors import fix_rope_factors, short_positions
-from spec_data.shards.errors import DraftError
 from spec_data.shards.even_sample import even_sample
 from spec_data.shards.files import cache_directory, sha256_json, write_atomically
 from spec_data.terminal.progress import progress
@@ -39,7 +38,7 @@ from spec_train.decoding.chains import (
 from spec_train.decoding.trees import TreeDrafter, TreeMasks, TreeShape, decode_tree
 from spec_train.drafts import Draft
 from spec_train.evaluation.decoding_metrics import Response, decoding_metrics
-from spec_train.evaluation.on_dataset import SAMPLES
+from spec_train.evaluation.on_dataset import SAMPLES, check_sizes
 from spec_train.evaluation.prompts import Prompt, Prompts
 from spec_train.formats.origin import embedding_warnings
 from spec_train.losses.head import TargetHead
@@ -106,18 +105,10 @@ def check_draft(draft: Draft, model: Any) -> list[str]:
     config = draft.config
     embedding = model.get_input_embeddings().weight
     vocab = model.get_output_embeddings().weight.shape[0]
-    for name, own, theirs in (
-        ("vocabulary", config.vocab_size, vocab),
-        ("hidden size", config.target_hidden_size, embedding.shape[1]),
-    ):
-        if own != theirs:
-            raise DraftError(
-                f"the draft is for a target of {name} {own}, --target has {theirs}: the draft was "
-                "fitted to another target"
-            )
+    check_sizes(draft, vocab, embedding.shape[1], "--target")
     check_target(model, config.layers)
-    own = draft.embed_tokens.weight
-    return embedding_warnings(own, embedding, trained=config.train_embeddings)
+    weight = draft.embed_tokens.weight
+    return embedding_warnings(weight, embedding, trained=config.train_embeddings)
 
 
 def stop_ids(model: Any, tokenizer: Any) -> set[int]:
@@ -148,12 +139,8 @@ class PlainResponses:
         self._tokens: dict[str, list[int]] = {}
         self.used = 0
         """Responses that did not have to be decoded."""
-        try:
+        with contextlib.suppress(OSError, ValueError, TypeError):
             self._tokens = dict(json.loads(file.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, TypeError) as error:
-            log.info("%s is not used: %s", file, error)
 
     @classmethod
     def of(
@@ -194,7 +181,6 @@ class PlainResponses:
         """
         key, tokens = _key(prompt, limit), list(response)
         if self._tokens.get(key, tokens) != tokens:
-            log.info("this device does not repeat its responses: kept ones are not used")
             self._tokens.clear()
         self._tokens[key] = tokens
 
@@ -208,7 +194,7 @@ class PlainResponses:
 
 
 def _key(prompt: Sequence[int], limit: int) -> str:
-    return hashlib.sha256(json.dumps([limit, *map(int, prompt)]).encode()).hexdigest()[:32]
+    return sha256_json([limit, *map(int, prompt)]).removeprefix("sha256:")[:32]
 
 
 def evaluate_target(
@@ -225,14 +211,13 @@ def evaluate_target(
     `plain` are the responses of the target alone; new ones are added and saved.
     """
     bench = PairedDecoding(draft, model, tokenizer, decoding, depth, plain)
-    rounds = emitted = 0
+    steps = emitted = 0
     with progress(total=len(prompts), unit="prompts", desc="decode", leave=False) as bar:
         for prompt in prompts:
             for response in bench.converse(prompt, prompts):
-                rounds += len(response.generation.steps)
+                steps += len(response.generation.steps)
                 emitted += sum(step.emitted for step in response.generation.steps)
-            length = shown(emitted / rounds if rounds else None)
-            bar.set_postfix_str(f"acceptance {length}", refresh=False)
+            bar.set_postfix_str(f"acceptance {shown(emitted / steps if steps else None)}", False)
             bar.update(1)
     greedy = decoding.temperature == 0
     if greedy:
@@ -320,8 +305,8 @@ class PairedDecoding:
         ways = [self._decode]
         if timed or (greedy and known is None):
             ways.insert(number % 2, self._decode_plain)  # neither way always runs first
-        found = {way: way(self._request(ids, limit, SEED + number)) for way in ways}
-        alone, generation = found.get(self._decode_plain), found[self._decode]
+        made = {way: way(self._request(ids, limit, SEED + number)) for way in ways}
+        alone, generation = made.get(self._decode_plain), made[self._decode]
         if greedy:
             if alone is not None:
                 known = alone.tokens

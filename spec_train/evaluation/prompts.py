@@ -8,7 +8,7 @@ cannot shrink unnoticed, and too many bad rows are an error.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,83 +40,65 @@ from spec_data.shards.identity import kwargs_text
 
 
 @dataclass(frozen=True)
-class PromptSet:
-    """A part of a set on the Hub.
+class PromptSource:
+    """One set of prompts, or one part of a set.
 
     Attributes:
         source: as `spec-data generate --corpus` takes it.
-        column: the column that holds the question or the user's turns.
-        turns: the column is a list of messages of the user, sent one after the other.
-        categories: the `category` of a row is its part of the set; --limit counts each category.
+        column: of a named set: holds the question, or the user's messages one after the other.
+        turns: the column is a list of messages.
+        categories: the `category` of a row is its part of the set. --limit counts each category of
+            a named set.
+        name: what its prompts are counted to.
     """
 
     source: str
-    column: str
+    column: str = ""
     turns: bool = False
     categories: bool = False
-
-    def row(self, row: Any) -> Any:
-        """Return the row in a format of prompts; what has no such column stays as it is."""
-        if not isinstance(row, Mapping) or row.get(self.column) is None:
-            return row
-        return {"turns" if self.turns else "prompt": row[self.column]}
-
-
-def _files(*parts: str) -> dict[str, PromptSet]:
-    place = "RedHatAI/speculator_benchmarks"
-    return {part: PromptSet(f"{place}:{part}.jsonl", "prompt") for part in parts}
-
-
-_MT_BENCH = PromptSet("HuggingFaceH4/mt_bench_prompts@train", "prompt", turns=True)
-_OF_SPEC_BENCH = ("translation", "summarization", "qa", "math_reasoning", "rag")
-
-SETS: Mapping[str, Mapping[str, PromptSet]] = {
-    "mt-bench": {"": _MT_BENCH},
-    "gsm8k": {"": PromptSet("openai/gsm8k:main@test", "question")},
-    "humaneval": {"": PromptSet("openai/openai_humaneval@test", "prompt")},
-    "math-500": {"": PromptSet("HuggingFaceH4/MATH-500@test", "problem")},
-    "mbpp": {"": PromptSet("google-research-datasets/mbpp:full@test", "text")},
-    "spec-bench": {"mt_bench": _MT_BENCH, **_files(*_OF_SPEC_BENCH)},
-    "speculators": _files("HumanEval", *_OF_SPEC_BENCH, "question", "tool_call", "writing"),
-    "speed-bench": {
-        "": PromptSet("nvidia/SPEED-Bench:qualitative@test", "turns", turns=True, categories=True)
-    },
-}
-"""The parts of each named set by their names; "" names the set as a whole."""
-
-Parse = Callable[..., Record]
-
-
-@dataclass(frozen=True)
-class PromptSource:
-    """One part of --prompts: the name it counts to, where it is read, and how."""
-
-    name: str
-    place: str
-    known: PromptSet | None = None
+    name: str = ""
 
     @property
-    def columns(self) -> list[str]:
-        """Columns that are read beside those of a corpus."""
-        return ["category", *([self.known.column] if self.known else [])]
-
-    @property
-    def limit_per_set(self) -> bool:
+    def limit_per_category(self) -> bool:
         """Whether --limit counts the prompts of each category."""
-        return self.known is not None and self.known.categories
+        return bool(self.column) and self.categories
 
-    def parser(self, groups: dict[str, str]) -> Parse:
+    def parser(self, groups: dict[str, str]) -> Callable[..., Record]:
         """Return what parses a row; it puts the set of the row's place into `groups`."""
-        by_category = self.known is None or self.known.categories
 
         def parse(row: Any, *, source: str, where: str, arrow: bool = False) -> Record:
-            category = row.get("category") if isinstance(row, Mapping) else None
-            part = category if isinstance(category, str) and by_category else None
-            groups[where] = f"{self.name}: {part}" if part else self.name
-            row = self.known.row(row) if self.known else row
+            groups[where] = self.name
+            if isinstance(row, Mapping):
+                part = row.get("category")
+                if self.categories and isinstance(part, str):
+                    groups[where] = f"{self.name}: {part}"
+                if self.column and row.get(self.column) is not None:
+                    row = {"turns" if self.turns else "prompt": row[self.column]}
             return parse_prompt(row, source=source, where=where, arrow=arrow)
 
         return parse
+
+
+def _files(*parts: str) -> dict[str, PromptSource]:
+    repository = "RedHatAI/speculator_benchmarks"
+    return {part: PromptSource(f"{repository}:{part}.jsonl", "prompt") for part in parts}
+
+
+_MT_BENCH = PromptSource("HuggingFaceH4/mt_bench_prompts@train", "prompt", turns=True)
+_SPEED_BENCH = PromptSource("nvidia/SPEED-Bench:qualitative@test", "turns", True, categories=True)
+_OF_SPEC_BENCH = ("translation", "summarization", "qa", "math_reasoning", "rag")
+
+SETS: Mapping[str, Mapping[str, PromptSource]] = {
+    "mt-bench": {"": _MT_BENCH},
+    "gsm8k": {"": PromptSource("openai/gsm8k:main@test", "question")},
+    "humaneval": {"": PromptSource("openai/openai_humaneval@test", "prompt")},
+    "math-500": {"": PromptSource("HuggingFaceH4/MATH-500@test", "problem")},
+    "mbpp": {"": PromptSource("google-research-datasets/mbpp:full@test", "text")},
+    "spec-bench": {"mt_bench": _MT_BENCH, **_files(*_OF_SPEC_BENCH)},
+    "speculators": _files("HumanEval", *_OF_SPEC_BENCH, "question", "tool_call", "writing"),
+    "speed-bench": {"": _SPEED_BENCH},
+}
+"""The parts of each named set by their names; "" names the set as a whole."""
 
 
 def prompt_sources(text: str) -> list[PromptSource]:
@@ -125,31 +107,24 @@ def prompt_sources(text: str) -> list[PromptSource]:
     Raises:
         ConfigError: a part is empty, or two parts have the same prompts.
     """
-    parts = [text] if Path(text).exists() else [part.strip() for part in text.split(",")]
-    found: dict[str, str] = {}
+    given = [text] if Path(text).exists() else [part.strip() for part in text.split(",")]
+    parts: dict[str, str] = {}  # by source
     sources = []
-    for part in parts:
+    for part in given:
         if not part:
             raise ConfigError(f"--prompts {text}: a name between two commas is missing")
-        for source in _sources(part):
-            if source.place in found:
-                first = found[source.place]
+        named = {} if Path(part).exists() else SETS.get(part, {})
+        file = PromptSource(part, categories=True, name=Path(part).name or part)
+        for source in [
+            replace(one, name=f"{part}: {name}" if name else part) for name, one in named.items()
+        ] or [file]:
+            if (first := parts.get(source.source)) is not None:
                 both = f"{part} is there twice" if first == part else f"{first} and {part}"
-                shared = "" if first == part else f" both have the prompts of {source.place}"
+                shared = "" if first == part else f" both have the prompts of {source.source}"
                 raise ConfigError(f"--prompts {text}: {both}{shared}")
-            found[source.place] = part
+            parts[source.source] = part
             sources.append(source)
     return sources
-
-
-def _sources(part: str) -> list[PromptSource]:
-    known = {} if Path(part).exists() else SETS.get(part, {})
-    if not known:
-        return [PromptSource(Path(part).name or part, part)]
-    return [
-        PromptSource(f"{part}: {name}" if name else part, one.source, one)
-        for name, one in known.items()
-    ]
 
 
 # -- prompts ---------------------------------------------------------------------------------------
@@ -171,7 +146,7 @@ class Prompt:
         return self.record.where
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Prompts:
     """The prompts of one or several sets.
 
@@ -197,6 +172,31 @@ class Prompts:
         chats = (p.record for p in self.found if p.record.messages is not None)
         used = map(self.template.kwargs_of, chats)
         return list({kwargs_text(kwargs): kwargs for kwargs in used}.values())
+
+    def add(self, reader: CorpusReader, limit: int = 0) -> None:
+        """Render the rows of a source; `limit` prompts of each category at most, 0: all.
+
+        Raises:
+            CorpusError: it has too many bad rows, or no prompt.
+        """
+        before = len(self.found)
+        taken: Counter[str] = Counter()
+        for record in reader:
+            taken[self.groups[record.where]] += 1
+            if 0 < limit < taken[self.groups[record.where]]:
+                continue
+            try:
+                ids = prompt_ids(record, self.template)
+                self.found.append(Prompt(record=record, ids=ids))
+            except RenderError as error:
+                reader.refuse(error)
+        self.left_out += sum(r.bad for r in reader.reports) + sum(reader.refused.values())
+        examples = [line for report in reader.reports for line in report.bad_examples]
+        examples += [line for lines in reader.refused_examples.values() for line in lines]
+        self.examples += (examples := list(dict.fromkeys(examples)))
+        if len(self.found) == before:
+            reasons = "\n  ".join(["no row is a usable prompt", *examples])
+            raise CorpusError(f"{reader.reports[0].path}: {reasons}")
 
     def continued(self, prompt: Prompt, messages: list[Message]) -> list[int]:
         """Return the token ids of a prompt with other messages: the next turn of its chat.
@@ -225,54 +225,21 @@ def read_prompts(
         CorpusError: it cannot be read, has too many bad rows, or no prompt.
     """
     bad = parse_limit(max_bad_rows)
-    groups: dict[str, str] = {}
-    parts = []
+    prompts = Prompts(found=[], template=template)
     for part in prompt_sources(source):
-        parse = part.parser(groups)
         try:
             reader = CorpusReader(
-                [part.place],
-                limit=None if part.limit_per_set else limit or None,
+                [part.source],
+                limit=None if part.limit_per_category else limit or None,
                 split="test",
                 max_bad_rows=bad,
-                parse=parse,
-                more_columns=part.columns,
+                parse=part.parser(prompts.groups),
+                more_columns=["category", *([part.column] if part.column else [])],
             )
-            parts.append(_rendered(reader, template, groups, limit if part.limit_per_set else 0))
+            prompts.add(reader, limit if part.limit_per_category else 0)
         except (MissingError, CorpusError) as error:
             raise type(error)(f"--prompts {str(error).removeprefix('corpus ')}") from error
-    return Prompts(
-        found=[prompt for part in parts for prompt in part.found],
-        template=template,
-        groups=groups,
-        left_out=sum(part.left_out for part in parts),
-        examples=[line for part in parts for line in part.examples],
-    )
-
-
-def _rendered(
-    reader: CorpusReader, template: Template, groups: dict[str, str], limit_per_set: int
-) -> Prompts:
-    found: list[Prompt] = []
-    taken: Counter[str] = Counter()
-    for record in reader:
-        taken[groups[record.where]] += 1
-        if 0 < limit_per_set < taken[groups[record.where]]:
-            continue
-        try:
-            found.append(Prompt(record=record, ids=prompt_ids(record, template)))
-        except RenderError as error:
-            reader.refuse(error)
-    left_out = sum(r.bad for r in reader.reports) + sum(reader.refused.values())
-    examples = [line for report in reader.reports for line in report.bad_examples]
-    examples += [line for lines in reader.refused_examples.values() for line in lines]
-    examples = list(dict.fromkeys(examples))
-    if not found:
-        reasons = "\n  ".join(["no row is a usable prompt", *examples])
-        raise CorpusError(f"{reader.reports[0].path}: {reasons}")
-    return Prompts(
-        found=found, template=template, groups=groups, left_out=left_out, examples=examples
-    )
+    return prompts
 
 
 def prompt_ids(record: Record, template: Template) -> list[int]:

@@ -8,7 +8,7 @@ accepted than on new ones, and nothing else shows it: the comparison is that of 
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,27 +57,6 @@ def kwargs_for(
     ]
 
 
-def system_warnings(
-    trained: Mapping[str, Any], prompts: Iterable[Sequence[Mapping[str, Any]]]
-) -> list[str]:
-    """Return a warning if most prompts have a system message and most training rows none, or the
-    other way round.
-
-    `trained` is the identity that a draft was fitted to, `prompts` the messages of every chat.
-    """
-    rows = trained.get("system_messages") or {}
-    asked = [any(m["role"] in ("system", "developer") for m in messages) for messages in prompts]
-    if not sum(rows.values()) or not asked:
-        return []
-    before, now = rows.get("with", 0) / sum(rows.values()), sum(asked) / len(asked)
-    if (before < 0.5) == (now < 0.5):
-        return []
-    return [
-        f"{now:.0%} of the prompts and {before:.0%} of the conversations of the training data have "
-        "a system message; expect lower acceptance than with prompts like the training data"
-    ]
-
-
 def compare_with_trained(
     trained: Mapping[str, Any], identity: Mapping[str, Any], tokenizer: Any, prompts: Prompts
 ) -> Comparison:
@@ -85,11 +64,11 @@ def compare_with_trained(
 
     `identity` (see `models.identify`) and `tokenizer` are those of the target.
     """
-    known = dict(identity)
+    served = dict(identity)
     if prompts.kwargs and tokenizer.chat_template:
-        known["template_kwargs_used"] = dict.fromkeys(map(kwargs_text, prompts.kwargs), 1)
+        served["template_kwargs_used"] = dict.fromkeys(map(kwargs_text, prompts.kwargs), 1)
     return compare(
-        trained, known, of_recorded="the draft was fitted with", of_found="this target has"
+        trained, served, of_recorded="the draft was fitted with", of_found="this target has"
     )
 
 

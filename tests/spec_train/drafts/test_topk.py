@@ -5,7 +5,6 @@ probability is the sum of theirs.
 """
 
 import json
-import logging
 import math
 import signal
 from pathlib import Path
@@ -272,19 +271,6 @@ def test_all_logits_as_top_k_train_like_supervision_by_logits(
     keys = ["loss", "grad_norm", "expected_acceptance/1"]
     found = [[line.get(key) for line in both for key in keys] for both in lines]
     close(*found, terms=network(3, backward=True, slots=500), dtype=torch.float32)
-
-
-def test_eval_says_that_its_acceptance_is_a_bound(
-    sets: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys
-) -> None:
-    out, file = tmp_path / "run", tmp_path / "report.json"
-    assert main(command("eagle3", sets["some"], out, "--steps", "0")) == 0
-    with caplog.at_level(logging.INFO):
-        flags = ["eval", "--draft", str(out), "--data", str(sets["some"]), "--json", str(file)]
-        assert main(flags) == 0
-    text = caplog.text + capsys.readouterr().out
-    assert "expected_acceptance/* (--json) and tau are lower bounds" in text
-    assert 0 < json.loads(file.read_text())["data"]["missing_mass"] < 1
 
 
 def test_eagle_needs_the_states_that_k_logits_replace(sets: dict[str, Path], tmp_path, capsys):

@@ -11,7 +11,6 @@ import pytest
 from spec_data.corpus.template import Template
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_train.decoding import chains
-from spec_train.decoding import chains as stopwatch
 from spec_train.decoding.chains import Generation, Request, VerificationStep, decode_speculative
 from spec_train.evaluation.decoding_metrics import (
     Response,
@@ -267,7 +266,7 @@ def test_costs_are_unknown_without_a_timed_pair():
 def test_the_parts_of_the_time_are_those_of_their_calls(target, trained, monkeypatch):
     """Each forward of the target takes 10 s, each proposal 3 s, on a planted clock."""
     now = [0.0]
-    monkeypatch.setattr(stopwatch, "clock", lambda device: now[0])
+    monkeypatch.setattr(chains.Stopwatch, "_now", lambda self: now[0])
     forward = chains.TargetSession.forward
 
     def slow(self, *arguments, **options):

@@ -108,7 +108,7 @@ def test_pack_size_changes_no_figure_and_teacher_forcing_is_the_drafts_own(
     config = dict(draft=str(workplace / "draft"), data=str(data), device="cpu")
     forward = {"terms": network(STEPS), "dtype": torch.float32}
     whole = run_eval(config)["data"]
-    monkeypatch.setattr(evaluate_data, "_PACK_TOKENS", 1)
+    monkeypatch.setattr(evaluate_data, "PACK_TOKENS", 1)
     single = run_eval(config)["data"]
     assert whole["simulated"] == single["simulated"]
     close(single["teacher_forced"], whole["teacher_forced"], **forward)

@@ -1,10 +1,8 @@
 """eval names each fact in which the target or its prompts are not those of the draft's training."""
 
-import json
 import shutil
 from pathlib import Path
 
-from spec_train.evaluation.same_target import system_warnings
 from tests.draft_tools import read_json, reseal, write_json
 from tests.spec_train import fitted
 from tests.spec_train.evaluation.tools import run_eval
@@ -40,23 +38,6 @@ def test_other_kwargs_than_those_of_the_rows_are_named(place, target):
         'chat_template_kwargs: the draft was fitted with {"enable_thinking": false}, this target '
         "has {}: prompts are rendered in another way"
     )
-
-
-def test_prompts_with_system_messages_that_the_training_data_lacks_are_named():
-    ask, told = {"role": "user", "content": "a"}, {"role": "system", "content": "b"}
-    few = {"system_messages": {"with": 1, "without": 4}}
-    (line,) = system_warnings(few, [[told, ask]] * 7)
-    assert line.startswith("100% of the prompts and 20% of the conversations of the training data")
-    (line,) = system_warnings({"system_messages": {"with": 4, "without": 1}}, [[ask]])
-    assert line.startswith("0% of the prompts and 80%")
-    assert system_warnings(few, [[ask]] * 7) == system_warnings({}, [[told, ask]]) == []
-
-
-def test_the_share_of_system_messages_reaches_eval(place, target, tmp_path):
-    messages = [{"role": role, "content": "w9"} for role in ("system", "user")]
-    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": messages}))
-    lines = warned(place, target, prompts=str(tmp_path / "p.jsonl"))
-    assert any(line.startswith("100% of the prompts and 0% of the conv") for line in lines)
 
 
 def test_a_fine_tuned_target_is_named(place, target):
