@@ -1,10 +1,8 @@
 """Resolve a source string to files and datasets, and stream the rows of each.
 
-`resolve(name)` returns the files and datasets behind one string and checks that they exist. Each
-yields (where, row) pairs and has the hash that identifies it. A row that cannot be parsed is
-yielded as a `BadRow` with the reason, so that the reader counts it. A file that cannot be read any
-further (a broken archive, a list with a syntax error) raises `CorpusError`. `file_rows.py`
-reads the rows of files.
+Each source yields (where, row) pairs and has the hash that identifies it. A row that cannot be
+parsed is yielded as a `BadRow` with the reason, so that the reader counts it. A file that cannot be
+read any further (a broken archive, a list with a syntax error) raises `CorpusError`.
 
 A directory is read like a Hub repository: its known files, sorted by path, without those whose
 names belong to another split. Reading `test.jsonl` along with `train.jsonl` would train on the test
@@ -81,8 +79,7 @@ class Source:
 def expected_rows(sources: Sequence[Source], limit: int | None = None) -> int | None:
     """Return about how many rows the sources have, at most `limit`; None where it is not known.
 
-    Only progress bars use it. A JSON-lines file is counted in its first 8 MiB and extrapolated by
-    its size on disk.
+    Only progress bars use it.
     """
     total = 0
     for source in sources:
@@ -162,25 +159,18 @@ def _file_source(name: str, path: Path, root: Path, limit: int) -> Source:
         path=name,
         kind=kind,
         rows=lambda columns: _parquet(name, path, columns, limit),
-        digest=lambda: _file_hash(name, path),
+        digest=lambda: sha256_file(path),
         licence=_licence(path.parent) or _licence(root),
     )
     if kind == "parquet":
         return replace(
             source,
             arrow=True,
-            columns=lambda: pq.read_schema(pa.OSFile(os.fsencode(path))).names,
+            columns=lambda: pq.read_schema(path).names,
             count=lambda: pq.read_metadata(path).num_rows,
         )
     source = replace(source, rows=lambda _: _READERS[kind](name, path, limit))
     return replace(source, count=lambda: _count_lines(path)) if kind == "jsonl" else source
-
-
-def _file_hash(name: str, path: Path) -> str:
-    try:
-        return sha256_file(path)
-    except OSError as error:
-        raise CorpusError(f"{name}: cannot be read: {error}") from None
 
 
 def representable(name: str) -> str:
@@ -189,7 +179,7 @@ def representable(name: str) -> str:
 
 
 def _count_lines(path: Path) -> int:
-    """Lines of a file, plain or gzip, by the share of its bytes that a sample takes."""
+    """Return the lines of a file, extrapolated from its beginning by its size on disk."""
     with path.open("rb") as raw:
         file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
         sample = file.read(_SAMPLE)
@@ -316,11 +306,9 @@ def _dataset_source(dataset: datasets.Dataset, limit: int, **facts: Any) -> Sour
 
 
 # -- rows of tables --------------------------------------------------------------------------------
-# Arrow holds one batch at a time. A row becomes Python objects only after its bytes in Arrow were
-# compared with `limit` (--max-row-bytes) and its values validated: a damaged Arrow file can point
-# outside its buffers. A row that cannot be converted is a `BadRow`. Arrow itself decodes a whole
-# Parquet page, so a huge cell takes its own size in memory, but not the many times of that which
-# Python objects and tokens would take. `where` counts from 0.
+# A row becomes Python objects only after its bytes in Arrow were compared with `limit`
+# (--max-row-bytes) and its values validated: a damaged Arrow file can point outside its buffers.
+# `where` counts from 0.
 
 _ROWS_PER_BATCH = 256
 _BATCH_BYTES = 64 << 20  # of a Parquet batch of average rows
@@ -330,7 +318,7 @@ _UNREADABLE = (pa.ArrowException, OSError, ValueError, TypeError, KeyError)
 def _parquet(name: str, path: Path, columns: Collection[str], limit: int) -> Generator[Row]:
     """Yield those of `columns` that each row has, in file order, with one row group in memory."""
     try:
-        with pa.OSFile(os.fsencode(path)) as raw, pq.ParquetFile(raw) as file:
+        with pq.ParquetFile(path) as file:
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             average = max((g.total_byte_size // max(1, g.num_rows) for g in groups), default=0)
             batches = file.iter_batches(

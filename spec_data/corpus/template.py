@@ -7,14 +7,12 @@ record. `spec-train eval` renders its prompts through the same code.
 """
 
 import contextlib
-import functools
 import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2.meta
 from transformers import PreTrainedTokenizerBase
@@ -51,13 +49,8 @@ def names_read(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
         return None
     templates = tokenizer.chat_template or {}
-    return _names_of(tuple(templates.values()) if isinstance(templates, dict) else (templates,))
-
-
-@functools.lru_cache(maxsize=64)
-def _names_of(texts: tuple[str, ...]) -> frozenset[str] | None:
-    """Return the names that templates look up; None if one has a syntax error."""
-    names = {_DATE} if _CLOCK in str(texts) else set()
+    texts = templates.values() if isinstance(templates, dict) else [templates]
+    names = {_DATE} if _CLOCK in str(templates) else set()
     for text in texts:
         try:
             environment = _compile_jinja_template(text).environment
@@ -103,12 +96,15 @@ def fixed_date(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) ->
 
 
 @contextlib.contextmanager
-def _on_date(template: str, fixed: date | None) -> Iterator[None]:
-    """Let a template render as on a date; None: today."""
+def _on_date(
+    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] | None, fixed: date | None
+) -> Iterator[None]:
+    """Let the template render as on a date; None: today."""
     if fixed is None:
         yield
         return
-    names = _compile_jinja_template(template).globals
+    text = tokenizer.get_chat_template(None, list(tools) if tools else None)
+    names = _compile_jinja_template(text).globals
     clock = names[_CLOCK]
     names[_CLOCK] = fixed.strftime
     try:
@@ -176,11 +172,7 @@ class Template:
         }
 
     def chat(self, record: Record, messages: Sequence[Message]) -> "Chat":
-        """Return the renders of a conversation of `record`.
-
-        Raises:
-            RenderError: the tokenizer has no template for it, or a kwarg of the row is refused.
-        """
+        """Return the renders of a conversation; see `Chat`."""
         return Chat(self, record, messages)
 
     def apply(
@@ -196,8 +188,7 @@ class Template:
             TemplateError: the template raised an exception.
         """
         try:
-            text = self.tokenizer.get_chat_template(None, list(tools) if tools else None)
-            with _on_date(text, fixed_date(self.tokenizer, kwargs)):
+            with _on_date(self.tokenizer, tools, fixed_date(self.tokenizer, kwargs)):
                 return self.tokenizer.apply_chat_template(
                     list(messages), tools=list(tools) if tools else None, **kwargs, **options
                 )
@@ -214,18 +205,21 @@ class TemplateError(Exception):
 # -- conversations ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """The token ids of one render, and its generation tags."""
+class Rendered(NamedTuple):
+    """The token ids of one render, and 1 at tokens inside generation tags (None without tags)."""
 
     ids: list[int]
-    tags: list[int] | None  # 1 at tokens inside generation tags; None: the template has no tags
+    tags: list[int] | None
 
 
 class Chat:
     """The renders of the beginnings of one conversation.
 
     `tagged` is True if the template marks what the target generates with `{% generation %}`.
+
+    Raises:
+        RenderError: the tokenizer has no template for it, or a kwarg of the row is refused. So do
+            all renders, if the template or the tokenizer fails.
     """
 
     def __init__(self, template: Template, record: Record, messages: Sequence[Message]) -> None:
@@ -234,8 +228,7 @@ class Chat:
         self._tokenizer = template.tokenizer
         self.messages = messages
         self._kwargs = template.kwargs_of(record)
-        self._prompts: dict[int, list[int]] = {}
-        self._throughs: dict[int, Rendered] = {}
+        self._rendered: dict[tuple[int, bool], Rendered] = {}  # by end, with generation prompt
         self._texts: dict[tuple[int, bool], str] = {}
         self._whole: TokenisedText | None = None  # the first text that was tokenised
         if reason := refused_kwargs(self._kwargs, template.names):
@@ -262,40 +255,43 @@ class Chat:
 
     def prompt(self, k: int) -> list[int]:
         """Return the token ids that serving sends to get message k."""
-        if k not in self._prompts:
-            self._prompts[k] = self._ids(k, add_generation_prompt=True)
-        return self._prompts[k]
+        return self._ids(k, add_generation_prompt=True).ids
 
     def through(self, k: int) -> Rendered:
         """Return the render of the conversation up to and including message k."""
-        if k not in self._throughs:
-            if self.tagged:
-                rendered = self._apply(
-                    self.messages[: k + 1], return_dict=True, return_assistant_tokens_mask=True
-                )
-                tags = list(rendered["assistant_masks"])
-                self._throughs[k] = Rendered(list(rendered["input_ids"]), tags)
-            else:
-                self._throughs[k] = Rendered(self._ids(k + 1), None)
-        return self._throughs[k]
+        return self._ids(k + 1)
 
-    def _ids(self, end: int, add_generation_prompt: bool = False) -> list[int]:
-        """Return the token ids of the render of `messages[:end]`."""
+    def _ids(self, end: int, add_generation_prompt: bool = False) -> Rendered:
+        key = end, add_generation_prompt
+        if key not in self._rendered:
+            tagged = self.tagged and not add_generation_prompt
+            ids = None if tagged else self._direct(end, add_generation_prompt)
+            if ids is not None:
+                self._rendered[key] = Rendered(ids, None)
+            else:
+                options = {"return_dict": True, "return_assistant_tokens_mask": tagged}
+                made = self._apply(
+                    self.messages[:end], add_generation_prompt=add_generation_prompt, **options
+                )
+                tags = list(made["assistant_masks"]) if tagged else None
+                self._rendered[key] = Rendered(list(made["input_ids"]), tags)
+        return self._rendered[key]
+
+    def _direct(self, end: int, add_generation_prompt: bool) -> list[int] | None:
+        """Return the token ids of the render of `messages[:end]`, if `tokens` can find them."""
         tokens = self._template.tokens
-        if tokens.direct:
-            text = self._text(end, add_generation_prompt)
-            try:
-                ids = tokens.beginning(self._whole, text) if self._whole else None
-                if ids is None:
-                    tokenised = tokens.tokenise(text)
-                    self._whole, ids = self._whole or tokenised, tokenised.ids
-                return ids
-            except Exception:  # of the tokenizer; below, it becomes the error of this record
-                self._whole = None
-        rendered = self._apply(
-            self.messages[:end], add_generation_prompt=add_generation_prompt, return_dict=True
-        )
-        return list(rendered["input_ids"])
+        if not tokens.direct:
+            return None
+        text = self._text(end, add_generation_prompt)
+        try:
+            ids = tokens.beginning(self._whole, text) if self._whole else None
+            if ids is None:
+                tokenised = tokens.tokenise(text)
+                self._whole, ids = self._whole or tokenised, tokenised.ids
+            return ids
+        except Exception:  # of the tokenizer; the plain way makes it the error of this record
+            self._whole = None
+            return None
 
     def token_after(self, k: int) -> int | None:
         """Return the token that follows answer k where a user asks on; None if that is unclear."""

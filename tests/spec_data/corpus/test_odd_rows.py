@@ -13,13 +13,10 @@ import pytest
 
 from spec_data.corpus import file_rows
 from spec_data.corpus.bad_rows import parse_limit
-from spec_data.corpus.chat import Renderer
-from spec_data.corpus.documents import RenderError
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import parse_row
 from spec_data.shards.errors import CorpusError
 from tests.spec_data.corpus.reading import pair, read, rows, sha, write_jsonl
-from tests.spec_data.corpus.templates import tokenizer
 
 ALL = parse_limit("100%")
 QA = json.dumps(pair(0))
@@ -72,19 +69,6 @@ def test_what_no_check_foresees_is_a_bad_row_and_named_with_its_type(tmp_path):
     assert report.bad_examples == ["a.jsonl:21: ZeroDivisionError: by a row"]
 
 
-def test_what_no_check_foresees_in_a_render_is_a_broken_record(monkeypatch):
-    renderer = Renderer(tokenizer("chatml"))
-    record = parse_row({"messages": pair(0)}, source="s", where="s:1")
-
-    def deep(*_):
-        raise RecursionError("too deep")
-
-    monkeypatch.setattr(renderer, "_conversation", deep)
-    with pytest.raises(RenderError, match="s:1: RecursionError: too deep") as caught:
-        renderer.render(record)
-    assert caught.value.broken
-
-
 # --- names ---
 
 
@@ -99,13 +83,6 @@ def test_file_names_that_are_not_utf8_have_a_name_that_a_dataset_can_hold(tmp_pa
         assert len(records) == 30 and report.source == r"caf\xe9.jsonl"
         assert report.bad_examples[0].startswith(r"caf\xe9.jsonl:31: not valid JSON")
         "".join([records[0].source, records[0].where, str(report), caplog.text]).encode()
-    datasets.Dataset.from_list(rows(2)).save_to_disk(tmp_path / "saved")
-    (tmp_path / "saved").rename(odd(b"sav\xe9d"))
-    with pytest.raises(CorpusError, match=r"sav\\xe9d: datasets cannot open it: UnicodeEncode"):
-        read(odd(b"sav\xe9d"))  # the library takes no such path
-    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "t.parquet")
-    (tmp_path / "t.parquet").rename(odd(b"t\xe9.parquet"))
-    assert read(odd(b"t\xe9.parquet"))[1][0].source == r"t\xe9.parquet"
 
 
 # --- long rows ---
@@ -195,15 +172,6 @@ def test_a_broken_dataset_directory_is_refused(tmp_path, file, content):
     (tmp_path / "saved" / file).write_text(content)
     with pytest.raises(CorpusError, match=r"saved: (datasets cannot open it|no split)"):
         read(tmp_path / "saved")
-
-
-def test_files_that_cannot_be_opened_are_named(tmp_path, monkeypatch):
-    path = tmp_path / "a.jsonl"
-    write_jsonl(path, rows(1))
-    reader = CorpusReader([str(path)])
-    path.unlink()
-    with pytest.raises(CorpusError, match=r"a\.jsonl: cannot be opened: No such file"):
-        list(reader)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved"])

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import json
 
 import datasets
 import pandas
@@ -39,6 +40,45 @@ def test_gzip_is_read_and_its_bytes_hashed(tmp_path, suffix):
     assert report.sha256 == sha(path)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(CorpusError, match="not a complete gzip file"):
+        read(path)
+
+
+def test_a_json_list_is_read(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("\ufeff [\n" + ",\n\n".join(json.dumps(r, indent=1) for r in rows(5)) + "\n]\n")
+    records, (report,) = read(path)
+    assert [r.messages for r in records] == [pair(i) for i in range(5)]
+    assert [r.where for r in records] == [f"{path} row {number}" for number in range(5)]
+    assert (report.kind, report.sha256) == ("json", sha(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('[{"text": "a"},\n {"text": }]', r"a\.json:2: not valid JSON"),
+        ("[" + "7" * 5000 + "]", r"a\.json: not valid JSON: .*4300"),
+        (json.dumps(rows(2)) + "\n\n " + json.dumps(rows(3, 2)), r"a\.json:3: .*Extra data"),
+    ],
+)
+def test_what_is_no_json_list_is_refused_by_its_line(tmp_path, text, problem):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(CorpusError, match=problem):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_a_large_element_is_a_bad_row_and_a_large_list_is_refused(tmp_path, monkeypatch, name):
+    elements = [{"text": "a"}, {"text": "é" * 100}, 7, {"text": "b"}, "x" * 200]
+    content = json.dumps(elements, indent=1).encode()
+    path, limits = tmp_path / name, {"max_row_bytes": 150, "max_bad_rows": parse_limit("100%")}
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    records, (report,) = read(path, **limits)
+    assert [(r.text, r.where) for r in records] == [("a", f"{path} row 0"), ("b", f"{path} row 3")]
+    assert (report.rows, report.bad, report.sha256) == (5, 3, sha(path))
+    assert f"{name} row 1: 211 bytes, more than the 150 of" in report.bad_examples[0]
+    monkeypatch.setattr(file_rows, "_LARGEST_LIST", 100)
+    with pytest.raises(CorpusError, match=r"more than 100 bytes.*convert it to JSON Lines"):
         read(path)
 
 
