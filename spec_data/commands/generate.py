@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -134,7 +134,7 @@ def generate_into(
         done.
     """
     from spec_data.generation.ray_engine import capture_on_ray
-    from spec_data.generation.setup import announce_drafts, check_still_planned
+    from spec_data.generation.setup import announce_drafts
     from spec_data.generation.target_files import other_files
     from spec_data.generation.units import (
         check_free_space,
@@ -142,10 +142,9 @@ def generate_into(
         explained_failures,
         finished_unit,
     )
-    from spec_data.generation.workers import planning_lock, worker_lock
+    from spec_data.generation.workers import worker_lock
     from spec_data.models.devices import check_devices
     from spec_data.shards.errors import SpecDataError
-    from spec_data.shards.follow import WORK
 
     # The target: its config, its tokenizer, what identifies it. No weights yet.
     setup = prepare()
@@ -156,19 +155,16 @@ def generate_into(
         check_devices(setup.options.device, setup.options.spread.device_map)
     directory = output.directory
     try:
-        # Corpus -> documents -> plan. Made once; other workers, and later runs, read it.
-        plan = output.plan(setup)
-        mine = worker.units(len(plan.units))
-        todo = [unit for unit in mine if finished_unit(directory, unit) is None]
-        if todo:
-            sizes = sorted((plan.unit_bytes(u, setup.columns) for u in todo), reverse=True)
-            needed = sum(sizes[: output.units_at_once or None])
-            needed += sum(other_files(setup, plan).values())
-            check_free_space(directory, needed, output.remote)
-            with ExitStack() as locks, explained_failures(directory):
-                with planning_lock(directory):
-                    locks.enter_context(worker_lock(directory, str(worker)))
-                    check_still_planned(directory / WORK, plan)
+        with worker_lock(directory, str(worker)), explained_failures(directory):
+            # Corpus -> documents -> plan. Made once; other workers, and later runs, read it.
+            plan = output.plan(setup)
+            mine = worker.units(len(plan.units))
+            todo = [unit for unit in mine if finished_unit(directory, unit) is None]
+            if todo:
+                sizes = sorted((plan.unit_bytes(u, setup.columns) for u in todo), reverse=True)
+                needed = sum(sizes[: output.units_at_once or None])
+                needed += sum(other_files(setup, plan).values())
+                check_free_space(directory, needed, output.remote)
                 clear_leftovers(directory, mine)
                 if fleet is None:
                     _capture(setup, plan, output, worker, todo)

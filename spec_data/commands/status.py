@@ -21,8 +21,8 @@ Unfinished = Annotated[AnyPath, Holds(Kind.UNFINISHED), Parameter(metavar="DIR")
 def status(path: Unfinished) -> "Status":
     """Read how far `generate` is in a directory; nothing is changed.
 
-    Finished units, tokens per second, the time that is left, what each worker does, and what
-    failed. Any machine that sees the directory can ask.
+    Finished units, tokens per second, the time that is left, and what each worker does or why
+    it ended. Any machine that sees the directory can ask.
 
     Examples:
         spec-data status data/qwen3-8b
@@ -33,15 +33,15 @@ def status(path: Unfinished) -> "Status":
         path: the directory that is being generated, or a dataset.
 
     Returns:
-        Units, tokens, speed, time left, workers and failures.
+        Units, tokens, speed, time left and workers.
 
     Raises:
         MissingError: there is no dataset, and none is being generated.
         DatasetError: the plan or the manifest is damaged.
 
     >>> state = spec_data.status("data")
-    >>> state.sealed, state.units_done == state.units, state.failures
-    (True, True, ())
+    >>> state.sealed, state.units_done == state.units
+    (True, True)
     """
     from spec_data.generation.status import read_status
 

@@ -38,8 +38,14 @@ from spec_data.generation.plan import (
     read_plan_record,
     read_units,
 )
-from spec_data.generation.setup import Setup, changed_settings, find_plan, refuse_changes
-from spec_data.generation.units import SHARDS, finished_unit, parse_unit_record
+from spec_data.generation.setup import (
+    Setup,
+    changed_settings,
+    find_plan,
+    refuse_changes,
+    refuse_other_files,
+)
+from spec_data.generation.units import SHARDS, finished_unit, read_unit_record
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import DatasetError, RunError
 from spec_data.shards.files import (
@@ -51,7 +57,7 @@ from spec_data.shards.files import (
     unit_name,
 )
 from spec_data.shards.follow import WORK
-from spec_data.shards.resumable import process_lock, read_record
+from spec_data.shards.resumable import process_lock
 from spec_data.shards.schema import Manifest, ShardRecord
 from spec_data.shards.seal import index_part, part_name, target_file_names
 from spec_data.shards.storage import Storage
@@ -118,6 +124,8 @@ def open_output(out: str, worker: str) -> Iterator[LocalOutput]:
         output = LocalOutput(Path(out))
         if not _is_file(output.directory / MANIFEST):  # a finished dataset may be read-only
             check_directory_to_write("--out", out)
+            if not (output.directory / WORK / PLAN).is_file():
+                refuse_other_files(output.directory)
         yield output
         return
     remote = RemoteOutput(out, worker)
@@ -216,7 +224,7 @@ class RemoteOutput(LocalOutput):
         """Read a unit's record, if it is one and the storage has a shard of its size."""
         with suppress(FileNotFoundError):
             (self.directory / name).write_bytes(self.storage.read(name))
-        record = parse_unit_record(read_record(self.directory / name))
+        record = read_unit_record(self.directory, unit)
         shard = f"{SHARDS}/{unit_name(unit)}.arrow"
         if record is None or record.record.file != shard:
             return

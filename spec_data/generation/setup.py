@@ -59,7 +59,6 @@ from spec_data.shards.errors import (
     ConfigError,
     DatasetError,
     DraftError,
-    RunError,
     TargetError,
 )
 from spec_data.shards.files import dump_json, remove, remove_left_of, sha256_file
@@ -440,13 +439,9 @@ def refuse_changes(changed: list[str], where: Path | str) -> None:
 
 # -- plan ------------------------------------------------------------------------------------------
 # The process that makes the plan holds OUT/.generate/plan.lock; the others wait for it, and then
-# read the plan. If the maker is killed, its lock ends with it, and one of the others makes the
-# plan.
-#
-# A run that fails before its first shard (a wrong target, too many top logits) leaves a plan, which
-# must not block the directory for other settings. It is replaced only if no unit is finished and no
-# worker is running. A worker holds plan.lock while it takes its own lock and looks for its plan
-# (`check_still_planned`), so its plan is not replaced in between.
+# read the plan. A run that fails before its first shard (a wrong target, too many top logits)
+# leaves a plan, which must not block the directory for other settings: it is replaced if no unit is
+# finished and no other worker is running.
 
 
 def make_plan(setup: Setup, folder: Path | None = None) -> Plan:
@@ -483,7 +478,8 @@ def make_plan(setup: Setup, folder: Path | None = None) -> Plan:
 def find_plan(setup: Setup, out: Path) -> Plan:
     """Load the plan of `out`, or make and save it, or wait for the process that makes it.
 
-    A plan with other settings is replaced if nothing was captured with it.
+    The caller holds the lock of its worker. A plan with other settings is replaced if nothing was
+    captured with it.
 
     Raises:
         ConfigError: `out` holds data made with other settings.
@@ -494,15 +490,13 @@ def find_plan(setup: Setup, out: Path) -> Plan:
     saved = read_plan_record(work)
     if saved is not None and not changed_settings(setup, saved.settings):
         return load_plan(work)
-    if saved is None:
-        refuse_other_files(out)
     with planning_lock(out):
         saved = read_plan_record(work)
         if saved is not None:
             changed = changed_settings(setup, saved.settings)
             if not changed:
                 return load_plan(work)
-            if any(work.glob("unit-*.json")) or running_workers(work):
+            if any(work.glob("unit-*.json")) or len(running_workers(work)) > 1:
                 refuse_changes(changed, out)
             logger.warning(
                 "the settings changed, so the plan is made again (nothing was captured yet):\n  %s",
@@ -538,20 +532,6 @@ def discard_plan(work: Path) -> None:
     made = [work.parent / name for name in ("shards", "target", TABLES)]
     for file in (work / PROOF, *work.glob(ALSO), work / WITNESS, *made, work / PLAN):
         remove(file)
-
-
-def check_still_planned(work: Path, plan: Plan) -> None:
-    """Check that `plan` is still the saved one; the caller holds the lock of the plan.
-
-    Raises:
-        RunError: another command has replaced the plan since this worker read it.
-    """
-    saved = read_plan_record(work)
-    if saved is None or saved.settings != plan.settings:
-        raise RunError(
-            f"{work.parent}: another command is making a plan with other settings in this "
-            "directory; run this command again, or choose another --out"
-        )
 
 
 # -- which drafts can be fitted --------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How far a generation is: units, tokens, rates, workers, failures. Reading changes nothing.
+"""How far a generation is: units, tokens, rates, workers. Reading changes nothing.
 
 Finished units are counted by their records, which decide. Rates and names come from the files of
 the workers, OUT/.generate/workers/*.json, which decide nothing: a run goes on if they cannot be
@@ -13,7 +13,6 @@ import re
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +22,12 @@ import msgspec
 from msgspec.structs import replace
 
 from spec_data.generation.plan import Plan, read_units
+from spec_data.generation.units import finished_unit
 from spec_data.generation.workers import running_workers
 from spec_data.shards.errors import MissingError
-from spec_data.shards.files import temporary_name, unit_name
+from spec_data.shards.files import temporary_name
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST
-from spec_data.shards.resumable import read_record
 from spec_data.shards.schema import Manifest
 from spec_data.terminal.command import Result
 from spec_data.terminal.progress import size
@@ -38,12 +37,9 @@ logger = logging.getLogger(__name__)
 WORKERS = "workers"
 LOADING, CAPTURING, DONE, FAILED = "loading", "capturing", "done", "failed"
 STOPPED, LOST = "stopped", "lost"  # by Ctrl-C or SIGTERM; killed
-_ENDED = (DONE, FAILED, STOPPED)
 _EVERY = 5.0  # seconds between two writes about one unit
 SILENCE = 60.0
-"""Seconds after which a worker of another machine is taken for dead, if its lock is not held."""
-
-# -- the file of a worker --------------------------------------------------------------------------
+"""Seconds after which a worker is taken for dead, if its lock is not held."""
 
 
 class WorkerProgress(msgspec.Struct, kw_only=True):
@@ -51,12 +47,12 @@ class WorkerProgress(msgspec.Struct, kw_only=True):
 
     Attributes:
         worker: its name, such as "0/4" or "ray-1"; lock: the "i/n" whose lock is held for it.
-        host, pid: the process; started, updated: Unix times.
+        host: its machine; started, updated: Unix times.
         state: "loading", "capturing", "done", "failed", "stopped" (by Ctrl-C or SIGTERM), or in a
             `Status` "lost" if the process was killed.
         plan_tokens: of the whole plan.
         unit: the unit in work; unit_tokens, unit_done: its tokens, and those captured.
-        units_done: number of units that it finished; in a `Status`, those of all its processes.
+        units_done: number of units that it finished.
         tokens, seconds: tokens captured here, and how long that took.
         error: why it failed.
     """
@@ -64,7 +60,6 @@ class WorkerProgress(msgspec.Struct, kw_only=True):
     worker: str
     lock: str
     host: str = ""
-    pid: int = 0
     started: float = 0.0
     updated: float = 0.0
     state: str = LOADING
@@ -78,17 +73,21 @@ class WorkerProgress(msgspec.Struct, kw_only=True):
     error: str = ""
 
     @property
+    def alive(self) -> bool:
+        """Whether it has not ended, as far as is known."""
+        return self.state in (LOADING, CAPTURING)
+
+    @property
     def rate(self) -> float:
-        """Tokens per second since the target was loaded; 0 before the first."""
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+        """Tokens per second since the target was loaded; 0 before the first, and after the end."""
+        return self.tokens / self.seconds if self.seconds > 0 and self.alive else 0.0
 
     def __str__(self) -> str:
         share = self.unit_done / max(self.unit_tokens, 1)
         unit = "" if self.unit is None else f" unit {self.unit} ({share:.0%})"
-        speed = self.rate if self.state == CAPTURING else 0.0
         return (
             f"{self.worker}  {self.host}  {self.state}{unit}, {self.units_done} units done, "
-            f"{speed:,.0f} tokens/s"
+            f"{self.rate:,.0f} tokens/s{self.error and f': {self.error}'}"
         )
 
 
@@ -101,13 +100,12 @@ class ProgressFile:
             worker=worker,
             lock=lock,
             host=socket.gethostname(),
-            pid=os.getpid(),
             started=time.time(),
             plan_tokens=plan.tokens,
         )
         self._plan, self._guard = plan, threading.Lock()
         self._capturing_since, self._written = 0.0, -_EVERY
-        name = re.sub(r"[^\w.-]", "-", f"{worker}-{self.progress.host}-{self.progress.pid}")
+        name = re.sub(r"[^\w.-]", "-", f"{worker}-{self.progress.host}-{os.getpid()}")
         self._file = out / WORK / WORKERS / f"{name}.json"
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)
@@ -135,16 +133,19 @@ class ProgressFile:
         with self._guard:
             self.progress.units_done += 1
             if self.progress.unit == unit:
-                self.progress.unit, self.progress.unit_tokens, self.progress.unit_done = None, 0, 0
+                self.progress.unit = None
             self._write()
 
     def end(self, error: BaseException | None = None) -> None:
         """The process captures nothing more: it is done, was stopped, or failed with `error`."""
-        stopped = isinstance(error, KeyboardInterrupt)
         with self._guard:
-            self.progress.state = STOPPED if stopped else FAILED if error else DONE
-            if error is not None and not stopped:
+            if isinstance(error, KeyboardInterrupt):
+                self.progress.state = STOPPED
+            elif error is not None:
+                self.progress.state = FAILED
                 self.progress.error = " ".join(str(error).split()) or type(error).__name__
+            else:
+                self.progress.state = DONE
             self._write()
 
     @contextlib.contextmanager
@@ -181,9 +182,6 @@ def read_progress(out: Path) -> list[WorkerProgress]:
     return sorted(processes, key=lambda process: process.started)
 
 
-# -- status ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Status(Result):
     """How far a directory is.
@@ -199,15 +197,11 @@ class Status(Result):
     tokens: int | None
     tokens_done: int
     bytes: int
-    running: tuple[str, ...] = ()
-    """Workers ("i/n") that run now, as far as their locks can be seen from this machine."""
     tokens_per_second: float = 0.0
     """Sum over the workers that capture now."""
     eta_seconds: float | None = None
     workers: tuple[WorkerProgress, ...] = ()
     """The newest process of each."""
-    failures: tuple[str, ...] = ()
-    """What failed or was killed so far, in words; a later run may have made up for it."""
 
     def facts(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -225,7 +219,7 @@ class Status(Result):
                 f"{self.path}: a sealed dataset: {self.units} shards, {self.tokens:,} tokens, "
                 f"{size(self.bytes)}"
             )
-        if self.running or any(worker.state in (LOADING, CAPTURING) for worker in self.workers):
+        if any(worker.alive for worker in self.workers):
             activity = "generation is running"
         elif not self.units:
             activity = "no plan yet: the corpus is being read, or the run was stopped"
@@ -241,7 +235,6 @@ class Status(Result):
             f"tokens      {self.tokens_done:,}{total}",
             f"speed       {self.tokens_per_second:,.0f} tokens/s{left}",
             *(f"worker      {worker}" for worker in self.workers),
-            *(f"failure     {text}" for text in self.failures),
         ]
         return "\n".join(lines)
 
@@ -269,70 +262,28 @@ def read_status(out: Path) -> Status:
         )
     if not work.is_dir():
         raise MissingError(f"{out}: no dataset, and none is being generated there")
-    units, running, processes = len(read_units(work)), running_workers(work), read_progress(out)
-    finished = _finished(work, units)
-    done = sum(tokens for tokens, _ in finished.values())
-    newest = {process.worker: process for process in processes}
-    units_done, workers, failures, rate = Counter[str](), list[WorkerProgress](), list[str](), 0.0
-    for process in processes:
-        name, unit = process.worker, process.unit
-        alive = process is newest[name] and _alive(process, running)
-        state = process.state if alive or process.state in _ENDED else LOST
-        where = f"worker {name} ({process.host}, process {process.pid})"
-        within = "" if unit is None else f" in unit {unit}"
-        if state == FAILED:
-            failures.append(f"{where} failed{within}: {process.error}")
-        elif state == LOST:
-            failures.append(f"{where} was killed or lost{within}")
-        if alive:
-            rate += process.rate
-            done += process.unit_done if unit not in finished else 0
-        units_done[name] += process.units_done
-        if process is newest[name]:
-            unit = unit if alive else None
-            workers.append(replace(process, state=state, unit=unit, units_done=units_done[name]))
+    running, processes = running_workers(work), read_progress(out)
+    units = {unit: finished_unit(out, unit) for unit in range(len(read_units(work)))}
+    finished = {unit: record.record for unit, record in units.items() if record is not None}
+    workers = []
+    for process in {process.worker: process for process in processes}.values():  # the newest
+        # Some file systems hide the locks of other machines: a process there runs if it wrote
+        # lately.
+        silent = process.lock not in running and time.time() - process.updated >= SILENCE
+        workers.append(replace(process, state=LOST) if process.alive and silent else process)
+    done = sum(record.tokens for record in finished.values())
+    done += sum(w.unit_done for w in workers if w.alive and w.unit not in {None, *finished})
     total = processes[-1].plan_tokens if processes else None
+    rate = sum(worker.rate for worker in workers)
     return Status(
         path=out,
         sealed=False,
-        running=tuple(running),
-        units=units,
+        units=len(units),
         units_done=len(finished),
         tokens=total,
         tokens_done=done,
-        bytes=sum(written for _, written in finished.values()),
+        bytes=sum(record.bytes for record in finished.values()),
         tokens_per_second=rate,
         eta_seconds=(total - done) / rate if total is not None and rate > 0 else None,
         workers=tuple(sorted(workers, key=lambda worker: worker.worker)),
-        failures=tuple(failures),
     )
-
-
-def _finished(work: Path, units: int) -> dict[int, tuple[int, int]]:
-    """Return tokens and bytes of each finished unit."""
-    finished = {}
-    for unit in range(units):
-        content = read_record(work / f"{unit_name(unit)}.json")
-        with contextlib.suppress(TypeError, KeyError):  # damaged: it is captured again
-            if content is not None:
-                finished[unit] = content["record"]["tokens"], content["record"]["bytes"]
-    return finished
-
-
-def _alive(process: WorkerProgress, running: list[str]) -> bool:
-    """Tell whether the newest process of a worker runs: its lock is held.
-
-    Some file systems hide the locks of other machines; a process there runs if it wrote lately. A
-    replica of Ray dies without its lock.
-    """
-    if process.state in _ENDED:
-        return False
-    if process.host != socket.gethostname():
-        return process.lock in running or time.time() - process.updated < SILENCE
-    try:
-        os.kill(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # of another user
-        pass
-    return process.lock in running

@@ -51,23 +51,15 @@ class UnitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return DocumentFigures.from_json(self.agreement)
 
 
-def parse_unit_record(content: dict[str, Any] | None) -> UnitRecord | None:
-    """Return a record that does not contradict itself; None: the unit must be captured again."""
-    try:
-        record = msgspec.convert(content, UnitRecord)
-        complete = sum(record.dropped.values()) == len(record.left_out)
-        complete &= len(record.figures.tokens) == record.record.rows
-    except (msgspec.ValidationError, ValueError, TypeError, KeyError):
-        return None
-    return record if complete else None
+def read_unit_record(out: Path, unit: int) -> UnitRecord | None:
+    """Return the record of a unit; None: there is none, or it is damaged."""
+    content = read_record(out / WORK / f"{unit_name(unit)}.json")
+    return None if content is None else msgspec.convert(content, UnitRecord)
 
 
 def finished_unit(out: Path, unit: int) -> UnitRecord | None:
-    """Return the record of a finished unit, or None.
-
-    A unit is finished if its shard is on disk.
-    """
-    record = parse_unit_record(read_record(out / WORK / f"{unit_name(unit)}.json"))
+    """Return the record of a unit if its shard is on disk; None: it must be captured again."""
+    record = read_unit_record(out, unit)
     if record is None:
         return None
     shard = out / record.record.file

@@ -2,9 +2,7 @@
 
 Worker i of n captures the units i, i + n, i + 2n, ... Changing n between runs is harmless, because
 a unit has the same bytes from every worker and finished units are kept. --workers auto reads i and
-n from the variables of a launcher, see `_LAUNCHERS`. torchrun decides where it runs inside another
-one, if its world spans all of the processes there. Every other combination is refused: two
-processes would take the same units, or none would take some.
+n from the variables of a launcher, see `_LAUNCHERS`.
 """
 
 import logging
@@ -89,45 +87,42 @@ def this_worker(workers: str, device: str, *, one_device: bool = True) -> Worker
     return replace(worker, device=device)
 
 
-# -- the environment -------------------------------------------------------------------------------
-
-
 def launched_worker(workers: str, environ: Mapping[str, str] = os.environ) -> Worker:
     """Return the worker that a process with --workers `workers` ("auto" or "auto/N") is.
+
+    torchrun decides where it runs inside another launcher.
 
     Raises:
         ConfigError: the variables are incomplete or contradict each other or N.
     """
     asked = int(workers.partition("/")[2] or 0)
-    found = [w for names in _LAUNCHERS if (w := _launched_by(names, environ, asked)) is not None]
-    torchrun = next((w for w in found if w.torchrun), None)
-    several = [w for w in found if w.count > 1 and w is not torchrun]
-    if torchrun is not None:
-        for outer in several:
-            _check_spans(environ, torchrun, outer)
-        worker = torchrun
-    elif len(several) > 1:
+    launched = [_launched_by(*names, environ, asked) for names in _LAUNCHERS if names[0] in environ]
+    torchrun = [w for w in launched if w.torchrun]
+    others = [w for w in launched if w.count > 1 and not w.torchrun]
+    for outer in others if torchrun else []:
+        if _number(environ, "GROUP_WORLD_SIZE", outer.count) != outer.count:
+            raise ConfigError(
+                f"--workers auto: {torchrun[0].reason}, but {outer.reason}: each of these "
+                f"{outer.count} processes has started a torchrun of its own. Start torchrun with "
+                f"--nnodes {outer.count} and one --rdzv-endpoint, or without it"
+            )
+    several = torchrun or others
+    if len(several) > 1:
         reasons = " and ".join(w.reason for w in several)
         raise ConfigError(f"--workers auto: {reasons} contradict each other; {_ADVICE}")
-    elif found:
-        worker = (several or found)[0]
-    elif asked:
+    if asked and not launched:
         names = ", ".join(index for index, _, _ in _LAUNCHERS)
         raise ConfigError(f"--workers {workers}: no launcher has set a rank ({names}); {_ADVICE}")
-    else:
-        worker = Worker(reason="no launcher has set a rank: one worker")
+    worker = [*several, *launched, Worker(reason="no launcher has set a rank: one worker")][0]
     if asked and asked != worker.count:
         raise ConfigError(f"--workers {workers}: {worker.reason} says {worker.count} workers")
     return worker
 
 
 def _launched_by(
-    launcher: tuple[str, tuple[str, ...], str], environ: Mapping[str, str], asked: int
-) -> Worker | None:
-    """Return the worker that the variables of a launcher name; None if its index is not set."""
-    index, counts, local = launcher
-    if index not in environ:
-        return None
+    index: str, counts: tuple[str, ...], local: str, environ: Mapping[str, str], asked: int
+) -> Worker:
+    """Return the worker that the variables of a launcher name; `asked` is the N of auto/N."""
     name = next((c for c in counts if c in environ), None)
     if name is None and not asked:
         raise ConfigError(
@@ -137,26 +132,13 @@ def _launched_by(
     number = _number(environ, index)
     count = asked if name is None else _number(environ, name)
     reason = f"{index}={number} and {name or '--workers auto/N, N'}={count}"
-    last = "SLURM_ARRAY_TASK_MAX"
-    if number >= count or ("ARRAY" in index and _number(environ, last, count - 1) != count - 1):
-        advice = f"submit with --array=0-{count - 1}" if "ARRAY" in index else _ADVICE
-        raise ConfigError(f"--workers auto: {reason} contradict each other; {advice}")
-    place = _number(environ, local) if local in environ else None
-    return Worker(index=number, count=count, local=place, torchrun=index == "RANK", reason=reason)
-
-
-def _check_spans(environ: Mapping[str, str], torchrun: Worker, outer: Worker) -> None:
-    """Check that one torchrun world spans all processes of the launcher around it."""
-    if "GROUP_WORLD_SIZE" in environ:
-        spans = _number(environ, "GROUP_WORLD_SIZE") == outer.count
-    else:
-        spans = torchrun.count % outer.count == 0
-    if not spans:
+    if number >= count:
         raise ConfigError(
-            f"--workers auto: {torchrun.reason}, but {outer.reason}: each of these {outer.count} "
-            "processes has started a torchrun of its own, and they would capture the same units. "
-            f"Start torchrun with --nnodes {outer.count} and one --rdzv-endpoint, or without it"
+            f"--workers auto: {reason} contradict each other; number the workers from 0"
         )
+    on_machine = _number(environ, local) if local in environ else None
+    torchrun = index == "RANK"
+    return Worker(index=number, count=count, local=on_machine, torchrun=torchrun, reason=reason)
 
 
 def _number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
@@ -180,8 +162,6 @@ def device_of(worker: Worker, device: str, gpus: int) -> str:
     if worker.local is None or gpus == 0 or (gpus == 1 and not worker.torchrun):
         return device
     if device not in ("auto", "cuda"):
-        if worker.torchrun and worker.local and device.startswith("cuda"):
-            raise ConfigError(f"--device {device}: all workers of a machine would use it; leave it")
         return device
     if worker.local >= gpus:
         raise ConfigError(
@@ -196,13 +176,13 @@ def device_of(worker: Worker, device: str, gpus: int) -> str:
 # leftovers of its own units, and would remove what the other one is writing.
 #
 # A worker first takes its own lock and then looks at the locks of the others, so of two that start
-# at the same moment at least one sees the other.
+# at the same moment at least one sees the other. It holds its lock from before the plan until its
+# last unit is written.
 
 
 @contextmanager
 def planning_lock(out: Path) -> Iterator[None]:
-    """Hold the lock of the plan of `out`, which is made if it does not exist; wait for it."""
-    make_directory("--out", out / WORK)
+    """Hold the lock of the plan of `out`; wait for it."""
     lock = FileLock(out / WORK / "plan.lock", thread_local=False)
     try:
         held = lock.acquire(timeout=0)
@@ -218,8 +198,10 @@ def worker_lock(out: Path, worker: str) -> Iterator[None]:
     """Hold the lock of worker "i/n" in `out`; it is released even if the process dies.
 
     Raises:
+        ConfigError: the directory cannot be made.
         RunError: another process holds this worker's lock, or that of a worker with another n.
     """
+    make_directory("--out", out / WORK)
     file = out / WORK / f"worker-{worker.replace('/', '-of-')}.lock"
     busy = (
         f"{out}: another process is running worker {worker} here; wait for it, or start each "

@@ -8,7 +8,7 @@ import pytest
 
 from spec_data.generation.finalize import finalize
 from spec_data.generation.workers import worker_lock
-from spec_data.shards.errors import DatasetError, RunError
+from spec_data.shards.errors import DatasetError
 from tests.spec_data.runs import digests, run, write_corpus
 
 
@@ -77,9 +77,7 @@ def test_a_running_worker_seals_later(source, whole, tmp_path, caplog):
     assert digests(out) == whole
 
 
-@pytest.mark.parametrize(
-    "error", [DatasetError("not empty"), RunError("another plan"), FileNotFoundError("plan.json")]
-)
+@pytest.mark.parametrize("error", [DatasetError("not empty"), FileNotFoundError("plan.json")])
 def test_a_directory_that_is_sealed_under_a_starting_worker_is_complete(
     source, whole, tmp_path, monkeypatch, error
 ):
@@ -87,7 +85,7 @@ def test_a_directory_that_is_sealed_under_a_starting_worker_is_complete(
     out = captured(source, tmp_path / "data")
 
     def gone(*_):
-        assert finalize(out, set(), others=True) is not None
+        assert finalize(out, set()) is not None
         raise error
 
     monkeypatch.setattr("spec_data.generation.output.find_plan", gone)

@@ -117,7 +117,7 @@ def test_a_unit_that_always_fails_ends_the_run_and_costs_no_other(
     with pytest.raises(RunError, match=r"unit 2: ValueError: unit 2 is cursed"):
         run(*source, out, replicas=1, **ON_RAY)
     assert (tmp_path / "tries").read_text() == "xx"
-    assert "ValueError" in spec_data.status(out).failures[0]
+    assert "ValueError" in spec_data.status(out).workers[0].error
     kept = {p.name: p.read_bytes() for p in out.glob("shards/unit-*")}
     assert {"unit-00000.arrow", "unit-00001.arrow"} <= set(kept)
     assert "unit-00002.arrow" not in kept

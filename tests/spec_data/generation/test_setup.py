@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import spec_data.generation.replica as replica_module
-from spec_data.generation.setup import check_still_planned, find_plan, make_plan
+from spec_data.generation.setup import make_plan
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.files import remove
 from spec_data.shards.reader import HiddenStatesDataset
@@ -173,19 +173,6 @@ def test_the_plan_of_a_run_that_captured_nothing_is_replaced(
     assert "the plan is made again" in caplog.text and "layers: [0, 2, 4] -> [1, 3]" in caplog.text
     run(target, corpus, tmp_path / "fresh", layers="1,3")
     assert digests(out) == digests(tmp_path / "fresh")
-
-
-def planned(target, corpus, out):
-    """Make a directory with a plan and nothing else; return the plan."""
-    return find_plan(setup_at(target, corpus, out), out)
-
-
-def test_a_worker_stops_if_its_plan_was_replaced(target, corpus, tmp_path):
-    out = tmp_path / "data"
-    plan = planned(target, corpus, out)
-    find_plan(setup_at(target, corpus, out, layers="1,3"), out)
-    with pytest.raises(RunError, match="another command is making a plan"):
-        check_still_planned(out / ".generate", plan)
 
 
 @pytest.mark.parametrize("layers", ["0,2,4", "1,3"])
