@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -206,10 +207,6 @@ def _attend(
     return joined, None
 
 
-def _attend_sdpa(module: Any, *heads: Any, **options: Any) -> tuple[Tensor, None]:
-    return _attend(sdpa_attention_forward, False, module, *heads, **options)
-
-
 def _attend_eager(module: Any, *heads: Any, **options: Any) -> tuple[Tensor, None]:
     """The eager attention of a family is in the module of its classes."""
     function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -218,7 +215,7 @@ def _attend_eager(module: Any, *heads: Any, **options: Any) -> tuple[Tensor, Non
     return _attend(function, True, module, *heads, **options)
 
 
-ALL_ATTENTION_FUNCTIONS.register(_PREFIX + "sdpa", _attend_sdpa)
+ALL_ATTENTION_FUNCTIONS.register(_PREFIX + "sdpa", partial(_attend, sdpa_attention_forward, False))
 ALL_ATTENTION_FUNCTIONS.register(_PREFIX + "eager", _attend_eager)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + "sdpa", _make_sdpa_mask)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + "eager", _make_mask)

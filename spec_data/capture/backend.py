@@ -1,12 +1,12 @@
 """What runs a target: the interface that generation, proofs and verification talk to.
 
-The class of each backend is named in `BACKENDS` and imported when it is opened, so its libraries
-are needed by those who use it alone. What every backend must satisfy is a test class,
-`tests/spec_data/capture/backend_contract.py`.
+What every backend must satisfy is a test class, `tests/spec_data/capture/backend_contract.py`.
 
 Shapes: N real tokens of a batch, H hidden size, V vocabulary size.
 """
 
+import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,7 +20,7 @@ from torch import Tensor
 from spec_data.capture.hooks import States
 from spec_data.capture.proofs import IsolationProof
 from spec_data.models.spread import Spread
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import HeadSpec
 
@@ -28,10 +28,24 @@ BACKENDS = {
     "hf": "spec_data.capture.model.Target",
     "vllm": "spec_data.capture.vllm_backend.VLLMBackend",
 }
-"""The class of each value of --backend; its class method `open` takes `BackendOptions`."""
+"""The class of each value of --backend, imported when it is opened by `open(BackendOptions)`."""
+_SHARDED = "spec_data.capture.tensor_parallel.ShardedTarget"  # "hf" with --tp-plan
+VLLM_MISSING = (
+    "--backend vllm needs vLLM, which is not installed here: pip install vllm, in an "
+    "environment of its own, because vLLM pins its releases of PyTorch and transformers"
+)
 
-_SHARDED = {"hf": "spec_data.capture.tensor_parallel.ShardedTarget"}
-"""The class of the same backend with --tp-plan, if it has one."""
+
+def vllm_version() -> str:
+    """Return the installed release of vLLM, without importing it.
+
+    Raises:
+        MissingError: it is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingError(VLLM_MISSING)
+    names = importlib.metadata.packages_distributions()["vllm"]
+    return importlib.metadata.version(names[0])  # builds for CPUs have another name
 
 
 @dataclass
@@ -186,8 +200,8 @@ def open_backend(name: str, options: BackendOptions) -> TargetBackend:
     """
     if name not in BACKENDS:
         raise ConfigError(f"--backend {name}: expected {' or '.join(BACKENDS)}")
-    classes = _SHARDED if (options.spread or Spread()).tensor_parallel else BACKENDS
-    if name not in classes:
-        raise ConfigError(f"--tp-plan is for --backend {' or '.join(classes)}, not {name}")
-    module, _, kind = classes[name].rpartition(".")
+    sharded = (options.spread or Spread()).tensor_parallel
+    if sharded and name != "hf":
+        raise ConfigError(f"--tp-plan is for --backend hf, not {name}")
+    module, _, kind = (_SHARDED if sharded else BACKENDS[name]).rpartition(".")
     return getattr(import_module(module), kind).open(options)

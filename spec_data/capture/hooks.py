@@ -8,6 +8,7 @@ of block 0).
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,11 +128,8 @@ def capturing(
         states = states.detach()
         return states if device is None else states.to(device)
 
-    def keep_output(layer: int):
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            captured.layers[layer] = moved(block_output(output))
-
-        return hook
+    def keep_output(layer: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        captured.layers[layer] = moved(block_output(output))
 
     def keep_embedding(_module: nn.Module, args: tuple, kwargs: dict) -> None:
         captured.layers[EMBEDDING] = moved(block_input(args, kwargs))
@@ -145,7 +143,7 @@ def capturing(
             if layer == EMBEDDING:
                 handle = blocks[0].register_forward_pre_hook(keep_embedding, with_kwargs=True)
             else:
-                handle = blocks[layer].register_forward_hook(keep_output(layer))
+                handle = blocks[layer].register_forward_hook(partial(keep_output, layer))
             handles.callback(handle.remove)
         handles.callback(output_head(model).register_forward_pre_hook(keep_final).remove)
         yield captured

@@ -15,7 +15,7 @@ Shapes: T_d tokens of document d, B rows, T slots of a row, C captured columns, 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,20 +44,6 @@ _HEAD_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-
 _NOT_ACCEPTED = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError)
 
 
-class Capturer(Protocol):
-    """The part of `spec_data.capture.model.Target` that the proof of isolation needs."""
-
-    config: Any
-    attn: str
-    device: torch.device
-    dtype: torch.dtype
-
-    def forward(
-        self, input_ids: Tensor, document_ids: Tensor, position_ids: Tensor, form: str | None
-    ) -> States:
-        """Run one forward on int64 [B, T]; return states [B, T, H]."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class IsolationProof:
     """The chosen mask form, and the measurements that it was chosen by.
@@ -81,16 +67,11 @@ class IsolationProof:
 
     def __str__(self) -> str:
         """The outcome in words: the form, what it differs by, and the forms that failed."""
-        found = self.differences[self.form]
-        shared = "forward" if self.form == REQUESTS else "row"
-        text = "one document per row"
-        if self.form not in (ROWS, SINGLE):
-            text = f"{self.form} (several documents per {shared})"
-        if not isinstance(found, str):
-            text += (
-                f"; states differ from documents run alone by at most {found:.1e} "
-                f"(allowed {self.tolerance:.1e})"
-            )
+        worst, shared = self.differences[self.form], "forward" if self.form == REQUESTS else "row"
+        text = f"{self.form} (several documents per {shared})"
+        text = "one document per row" if self.form in (ROWS, SINGLE) else text
+        text += f"; states differ from documents run alone by at most {float(worst):.1e} "
+        text += f"(allowed {self.tolerance:.1e})"
         failed = {name: v for name, v in self.differences.items() if name != self.form}
         return text + (f"; failed the proof: {_listed(failed)}" if failed else "")
 
@@ -142,12 +123,12 @@ def proof_documents(
 
 
 def prove_isolation(
-    target: Capturer, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
+    target: Any, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
 ) -> IsolationProof:
     """Choose the first mask form whose packed capture equals the capture of each document alone.
 
     Args:
-        target: the model under hooks.
+        target: a `model.Target`.
         documents: token ids, int64 [T_d] each; `proof_length` tokens of each are read.
         pack_length: tokens that a pack holds.
         packing: "auto" tries every form, "rows" only the unpacked ones; any other value is the name
@@ -219,7 +200,7 @@ def _fours(rows: list[list[int]]) -> list[list[list[int]]]:
 
 
 def _captured(
-    target: Capturer,
+    target: Any,
     documents: Sequence[Tensor],
     batches: Sequence[Sequence[Sequence[int]]],
     form: str | None,
@@ -260,6 +241,16 @@ def largest_difference(reference: Tensor, other: Tensor) -> float:
     relative = (reference - other).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-30)
     value = float(relative.mean(dim=0).max())
     return value if value == value else float("inf")
+
+
+def token_errors(actual: Tensor, expected: Tensor, unit: Tensor | None = None) -> Tensor:
+    """Return the difference of each token's states [T, H], relative to `unit` or the expected ones.
+
+    A token counts 2 at most, so that a massive activation does not decide.
+    """
+    unit = (expected if unit is None else unit).float()
+    difference = (actual.float() - expected.float()).norm(dim=-1)
+    return (difference / unit.norm(dim=-1).clamp_min(1e-30)).nan_to_num(2.0).clamp(max=2.0)
 
 
 def _largest(reference: list[Tensor], other: list[Tensor]) -> float:

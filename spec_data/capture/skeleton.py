@@ -8,8 +8,7 @@ input, so its weights are never read. It needs the memory of embedding, head and
 Shapes: T tokens of a document, H hidden size.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from transformers.utils import logging
 
 from spec_data.capture.hooks import block_input, block_output, decoder_layers, output_head
 from spec_data.capture.model import Target
-from spec_data.capture.proofs import FLOOR
+from spec_data.capture.proofs import FLOOR, token_errors
 from spec_data.models.loading import load_model
 from spec_data.shards.errors import RunError, TargetError
 from spec_data.shards.layer_ids import EMBEDDING
@@ -64,8 +63,13 @@ def load_skeleton(
                     named = type(kind.__name__, (IdentityBlock,), {"__module__": kind.__module__})
                     setattr(parent, name, named(child))
 
-    with _no_bars():
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # a proof loads a skeleton for each layer
+    try:
         model = load_model(str(path), dtype=dtype, device="cpu", trust=trust, change=strip)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
     identities = [block for block in decoder_layers(model) if isinstance(block, IdentityBlock)]
     for as_tuple in (False, True):
         for block in identities:
@@ -76,18 +80,6 @@ def load_skeleton(
         f"{path}: the blocks of {type(model).__name__} cannot be left out, so its head and its "
         "positions cannot be read without loading it; use --backend hf"
     )
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Show no bar of transformers: a proof loads a skeleton for each layer."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _runs(model: Any) -> bool:
@@ -202,7 +194,6 @@ _CHECKED_TOKENS = 2048  # of the proof, unless the longest document has more
 # update, and the block of another layer adds something else altogether (1.0 and more).
 _OF_UPDATE = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.25}
 _QUANTISED = 0.35  # another kernel multiplies rounded weights with rounded inputs
-_MOST = 2.0  # what one token counts at most, so that a massive activation does not decide
 
 _Document = tuple[Tensor, dict[int, Tensor], Tensor]  # ids [T], layers [T, H] by id, final [T, H]
 
@@ -241,26 +232,32 @@ def prove_states(
     """
     few, last = _finite_beginnings(documents), blocks - 1
     skeleton, errors = load_skeleton(path, (), dtype=dtype, trust=trust), dict[str, float]()
+
+    def check(name: str, what: str, allowed: float, triples: Sequence[tuple[Tensor, ...]]) -> None:
+        errors[name] = error = float(torch.cat([token_errors(*t) for t in triples]).mean())
+        if error > allowed:
+            raise RunError(
+                f"what the engine returns as {what} (relative error {error:.1e}, allowed "
+                f"{allowed:.0e}): the states of this engine cannot be used. Use --backend hf, or "
+                "another release of the engine"
+            )
+
     small = _QUANTISED if quantised else FLOOR.get(dtype, 3e-2)
     if EMBEDDING in layers:
-        pairs = ((states[EMBEDDING], embedded(skeleton, ids)) for ids, states, _ in few)
-        errors["embedding"] = _error([(a, b, b) for a, b in pairs])
         what = "the embedding output is not that of the embedding"
-        _check(what, errors["embedding"], small)
-    pairs = ((final, run_norm(skeleton, ids, states[last])) for ids, states, final in few)
-    errors["final"] = _error([(a, b, b) for a, b in pairs])
+        pairs = [(states[EMBEDDING], embedded(skeleton, ids)) for ids, states, _ in few]
+        check("embedding", what, small, pairs)
     what = "the input of the LM head is not the final norm of its last block"
-    _check(what, errors["final"], small)
+    pairs = [(final, run_norm(skeleton, ids, states[last])) for ids, states, final in few]
+    check("final", what, small, pairs)
     # The last block is always proven: the final state follows from it.
     for k in sorted({*layers, last} - {EMBEDDING}):
         model, triples = load_skeleton(path, (k,), dtype=dtype, trust=trust), []
         for ids, states, _ in few:
             expected = run_block(model, ids, k, states[k - 1])
             triples.append((states[k], expected, expected.float() - states[k - 1].float()))
-        name = f"layer {k}"
-        errors[name] = _error(triples)
         allowed = _QUANTISED if quantised else _OF_UPDATE[dtype]
-        _check(f"{name} is not the output of that block", errors[name], allowed)
+        check(f"layer {k}", f"layer {k} is not the output of that block", allowed, triples)
     return errors
 
 
@@ -285,28 +282,3 @@ def _finite_beginnings(documents: Sequence[_Document]) -> list[_Document]:
             "the states of the engine are not finite, so nothing can be proven: try --dtype float32"
         )
     return some
-
-
-def _error(triples: Sequence[tuple[Tensor, Tensor, Tensor]]) -> float:
-    """Return the mean error of tokens, each counting `_MOST` at most.
-
-    Of actual and expected states [T, H], relative to the third ones.
-    """
-    tokens = torch.cat(
-        [
-            (actual.float() - expected.float()).norm(dim=-1)
-            / unit.float().norm(dim=-1).clamp_min(1e-30)
-            for actual, expected, unit in triples
-        ]
-    )
-    return float(tokens.nan_to_num(_MOST).clamp(max=_MOST).mean())
-
-
-def _check(what: str, error: float, allowed: float) -> None:
-    """Raise RunError if an error is too large."""
-    if error > allowed:
-        raise RunError(
-            f"what the engine returns as {what} (relative error {error:.1e}, allowed "
-            f"{allowed:.0e}): the states of this engine cannot be used. Use --backend hf, or "
-            "another release of the engine"
-        )

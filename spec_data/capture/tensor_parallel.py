@@ -48,15 +48,14 @@ class _Commands:
         self.leads = dist.get_rank() == 0
 
     def announce(self, name: str, values: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        """Send a command to the others; `tensors` are int64."""
-        shapes = [list(t.shape) for t in tensors]
-        text = json.dumps({"name": name, "values": values, "shapes": shapes}).encode()
+        """Send a command to the others; `tensors` are int64, of one shape."""
+        block = torch.stack([t.cpu() for t in tensors]) if tensors else torch.zeros(0).long()
+        text = json.dumps({"name": name, "values": values, "shape": list(block.shape)}).encode()
         body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        dist.broadcast(torch.tensor([len(body)]), 0, group=self.group)
-        for tensor in (body, *tensors):
-            dist.broadcast(tensor.cpu().contiguous(), 0, group=self.group)
+        for part in (torch.tensor([len(body)]), body, *([block] if tensors else [])):
+            dist.broadcast(part, 0, group=self.group)
 
-    def receive(self) -> tuple[str, dict[str, Any], list[Tensor]]:
+    def receive(self) -> tuple[str, dict[str, Any], Tensor]:
         """Wait for the next command."""
         length = torch.zeros(1, dtype=torch.int64)
         try:
@@ -66,10 +65,10 @@ class _Commands:
         body = torch.zeros(int(length), dtype=torch.uint8)
         dist.broadcast(body, 0, group=self.group)
         message = json.loads(bytes(body.tolist()))
-        tensors = [torch.zeros(shape, dtype=torch.int64) for shape in message["shapes"]]
-        for tensor in tensors:
-            dist.broadcast(tensor, 0, group=self.group)
-        return message["name"], message["values"], tensors
+        block = torch.zeros(message["shape"], dtype=torch.int64)
+        if len(block):
+            dist.broadcast(block, 0, group=self.group)
+        return message["name"], message["values"], block
 
 
 _commands: _Commands | None = None
@@ -112,15 +111,14 @@ def _follow(commands: _Commands) -> None:
     target: ShardedTarget | None = None
     while True:
         name, values, tensors = commands.receive()
-        if name == _END:
-            return
         if name == _OPEN:
             spread = Spread(**values.pop("spread"))
             target = ShardedTarget.load(BackendOptions(**values, spread=spread))
-        elif target is not None and name == _FORWARD:
-            ids, documents, positions = tensors
-            target.forward(ids, documents, positions, **values)
-        elif target is not None and name == _POSITIONS:
+        elif target is None or name == _END:
+            return
+        elif name == _FORWARD:
+            target.forward(*tensors, **values)
+        else:
             target.positions(values["length"])
 
 

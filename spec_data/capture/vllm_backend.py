@@ -1,18 +1,30 @@
-"""The backend of vLLM: the engine runs the target, transformers tells what the engine cannot.
+"""The backend of vLLM: its offline engine runs the target in this process.
 
-vLLM packs requests by itself and keeps them apart, so the only packed form is "requests": several
-documents per forward, one request each. `prove` compares documents that share a forward with
-documents alone, and the states with transformers block by block (`skeleton.prove_states`).
+One document is one request, and the engine computes it whole in one forward: prefix caching, which
+would skip tokens, is off, and a call never exceeds the tokens of a forward, so no prefill is split.
+Both are checked on every call, by the token ids and positions of the forwards themselves. vLLM
+schedules in this process, so what shares a forward depends on the call alone.
+
+vLLM packs requests by itself and keeps them apart, so the only packed form is "requests". `prove`
+compares documents that share a forward with documents alone, and the states with transformers block
+by block (`skeleton.prove_states`). Head, final norm and positions are those of the skeleton.
+
+Shapes: T tokens of a document, N tokens of a call, H hidden size, V vocabulary size.
 """
 
+import gc
 import logging
+import os
+import warnings
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spec_data.capture.backend import BackendOptions, ForwardBatch
+from spec_data.capture.backend import VLLM_MISSING, BackendOptions, ForwardBatch, vllm_version
 from spec_data.capture.hooks import States
 from spec_data.capture.mask_forms import REQUESTS, ROWS, SINGLE
 from spec_data.capture.proofs import (
@@ -23,17 +35,38 @@ from spec_data.capture.proofs import (
     prove_head,
 )
 from spec_data.capture.skeleton import SkeletonTarget, needed_layers, prove_states
-from spec_data.capture.vllm_engine import Engine, joined, vllm_version
 from spec_data.models.devices import DTYPES, usable_device
 from spec_data.models.quantisation import quantisation_of
 from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import resolve_model
-from spec_data.shards.errors import ConfigError, TargetError
+from spec_data.shards.errors import ConfigError, MissingError, RunError, TargetError
 from spec_data.shards.layer_ids import choose_layers
 
 log = logging.getLogger(__name__)
 
 _BATCH_TOKENS = 8192  # of a forward, if nobody says otherwise
+_REQUESTS = 256  # that share a forward at most; each takes a row of logits
+_CPU_CACHE = 1 << 29  # bytes of the key-value cache on a CPU, unless vLLM's own variable says
+_FIXED: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "load_format": "safetensors",  # never pickle
+    "enforce_eager": True,  # compiled code calls no hooks
+    "enable_prefix_caching": False,  # a cached prefix has no states
+    "async_scheduling": False,
+    "generation_config": "vllm",
+    "language_model_only": True,
+    "worker_extension_cls": "spec_data.capture.vllm_worker.CaptureWorker",
+    "seed": 0,
+}
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler sees all requests before its first step
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # the one token that is sampled may exceed the context
+}
+_DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+# vLLM's engines of a process share its process groups, and each ends them when it is shut down: so
+# closed engines are kept until the last one is closed.
+_open: list[Any] = []
+_closed: list[Any] = []
 
 
 class VLLMBackend(SkeletonTarget):
@@ -65,22 +98,35 @@ class VLLMBackend(SkeletonTarget):
             quantisation=quantisation_of(config),
         )
         longest = options.longest or getattr(text, "max_position_embeddings", None) or _BATCH_TOKENS
-        self._engine = Engine(
-            self._path,
-            layers,
-            dtype=DTYPES.get(options.dtype, self.dtype),
-            device=device,
-            longest=longest,
-            most_tokens=options.batch_tokens or _BATCH_TOKENS,
-            tensor_parallel=self._workers,
-            memory=options.engine_memory,
-            trust=self._trust,
-        )
-        self.move_to(device)  # the head computes the logits of the states
-        if self._engine.facts["blocks"] != self.num_layers:
+        self._most_tokens = max(options.batch_tokens or _BATCH_TOKENS, longest)
+        llm, parameters = _import(device)
+        given: dict[str, Any] = {
+            "dtype": str(DTYPES.get(options.dtype, self.dtype)).removeprefix("torch."),
+            "max_model_len": longest + 1,  # with the one token that vLLM samples
+            "max_num_batched_tokens": self._most_tokens,
+            "max_num_seqs": min(_REQUESTS, self._most_tokens),
+            "tensor_parallel_size": self._workers,
+            "trust_remote_code": self._trust,
+            "gpu_memory_utilization": options.engine_memory,
+        }
+        if device.type == "cpu" and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            given["kv_cache_memory_bytes"] = _CPU_CACHE
+        if self._workers > 1:
+            given["distributed_executor_backend"] = "mp"
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of vLLM's own imports
+                self._llm = llm(model=str(self._path), **_FIXED | given)
+        except (ValueError, RuntimeError, OSError, KeyError, AssertionError) as error:
             raise TargetError(
-                f"vLLM runs {self._engine.facts['blocks']} decoder blocks of {self._path}"
-            )
+                f"vLLM {vllm_version()} cannot load {self._path}: {error}. --backend hf may"
+            ) from None
+        _open.append(self._llm)
+        self._sampling = parameters(max_tokens=1, temperature=0.0, detokenize=False)
+        self._facts = self._record(layers)
+        self.move_to(device)  # the head computes the logits of the states
+        if self._facts["blocks"] != self.num_layers:
+            raise TargetError(f"vLLM runs {self._facts['blocks']} decoder blocks of {self._path}")
         self._proof: dict[str, float] = {}
 
     @classmethod
@@ -91,7 +137,7 @@ class VLLMBackend(SkeletonTarget):
         """Return what the manifest records; `state_proof` once `prove` was called."""
         count, kind = self._workers, self.device.type
         return super().describe() | {
-            "attn": ", ".join(self._engine.facts["attention"]),
+            "attn": ", ".join(self._facts["attention"]),
             "backend": "vllm",
             "backend_version": vllm_version(),
             "devices": kind if count == 1 else f"{count} {kind}",
@@ -109,11 +155,11 @@ class VLLMBackend(SkeletonTarget):
         """
         if packing not in ("auto", ROWS, REQUESTS, SINGLE):
             raise TargetError(f"--packing {packing}: vLLM packs requests itself; use auto")
-        alone = [_columns(self._run([ids])) for ids in documents]
+        alone = [_columns(self._run([ids])[0]) for ids in documents]
         together = [
             part
             for group in self._groups(documents)
-            for part in _columns(self._run(group)).split([len(ids) for ids in group])
+            for part in _columns(self._run(group)[0]).split([len(ids) for ids in group])
         ]
         tolerance = FLOOR.get(self.dtype, 3e-2)
         shared = max(largest_difference(a, b) for a, b in zip(alone, together, strict=True))
@@ -133,11 +179,11 @@ class VLLMBackend(SkeletonTarget):
 
     def _prove_states(self, documents: Sequence[Tensor]) -> None:
         """Prove layers and final state with transformers, see `prove_states`."""
-        self._engine.record(needed_layers(self.layers, self.num_layers))
+        self._record(needed_layers(self.layers, self.num_layers))
         try:
-            states = [(ids, self._run([ids])) for ids in documents]
+            states = [(ids, self._run([ids])[0]) for ids in documents]
         finally:
-            self._engine.record(self.layers)
+            self._record(self.layers)
         self._proof = prove_states(
             self._path,
             [(ids, s.layers, s.final) for ids, s in states],
@@ -161,8 +207,7 @@ class VLLMBackend(SkeletonTarget):
         """
 
         def error(ids: Tensor) -> float:
-            recorded, (chosen,) = self._engine.run([ids], full_logits=True)
-            states = self._states(recorded)
+            states, (chosen,) = self._run([ids], full_logits=True)
             derived = self.logits_of(states.final).float()  # [T, V]
             assert states.logits is not None
             last, scale = derived[-1], states.logits[-1].float().abs().amax()
@@ -181,41 +226,150 @@ class VLLMBackend(SkeletonTarget):
         real = batch.input_ids[batch.document_ids >= 0]  # int64 [N]
         documents = real.split(batch.lengths)
         groups = [[ids] for ids in documents] if form == SINGLE else self._groups(documents)
-        return self._states(joined([self._engine.run(g, full_logits)[0] for g in groups]))
+        return _joined([self._run(group, full_logits)[0] for group in groups])
 
     def _groups(self, documents: Sequence[Tensor]) -> list[list[Tensor]]:
         """Divide documents into calls of the engine, in their order."""
         groups: list[list[Tensor]] = []
         left = 0
         for ids in documents:
-            if len(ids) > self._engine.most_tokens:
+            if len(ids) > self._most_tokens:
                 raise TargetError(
                     f"a document has {len(ids)} tokens, but the engine was opened for "
-                    f"{self._engine.most_tokens}"
+                    f"{self._most_tokens}"
                 )
             if len(ids) > left:
                 groups.append([])
-                left = self._engine.most_tokens
+                left = self._most_tokens
             groups[-1].append(ids)
             left -= len(ids)
         return groups
 
-    def _run(self, documents: Sequence[Tensor]) -> States:
-        """Run documents in one call, and return their states on the device."""
-        return self._states(self._engine.run(documents)[0])
+    def _record(self, layers: Sequence[int]) -> dict[str, Any]:
+        """Record these layers from now on; return facts about the model in vLLM."""
+        return self._llm.collective_rpc("capture_layers", args=(tuple(layers),))[0]
 
-    def _states(self, recorded: States) -> States:
-        """Return what the engine recorded on the device, without logits of no token."""
-        logits = recorded.logits
+    def _run(
+        self, documents: Sequence[Tensor], full_logits: bool = False
+    ) -> tuple[States, list[int]]:
+        """Run documents, int64 [T] each with N tokens together, in one call of the engine.
+
+        Attention of vLLM reads its whole cache blocks, so what is not finite in a block stays there
+        for later documents: the cache is cleared, and the documents of the call run one by one.
+
+        Returns:
+            The states [N, H] of the layers that are recorded, in the order of the documents; and
+            the token that vLLM chose after each document.
+
+        Raises:
+            RunError: vLLM did not compute every token of every document.
+        """
+        self._llm.collective_rpc("capture_start", args=(full_logits,))
+        prompts = [{"prompt_token_ids": ids.tolist()} for ids in documents]
+        answers = self._llm.generate(prompts, self._sampling, use_tqdm=False)
+        taken = self._llm.collective_rpc("capture_take", args=(self._workers > 1,))
+        forwards = next(worker for worker in taken if worker is not None)
+        spans = spans_of([(f["ids"], f["positions"]) for f in forwards], documents)
+        states = _joined([self._part(forwards[f], tokens) for f, tokens in spans])
+        chosen = [answer.outputs[0].token_ids[0] for answer in answers]
+        if bool(torch.isfinite(states.final).all()):
+            return states, chosen
+        self._llm.collective_rpc("capture_clear")
+        if len(documents) == 1:
+            return states, chosen
+        each = [self._run([ids], full_logits) for ids in documents]
+        return _joined([states for states, _ in each]), [token for _, (token,) in each]
+
+    def _part(self, forward: dict[str, Any], tokens: slice) -> States:
+        """Return the states of some tokens of a forward, without logits of no token."""
+        logits = forward["logits"]
         if logits is not None:
-            logits = logits[:, : self.head.vocab_size].to(self.device)
-        layers = {k: v.to(self.device) for k, v in recorded.layers.items()}
-        return States(layers=layers, final=recorded.final.to(self.device), logits=logits)
+            logits = logits[tokens, : self.head.vocab_size].to(self.device)
+        return States(
+            layers={k: v[tokens].to(self.device) for k, v in forward["layers"].items()},
+            final=forward["final"][tokens].to(self.device),
+            logits=logits,
+        )
 
     def close(self) -> None:
-        self._engine.close()
+        """Free the memory of the engine, unless another one is open in this process."""
+        llm = vars(self).pop("_llm", None)
+        if llm is None:
+            return
+        _open.remove(llm)
+        _closed.append(llm)
+        del llm
+        if not _open:
+            while _closed:
+                _closed.pop().llm_engine.engine_core.shutdown()
+            gc.collect()
 
 
 def _columns(states: States) -> Tensor:
     """Return all states of a call, float32 [N, C, H]."""
     return torch.stack([x.float() for x in (*states.layers.values(), states.final)], 1)
+
+
+def _joined(parts: Sequence[States]) -> States:
+    """Join states [n, H] of several documents or calls, in their order."""
+    logits = [part.logits for part in parts if part.logits is not None]
+    return States(
+        layers={k: torch.cat([part.layers[k] for part in parts]) for k in parts[0].layers},
+        final=torch.cat([part.final for part in parts]),
+        logits=torch.cat(logits) if logits else None,
+    )
+
+
+def spans_of(
+    forwards: Sequence[tuple[Tensor, Tensor]], documents: Sequence[Tensor]
+) -> list[tuple[int, slice]]:
+    """Return where each document is: the number of its forward, and its tokens there.
+
+    Args:
+        forwards: token ids and positions of each forward, int64 [n]. A document begins where the
+            position is 0, and ends where the next one begins.
+        documents: token ids, int64 [T] each. Equal documents take equal spans in turn.
+
+    Raises:
+        RunError: a document is in no forward as a whole: its beginning was taken from a cache, its
+            prefill was split, or it did not run.
+    """
+    spans: dict[bytes, list[tuple[int, slice]]] = defaultdict(list)
+    for number, (ids, positions) in enumerate(forwards):
+        starts = (positions == 0).nonzero()[:, 0].tolist()
+        for start, stop in pairwise([*starts, len(ids)]):
+            if torch.equal(positions[start:stop], torch.arange(stop - start)):
+                spans[ids[start:stop].numpy().tobytes()].append((number, slice(start, stop)))
+    ordered = []
+    for d, ids in enumerate(documents):
+        equal = spans.get(ids.long().numpy().tobytes())
+        if not equal:
+            raise RunError(
+                f"vLLM did not compute document {d} of the batch ({len(ids)} tokens) as a whole; "
+                "prefix caching or chunked prefill is on, or this release of vLLM runs requests in "
+                "another way. Use --backend hf"
+            )
+        ordered.append(equal.pop(0))
+    return ordered
+
+
+def _import(device: torch.device) -> tuple[Any, Any]:
+    """Import vLLM with the environment that a capture needs; return `LLM` and `SamplingParams`.
+
+    Raises:
+        MissingError: it is not installed. ConfigError: this build does not run on the device.
+    """
+    os.environ.update(_ENVIRONMENT)
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm import LLM, SamplingParams
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise MissingError(f"{VLLM_MISSING} ({error})") from None
+    if current_platform.device_type != device.type or device.index:
+        raise ConfigError(
+            f"--device {device}: this vLLM runs on {current_platform.device_type}. Leave --device "
+            "to auto, and choose GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    return LLM, SamplingParams

@@ -24,7 +24,7 @@ _LOGIT_ROWS = 1024  # rows per call of the head
 
 
 class _HeadReachedError(Exception):
-    """Ends `compute_logits` where the input of the head is known."""
+    """Ends `compute_logits` where the input of the head, its argument, is known."""
 
 
 class Recorder:
@@ -50,15 +50,13 @@ class Recorder:
             self._handles.append(hook)
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def _keep_input(self, _module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Keep the states that enter block 0: the first [n, H] of floating point."""
-        values = [*args, *kwargs.values()]
-        found = [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
-        self._layers[EMBEDDING] = found[0].detach().clone()
+        tensors = (v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+        self._layers[EMBEDDING] = next(v for v in tensors if v.is_floating_point()).detach().clone()
 
     def _keep_output(self, layer: int) -> Any:
         def keep(_module: nn.Module, _args: tuple, output: Any) -> None:
@@ -108,18 +106,16 @@ def head_input(model: Any, hidden: Tensor) -> Tensor:
         TargetError: `compute_logits` runs no logits processor.
     """
     processors = [m for m in model.modules() if type(m).__name__.endswith("LogitsProcessor")]
-    found: list[Tensor] = []
 
     def stop(_head: Any, states: Tensor, *_args: Any, **_kwargs: Any) -> None:
-        found.append(states)
-        raise _HeadReachedError
+        raise _HeadReachedError(states)
 
     for processor in processors:
         processor.forward = stop
     try:
         model.compute_logits(hidden)
-    except _HeadReachedError:
-        return found[0]
+    except _HeadReachedError as reached:
+        return reached.args[0]
     finally:
         for processor in processors:
             vars(processor).pop("forward", None)
@@ -145,7 +141,8 @@ class CaptureWorker:
             old.remove()
         model = self.model_runner.get_model()
         self._recorder = Recorder(model, tuple(layers))
-        attention = {m.get_attn_backend().get_name() for m in model.modules() if _attends(m)}
+        attending = [m for m in model.modules() if callable(getattr(m, "get_attn_backend", None))]
+        attention = {module.get_attn_backend().get_name() for module in attending}
         return {"blocks": len(decoder_layers(model)), "attention": sorted(attention)}
 
     def capture_start(self, full_logits: bool) -> None:
@@ -174,10 +171,6 @@ def _clear(caches: Any) -> None:
         return
     for cache in caches.values() if isinstance(caches, dict) else caches:
         _clear(cache)
-
-
-def _attends(module: nn.Module) -> bool:
-    return callable(getattr(module, "get_attn_backend", None))
 
 
 def _on_cpu(value: Any) -> Any:

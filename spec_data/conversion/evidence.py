@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from spec_data.capture.hooks import States
-from spec_data.capture.proofs import FLOOR
+from spec_data.capture.proofs import FLOOR, token_errors
 from spec_data.capture.skeleton import embedded, load_skeleton, run_block, run_norm
 from spec_data.conversion.samples import NEXT, TOKEN, Samples, SampleStates
 from spec_data.corpus.bad_rows import BadRow
@@ -39,7 +39,6 @@ _SAME = torch.finfo(torch.bfloat16).eps / 2
 # Two forwards in bf16, and the rounding to 8-bit floats with 3 bits behind the point.
 _ROUNDING = FLOOR[torch.bfloat16] + torch.finfo(torch.float8_e4m3fn).eps / 2
 _ALLOWED = 0.35  # an engine that runs quantised weights; a state of another target differs by 1
-_MOST = 2.0  # what one token counts at most, so that a massive activation does not decide
 SHIFTS = (0, -1, 1)
 """Row t of a chunk may be the state of token t + shift."""
 
@@ -169,9 +168,7 @@ def _differences(chunks: list[Tensor], expected: list[Tensor], shift: int) -> Te
     means = []
     for chunk, state in zip(chunks, expected, strict=True):
         first, stop = max(0, -shift), len(chunk) - max(0, shift)
-        a, b = chunk[first:stop].float(), state[first + shift : stop + shift].float()
-        tokens = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)
-        means.append(tokens.nan_to_num(_MOST).clamp(max=_MOST).mean())
+        means.append(token_errors(chunk[first:stop], state[first + shift : stop + shift]).mean())
     return torch.stack(means)
 
 

@@ -20,8 +20,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 import spec_data
-from spec_data.capture.backend import BackendOptions, TargetBackend
-from spec_data.capture.vllm_engine import vllm_version
+from spec_data.capture.backend import BackendOptions, TargetBackend, vllm_version
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import CorpusReader

@@ -104,7 +104,7 @@ class RegenerateResult(Counts, Result):
 
     def __post_init__(self) -> None:
         if self.failed:  # the same command tries them again
-            self.again, self.next_label, self.exit_code = (), "retry", 1
+            self.again, self.exit_code = "retry", 1
 
     def __str__(self) -> str:
         skipped = sum(self.skipped.values())

@@ -60,14 +60,12 @@ class Result:
     Attributes:
         next_command: words of the command to run next, which is named at the end.
         exit_code: that of the process.
-        again: where it is set, the next command is the same one without the options that it lists.
-        next_label: what stands before the next command.
+        again: what the same command would do, such as "resume"; it is named then, not the next one.
     """
 
     next_command: Sequence[str] = ()
     exit_code: int = 0
-    again: Sequence[str] | None = None
-    next_label: str = "next"
+    again: str = ""
 
     def facts(self) -> Mapping[str, Any]:
         """Return what --json writes: the fields of the result, unless a subclass says more."""
@@ -361,16 +359,13 @@ class Program:
         """Name the command to run next; return the exit code."""
         if not isinstance(result, Result):
             return 0
-        following = list(result.next_command)
-        if result.again is not None:
-            ranks = os.environ.get("LOCAL_WORLD_SIZE")
-            start = ["torchrun", "--nproc-per-node", ranks, "-m", self.name.replace("-", "_")]
-            left = [word for word in words if word not in result.again]
-            following = [*(start if ranks else [self.name]), *left]
-            if os.environ.get("RANK", "0") != "0":
-                following = []
+        ranks = os.environ.get("LOCAL_WORLD_SIZE")
+        torchrun = ["torchrun", "--nproc-per-node", str(ranks), "-m", self.name.replace("-", "_")]
+        following = result.next_command
+        if result.again and os.environ.get("RANK", "0") == "0":
+            following = [*(torchrun if ranks else [self.name]), *words]
         if following:
-            say_next(*following, label=result.next_label)
+            say_next(*following, label=result.again or "next")
         return result.exit_code
 
     def commands(self) -> dict[str, str]:

@@ -76,7 +76,7 @@ def console_logging(quiet: bool, log_file: str | None, debug: bool) -> Iterator[
     Raises:
         ConfigError: the log file cannot be written.
     """
-    from spec_data.terminal.progress import live, set_up_progress
+    from spec_data.terminal.progress import bars, live
 
     logging.raiseExceptions = debug  # a closed stderr is no traceback
     if quiet or not live():  # bars of the libraries would leave carriage returns
@@ -100,11 +100,10 @@ def console_logging(quiet: bool, log_file: str | None, debug: bool) -> Iterator[
     root.setLevel(min(logging.INFO, level or logging.INFO))
     for handler in handlers:
         root.addHandler(handler)
-    set_up_progress(quiet=quiet, lines=log_file is not None)
     try:
-        yield
+        with bars(quiet=quiet, lines=log_file is not None):
+            yield
     finally:
-        set_up_progress()
         for handler in handlers:
             root.removeHandler(handler)
             handler.close()

@@ -51,21 +51,16 @@ def live() -> bool:
     return _IN_NOTEBOOK or (hasattr(sys.stderr, "isatty") and sys.stderr.isatty())
 
 
-def set_up_progress(quiet: bool = False, lines: bool = False) -> None:
-    """Draw no bars from now on (`quiet`); log lines beside bars that are drawn (`lines`)."""
-    global _quiet, _lines_wanted
-    _quiet, _lines_wanted = quiet, lines
-
-
 @contextlib.contextmanager
-def quiet_progress() -> Iterator[None]:
-    """Draw no bars inside the block."""
+def bars(*, quiet: bool = False, lines: bool = False) -> Iterator[None]:
+    """Draw no bars inside the block (`quiet`); log lines beside bars that are drawn (`lines`)."""
+    global _quiet, _lines_wanted
     before = _quiet, _lines_wanted
-    set_up_progress(quiet=True)
+    _quiet, _lines_wanted = quiet, lines
     try:
         yield
     finally:
-        set_up_progress(*before)
+        _quiet, _lines_wanted = before
 
 
 class Bar(tqdm):

@@ -15,7 +15,7 @@ import torch
 from spec_data.models.devices import usable_device
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal.command import Result
-from spec_data.terminal.progress import quiet_progress, size
+from spec_data.terminal.progress import bars, size
 from spec_train.options.training import Training
 from spec_train.training.announce import announce
 from spec_train.training.ranks import Ranks
@@ -129,7 +129,7 @@ def probe(trainer: Trainer, config: Training, total: int) -> DryRun:
     before = logging.root.manager.disable
     logging.disable(logging.INFO)  # only its warnings: a few steps are no run
     try:
-        with quiet_progress():
+        with bars(quiet=True):
             trainer.run(lambda: times.append(time.perf_counter()))
     finally:
         logging.disable(before)

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from spec_data import open_dataset
-from spec_data.capture import vllm_engine, vllm_worker
-from spec_data.capture.backend import BackendOptions, open_backend
+from spec_data.capture import vllm_backend, vllm_worker
+from spec_data.capture.backend import BackendOptions, open_backend, vllm_version
 from spec_data.capture.mask_forms import REQUESTS, SINGLE
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 from spec_data.verification.run import examine
@@ -169,7 +169,7 @@ def test_the_dataset_is_that_of_transformers(place, tmp_path, dtype):
     assert made.positions == plain.positions
     assert made.head == plain.head
     assert made.target.backend == "vllm" and made.target.dtype == dtype
-    assert made.target.backend_version == vllm_engine.vllm_version()
+    assert made.target.backend_version == vllm_version()
     proof = made.target.state_proof
     assert proof.keys() == {"embedding", "final", "layer 0", "layer 3", "layer 5"}
     assert max(proof.values()) < (1e-4 if dtype == "float32" else 0.1)
@@ -252,8 +252,8 @@ def test_an_engine_that_skips_or_splits_documents_is_refused(place, monkeypatch,
     def altered(**arguments: Any) -> Any:
         return vllm.LLM(**arguments | changes)
 
-    real = vllm_engine._import
-    monkeypatch.setattr(vllm_engine, "_import", lambda device: (altered, real(device)[1]))
+    real = vllm_backend._import
+    monkeypatch.setattr(vllm_backend, "_import", lambda device: (altered, real(device)[1]))
     wanted = BackendOptions(path=place[0], layers=(1,), device="cpu", longest=300)
     backend = open_backend("vllm", wanted)
     (document,) = documents_of((260,), 96)

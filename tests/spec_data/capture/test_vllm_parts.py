@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from spec_data.capture.backend import BackendOptions, open_backend
+from spec_data.capture.backend import BackendOptions, open_backend, vllm_version
 from spec_data.capture.mask_forms import REQUESTS
-from spec_data.capture.vllm_engine import spans_of, vllm_version
+from spec_data.capture.vllm_backend import spans_of
 from spec_data.capture.vllm_worker import Recorder, block_output, head_input
 from spec_data.generation.capture import unit_batches
 from spec_data.shards.errors import MissingError, RunError, TargetError
