@@ -60,7 +60,7 @@ class Result:
     Attributes:
         next_command: words of the command to run next, which is named at the end.
         exit_code: that of the process.
-        again: what the same command would do, such as "resume"; it is named then, not the next one.
+        again: what the same command, without --dry-run, does then, such as "resume": it is named.
     """
 
     next_command: Sequence[str] = ()
@@ -363,7 +363,8 @@ class Program:
         torchrun = ["torchrun", "--nproc-per-node", str(ranks), "-m", self.name.replace("-", "_")]
         following = result.next_command
         if result.again and os.environ.get("RANK", "0") == "0":
-            following = [*(torchrun if ranks else [self.name]), *words]
+            left = [word for word in words if word != "--dry-run"]
+            following = [*(torchrun if ranks else [self.name]), *left]
         if following:
             say_next(*following, label=result.again or "next")
         return result.exit_code

@@ -53,7 +53,7 @@ class DryRun(Result):
         checkpoints: how many are kept.
     """
 
-    again = ("--dry-run",)
+    again = "next"
 
     steps: int
     seconds: float | None
