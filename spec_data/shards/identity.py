@@ -85,12 +85,9 @@ class Comparison:
     @property
     def not_compared(self) -> str:
         """The facts that could not be compared, in words; empty if there are none."""
-        groups = {"config.": "config fields", "rope.": "rope", "tokenizer": "tokenizer"}
+        # tokenizer_hash does not cover special tokens, but it may have been compared
         words = [
-            # tokenizer_hash does not cover special tokens, but it may have been compared
-            name.removeprefix("tokenizer.")
-            if name in _SPECIAL
-            else next((word for start, word in groups.items() if name.startswith(start)), name)
+            name.partition(".")[2 if name in _SPECIAL else 0].removesuffix("_hash")
             for name in self.unknown
         ]
         return ", ".join(dict.fromkeys(words))
@@ -106,16 +103,13 @@ def count_kwargs(counts: Mapping[str, int]) -> dict[str, int]:
 
 def joined(identities: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the identity of several datasets as one: the first's, with the counts of all."""
-    found = dict(identities[0])
+    result = dict(identities[0])
     for name in ("template_kwargs_used", "system_messages"):
-        counts: Counter[str] = Counter()
-        for identity in identities:
-            counts.update(identity.get(name) or {})
+        result.pop(name, None)
         if all(name in identity for identity in identities):
-            found[name] = count_kwargs(counts)
-        else:
-            found.pop(name, None)
-    return found
+            counts = sum((Counter(identity[name]) for identity in identities), Counter[str]())
+            result[name] = count_kwargs(counts)
+    return result
 
 
 def kwargs_text(kwargs: Mapping[str, Any]) -> str:
@@ -127,8 +121,8 @@ def usual_kwargs(identity: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the template kwargs of most documents, or None if they are not recorded."""
     used = {k: n for k, n in (identity.get("template_kwargs_used") or {}).items() if k != OTHERS}
     if used:
-        found: dict[str, Any] = json.loads(max(used, key=lambda text: used[text]))
-        return found
+        kwargs: dict[str, Any] = json.loads(max(used, key=used.__getitem__))
+        return kwargs
     return identity.get("chat_template_kwargs")
 
 
@@ -169,14 +163,14 @@ def compare(
             continue
         shown = name.removeprefix("config.").removeprefix("rope.")
         text = f"{shown}: {of_recorded} {_shown(ours)}, {of_found} {_shown(theirs)}"
-        meaning = _MEANING.get(name)
+        text += f": {_MEANING[name]}" if name in _MEANING else ""
         severity = REFUSE if states and name.startswith(_STATES) else WARN
-        lines.append(Difference(name, severity, f"{text}: {meaning}" if meaning else text))
+        lines.append(Difference(name, severity, text))
     used, asked = _kwargs_used(recorded), _kwargs_used(found)
     other = [text for text in asked if text not in used]
     if used and other and OTHERS not in used:  # rows' own kwargs included
         name = "chat_template_kwargs"
-        text = f"{name}: {of_recorded} {_listed(used)}, {of_found} {_listed(other)}"
+        text = f"{name}: {of_recorded} {' or '.join(used)}, {of_found} {' or '.join(other)}"
         lines.append(Difference(name, WARN, f"{text}: prompts are rendered in another way"))
     return Comparison(tuple(lines), tuple(unknown))
 
@@ -215,10 +209,6 @@ def _kwargs_used(identity: Mapping[str, Any]) -> list[str]:
     if used is None and "chat_template_kwargs" in identity:
         used = [kwargs_text(identity["chat_template_kwargs"] or {})]
     return list(used or ())
-
-
-def _listed(texts: list[str]) -> str:
-    return " or ".join(texts[:3]) + (f" or {len(texts) - 3} others" if len(texts) > 3 else "")
 
 
 def _shown(value: Any) -> str:

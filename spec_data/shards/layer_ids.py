@@ -62,7 +62,7 @@ def published_dflash_layers(num_layers: int, count: int) -> list[int]:
 
 
 def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
-    """Return the layer ids of the EAGLE-3 recipe, 1, L/2-1 and L-4, without checking them."""
+    """Return the layer ids of the EAGLE-3 recipe, which a small target may not have."""
     return 1, num_layers // 2 - 1, num_layers - 4
 
 
@@ -161,14 +161,14 @@ def chosen_layers(
     if text == "auto":
         return tuple(sorted(recorded or captured))
     try:
-        wanted = sorted(set(_parse_ids(text)))
+        wanted = set(_parse_ids(text))
     except ValueError:
         raise DraftError(f"layers = {text!r}: write ids with commas, as 1,3,5") from None
-    if missing := [k for k in wanted if k not in captured]:
+    if missing := sorted(wanted - set(captured)):
         raise DraftError(
             f"layers = {text}: the dataset has no layer {missing}, only {list(captured)}"
         )
-    return tuple(wanted)
+    return tuple(sorted(wanted))
 
 
 def check_layers(layers: Sequence[int], num_layers: int) -> None:

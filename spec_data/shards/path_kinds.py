@@ -9,7 +9,6 @@ import os
 import re
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from spec_data.shards.errors import MissingError
 from spec_data.shards.files import MANIFEST
@@ -63,9 +62,7 @@ def what_is(path: str | Path) -> Kind:
         return Kind.DATASET
     if names & _WORK:
         return Kind.UNFINISHED
-    if (
-        "shards" in names
-    ):  # a dataset that lost its manifest, which also lists what `datasets` saves
+    if "shards" in names:  # a dataset without its manifest, but with what `datasets` saves
         return Kind.OTHER
     if "config.json" in names:
         return _kind_of_model(path)
@@ -126,37 +123,26 @@ _ACCEPTED = {
     Kind.CORPUS: (Kind.CORPUS, Kind.OTHER, Kind.MODEL),  # rows further down, or beside a config
 }
 _CAPTURE = "run `spec-data generate --target {} --corpus {} --out DIR` first, and pass DIR"
-_ADVICE: dict[Any, str] = {
+_ADVICE = {
     (Kind.DATASET, Kind.CORPUS): _CAPTURE.format("MODEL", "{path}"),
     (Kind.DATASET, Kind.TARGET): _CAPTURE.format("{path}", "FILE"),
     (Kind.DATASET, Kind.UNFINISHED): (
         "run the same `spec-data generate` again to finish it, once all its workers are done"
     ),
-    **dict.fromkeys(
-        ((Kind.DATASET, kind) for kind in _ACCEPTED[Kind.DRAFT]),
-        "pass the dataset that it was trained on",
-    ),
-    **dict.fromkeys(
-        ((Kind.TARGET, kind) for kind in _ACCEPTED[Kind.DRAFT]),
-        "the target is the model that the draft was trained for",
-    ),
-    (Kind.TARGET, Kind.DATASET): "pass the model that it was captured from",
-    (Kind.DRAFT, Kind.TARGET): "a draft is what `spec-train fit` wrote; it drafts for this",
-    (Kind.CORPUS, Kind.DATASET): "pass the conversations that it was made of",
 }
 
 
 def wrong_kind(path: str | Path, wanted: Kind, option: str = "") -> MissingError:
     """Return the error about a path that is not what is wanted; `option` is how it was given."""
-    found, where = what_is(path), f"{option} {path}".strip()
+    kind, where = what_is(path), f"{option} {path}".strip()
     need, absent, main_file = _WANTED[wanted]
-    if found is Kind.NOTHING:
+    if kind is Kind.NOTHING:
         return MissingError(f"{where}: no such {absent}; check the path")
-    if found is Kind.OTHER and main_file:
+    if kind is Kind.OTHER and main_file:
         return MissingError(f"{where}: no {main_file} in it, so this is not {need}; check the path")
-    advice = _ADVICE.get((wanted, found), "check the path").format(path=path)
-    contrast = "" if found is Kind.UNFINISHED else f", not {need}"
-    return MissingError(f"{where}: this is {found.value}{contrast}; {advice}")
+    advice = _ADVICE.get((wanted, kind), "check the path").format(path=path)
+    contrast = "" if kind is Kind.UNFINISHED else f", not {need}"
+    return MissingError(f"{where}: this is {kind.value}{contrast}; {advice}")
 
 
 def expect(path: str | Path, wanted: Kind, option: str = "") -> None:

@@ -53,15 +53,12 @@ class RopeTable:
 
     def equals(self, other: "RopeTable") -> bool:
         """Return whether both have the same frequencies, bit for bit, and the same factor."""
-        nothing = torch.zeros(0)
+        tables = (self, other)
+        short = [table.inv_freq.cpu() for table in tables]
+        long = [t.inv_freq[:0] if t.long_inv_freq is None else t.long_inv_freq for t in tables]
         return (
-            torch.equal(self.inv_freq.cpu(), other.inv_freq.cpu())
-            and torch.equal(
-                *(
-                    (nothing if t.long_inv_freq is None else t.long_inv_freq).cpu()
-                    for t in (self, other)
-                )
-            )
+            torch.equal(*short)
+            and torch.equal(*(values.cpu() for values in long))
             and abs(self.factor - other.factor) <= 1e-6 * abs(self.factor)
             and self.limit == other.limit
         )
@@ -101,12 +98,12 @@ class Positions:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the file: frequencies, float32 [r/2]."""
-        found = {
-            f"{name}.{kind}": value
+        return {
+            f"{name}.{kind}": value.detach().cpu().contiguous()
             for name, table in self.tables.items()
             for kind, value in ((_SHORT, table.inv_freq), (_LONG, table.long_inv_freq))
+            if value is not None
         }
-        return {n: v.detach().cpu().contiguous() for n, v in found.items() if v is not None}
 
 
 def load_positions(dataset: str | Path, manifest: Manifest) -> Positions:
