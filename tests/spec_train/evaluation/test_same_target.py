@@ -71,4 +71,4 @@ def test_a_draft_with_fewer_facts_says_what_was_not_compared(place, target, tmp_
         report = evaluated(place, target, draft=str(tmp_path / "old"))
     assert report["warnings"] == []
     assert "rope.rope_type" in report["not_compared"]
-    assert "not compared with the draft's training: architectures, config fields" in caplog.text
+    assert "not compared with the draft's training: architectures, config, " in caplog.text
