@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import (
-    HfHubHTTPError,
     HFValidationError,
     LocalTokenNotFoundError,
     RepositoryNotFoundError,
@@ -15,7 +14,7 @@ from huggingface_hub.errors import (
 from spec_data.shards.errors import ConfigError, MissingError, RunError, SpecDataError
 
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
-_AGAIN = "run the same command again to resume"
+_OF_HTTP = ("httpx", "httpcore", "requests")  # and their next major releases
 
 
 def hub() -> HfApi:
@@ -43,20 +42,14 @@ def hub_errors(repo: str) -> Iterator[None]:
         raise MissingError(
             f"{repo}: no such dataset on the Hub, or it is private: {_LOG_IN}"
         ) from None
-    except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
+    except SpecDataError:
+        raise
+    except Exception as error:  # of several libraries: no network, a full disk, a broken upload
+        status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
             raise ConfigError(f"{repo}: the Hub does not allow it; {_LOG_IN}") from None
-        raise RunError(f"{repo}: the Hub refuses: {_first(error)}; {_AGAIN}") from None
-    except Exception as error:  # of several libraries: no network, a full disk, a broken upload
         library = type(error).__module__.partition(".")[0]
-        of_http = library.startswith(("httpx", "httpcore", "requests"))
-        if isinstance(error, SpecDataError) or not (
-            of_http or isinstance(error, (OSError, RuntimeError))
-        ):
+        if not (isinstance(error, OSError | RuntimeError) or library.startswith(_OF_HTTP)):
             raise
-        raise RunError(f"{repo}: {_first(error)}; {_AGAIN}") from None
-
-
-def _first(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        (first, *_) = [*str(error).strip().splitlines(), type(error).__name__]
+        raise RunError(f"{repo}: {first}; run the same command again to resume") from None

@@ -86,10 +86,7 @@ class Comparison:
     def not_compared(self) -> str:
         """The facts that could not be compared, in words; empty if there are none."""
         # tokenizer_hash does not cover special tokens, but it may have been compared
-        words = [
-            name.partition(".")[2 if name in _SPECIAL else 0].removesuffix("_hash")
-            for name in self.unknown
-        ]
+        words = [name.partition(".")[2 if name in _SPECIAL else 0] for name in self.unknown]
         return ", ".join(dict.fromkeys(words))
 
 

@@ -64,7 +64,7 @@ class DocumentFigures:
     @classmethod
     def zeros(cls, documents: int) -> "DocumentFigures":
         """Return figures of `documents` documents without a token."""
-        sums, squares = (np.zeros((documents, n)) for n in (len(FIGURES), 2))
+        sums, squares = np.zeros((documents, len(FIGURES))), np.zeros((documents, 2))
         return cls(tokens=np.zeros(documents, np.int64), sums=sums, squares=squares)
 
     def set(self, document: int, figures: np.ndarray) -> None:
@@ -162,17 +162,13 @@ class Agreement(Record, frozen=True, kw_only=True):
         bound = math.log(vocab_size) + _ABOVE_RANDOM + _ERRORS * self.nll_error
         return self.enough and self.nll > bound
 
-    def like_random(self, vocab_size: int) -> bool:
-        """Return whether the NLL is about ln V or higher."""
-        return self.enough and self.nll > 0.9 * math.log(vocab_size)
-
     def contradicts_on_policy(self, temperature: float | None) -> bool:
         """Return whether these tokens cannot be samples of the target: they are less likely.
 
         `temperature` is the one that own NLL and own share were computed for; None: not stated, so
         they are those of temperature 1, and a share that only such samples have is refused.
         """
-        noise = math.sqrt(max(self.share * (1 - self.share), 0.0) / max(self.tokens, 1))
+        noise = math.sqrt(self.share * (1 - self.share) / max(self.tokens, 1))
         return self.enough and (
             (temperature is None and self.share < ON_POLICY_SHARE)
             or self.nll - self.own_nll > _OWN_NLL_SLACK + _ERRORS * self.excess_error
@@ -218,10 +214,10 @@ class AgreementTable(Record, frozen=True, kw_only=True):
 
         All sources together are one of them if a source has too few tokens of its own.
         """
-        found = {name: a for name, a in self.sources.items() if a.enough}
-        if self.total.enough and len(found) < len(self.sources):
-            found[ALL_SOURCES] = self.total
-        return found
+        judged = {name: a for name, a in self.sources.items() if a.enough}
+        if self.total.enough and len(judged) < len(self.sources):
+            judged[ALL_SOURCES] = self.total
+        return judged
 
     def contradicting(self, temperature: float | None) -> list[str]:
         """Return the sources that cannot be samples of the target at a temperature."""

@@ -30,11 +30,15 @@ def suspicions(manifest: Manifest) -> list[str]:
     """Return what is suspicious about a sealed dataset, in words."""
     if manifest.agreement is None:
         return []
-    on_policy, temperature = manifest.policy == "on-policy", manifest.sampling_temperature
-    found = [f"--on-policy was not accepted: {text}" for text in contradictions(manifest)]
-    found += warnings(manifest.agreement.judged(), manifest.vocab_size, temperature, on_policy)
-    more = len(found) - _MOST_SOURCES  # a folder of files is many sources
-    return [*found[:_MOST_SOURCES], *([f"and {more:,} more such lines"] if more > 0 else [])]
+    texts = [f"--on-policy was not accepted: {text}" for text in contradictions(manifest)]
+    texts += warnings(
+        manifest.agreement.judged(),
+        manifest.vocab_size,
+        manifest.sampling_temperature,
+        manifest.policy == "on-policy",
+    )
+    more = len(texts) - _MOST_SOURCES  # a folder of files is many sources
+    return [*texts[:_MOST_SOURCES], *([f"and {more:,} more such lines"] if more > 0 else [])]
 
 
 def warnings(
@@ -45,13 +49,13 @@ def warnings(
     for name, found in sources.items():
         if found.above_random(vocab_size):
             why = f". {above_random_text(vocab_size)}"
-        elif found.like_random(vocab_size):
+        elif found.enough and found.nll > 0.9 * math.log(vocab_size):
             why = (
                 ". The target behaves like a random model, which has an NLL of about ln V = "
                 f"{math.log(vocab_size):.2f}: its weights are untrained, or these are not its "
                 "token ids"
             )
-        elif found.nearly_own() and temperature is None:
+        elif temperature is None and found.nearly_own():
             why = (
                 f". Samples of this target at temperature 1 would have {found.own_share:.1%}, its "
                 f"greedy answers {GREEDY_SHARE:.0%} or more. If these are its greedy answers, the "
@@ -104,5 +108,5 @@ def agreement_rows(measured: AgreementTable) -> Iterator[Sequence[str]]:
         more = len(every) - len(rows)
         rows[f"{ALL_SOURCES}, {more:,} more of them" if more else ALL_SOURCES] = measured.total
     for name, found in rows.items():
-        shares = (f"{found.share:.1%}", f"{found.nll:.3f}")
-        yield (name, f"{found.tokens:,}", *shares, f"{found.own_share:.1%}", f"{found.own_nll:.3f}")
+        own = (f"{found.own_share:.1%}", f"{found.own_nll:.3f}")
+        yield (name, f"{found.tokens:,}", f"{found.share:.1%}", f"{found.nll:.3f}", *own)

@@ -92,12 +92,13 @@ def masks_under(
                 "this shard again"
             )
         roles |= {role for role, _, _ in turns}
-        recorded = manifest.mask
-        if is_policy(recorded) and not np.array_equal(_mask(len(stored), turns, recorded), stored):
+        if is_policy(recorded := manifest.mask) and not np.array_equal(
+            _mask(len(stored), turns, recorded), stored
+        ):
             raise DatasetError(
                 f"{dataset.place}: document {row}: its stored mask is not that of its turns under "
-                f"--mask {recorded}, with which the dataset was generated, so --mask {policy} "
-                "cannot be derived; generate the dataset again, or leave --mask out"
+                f"--mask {recorded}, so --mask {policy} cannot be derived; generate the dataset "
+                "again, or leave --mask out"
             )
         masks.append(_mask(len(stored), turns, policy))
         if sparse and (masks[-1] & ~stored)[1:].any():
@@ -128,9 +129,10 @@ def _mask(length: int, turns: list[Turn], policy: str) -> np.ndarray:
 
 def _require_conversations(dataset: HiddenStatesDataset, policy: str) -> None:
     """Refuse a policy that counts turns where turns of one conversation are several documents."""
+    if policy != LAST_TURN and not policy.startswith(FIRST):
+        return
     counts = dataset.manifest.documents
-    single = counts.rendering.get("turn by turn", 0)
-    if single and (policy == LAST_TURN or policy.startswith(FIRST)):
+    if single := counts.rendering.get("turn by turn", 0):
         advice = "generate with --mask last-turn" if policy == LAST_TURN else "use --mask assistant"
         raise DatasetError(
             f"{dataset.place}: --mask {policy} cannot be derived: {single:,} conversations were "
@@ -140,7 +142,6 @@ def _require_conversations(dataset: HiddenStatesDataset, policy: str) -> None:
     if policy == LAST_TURN and counts.cut:
         logger.warning(
             "warning: %s: %s documents were cut at --max-length; in those whose last turn is gone, "
-            "--mask last-turn supervises the last turn that is left. To leave them out, generate "
-            "with --mask last-turn",
+            "--mask last-turn supervises the last turn that is left",
             *(dataset.place, f"{counts.cut:,}"),
         )

@@ -151,7 +151,8 @@ def test_what_only_one_side_tells_is_unknown_and_no_difference():
     found = compared(IDENTITY, {"weights_hash": HASH, "chat_template_kwargs": {}})
     assert found.texts == []
     assert found.not_compared == (
-        "architectures, chat_template, config, quantization, rope, bos_token, tokenizer"
+        "architectures, chat_template_hash, config, config_hash, quantization, rope, bos_token, "
+        "tokenizer, tokenizer_hash"
     )
     old = {name: IDENTITY[name] for name in ("weights_hash", "config_hash", "tokenizer_hash")}
     assert "rope" not in compared(IDENTITY, old).not_compared  # the file is the same

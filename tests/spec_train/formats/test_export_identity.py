@@ -116,4 +116,4 @@ def test_a_draft_that_records_fewer_facts_says_what_was_not_compared(place, targ
     write_json(tmp_path / "old", raw)
     reseal(tmp_path / "old")
     (note,) = [text for level, text in found(tmp_path, target, "old") if level == "note"]
-    assert "architectures, chat_template, config" in note and "rope" in note
+    assert "architectures, chat_template_hash, config" in note and "rope" in note
