@@ -110,7 +110,6 @@ class MixedPlan(BatchPlan):
         return self._drawn[1]
 
     def _draw(self, index: int, epoch: int) -> np.ndarray:
-        """Return the documents of dataset `index` in an epoch, int64, repeats after all firsts."""
         share = self.shares[index]
         rows = self.rows[(self.rows >= share.first) & (self.rows < share.last)]
         times = copies(len(rows), share.weight, epoch, self.seed, PHASE, index)
@@ -133,23 +132,19 @@ class MixedPlan(BatchPlan):
     def windows(self, epoch: int) -> Iterator[np.ndarray]:
         """Yield the documents of each window in training order: a part of every dataset."""
         drawn = self.draw(epoch)
-        rows = np.concatenate(drawn)
         lengths = [self.lengths[part] for part in drawn]
         total = sum(int(tokens.sum()) for tokens in lengths)
-        strings, first = [], 0  # the windows of each dataset, as indices into `rows`
-        for i, tokens in enumerate(lengths):
+        strings: list[Iterator[np.ndarray]] = []  # the windows of each dataset, indices of `rows`
+        first = 0
+        for i, (part, tokens) in enumerate(zip(drawn, lengths, strict=True)):
             window = max(1, self.window_tokens * int(tokens.sum()) // max(1, total))
-            if len(tokens):
-                strings.append(self._string(i, first, tokens, window, epoch))
-            first += len(tokens)
+            if len(part):
+                windows = shuffled_windows(tokens, window, self.seed, epoch, STRETCH, i)
+                strings.append(map(np.add, windows, itertools.repeat(first)))
+            first += len(part)
+        rows = np.concatenate(drawn)
         for parts in itertools.zip_longest(*strings, fillvalue=_NONE):
             yield rows[self._shuffled(np.concatenate(parts), epoch)]
-
-    def _string(
-        self, index: int, first: int, lengths: np.ndarray, window_tokens: int, epoch: int
-    ) -> Iterator[np.ndarray]:
-        for indices in shuffled_windows(lengths, window_tokens, self.seed, epoch, STRETCH, index):
-            yield first + indices
 
 
 class PartsPlan(BatchPlan):
@@ -385,3 +380,35 @@ def _differing_tensors(first: HiddenStatesDataset, other: HiddenStatesDataset) -
         if share or one.dtype == two.dtype:
             differing.append(f"{name}: {max(1e-4, share):.2%} of its rows differ")
     return sorted(differing)
+
+
+# -- token counts ----------------------------------------------------------------------------------
+
+
+def count_tokens(
+    dataset: Documents, documents: Iterable[tuple[int, int, int]], longest: int
+) -> np.ndarray:
+    """Count how often each token id is a supervised token, int64 [V], V tokens of the target.
+
+    Only ids and masks are read, one document at a time.
+
+    Args:
+        dataset: what is read.
+        documents: (row, tokens that are counted, times that each counts).
+        longest: largest number of tokens.
+    """
+    counts = np.zeros(dataset.manifest.vocab_size, dtype=np.int64)
+    ids = torch.zeros(longest, dtype=torch.int64)
+    mask = torch.zeros(longest, dtype=torch.bool)
+    out = {"input_ids": ids, "loss_mask": mask}
+    for row, length, times in documents:
+        tokens = dataset.read_into(row, out, 0, length)
+        np.add.at(counts, ids[:tokens][mask[:tokens]].numpy(), times)
+    return counts
+
+
+def count_dataset(dataset: HiddenStatesDataset) -> np.ndarray:
+    """Count the supervised tokens of all documents of a dataset, int64 [V]."""
+    lengths = dataset.lengths.tolist()
+    documents = ((row, length, 1) for row, length in enumerate(lengths))
+    return count_tokens(dataset, documents, max(lengths, default=0))

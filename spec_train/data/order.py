@@ -10,15 +10,15 @@ once per epoch. The last batch of an epoch may be short, because dropping it wou
 Random numbers are splitmix64 hashes of (seed, epoch, purpose, index). The generators of numpy may
 change between releases, but the order of a run must not.
 
-Only the stretches are shuffled over the whole epoch, with array arithmetic. Documents are shuffled
-and packed window by window when batches are requested, so the first batch of a million documents
-does not wait until all others are packed.
+Documents are shuffled and packed window by window when batches are requested, so the first batch of
+a million documents does not wait until all others are packed.
 
 N documents. A batch plan here is the order of batches; the generation plan is another thing.
 """
 
 import bisect
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -28,16 +28,12 @@ import pyarrow as pa
 
 from spec_data.shards.errors import ConfigError
 
-# -- fill ------------------------------------------------------------------------------------------
-# How the shuffled documents of a group become packs.
-#
+# -- packs -----------------------------------------------------------------------------------------
 # Each document, in shuffled order, goes into the fullest open pack that has room for it. At most
 # OPEN packs are open, so neighbouring packs hold documents that are neighbours in the shuffled
-# order, and a batch is a random sample. With more open packs, the last ones of a group would hold
-# the documents for which nothing was left to fill up with.
-#
-# Best-fit by decreasing length has slightly fuller packs, but each holds documents of nearly one
-# length, so a batch holds few lengths, and few sources where the length depends on the source.
+# order, and a batch is a random sample. Best-fit by decreasing length has slightly fuller packs,
+# but each holds documents of nearly one length, so a batch holds few lengths, and few sources where
+# the length depends on the source.
 
 
 OPEN = 16
@@ -380,3 +376,59 @@ def rank_slice(batch: Sequence[T], rank: int, world_size: int) -> list[T]:
     get none of a short batch. Over all ranks, each appears once.
     """
     return list(batch[rank::world_size])
+
+
+# -- following -------------------------------------------------------------------------------------
+
+
+class FollowingPlan(BatchPlan):
+    """The order of a run that follows a dataset while it is generated, unit by unit (shards).
+
+    The first epoch trains on windows of consecutive units, of at least `window_tokens` each, and
+    shuffles inside a window, so batch k needs no unit after the last one of its window. In later
+    epochs all units are on disk, and the order is that of a BatchPlan. All of it follows from the
+    generation plan, which is complete before the first unit.
+    """
+
+    def __init__(
+        self, lengths: np.ndarray, usable: np.ndarray, units: np.ndarray, **options: Any
+    ) -> None:
+        """Plan over documents of `lengths` int64 [N]; unit u has documents units[u] to units[u+1].
+
+        `units` is int64 [U + 1]; other arguments as for BatchPlan.
+        """
+        super().__init__(lengths, usable, **options)
+        self.units = units
+        self.bounds = window_bounds(self.lengths, usable, units, self.window_tokens)
+
+    def windows(self, epoch: int) -> Iterator[np.ndarray]:
+        """Yield the documents of each window in training order, int64 dataset rows."""
+        if epoch:
+            yield from super().windows(epoch)
+            return
+        # int64 [W + 1]: window w has the usable documents borders[w] to borders[w + 1]
+        borders = np.searchsorted(self.rows, self.units[self.bounds]).tolist()
+        for first, last in itertools.pairwise(borders):
+            if first < last:
+                yield self.rows[self._shuffled(np.arange(first, last), 0)]
+
+
+def window_bounds(
+    lengths: np.ndarray, usable: np.ndarray, units: np.ndarray, window_tokens: int
+) -> np.ndarray:
+    """Return the bounds of W windows of consecutive units, int64 [W + 1].
+
+    A window ends with the unit in which its usable documents reach `window_tokens` tokens. For the
+    arguments see `FollowingPlan`.
+    """
+    total = np.concatenate([[0], np.cumsum(np.where(usable, lengths, 0))])  # [N + 1]
+    per_unit = np.diff(total[units])  # [U], usable tokens
+    bounds, tokens = [0], 0
+    for unit, count in enumerate(per_unit.tolist(), 1):
+        tokens += count
+        if tokens >= window_tokens:
+            bounds.append(unit)
+            tokens = 0
+    if bounds[-1] < len(per_unit):
+        bounds.append(len(per_unit))
+    return np.array(bounds, np.int64)

@@ -17,9 +17,8 @@ import torch
 
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.follow import FollowedDataset
-from spec_train.data.following import FollowingPlan
 from spec_train.data.mixture import Documents, MixedPlan, Mixture, PartsPlan
-from spec_train.data.order import BatchPlan, below_border, split_border
+from spec_train.data.order import BatchPlan, FollowingPlan, below_border, split_border
 from spec_train.options.training import Training
 
 # -- selection -------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,16 +27,20 @@ from torch import Tensor
 
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import PADDING
+from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.shard import CodedRows
 from spec_train.data.batch import DraftBatch
-from spec_train.data.fetch_ahead import fetched_ahead, remote_parts, warn_of_small_cache
-from spec_train.data.mixture import Documents
+from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.order import BatchPlan, Pack, rank_slice
+
+T = TypeVar("T")
 
 READ_AHEAD = 2
 """Micro-batches read beyond those of the step in use."""
 ROUND = 32
 """Packs are padded to the longest of the micro-batch, rounded up to a multiple of this."""
+LOOK_AHEAD = 64
+"""How many steps are looked ahead, where their shards are less than a quarter of the cache."""
 _POLL = 0.2  # seconds between two checks whether to stop, while waiting for data
 _SMALL = {
     "input_ids": torch.int64,
@@ -355,7 +360,6 @@ class BatchStream:
         try:
             steps = self._steps(*position, count)
             if remote_parts(self.dataset):
-                warn_of_small_cache(self.dataset, self.plan.window_tokens)
                 steps = fetched_ahead(self.dataset, steps, self._my_rows)
             for epoch, index, share, packs in steps:
                 step = Step(epoch, index, share, free)
@@ -371,3 +375,39 @@ class BatchStream:
             ready.put(None)
         except BaseException as error:
             ready.put(error)
+
+
+# -- remote storage --------------------------------------------------------------------------------
+# The shards of coming steps are downloaded while earlier steps are read. A failure here is none of
+# the run: the reader meets it again, and raises it.
+
+
+def remote_parts(dataset: Documents) -> list[HiddenStatesDataset]:
+    """Return the datasets among the documents that are on remote storage."""
+    parts = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
+    stored = (s for p in parts if isinstance(p, HiddenStatesDataset) for s in p.sources)
+    return [source for source in stored if source.mirror is not None]
+
+
+def fetched_ahead(
+    dataset: Documents, steps: Iterable[T], rows: Callable[[T], Iterable[int]]
+) -> Iterator[T]:
+    """Yield `steps`; shards of the documents `rows(step)` of coming ones are downloaded."""
+    mirrors = [part.mirror for part in remote_parts(dataset) if part.mirror]
+    limit = min(mirror.limit for mirror in mirrors) // 4
+    waiting: deque[tuple[T, int]] = deque()
+    ahead = 0
+    try:
+        for step in steps:
+            size = dataset.fetch_ahead(rows(step))
+            waiting.append((step, size))
+            ahead += size
+            while waiting and (ahead > limit or len(waiting) > LOOK_AHEAD):
+                first, size = waiting.popleft()
+                yield first
+                ahead -= size
+        for step, _ in waiting:
+            yield step
+    finally:
+        for mirror in mirrors:
+            mirror.stop()  # a run that is stopped must not wait for them

@@ -21,7 +21,7 @@ from spec_data.shards.identity import compare
 from spec_data.shards.likelihood_text import figures_text, suspicions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine as verify_dataset
-from spec_train.data.token_counts import count_dataset
+from spec_train.data.mixture import count_dataset
 from spec_train.diagnosis.checks import (
     FINDING,
     Check,

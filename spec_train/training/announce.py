@@ -8,7 +8,7 @@ from torch import Tensor
 from spec_data.models.engines import engine_warnings
 from spec_data.models.families import target_architectures
 from spec_data.shards.layer_ids import recipe_layers
-from spec_train.data.mixture import Documents, MixedPlan, Mixture
+from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.policy_masks import PolicyDataset
 from spec_train.data.splits import Splits
 from spec_train.drafts import Draft
@@ -59,13 +59,6 @@ def _announce_data(trainer: Trainer, splits: Splits) -> None:
             log.info(
                 "mask       %s, from the stored turns; the dataset was generated with %s",
                 *(part.policy, part.manifest.mask or "another one"),
-            )
-    if isinstance(plan, MixedPlan):
-        tokens = [int(plan.lengths[documents].sum()) for documents in plan.draw(0)]
-        for share, count in zip(plan.shares, tokens, strict=True):
-            log.info(
-                "share      %s, weight %g: %.1f %% of the tokens of an epoch",
-                *(share.name, float(share.weight), 100 * count / sum(tokens)),
             )
     reasons = [f"{count:,} with {reason}" for reason, count in selection.left_out.items()]
     held_out = splits.validation.rows

@@ -6,10 +6,10 @@
     RUN/failed-step-<n>/failure.json                     its documents, every option, the seed of
                                                          its random numbers, the head's checksum
 
-The directory is written completely or not at all. When a step's loss is read, its buffers already
-hold other documents, so the micro-batch is read from the dataset again. If only the gradient of
-the whole step is not finite, its micro-batches run again one by one to find the responsible one.
-With several ranks, rank 0 does this for all: a micro-batch is the same on every rank.
+When a step's loss is read, its buffers already hold other documents, so the micro-batch is read
+from the dataset again. If only the gradient of the whole step is not finite, its micro-batches run
+again one by one to find the responsible one. With several ranks, rank 0 does this for all: a
+micro-batch is the same on every rank.
 """
 
 import hashlib
@@ -87,7 +87,8 @@ def loss_and_norm(
 # -- the record ------------------------------------------------------------------------------------
 
 FAILURE, BATCH = "failure.json", "batch.safetensors"
-_SHOWN = 8
+STATES_TEXT = "{column} of {doc_id} at {tokens} tokens, first at token {first}"
+_SHOWN = 8  # documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +102,6 @@ class FailedStep:
     """Of each micro-batch: packs before it in the epoch, its packs, its loss."""
     grad_norm: float
     counts: Tensor  # slot counts of the whole step, float64 [S]
-
-    @property
-    def losses(self) -> list[float]:
-        """The losses of the micro-batches."""
-        return [loss for _, _, loss in self.parts]
 
 
 def describe_failure(
@@ -121,19 +117,24 @@ def describe_failure(
 
     `draft` and `stored`, its copy on the host, hold the complete weights from before the step.
     """
-    dataset, losses = stream.dataset, failed.losses
-    seeds = [
-        place_seed(config.seed, "train", failed.epoch, number) for number, _, _ in failed.parts
-    ]
+    dataset, losses = stream.dataset, [loss for _, _, loss in failed.parts]
+    seeds = [place_seed(config.seed, "train", failed.epoch, first) for first, _, _ in failed.parts]
     index = _first_bad_part(failed, seeds, draft, head, stream)
     batch = stream.read(failed.parts[index][1])
     bad = next((loss for loss in losses if not math.isfinite(loss)), None)
     what = f"gradient norm is {failed.grad_norm}" if bad is None else f"loss is {bad}"
     documents = document_table(batch, dataset)
+    names = "; ".join("{doc_id} in {shard}".format(**document) for document in documents[:_SHOWN])
+    if (more := len(documents) - _SHOWN) > 0:
+        names += f"; and {more} more"
+    states = "Their stored states are finite"
+    if columns := non_finite_states(batch, documents):
+        others = f", and {len(columns) - 1} more columns" if len(columns) > 1 else ""
+        states = f"Stored states are not finite: {STATES_TEXT.format(**columns[0])}{others}"
     message = (
         f"step {failed.step} (epoch {failed.epoch}, batch {failed.batch}): the {what}; "
         f"the step was not applied. Documents of micro-batch {index + 1} of {len(losses)}: "
-        f"{_named(documents)}. {_states(non_finite_states(batch, documents))}"
+        f"{names}. {states}"
     )
     state = {
         "draft": draft.name,
@@ -143,18 +144,16 @@ def describe_failure(
         "micro_batch": index,
         "losses": [str(loss) for loss in losses],  # JSON has no nan
         "grad_norm": str(failed.grad_norm),
-        "seed": config.seed,
         "random_seed": seeds[index],
         "dtype": config.dtype,
         "config": to_dict(config),
         "options": to_dict(draft.options),
         "dataset": str(Path(dataset.path).absolute()),
-        "fingerprint": dataset.manifest.fingerprint,
         "head": head_hash(dataset.manifest),
         "documents": documents,
     }
-    states = {f"states.{name}": values for name, values in batch.hidden.items()}
-    tensors = batch.plain() | states | {"counts": failed.counts}
+    hidden = {f"states.{name}": values for name, values in batch.hidden.items()}
+    tensors = batch.plain() | hidden | {"counts": failed.counts}
 
     def write(folder: Path) -> None:
         stored.save_pretrained(folder, torch.float32)
@@ -185,16 +184,15 @@ def _first_bad_part(
 
     If there is none (only the sum overflows), return the one with the largest gradient.
     """
-    for i, loss in enumerate(failed.losses):
+    for i, (_, _, loss) in enumerate(failed.parts):
         if not math.isfinite(loss):
             return i
     norms: list[float] = []
     for seed, (_, packs, _) in zip(seeds, failed.parts, strict=True):
         torch.manual_seed(seed)
-        norm = loss_and_norm(draft, head, stream.read(packs), failed.counts)[1]
-        if not math.isfinite(norm):
-            return len(norms)
-        norms.append(norm)
+        norms.append(loss_and_norm(draft, head, stream.read(packs), failed.counts)[1])
+        if not math.isfinite(norms[-1]):
+            return len(norms) - 1
     return norms.index(max(norms))
 
 
@@ -221,7 +219,7 @@ def non_finite_states(
     Returns:
         doc_id, shard, column, number of tokens and first token, of each document and column.
     """
-    bad_states = []
+    columns = []
     for document in documents:
         span = batch.document_ids[document["pack"]] == document["place"]
         for name, values in batch.hidden.items():
@@ -229,23 +227,5 @@ def non_finite_states(
             bad = (~states.isfinite()).any(-1).nonzero().flatten().tolist()
             if bad:
                 where = {"doc_id": document["doc_id"], "shard": document["shard"]}
-                where |= {"column": name, "tokens": len(bad), "first": bad[0]}
-                bad_states.append(where)
-    return bad_states
-
-
-def _named(documents: Sequence[dict[str, Any]]) -> str:
-    """Return the first few documents, and where they are stored."""
-    text = "; ".join("{doc_id} in {shard}".format(**document) for document in documents[:_SHOWN])
-    more = len(documents) - _SHOWN
-    return text + (f"; and {more} more" if more > 0 else "")
-
-
-def _states(bad: list[dict[str, Any]]) -> str:
-    if not bad:
-        return "Their stored states are finite"
-    return (
-        "Stored states are not finite: {column} of {doc_id} at {tokens} tokens, first at token "
-        "{first}".format(**bad[0])
-        + (f", and {len(bad) - 1} more columns" if len(bad) > 1 else "")
-    )
+                columns.append(where | {"column": name, "tokens": len(bad), "first": bad[0]})
+    return columns

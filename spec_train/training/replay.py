@@ -31,6 +31,7 @@ from spec_train.losses.head import TargetHead
 from spec_train.training.failure import (
     BATCH,
     FAILURE,
+    STATES_TEXT,
     cast_draft,
     head_hash,
     loss_and_norm,
@@ -38,6 +39,9 @@ from spec_train.training.failure import (
 )
 
 _SHOWN = 5
+_MODULES_TEXT = (
+    "{module} ({kind}): {count:,} of {total:,} values of its {what}, first at index {first}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,23 +58,15 @@ class Replayed(Result):
             f"step {report['step']}: loss {report['loss']} (in the run {report['loss_then']}), "
             f"gradient norm {report['grad_norm']}{end}"
         ]
-        texts = {
-            "weights that are not finite": report["weights"],
-            "stored states that are not finite": [
-                "{column} of {doc_id} ({shard}) at {tokens} tokens, first at token {first}".format(
-                    **bad
-                )
-                for bad in report["states"]
-            ],
-            "modules with values that are not finite, in order": [
-                "{module} ({kind}): {count:,} of {total:,} values of its {what}, first at index "
-                "{first}".format(**bad)
-                for bad in report["modules"]
-            ],
-            "gradients that are not finite": report["gradients"],
-        }
-        for title, items in texts.items():
-            lines += [title, *(f"  {item}" for item in items[:_SHOWN])] if items else []
+        for what, items in (
+            ("weights", report["weights"]),
+            ("stored states", [STATES_TEXT.format(**bad) for bad in report["states"]]),
+            ("modules with values", [_MODULES_TEXT.format(**bad) for bad in report["modules"]]),
+            ("gradients", report["gradients"]),
+        ):
+            order = ", in order" if what.startswith("modules") else ""
+            lines += [f"{what} that are not finite{order}"] if items else []
+            lines += [f"  {item}" for item in items[:_SHOWN]]
             lines += [f"  and {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
         return "\n".join(lines)
 
@@ -95,7 +91,17 @@ def replay_step(folder: Path, data: Path | None = None, device: str = "auto") ->
     used = usable_device(device)
     dtype = compute_dtype(state["dtype"], used)
     where = data or Path(state["dataset"])
-    manifest = _manifest(where, state["head"])
+    if not (where / MANIFEST).is_file():
+        raise MissingError(
+            f"{where}: no finished dataset; replay reads the target's head from it. Its "
+            "manifest.json and target/ are enough: copy them to any directory and pass --data"
+        )
+    manifest = Manifest.read(where / MANIFEST)
+    if head_hash(manifest) != state["head"]:
+        raise DatasetError(
+            f"{where}: its target/head.safetensors is not the one that the run used (sha256 "
+            f"{head_hash(manifest)}, not {state['head']}); pass --data with the run's own dataset"
+        )
     head = TargetHead.from_dataset(where, dtype, used, manifest)
     kind = draft_class(state["draft"])
     draft: Any = kind.from_pretrained(folder)
@@ -103,23 +109,26 @@ def replay_step(folder: Path, data: Path | None = None, device: str = "auto") ->
     draft.join(head, manifest, str(folder))
     draft.to(used).train()
     cast_draft(draft, dtype)
-    batch = _batch(tensors, state)
+    plain: dict[str, Any] = {name: tensors[name] for name in PLAIN if name in tensors}
+    hidden = {n.removeprefix("states."): t for n, t in tensors.items() if n.startswith("states.")}
+    packs: list[list[int]] = [[] for _ in plain["input_ids"]]
+    for number, document in enumerate(state["documents"]):
+        packs[document["pack"]].append(number)
+    batch = DraftBatch(**plain, hidden=hidden, rows=packs)
 
     torch.manual_seed(state["random_seed"])
     with _non_finite_modules(draft) as modules:
         loss, norm = loss_and_norm(draft, head, batch, tensors["counts"].to(used))
-    named = dict(draft.named_parameters())
-    gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
+    weights = dict(draft.named_parameters())
+    gradients = {name: p.grad for name, p in weights.items() if p.grad is not None}
     states = non_finite_states(batch, state["documents"])
     report = {
-        "draft": state["draft"],
-        "dataset": state["dataset"],
-        "step": state["step"],
+        **{name: state[name] for name in ("draft", "dataset", "step")},
         "loss": str(loss),
         "loss_then": state["losses"][state["micro_batch"]],
         "grad_norm": str(norm),
         "reproduced": not (math.isfinite(loss) and math.isfinite(norm)),
-        "weights": [name for name, p in named.items() if not bool(p.isfinite().all())],
+        "weights": [name for name, p in weights.items() if not bool(p.isfinite().all())],
         "states": states,
         "modules": list(modules.values()),
         "gradients": [name for name, g in gradients.items() if not bool(g.isfinite().all())],
@@ -146,32 +155,6 @@ def read_failure(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return state, load_file(folder / BATCH)
     except (ValueError, SafetensorError) as error:
         raise DraftError(f"{folder}: damaged ({error}); copy it again") from None
-
-
-def _batch(tensors: dict[str, Tensor], state: dict[str, Any]) -> DraftBatch:
-    """Return the micro-batch of a failed step, on the CPU."""
-    states = {n.removeprefix("states."): t for n, t in tensors.items() if n.startswith("states.")}
-    plain: dict[str, Any] = {name: tensors[name] for name in PLAIN if name in tensors}
-    packs: list[list[int]] = [[] for _ in range(len(plain["input_ids"]))]
-    for number, document in enumerate(state["documents"]):
-        packs[document["pack"]].append(number)
-    return DraftBatch(**plain, hidden=states, rows=packs)
-
-
-def _manifest(dataset: Path, head: str) -> Manifest:
-    """Read the manifest of the run's dataset, whose head has the checksum `head`."""
-    if not (dataset / MANIFEST).is_file():
-        raise MissingError(
-            f"{dataset}: no finished dataset; replay reads the target's head from it. Its "
-            "manifest.json and target/ are enough: copy them to any directory and pass --data"
-        )
-    manifest = Manifest.read(dataset / MANIFEST)
-    if head_hash(manifest) != head:
-        raise DatasetError(
-            f"{dataset}: its target/head.safetensors is not the one that the run used (sha256 "
-            f"{head_hash(manifest)}, not {head}); pass --data with the run's own dataset"
-        )
-    return manifest
 
 
 @contextmanager

@@ -21,10 +21,9 @@ from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.position_data import UNKNOWN, load_positions
 from spec_data.terminal.config import to_dict
 from spec_data.terminal.paths import check_directory_to_write
-from spec_train.data.mixture import Documents, Mixture, open_documents
+from spec_train.data.mixture import Documents, Mixture, count_tokens, open_documents
 from spec_train.data.order import SPLIT_RULE, BatchPlan, rank_slice
 from spec_train.data.splits import Splits, make_splits
-from spec_train.data.token_counts import count_tokens
 from spec_train.drafts import Draft, draft_class
 from spec_train.losses.head import TargetHead
 from spec_train.options.data_option import parse_sources

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from spec_data.shards.packing import pack_documents
-from spec_train.data.following import FollowingPlan
 from spec_train.data.mixture import MixedPlan, Share
-from spec_train.data.order import OPEN, BatchPlan, fill_in_order
+from spec_train.data.order import OPEN, BatchPlan, FollowingPlan, fill_in_order
 
 SEQ_LEN, PACKS = 1024, 4
 SEEDS = range(4)

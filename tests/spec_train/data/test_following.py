@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from spec_train.data.following import FollowingPlan, window_bounds
+from spec_train.data.order import FollowingPlan, window_bounds
 
 LENGTHS = np.random.default_rng(0).integers(4, 60, 200)
 USABLE = np.arange(200) % 5 != 2

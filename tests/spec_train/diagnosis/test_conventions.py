@@ -11,7 +11,7 @@ import torch
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
 from spec_train.commands.doctor import doctor
-from spec_train.data.token_counts import count_dataset
+from spec_train.data.mixture import count_dataset
 from spec_train.diagnosis.checks import CHECKS, FINDING, OK, UNDECIDED, Diagnosis
 from spec_train.drafts.layers import RMSNorm
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options

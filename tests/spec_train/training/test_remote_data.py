@@ -7,8 +7,8 @@ import pytest
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.storage import Storage
-from spec_train.data.fetch_ahead import fetched_ahead, remote_parts, warn_of_small_cache
 from spec_train.data.mixture import open_documents
+from spec_train.data.stream import fetched_ahead, remote_parts
 from spec_train.evaluation.evaluate import Documents, measure
 from spec_train.evaluation.run_record import read_run
 from spec_train.options.data_option import parse_source, parse_sources
@@ -87,15 +87,6 @@ def test_a_failure_ahead_is_met_by_the_reader(remote, monkeypatch, tmp_path):
         assert any(ahead.exception() for ahead in dataset.mirror._coming.values())
         assert dataset[step]["doc_id"]
     assert failed
-
-
-def test_a_cache_that_is_smaller_than_a_window_is_said(remote, monkeypatch, caplog):
-    dataset = open_documents(parse_sources(remote))
-    warn_of_small_cache(dataset, 1 << 22)
-    assert not caplog.messages
-    monkeypatch.setattr(dataset.mirror, "limit", dataset.manifest.totals.bytes - 1)
-    warn_of_small_cache(dataset, 1 << 22)
-    assert "downloaded again and again. Set SPEC_DATA_REMOTE_SIZE" in caplog.text
 
 
 def test_a_run_that_cannot_read_ends_with_an_error(remote, config, monkeypatch, tmp_path):
