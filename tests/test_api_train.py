@@ -79,7 +79,7 @@ def test_wrong_drafts_and_options_are_errors_in_words(here, tmp_path):
     config = Training(data="data", out=str(tmp_path / "no"), steps=1)
     with pytest.raises(DraftError, match="there is no draft 'eagle4'"):
         run_fit("eagle4", config, Eagle3Options())
-    with pytest.raises(DraftError, match="ttt_steps = 0"):
+    with pytest.raises(DraftError, match="--ttt-steps 0"):
         flat.fit("eagle3", "data", tmp_path / "no", ttt_steps=0)
     assert not (tmp_path / "no").exists()
 

@@ -4,6 +4,7 @@ Types, choices and bounds are checked by msgspec, paths by the notes `types.Hold
 """
 
 import dataclasses
+import math
 import os
 import typing
 from collections.abc import Iterator, Mapping
@@ -37,16 +38,7 @@ def checked(name: str, value: Any, hint: Any) -> Any:
         fields = [f for f in dataclasses.fields(value) if getattr(value, f.name) != f.default]
         given = {field.name: getattr(value, field.name) for field in fields}
         return dataclasses.replace(value, **checked_values(type(value), given)) if given else value
-    try:
-        value = msgspec.convert(value, hint)
-    except msgspec.ValidationError as error:
-        reason = str(error).replace("`", "").partition(" - at ")[0]
-        choices = _choices(hint)
-        if choices:
-            listed = ", ".join(choices)
-            reason = f"choose from {listed}{did_you_mean(str(value), choices)}"
-        text = " ".join(repr(value).split())[:100]
-        raise ConfigError(f"{flag(name)} {text}: {reason[0].lower()}{reason[1:]}") from None
+    value = _converted(name, value, hint)
     holds = next((note for note in notes_of(hint) if isinstance(note, Holds)), Holds())
     for text in value if isinstance(value, list) else [value]:
         if not isinstance(text, str):
@@ -58,6 +50,34 @@ def checked(name: str, value: Any, hint: Any) -> Any:
         if holds.kind is not None:
             check_path(flag(name), text, holds.kind)
     return value
+
+
+def _converted(name: str, value: Any, hint: Any) -> Any:
+    """Return a value as its annotation wants it, but for its paths."""
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        reason = str(error).replace("`", "").partition(" - at ")[0]
+        choices = _choices(hint)
+        if choices:
+            listed = ", ".join(choices)
+            reason = f"choose from {listed}{did_you_mean(str(value), choices)}"
+        text = " ".join(repr(value).split())[:100]
+        raise ConfigError(f"{flag(name)} {text}: {reason[0].lower()}{reason[1:]}") from None
+
+
+def check_bounds(options: Any) -> None:
+    """Check types, choices and bounds of all fields of a dataclass of options.
+
+    Raises:
+        ConfigError: a value of another type, out of its bounds, or not finite.
+    """
+    hints = typing.get_type_hints(type(options), include_extras=True)
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        _converted(field.name, _plain(value), hints[field.name])
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{flag(field.name)} {value}: expected a finite number")
 
 
 def checked_values(kind: type, values: Mapping[str, Any], where: str = "") -> dict[str, Any]:

@@ -27,8 +27,7 @@ from spec_data.terminal.config import to_dict
 from spec_train.drafts.layers import LayerShape, activation
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import TOKEN_KEYS
-from spec_train.options.shape_options import FULL, SLIDING
-from spec_train.options.vocabulary_options import PATHS
+from spec_train.options.draft_options import FULL, PATHS, SLIDING
 
 log = logging.getLogger(__name__)
 

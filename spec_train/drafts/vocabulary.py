@@ -9,18 +9,18 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_train.formats.vocabulary_maps import read_vocabulary
-from spec_train.options.vocabulary_options import VocabularyOptions
+from spec_train.options.draft_options import AuxOptions
 
 log = logging.getLogger(__name__)
 
 
 def choose_vocabulary(
-    options: VocabularyOptions, vocab: int, counts: Tensor | None, special: Sequence[int] = ()
+    options: AuxOptions, vocab: int, counts: Tensor | None, special: Sequence[int] = ()
 ) -> Tensor | None:
     """Return the target ids of the draft vocabulary, int64 [Vd] ascending; None: all V tokens.
 
     Args:
-        options: see `vocabulary_options`.
+        options: see `draft_options`.
         vocab: V.
         counts: how often each token is a supervised token, int64 [V]; a file needs none.
         special: ids of special tokens; a chosen vocabulary has them all.

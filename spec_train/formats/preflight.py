@@ -19,7 +19,7 @@ from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import DFLASH, unread_text
 from spec_train.formats.target_facts import TargetFacts
-from spec_train.options.shape_options import FULL, SLIDING
+from spec_train.options.draft_options import FULL, SLIDING
 
 REFUSE, WARN, NOTE, OK = "refuse", "warn", "note", "ok"
 UNREAD, START = "unread", "start"

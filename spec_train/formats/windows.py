@@ -21,7 +21,7 @@ from typing import Any
 
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.names import DFLASH_CONFIG, table_of
-from spec_train.options.shape_options import FULL, SLIDING
+from spec_train.options.draft_options import FULL, SLIDING
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import HeadSpec, apply_head
 from spec_train.losses.teacher_rows import SomeRows, TeacherRows
 from spec_train.losses.tiles import dot, product, softmax_sums, tiles
-from spec_train.options.loss_options import KINDS
+from spec_train.options.draft_options import KINDS
 
 # Logits of one chunk: few fit in a CPU's cache, and a GPU needs many rows to be busy. Every chunk
 # reads all rows of the head and updates their gradient; if a chunk has few rows and the vocabulary
@@ -90,7 +90,7 @@ class LossKind:
 
     @classmethod
     def of(cls, options: Any) -> Self:
-        """Return the loss that the options of a draft name (see `loss_options`)."""
+        """Return the loss that the options of a draft name (see `draft_options`)."""
         hard = getattr(options, "compared_with", options.loss_target) != "soft"
         return cls(name=options.loss, hard=hard)
 

@@ -1,58 +1,261 @@
-"""The options of the drafts: one frozen dataclass per draft. No torch here: `--help` is instant."""
+"""The options of the drafts: one frozen dataclass per draft. No torch here: `--help` is instant.
+
+A size that is not given is the target's, and the other switches of the shape are off.
+`spec_train.drafts.config` makes the fields of a draft's configuration from them, under the same
+names. What each loss computes is described in `losses`; which distribution of the target it uses,
+in docs/drafts.md.
+"""
 
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from cyclopts import Parameter
+from msgspec import Meta
 
-from spec_data.shards.errors import DraftError
+from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.layer_ids import chosen_layers
+from spec_data.terminal.checks import check_bounds
 from spec_data.terminal.console import did_you_mean
-from spec_data.terminal.types import NO_FLAG, ONE_TOKEN
-from spec_train.options.loss_options import (
-    AUTO,
-    DRAFT,
-    BlockLossOptions,
-    Kind,
-    LossOptions,
-    PositionOptions,
-)
-from spec_train.options.shape_options import SHAPE, LayerOptions, NormOptions
-from spec_train.options.vocabulary_options import VocabularyOptions
+from spec_data.terminal.types import NO_FLAG, ONE_TOKEN, Count, Positive, more
 
+AUTO = "auto"
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The two values of `layer_types`."""
+MIXED = "ce+l1"
+"""The loss of block drafts as published: cross-entropy and L1, each with its weight."""
+VOCABULARY_CHOICES = ("draft_vocab", "draft_vocab_coverage")
+"""Options that choose the draft vocabulary instead of `draft_vocab_size`."""
+PATHS = ("draft_vocab",)
+"""Options that are paths of this machine; a draft's config.json does not repeat them."""
+
+DRAFT, SHAPE = more("the draft"), more("shape of the draft")
+_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _WIDTH, _BLOCKS = 2560, 36
 """Hidden size and decoder blocks of Qwen3-4B, the smallest target of a published block draft."""
 
-
-def scaled_layers(published: int, hidden: int, blocks: int) -> int:
-    """Return the layers of a draft for a target of `hidden` channels and `blocks` layers.
-
-    They are those of the `published` drafts. For a narrower target than any of these have, they
-    would be too large a part of it: there the draft has their share of the target's depth.
-    """
-    if hidden >= _WIDTH:
-        return published
-    return max(1, min(published, round(published * blocks / _BLOCKS)))
+Kind = Literal["ce", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-lambda"]
+BlockKind = Literal["ce+l1", "ce", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-lambda"]
+KINDS = get_args(Kind)
+Bias = Literal["auto", "true", "false"]
+Weight = Annotated[float, Meta(ge=0)]
+Ratio = Annotated[float, Meta(gt=0, le=1)]
+TokenId = Annotated[int, Meta(ge=-1), Parameter(metavar="ID")]
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class AuxOptions(VocabularyOptions, LayerOptions):
-    """What drafts over captured layers share."""
+class DraftOptions:
+    """The shape of a decoder layer, the embedding, and the menu of losses: of every draft."""
 
-    layers: Annotated[str, DRAFT, ONE_TOKEN, Parameter(metavar="IDS")] = "auto"
+    intermediate_size: Annotated[Count, NO_FLAG] = 0
+    """Width inside the MLP. 0 = the target's."""
+    num_attention_heads: Annotated[Count, NO_FLAG] = 0
+    """Query heads. 0 = the target's."""
+    num_key_value_heads: Annotated[Count, NO_FLAG] = 0
+    """Key and value heads; they divide the query heads. 0 = the target's."""
+    head_dim: Annotated[Count, NO_FLAG] = 0
+    """Size of a head. 0 = the target's. With another one, the rotary frequencies are those of this
+    size, as engines compute them from the draft's own config."""
+    hidden_act: Annotated[str, NO_FLAG] = "silu"
+    """Activation of the MLP, by its name in transformers, such as silu or gelu_pytorch_tanh."""
+    qk_norm: Annotated[bool, NO_FLAG] = False
+    """Normalise queries and keys, each head by an RMSNorm (Qwen3's layer)."""
+    attention_bias: Annotated[Bias, NO_FLAG] = "auto"
+    """Biases of the four attention projections; auto: as the target's config says."""
+    mlp_bias: Annotated[Bias, NO_FLAG] = "auto"
+    """Biases of the three projections of the MLP; auto: as the target's config says."""
+    sliding_window: Annotated[Count, SHAPE] = 0
+    """A token sees the last N positions only, its own one included, in the layers of layer_types.
+    0 = every earlier position."""
+    layer_types: Annotated[str, NO_FLAG] = AUTO
+    """One of full_attention and sliding_attention per layer of the draft, with commas; auto: every
+    layer slides if --sliding-window is given."""
+    train_embeddings: Annotated[bool, SHAPE] = False
+    """Train an embedding of its own, which starts as the target's; SGLang replaces it by the
+    target's."""
+    loss: Annotated[Kind, DRAFT] = "ce"
+    """Loss of a slot. ce: cross-entropy; kl, reverse-kl: KL divergence from and to the target's
+    distribution; jsd: Jensen-Shannon divergence; tv: total variation, the probability that a
+    sampled draft is rejected; lk-alpha, lk-lambda: the acceptance losses of arXiv 2602.23881."""
+    loss_target: Annotated[Literal["soft", "hard"], DRAFT] = "soft"
+    """What the loss compares the draft with. soft: the target's distribution; hard: its most
+    probable token alone."""
+
+    def __post_init__(self) -> None:
+        """Refuse values out of their bounds, and options that contradict each other.
+
+        Raises:
+            DraftError: there are some.
+        """
+        try:
+            check_bounds(self)
+            self.check()
+        except ConfigError as error:
+            raise DraftError(str(error)) from None
+
+    def check(self) -> None:
+        """Refuse options that contradict each other."""
+        types = set(self.types)
+        if odd := sorted(types - {FULL, SLIDING}):
+            raise DraftError(
+                f"layer_types: {', '.join(odd)} unknown; choose from {FULL}, {SLIDING}"
+            )
+        if SLIDING in types and not self.sliding_window:
+            raise DraftError(f"layer_types has {SLIDING}: --sliding-window N is needed as well")
+        if types and SLIDING not in types and self.sliding_window:
+            raise DraftError(
+                f"sliding_window = {self.sliding_window}: no layer of layer_types is {SLIDING}"
+            )
+        if self.loss == "reverse-kl" and self.loss_target not in ("soft", AUTO):
+            raise DraftError(
+                f"loss = reverse-kl with loss_target = {self.loss_target}: the reverse KL "
+                "divergence from a single token is infinite; use --loss-target soft, or another "
+                "loss"
+            )
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The entries of `layer_types`; () for auto."""
+        if self.layer_types == AUTO:
+            return ()
+        return tuple(part.strip() for part in self.layer_types.split(","))
+
+    @property
+    def biases_of_target(self) -> list[str]:
+        """The options of biases that are auto, so that a new draft follows its target."""
+        return [name for name in ("attention_bias", "mlp_bias") if getattr(self, name) == AUTO]
+
+    def sized(self, hidden: int, blocks: int) -> Self:
+        """Return the options with a value for every size that is not given.
+
+        `hidden` and `blocks` are the hidden size and the decoder blocks of the target.
+        """
+        return self
+
+    def layer_fields(self, target: dict[str, Any], count: int) -> dict[str, Any]:
+        """Return the fields of a draft's configuration that these options decide.
+
+        Args:
+            target: the target's sizes and its (text) config.json, as one table.
+            count: decoder layers of the draft.
+
+        Raises:
+            DraftError: the number of layer types is not `count`.
+        """
+        types = self.types
+        if self.sliding_window and not types:
+            types = (SLIDING,) * count
+        if types and len(types) != count:
+            raise DraftError(f"layer_types has {len(types)} entries; the draft has {count} layers")
+        biases = {"attention_bias": self.attention_bias, "mlp_bias": self.mlp_bias}
+        return {
+            **{name: getattr(self, name) or target[name] for name in _SIZES},
+            "hidden_act": self.hidden_act,
+            "qk_norm": self.qk_norm,
+            **{n: bool(target.get(n)) if v == AUTO else v == "true" for n, v in biases.items()},
+            "sliding_window": self.sliding_window or None,
+            "layer_types": types,
+            "train_embeddings": self.train_embeddings,
+        }
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class EagleOptions(DraftOptions):
+    """Options of the EAGLE-1/2 draft (arXiv 2401.15077, 2406.16858)."""
+
+    num_layers: Annotated[Positive, SHAPE] = 1
+    """Decoder layers of the draft; 1 as published."""
+    regression_weight: ClassVar[float] = 1.0
+    """Weight of the smooth L1 distance from the target's next final hidden state."""
+    ce_weight: ClassVar[float] = 0.1
+    """Weight of --loss, between the target's distribution and the draft's, both through the
+    target's head."""
+    noise: Annotated[Weight, NO_FLAG] = 0.1
+    """Half width of the uniform noise on the input states, only in training."""
+    depth: Positive = 5
+    """Tokens drafted per round, also in validation; training looks one token ahead."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class AuxOptions(DraftOptions):
+    """What drafts over captured layers share: layers, vocabulary, weights of a round's tokens."""
+
+    draft_vocab_size: Count = 32000
+    """The draft can propose this many tokens, the most frequent supervised ones; 0 = all. Fewer are
+    faster; raise it for many languages."""
+    draft_vocab: Annotated[str | None, DRAFT, Parameter(metavar="FILE")] = None
+    """The tokens that the draft can propose, instead of a size: a JSON list of ids, a safetensors
+    file of ids or of d2t/t2d, or any draft (its directory, run or weights file)."""
+    draft_vocab_coverage: Annotated[Ratio | None, DRAFT, Parameter(metavar="SHARE")] = None
+    """The smallest vocabulary that holds this share of the supervised tokens, such as 0.99, instead
+    of a size."""
+    layers: Annotated[str, DRAFT, ONE_TOKEN, Parameter(metavar="IDS")] = AUTO
     """Layer ids that the draft reads, such as 1,3,5; auto reads those that the dataset was captured
     with for this draft (`spec-data generate --for`), else every captured layer."""
     gradient_checkpointing: Annotated[bool, DRAFT] = False
     """Compute every layer (of EAGLE-3: every unroll step) again in the backward pass: less memory,
     up to a third slower."""
+    position_weights: Annotated[str, DRAFT, ONE_TOKEN, Parameter(metavar="D|W,W,...")] = AUTO
+    """Weights of the losses of a round's tokens (unroll step, depth, place in the block), first
+    token first. auto: as published for this draft; one number D above 0 and at most 1: D ** d for
+    token d, counted from 0; a list such as 1,0.8,0.5: one weight per token."""
+    num_layers: Annotated[Positive | None, SHAPE, Parameter(metavar="N")] = None
+    """Decoder layers of the draft; fewer are faster and accept less. Not given: as published (4 of
+    P-EAGLE, 5 of block drafts), or for a target narrower than 2560 channels the share of its layers
+    that they are of 36."""
+    published_layers: ClassVar[int] = 1
+    """Decoder layers of the published drafts."""
 
-    def __post_init__(self) -> None:
-        """Reject values outside their range."""
-        VocabularyOptions.__post_init__(self)
-        LayerOptions.__post_init__(self)
+    @property
+    def round_length(self) -> int:
+        """Number of tokens that a round trains."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Refuse two ways to choose the vocabulary, and weights of another number of tokens."""
+        super().check()
+        names = ("draft_vocab_size", *VOCABULARY_CHOICES)
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        given = [name for name in names if getattr(self, name) != default[name]]
+        if len(given) > 1:
+            flags = (f"--{name.replace('_', '-')} {getattr(self, name)}" for name in given)
+            raise DraftError(
+                f"{' and '.join(flags)}: each of them chooses the draft vocabulary; give one"
+            )
+        self.weights_of(self.round_length)
+
+    def weights_of(self, count: int) -> tuple[float, ...] | None:
+        """Return the weights of the `count` tokens of a round; None: as published.
+
+        Raises:
+            DraftError: no such weights.
+        """
+        text = self.position_weights
+        if text == AUTO:
+            return None
+        try:
+            weights = tuple(float(part) for part in text.split(","))
+        except ValueError:
+            raise DraftError(
+                f"position_weights = {text!r}: expected auto, one decay such as 0.8, or weights "
+                "with commas such as 1,0.8,0.5"
+            ) from None
+        if "," not in text:
+            if not 0 < weights[0] <= 1:
+                raise DraftError(f"position_weights = {text}: a decay is above 0, at most 1")
+            return tuple(weights[0] ** d for d in range(count))
+        if len(weights) != count:
+            raise DraftError(
+                f"position_weights = {text}: {len(weights)} weights for {count} tokens per round; "
+                "name one per token"
+            )
+        if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+            raise DraftError(f"position_weights = {text}: each is 0 or more, and one above 0")
+        return weights
 
     def layer_ids(
         self, captured: tuple[int, ...], recorded: tuple[int, ...] | None = None
@@ -60,37 +263,63 @@ class AuxOptions(VocabularyOptions, LayerOptions):
         """The ascending layer ids to draft from (see `chosen_layers`)."""
         return chosen_layers(self.layers, captured, recorded)
 
+    def sized(self, hidden: int, blocks: int) -> Self:
+        """Return the options with a number of layers.
+
+        It is that of the published drafts. For a narrower target than any of these have, they would
+        be too large a part of it: there the draft has their share of the target's depth.
+        """
+        most = self.published_layers
+        share = max(1, min(most, round(most * blocks / _BLOCKS)))
+        layers = self.num_layers or len(self.types) or (most if hidden >= _WIDTH else share)
+        return dataclasses.replace(self, num_layers=layers)
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Options(PositionOptions, AuxOptions, NormOptions):
-    """Options of the EAGLE-3 draft (arXiv 2503.01840)."""
+class NormOptions(AuxOptions):
+    """The norms of EAGLE-3's first layer."""
 
-    num_layers: Annotated[int, SHAPE] = 1
-    """Decoder layers of the draft; 1 as published. Only the first one reads the token and the
-    captured layers; llama.cpp serves one layer."""
-    ttt_steps: int = 7
-    """Unroll steps of the training-time test, and tokens drafted per round. Memory and time grow
-    with it; 3 to 7 are common."""
-    step_decay: Annotated[float, NO_FLAG] = 0.8
-    """With --position-weights auto: the loss of unroll step s, counted from 0, has the weight
-    step_decay ** s."""
+    norm_before_fc: Annotated[bool, NO_FLAG] = False
+    """Normalise all captured layers together, by one RMSNorm, before fc."""
+    norm_before_residual: Annotated[bool, NO_FLAG] = False
+    """Add the attention of the first layer to its normalised input instead of to the input."""
     fc_norm: Annotated[bool, DRAFT] = False
     """Normalise every captured layer before fc (EAGLE-3.1)."""
+
+    def layer_fields(self, target: dict[str, Any], count: int) -> dict[str, Any]:
+        """Return the fields of `DraftOptions.layer_fields` and the switches of the norms."""
+        return super().layer_fields(target, count) | {
+            "norm_before_fc": self.norm_before_fc,
+            "norm_before_residual": self.norm_before_residual,
+        }
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options(NormOptions):
+    """Options of the EAGLE-3 draft (arXiv 2503.01840)."""
+
+    num_layers: Annotated[Positive, SHAPE] = 1
+    """Decoder layers of the draft; 1 as published. Only the first one reads the token and the
+    captured layers; llama.cpp serves one layer."""
+    ttt_steps: Positive = 7
+    """Unroll steps of the training-time test, and tokens drafted per round. Memory and time grow
+    with it; 3 to 7 are common."""
+    step_decay: Annotated[Ratio, NO_FLAG] = 0.8
+    """With --position-weights auto: the loss of unroll step s, counted from 0, has the weight
+    step_decay ** s."""
     norm_output: Annotated[bool, NO_FLAG] = False
     """Feed the normalised output back (EAGLE-3.1)."""
 
-    def __post_init__(self) -> None:
-        """Reject values outside their range."""
-        super().__post_init__()
-        if self.num_layers < 1:
-            raise DraftError(f"num_layers = {self.num_layers}: at least 1")
-        if self.ttt_steps < 1:
-            raise DraftError(f"ttt_steps = {self.ttt_steps}: at least 1")
-        if not 0 < self.step_decay <= 1:
-            raise DraftError(f"step_decay = {self.step_decay}: above 0 and at most 1")
-        self.check_loss()
-        self.check_positions(self.ttt_steps)
+    @property
+    def round_length(self) -> int:
+        """Number of unroll steps."""
+        return self.ttt_steps
+
+    def check(self) -> None:
+        """Refuse two weights of a round's tokens."""
+        super().check()
         if self.position_weights != AUTO and self.step_decay != type(self).step_decay:
             raise DraftError(
                 f"position_weights = {self.position_weights} and step_decay = {self.step_decay}: "
@@ -100,139 +329,95 @@ class Eagle3Options(PositionOptions, AuxOptions, NormOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class EagleOptions(LossOptions, LayerOptions):
-    """Options of the EAGLE-1/2 draft (arXiv 2401.15077, 2406.16858)."""
-
-    num_layers: Annotated[int, SHAPE] = 1
-    """Decoder layers of the draft; 1 as published."""
-    regression_weight: ClassVar[float] = 1.0
-    """Weight of the smooth L1 distance from the target's next final hidden state."""
-    ce_weight: ClassVar[float] = 0.1
-    """Weight of --loss, between the target's distribution and the draft's, both through the
-    target's head."""
-    noise: Annotated[float, NO_FLAG] = 0.1
-    """Half width of the uniform noise on the input states, only in training."""
-    depth: int = 5
-    """Tokens drafted per round, also in validation; training looks one token ahead."""
-
-    def __post_init__(self) -> None:
-        """Reject values outside their range."""
-        super().__post_init__()
-        if self.num_layers < 1:
-            raise DraftError(f"num_layers = {self.num_layers}: at least 1")
-        if self.depth < 1:
-            raise DraftError(f"depth = {self.depth}: at least 1")
-        self.check_loss()
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class PeagleOptions(PositionOptions, AuxOptions, NormOptions):
+class PeagleOptions(NormOptions):
     """Options of the P-EAGLE draft (arXiv 2602.01469): all tokens of a round in one forward."""
 
     loss: Annotated[Kind, DRAFT] = "kl"
-    """Loss of a slot. ce: cross-entropy; kl, reverse-kl: KL divergence from and to the target's
-    distribution; jsd: Jensen-Shannon divergence; tv: total variation, the probability that a
-    sampled draft is rejected; lk-alpha, lk-lambda: the acceptance losses of arXiv 2602.23881."""
-
-    depths: int = 8
+    depths: Positive = 8
     """Tokens drafted by one forward; time and memory grow with it."""
-    num_layers: Annotated[int | None, SHAPE, Parameter(metavar="N")] = None
-    """Decoder layers of the draft; fewer are faster and accept less. Not given: 4 as published, or
-    for a target narrower than 2560 channels the share of its layers that 4 are of 36."""
-    cod_ratio: Annotated[float, NO_FLAG] = 0.7
+    published_layers: ClassVar[int] = 4
+    cod_ratio: Annotated[Ratio, NO_FLAG] = 0.7
     """Conditional drop sampling: depth d keeps a share cod_ratio ** d of the slots."""
     cod_floor: ClassVar[float] = 0.2
     """Smallest share of the slots that any depth keeps."""
-    mask_token_id: Annotated[int, DRAFT, Parameter(metavar="ID")] = -1
+    mask_token_id: Annotated[TokenId, DRAFT] = -1
     """Token that stands for the unknown ones at depth 1 and deeper; -1 chooses one that text does
     not use."""
-    segments: Annotated[int, DRAFT] = 1
+    segments: Annotated[Positive, DRAFT] = 1
     """Train a row in so many parts, one after another: the same gradient with less memory, slower,
     because a part's documents are computed again up to its start."""
-    fc_norm: Annotated[bool, DRAFT] = False
-    """Normalise every captured layer before fc (EAGLE-3.1)."""
-
-    def __post_init__(self) -> None:
-        """Reject values outside their range."""
-        super().__post_init__()
-        for name in ("depths", "num_layers", "segments"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise DraftError(f"{name} = {value}: at least 1")
-        if self.mask_token_id < -1:
-            raise DraftError(f"mask_token_id = {self.mask_token_id}: -1 or more")
-        if not 0 < self.cod_ratio <= 1:
-            raise DraftError(f"cod_ratio = {self.cod_ratio}: above 0 and at most 1")
-        self.check_loss()
-        self.check_positions(self.depths)
-
-    def sized(self, hidden: int, blocks: int) -> Self:
-        """Return the options with a number of layers."""
-        layers = self.num_layers or len(self.types) or scaled_layers(4, hidden, blocks)
-        return dataclasses.replace(self, num_layers=layers)
+    norm_output: ClassVar[bool] = False
+    """Nothing is fed back here, so nothing is normed for it."""
 
     @property
-    def norm_output(self) -> bool:
-        """Nothing is fed back here, so nothing is normed for it."""
-        return False
+    def round_length(self) -> int:
+        """Number of depths."""
+        return self.depths
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class BlockOptions(BlockLossOptions, AuxOptions):
+class BlockOptions(AuxOptions):
     """What DSpark and DFlash share: drafts that propose a whole block in one forward."""
 
-    draft_vocab_size: int = 0
-    """The draft can propose this many tokens, the most frequent ones; 0 = all."""
+    loss: Annotated[BlockKind, DRAFT] = "ce+l1"  # type: ignore[assignment]
+    """Loss of a draft. ce+l1: cross-entropy and L1 distance to the target's distribution, with the
+    published weights; another one replaces both. ce: cross-entropy; kl, reverse-kl: KL
+    divergence from and to the target's distribution; jsd: Jensen-Shannon divergence; tv: total
+    variation, the probability that a sampled draft is rejected; lk-alpha, lk-lambda: the acceptance
+    losses of arXiv 2602.23881."""
+    loss_target: Annotated[Literal["auto", "soft", "hard", "tokens"], DRAFT] = "auto"  # type: ignore[assignment]
+    """What the loss (of ce+l1, its cross-entropy) compares the draft with. soft: the target's
+    distribution; hard: its most probable token; tokens: the document's token. auto: tokens for
+    cross-entropies, as published, else soft."""
+    ce_weight: ClassVar[float] = 0.1
+    l1_weight: ClassVar[float] = 0.9
+    draft_vocab_size: Count = 0
     qk_norm: Annotated[bool, NO_FLAG] = True
-    """Normalise queries and keys, each head by an RMSNorm (Qwen3's layer)."""
     sliding_window_non_causal: Annotated[bool, NO_FLAG] = False
     """Slots see all slots of their block in the layers of --sliding-window as well; without it they
     see only earlier ones there, as engines serve such layers by default."""
-    num_layers: Annotated[int | None, SHAPE, Parameter(metavar="N")] = None
-    """Decoder layers of the draft; fewer are faster and accept less. Not given: 5 as published, or
-    for a target narrower than 2560 channels the share of its layers that 5 are of 36."""
-    block_size: int = 7
+    published_layers: ClassVar[int] = 5
+    block_size: Positive = 7
     """Slots of a block: the anchor token, then mask tokens."""
     layout: Annotated[Literal["anchor", "mask"], NO_FLAG] = "anchor"
     """Anchor: every slot drafts the token after its own; mask: the mask slots draft their own
     tokens, the anchor's slot none."""
-    mask_token_id: Annotated[int, DRAFT, Parameter(metavar="ID")] = -1
+    mask_token_id: Annotated[TokenId, DRAFT] = -1
     """Token of the slots after the anchor; -1 chooses one that the target's tokenizer leaves
     unused, else a reserved, padding or unseen one."""
-    num_anchors: Annotated[int, DRAFT] = 512
+    num_anchors: Annotated[Positive, DRAFT] = 512
     """Most blocks sampled per pack in a step. Lower it when memory runs out."""
     loss_decay_gamma: ClassVar[float] = 4.0
     """The d-th draft of a block, counted from 0, has the weight exp(-d / gamma) as published."""
 
-    def __post_init__(self) -> None:
-        """Reject values outside their range."""
-        super().__post_init__()
-        least = 1 if self.layout == "anchor" else 2
-        if self.block_size < least:
-            raise DraftError(
-                f"block_size = {self.block_size}: at least {least} in layout {self.layout}"
-            )
-        for name, value, bound in (
-            ("num_layers", self.num_layers, 1),
-            ("num_anchors", self.num_anchors, 1),
-            ("mask_token_id", self.mask_token_id, -1),
-        ):
-            if value is not None and not bound <= value < math.inf:
-                raise DraftError(f"{name} = {value}: {bound} or more")
-        self.check_loss()
-        self.check_positions(self.drafts_per_block)
-
-    def sized(self, hidden: int, blocks: int) -> Self:
-        """Return the options with a number of layers."""
-        layers = self.num_layers or len(self.types) or scaled_layers(5, hidden, blocks)
-        return dataclasses.replace(self, num_layers=layers)
+    def check(self) -> None:
+        """Refuse a block that drafts nothing."""
+        if not self.drafts_per_block:
+            raise DraftError(f"block_size = 1: at least 2 in layout {self.layout}")
+        super().check()
 
     @property
     def drafts_per_block(self) -> int:
         """Number of tokens that a block drafts."""
         return self.block_size if self.layout == "anchor" else self.block_size - 1
+
+    @property
+    def round_length(self) -> int:
+        """Number of tokens that a block drafts."""
+        return self.drafts_per_block
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the loss is the weighted sum of cross-entropy and L1."""
+        return self.loss == MIXED
+
+    @property
+    def compared_with(self) -> str:
+        """What the loss compares a draft with: "soft", "hard" or "tokens"."""
+        if self.loss_target != AUTO:
+            return self.loss_target
+        return "tokens" if self.loss in (MIXED, "ce") else "soft"
 
 
 @Parameter(name="*")
@@ -240,9 +425,9 @@ class BlockOptions(BlockLossOptions, AuxOptions):
 class DSparkOptions(BlockOptions):
     """Options of the DSpark draft (DeepSpec): a block draft with Markov and confidence heads."""
 
-    confidence_weight: Annotated[float, DRAFT] = 1.0
+    confidence_weight: Annotated[Weight, DRAFT] = 1.0
     """Weight of the confidence head's loss; 0 leaves the head out."""
-    markov_rank: Annotated[int | None, DRAFT, Parameter(metavar="N")] = None
+    markov_rank: Annotated[Count | None, DRAFT, Parameter(metavar="N")] = None
     """Rank of the Markov head, a bias by the previous token; 0 leaves it out. Not given: 256, or
     for a target narrower than 2560 channels a tenth of its width."""
     markov_head_type: Annotated[Literal["vanilla", "gated", "rnn"], NO_FLAG] = "vanilla"
@@ -250,14 +435,6 @@ class DSparkOptions(BlockOptions):
     confidence_head_with_markov: Annotated[bool, NO_FLAG] = True
     """The confidence head also reads the Markov head's embedding of the previous token; llama.cpp
     serves only such a head."""
-
-    def __post_init__(self) -> None:
-        """Reject values outside their range."""
-        super().__post_init__()
-        if self.markov_rank is not None and self.markov_rank < 0:
-            raise DraftError(f"markov_rank = {self.markov_rank}: 0 (no Markov head) or more")
-        if not 0 <= self.confidence_weight < math.inf:
-            raise DraftError(f"confidence_weight = {self.confidence_weight}: 0 or more")
 
     def sized(self, hidden: int, blocks: int) -> Self:
         """Return the options with a number of layers, and a Markov rank of whole bytes."""
@@ -283,13 +460,11 @@ class DFlashOptions(BlockOptions):
     with_markov: ClassVar[bool] = False
     markov_rank: ClassVar[int] = 0
     markov_head_type: ClassVar[str] = "vanilla"
-    block_size: int = 16
-    """Slots of a block: the anchor token, then mask tokens."""
+    block_size: Positive = 16
     layout: Annotated[Literal["mask", "anchor"], NO_FLAG] = "mask"
     """Mask: the mask slots draft their own tokens, the anchor's slot none (what engines serve as
     DFlash); anchor: every slot drafts the token after its own (served as DSpark)."""
     loss_decay_gamma: ClassVar[float] = 7.0
-    """The d-th draft of a block, counted from 0, has the weight exp(-d / gamma) as published."""
     ce_weight: ClassVar[float] = 1.0
     l1_weight: ClassVar[float] = 0.0
 
@@ -301,8 +476,6 @@ DRAFT_OPTIONS: dict[str, type] = {
     "dspark": DSparkOptions,
     "dflash": DFlashOptions,
 }
-
-
 AnyDraftOptions = EagleOptions | Eagle3Options | PeagleOptions | DSparkOptions | DFlashOptions
 
 

@@ -21,78 +21,64 @@ Validation and checkpoints follow from the length of the run. This module must n
 """
 
 import textwrap
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
-from spec_train.options.vocabulary_options import CHOICES
+from spec_train.options.draft_options import VOCABULARY_CHOICES
 
 OF_DRAFTS = ("ttt_steps", "draft_vocab_size")
 """Options of drafts that presets set."""
 
+_SERVED: dict[str, Any] = {"ttt_steps": 7, "draft_vocab_size": 32000}
 
-@dataclass(frozen=True, kw_only=True)
-class Preset:
-    """Values of options, of the trainer and of drafts, and what to expect of such a run."""
+PRESETS: dict[str, dict[str, Any]] = {
+    "smoke": {
+        "steps": 10,
+        "batch_size": 1,
+        "accumulation": 1,
+        "ttt_steps": 2,
+        "draft_vocab_size": 2048,
+        "validation_documents": 8,
+        "log_every": 5,
+    },
+    "5k": {
+        "epochs": 5,
+        "batch_size": 2,
+        "accumulation": 4,
+        "warmup_ratio": 0.04,
+        **_SERVED,
+        "validation": 0.05,
+    },
+    "50k": {
+        "epochs": 6,
+        "batch_size": 4,
+        "accumulation": 4,
+        "warmup_ratio": 0.02,
+        **_SERVED,
+        "validation": 0.01,
+    },
+    "500k": {
+        "epochs": 3,
+        "batch_size": 8,
+        "accumulation": 8,
+        "warmup_ratio": 0.015,
+        **_SERVED,
+        "validation": 0.002,
+    },
+}
+"""Values of options, of the trainer and of drafts."""
 
-    values: dict[str, Any]
-    expect: str
-
-
-PRESETS: dict[str, Preset] = {
-    "smoke": Preset(
-        values={
-            "steps": 10,
-            "batch_size": 1,
-            "accumulation": 1,
-            "ttt_steps": 2,
-            "draft_vocab_size": 2048,
-            "validation_documents": 8,
-            "log_every": 5,
-        },
-        expect="to see in a minute that everything works",
-    ),
-    "5k": Preset(
-        values={
-            "epochs": 5,
-            "batch_size": 2,
-            "accumulation": 4,
-            "warmup_ratio": 0.04,
-            "ttt_steps": 7,
-            "draft_vocab_size": 32000,
-            "validation": 0.05,
-        },
-        expect="enough to trust the pipeline, not to serve",
-    ),
-    "50k": Preset(
-        values={
-            "epochs": 6,
-            "batch_size": 4,
-            "accumulation": 4,
-            "warmup_ratio": 0.02,
-            "ttt_steps": 7,
-            "draft_vocab_size": 32000,
-            "validation": 0.01,
-        },
-        expect="a useful draft for text like its corpus (1.94 on GSM8K is reported)",
-    ),
-    "500k": Preset(
-        values={
-            "epochs": 3,
-            "batch_size": 8,
-            "accumulation": 8,
-            "warmup_ratio": 0.015,
-            "ttt_steps": 7,
-            "draft_vocab_size": 32000,
-            "validation": 0.002,
-        },
-        expect="what published drafts are made with (acceptance lengths above 2)",
-    ),
+_EXPECT = {
+    "smoke": "to see in a minute that everything works",
+    "5k": "enough to trust the pipeline, not to serve",
+    "50k": "a useful draft for text like its corpus (1.94 on GSM8K is reported)",
+    "500k": "what published drafts are made with (acceptance lengths above 2)",
 }
 
 
 def training_values(name: str | None) -> dict[str, Any]:
     """Return what a preset sets of the options of training; {} without one."""
-    values = PRESETS[name].values if name in PRESETS else {}
+    values = PRESETS.get(name or "", {})
     return {key: value for key, value in values.items() if key not in OF_DRAFTS}
 
 
@@ -102,9 +88,9 @@ def with_preset(options: Any, name: str | None) -> Any:
     A block draft keeps the target's vocabulary: engines serve its reduced one in part only. A
     vocabulary that another option chooses has no size.
     """
-    values = PRESETS[name].values if name in PRESETS else {}
+    values = PRESETS.get(name or "", {})
     default = {field.name: field.default for field in fields(options)}
-    chosen = any(getattr(options, other, None) is not None for other in CHOICES[1:])
+    chosen = any(getattr(options, other, None) is not None for other in VOCABULARY_CHOICES)
     skipped = {"draft_vocab_size"} if chosen or "block_size" in default else set()
     changes = {
         key: values[key]
@@ -118,9 +104,9 @@ def with_preset(options: Any, name: str | None) -> Any:
 def preset_help() -> str:
     """Return the text of --help on presets: what to expect of each, and what it sets."""
     lines = ["presets, for a dataset of about so many documents; other options replace values:"]
-    for name, preset in PRESETS.items():
-        flags = (f"--{option.replace('_', '-')} {value}" for option, value in preset.values.items())
-        text = f"{preset.expect}: {' '.join(flags)}"
+    for name, values in PRESETS.items():
+        flags = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in values.items())
+        text = f"{_EXPECT[name]}: {flags}"
         lines += textwrap.wrap(text, 80, initial_indent=f"  {name:<6} ", subsequent_indent=" " * 9,
                                break_on_hyphens=False)  # fmt: skip
     return "\n".join([*lines, "  --dry-run measures the time of a run on this machine."])

@@ -3,21 +3,25 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
+from msgspec import Meta
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
 from spec_data.shards.turn_masks import check_policy
+from spec_data.terminal.checks import check_bounds
 from spec_data.terminal.config import DOCUMENT_LENGTH
-from spec_data.terminal.types import NO_FLAG, Holds, more
+from spec_data.terminal.types import NO_FLAG, Count, Holds, Positive, more
 from spec_train.options.data_option import parse_sources
 from spec_train.options.presets import PRESETS, training_values
 
 SIZE, DATA, LEARNING = more("how long, how large"), more("data and order"), more("learning")
 RUNNING, FILES = more("where it runs"), more("files and figures")
 FOLLOW = more("training while the dataset is generated")
+
+_Share = Annotated[float, Meta(ge=0, lt=1)]
 
 BATCH = 4
 """Packs per micro-batch for a dataset that has enough tokens."""
@@ -50,31 +54,31 @@ class Training:
     follow: Annotated[bool, FOLLOW] = False
     """Train while `spec-data generate` still writes --data; it may begin later, too. Units are used
     in their order as they appear, shuffled inside windows of --window-tokens."""
-    follow_timeout: Annotated[float, NO_FLAG] = 3600.0
+    follow_timeout: Annotated[float, Meta(ge=0), NO_FLAG] = 3600.0
     """With --follow: stop with an error after waiting so many seconds for one unit, or for
     generation to begin."""
     preset: Literal["smoke", "5k", "50k", "500k"] | None = None
     """Settings for a dataset of about so many documents, listed below; other options replace them.
     Start with smoke, to see within a minute that everything works."""
-    steps: Annotated[int | None, Parameter(metavar="N")] = None
+    steps: Count | None = None
     """Optimizer steps in all; 0 writes the untrained draft. Not given: --epochs decides."""
-    epochs: int | None = None
+    epochs: Positive | None = None
     """Passes over the training documents, instead of --steps. Neither given: 3, and up to 20 for a
     dataset so small that the run would have under 1,500 steps."""
-    batch_size: Annotated[int | None, Parameter(metavar="N")] = None
+    batch_size: Positive | None = None
     """Packs per micro-batch. Halve it and double --accumulation when memory runs out: the result is
     the same. Not given: 4, and fewer for a dataset so small that an epoch would have under 100
     steps."""
-    accumulation: Annotated[int, SIZE] = 0
+    accumulation: Annotated[Count, SIZE] = 0
     """Micro-batches per optimizer step and process. A step sees --batch-size x --accumulation x
     processes packs. 0: the preset's, else 1."""
     sharding: Annotated[Literal["ddp", "fsdp2"], RUNNING] = "ddp"
     """With several processes. ddp: each holds the whole draft, the faster choice; fsdp2: weights,
     gradients and optimizer are split among them, for drafts that do not fit one GPU."""
-    seq_len: int = DOCUMENT_LENGTH
+    seq_len: Annotated[int, Meta(ge=4)] = DOCUMENT_LENGTH
     """Tokens per pack; longer documents are cut to it, and counted. Set it to the --max-length of
     the dataset to lose nothing; memory grows with it."""
-    lr: float | None = None
+    lr: Annotated[float, Meta(gt=0)] | None = None
     """Peak learning rate. Not given: 1e-4 at hidden size 4096 (the EAGLE-3 recipe), growing with
     1/(hidden size) to at most 4e-3 for small drafts. Lower it if the loss jumps."""
     optimizer: Annotated[Literal["adamw", "muon"], LEARNING] = "adamw"
@@ -83,29 +87,29 @@ class Training:
     schedule: Annotated[Literal["cosine", "linear", "constant"], LEARNING] = "cosine"
     """Learning rate after the warm-up: cosine or linear, down to a twentieth of --lr at the last
     step, or constant."""
-    warmup_ratio: Annotated[float, LEARNING] = math.nan
+    warmup_ratio: Annotated[_Share, LEARNING] = math.nan
     """Share of the steps in which the rate rises linearly to --lr. Not given: 0.02."""
-    min_lr_ratio: Annotated[float, NO_FLAG] = 0.05
+    min_lr_ratio: Annotated[_Share, NO_FLAG] = 0.05
     """Rate at the last step of --schedule cosine or linear, as a share of --lr."""
-    weight_decay: Annotated[float, LEARNING] = 0.0
+    weight_decay: Annotated[float, Meta(ge=0), LEARNING] = 0.0
     """Decoupled decay of matrices; never of norms and biases."""
-    clip: Annotated[float, LEARNING] = 0.5
+    clip: Annotated[float, Meta(ge=0), LEARNING] = 0.5
     """Largest gradient norm of a step; 0 turns clipping off."""
-    seed: Annotated[int, DATA] = 0
+    seed: Annotated[Count, DATA] = 0
     """Decides the initial weights and the order; the same seed repeats a run."""
-    split_seed: Annotated[int, NO_FLAG] = 0
+    split_seed: Annotated[Count, NO_FLAG] = 0
     """Decides which documents are held out. --seed does not, so runs of different seeds are
     measured on the same documents."""
-    validation: Annotated[float, DATA] = math.nan
+    validation: Annotated[_Share, DATA] = math.nan
     """Share of the documents held out for validation, chosen by a hash of the document id; 8
     documents at least, or a tenth if that is less. 0: none. Not given: 0.02."""
-    validation_documents: Annotated[int, DATA] = -1
+    validation_documents: Annotated[Count, DATA] = -1
     """Measure at most so many held-out documents at each validation; 0 = all. Lower it where
     validation takes long. -1: the preset's, else 512."""
     mask: Annotated[str | None, DATA, Parameter(metavar="POLICY")] = None
     """Supervised tokens, from the stored turns: assistant (every turn), last-turn, first-N (turns,
     such as first-2), roles=A,B (such as roles=text), or all. Not given: as generated."""
-    window_tokens: Annotated[int, DATA] = 4_194_304
+    window_tokens: Annotated[Positive, DATA] = 4_194_304
     """Documents are shuffled inside windows of so many tokens: a larger window mixes better, a
     smaller one reads the disk in longer runs."""
     dtype: Annotated[Literal["auto", "fp32", "bf16"], RUNNING] = "auto"
@@ -120,15 +124,15 @@ class Training:
     accept_edited: Annotated[bool, FILES] = False
     """Use a draft although its files are not as they were sealed; the differences are logged. For
     drafts that were edited on purpose."""
-    log_every: Annotated[int, FILES] = 0
+    log_every: Annotated[Count, FILES] = 0
     """Steps between lines of metrics.jsonl. 0: the preset's, else 10."""
-    eval_every: Annotated[int | None, FILES, Parameter(metavar="N")] = None
+    eval_every: Annotated[Positive | None, FILES] = None
     """Steps between validations (one also before the first step). Not given: a fifth of the run, at
     most 500."""
-    save_every: Annotated[int | None, FILES, Parameter(metavar="N")] = None
+    save_every: Annotated[Positive | None, FILES] = None
     """Steps between checkpoints. Lower it where runs are often interrupted without SIGTERM. Not
     given: a fifth of the run, at most 500."""
-    keep: Annotated[int, FILES] = 2
+    keep: Annotated[Positive, FILES] = 2
     """Checkpoints that stay on disk, besides the best draft."""
     track: Annotated[str | None, FILES, Parameter(metavar="NAMES")] = None
     """Also send the figures to tensorboard (into RUN), wandb, or another tracker of accelerate;
@@ -144,8 +148,8 @@ class Training:
             )
         for name, value in (DEFAULTS | training_values(self.preset)).items():
             long = name in ("steps", "epochs") and (self.steps or self.epochs or self.steps == 0)
-            own, default = getattr(self, name), type(self).__dataclass_fields__[name].default
-            given = own == own and own != default  # nan stands for a share that is not given
+            typed, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            given = typed == typed and typed != default  # nan: a share that is not given
             if not given and not long:
                 object.__setattr__(self, name, value)
         if self.follow and (
@@ -159,15 +163,7 @@ class Training:
                 f"--mask {self.mask} and --follow: the masks of all documents are needed first; "
                 "train on the sealed dataset, or generate with the mask that you want"
             )
-        at_least(self, 0, "follow_timeout")
-        at_least(self, 0, "steps", "clip", "weight_decay", "validation_documents", "seed")
-        at_least(self, 0, "split_seed")
-        at_least(self, 1, "epochs", "batch_size", "accumulation", "window_tokens", "keep")
-        at_least(self, 1, "log_every", "eval_every", "save_every")
-        at_least(self, 4, "seq_len")
-        share(self, "warmup_ratio", "min_lr_ratio", "validation")
-        if self.lr is not None and not 0 < self.lr < math.inf:
-            raise ConfigError(f"--lr {self.lr}: a learning rate is above 0")
+        check_bounds(self)
 
     @staticmethod
     def replaced(typed: Mapping[str, str]) -> set[str]:
@@ -177,7 +173,7 @@ class Training:
         """
         long = {"steps", "epochs"} if {"--steps", "--epochs"} & set(typed) else set()
         preset = PRESETS.get(typed.get("--preset", ""))
-        return long | (set(preset.values) | {"steps", "epochs"} if preset else set())
+        return long | (set(preset) | {"steps", "epochs"} if preset else set())
 
     def packs_per_step(self, world_size: int = 1) -> int:
         """Return the number of packs of one optimizer step of `world_size` processes."""
@@ -187,23 +183,3 @@ class Training:
     def micro_batch(self) -> int:
         """Number of packs of a micro-batch."""
         return self.batch_size or BATCH
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def at_least(config: Any, least: int, *names: str) -> None:
-    """Refuse the named options of `config` below `least`; None is accepted."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value >= least:
-            raise ConfigError(f"{_flag(name)} {value}: expected at least {least}")
-
-
-def share(config: Any, *names: str) -> None:
-    """Refuse the named options of `config` that are no share from 0 to below 1."""
-    for name in names:
-        value = getattr(config, name)
-        if not 0 <= value < 1:
-            raise ConfigError(f"{_flag(name)} {value}: expected a share from 0 to below 1")

@@ -41,7 +41,7 @@ def sized(
         ConfigError: the run to resume has a number of packs per step that these processes and
             --accumulation cannot have.
     """
-    preset = PRESETS[config.preset].values if config.preset in PRESETS else {}
+    preset = PRESETS.get(config.preset or "", {})
 
     def of_preset(*names: str) -> bool:
         return all(name in preset and getattr(config, name) == preset[name] for name in names)

@@ -18,8 +18,8 @@ from spec_train.data.mixture import Documents
 from spec_train.drafts import Draft, load_draft
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
+from spec_train.options.draft_options import VOCABULARY_CHOICES
 from spec_train.options.training import Training
-from spec_train.options.vocabulary_options import CHOICES, PATHS
 from spec_train.training.run_directory import resolve_draft_dir
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def _with_shape(options: Any, shape: dict[str, Any]) -> Any:
 
 def _vocabulary_options(options: Any) -> list[str]:
     """Return the names of the options by which the user chose the tokens of the vocabulary."""
-    return [n for n in (*CHOICES[1:], *PATHS) if getattr(options, n, None) is not None]
+    return [n for n in VOCABULARY_CHOICES if getattr(options, n, None) is not None]
 
 
 def start_from(

@@ -15,7 +15,7 @@ from spec_train.losses.menu import (
     head_loss,
     rows_per_chunk,
 )
-from spec_train.options.loss_options import KINDS
+from spec_train.options.draft_options import KINDS
 from tests.tolerance import LAYER, close, close_in_norm
 
 

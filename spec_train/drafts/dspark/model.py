@@ -13,8 +13,7 @@ from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.mask_token import require_in_vocabulary
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import DFLASH, DSPARK
-from spec_train.options.draft_options import BlockOptions
-from spec_train.options.shape_options import FULL, SLIDING
+from spec_train.options.draft_options import FULL, SLIDING, BlockOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ dataset, head = any_draft.dataset, any_draft.head
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple"),
         ({"hidden_act": "swilu"}, "no such activation; did you mean"),
         ({"hidden_act": "xielu"}, "activation with weights"),
-        ({"intermediate_size": -1}, "intermediate_size = -1: 0 or more"),
+        ({"intermediate_size": -1}, "--intermediate-size -1: expected"),
         ({"layer_types": "sliding_attention"}, "--sliding-window N is needed"),
         ({"layer_types": "slides"}, "layer_types: slides unknown"),
         ({"sliding_window": 4, "layer_types": "full_attention"}, "no layer of layer_types"),

@@ -18,7 +18,7 @@ from spec_train.cli import main
 from spec_train.drafts.dspark.head_loss import block_rows_loss
 from spec_train.drafts.teacher import Teacher, logits_teacher, missing_mass, topk_teacher
 from spec_train.losses.menu import LossKind, TeacherRows, distribution_loss
-from spec_train.options.loss_options import KINDS
+from spec_train.options.draft_options import KINDS
 from tests.factory import tiny_dataset
 from tests.spec_train.training.test_trainer_resume import stop_after
 from tests.tolerance import LAYER, close, network

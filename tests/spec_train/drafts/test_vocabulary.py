@@ -167,12 +167,12 @@ def test_a_new_draft_covers_the_share(data, tmp_path, caplog):
     [
         ({"draft_vocab": "f", "draft_vocab_coverage": 0.9}, "each of them chooses"),
         ({"draft_vocab_coverage": 0.9, "draft_vocab_size": 9}, "each of them chooses"),
-        ({"draft_vocab_coverage": 0.0}, "above 0 and at most 1"),
-        ({"draft_vocab_coverage": 1.5}, "above 0 and at most 1"),
+        ({"draft_vocab_coverage": 0.0}, "--draft-vocab-coverage 0"),
+        ({"draft_vocab_coverage": 1.5}, "--draft-vocab-coverage 1.5"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(kind, given, named):
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(DraftError, match=named):
         DRAFT_OPTIONS[kind](**given)
 
 

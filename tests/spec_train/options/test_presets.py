@@ -34,7 +34,7 @@ def resolved(monkeypatch):
 def test_a_preset_sets_what_it_says_and_nothing_else(name, resolved):
     plain, own = resolved("--data", "data", "--steps", "1")
     training, draft = resolved("--data", "data", "--preset", name)
-    values = PRESETS[name].values
+    values = PRESETS[name]
     changed = {"preset": name, "steps": values.get("steps")} | values
     for options, before in ((training, plain), (draft, own)):
         for option in options.__dataclass_fields__:
@@ -54,7 +54,7 @@ def test_block_drafts_keep_the_whole_vocabulary(name, kind):
 def test_presets_set_options_that_exist(name):
     known = set(Training.__dataclass_fields__)
     known |= {o for options in DRAFT_OPTIONS.values() for o in options.__dataclass_fields__}
-    assert set(PRESETS[name].values) <= known
+    assert set(PRESETS[name]) <= known
 
 
 @pytest.mark.parametrize("name", [None, *PRESETS])
@@ -67,7 +67,7 @@ def test_options_that_are_given_stay_even_if_they_equal_a_default(resolved):
     training, _ = resolved(*line.split())
     assert (training.seq_len, training.steps, training.epochs) == (128, 7, None)
     assert (training.accumulation, training.validation) == (1, 0.02)
-    assert training.warmup_ratio == PRESETS["5k"].values["warmup_ratio"]
+    assert training.warmup_ratio == PRESETS["5k"]["warmup_ratio"]
     training, _ = resolved("--data", "d", "--preset", "smoke", "--epochs", "2")
     assert (training.steps, training.epochs) == (None, 2)
 
@@ -77,9 +77,9 @@ def test_a_file_goes_over_its_own_preset_and_under_one_that_is_typed(tmp_path, r
     file.write_text('data = "d"\npreset = "5k"\nseq-len = 99\nsteps = 3\nbatch-size = 3\n')
     training, _ = resolved("--config", str(file))
     assert (training.seq_len, training.steps, training.epochs) == (99, 3, None)
-    assert training.warmup_ratio == PRESETS["5k"].values["warmup_ratio"]
+    assert training.warmup_ratio == PRESETS["5k"]["warmup_ratio"]
     assert training.batch_size == 3
-    own = PRESETS["500k"].values["batch_size"]
+    own = PRESETS["500k"]["batch_size"]
     training, _ = resolved("--config", str(file), "--preset", "500k")
     assert (training.batch_size, training.steps, training.epochs) == (own, None, 3)
     training, _ = resolved("--config", str(file), "--preset", "500k", "--steps", "4")

@@ -90,7 +90,7 @@ def test_options_that_the_dataset_cannot_serve_are_refused(
     for changes, message in (
         ({"layers": "0,7"}, r"no layer \[7\]"),
         ({"layers": "0;1"}, "commas"),
-        ({"ttt_steps": 0}, "ttt_steps"),
+        ({"ttt_steps": 0}, "ttt-steps"),
     ):
         with pytest.raises(DraftError, match=message):
             build(dataset, head, **changes)
