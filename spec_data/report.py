@@ -24,7 +24,7 @@ from spec_data.shards.schema import (
     PositionsRecord,
     layer_column,
 )
-from spec_data.shards.urls import scheme_of
+from spec_data.shards.storage import scheme_of
 from spec_data.terminal.progress import size
 from spec_data.terminal.text_table import text_table
 

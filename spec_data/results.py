@@ -15,7 +15,7 @@ from spec_data.report import dataset_text, refused_label
 from spec_data.shards.likelihood import Agreement
 from spec_data.shards.likelihood_text import suspicions
 from spec_data.shards.schema import Manifest
-from spec_data.shards.urls import scheme_of
+from spec_data.shards.storage import scheme_of
 from spec_data.terminal.command import Result
 from spec_data.terminal.progress import size
 

@@ -77,7 +77,7 @@ def estimate(
     from spec_data.pages.dataset_page import plan_page
     from spec_data.pages.page import write_page
     from spec_data.shards.errors import ConfigError
-    from spec_data.shards.urls import scheme_of
+    from spec_data.shards.storage import scheme_of
 
     options.check()
     if scheme_of(str(out)):

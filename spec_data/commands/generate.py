@@ -248,7 +248,7 @@ def check_engine(engine: str, workers: str, replicas: int, out: str, tp_plan: bo
         ConfigError: see above.
     """
     from spec_data.shards.errors import ConfigError
-    from spec_data.shards.urls import scheme_of
+    from spec_data.shards.storage import scheme_of
 
     if engine != "ray" and replicas:
         raise ConfigError("--replicas goes with --engine ray; add it")

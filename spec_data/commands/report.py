@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from spec_data.shards.urls import scheme_of
+from spec_data.shards.storage import scheme_of
 from spec_data.terminal.command import command
 from spec_data.terminal.paths import check_file_to_write
 from spec_data.terminal.types import Dataset, File, Positive

@@ -60,8 +60,7 @@ from spec_data.shards.follow import WORK
 from spec_data.shards.resumable import process_lock
 from spec_data.shards.schema import Manifest, ShardRecord
 from spec_data.shards.seal import index_part, part_name, target_file_names
-from spec_data.shards.storage import Storage
-from spec_data.shards.urls import scheme_of
+from spec_data.shards.storage import Storage, scheme_of
 from spec_data.terminal.paths import check_directory_to_write
 from spec_data.terminal.progress import progress
 

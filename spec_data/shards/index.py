@@ -12,8 +12,7 @@ import pyarrow as pa
 
 from spec_data.shards.checksums import numbers, read_batches
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.schema import Manifest
-from spec_data.shards.view import View, view_index_schema
+from spec_data.shards.schema import Manifest, View
 
 _COUNTS = ("tokens", "supervised", "first_supervised")
 _NUMBERS = ("shard", "row", *_COUNTS)
@@ -27,6 +26,22 @@ INDEX_SCHEMA = pa.schema(
         pa.field("checksum", pa.uint64(), nullable=False),
     ]
 )
+
+
+def view_index_schema(view: View) -> pa.Schema:
+    """Return the schema of index.arrow; FORMAT.md explains it."""
+    numbers = ["tokens", "supervised", "first_supervised"]
+    for group in range(len(view.groups)):
+        numbers += [f"source_number.{group}", f"document.{group}"]
+    spans = pa.list_(pa.field("item", pa.int32(), nullable=False))
+    return pa.schema(
+        [
+            pa.field("doc_id", pa.string(), nullable=False),
+            pa.field("source", pa.string(), nullable=False),
+            *(pa.field(name, pa.int32(), nullable=False) for name in numbers),
+            *([pa.field("spans", spans, nullable=False)] if view.remasked else []),
+        ]
+    )
 
 
 def read_index(file: Path, manifest: Manifest) -> pa.Table:

@@ -6,6 +6,7 @@ and one in-place operation on it would kill the process.
 """
 
 import operator
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -26,10 +27,10 @@ from spec_data.shards.files import MANIFEST, read_object, xxh3_file
 from spec_data.shards.index import index_column, index_numbers, read_index, spans_of
 from spec_data.shards.path_kinds import Kind, wrong_kind
 from spec_data.shards.remote import Mirror, open_mirror
-from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
+from spec_data.shards.schema import Column, Manifest, ShardRecord, View, predicts_supervised
 from spec_data.shards.shard import TEXTS, CodedRows, IndexRows, Shard, StoredRows
+from spec_data.shards.storage import scheme_of
 from spec_data.shards.turn_masks import Turn
-from spec_data.shards.view import View, source_path
 
 INDEX = "index.arrow"
 MASK = "loss_mask"
@@ -513,6 +514,16 @@ class HiddenStatesDataset:
 
 
 # -- small files -----------------------------------------------------------------------------------
+
+
+def source_path(view: str | Path, source: str) -> str:
+    """Return the path or URL of a source, as the manifest of the view at `view` names it."""
+    if scheme_of(source):
+        return source
+    if scheme_of(view) is None:
+        return os.path.normpath(Path(view).resolve() / source)
+    scheme, _, path = str(view).partition("://")
+    return f"{scheme}://{os.path.normpath(Path(path) / source)}"
 
 
 def checked_file(directory: Path, name: str, manifest: Manifest) -> Path:

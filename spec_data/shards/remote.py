@@ -37,8 +37,7 @@ from spec_data.shards.files import (
     write_atomically,
 )
 from spec_data.shards.schema import Manifest, ShardRecord
-from spec_data.shards.storage import DISK_FULL, Storage
-from spec_data.shards.urls import scheme_of
+from spec_data.shards.storage import DISK_FULL, Storage, scheme_of
 
 MARKER = "remote.json"
 THREADS = 4

@@ -39,7 +39,6 @@ from spec_data.shards.records import (
     plain,
     read_json,
 )
-from spec_data.shards.view import View
 
 # -- head spec -------------------------------------------------------------------------------------
 # The target's LM head as data: logits = softcap(scale * (W f + b)). Generation proves `apply_head`
@@ -481,14 +480,11 @@ class Ancestor(Record, frozen=True, kw_only=True):
 
 
 class ProvenanceInput(Record, frozen=True, kw_only=True):
-    """A dataset that another one was made of, and how it was captured if not as the first."""
+    """A dataset that another one was made of."""
 
     fingerprint: Sha256
     documents: Count
     provenance: "Provenance | None" = None
-    captured_with: dict[str, Any] = {}
-    packing: PackingRecord | None = None
-    settings: dict[str, Any] = {}
 
 
 class Provenance(Record, frozen=True, kw_only=True):
@@ -497,6 +493,36 @@ class Provenance(Record, frozen=True, kw_only=True):
     command: str
     options: dict[str, Any]
     of: list[ProvenanceInput]
+
+
+# A view has no shards: it refers to rows and columns of stored datasets, never of views. A document
+# has one location for each group of its columns; only `join` makes several groups.
+
+
+class Source(Record, frozen=True, kw_only=True):
+    """A stored dataset that a view refers to: where it is, which it is, and its documents."""
+
+    path: str
+    fingerprint: Sha256
+    documents: Count
+
+
+class View(Record, frozen=True, kw_only=True):
+    """The manifest's `view`.
+
+    Attributes:
+        sources: what it refers to.
+        groups: the token columns that are read at one location, by name.
+        remasked: whether the index has loss masks of its own; False: those of the sources.
+    """
+
+    sources: list[Source]
+    groups: list[list[str]]
+    remasked: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.sources or not all(self.groups) or not self.groups:
+            raise ValueError("it refers to nothing")
 
 
 class Manifest(Record, frozen=True, kw_only=True, dict=True):
@@ -688,15 +714,10 @@ def data_problem(draft: str, supervision: str, final: str) -> str | None:
 
     `supervision` and `final` are those of the manifest.
     """
-    if draft == "eagle" and supervision != "final-hidden":
-        return (
-            f"--supervision {supervision} keeps no {FINAL}, and an eagle draft reads and predicts "
-            "the final hidden states. Generate with --supervision final-hidden, or fit eagle3"
-        )
-    if draft == "eagle" and final != ALL:
-        return (
-            f"--final {final} keeps {FINAL} only where the next token is supervised; an eagle "
-            "draft reads it at every token of the prompt too. Generate with --final all, or fit "
-            "eagle3"
-        )
-    return None
+    if draft != "eagle" or (supervision == "final-hidden" and final == ALL):
+        return None
+    return (
+        f"--supervision {supervision} --final {final} keeps {FINAL} not at every token, and an "
+        "eagle draft reads and predicts it there. Generate with --supervision final-hidden "
+        "--final all, or fit eagle3"
+    )

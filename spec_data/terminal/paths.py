@@ -10,7 +10,7 @@ from pathlib import Path
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import ROWS, Kind, expect, like_a_path
-from spec_data.shards.urls import check_dataset_url, scheme_of
+from spec_data.shards.storage import check_dataset_url, scheme_of
 
 _ADVICE = {
     "hf": "write a Hub id without it, such as org/name",

@@ -7,6 +7,7 @@ Shapes: N documents, G groups of columns.
 """
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,12 +18,12 @@ from xxhash import xxh3_64_hexdigest
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import MANIFEST, atomic_write, dump_json, write_atomically
-from spec_data.shards.index import index_numbers
+from spec_data.shards.index import index_numbers, view_index_schema
 from spec_data.shards.loss_masks import LossMasks
 from spec_data.shards.reader import INDEX, HiddenStatesDataset, check_whole
-from spec_data.shards.schema import FileRecord, Manifest, Totals
+from spec_data.shards.schema import FileRecord, Manifest, Source, Totals, View
 from spec_data.shards.seal import arrow_stream
-from spec_data.shards.view import Source, View, relative_source, view_index_schema
+from spec_data.shards.storage import scheme_of
 from spec_data.terminal.paths import check_directory_to_write
 
 _PLAIN = ("doc_id", "source", "tokens", "supervised", "first_supervised")
@@ -202,7 +203,9 @@ def write_view(out: Path, rows: Rows, draft: Manifest) -> Manifest:
     rows = rows.used_sources()
     sources = [
         Source(
-            path=relative_source(out, source.place),
+            path=source.place
+            if scheme_of(source.place)
+            else os.path.relpath(Path(source.place).resolve(), out.resolve()),
             fingerprint=source.manifest.fingerprint,
             documents=len(source),
         )

@@ -10,7 +10,7 @@ from spec_data.shards.files import MANIFEST
 from spec_data.shards.remote import open_mirror
 from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import Manifest
-from spec_data.shards.urls import normal_url, scheme_of
+from spec_data.shards.storage import normal_url, scheme_of
 from spec_train.options.data_option import parse_sources
 from spec_train.training.run_directory import read_run_json
 

@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.urls import normal_url, scheme_of
+from spec_data.shards.storage import normal_url, scheme_of
 
 _WEIGHT = re.compile(r"\d+(\.\d{1,3})?")
 _LIKE_A_WEIGHT = re.compile(r"[-+]?\d*\.?\d*(e[-+]?\d+)?|nan|inf", re.IGNORECASE)

@@ -18,8 +18,7 @@ from spec_data.cli import main
 from spec_data.shards import remote, storage
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.storage import Storage
-from spec_data.shards.urls import check_dataset_url, scheme_of
+from spec_data.shards.storage import Storage, check_dataset_url, scheme_of
 from spec_data.verification.run import examine
 from tests.factory import tiny_dataset
 
