@@ -106,7 +106,6 @@ class Renderer:
         self.vocab_size = vocab_size or len(tokenizer)
         self._ends = EndTokens(self.template, eot_token_ids)
         self.eot_token_ids = self._ends.all
-        self._first_texts: dict[int, str] = {}  # of the first tokens of turns
 
     def render(self, record: Record) -> Rendering:
         """Return the documents of one record, one or one per assistant turn, and its counts.
@@ -270,10 +269,7 @@ class Renderer:
         A template writes it before an answer without reasoning. Serving never generates it: with
         thinking there is text in the block, and without it the block is in the prompt.
         """
-        first = ids[start]
-        if first not in self._first_texts:
-            self._first_texts[first] = self.tokenizer.decode([first]).strip()
-        if not self._first_texts[first].startswith("<"):
+        if not self.tokenizer.decode([ids[start]]).strip().startswith("<"):
             return start
         after = start
         for stop in range(start + 1, min(end, start + _BLOCK) + 1):

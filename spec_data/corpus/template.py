@@ -404,7 +404,6 @@ class EndTokens:
         known = {added[name] for name in _KNOWN if name in added}
         self.all = self.stops | known | set(_probed(template, set(added.values())))
         self._tokenizer = tokenizer
-        self._blank: dict[int, bool] = {}
 
     def turn_end(self, ids: Sequence[int], start: int) -> int:
         """Return the index after the end-of-turn token of the last turn of `ids`.
@@ -420,9 +419,7 @@ class EndTokens:
         return next((i + 1 for i in range(start, end) if ids[i] in self.stops), end)
 
     def _is_blank(self, token: int) -> bool:
-        if token not in self._blank:
-            self._blank[token] = not self._tokenizer.decode([token]).strip()
-        return self._blank[token]
+        return not self._tokenizer.decode([token]).strip()
 
 
 def _probed(template: Template, added: set[int]) -> list[int]:

@@ -27,8 +27,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-_SHORT = 256  # characters of an end that is remembered; generation prompts repeat in every row
-_REMEMBERED = 4096
 _NORMALIZERS = {
     *("Sequence", "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt"),
     *("Precompiled", "Prepend", "Replace", "Strip", "StripAccents"),
@@ -83,7 +81,6 @@ class Tokens:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.direct = _is_plain(tokenizer)
         self.cut_tokens: dict[int, str] = {}
-        self._ends: dict[str, list[int]] = {}
         if not self.direct:
             return
         self._backend: Any = tokenizer.backend_tokenizer
@@ -95,7 +92,6 @@ class Tokens:
             }
         if not self._probed():
             self.cut_tokens = {}
-        self._ends.clear()
 
     def tokenise(self, text: str) -> TokenisedText:
         """Return the text with its tokens."""
@@ -114,16 +110,8 @@ class Tokens:
         if cut is None:
             return None
         start, index = cut
-        return whole.ids[:index] + self._end(text[start:])
-
-    def _end(self, text: str) -> list[int]:
-        """Return the token ids of the end of a text; short ones are remembered."""
-        ids = self._ends.get(text)
-        if ids is None:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
-            if len(text) <= _SHORT and len(self._ends) < _REMEMBERED:
-                self._ends[text] = ids
-        return ids
+        end: list[int] = self._backend.encode(text[start:], add_special_tokens=False).ids
+        return whole.ids[:index] + end
 
     def _probed(self) -> bool:
         """Return whether beginnings of short texts have the ids that plain tokenisation finds."""

@@ -179,4 +179,3 @@ def test_a_conversation_is_tokenised_once(monkeypatch):
     ]
     (document,) = renderer.render(Record(source="s", where="s:1", messages=messages)).documents
     assert len(document.turns) == 20 and len(texts) == 1
-    assert set(tokens._ends) == {"<|im_start|>assistant\n", "<|im_end|>\n"}
