@@ -18,9 +18,7 @@ from spec_train.drafts.peagle.draft import peagle_loss
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions
 from tests.factory import random_documents, tiny_dataset, tiny_llama
-from tests.spec_train.drafts.eagle.tools import build as build_eagle
-from tests.spec_train.drafts.eagle3.tools import batch_of, build
-from tests.spec_train.drafts.peagle.tools import build as build_peagle
+from tests.spec_train.drafts.any_draft import batch_of, build_draft
 from tests.tolerance import close
 
 LAYERS, WIDTH, DOCUMENTS = (0, 1, 2), 64, 12
@@ -71,9 +69,9 @@ def online_batch(model: Any, rows: list[list[int]], **options: Any) -> TargetBat
 
 def make_draft(kind: str, dataset: HiddenStatesDataset, head: TargetHead) -> Any:
     if kind == "eagle":
-        return build_eagle(dataset, head, noise=0.0)
+        return build_draft(kind, dataset, head, noise=0.0)
     if kind in ("eagle3", "peagle"):
-        return {"eagle3": build, "peagle": build_peagle}[kind](dataset, head)
+        return build_draft(kind, dataset, head)
     torch.manual_seed(1)
     drafts = {"dspark": (DSparkDraft, DSparkOptions), "dflash": (DFlashDraft, DFlashOptions)}
     cls, options = drafts[kind]

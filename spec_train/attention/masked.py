@@ -60,25 +60,17 @@ def default_backend(device_type: str, head_dim: int) -> str:
 #   [B, Q, h, d] of the output that it is handed, without a check.
 
 
-ALIGNED = 8
-"""Elements that the CUDA kernel reads at a time, of any dtype that it knows, at most."""
-LSE_ROWS = 32
-"""The CUDA kernel pads the queries of a log-sum-exp to a multiple of this."""
+ALIGNED = 8  # elements that the CUDA kernel reads at a time, of any dtype that it knows, at most
+LSE_ROWS = 32  # the CUDA kernel pads the queries of a log-sum-exp to a multiple of this
 
 
 def attend_lse(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend, without a graph.
+    """Attend, without a graph: heads [B, h, Q, d], and the log-sum-exp [B, h, Q], at least float32.
 
-    Args:
-        q: queries [B, h, Q, d].
-        k, v: keys and values [B, h, T, d], of the dtype of `q`.
-        bias: added to the scaled scores [1, 1, Q, T], of the dtype of `q`; from `empty_bias`.
-        scale: multiplies the scores.
-
-    Returns:
-        Heads [B, h, Q, d], and the log-sum-exp [B, h, Q] in at least float32.
+    `q` is [B, h, Q, d], `k` and `v` are [B, h, T, d]. `bias` [1, 1, Q, T], of `empty_bias`, is
+    added to the scaled scores. All have one dtype.
     """
     if q.device.type == "cpu":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -103,13 +95,15 @@ def attend_lse_backward(
         return flash(grad, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
     wide = bias.expand(q.shape[0], q.shape[1], -1, -1)
     unused = torch.zeros((), dtype=torch.long, device=q.device)  # seed and offset of dropout
+    if torch.version.hip is None:  # as the kernel pads it, but for ROCm's; exp(-inf) is zero
+        lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=math.inf)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     dq, dk, dv, _ = efficient(
         _by_slot(_padded(grad)),
         *map(_padded, (q, k, v)),
         wide,
         _by_slot(_padded(out)),
-        _padded_lse(lse),
+        lse.contiguous(),
         unused,
         unused,
         0.0,
@@ -141,13 +135,6 @@ def _padded(x: Tensor) -> Tensor:
 def _by_slot(x: Tensor) -> Tensor:
     """Return [B, h, Q, d] with the memory layout [B, Q, h, d]."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _padded_lse(lse: Tensor) -> Tensor:
-    """Pad the queries of [B, h, Q] as the kernel does; infinity makes probabilities of zero."""
-    if torch.version.hip is not None:  # ROCm's kernel pads nothing
-        return lse.contiguous()
-    return F.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=math.inf).contiguous()
 
 
 # -- chunks ----------------------------------------------------------------------------------------
@@ -224,11 +211,7 @@ class Attending:
 
     @classmethod
     def prepare(cls, mask: AttentionMask, head_dim: int, backend: str = "auto") -> "Attending":
-        """Prepare a mask for a back end; "auto" takes `default_backend`.
-
-        Raises:
-            ValueError: no such back end.
-        """
+        """Prepare a mask for a back end, one of `BACKENDS`; "auto" takes `default_backend`."""
         device = mask.ends.device.type
         if backend == "auto":
             backend = default_backend(device, head_dim)
@@ -271,19 +254,19 @@ class Attending:
             flat = [x for pair in diagonal for x in pair]
             return _MergedAttention.apply(q, k, v, self.prepared, scale, *flat)
         scores = ((q @ k.mT) * scale).masked_fill(~self.mask.dense(), float("-inf"))
-        joint = _wide(torch.cat([scores, _own_scores(q, diagonal, scale)], dim=-1)).softmax(-1)
+        joint = _softmax(torch.cat([scores, _own_scores(q, diagonal, scale)], dim=-1))
         first, later = joint.to(v.dtype).split([k.shape[2], len(diagonal)], dim=-1)
         return _add_own(first @ v, later, diagonal)
 
 
 def own_only(q: Tensor, diagonal: Diagonal, scale: float) -> Tensor:
     """Attend from queries [B, h, Q, d] to their own later keys only; there is at least one."""
-    scores = _wide(_own_scores(q, diagonal, scale))  # [B, h, Q, s]
-    return _add_own(torch.zeros_like(q), scores.softmax(-1).to(q.dtype), diagonal)
+    share = _softmax(_own_scores(q, diagonal, scale))  # [B, h, Q, s]
+    return _add_own(torch.zeros_like(q), share.to(q.dtype), diagonal)
 
 
-def _wide(scores: Tensor) -> Tensor:
-    return scores if scores.dtype == torch.float64 else scores.float()
+def _softmax(scores: Tensor) -> Tensor:
+    return (scores if scores.dtype == torch.float64 else scores.float()).softmax(-1)
 
 
 def _flex(

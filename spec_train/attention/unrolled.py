@@ -43,13 +43,10 @@ class StepQueries:
     """The step-0 keys that the active slots see in every step and layer, prepared as needed."""
 
     def __init__(self, first: Tensor, active: Tensor, width: int, backend: str) -> None:
-        """Prepare for layers without a window.
+        """Prepare for layers without a window; `width` is T.
 
-        Args:
-            first: the slot at which each query's document begins, int64 [B, A].
-            active: each query's own slot, int64 [B, A].
-            width: T.
-            backend: one of `masked.BACKENDS`.
+        `first` is the slot at which each query's document begins, `active` its own slot, int64
+        [B, A] each.
         """
         self._first, self._active, self._width, self._backend = first, active, width, backend
         self._all = self._prepare(first)

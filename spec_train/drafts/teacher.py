@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from spec_train.losses.head import TargetHead
-from spec_train.losses.menu import rows_of_width, rows_per_chunk, wide
+from spec_train.losses.menu import rows_per_chunk, wide
 from spec_train.losses.teacher_rows import SharedRows, TeacherRows
 from spec_train.losses.tiles import log_sums
 
@@ -65,7 +65,7 @@ def head_teacher(
 def _of_whole_head(head: TargetHead, states: Tensor, ids: Tensor) -> TeacherRows:
     """Return the teacher of states [n, H] over `ids`, from all logits, a few rows at a time."""
     parts = []
-    for some in states.split(rows_per_chunk(head.head_weight)):
+    for some in states.split(rows_per_chunk(len(head.head_weight), states.device)):
         logits = head.logits(some)  # [k, V]
         parts.append((logits[:, ids], log_sums(logits)))
     selected, sums = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -82,7 +82,7 @@ def logits_teacher(logits: Tensor, ids: Tensor | None, shift: int = 0) -> Teache
         rows = logits[r + shift]
         if ids is None:
             return TeacherRows.of_logits(wide(rows), None)
-        few = rows.split(rows_of_width(rows.shape[1], rows.device))  # bounds the float32 copies
+        few = rows.split(rows_per_chunk(rows.shape[1], rows.device))  # bounds the float32 copies
         sums = torch.cat([log_sums(wide(some)) for some in few])
         return TeacherRows.of_logits(wide(rows[:, ids]), sums)
 
@@ -100,7 +100,7 @@ def missing_mass(logits: Tensor, logsumexp: Tensor) -> Tensor:
 
 
 def topk_teacher(
-    ids: Tensor, logits: Tensor, logsumexp: Tensor, place: Tensor, size: int, shift: int = 0
+    ids: Tensor, logits: Tensor, logsumexp: Tensor, index: Tensor, size: int, shift: int = 0
 ) -> Teacher:
     """Return the teacher of K logits: slot r reads row r + `shift`.
 
@@ -115,7 +115,7 @@ def topk_teacher(
         ids: target ids, [B*T, K].
         logits: their logits [B*T, K].
         logsumexp: of all logits [B*T].
-        place: draft index of every target id, -1 outside the draft vocabulary, int64 [V].
+        index: draft index of every target id, -1 outside the draft vocabulary, int64 [V].
         size: Vd.
         shift: 1 for slots of the shifted frame, 0 for slots of the token frame.
     """
@@ -124,15 +124,15 @@ def topk_teacher(
         rows = r + shift
         z, total = wide(logits[rows]), wide(logsumexp[rows])
         known = (z - total[:, None]).exp()  # [n, K], m p of the K tokens
-        index = place[ids[rows].long()]  # [n, K]
-        inside = index >= 0
+        chosen = index[ids[rows].long()]  # [n, K]
+        inside = chosen >= 0
         own = known * inside
-        full = own.new_zeros(len(rows), size).scatter_add_(1, index.clamp_min(0), own)
+        full = own.new_zeros(len(rows), size).scatter_add_(1, chosen.clamp_min(0), own)
         missing = missing_mass(z, total) * (inside.sum(-1) < size)  # [n]
         mass = (own.sum(-1) + missing).clamp_min_(torch.finfo(own.dtype).tiny)
         return TeacherRows(
             full.div_(mass[:, None]),
-            None if size == len(place) else mass.clamp(max=1.0),
+            None if size == len(index) else mass.clamp(max=1.0),
             missing / mass,
         )
 

@@ -75,11 +75,9 @@ class TargetHead(nn.Module):
         embed = model.get_input_embeddings().weight.data
         linear = model.get_output_embeddings()
         weight, bias = linear.weight.data, getattr(linear, "bias", None)
+        vocab, hidden = weight.shape
         known = HeadSpec(
-            vocab_size=weight.shape[0],
-            hidden_size=weight.shape[1],
-            tied=weight is embed,
-            has_bias=bias is not None,
+            vocab_size=vocab, hidden_size=hidden, tied=weight is embed, has_bias=bias is not None
         )
         if spec is not None:
             known = structs.replace(known, scale=spec["scale"], softcap=spec.get("softcap"))
@@ -107,10 +105,10 @@ class TargetHead(nn.Module):
 
     def _rows(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the rows `ids` of the head, [Vd, H], and of its bias, [Vd] or None."""
-        kept = self._selection
+        chosen = self._selection
         # Compares identity and version, because comparing values would wait for the device.
-        if kept is None or kept[0] is not ids or kept[1] != ids._version:
+        if chosen is None or chosen[0] is not ids or chosen[1] != ids._version:
             weight = self.head_weight[ids]
             bias = None if self.head_bias is None else self.head_bias[ids]
-            self._selection = kept = (ids, ids._version, weight, bias)
-        return kept[2], kept[3]
+            self._selection = chosen = (ids, ids._version, weight, bias)
+        return chosen[2], chosen[3]

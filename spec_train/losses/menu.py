@@ -48,12 +48,7 @@ CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 LEAST_ROWS = 256
 
 
-def rows_per_chunk(weight: Tensor) -> int:
-    """Return how many rows of logits, through the head `weight` [Vd, H], exist at a time."""
-    return rows_of_width(weight.shape[0], weight.device)
-
-
-def rows_of_width(width: int, device: torch.device) -> int:
+def rows_per_chunk(width: int, device: torch.device) -> int:
     """Return how many rows of `width` float32 logits exist at a time on `device`."""
     elements = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
     return max(LEAST_ROWS, elements // width)
@@ -80,11 +75,7 @@ class LossKind:
     decay: float = 3.0
 
     def __post_init__(self) -> None:
-        """Check the name.
-
-        Raises:
-            DraftError: no such loss.
-        """
+        """Raise DraftError if there is no such loss."""
         if self.name not in KINDS:
             raise DraftError(f"loss {self.name!r}: choose from {', '.join(KINDS)}")
 
@@ -159,18 +150,14 @@ def _divergence(q: Tensor, p: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _acceptance_loss(
-    q: Tensor, full: Tensor, accepted: Tensor, kind: LossKind, entropy: Tensor, p: Tensor
+    q: Tensor,  # the draft [N, S, Vd]
+    full: Tensor,  # m p of the target of the loss [N, 1, Vd]
+    accepted: Tensor,  # sum_v min(full, q) [N, S]
+    kind: LossKind,
+    entropy: Tensor,  # cross-entropy [N, S]
+    p: Tensor,  # of the cross-entropy [N, 1 or S, Vd]
 ) -> tuple[Tensor, Tensor]:
-    """Return "tv", "lk-alpha" or "lk-lambda", [N, S], and d loss / d logits [N, S, Vd].
-
-    Args:
-        q: the draft [N, S, Vd].
-        full: m p of the target of the loss [N, 1, Vd].
-        accepted: sum_v min(full, q) [N, S].
-        kind: which loss.
-        entropy: cross-entropy [N, S].
-        p: of the cross-entropy [N, 1 or S, Vd].
-    """
+    """Return "tv", "lk-alpha" or "lk-lambda", [N, S], and d loss / d logits [N, S, Vd]."""
     inside = q * (q < full)
     slope = inside - q * inside.sum(-1, keepdim=True)  # d accepted / d logits
     if kind.name == "tv":
@@ -233,7 +220,8 @@ def head_loss(
             return product(part, weight, bias, buffer)
         return wide(apply_head(part, weight, bias, spec))
 
-    rows = max(1, (chunk_rows or rows_per_chunk(weight)) // hidden.shape[1])
+    rows = chunk_rows or rows_per_chunk(len(weight), weight.device)
+    rows = max(1, rows // hidden.shape[1])
     return scored_rows(hidden, weight, teacher, score, rows, logits_of)
 
 
@@ -281,13 +269,10 @@ class LowRank:
     def __init__(
         self, latent: Tensor, w2: Tensor, latent_of: tuple[Tensor, list[int]] | None = None
     ) -> None:
-        """Take the bias of N rows.
+        """Take g [M, r] and W2 [Vd, r] of N rows.
 
-        Args:
-            latent: g [M, r].
-            w2: W2 [Vd, r].
-            latent_of: the latent vector of every row, int64 [N], ascending without gaps, and the
-                same as a list; None: every row has its own, M = N.
+        `latent_of` is the latent vector of every row, int64 [N], ascending without gaps, and the
+        same as a list; None: every row has its own, M = N.
         """
         self.latent, self.w2, self.latent_of = latent, w2, latent_of
 

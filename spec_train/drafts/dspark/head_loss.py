@@ -78,26 +78,18 @@ def block_rows_loss(
         torch.mul(slope[:, 0], ce[:, None], out=logits)
         return ce * loss[:, 0], loss[:, 0], acceptance, best, entropy, overlap
 
-    rows = chunk_rows or rows_per_chunk(weight)
+    rows = chunk_rows or rows_per_chunk(len(weight), weight.device)
     return scored_rows(hidden, weight, teacher, score, rows, low_rank=low_rank)
 
 
 def _row_losses(
-    logits: Tensor,
+    logits: Tensor,  # of the draft [n, Vd]; overwritten by d loss / d logits
     teacher: TeacherRows,
-    labels: Tensor | None,
-    ce_weight: Tensor,
-    l1_weight: Tensor,
+    labels: Tensor | None,  # int64 [n]; None: cross-entropy with `p`
+    ce_weight: Tensor,  # [n]
+    l1_weight: Tensor,  # [n]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return cross-entropy, overlap, acceptance and the draft's choice of n rows, [n] each.
-
-    Args:
-        logits: draft logits [n, Vd]; overwritten by d loss / d logits.
-        teacher: of the n rows.
-        labels: int64 [n], or None: cross-entropy with `p`.
-        ce_weight: [n].
-        l1_weight: [n].
-    """
+    """Return cross-entropy, overlap, acceptance and the draft's choice of n rows, [n] each."""
     p = teacher.p
     if labels is None:
         agreement = dot(p, logits)

@@ -1,15 +1,19 @@
-"""A tiny dataset and a small draft of any kind, built on it.
+"""A tiny dataset, batches of its documents, and a small draft of any kind, built on it.
 
 Test modules assign the fixtures to names: linters would flag imports as unused and shadowed.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.data.batch import DraftBatch
 from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS
@@ -17,7 +21,7 @@ from tests.factory import tiny_dataset
 from tests.spec_train.evaluation import tools
 
 SMALL: dict[str, dict[str, Any]] = {
-    "eagle": {},
+    "eagle": {"depth": 4},
     "eagle3": {"draft_vocab_size": 40, "ttt_steps": 3},
     "peagle": {"draft_vocab_size": 40, "depths": 3, "num_layers": 2, "mask_token_id": 5},
     "dspark": {"num_layers": 2, "block_size": 3, "markov_rank": 4, "mask_token_id": 5},
@@ -28,7 +32,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> HiddenStatesDataset:
-    return HiddenStatesDataset(tiny_dataset(tmp_path_factory.mktemp("any") / "data", n_docs=6))
+    return HiddenStatesDataset(tiny_dataset(tmp_path_factory.mktemp("any") / "data", n_docs=8))
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +85,32 @@ def draft_for(
         draft.set_vocabulary(torch.arange(draft_vocab) * step + (step - 1))
     draft.adopt(tools.head_of(model))
     return draft.eval()
+
+
+def batch_of(dataset: HiddenStatesDataset, rows: Sequence[Sequence[int]], width: int) -> DraftBatch:
+    """Return the documents `rows`, packed into rows of `width` slots."""
+    document_ids, position_ids = row_layout(
+        [[int(dataset.lengths[i]) for i in row] for row in rows], width
+    )
+    out: dict[str, Tensor] = {}
+    for b, row in enumerate(rows):
+        start = 0
+        for i in row:
+            item = {k: v for k, v in dataset[i].items() if isinstance(v, Tensor)}
+            for name, value in item.items():
+                value = value.float() if name.startswith("hidden.") else value
+                shape = (*document_ids.shape, *value.shape[1:])
+                whole = out.setdefault(name, torch.zeros(shape, dtype=value.dtype))
+                whole[b, start : start + len(value)] = value
+            start += int(dataset.lengths[i])
+    return DraftBatch(
+        document_ids=document_ids,
+        position_ids=position_ids,
+        hidden={k: out.pop(k) for k in list(out) if k.startswith("hidden.")},
+        rows=[list(row) for row in rows],
+        **out,
+    )
+
+
+def packed(dataset: HiddenStatesDataset, width: int = 64) -> DraftBatch:
+    return batch_of(dataset, pack_documents(dataset.lengths.tolist(), width), width)

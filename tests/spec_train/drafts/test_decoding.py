@@ -106,7 +106,7 @@ def test_sampling_has_the_targets_distribution(
             table.weight.normal_(std=1.5)
         draft.confidence_head.proj.weight.zero_()[:, -4:].normal_(std=2.0)
         draft.stop_below(threshold)
-    prompt, limit, temperature, samples = [1, 2], 3, 1.5, 600
+    prompt, limit, temperature, samples = [1, 2], 3, 1.5, 300
     exact = exact_distribution(model, prompt, limit, stop=0, temperature=temperature)
     counts, accepted, cut = dict.fromkeys(exact, 0), 0, 0
     head = head_of(model)

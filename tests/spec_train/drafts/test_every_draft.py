@@ -24,14 +24,13 @@ from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.training.setup import fit
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
-from tests.spec_train.drafts.any_draft import SMALL, build_draft
-from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
-from tests.spec_train.drafts.eagle3.tools import batch_of, packed
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.drafts.any_draft import SMALL, batch_of, build_draft, packed
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import change, masters, metrics
 from tests.tolerance import close, close_gradients, close_in_norm, network, roundings
 
-dataset, head = eagle3_tools.dataset, eagle3_tools.head
+dataset, head = any_draft.dataset, any_draft.head
 data, config = trainer_tools.data, trainer_tools.config
 
 FORWARD = {"terms": network(4), "dtype": torch.float32}  # sums are kept in float64

@@ -20,8 +20,7 @@ from spec_train.formats.preflight import Subject, preflight, refusals
 from spec_train.formats.write import WRITERS, write_form
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
-from tests.spec_train.drafts.any_draft import build_draft
-from tests.spec_train.drafts.eagle3.tools import batch_of
+from tests.spec_train.drafts.any_draft import batch_of, build_draft
 from tests.spec_train.formats.published import tiny
 
 dataset, head = any_draft.dataset, any_draft.head

@@ -183,7 +183,7 @@ def test_rounded_states_do_not_change_how_much_the_target_has_in_the_draft_vocab
     kind: str, model: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A codec rounds states; the stored logsumexp is exact, so a quotient of the two is wrong."""
-    monkeypatch.setattr("spec_train.drafts.teacher.rows_per_chunk", lambda weight: 5)
+    monkeypatch.setattr("spec_train.drafts.teacher.rows_per_chunk", lambda width, device: 5)
     head, batch = head_of(model), batch_of(model, [respond(model, prompts[0])])
     draft, final = make(kind, model), batch.hidden["hidden.final"]
     true = head.logits(final)[0].softmax(-1)[:, DRAFT_IDS].sum(-1)  # [T]

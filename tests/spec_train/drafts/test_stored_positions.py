@@ -12,7 +12,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import spec_train
 from spec_data.models import families
-from spec_data.report import dataset_text
 from spec_data.shards.errors import DatasetError, DraftError, MissingError
 from spec_data.shards.files import dump_json
 from spec_data.shards.position_data import POSITIONS, Positions, load_positions
@@ -258,8 +257,3 @@ def test_verify_compares_the_stored_frequencies_with_the_target(odd: Path, capsy
     assert (
         "the rotary frequencies of full_attention are not this target's" in capsys.readouterr().out
     )
-
-
-def test_inspect_names_the_positions(plain: Path, odd: Path) -> None:
-    text = dataset_text(Manifest.read(plain / "data" / "manifest.json"))
-    assert "rope, 8 dimensions (full_attention), proven below 256" in text

@@ -100,10 +100,10 @@ def test_generate_fit_and_eval(family: str, draft: str, tmp_path_factory, workpl
     """Fit and evaluate drafts of every family, without the target and then with it."""
     place = workplaces(family)
     out = tmp_path_factory.mktemp("run") / draft
-    options = {"steps": 2, "batch_size": 1, "device": "cpu", **SMALL.get(draft, {})}
+    options = {"steps": 1, "batch_size": 1, "device": "cpu", **SMALL.get(draft, {})}
     joined = flat.split(draft, data=str(place / "data"), out=str(out), **options)
     assert fit(draft, *joined).finished
-    settings = {"data": str(place / "data"), "target": str(place / "target"), "max_new_tokens": 8}
+    settings = {"data": str(place / "data"), "target": str(place / "target"), "max_new_tokens": 4}
     prompts = {"prompts": str(place / "chats.jsonl"), "limit": 2, "device": "cpu"}
     report = run_eval(dict(draft=str(out), **settings, **prompts))
     assert report["identical"] + report["ties"] == report["responses"] == 2

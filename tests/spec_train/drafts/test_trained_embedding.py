@@ -8,8 +8,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
-from tests.spec_train.drafts.any_draft import build_draft
-from tests.spec_train.drafts.eagle3.tools import batch_of
+from tests.spec_train.drafts.any_draft import batch_of, build_draft
 
 dataset, head = any_draft.dataset, any_draft.head
 

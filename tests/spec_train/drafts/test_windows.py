@@ -112,6 +112,19 @@ def test_a_window_longer_than_the_documents_is_no_window_bit_for_bit(
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["peagle", "dspark"])
+def test_slots_that_are_drafted_a_few_at_a_time_draft_the_same(
+    kind: str, target: Any, documents: list[tuple[list[int], list[int]]], monkeypatch: Any
+) -> None:
+    draft, head, batch = make(kind, target), head_of(target), batch_of(target, documents)
+    with torch.no_grad():
+        whole = draft.chains(batch, head, DEPTH)
+        monkeypatch.setattr("spec_train.drafts.peagle.draft.CHUNK_ROWS", 5)
+        monkeypatch.setattr("spec_train.drafts.dspark.draft._CHUNK_ELEMENTS", 1)
+        assert torch.equal(draft.chains(batch, head, DEPTH), whole)
+        assert torch.equal(draft.chains(batch, head, 1), whole[..., :1])
+
+
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_tree_of_one_branch_is_the_chain(
     kind: str, target: Any, documents: list[tuple[list[int], list[int]]]

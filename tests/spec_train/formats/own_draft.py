@@ -13,13 +13,12 @@ from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
 from tests.factory import tiny_llama
 from tests.spec_train.drafts.any_draft import build_draft
-from tests.spec_train.drafts.eagle3.tools import build
 
 
 @pytest.fixture
 def own(dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path) -> Path:
     """The directory of a small EAGLE-3."""
-    build(dataset, head).save_pretrained(tmp_path / "own")
+    build_draft("eagle3", dataset, head).save_pretrained(tmp_path / "own")
     return tmp_path / "own"
 
 

@@ -11,11 +11,11 @@ from spec_train.cli import main
 from spec_train.drafts import load_draft
 from spec_train.formats.draft_files import read_files
 from tests.draft_tools import edited, unseal
-from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
+from tests.spec_train.drafts import any_draft
 from tests.spec_train.formats import own_draft
 from tests.spec_train.formats.tools import export, put, same_draft
 
-dataset, head = eagle3_tools.dataset, eagle3_tools.head
+dataset, head = any_draft.dataset, any_draft.head
 own, target = own_draft.own, own_draft.target
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -19,12 +19,12 @@ from spec_train.drafts import load_draft
 from spec_train.formats.draft_files import DraftFiles, read_files, write_files
 from spec_train.formats.draft_seal import MARK, SEAL
 from tests.draft_tools import edited, read_json, unseal
-from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
-from tests.spec_train.drafts.eagle3.tools import build
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.drafts.any_draft import build_draft
 from tests.spec_train.formats import own_draft
 from tests.spec_train.formats.tools import export, put, same_draft, same_weights
 
-dataset, head = eagle3_tools.dataset, eagle3_tools.head
+dataset, head = any_draft.dataset, any_draft.head
 own, target = own_draft.own, own_draft.target
 
 EDITS: list[tuple[str, Any, str]] = [
@@ -155,7 +155,7 @@ def test_swapped_missing_and_added_tensors_and_files_of_two_drafts(dataset, head
     save_file(tensors, weights)
     with pytest.raises(DraftError, match=f"tensor {a} is missing"):
         load_draft(own)
-    other = build(dataset, head)
+    other = build_draft("eagle3", dataset, head)
     with torch.no_grad():
         other.fc.weight.add_(1)
     other.save_pretrained(tmp_path / "other")

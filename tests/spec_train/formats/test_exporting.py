@@ -19,13 +19,13 @@ from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.draft_tools import reseal
-from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
-from tests.spec_train.drafts.eagle3.tools import build
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.drafts.any_draft import build_draft
 from tests.spec_train.formats import own_draft
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.tools import export, same_draft, same_weights
 
-dataset, head = eagle3_tools.dataset, eagle3_tools.head
+dataset, head = any_draft.dataset, any_draft.head
 own, target = own_draft.own, own_draft.target
 
 
@@ -66,14 +66,14 @@ def test_a_plain_draft_is_fine_everywhere_but_in_deepspec(own, target):
 def test_what_an_engine_lacks_is_said(
     dataset, head, tmp_path, target, changes, engine, level, text
 ):
-    build(dataset, head, **changes).save_pretrained(tmp_path)
+    build_draft("eagle3", dataset, head, **changes).save_pretrained(tmp_path)
     found = findings(tmp_path, target=str(target))[engine]
     assert any(one == level and text in said for one, said in found)
 
 
 def test_the_targets_last_layer_is_refused(dataset, head, tmp_path, target):
     """Layer 3 is the last of 4; the dataset cannot train such a draft, so its config is edited."""
-    draft = build(dataset, head)
+    draft = build_draft("eagle3", dataset, head)
     draft.update_config(layers=(0, 1, 3))
     draft.save_pretrained(tmp_path / "own")
     found = findings(tmp_path / "own", target=str(target))
@@ -122,7 +122,7 @@ def test_another_type_of_the_embedding_is_said(dataset, head, tmp_path, target, 
     file = other / "model.safetensors"
     tensors = load_file(file)
     name = next(name for name in tensors if "embed_tokens" in name)
-    draft = build(dataset, head)
+    draft = build_draft("eagle3", dataset, head)
     if targets == torch.bfloat16:  # a draft of such a target has values that it can hold
         rounded = tensors[name].to(targets)
         save_file(tensors | {name: rounded}, file)

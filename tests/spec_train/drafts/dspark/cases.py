@@ -9,16 +9,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import HeadSpec
 from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft
 from spec_train.drafts.dspark.model import DSparkConfig
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions
+from tests.spec_train.drafts import shared
+from tests.spec_train.drafts.any_draft import build_draft
 from tests.spec_train.drafts.dspark.reference import Document, ReferenceConfig, block_logits
-from tests.spec_train.drafts.shared import reference_state, small_target, windows_of
+from tests.spec_train.drafts.shared import (
+    noise_of,
+    randomize,
+    reference_sizes,
+    reference_state,
+    small_target,
+    windows_of,
+)
 from tests.spec_train.drafts.slot_loss import SlotLoss
 from tests.spec_train.drafts.slow_layer import Shape
 
@@ -74,6 +82,12 @@ class Case:
         )
 
 
+def build(dataset: HiddenStatesDataset, head: TargetHead, name: str, **changes: Any) -> Any:
+    """Return a fresh block draft for a dataset."""
+    small = {"block_size": 4, "mask_token_id": 3} | ({"markov_rank": 8} if name == "dspark" else {})
+    return build_draft(name, dataset, head, **small | changes)
+
+
 def make_draft(case: Case, seed: int = 0, rope: dict[str, Any] | None = None) -> DSparkDraft:
     """Return a random draft with weights so large that every term matters."""
     options = case.options()
@@ -90,13 +104,8 @@ def make_draft(case: Case, seed: int = 0, rope: dict[str, Any] | None = None) ->
     draft = (DFlashDraft if case.dflash else DSparkDraft)(config, options)
     if case.reduced:
         draft.set_vocabulary(torch.tensor(DRAFT_IDS))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in draft.named_parameters():
-            scale = 0.3 if parameter.ndim > 1 else 0.2
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(noise * scale + ("norm" in name))
-    draft.double().adopt(make_head())
+    randomize(draft.double(), seed)
+    draft.adopt(make_head())
     return draft
 
 
@@ -109,18 +118,10 @@ def make_head() -> TargetHead:
 
 
 def reference_config(case: Case) -> ReferenceConfig:
-    """Return the setting for the reference; frequencies come from the target's rotary code."""
-    shape = dict(case.shape)
-    fields = TARGET | {k: v for k, v in shape.items() if k == "head_dim"}
-    rotary = LlamaRotaryEmbedding(LlamaConfig(**fields))
+    """Return the setting for the reference."""
     options = case.options()
     return ReferenceConfig(
-        heads=shape.get("num_attention_heads", 4),
-        kv_heads=shape.get("num_key_value_heads", 2),
-        head_dim=shape.get("head_dim", 6),
-        act=shape.get("hidden_act", "silu"),
-        rms_norm_eps=1e-5,
-        rope_inv_freq=rotary.inv_freq,
+        **reference_sizes(TARGET, case.shape, 4, 2),
         block_size=case.block_size,
         mask_token_id=MASK,
         sample_from_anchor=case.layout == "anchor",
@@ -174,36 +175,28 @@ def lay_out(
 
     `anchors[d]` are the anchors of document d, as positions of that document.
     """
-    width = max(sum(len(documents[d].x) for d in row) for row in rows) + 2
-    shape = (len(rows), width)
-    generator = torch.Generator().manual_seed(99)
-    out = {
-        "aux_hidden_states": torch.randn(
-            *shape, LAYERS * WIDTH, generator=generator, dtype=torch.float64
-        ),
-        "input_ids": torch.zeros(shape, dtype=torch.long),
-        "loss_mask": torch.ones(shape, dtype=torch.bool),
-        "logits": torch.randn(*shape, VOCAB, generator=generator, dtype=torch.float64),
-        "document_ids": torch.full(shape, -1),
-        "position_ids": torch.zeros(shape, dtype=torch.long),
-    }
-    places: list[list[int]] = []
-    for b, row in enumerate(rows):
+
+    def padding(shape: tuple[int, int]) -> dict[str, Tensor]:
+        return {
+            "aux_hidden_states": noise_of(*shape, LAYERS * WIDTH),
+            "input_ids": torch.zeros(shape, dtype=torch.long),
+            "loss_mask": torch.ones(shape, dtype=torch.bool),
+            "logits": noise_of(*shape, VOCAB),
+        }
+
+    def slot(document: Document, t: int) -> dict[str, Any]:
+        values = {"input_ids": document.x[t], "loss_mask": bool(document.m[t])}
+        return values | {"aux_hidden_states": document.aux[t], "logits": document.z[t]}
+
+    out = shared.lay_out(documents, rows, padding, slot)
+    slots: list[list[int]] = []
+    for row in rows:
         start = 0
-        places.append([])
-        for number, d in enumerate(row):
-            document = documents[d]
-            places[b] += [start + a for a in anchors[d]]
-            for t in range(len(document.x)):
-                slot = start + t
-                out["aux_hidden_states"][b, slot] = document.aux[t]
-                out["document_ids"][b, slot] = number
-                out["position_ids"][b, slot] = t
-                out["input_ids"][b, slot] = document.x[t]
-                out["loss_mask"][b, slot] = bool(document.m[t])
-                out["logits"][b, slot] = document.z[t]
-            start += len(document.x)
-    most = max(map(len, places)) + 1  # one more block than any row needs
-    out["anchors"] = torch.tensor([p + [0] * (most - len(p)) for p in places])
-    out["kept"] = torch.tensor([[n < len(p) for n in range(most)] for p in places])
+        slots.append([])
+        for d in row:
+            slots[-1] += [start + a for a in anchors[d]]
+            start += len(documents[d].x)
+    most = max(map(len, slots)) + 1  # one more block than any row needs
+    out["anchors"] = torch.tensor([p + [0] * (most - len(p)) for p in slots])
+    out["kept"] = torch.tensor([[n < len(p) for n in range(most)] for p in slots])
     return out

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, Qwen3Config
+from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from spec_data.shards.errors import DraftError
@@ -18,11 +18,11 @@ from spec_train.drafts.mask_token import choose_mask_token, usual_mask_tokens
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions, PeagleOptions
 from tests.factory import tiny_llama
-from tests.spec_train.drafts.dspark import tools as dspark_tools
-from tests.spec_train.drafts.dspark.tools import build
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.drafts.dspark.cases import build
 from tests.tolerance import close
 
-dataset, head = dspark_tools.dataset, dspark_tools.head
+dataset, head = any_draft.dataset, any_draft.head
 
 LAYER = [
     *("input_layernorm", "post_attention_layernorm"),
@@ -134,22 +134,6 @@ def test_the_config_is_the_one_that_engines_read(
         close(a, b, terms=4)  # cosines and sines of equal angles
 
 
-def test_each_layout_of_dflash_is_in_the_form_of_those_who_read_it(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
-) -> None:
-    for layout, architecture, depth in (("mask", "DFlashDraftModel", 3), ("anchor", "Qwen3", 4)):
-        draft = build(dataset, head, "dflash", layout=layout)
-        assert draft.depth == draft.max_depth == depth
-        draft.save_pretrained(tmp_path)
-        raw = json.loads((tmp_path / "config.json").read_text())
-        assert raw["architectures"][0].startswith(architecture)
-        assert raw["sample_from_anchor"] == (layout == "anchor")
-        assert raw["markov_rank"] == 0 and raw["enable_confidence_head"] is False
-        assert raw["confidence_head_with_markov"] is False
-        published = {"mask_token_id": 3, "target_layer_ids": [0, 1, 2], "block_size": 4}
-        assert raw.get("dflash_config") == (published if layout == "mask" else None)
-
-
 def test_published_defaults() -> None:
     spark, flash = DSparkOptions().sized(2560, 36), DFlashOptions().sized(4096, 28)
     assert (spark.block_size, spark.num_layers, spark.num_anchors) == (7, 5, 512)
@@ -159,7 +143,10 @@ def test_published_defaults() -> None:
     )  # fmt: skip
     assert (flash.ce_weight, flash.l1_weight, flash.confidence_weight) == (1.0, 0.0, 0.0)
     assert (flash.block_size, flash.layout, flash.markov_rank) == (16, "mask", 0)
-    assert flash.num_layers == 5 and PeagleOptions().sized(2560, 36).num_layers == 4
+    assert flash.num_layers == 5
+    parallel = PeagleOptions().sized(2560, 36)
+    assert (parallel.depths, parallel.num_layers) == (8, 4)
+    assert (parallel.cod_ratio, parallel.cod_floor) == (0.7, 0.2)
 
 
 def test_a_draft_of_a_small_target_has_the_published_share_of_its_depth_and_width() -> None:
@@ -258,26 +245,11 @@ def test_the_usual_mask_tokens_are_those_of_other_trainers_too(tmp_path: Path) -
     assert set(zero) == {0, 1, 2}, "a target whose embedding is zero is another check's finding"
 
 
-def test_a_mask_token_of_no_use_is_refused(dataset: HiddenStatesDataset, head: TargetHead) -> None:
+def test_a_mask_token_of_no_use_is_refused(dataset: HiddenStatesDataset) -> None:
+    head = TargetHead.from_dataset(dataset.path)
     with pytest.raises(DraftError, match="vocabulary has 64 tokens"):
         build(dataset, head, "dspark", mask_token_id=64)
     head.embed_weight[7] = 0
     with pytest.raises(DraftError, match="its embedding is zero"):
         build(dataset, head, "dspark", mask_token_id=7)
     assert build(dataset, head, "dspark", mask_token_id=9).config.mask_token_id == 9
-
-
-@pytest.mark.parametrize(("switch", "bias"), [("auto", True), ("false", False)])
-def test_biases_follow_the_target_and_norms_are_those_published(switch: str, bias: bool) -> None:
-    """The layers have norms of queries and keys for every target, and its biases if wanted."""
-    raw = LlamaConfig(num_hidden_layers=6, attention_bias=True, vocab_size=64).to_dict()
-    raw["architectures"] = ["LlamaForCausalLM"]
-    config = DSparkConfig.from_target(
-        raw,
-        layers=(1, 3),
-        vocab_size=64,
-        draft_vocab_size=64,
-        mask_token_id=0,
-        options=DSparkOptions(attention_bias=switch),
-    )
-    assert config.layer_shape.qk_norm and config.layer_shape.attention_bias == bias

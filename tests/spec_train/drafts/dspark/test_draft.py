@@ -28,13 +28,20 @@ from spec_train.drafts.dspark.draft import (
 )
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import reliability
-from tests.spec_train.drafts.dspark import tools as dspark_tools
-from tests.spec_train.drafts.dspark.cases import LAYERS, VOCAB, WIDTH, Case, make_draft, make_head
-from tests.spec_train.drafts.dspark.tools import build
-from tests.spec_train.drafts.eagle3.tools import packed
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.drafts.any_draft import packed
+from tests.spec_train.drafts.dspark.cases import (
+    LAYERS,
+    VOCAB,
+    WIDTH,
+    Case,
+    build,
+    make_draft,
+    make_head,
+)
 from tests.tolerance import close, close_gradients, network
 
-dataset, head = dspark_tools.dataset, dspark_tools.head
+dataset, head = any_draft.dataset, any_draft.head
 
 COUNTS = {"terms": 320, "dtype": torch.float32}  # a sum of the weights of all slots
 FORWARD = {"terms": network(2), "dtype": torch.float32}  # two layers; sums are kept in float64

@@ -23,6 +23,7 @@ from tests.spec_train.drafts.dspark.cases import (
     reference_state,
 )
 from tests.spec_train.drafts.dspark.reference import Document, reference_loss
+from tests.spec_train.drafts.shared import gradients
 from tests.spec_train.drafts.slot_loss import SlotLoss
 from tests.spec_train.drafts.slow_layer import EVERY
 from tests.tolerance import network
@@ -93,15 +94,9 @@ def compare(
     found.loss.backward()
     assert len(calls) == 1 + recompute
     expected.loss.backward()
-    gradients = {}
-    for name, parameter in draft.named_parameters():
-        if not parameter.requires_grad:
-            assert parameter.grad is None
-            continue
-        assert parameter.grad is not None, name
-        gradients[name] = parameter.grad
-    wanted = {name: state[name].grad for name in gradients}
-    tolerance.close_gradients(gradients, wanted, terms=TERMS)
+    found_gradients = gradients(draft)
+    wanted = {name: state[name].grad for name in found_gradients}
+    tolerance.close_gradients(found_gradients, wanted, terms=TERMS)
     assert sum(bool(x.abs().max() > 1e-6) for x in wanted.values()) > 10
     sums = {name: value.tolist() for name, value in found.sums.items()}
     for name in ("drafted", "hits"):

@@ -16,8 +16,11 @@ from spec_data.shards.schema import HeadSpec
 from spec_train.drafts.eagle.draft import EagleConfig, EagleDraft
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import EagleOptions
+from tests.spec_train.drafts import shared
 from tests.spec_train.drafts.eagle.reference import Document, ReferenceConfig, predict
 from tests.spec_train.drafts.shared import (
+    noise_of,
+    randomize,
     reference_sizes,
     reference_state,
     small_target,
@@ -69,11 +72,7 @@ def make_draft(case: Case, seed: int = 0) -> EagleDraft:
     options = case.options()
     config = EagleConfig.from_target(case.target_config(), vocab_size=VOCAB, options=options)
     draft = EagleDraft(config, options).double()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in draft.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(noise * (0.3 if parameter.ndim > 1 else 0.2) + ("norm" in name))
+    randomize(draft, seed)
     return draft
 
 
@@ -128,28 +127,21 @@ def make_documents(case: Case, masks: Sequence[Sequence[int]], seed: int = 0) ->
 
 def lay_out(documents: Sequence[Document], rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """Arguments of `eagle_loss` for rows of the given documents; padding holds garbage."""
-    width = max(sum(len(documents[d].x) for d in row) for row in rows) + 2
-    shape = (len(rows), width)
-    generator = torch.Generator().manual_seed(99)
-    out = {
-        "final_hidden": torch.randn(*shape, HIDDEN, generator=generator, dtype=torch.float64),
-        "noise": torch.randn(*shape, HIDDEN, generator=generator, dtype=torch.float64),
-        "input_ids": torch.randint(VOCAB, shape, generator=generator),
-        "loss_mask": torch.ones(shape, dtype=torch.bool),
-        "document_ids": torch.full(shape, -1),
-        "position_ids": torch.zeros(shape, dtype=torch.long),
-    }
-    for b, row in enumerate(rows):
-        start = 0
-        for number, d in enumerate(row):
-            document = documents[d]
-            for t in range(len(document.x)):
-                slot = start + t
-                out["final_hidden"][b, slot] = document.f[t]
-                out["noise"][b, slot] = 0 if document.noise is None else document.noise[t]
-                out["input_ids"][b, slot] = document.x[t]
-                out["loss_mask"][b, slot] = bool(document.m[t])
-                out["document_ids"][b, slot] = number
-                out["position_ids"][b, slot] = t
-            start += len(document.x)
-    return out
+
+    def padding(shape: tuple[int, int]) -> dict[str, Tensor]:
+        return {
+            "final_hidden": noise_of(*shape, HIDDEN),
+            "noise": noise_of(*shape, HIDDEN),
+            "input_ids": noise_of(*shape).long().abs(),
+            "loss_mask": torch.ones(shape, dtype=torch.bool),
+        }
+
+    def slot(document: Document, t: int) -> dict[str, Any]:
+        return {
+            "final_hidden": document.f[t],
+            "noise": 0 if document.noise is None else document.noise[t],
+            "input_ids": document.x[t],
+            "loss_mask": bool(document.m[t]),
+        }
+
+    return shared.lay_out(documents, rows, padding, slot)

@@ -17,21 +17,20 @@ from spec_data.shards.schema import Manifest
 from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss
 from spec_train.losses.head import TargetHead
-from spec_train.losses.menu import head_loss
 from spec_train.losses.sampling import Greedy
 from spec_train.options.draft_options import EagleOptions
 from tests.families import VOCAB as FAMILY_VOCAB
 from tests.families import tiny_model
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.drafts.any_draft import build_draft, packed
 from tests.spec_train.drafts.eagle import tools as eagle_tools
-from tests.spec_train.drafts.eagle.tools import build, make_eagle
-from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
-from tests.spec_train.drafts.eagle3.tools import packed
+from tests.spec_train.drafts.eagle.tools import make_eagle
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import LIMIT
 from tests.spec_train.training import tools as trainer_tools
 from tests.tolerance import close, network
 
-dataset, head = eagle3_tools.dataset, eagle3_tools.head
+dataset, head = any_draft.dataset, any_draft.head
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
 trained_eagle = eagle_tools.trained_eagle
 data, config = trainer_tools.data, trainer_tools.config
@@ -44,7 +43,7 @@ FORWARD = {"terms": network(4), "dtype": torch.float32}  # up to four steps; sum
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_files_are_what_engines_read(dataset, head, tmp_path: Path, layers: int) -> None:
     """vLLM's llama_eagle.py fails on any other name. Its first layer has no norm parameter."""
-    build(dataset, head, num_layers=layers).save_pretrained(tmp_path)
+    build_draft("eagle", dataset, head, num_layers=layers).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     layer = ["post_attention_layernorm", *(f"self_attn.{x}_proj" for x in "qkvo")]
     layer += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
@@ -96,7 +95,7 @@ def test_datasets_without_every_final_state_are_refused(dataset: HiddenStatesDat
 
 
 def test_noise_is_in_training_alone_and_can_be_passed_in(dataset, head) -> None:
-    draft, batch = build(dataset, head), packed(dataset)
+    draft, batch = build_draft("eagle", dataset, head), packed(dataset)
     states = batch.hidden["hidden.final"]
     plain = {
         "final_hidden": states,
@@ -122,41 +121,6 @@ def test_noise_is_in_training_alone_and_can_be_passed_in(dataset, head) -> None:
     parts = 1.0 * figures["smooth_l1"] + 0.1 * figures["cross_entropy"]
     close(figures["loss"], float(quiet.loss.detach()), **FORWARD)
     close(figures["loss"], parts, **FORWARD)
-
-
-def test_the_choices_are_the_heads_own_where_none_are_given(dataset, head) -> None:
-    draft, batch = build(dataset, head).eval(), packed(dataset)
-    sums = eagle_loss(
-        draft,
-        final_hidden=batch.hidden["hidden.final"],
-        input_ids=batch.input_ids,
-        loss_mask=batch.loss_mask,
-        document_ids=batch.document_ids,
-        head=head,
-        steps=4,
-    ).sums
-    wanted = draft.loss(batch, head, None).sums
-    for name in ("loss", "supervised", "acceptance"):
-        close(sums[name], wanted[name], **FORWARD, magnitude=wanted[name].abs(), name=name)
-    # Stored states are bfloat16: the head's choice may differ from the model's at a few slots.
-    assert ((sums["hits"] - wanted["hits"]).abs() <= 0.1 * wanted["supervised"]).all()
-
-
-def test_no_gradient_is_computed_for_the_head(dataset, head, monkeypatch) -> None:
-    draft, batch = build(dataset, head), packed(dataset)
-    frozen = []
-
-    def spy(hidden, weight, *arguments, **options):
-        frozen.append(not weight.requires_grad and hidden.requires_grad)
-        return head_loss(hidden, weight, *arguments, **options)
-
-    monkeypatch.setattr("spec_train.drafts.eagle.draft.head_loss", spy)
-    draft.loss(batch, head, draft.slot_counts(batch)).loss.backward()
-    assert frozen == [True]
-    assert head.head_weight.grad is None and draft.embed_tokens.weight.grad is None
-    assert {n for n, _ in draft.named_parameters()} - {"embed_tokens.weight"} == {
-        n for n, p in draft.named_parameters() if p.grad is not None and p.grad.any()
-    }
 
 
 # --- decoding ------------------------------------------------------------------------------------

@@ -5,14 +5,14 @@ one by one. The two must agree for every layout.
 """
 
 import functools
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from spec_train.drafts.draft import DraftLoss
-from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss, input_noise, supervised_slots
+from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss, supervised_slots
 from spec_train.losses.menu import LossKind
 from tests import tolerance
 from tests.spec_train.drafts.eagle.cases import (
@@ -26,7 +26,12 @@ from tests.spec_train.drafts.eagle.cases import (
     reference_state,
 )
 from tests.spec_train.drafts.eagle.reference import Document, Reference, chain, head, reference_loss
-from tests.spec_train.drafts.shared import each_in_one_layout, gradients
+from tests.spec_train.drafts.shared import (
+    each_in_one_layout,
+    only_the_past_counts,
+    same_gradients,
+    same_sums,
+)
 from tests.spec_train.drafts.slot_loss import LOSSES, SlotLoss
 from tests.spec_train.drafts.slow_layer import EVERY
 from tests.tolerance import network, same_choice
@@ -34,7 +39,6 @@ from tests.tolerance import network, same_choice
 # up to two layers; gradients are sums over up to 100 slots of each depth
 TERMS = network(2, backward=True, slots=500)
 close = functools.partial(tolerance.close, terms=TERMS)
-close_gradients = functools.partial(tolerance.close_gradients, terms=TERMS)
 
 TWO_TURNS = [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]
 # Slot t counts if tokens t+1 and t+2 are part of an answer.
@@ -114,20 +118,11 @@ def test_loss_and_gradients_are_those_of_the_reference(name: str, layout: str) -
     result = fast(draft, case, inputs)
     close(result.loss.detach(), expected.loss.detach())
     second = "cross_entropy" if case.loss.name == "ce" else "distribution_loss"
-    for sums, value in (
-        ("smooth_l1", expected.smooth_l1),
-        (second, expected.cross_entropy),
-        ("supervised", expected.supervised[0]),
-        ("hits", expected.hits[0]),
-        ("acceptance", expected.acceptance[0]),
-    ):
-        close(result.sums[sums], torch.tensor([value], dtype=torch.float64))
+    sums = {"smooth_l1": [expected.smooth_l1], second: [expected.cross_entropy]}
+    sums |= {name: getattr(expected, name)[:1] for name in ("supervised", "hits", "acceptance")}
+    same_sums(result.sums, sums, TERMS)
     result.loss.backward()
-    found = gradients(draft)
-    assert set(found) == set(state) - {"embed_tokens.weight"}
-    wanted = {parameter: state[parameter].grad for parameter in found}
-    assert all(x is not None and x.abs().max() > 1e-6 for x in wanted.values())
-    close_gradients(found, wanted)
+    same_gradients(draft, state, TERMS)
 
 
 @pytest.mark.parametrize("backend", ["dense", "merged"])
@@ -139,8 +134,7 @@ def test_back_ends_agree(backend: str) -> None:
     result = fast(draft, case, lay_out(documents, LAYOUTS["three rows"]))
     close(result.loss.detach(), expected.loss.detach())
     result.loss.backward()
-    found = gradients(draft)
-    close_gradients(found, {parameter: state[parameter].grad for parameter in found})
+    same_gradients(draft, state, TERMS)
 
 
 @pytest.mark.parametrize("name", ["plain", "two layers", "softcap and bias", "mixed layers"])
@@ -156,14 +150,9 @@ def test_figures_of_deeper_steps_are_those_of_the_reference(name: str) -> None:
         best = make_head(case).logits(inputs["final_hidden"]).argmax(-1)
         result = fast(draft, case, inputs, target_argmax=best, steps=3)
     close(result.loss, expected.loss)
-    for sums, value in (
-        ("supervised", expected.supervised),
-        ("hits", expected.hits),
-        ("acceptance", expected.acceptance),
-        ("survive", expected.survivors),
-        ("chains", expected.chains),
-    ):
-        close(result.sums[sums], torch.tensor(value, dtype=torch.float64))
+    names = ("supervised", "hits", "acceptance", "chains")
+    sums = {name: getattr(expected, name) for name in names} | {"survive": expected.survivors}
+    same_sums(result.sums, sums, TERMS)
     assert 0 < expected.hits[2] < expected.supervised[2] and expected.survivors[2] > 0
     assert result.sums["weighted"].tolist() == [expected.supervised[0], 0, 0]
 
@@ -186,37 +175,13 @@ def test_the_slots_are_those_written_out_by_hand() -> None:
 @pytest.mark.parametrize("what", ["x", "f"])
 @pytest.mark.parametrize("case", [Case(), Case(layers=2)])
 def test_other_documents_and_later_tokens_change_nothing(case: Case, what: str) -> None:
-    """Bit for bit: no influence of other documents of the pack, nor of what serving cannot know."""
+    """Token 5 is the last of the answer, token 4 the last known one, with the last teacher."""
     draft = make_draft(case)
     documents = make_documents(case, [[0] * 6, [0, 0, 1, 1, 1, 1, 0, 0, 0, 0], [0] * 5])
-
-    def run(changed: list[Document]) -> tuple[Tensor, list[Tensor]]:
-        result = fast(draft, case, lay_out(changed, [[0, 1, 2]]))
-        result.loss.backward()
-        return result.loss.detach(), list(gradients(draft).values())
-
-    def moved(document: Document, start: int) -> Document:
-        if what == "x":
-            return replace(
-                document,
-                x=[(i + 1) % VOCAB if t >= start else i for t, i in enumerate(document.x)],
-            )
-        values = document.f.clone()
-        values[start:] = values[start:].flip(-1) + 1.0
-        return replace(document, f=values)
-
-    loss, grads = run(documents)
-    # Token 5 is the last of the answer, token 4 the last known one, with the last teacher.
-    last = 4
-    for other in (
-        [moved(documents[0], 0), documents[1], moved(documents[2], 0)],
-        [documents[0], moved(documents[1], last + 1), documents[2]],
-    ):
-        other_loss, other_grads = run(other)
-        assert torch.equal(loss, other_loss)
-        assert all(torch.equal(a, b) for a, b in zip(grads, other_grads, strict=True))
-    changed, _ = run([documents[0], moved(documents[1], last), documents[2]])
-    assert abs(float(changed - loss)) > 1e-9
+    only_the_past_counts(
+        lambda changed: fast(draft, case, lay_out(changed, [[0, 1, 2]])),
+        *(draft, documents, what, 4, VOCAB),
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,7 +195,8 @@ def test_serving_with_a_cache_is_the_chain_computed_anew(name: str) -> None:
     state, config = reference_state(draft), reference_config(case, target)
     documents = make_documents(case, [[1] * 7, [1] * 5])
     inputs = lay_out(documents, [[0, 1]])
-    batch = _Batch(inputs)
+    fields = {name: inputs[name] for name in ("input_ids", "document_ids", "position_ids")}
+    batch = SimpleNamespace(**fields, hidden={"hidden.final": inputs["final_hidden"]})
     chains = draft.chains(batch, target, 4)
     start = 0
     with torch.no_grad():
@@ -256,20 +222,3 @@ def test_serving_with_a_cache_is_the_chain_computed_anew(name: str) -> None:
                     close(carried[0, 0], slow[s], terms=network(4 ** (s + 1)))
                 assert caches[-1].length == t + 4
             start += len(x)
-
-
-class _Batch:
-    """The fields that `chains` reads of a batch."""
-
-    def __init__(self, inputs: dict[str, Tensor]) -> None:
-        self.input_ids, self.document_ids = inputs["input_ids"], inputs["document_ids"]
-        self.position_ids = inputs["position_ids"]
-        self.hidden = {"hidden.final": inputs["final_hidden"]}
-
-
-def test_noise_is_uniform() -> None:
-    torch.manual_seed(0)
-    noise = input_noise(torch.zeros(1, 1280, 64), 0.1)
-    assert 0.0999 < noise.abs().max() <= 0.1 and noise.mean().abs() < 1e-3
-    # a sample of 82,000 numbers: three standard deviations of its variance
-    torch.testing.assert_close(noise.var(), torch.tensor(0.2**2 / 12), rtol=1e-2, atol=0)

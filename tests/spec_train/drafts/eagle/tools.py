@@ -1,30 +1,17 @@
-"""EAGLE-1/2 drafts on tiny datasets and targets.
+"""EAGLE-1/2 drafts for tiny targets.
 
 Test modules assign the fixtures to names: linters would flag imports as unused and shadowed.
 """
 
-import json
 from typing import Any
 
 import pytest
 import torch
 
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.eagle.draft import EagleConfig, EagleDraft
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import EagleOptions
 from tests.spec_train.evaluation.tools import VOCAB, batch_of, head_of, respond
-
-
-def build(dataset: HiddenStatesDataset, head: TargetHead, **changes: Any) -> EagleDraft:
-    torch.manual_seed(1)
-    return EagleDraft.build(
-        EagleOptions(**{"depth": 4} | changes),
-        target_config=json.loads((dataset.target_dir / "config.json").read_text()),
-        manifest=dataset.manifest,
-        head=head,
-        token_counts=None,
-    )
 
 
 def make_eagle(model: Any, vocab: int = VOCAB, **changes: Any) -> EagleDraft:

@@ -13,8 +13,11 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Draft, Eagle3Options
+from tests.spec_train.drafts import shared
 from tests.spec_train.drafts.eagle3.reference import Document, ReferenceConfig, reference_logits
 from tests.spec_train.drafts.shared import (
+    noise_of,
+    randomize,
     reference_sizes,
     reference_state,
     small_target,
@@ -75,12 +78,7 @@ def make_draft(case: Case, seed: int = 0) -> Eagle3Draft:
     draft = Eagle3Draft(config, options).double()
     if case.reduced:
         draft.set_vocabulary(torch.tensor(DRAFT_IDS))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in draft.named_parameters():
-            scale = 0.3 if parameter.ndim > 1 else 0.2
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(noise * scale + ("norm" in name))
+    randomize(draft, seed)
     return draft
 
 
@@ -126,33 +124,19 @@ def make_documents(
 
 def lay_out(documents: Sequence[Document], rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """Arguments of `eagle3_loss` for rows of the given documents; padding holds garbage."""
-    width = max(sum(len(documents[d].x) for d in row) for row in rows) + 2
-    shape = (len(rows), width)
-    generator = torch.Generator().manual_seed(99)
-    out = {
-        "aux_hidden_states": torch.randn(
-            *shape, LAYERS * WIDTH, generator=generator, dtype=torch.float64
-        ),
-        "input_ids": torch.zeros(shape, dtype=torch.long),
-        "loss_mask": torch.zeros(shape, dtype=torch.bool),
-        "logits": torch.randn(*shape, VOCAB, generator=generator, dtype=torch.float64),
-        "document_ids": torch.full(shape, -1),
-        "position_ids": torch.zeros(shape, dtype=torch.long),
-    }
-    for b, row in enumerate(rows):
-        start = 0
-        for number, d in enumerate(row):
-            document = documents[d]
-            for t in range(len(document.x)):
-                slot = start + t
-                out["aux_hidden_states"][b, slot] = document.aux[t]
-                out["document_ids"][b, slot] = number
-                out["position_ids"][b, slot] = t
-                if t + 1 < len(document.x):
-                    out["input_ids"][b, slot] = document.x[t + 1]
-                    out["loss_mask"][b, slot] = bool(document.m[t + 1])
-                    out["logits"][b, slot] = document.z[t + 1]
-                else:
-                    out["logits"][b, slot] = 0.0
-            start += len(document.x)
-    return out
+
+    def padding(shape: tuple[int, int]) -> dict[str, Tensor]:
+        return {
+            "aux_hidden_states": noise_of(*shape, LAYERS * WIDTH),
+            "input_ids": torch.zeros(shape, dtype=torch.long),
+            "loss_mask": torch.zeros(shape, dtype=torch.bool),
+            "logits": noise_of(*shape, VOCAB),
+        }
+
+    def slot(document: Document, t: int) -> dict[str, Any]:
+        if t + 1 == len(document.x):
+            return {"aux_hidden_states": document.aux[t], "logits": 0.0}
+        values = {"input_ids": document.x[t + 1], "loss_mask": bool(document.m[t + 1])}
+        return values | {"aux_hidden_states": document.aux[t], "logits": document.z[t + 1]}
+
+    return shared.lay_out(documents, rows, padding, slot)

@@ -1,12 +1,10 @@
 """EAGLE-3 checkpoints: the files, and the shapes and rope taken from the target."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
@@ -21,67 +19,15 @@ from spec_train.drafts.slots import document_lengths, document_offsets
 from spec_train.drafts.unroll import Unroll
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import Eagle3Options
-from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
-from tests.spec_train.drafts.eagle3.tools import build
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.drafts.any_draft import build_draft
 from tests.tolerance import close, network
 
 LENGTHS = (9, 23, 4, 1, 12, 17)
 
-dataset, head = eagle3_tools.dataset, eagle3_tools.head
+dataset, head = any_draft.dataset, any_draft.head
 
 # --- files ---------------------------------------------------------------------------------------
-
-
-def test_tensor_names_types_and_embedding_are_those_the_engines_read(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
-) -> None:
-    draft = build(dataset, head)
-    draft.save_pretrained(tmp_path, torch.bfloat16)
-    tensors = load_file(tmp_path / "model.safetensors")
-    layer = ["hidden_norm", "input_layernorm", "post_attention_layernorm"]
-    layer += [f"self_attn.{x}_proj" for x in "qkvo"] + [
-        f"mlp.{x}_proj" for x in ("gate", "up", "down")
-    ]
-    names = ["fc", "norm", "lm_head", "embed_tokens", *(f"midlayer.{x}" for x in layer)]
-    assert set(tensors) == {f"{name}.weight" for name in names} | {"d2t", "t2d"}
-    assert tensors["fc.weight"].shape == (32, 96)
-    assert tensors["midlayer.self_attn.k_proj.weight"].shape == (16, 64)
-    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
-    ids = torch.arange(40) + tensors["d2t"]  # offsets, not ids
-    assert torch.equal(ids, tensors["t2d"].nonzero().squeeze(1))
-    assert torch.equal(tensors["embed_tokens.weight"], head.embed_weight.bfloat16())
-    assert torch.equal(tensors["lm_head.weight"], head.head_weight[ids].bfloat16())
-    draft.save_pretrained(tmp_path)  # the target's own dtype: bit for bit
-    saved = load_file(tmp_path / "model.safetensors")["embed_tokens.weight"]
-    assert torch.equal(saved, head.embed_weight)
-
-
-def test_the_config_loads_everywhere(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
-) -> None:
-    build(dataset, head, layers="0,2").save_pretrained(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    assert raw["architectures"] == ["LlamaForCausalLMEagle3"] and raw["model_type"] == "llama"
-    assert raw["eagle_aux_hidden_state_layer_ids"] == [1, 3]  # input of the block
-    assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2]  # its output
-    expected = {
-        "num_hidden_layers": 1,
-        "draft_vocab_size": 40,
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "target_hidden_size": 32,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "norm_before_residual": False,
-        "dtype": "float32",
-    }
-    assert {key: raw[key] for key in expected} == expected
-    assert "output of decoder block k" in raw["spec_train"]["layer_convention"]
-    assert raw["spec_train"]["layers"] == [0, 2]
-    assert "null" not in (tmp_path / "config.json").read_text()
 
 
 def test_options_that_the_dataset_cannot_serve_are_refused(
@@ -93,8 +39,8 @@ def test_options_that_the_dataset_cannot_serve_are_refused(
         ({"ttt_steps": 0}, "ttt-steps"),
     ):
         with pytest.raises(DraftError, match=message):
-            build(dataset, head, **changes)
-    assert build(dataset, head, layers="2,0,2").config.layers == (0, 2)
+            build_draft("eagle3", dataset, head, **changes)
+    assert build_draft("eagle3", dataset, head, layers="2,0,2").config.layers == (0, 2)
 
 
 # Cosines and sines of equal angles, times a factor; they depend on the place in a block.
@@ -220,17 +166,6 @@ def test_longrope_and_partial_rope_are_those_of_phi3(partial: float) -> None:
     close(mixed[0], rotary(short)[0][0, 7], **ANGLES)
     close(mixed[1], rotary(long)[0][0, 7], **ANGLES)
     assert (mixed[0] - mixed[1]).abs().max() > 1e-3
-
-
-def test_partial_default_rope_is_that_of_phi3() -> None:
-    target = Phi3Config(
-        hidden_size=32, num_attention_heads=4, partial_rotary_factor=0.5, pad_token_id=0
-    )
-    positions = torch.arange(20)[None]
-    found = Rotary(_config(target.to_dict()).rope)(positions)
-    expected = Phi3RotaryEmbedding(target)(torch.zeros(1), positions)
-    for ours, theirs in zip(found, expected, strict=True):
-        close(ours, theirs, **ANGLES)
 
 
 def test_per_layer_type_settings_give_those_of_full_attention() -> None:

@@ -21,6 +21,7 @@ from tests.spec_train.drafts.peagle.reference import (
     slot_counts,
 )
 from tests.spec_train.drafts.shared import (
+    randomize,
     reference_sizes,
     reference_state,
     small_target,
@@ -41,7 +42,7 @@ MASKS = [
     [0, 0, 1, 1, 1, 1, 1, 1, 1],
     [0, 1, 1, 0, 1, 0, 1, 1, 1, 1, 0],  # gaps inside an answer
     [0, 0, 0, 0, 0],  # nothing supervised
-    [1] * 16,
+    [1] * 12,
 ]
 
 
@@ -91,13 +92,7 @@ def make_draft(case: Case, **options: object) -> PeagleDraft:
     draft = PeagleDraft(replace(config, target_hidden_size=WIDTH), chosen).double()
     if case.reduced:
         draft.set_vocabulary(torch.tensor(DRAFT_IDS))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in draft.named_parameters():
-            scale = 0.3 if parameter.ndim == 2 else 0.2
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            is_norm = "norm" in name
-            parameter.copy_(noise * (1.0 if name == "mask_hidden" else scale) + is_norm)
+    randomize(draft)
     return draft
 
 

@@ -11,19 +11,18 @@ from safetensors.torch import load_file
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts import DRAFTS, load_draft
-from spec_train.drafts.peagle.draft import PeagleDraft
+from spec_train.drafts import load_draft
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import PeagleOptions
 from spec_train.training.setup import fit
 from tests.draft_tools import reseal, write_json
-from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
-from tests.spec_train.drafts.peagle.tools import build
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.drafts.any_draft import build_draft
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import change, masters
 from tests.tolerance import close_weights
 
-dataset, head = eagle3_tools.dataset, eagle3_tools.head
+dataset, head = any_draft.dataset, any_draft.head
 data, config = trainer_tools.data, trainer_tools.config
 
 OPTIONS = PeagleOptions(depths=3, num_layers=2, draft_vocab_size=40)
@@ -35,7 +34,7 @@ OPTIONS = PeagleOptions(depths=3, num_layers=2, draft_vocab_size=40)
 def test_tensor_names_and_shapes_are_those_the_engine_reads(
     dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
 ) -> None:
-    draft = build(dataset, head)
+    draft = build_draft("peagle", dataset, head)
     assert abs(float(draft.mask_hidden.detach().std()) - 1) < 0.2
     draft.save_pretrained(tmp_path, torch.bfloat16)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -55,7 +54,7 @@ def test_tensor_names_and_shapes_are_those_the_engine_reads(
 def test_the_config_is_the_flat_form_of_parallel_drafting(
     dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
 ) -> None:
-    build(dataset, head, layers="0,2", mask_token_id=7).save_pretrained(tmp_path)
+    build_draft("peagle", dataset, head, layers="0,2", mask_token_id=7).save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["architectures"] == ["Eagle3LlamaForCausalLM"] and raw["model_type"] == "llama"
     expected = {
@@ -77,13 +76,6 @@ def test_the_config_is_the_flat_form_of_parallel_drafting(
     reseal(tmp_path)
     with pytest.raises(DraftError, match="lacks mask_token_id"):
         load_draft(tmp_path)
-
-
-def test_the_defaults_are_the_papers() -> None:
-    options = PeagleOptions().sized(2880, 24)
-    assert (options.depths, options.num_layers) == (8, 4)
-    assert (options.cod_ratio, options.cod_floor) == (0.7, 0.2)
-    assert DRAFTS["peagle"] is PeagleDraft
 
 
 def test_segments_and_recomputing_change_no_run(config: Any, tmp_path: Path) -> None:

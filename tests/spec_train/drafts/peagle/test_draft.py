@@ -15,12 +15,11 @@ from spec_data.shards.packing import pack_documents
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.peagle.draft import PeagleDraft
 from spec_train.losses.head import TargetHead
-from tests.spec_train.drafts.eagle3 import tools as eagle3_tools
-from tests.spec_train.drafts.eagle3.tools import batch_of, packed
-from tests.spec_train.drafts.peagle.tools import build
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.drafts.any_draft import batch_of, build_draft, packed
 from tests.tolerance import close, close_gradients, network
 
-dataset, head = eagle3_tools.dataset, eagle3_tools.head
+dataset, head = any_draft.dataset, any_draft.head
 
 FORWARD = {"terms": network(2), "dtype": torch.float32}  # two layers; sums are kept in float64
 BACKWARD = {"terms": network(2, backward=True, slots=320)}
@@ -29,7 +28,7 @@ BACKWARD = {"terms": network(2, backward=True, slots=320)}
 def test_the_loss_trains_on_the_elements_that_were_counted(
     dataset: HiddenStatesDataset, head: TargetHead
 ) -> None:
-    draft = build(dataset, head)
+    draft = build_draft("peagle", dataset, head)
     batches = [batch_of(dataset, [[i], [i + 1]], 40) for i in range(0, 8, 2)]
     counts = [draft.slot_counts(batch.without_hidden()) for batch in batches]
     for batch, count in zip(batches, counts, strict=True):
@@ -53,7 +52,7 @@ def test_the_loss_trains_on_the_elements_that_were_counted(
 def test_evaluation_is_the_same_every_time_and_however_documents_are_packed(
     dataset: HiddenStatesDataset, head: TargetHead
 ) -> None:
-    draft = build(dataset, head).eval()
+    draft = build_draft("peagle", dataset, head).eval()
     figures = []
     for rows, width in (
         (pack_documents(dataset.lengths.tolist(), 64), 64),
@@ -81,7 +80,7 @@ def test_a_distributed_wrapper_reduces_every_gradient_once(
     batch = packed(dataset)
     reduced = []
     for segments in (1, 3):
-        draft = build(dataset, head, segments=segments)
+        draft = build_draft("peagle", dataset, head, segments=segments)
         draft.eval()  # the same elements in both
         wrapper = torch.nn.parallel.DistributedDataParallel(draft)
         calls: list[int] = []

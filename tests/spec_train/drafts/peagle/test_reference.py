@@ -10,7 +10,7 @@ from torch import Tensor
 from spec_data.shards.errors import DraftError
 from spec_train.attention.masked import BACKENDS
 from spec_train.drafts.draft import DraftLoss
-from spec_train.drafts.peagle.draft import PeagleDraft, peagle_loss
+from spec_train.drafts.peagle.draft import peagle_loss
 from spec_train.losses import menu as losses
 from spec_train.losses.menu import LossKind
 from tests import tolerance
@@ -26,8 +26,12 @@ from tests.spec_train.drafts.peagle.cases import (
     make_draft,
     make_samples,
 )
-from tests.spec_train.drafts.peagle.reference import Reference
-from tests.spec_train.drafts.shared import each_in_one_layout, gradients
+from tests.spec_train.drafts.shared import (
+    each_in_one_layout,
+    only_the_past_counts,
+    same_gradients,
+    same_sums,
+)
 from tests.spec_train.drafts.slot_loss import SlotLoss
 from tests.spec_train.drafts.slow_layer import EVERY
 from tests.tolerance import network
@@ -35,7 +39,6 @@ from tests.tolerance import network
 # up to two layers; gradients are sums over up to 100 slots of each depth
 TERMS = network(2, backward=True, slots=500)
 close = functools.partial(tolerance.close, terms=TERMS)
-close_gradients = functools.partial(tolerance.close_gradients, terms=TERMS)
 
 LAYOUTS = {
     "one row": [[8, 0, 1, 9, 2, 3, 4, 5, 6, 7]],
@@ -71,29 +74,6 @@ CASES = {
 }
 
 
-def assert_same(result: DraftLoss, expected: Reference) -> None:
-    """Compare the loss and every sum."""
-    close(result.loss.detach(), expected.loss.detach())
-    parts = {
-        "loss": expected.losses,
-        "supervised": expected.supervised,
-        "drafted": expected.drafted,
-        "hits": expected.hits,
-        "acceptance": expected.acceptance,
-        "survive": expected.survivors,
-        "chains": expected.chains,
-        "at_risk": expected.at_risk,
-        "kept": expected.kept,
-    }
-    assert parts.keys() == result.sums.keys() - {"weighted"}
-    for name, value in parts.items():
-        close(
-            result.sums[name],
-            torch.tensor(value, dtype=torch.float64),
-            name=name,
-        )
-
-
 def check_case(case: Case, layout: str, segments: int = 1, backend: str = "auto", **options):
     documents, samples, state, expected = expectation(case)
     draft = make_draft(case, **options)
@@ -106,17 +86,18 @@ def check_case(case: Case, layout: str, segments: int = 1, backend: str = "auto"
         position_weights=case.loss.weights or None,
         **inputs,
     )
+    close(result.loss.detach(), expected.loss.detach())
+    names = ("supervised", "drafted", "hits", "acceptance", "chains", "at_risk", "kept")
+    sums = {name: getattr(expected, name) for name in names}
+    sums |= {"survive": expected.survivors, "loss": expected.losses}
+    assert sums.keys() == result.sums.keys() - {"weighted"}
+    same_sums(result.sums, sums, TERMS)
     result.loss.backward()
-    assert_same(result, expected)
-    found = gradients(draft)
-    assert set(found) == {n for n, v in state.items() if v.is_floating_point()} - {
-        "embed_tokens.weight"
-    }
     if case.depths == 1:  # the reference has no deeper element
-        assert state["mask_hidden"].grad is None and not found.pop("mask_hidden").any()
-    wanted = {name: state[name].grad for name in found}
-    assert all(x is not None and x.abs().max() > 1e-6 for x in wanted.values())
-    close_gradients(found, wanted)
+        assert state["mask_hidden"].grad is None and not draft.mask_hidden.grad.any()
+        draft.mask_hidden.requires_grad_(False)
+        state = {name: value for name, value in state.items() if name != "mask_hidden"}
+    same_gradients(draft, state, TERMS)
 
 
 @pytest.mark.parametrize(("name", "layout"), each_in_one_layout(CASES, LAYOUTS))
@@ -126,9 +107,7 @@ def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> 
 
 @pytest.mark.parametrize("segments", [3, 1000])
 @pytest.mark.parametrize("layout", ["one row", "three rows"])
-@pytest.mark.parametrize(
-    "name", ["plain", "everything kept", "window", "window of two", "mixed layers"]
-)
+@pytest.mark.parametrize("name", ["plain", "everything kept", "mixed layers"])
 def test_segments_match_the_reference(name: str, layout: str, segments: int) -> None:
     check_case(CASES[name], layout, segments=segments)
 
@@ -164,44 +143,21 @@ def test_the_comparison_meets_every_situation() -> None:
     assert expected.drafted == sorted(expected.drafted, reverse=True)
 
 
-def run(
-    draft: PeagleDraft, documents: list[Document], samples: list, segments: int = 1
-) -> tuple[Tensor, list[Tensor]]:
-    inputs = lay_out_all(documents, samples, [list(range(len(documents)))], DEPTHS)
-    result = peagle_loss(draft, segments=segments, **inputs)
-    result.loss.backward()
-    return result.loss.detach(), list(gradients(draft).values())
-
-
 @pytest.mark.parametrize("segments", [1, 3])
 @pytest.mark.parametrize("what", ["x", "aux", "z"])
 def test_other_documents_and_later_tokens_change_nothing(what: str, segments: int) -> None:
-    """Bit for bit: no influence of other documents of the pack, nor of what serving cannot know."""
+    """Token 6 is the last answer token. The slot that drafts it knows token 5, has the teacher of
+    token 5, and reads the states of token 4."""
     draft, case = make_draft(Case()), Case(ratio=1.0)
     masks = [[0] * 6, [0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0], [0] * 5]
     documents, samples = make_documents(case, draft, masks), make_samples(case, masks)
 
-    def moved(document: Document, start: int) -> Document:
-        if what == "x":
-            shifted = [(i + 1) % VOCAB if t >= start else i for t, i in enumerate(document.x)]
-            return replace(document, x=shifted)
-        values = getattr(document, what).clone()
-        values[start:] = values[start:].flip(-1) + 1.0
-        return replace(document, **{what: values})
+    def run(changed: list[Document]) -> DraftLoss:
+        inputs = lay_out_all(changed, samples, [[0, 1, 2]], DEPTHS)
+        return peagle_loss(draft, segments=segments, **inputs)
 
-    loss, grads = run(draft, documents, samples, segments)
-    # Token 6 is the last answer token. The slot that drafts it knows token 5, has the teacher of
-    # token 5, and reads the states of token 4.
     last = {"x": 5, "aux": 4, "z": 5}[what]
-    for other in (
-        [moved(documents[0], 0), documents[1], moved(documents[2], 0)],
-        [documents[0], moved(documents[1], last + 1), documents[2]],
-    ):
-        other_loss, other_grads = run(draft, other, samples, segments)
-        assert torch.equal(loss, other_loss)
-        assert all(torch.equal(a, b) for a, b in zip(grads, other_grads, strict=True))
-    changed, _ = run(draft, [documents[0], moved(documents[1], last), documents[2]], samples)
-    assert abs(float(changed - loss)) > 1e-9
+    only_the_past_counts(run, draft, documents, what, last, VOCAB)
 
 
 def test_an_element_sees_its_past_and_no_other_rollout() -> None:

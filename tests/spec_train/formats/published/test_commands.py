@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import spec_train
+from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
 from spec_train.formats.target_facts import read_target
+from spec_train.losses.head import TargetHead
 from tests.factory import tiny_dataset, tiny_llama
-from tests.spec_train.evaluation.tools import run_eval
+from tests.spec_train.drafts.any_draft import build_draft
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.tools import same_weights
 from tests.spec_train.training.tools import OPTIONS, Training, run
@@ -39,31 +41,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset, its target, and the draft of another trainer for it."""
     folder = tmp_path_factory.mktemp("published")
     torch.manual_seed(6)
-    sizes = {
-        "fc": (HIDDEN, 3 * HIDDEN),
-        "lm_head": (SIZE, HIDDEN),
-        **{f"midlayer.self_attn.{x}_proj": (16, 2 * HIDDEN) for x in "kv"},
-        "midlayer.self_attn.q_proj": (32, 2 * HIDDEN),
-        "midlayer.self_attn.o_proj": (HIDDEN, 32),
-        **{f"midlayer.mlp.{x}_proj": (INNER, HIDDEN) for x in ("gate", "up")},
-        "midlayer.mlp.down_proj": (HIDDEN, INNER),
-    }
-    tensors = {f"{name}.weight": torch.randn(size) / 8 for name, size in sizes.items()}
-    for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
-        tensors[f"midlayer.{norm}.weight"] = 1 + torch.rand(HIDDEN)
-    tensors |= {
-        "norm.weight": torch.ones(HIDDEN),
-        "d2t": tiny.offsets(torch.randperm(VOCAB)[:SIZE]),
-    }
+    data = HiddenStatesDataset(tiny_dataset(folder / "data", n_docs=20))
+    draft = build_draft("eagle3", data, TargetHead.from_dataset(data.path))
+    tensors = draft.checkpoint_tensors(torch.float32)
+    del tensors["embed_tokens.weight"], tensors["t2d"]
+    tensors["d2t"] = tiny.offsets(torch.randperm(VOCAB)[:SIZE])
     tiny.write(folder / "draft", CONFIG, tensors, "pytorch_model.bin")
     tiny_llama().save_pretrained(folder / "target")
-    tiny_dataset(folder / "data", n_docs=20)
     return folder
-
-
-def test_eval_measures_it_on_a_dataset(place):
-    config = dict(draft=str(place / "draft"), data=str(place / "data"), device="cpu")
-    assert run_eval(config)["acceptance_length"] >= 1
 
 
 def test_eval_takes_what_it_lacks_from_the_target(place):

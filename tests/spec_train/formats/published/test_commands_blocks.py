@@ -11,12 +11,15 @@ import torch
 
 import spec_train
 from spec_data.shards.errors import DraftError
+from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
 from spec_train.evaluation.exporting import find_target
+from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.factory import tiny_dataset, tiny_llama
+from tests.spec_train.drafts.any_draft import build_draft
 from tests.spec_train.evaluation.tools import run_eval
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.tools import same_weights
@@ -49,21 +52,13 @@ CONFIG: dict[str, Any] = {
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset, its target, and the draft of another trainer for it."""
     folder = tmp_path_factory.mktemp("published")
-    torch.manual_seed(6)
-    parts = {"q": (32, HIDDEN), "k": (16, HIDDEN), "v": (16, HIDDEN), "o": (HIDDEN, 32)}
-    shapes = {f"self_attn.{part}_proj": shape for part, shape in parts.items()}
-    shapes |= {"mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN)}
-    shapes |= {"mlp.down_proj": (HIDDEN, INNER)}
-    norms = {"input_layernorm": HIDDEN, "post_attention_layernorm": HIDDEN}
-    norms |= {"self_attn.q_norm": 8, "self_attn.k_norm": 8}
-    tensors = {"fc.weight": torch.randn(HIDDEN, 2 * HIDDEN) / 8}
-    tensors |= {f"{name}.weight": 1 + torch.rand(HIDDEN) for name in ("hidden_norm", "norm")}
-    for i in range(LAYERS):
-        tensors |= {f"layers.{i}.{n}.weight": torch.randn(shape) / 8 for n, shape in shapes.items()}
-        tensors |= {f"layers.{i}.{n}.weight": 1 + torch.rand(size) for n, size in norms.items()}
+    data = HiddenStatesDataset(tiny_dataset(folder / "data", n_docs=20))
+    head = TargetHead.from_dataset(data.path)
+    draft = build_draft("dflash", data, head, num_layers=LAYERS, block_size=SIZE, layers="0,2")
+    tensors = draft.checkpoint_tensors(torch.float32)
+    del tensors["embed_tokens.weight"]
     tiny.write(folder / "draft", CONFIG, tensors)
     tiny_llama().save_pretrained(folder / "target")
-    tiny_dataset(folder / "data", n_docs=20)
     return folder
 
 
