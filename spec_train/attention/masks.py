@@ -131,24 +131,17 @@ class BlockWindow:
 
 
 def block_mask(
-    document_ids: Tensor,
-    anchors: Tensor,
-    kept: Tensor,
-    size: int,
-    window: BlockWindow | None = None,
+    document_ids: Tensor,  # of the context, int64 [B, T]
+    anchors: Tensor,  # slot of the pack at which each block starts, int64 [B, N]
+    kept: Tensor,  # bool [B, N]
+    size: int,  # slots per block
+    window: BlockWindow | None = None,  # of the layer; None: no limit
 ) -> AttentionMask:
     """DSpark and DFlash (arXiv 2602.06036): draft blocks over the context and their own slots.
 
     Queries are the slots of the N blocks. Keys are the T context tokens, then the blocks' slots. A
     block sees the context of its document strictly before its anchor, and all of its own slots, in
     both directions; a `window` limits both. A block that is not kept sees only its own slots.
-
-    Args:
-        document_ids: of the context, int64 [B, T].
-        anchors: slot of the pack at which each block starts, int64 [B, N].
-        kept: bool [B, N].
-        size: slots per block.
-        window: of the layer; None: no limit.
 
     Returns:
         A mask with N * size queries and T + N * size keys.

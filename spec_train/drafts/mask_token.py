@@ -32,20 +32,13 @@ _SPECIAL = ("mask", "pad", "eos", "bos", "unk")
 
 
 def settle_mask_token(
-    wanted: int,
-    folder: Path,
-    target_config: dict[str, Any],
-    embedding: Tensor,
-    counts: Tensor | None,
+    wanted: int,  # the option
+    folder: Path,  # the dataset's copy of the target; its tokenizer.json is optional
+    target_config: dict[str, Any],  # the target's config.json
+    embedding: Tensor,  # the target's [V, H]
+    counts: Tensor | None,  # supervised tokens by id, int64 [V], if known
 ) -> int:
     """Return the mask token of a new draft: `wanted`, or a chosen one if it is -1.
-
-    Args:
-        wanted: the option.
-        folder: the dataset's copy of the target; its tokenizer.json is optional.
-        target_config: the target's config.json.
-        embedding: the target's [V, H].
-        counts: supervised tokens by id, int64 [V], if known.
 
     Raises:
         DraftError: `wanted` cannot be a mask token, or no token can.

@@ -100,7 +100,12 @@ def missing_mass(logits: Tensor, logsumexp: Tensor) -> Tensor:
 
 
 def topk_teacher(
-    ids: Tensor, logits: Tensor, logsumexp: Tensor, index: Tensor, size: int, shift: int = 0
+    ids: Tensor,  # target ids, [B*T, K]
+    logits: Tensor,  # their logits [B*T, K]
+    logsumexp: Tensor,  # of all logits [B*T]
+    index: Tensor,  # draft index of every target id, -1 outside the draft vocabulary, int64 [V]
+    size: int,  # Vd
+    shift: int = 0,  # 1 for slots of the shifted frame, 0 for slots of the token frame
 ) -> Teacher:
     """Return the teacher of K logits: slot r reads row r + `shift`.
 
@@ -110,14 +115,6 @@ def topk_teacher(
     vocabulary that are not among the K share `rest` = t / (s + t). Of the full vocabulary, m is 1
     and `rest` is t, both exact. If all tokens of the draft vocabulary are known, m is s and `rest`
     is 0.
-
-    Args:
-        ids: target ids, [B*T, K].
-        logits: their logits [B*T, K].
-        logsumexp: of all logits [B*T].
-        index: draft index of every target id, -1 outside the draft vocabulary, int64 [V].
-        size: Vd.
-        shift: 1 for slots of the shifted frame, 0 for slots of the token frame.
     """
 
     def teacher(r: Tensor) -> TeacherRows:

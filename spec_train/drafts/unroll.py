@@ -257,20 +257,13 @@ class Unroll:
 
     def _later_step(
         self,
-        token_ids: Tensor,
-        carried: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        diagonals: list[Pairs],
+        token_ids: Tensor,  # known tokens, int64 [B, A]
+        carried: Tensor,  # states before the step [B, A, H]
+        cos: Tensor,  # [B, A, r]
+        sin: Tensor,  # [B, A, r]
+        diagonals: list[Pairs],  # per layer, keys and values of steps 1 to this one, without it
     ) -> tuple[Tensor, list[Pairs]]:
-        """Return the carried states [B, A, H] after a step, and the later keys with its own.
-
-        Args:
-            token_ids: known tokens, int64 [B, A].
-            carried: states before the step [B, A, H].
-            cos, sin: [B, A, r].
-            diagonals: per layer, keys and values of steps 1 to this one, without it.
-        """
+        """Return the carried states [B, A, H] after a step, and the later keys with its own."""
         inputs = self.draft.layer_inputs(token_ids, carried)
         longer = []
         for number, layer in enumerate(self._layers):

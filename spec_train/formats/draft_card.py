@@ -46,17 +46,14 @@ class Serving:
 
 
 def servings(
-    subject: Subject, found: dict[str, list[Finding]], folder: str, drafted: int
+    subject: Subject,  # the draft, its target and the form that was written
+    found: dict[str, list[Finding]],  # the findings of the preflight
+    folder: str,  # the directory of the export, as it is typed
+    drafted: int,  # tokens that the draft is trained to propose per verification step
 ) -> list[Serving]:
     """Return how the engines that read an export and do not refuse its draft serve it.
 
     The engine that the form is named after is the first.
-
-    Args:
-        subject: the draft, its target and the form that was written.
-        found: the findings of the preflight.
-        folder: the directory of the export, as it is typed.
-        drafted: tokens that the draft is trained to propose per verification step.
     """
     rows = {row.engine: row for row in engines().start if subject.served_kind in row.drafts.split()}
     result = []

@@ -27,18 +27,15 @@ _INT32 = msgspec.Meta(ge=-(2**31), le=2**31)
 
 
 def own_vocabulary(
-    tensors: dict[str, Tensor], vocab_size: int, draft_vocab_size: int, where: str
+    tensors: dict[str, Tensor],  # tensors of the file, without the prefix `model.`
+    vocab_size: int,  # V
+    draft_vocab_size: int,  # Vd
+    where: str,  # path of the weights, for messages
 ) -> dict[str, Tensor]:
     """Return tensors with the maps of our checkpoints, and the rows of `ROWS` in their order.
 
     The result has no map if Vd = V, and otherwise `d2t` int64 [Vd] (offsets, for ascending ids) and
     `t2d` bool [V]. Call it before tensors of the target are added: their rows are in order already.
-
-    Args:
-        tensors: tensors of the file, without the prefix `model.`.
-        vocab_size: V.
-        draft_vocab_size: Vd.
-        where: path of the weights, for messages.
 
     Raises:
         DraftError: there is no map, it has a wrong length, or it does not name Vd different tokens.

@@ -92,17 +92,14 @@ def wide(x: Tensor) -> Tensor:
 
 
 def distribution_loss(
-    logits: Tensor, teacher: TeacherRows, kind: LossKind
+    logits: Tensor,  # draft logits [N, S, Vd], float32 or float64; overwritten
+    teacher: TeacherRows,  # of the N rows, same dtype
+    kind: LossKind,  # which loss
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute loss, expected acceptance, gradient for the draft logits, and the draft's choice.
 
     Every pass over the logits costs a noticeable share of the head's product. So there are few
     passes, they overwrite what is no longer needed, and a CPU's cache should hold the logits.
-
-    Args:
-        logits: draft logits [N, S, Vd], float32 or float64; overwritten.
-        teacher: of the N rows, same dtype.
-        kind: which loss.
 
     Returns:
         loss [N, S], acceptance sum_v min(m p, q) [N, S] with the target's own distribution, also

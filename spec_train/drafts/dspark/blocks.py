@@ -89,18 +89,15 @@ def drafted_mask(loss_mask: Tensor, document_ids: Tensor, depth: int) -> Tensor:
 
 
 def expected_weights(
-    loss_mask: Tensor, document_ids: Tensor, inside: Tensor, weights: Tensor, limit: int
+    loss_mask: Tensor,  # [B, T], in the token frame
+    document_ids: Tensor,  # int64 [B, T]
+    inside: Tensor,  # slots whose teacher (or label) can be learned, bool [B, T]; read at a+d
+    weights: Tensor,  # of draft d, float64 [D]
+    limit: int,  # most blocks of a pack
 ) -> Tensor:
     """Return the summed weights of all drafts of a batch, float64 []: the mean over the draw.
 
     Exact if no pack has more than `limit` candidates.
-
-    Args:
-        loss_mask: [B, T], in the token frame.
-        document_ids: int64 [B, T].
-        inside: slots whose teacher (or label) can be learned, bool [B, T]; read at a+d.
-        weights: of draft d, float64 [D].
-        limit: most blocks of a pack.
     """
     candidates = anchor_candidates(loss_mask, document_ids)  # [B, T]
     counted = drafted_mask(loss_mask, document_ids, len(weights))  # [B, T, D]

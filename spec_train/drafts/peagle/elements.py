@@ -136,17 +136,13 @@ def segments_of(
 
 
 def _elements(
-    own: Tensor, counted: Tensor, document_ids: Tensor, first: int, stop: int
+    own: Tensor,  # elements of the segment, bool [B, K, T]
+    counted: Tensor,  # those that count, bool [K, B, T]
+    document_ids: Tensor,  # int64 [B, T]
+    first: int,  # the first slot that the segment reads at depth 0
+    stop: int,  # the slot after its last one
 ) -> Elements:
-    """Return the forward pass of a segment.
-
-    Args:
-        own: elements of the segment, bool [B, K, T].
-        counted: those that count, bool [K, B, T].
-        document_ids: int64 [B, T].
-        first: the first slot that the segment reads at depth 0.
-        stop: the slot after its last one.
-    """
+    """Return the forward pass of a segment."""
     batch, depths, length = own.shape
     device = own.device
     # The P deeper elements, pack by pack, anchor by anchor, so that neighbours see nearly the same;

@@ -39,7 +39,7 @@ EDITS: list[tuple[str, Any, str]] = [
         r"layer_ids: sealed \[1, 2, 3\], found \[2, 3, 4\]",
     ),
     ("spec_train.layers", [0, 1, 3], r"layers: sealed \[0, 1, 2\], found \[0, 1, 3\]"),
-    ("spec_train.options.ttt_steps", 3, "spec_train.options.ttt_steps: sealed 4, found 3"),
+    ("spec_train.options.ttt_steps", 4, "spec_train.options.ttt_steps: sealed 3, found 4"),
     ("eagle_config", ..., "eagle_config: sealed .*, now missing"),
     ("quantization_config", {"bits": 4}, r'quantization_config: added, \{"bits": 4\}'),
     (f"spec_train.{SEAL}", ..., r"config\.json has no seal, but the draft was written with one"),

@@ -15,6 +15,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
 from spec_train.drafts import load_draft
 from spec_train.evaluation import exporting as export_module
+from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.setup import fit
@@ -117,7 +118,8 @@ def test_the_embedding_must_be_the_targets_bit_for_bit(own, target, change):
         (torch.float32, torch.bfloat16, "stored as torch.float32 instead of torch.bfloat16"),
     ],
 )
-def test_another_type_of_the_embedding_is_said(dataset, head, tmp_path, target, own, targets, said):
+def test_another_type_of_the_embedding_is_said(dataset, tmp_path, target, own, targets, said):
+    head = TargetHead.from_dataset(dataset.path)
     other = shutil.copytree(target, tmp_path / "target")
     file = other / "model.safetensors"
     tensors = load_file(file)

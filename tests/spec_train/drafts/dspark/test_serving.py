@@ -97,7 +97,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def teach(draft: DSparkDraft, model: Any, prompts: list[list[int]]) -> DSparkDraft:
     """Train a few dozen steps on the target's own responses: the draft is sometimes right."""
-    head, batch = head_of(model), batch_of(model, [respond(model, p) for p in prompts[:4]])
+    head, batch = head_of(model), batch_of(model, [respond(model, p) for p in prompts[:8]])
     optimizer = torch.optim.AdamW(draft.train().trainable_parameters(), lr=6e-3)
     for _ in range(30):
         optimizer.zero_grad()
@@ -130,7 +130,7 @@ def test_blocks_cut_by_their_confidence_lose_nothing_and_are_simulated_alike(
     head, depth = head_of(target), draft.depth
     total, simulated, real, drafted = no_counts(depth), [], [], set()
     passes, cut = 0, False
-    for prompt in prompts[:5]:
+    for prompt in prompts[:6]:
         request = Request(prompt, Greedy(), LIMIT, {STOP})
         got = decode_speculative(target, draft.drafter(head), COLUMNS, request, depth)
         response = got.tokens
