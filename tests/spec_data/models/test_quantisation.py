@@ -110,48 +110,21 @@ def test_datasets_verify_and_fit_say_that_the_target_was_quantised(fp8, tmp_path
     assert len(HiddenStatesDataset(tmp_path / "data")) == manifest.documents.stored
 
 
-MISSING = {
-    "gptq": ({"quant_method": "gptq", "bits": 4}, "optimum", "optimum"),
-    "bitsandbytes": (
-        {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        "bitsandbytes",
-        "bitsandbytes",
-    ),
-    "compressed-tensors": (
-        {
-            "quant_method": "compressed-tensors",
-            "config_groups": {"group_0": {"weights": {"num_bits": 8}, "targets": ["Linear"]}},
-        },
-        "compressed_tensors",
-        "compressed-tensors",
-    ),
-}
-
-
-@pytest.mark.parametrize("method", MISSING)
-def test_a_missing_package_is_named_before_the_corpus_is_read(method, tmp_path, monkeypatch):
-    table, module, package = MISSING[method]
-    if importlib.util.find_spec(module) is not None:
-        pytest.skip(f"{module} is installed")
+def test_a_missing_package_is_named_before_the_corpus_is_read(tmp_path, monkeypatch):
+    if importlib.util.find_spec("optimum") is not None:
+        pytest.skip("optimum is installed")
     folder = save_target(tmp_path / "target")
-    change_config(folder, **table)
+    change_config(folder, quant_method="gptq", bits=4)
 
     def reads(*_arguments: object) -> None:
         raise AssertionError("the corpus is read")
 
     monkeypatch.setattr(generation_setup, "make_plan", reads)
     given = options(folder, write_corpus(tmp_path / "corpus.jsonl", 4), tmp_path / "out")
-    with pytest.raises(TargetError, match=rf"quantised \({method}.*{package}") as caught:
+    with pytest.raises(TargetError, match=r"quantised \(gptq.*optimum") as caught:
         generate_with(**given)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
-    with pytest.raises(TargetError, match=package):
-        load_model(str(folder), device="cpu")
-
-
-def test_a_method_that_transformers_does_not_know_is_refused(tmp_path):
-    folder = save_target(tmp_path / "target")
-    change_config(folder, quant_method="of-tomorrow", bits=3)
-    with pytest.raises(TargetError, match=r"of-tomorrow"):
+    with pytest.raises(TargetError, match="optimum"):
         load_model(str(folder), device="cpu")
 
 

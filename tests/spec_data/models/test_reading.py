@@ -32,21 +32,7 @@ def test_a_tokenizer_of_a_newer_release_is_an_error_in_words(target):
     assert len(problems) == 1 and "no usable tokenizer" in problems[0]
 
 
-def test_a_directory_without_tokenizer_files_is_named(target):
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (target / file).unlink(missing_ok=True)
-    with pytest.raises(TargetError, match=r"target: no usable tokenizer"):
-        load_tokenizer(target)
-
-
-def test_a_config_that_does_not_validate_is_an_error_in_words(target):
-    edit(target / "config.json", num_hidden_layers="two")
-    for read in (load_config, lambda folder: load_model(str(folder), device="cpu")):
-        with pytest.raises(TargetError, match=r"config\.json: transformers cannot load it: Valid"):
-            read(target)
-
-
-@pytest.mark.parametrize("text", ["null", "[1]", "5", "[" * 5000 + "]" * 5000, '"\\ud800"'])
+@pytest.mark.parametrize("text", ["[1]", "[" * 5000 + "]" * 5000])
 def test_a_config_that_is_no_object_is_an_error_in_words(target, text):
     file = target / "config.json"
     whole = file.read_text()

@@ -6,13 +6,7 @@ from spec_data.models.resolve import cached_model, local_directory, resolve_mode
 from spec_data.shards.errors import ConfigError, MissingError
 
 
-@pytest.mark.parametrize("name", ["", "  "])
-def test_an_empty_name_is_refused(name):
-    with pytest.raises(MissingError, match="--target is empty"):
-        resolve_model(name)
-
-
-@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "../nowhere", "a/b/c"])
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "a/b/c"])
 def test_a_path_without_a_directory_is_not_looked_up_on_the_hub(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(MissingError, match=f"--target {name}: no such directory"):

@@ -40,7 +40,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return float((a.float() - b.float()).norm() / b.float().norm()) < 5e-3
 
 
-@pytest.mark.parametrize("choice", ["auto", "short", "long"])
+@pytest.mark.parametrize("choice", ["auto", "long"])
 def test_every_document_has_the_chosen_factors(choice, target, tmp_path, caplog):
     corpus = write_corpus(tmp_path / "c.jsonl", 6)
     with caplog.at_level(logging.INFO):

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from msgspec.structs import replace
 
 from spec_data.cli import main
 from spec_data.regeneration import local
@@ -212,37 +211,7 @@ def test_an_output_of_others_and_one_of_another_process_are_left_alone(source, t
 # --- the journal ---
 
 
-def killed_journal(file: Path, answers: int) -> None:
-    """Leave the journal of a process that was killed after some answers, one by one."""
-
-    def work():
-        journal = Journal(file, {"a": 1})
-        for turn in range(answers):
-            journal.add([(NAME, turn, replace(FIRST, tokens=turn))])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    process = mp.get_context("fork").Process(target=work)
-    process.start()
-    process.join()
-
-
-def test_a_log_that_is_cut_anywhere_keeps_the_answers_before(tmp_path):
-    file, log = tmp_path / "j", tmp_path / "j-wal"
-    killed_journal(file, 9)
-    database, data, numbers = file.read_bytes(), log.read_bytes(), set()
-    for length in range(0, len(data) + 1, 1000):
-        file.write_bytes(database)
-        log.write_bytes(data[:length])
-        with Journal(file, {"a": 1}) as journal:
-            answers = journal.read(NAME)
-            assert [answer.tokens for answer in answers] == list(range(len(answers)))
-            journal.add([(NAME, len(answers), FIRST)])
-            assert journal.count(NAME) == len(journal) == len(answers) + 1
-        numbers.add(len(answers))
-    assert numbers >= set(range(9))
-
-
-@pytest.mark.parametrize("damage", ["text", "a bit of a page", "cut", "an answer"])
+@pytest.mark.parametrize("damage", ["text", "a bit of a page"])
 def test_a_damaged_journal_is_refused(tmp_path, damage):
     file = tmp_path / "j"
     with Journal(file, {}) as journal:
@@ -250,13 +219,8 @@ def test_a_damaged_journal_is_refused(tmp_path, damage):
     data = bytearray(file.read_bytes())
     if damage == "text":
         data = bytearray(b"not a journal\n" * 9)
-    elif damage == "cut":
-        del data[-5000:]
-    elif damage == "a bit of a page":
-        data[3 * 4096] ^= 1
     else:
-        at = data.index(b'"finish"')
-        data[at : at + 8] = b'"finito"'
+        data[3 * 4096] ^= 1
     file.write_bytes(data)
     with pytest.raises(DatasetError, match="j: damaged"), Journal(file, {}) as journal:
         journal.read(NAME)
