@@ -89,18 +89,17 @@ def _push_view(dataset: HiddenStatesDataset, repo: str, *, private: bool, dry_ru
     copy = plain_copy(dataset)
     if dry_run:
         return Pushed(repo=repo, files=0, bytes=copy_bytes(copy), uploaded=False)
-    path = dataset.path.resolve()
-    out = path.with_name(f"{path.name}-copy-{_short(dataset)}")
+    out = staged_folder(dataset, "copy")
     write_copy(out, copy)
     done = push(out, repo, private=private)
     shutil.rmtree(out)
     return done
 
 
-def staged_folder(dataset: HiddenStatesDataset) -> Path:
+def staged_folder(dataset: HiddenStatesDataset, kind: str = "push") -> Path:
     """Return the folder beside a dataset from which it is uploaded."""
     path = dataset.path.resolve()
-    return path.with_name(f"{path.name}-push-{_short(dataset)}")
+    return path.with_name(f"{path.name}-{kind}-{_short(dataset)}")
 
 
 def _short(dataset: HiddenStatesDataset) -> str:
@@ -171,13 +170,12 @@ def write_viewer_rows(dataset: HiddenStatesDataset, folder: Path) -> None:
     def row(number: int) -> dict[str, Any]:
         document = reader[number]
         ids, mask = document["input_ids"].tolist(), document["loss_mask"].long().tolist()
-        return {
-            "doc_id": document["doc_id"],
-            "source": document["source"],
+        supervised = [i for i, m in zip(ids, mask, strict=True) if m]
+        return document | {
             "text": decode(ids),
-            "supervised_text": decode([i for i, m in zip(ids, mask, strict=True) if m]),
+            "supervised_text": decode(supervised),
             "tokens": len(ids),
-            "supervised": sum(mask),
+            "supervised": len(supervised),
             "input_ids": ids,
             "loss_mask": mask,
         }

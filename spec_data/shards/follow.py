@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -122,8 +121,7 @@ class FollowedDataset(HiddenStatesDataset):
         self._wait(self._described, "the proof of the target", threading.Event())
         sealed = self._sealed()
         if sealed is None:
-            described = Manifest.of(self._json("target.json"))
-            self._documents_of_plan()
+            described = self._documents_of_plan()
         elif sealed.view is None:
             described = sealed
             self._documents_of_index(sealed)
@@ -158,20 +156,21 @@ class FollowedDataset(HiddenStatesDataset):
         planned = all((self._work / name).is_file() for name in ("plan.json", "target.json"))
         return planned or (self.path / MANIFEST).is_file()
 
-    def _json(self, name: str) -> dict[str, Any]:
+    def _documents_of_plan(self) -> Manifest:
+        """Take the documents of the plan; return the manifest of the target."""
+        file = self._work / "plan.arrow"
         try:
-            return read_object(self._work / name)
+            meta = read_object(self._work / "plan.json")
+            described = Manifest.of(read_object(self._work / "target.json"))
+            if sha256_file(file) != meta["documents_sha256"]:
+                raise DatasetError(f"{file}: damaged, or being replaced; run the command again")
         except OSError as error:  # sealing deletes it
-            raise DatasetError(f"{self._work / name}: {error}; run the command again") from None
-
-    def _documents_of_plan(self) -> None:
-        meta, file = self._json("plan.json"), self._work / "plan.arrow"
-        if not file.is_file() or sha256_file(file) != meta["documents_sha256"]:
-            raise DatasetError(f"{file}: damaged, or being replaced; run the command again")
+            raise DatasetError(f"{self._work}: {error}; run the command again") from None
         self._plan = plan = PlannedDocuments(file)
         self.units = np.array([0, *(last for _, last in meta["units"])], np.int64)
         self.id_array, self.lengths = plan.ids, plan.lengths
         self.supervised, self.first_supervised = plan.supervised, plan.first_supervised
+        return described
 
     def _documents_of_index(self, sealed: Manifest) -> None:
         """Put the stored and the left-out documents of a sealed dataset in the plan's order."""

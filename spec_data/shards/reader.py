@@ -52,8 +52,7 @@ def open_dataset(
         with a list per column.
 
     Raises:
-        MissingError: no such directory, or it is not sealed yet.
-        DatasetError: a damaged or foreign manifest, a truncated shard, an unknown column.
+        As HiddenStatesDataset.
 
     >>> ds = spec_data.open_dataset("data", columns=["input_ids", "hidden.L2"])
     >>> len(ds), ds.column_names[-2:]
@@ -74,7 +73,7 @@ class HiddenStatesDataset:
     are decoded: names, projection and values are as if every column were stored in bf16.
 
     It is read like a dataset of the `datasets` library: `len`, iteration, `ds[3]`, `ds[-1]`, and
-    `ds[0:3]` or `ds[[0, 5]]`, which return one dict with a list per column.
+    `ds[0:3]` or `ds[[0, 5]]`, which return one dict with a list per column. Tensors are copies.
 
     Attributes:
         mirror: of a remote dataset, its local files; None: the dataset is local.
@@ -140,12 +139,10 @@ class HiddenStatesDataset:
             what = f"{self.place}: a view of {where} (fingerprint {source.fingerprint[:16]})"
             try:
                 dataset = HiddenStatesDataset(where)
-            except MissingError as error:
-                raise MissingError(
-                    f"{what}, which was moved or deleted: {error}. Put it back, {redo}"
-                ) from None
-            except DatasetError as error:
-                raise DatasetError(f"{what}, which is damaged: {error}") from None
+            except (MissingError, DatasetError) as error:
+                moved = isinstance(error, MissingError)
+                state = "was moved or deleted" if moved else "is damaged"
+                raise type(error)(f"{what}, which {state}: {error}. Put it back, {redo}") from None
             if dataset.manifest.fingerprint != source.fingerprint or dataset.view is not None:
                 raise DatasetError(
                     f"{what}: another dataset is there now (fingerprint "
@@ -173,17 +170,17 @@ class HiddenStatesDataset:
 
     @property
     def column_names(self) -> list[str]:
-        """The keys of a document: `doc_id`, `source`, `turns` and the token columns."""
+        """The keys of a document."""
         return [*TEXTS, *self._columns]
 
     @property
     def features(self) -> dict[str, str]:
         """What a document holds by column: type, and shape in T tokens, as "bfloat16 [T, 4096]"."""
-        found = {"doc_id": "string", "source": "string", "turns": "list of {role, start, end}"}
+        shapes = {"doc_id": "string", "source": "string", "turns": "list of {role, start, end}"}
         for name, column in self._columns.items():
             shape = "[T]" if column.width is None else f"[T, {column.width}]"
-            found[name] = f"{str(column.logical).removeprefix('torch.')} {shape}"
-        return found
+            shapes[name] = f"{str(column.logical).removeprefix('torch.')} {shape}"
+        return shapes
 
     def __len__(self) -> int:
         return self.manifest.totals.documents
@@ -301,9 +298,6 @@ class HiddenStatesDataset:
     def __getitem__(self, index: Any) -> dict[str, Any]:
         """Return a document, or the documents of a slice or of a list of numbers.
 
-        One document is a dict of fresh tensors (safe to modify), with `doc_id`, `source` and
-        `turns`. Several are one dict with a list of these values per column.
-
         Raises:
             IndexError: no such document. TypeError: not a number, a slice or a list of numbers.
             DatasetError: damaged data.
@@ -319,9 +313,8 @@ class HiddenStatesDataset:
         try:
             chosen = [operator.index(number) for number in numbers]
         except TypeError:
-            raise TypeError(
-                f"ds[{index!r}]: a number, a slice or a list of numbers is expected"
-            ) from None
+            expected = "expected a number, a slice or a list of numbers"
+            raise TypeError(f"ds[{index!r}]: {expected}") from None
         rows = [self._document(number) for number in chosen]
         return {name: [row[name] for row in rows] for name in self.column_names}
 
@@ -536,8 +529,7 @@ def checked_file(directory: Path, name: str, manifest: Manifest) -> Path:
     """
     if manifest.view is not None and name.startswith("target/"):
         mirror = open_mirror(directory)
-        view = mirror.url if mirror else directory
-        source = source_path(view, manifest.view.sources[0].path)
+        source = source_path(mirror.url if mirror else directory, manifest.view.sources[0].path)
         mirror = open_mirror(source)
         directory = mirror.directory if mirror else Path(source)
     file = directory / name

@@ -2,16 +2,13 @@
 
     OUT/.view/begun.json        what is being written; anything else is refused
     OUT/.view/unit-00000.json   a finished shard: its record
-    OUT/shards/unit-00000.arrow
 
 It can be killed at any time: the same command goes on and ends with the same bytes, which depend on
-the rows of the input alone. Every chunk is compared with its checksum before it is copied, so a
-damaged document is no part of a copy.
-
-Shapes: D documents of a shard.
+the rows of the input alone. Every chunk is compared with its checksum before it is copied.
 """
 
 import hashlib
+import itertools
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,9 +93,7 @@ def write_copy(out: Path, copy: Copy) -> Manifest:
         if (out / MANIFEST).is_file():  # another process has finished it since
             return _complete(out, copy)
         (out / "shards").mkdir(exist_ok=True)
-        units = list(_units(copy.dataset))
-        _check_free_space(out, work, copy, units)
-        records = _write_shards(work, copy, units)
+        records = _write_shards(work, copy)
         draft = copy.draft.changed(files=_copy_target(out, copy.dataset))
         lossy = [column.name for column in copy.columns if column.lossy]
         if lossy:
@@ -128,64 +123,50 @@ def _complete(out: Path, copy: Copy) -> Manifest:
     return manifest
 
 
-def _units(dataset: HiddenStatesDataset) -> Iterator[np.ndarray]:
-    """Yield the documents of each shard, int64 [D]: in order, as many tokens as shards have now."""
+def _units(dataset: HiddenStatesDataset) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield name and documents, int64 [D], of each shard: as many tokens as shards have now."""
     records = [record for source in dataset.sources for record in source.manifest.shards]
     most = max((record.tokens for record in records), default=_MOST_TOKENS)
     first, ends = 0, np.cumsum(dataset.lengths)
-    while first < len(ends):
+    for number in itertools.count():
+        if first == len(ends):
+            return
         before = int(ends[first - 1]) if first else 0
         last = max(first + 1, int(np.searchsorted(ends, before + most, "right")))
-        yield np.arange(first, last)
+        yield unit_name(number), np.arange(first, last)
         first = last
 
 
-def _check_free_space(
-    out: Path, work: ResumableDirectory, copy: Copy, units: Sequence[np.ndarray]
-) -> None:
-    """Check that the shards that are still to be written fit on the disk.
+def _write_shards(work: ResumableDirectory, copy: Copy) -> list[ShardRecord]:
+    """Write the shards that are missing, and return the records of all.
 
     Raises:
-        RunError: they do not.
+        RunError: the disk is too small for them. DatasetError: damage.
     """
-    left = sum(len(d) for n, d in enumerate(units) if _finished(work, unit_name(n)) is None)
-    needed, free = copy_bytes(copy) * left // max(1, len(copy.dataset)), shutil.disk_usage(out).free
+    out, dataset, records = work.out, copy.dataset, dict[str, ShardRecord]()
+    units = dict(_units(dataset))
+    for name in units:
+        if (finished := work.load(name)) is not None:
+            record = msgspec.convert(finished, ShardRecord)
+            if (out / record.file).is_file():
+                check_shard(out, record)
+                records[name] = record
+    left = sum(len(documents) for name, documents in units.items() if name not in records)
+    needed, free = copy_bytes(copy) * left // max(1, len(dataset)), shutil.disk_usage(out).free
     if needed > free:
         raise RunError(
             f"{out}: about {needed:,} bytes are still to be written, but only {free:,} are free; "
             "free some space and run the same command again"
         )
-
-
-def _write_shards(
-    work: ResumableDirectory, copy: Copy, units: Sequence[np.ndarray]
-) -> list[ShardRecord]:
-    """Write the shards that are missing, and return the records of all."""
-    records = []
-    with progress(total=len(copy.dataset), desc="documents", unit="docs") as bar:
-        for number, documents in enumerate(units):
-            name = unit_name(number)
-            record = _finished(work, name)
-            if record is None:
+    with progress(total=len(dataset), desc="documents", unit="docs") as bar:
+        for name, documents in units.items():
+            if name not in records:
+                path = out / "shards" / f"{name}.arrow"
                 data = _unit_of(copy, documents.tolist())
-                path = work.out / "shards" / f"{name}.arrow"
-                record = write_shard(path, data, copy.columns)
-                work.save(name, plain(record))
-            else:
-                check_shard(work.out, record)
-            records.append(record)
+                records[name] = write_shard(path, data, copy.columns)
+                work.save(name, plain(records[name]))
             bar.update(len(documents))
-    return records
-
-
-def _finished(work: ResumableDirectory, name: str) -> ShardRecord | None:
-    """Return the record of a shard that an earlier run finished, None if it did not."""
-    finished = work.load(name)
-    if finished is None:
-        return None
-    record = msgspec.convert(finished, ShardRecord)
-    file = work.out / record.file
-    return record if file.is_file() and file.stat().st_size == record.bytes else None
+    return [records[name] for name in units]
 
 
 def _unit_of(copy: Copy, documents: Sequence[int]) -> UnitData:
