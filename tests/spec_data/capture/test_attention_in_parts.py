@@ -18,7 +18,7 @@ from spec_data.capture.proofs import proof_documents, proof_length, prove_isolat
 from spec_data.models.reading import text_config
 from spec_data.shards.errors import TargetError
 from spec_data.shards.packing import row_layout
-from tests.families import FAMILIES, LEAKY, WINDOW, tiny_model
+from tests.families import FAMILIES, WINDOW, tiny_model
 from tests.spec_data.capture.test_model import ids_of
 from tests.tolerance import close, network
 
@@ -88,15 +88,6 @@ def test_a_long_document_has_the_states_of_output_hidden_states_in_bounded_memor
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("family", LEAKY)
-def test_a_recurrent_target_captures_long_documents_as_it_is(family):
-    target, (ids,) = target_of(family, "default"), ids_of(LENGTH)
-    plain = target.model(ids[None], output_hidden_states=True, use_cache=False)
-    captured, _ = capture(target, ids)
-    close(captured.final, plain.hidden_states[-1], **FORWARD)
-
-
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
 def test_chunks_that_lose_the_window_are_found_and_not_used(family, monkeypatch, caplog):
     """The planted failure: chunks whose queries see every earlier token."""
@@ -162,6 +153,7 @@ def test_a_document_alone_has_no_mask_argument_in_any_packed_form():
 
 LENGTHS = [[5, 30, 11], [3, 17], [2 * WINDOW]]
 WIDTH = 48
+DOCUMENTS = (5, 30, 11, 3, 17, 26, 9)
 SDPA = ["gpt2", "mistral-sliding", "gemma3", "qwen3_moe", "deepseek_v3"]
 EAGER = ["llama", "gemma2", "gpt_oss"]
 
@@ -198,33 +190,20 @@ def test_states_are_those_of_documents_alone(family: str, attn: str) -> None:
             start += len(part)
 
 
-def test_it_is_the_first_form_on_a_cpu_and_no_form_elsewhere() -> None:
-    config = target_of("llama", "sdpa").config
-    assert mask_forms(config, "sdpa")[0] == mask_forms(config, "eager")[0] == PER_DOCUMENT
-    assert PER_DOCUMENT not in mask_forms(config, "sdpa", "cuda")
-    assert PER_DOCUMENT not in mask_forms(config, "flash_attention_2")
-
-
-def test_a_family_with_attention_of_its_own_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the family makes its masks without asking."""
-    target = target_of("mistral-sliding", "sdpa")
+@pytest.mark.parametrize(
+    ("family", "attn", "form"),
+    [("mistral-sliding", "sdpa", "block-causal-window"), ("llama", "eager", "block-causal")],
+)
+def test_a_family_with_attention_of_its_own_falls_back(family, attn, form, monkeypatch):
+    """Planted: it makes its masks without asking, or its eager attention is in another module."""
+    target = target_of(family, attn)
     registry = ALL_MASK_ATTENTION_FUNCTIONS
     monkeypatch.setitem(registry._local_mapping, "spec_data_parts_sdpa", lambda **o: None)
-    proof = prove_isolation(target, ids_of(5, 30, 11, 3, 17, 26, 9), 48)
+    monkeypatch.setattr(type(target.model.model.layers[0].self_attn), "__module__", "typing")
+    proof = prove_isolation(target, ids_of(*DOCUMENTS), 48)
     assert "does not accept it" in str(proof.differences[PER_DOCUMENT])
-    assert proof.form == "block-causal-window"
-
-
-def test_a_family_whose_eager_attention_is_not_found_falls_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Planted: the function is in another module than the classes of the family."""
-    target = target_of("llama", "eager")
-    kind = type(target.model.model.layers[0].self_attn)
-    monkeypatch.setattr(kind, "__module__", "typing")
-    proof = prove_isolation(target, ids_of(5, 30, 11, 3, 17, 26, 9), 48)
-    assert "does not accept it" in str(proof.differences[PER_DOCUMENT])
-    assert proof.form == "block-causal"
+    assert proof.form == form
+    assert PER_DOCUMENT not in mask_forms(target.config, attn, "cuda")
 
 
 @pytest.mark.parametrize("planted", ["spans", "window"])
@@ -241,7 +220,7 @@ def test_documents_that_are_cut_wrongly_fail_the_proof(
         monkeypatch.setattr(RuleMask, "of", lambda *a: None)
     target = target_of("mistral-sliding", "sdpa")
     with pytest.raises(TargetError, match="does not isolate"):
-        prove_isolation(target, ids_of(5, 30, 11, 3, 17, 26, 9), 48, packing=PER_DOCUMENT)
+        prove_isolation(target, ids_of(*DOCUMENTS), 48, packing=PER_DOCUMENT)
 
 
 # --- proofs --------------------------------------------------------------------------------------
@@ -267,26 +246,25 @@ def test_one_long_document_does_not_lengthen_the_proof():
 
 
 @pytest.mark.parametrize(
-    ("family", "pack_length", "expected"),
+    ("family", "window", "switch", "pack_length", "expected"),
     [
-        ("llama", 512, 512),  # never more than a pack holds
-        ("llama", 20_000, 2048),
-        ("mistral-sliding", 20_000, 2048),  # its window of 8 is within
+        ("llama", None, None, 512, 512),  # never more than a pack holds
+        ("llama", None, None, 20_000, 2048),
+        ("mistral-sliding", WINDOW, None, 20_000, 2048),  # the window is within
+        ("mistral-sliding", 4096, None, 20_000, 8192),
+        ("mistral-sliding", 4096, None, 6000, 6000),
+        ("mistral-sliding", 4096, None, 2048, 2048),  # no packed document reaches the window
+        ("phi3-longrope", None, 4096, 20_000, 4160),
     ],
 )
-def test_the_proof_reads_what_a_target_can_make_different(family, pack_length, expected):
-    assert proof_length(tiny_model(family).config, pack_length) == expected
-
-
-def test_the_proof_reads_beyond_a_long_window_and_a_late_switch():
-    config = tiny_model("mistral-sliding").config
-    config.sliding_window = 4096
-    assert proof_length(config, 20_000) == 8192
-    assert proof_length(config, 6000) == 6000  # all that a pack can hold
-    assert proof_length(config, 2048) == 2048  # no packed document reaches the window
-    config = tiny_model("phi3-longrope").config
-    config.rope_parameters["original_max_position_embeddings"] = 4096
-    assert proof_length(config, 20_000) == 4160
+def test_the_proof_reads_what_a_target_can_make_different(
+    family, window, switch, pack_length, expected
+):
+    config = tiny_model(family).config
+    config.sliding_window = window
+    if switch:
+        config.rope_parameters["original_max_position_embeddings"] = switch
+    assert proof_length(config, pack_length) == expected
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mistral-sliding"])

@@ -50,12 +50,11 @@ class TestOffloadedToDisk(BackendContract):
         assert backend.device == torch.device("cpu")
 
 
-@pytest.mark.parametrize("place", ["cpu", "disk"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "place"), [("gemma3", "cpu"), ("gemma3", "disk"), ("qwen3_moe", "disk")]
+)
 def test_offloading_changes_no_bit(family, place, tmp_path):
-    """qwen3 and gemma3 have a tied head, gemma3 windows, and the experts of qwen3_moe are stored
-    in another form than they run in.
-    """
+    """gemma3 has a tied head and windows; experts are stored in another form than they run in."""
     tiny_model(family).save_pretrained(tmp_path)
     plain = Target.from_pretrained(tmp_path, (-1, 0, 3, 5), device="cpu")
     spread = Spread(device_map=offloaded(place, place))

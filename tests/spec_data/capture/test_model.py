@@ -43,7 +43,7 @@ def test_captured_states_are_those_of_output_hidden_states(family):
 
 
 @pytest.mark.parametrize("planted", ["before the norm", "normed twice"])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt2"])
 def test_final_states_on_the_wrong_side_of_the_norm_are_refused(family, planted, monkeypatch):
     model = tiny_model(family)
     target = Target(model, (LAYERS - 1,))
@@ -104,11 +104,8 @@ def test_layouts(path):
     as_dict = decoder_layers(Blocks(path, nn.ModuleDict({str(i): b for i, b in enumerate(blocks)})))
     assert as_list == blocks
     assert as_dict == blocks, "ModuleDict is in numeric, not lexical, order"
-
-
-def test_models_without_decoder_blocks_are_refused():
     with pytest.raises(TargetError, match="only decoder-only causal language models"):
-        decoder_layers(Blocks("encoder.stack", nn.ModuleList([nn.Identity()])))
+        decoder_layers(Blocks("encoder.stack", nn.ModuleList(blocks)))
 
 
 def test_auto_layers_are_the_eagle3_recipe():
@@ -146,10 +143,8 @@ def test_a_target_is_in_evaluation_mode_whatever_the_model_was_in():
 
 
 def padded(documents: list[torch.Tensor], width: int):
-    ids, mask = (
-        torch.zeros(len(documents), width, dtype=torch.long),
-        torch.zeros(len(documents), width, dtype=torch.long),
-    )
+    ids = torch.zeros(len(documents), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
     for b, document in enumerate(documents):
         ids[b, : len(document)] = document
         mask[b, : len(document)] = 1
@@ -179,7 +174,7 @@ def test_plain_batch_is_shifted_as_documented():
     assert batch.seq_lens is None
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("supervision", ["final-hidden", "logits", "target-probs"])
 def test_packed_batch_equals_each_document_alone(family, supervision):
     vocabulary = torch.arange(0, VOCAB, 2) if supervision == "target-probs" else None

@@ -12,10 +12,10 @@ from tests.spec_data.capture.test_model import ids_of
 LENGTHS = (5, 30, 11, 3, 17, 26, 9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_packed_form_is_found_and_agrees(family, dtype):
-    target = Target(tiny_model(family).to(dtype), (0, 2, 4))
+def test_a_packed_form_is_found_and_agrees(family):
+    """In bfloat16; `test_model` compares packed batches in float32."""
+    target = Target(tiny_model(family).to(torch.bfloat16), (0, 2, 4))
     proof = prove_isolation(target, ids_of(*LENGTHS), 48)
     assert proof.form not in ("rows", "single")
     assert proof.differences[proof.form] <= proof.tolerance
@@ -32,25 +32,10 @@ def test_families_that_carry_state_fall_back_to_rows(family):
     assert min(measured) > 0.05 > proof.tolerance
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "gemma2", "mistral-sliding"])
-def test_one_causal_mask_without_the_window_is_refused(family):
-    target = Target(tiny_model(family), (0, 2, 4))
-    with pytest.raises(TargetError, match="does not isolate"):
-        prove_isolation(target, ids_of(*LENGTHS), 48, packing="block-causal")
-
-
 @pytest.mark.parametrize(("lengths", "packing"), [(LENGTHS, "rows"), ((30, 40), "auto")])
 def test_rows_can_be_forced_and_stay_without_two_documents_in_a_pack(lengths, packing):
     target = Target(tiny_model("llama"), (0,))
     assert prove_isolation(target, ids_of(*lengths), 48, packing=packing).form == "rows"
-
-
-def test_proof_documents_include_the_longest():
-    lengths = [10] * 500 + [300] + [10] * 20
-    chosen = proof_documents(lengths, 512, budget=1000)
-    assert 500 in chosen
-    assert sum(lengths[d] for d in chosen) <= 1000
-    assert chosen == sorted(set(chosen))
 
 
 def test_the_proof_packs_at_least_two_documents_together():

@@ -30,28 +30,22 @@ def forward(*documents: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, tor
     return torch.cat(documents), torch.cat(positions)
 
 
-class TestSpans:
-    def test_documents_are_found_in_any_order_and_forward(self):
-        a, b, c = ids(5, 6, 7), ids(8), ids(5, 6)
-        found = spans_of([forward(c, a), forward(b)], [a, b, c])
-        assert found == [(0, slice(2, 5)), (1, slice(0, 1)), (0, slice(0, 2))]
+def test_documents_are_where_they_ran_in_any_order_and_forward():
+    a, b, c = ids(5, 6, 7), ids(8), ids(5, 6)
+    found = spans_of([forward(c, a), forward(b)], [a, b, c])
+    assert found == [(0, slice(2, 5)), (1, slice(0, 1)), (0, slice(0, 2))]
+    assert spans_of([forward(c, c)], [c, c]) == [(0, slice(0, 2)), (0, slice(2, 4))]
 
-    def test_equal_documents_take_their_places_in_turn(self):
-        a = ids(5, 6)
-        assert spans_of([forward(a, a)], [a, a]) == [(0, slice(0, 2)), (0, slice(2, 4))]
 
-    def test_a_prefix_from_a_cache_is_refused(self):
-        a, b = ids(5, 6, 7, 8), ids(9)
-        with pytest.raises(RunError, match=r"document 0 of the batch \(4 tokens\)"):
-            spans_of([forward(a[2:], b, start=2)], [a, b])
-        with pytest.raises(RunError, match="document 0"):
-            spans_of([forward(a[2:], start=2)], [a])
-
-    def test_a_split_prefill_and_a_document_that_did_not_run_are_refused(self):
-        a, b = ids(5, 6, 7, 8), ids(9)
-        for forwards in ([forward(a[:2]), forward(a[2:], b, start=2)], [forward(b)]):
-            with pytest.raises(RunError, match="as a whole"):
-                spans_of(forwards, [a, b])
+def test_a_cached_prefix_a_split_prefill_and_a_missing_document_are_refused():
+    a, b = ids(5, 6, 7, 8), ids(9)
+    for forwards in (
+        [forward(a[2:], b, start=2)],
+        [forward(a[:2]), forward(a[2:], b, start=2)],
+        [forward(b)],
+    ):
+        with pytest.raises(RunError, match=r"document 0 of the batch \(4 tokens\) as a whole"):
+            spans_of(forwards, [a, b])
 
 
 class Block(nn.Module):
@@ -119,28 +113,20 @@ def test_the_recorder_keeps_raw_outputs_and_the_input_of_the_head():
     assert len(recorder.forwards) == 1
 
 
-def test_a_model_that_is_given_embeddings_is_refused():
+def test_models_that_cannot_be_recorded_are_refused():
     model = Model()
     Recorder(model, (0,))
+    model.forward = lambda input_ids, positions: torch.zeros(1, H)
     with pytest.raises(TargetError, match="embeddings"):
-        model.register_forward_pre_hook(lambda *_: None)
-        model.forward = lambda input_ids, positions: torch.zeros(1, H)
         model(input_ids=None, positions=ids(0))
-
-
-def test_outputs_of_blocks_that_are_no_states_are_refused():
+    model.compute_logits = lambda hidden: hidden
+    with pytest.raises(TargetError, match="runs no logits processor"):
+        head_input(model, torch.ones(1, H))
     with pytest.raises(TargetError, match="returns str"):
         block_output(("states",))
     x = torch.ones(2, H)
     assert torch.equal(block_output((x, None)), x) and block_output(x) is not x
     assert torch.equal(block_output((x, x)), x * 2)
-
-
-def test_a_model_without_a_logits_processor_is_refused():
-    model = Model()
-    model.compute_logits = lambda hidden: hidden
-    with pytest.raises(TargetError, match="runs no logits processor"):
-        head_input(model, torch.ones(1, H))
 
 
 def test_requests_of_a_batch_have_its_tokens_together():

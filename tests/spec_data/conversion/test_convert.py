@@ -133,29 +133,26 @@ def test_a_stopped_conversion_resumes_to_the_same_bytes(
         convert(**options(target, source, out))
 
 
-def test_malformed_samples_are_counted_listed_and_limited(tmp_path, target, samples, caplog):
+def test_malformed_and_not_finite_samples_are_counted_listed_and_limited(
+    tmp_path, target, samples, caplog
+):
     src = write.specforge(tmp_path / "src", samples)
     file = src / "rows_0-2000" / "data_3.ckpt"
     file.write_bytes(file.read_bytes()[:200])
+    file = file.with_name("data_11.ckpt")
+    table = torch.load(file, weights_only=True)
+    table["aux_hidden_state"][0, 20, 3] = torch.nan
+    torch.save(table, file)
     out = tmp_path / "set"
-    convert(**options(target, src, out))
+    done = convert(**options(target, src, out, max_shard_size="auto"))
+    assert done.dropped == {"non-finite-hidden.L1": 1}
     (entry,) = Manifest.read(out / "manifest.json").corpus
     assert (entry.rows, entry.bad) == (12, 1)
     assert "data_3.ckpt: the file is damaged" in entry.bad_examples[0]
     assert "bad row skipped" in caplog.text
-    check_states(out, [s for i, s in enumerate(samples) if i != 3])
+    check_states(out, [s for i, s in enumerate(samples) if i not in (3, 11)])
     with pytest.raises(CorpusError, match=r"data_3\.ckpt"):
         convert(**options(target, src, tmp_path / "b", max_bad_rows="0"))
-
-
-def test_states_that_are_not_finite_are_left_out(tmp_path, target, samples):
-    src = write.specforge(tmp_path / "src", samples)
-    file = src / "rows_0-2000" / "data_11.ckpt"
-    table = torch.load(file, weights_only=True)
-    table["aux_hidden_state"][0, 20, 3] = torch.nan
-    torch.save(table, file)
-    done = convert(**options(target, src, tmp_path / "set", max_shard_size="auto"))
-    assert done.dropped == {"non-finite-hidden.L1": 1}
 
 
 def test_nothing_is_written_where_something_else_is(tmp_path, target, source):

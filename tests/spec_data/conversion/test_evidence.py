@@ -178,7 +178,7 @@ def test_a_norm_of_ones_fits_on_both_sides(tmp_path):
         assert find(target, root, tool).final_norm == norm
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05, 0.25])
+@pytest.mark.parametrize("noise", [0.0, 0.25])
 @pytest.mark.parametrize("weights", [0.0, 0.4])
 @pytest.mark.parametrize("norm", [AFTER, BEFORE])
 def test_a_codec_s_error_does_not_decide_which_side_of_a_norm_of_ones_it_is(norm, weights, noise):
