@@ -72,19 +72,7 @@ def capture(
 
     Args:
         target: the model.
-        corpus: the chats.
-        out: the dataset.
-        layers: layer ids.
-        for_: drafts.
-        max_length: tokens of a document.
-        limit: rows.
-        share: a share.
-        bad_rows: a count or a share.
-        source: names.
         mask: supervised tokens.
-        template: arguments of the template.
-        greedy: no sampling.
-        packing: several documents in a row.
     """
     return Given(arguments=dict(locals()))
 

@@ -1,39 +1,42 @@
-"""Every current family: states as in the plain forward; head and masks are proven."""
+"""Every family: states as in the plain forward; head and masks are proven."""
 
 import pytest
 import torch
 
 from spec_data.capture.model import Target
 from spec_data.capture.proofs import prove_isolation
-from tests.current_families import CURRENT, LAYERS, NESTED, ONE_PER_ROW, VOCAB, WINDOW
-from tests.families import tiny_model
+from tests.current_families import CURRENT, NESTED, ONE_PER_ROW, VOCAB, WINDOW
+from tests.families import FAMILIES, tiny_model
 from tests.tolerance import LAYER, tolerance
 
 CHOSEN = (0, 1, 2)
 LENGTHS = (5, 30, 11, 3, 17, 26, 9)
 
 
-@pytest.mark.parametrize("family", (*CURRENT, *NESTED))
+@pytest.mark.parametrize("family", (*FAMILIES, *CURRENT, *NESTED))
 def test_capture_is_exact_and_proven(family: str) -> None:
     """States equal `output_hidden_states`; the head is the model's; packs are kept apart."""
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(3, VOCAB, (n,), generator=generator) for n in LENGTHS]
     model = tiny_model(family)
     target = Target(model, CHOSEN)
-    assert target.num_layers == LAYERS
     ids = documents[1][None]
     plain = model(ids, output_hidden_states=True, use_cache=False)
+    assert target.num_layers == len(plain.hidden_states) - 1
     layout = torch.zeros_like(ids), torch.arange(ids.shape[1])[None]
     captured = target.forward(ids, *layout, None, full_logits=True)
+    light = target.forward(ids, *layout, None)  # skipping the head changes no state
     for layer in CHOSEN:
         assert torch.equal(captured.layers[layer], plain.hidden_states[layer + 1]), layer
+        assert torch.equal(light.layers[layer], captured.layers[layer])
     assert torch.equal(captured.final, plain.hidden_states[-1])
+    assert torch.equal(captured.final, light.final) and light.logits is None
     assert torch.equal(captured.logits, plain.logits)
     assert target.prove_head(documents[3:5]) < tolerance(torch.float32, LAYER)
 
     proof = prove_isolation(target, documents, 48)
     assert proof.longest > WINDOW, "the proof must see documents longer than the window"
-    assert (proof.form == "rows") == (family in ONE_PER_ROW)
+    assert (proof.form == "rows") == (family in ONE_PER_ROW) and proof.form != "single"
     if family in ONE_PER_ROW:
         assert "one document per row" in str(proof)
         leaks = [v for k, v in proof.differences.items() if k != "rows" and isinstance(v, float)]

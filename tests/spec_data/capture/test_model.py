@@ -9,7 +9,7 @@ from spec_data.capture.model import Target
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import choose_layers
 from tests.factory import tiny_llama
-from tests.families import FAMILIES, LAYERS, VOCAB, tiny_model
+from tests.families import LAYERS, VOCAB, tiny_model
 from tests.tolerance import LAYER, close, network, same_choice, tolerance
 
 CHOSEN = (0, 2, 4)
@@ -19,27 +19,6 @@ FORWARD = {"terms": network(6), "dtype": torch.float32}  # the six layers of the
 def ids_of(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCAB, (n,), generator=generator) for n in lengths]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_captured_states_are_those_of_output_hidden_states(family):
-    model = tiny_model(family)
-    ids = torch.stack(ids_of(21, 21))
-    plain = model(ids, output_hidden_states=True, use_cache=False)
-    target = Target(model, CHOSEN)
-    layout = torch.zeros_like(ids), torch.arange(21).expand(2, 21)
-    captured = target.forward(ids, *layout, None, full_logits=True)
-    for k in CHOSEN:
-        assert torch.equal(captured.layers[k], plain.hidden_states[k + 1]), f"layer {k}"
-    assert torch.equal(captured.final, plain.hidden_states[-1])
-    assert torch.equal(captured.logits, plain.logits)
-    # The head as data returns the model's own logits, and skipping the head changes no state.
-    close(target.logits_of(captured.final), plain.logits, terms=LAYER)
-    assert target.prove_head(ids_of(9, 5)) < tolerance(torch.float32, LAYER)
-    light = target.forward(ids, *layout, None)
-    assert light.logits is None
-    assert all(torch.equal(light.layers[k], captured.layers[k]) for k in CHOSEN)
-    assert torch.equal(light.final, captured.final)
 
 
 @pytest.mark.parametrize("planted", ["before the norm", "normed twice"])
@@ -111,8 +90,6 @@ def test_layouts(path):
 def test_auto_layers_are_the_eagle3_recipe():
     assert choose_layers("auto", (), 36) == ((1, 17, 32), {})
     assert choose_layers("5,1,3", (), 8) == ((1, 3, 5), {})
-    with pytest.raises(TargetError, match="--layers 0,2,4"):
-        choose_layers("auto", (), 6)
     with pytest.raises(TargetError, match="--layers 0,2,4"):  # six blocks: too few for it
         Target(tiny_model("llama"))
     assert Target(tiny_model("llama"), "spread:3").layers == (1, 2, 4)

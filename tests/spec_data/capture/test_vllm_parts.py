@@ -37,7 +37,8 @@ def test_documents_are_where_they_ran_in_any_order_and_forward():
     assert spans_of([forward(c, c)], [c, c]) == [(0, slice(0, 2)), (0, slice(2, 4))]
 
 
-def test_a_cached_prefix_a_split_prefill_and_a_missing_document_are_refused():
+def test_a_prefix_from_a_cache_is_refused():
+    """As are a split prefill and a document that did not run."""
     a, b = ids(5, 6, 7, 8), ids(9)
     for forwards in (
         [forward(a[2:], b, start=2)],
