@@ -161,7 +161,9 @@ def test_generate_estimate_and_verify_agree_with_the_dataset(here, tmp_path, cap
     assert made.fingerprint == dataset.manifest.fingerprint
     assert "bytes of all shards" in str(sizes) and "fingerprint" in str(made)
     assert "text" not in repr(made) and "documents=6" in repr(made)
-    report = spec_data.verify(made.path, target="target", samples=3, device="cpu")
+    report = spec_data.verify(
+        made.path, target="target", samples=3, running=spec_data.EngineOptions(device="cpu")
+    )
     assert report.ok and not report.failures and len(report.proven) >= 5
     assert str(report).endswith(f"verified, fingerprint {made.fingerprint[:16]}")
     assert capsys.readouterr().out == "", "functions print nothing"

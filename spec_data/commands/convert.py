@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from spec_data.generation.options import DOCUMENTS, RUNNING, CaptureOptions, Dtype
+from spec_data.generation.options import DOCUMENTS, CaptureOptions
+from spec_data.models.target_options import LoadOptions
 from spec_data.terminal.command import command
 from spec_data.terminal.types import Count, Directory, Target, Text, more
 
@@ -26,15 +27,12 @@ def convert(
     mask: Literal["stored", "all"] = "stored",
     limit: Count = 0,
     on_policy: bool = False,
-    device: str = "auto",
+    loading: LoadOptions = LoadOptions(),
     final: Annotated[Literal["all", "supervised"], _CAPTURE] = "all",
     teacher: Annotated[Literal["supervised", "all"], _CAPTURE] = "supervised",
     max_shard_size: Annotated[Text, _CAPTURE] = "auto",
     allow_high_nll: Annotated[bool, DOCUMENTS] = False,
     max_bad_rows: Annotated[Text, DOCUMENTS] = "auto",
-    dtype: Annotated[Dtype, RUNNING] = "auto",
-    revision: Annotated[str | None, RUNNING] = None,
-    trust_remote_code: Annotated[bool, RUNNING] = False,
 ) -> "GenerateResult":
     """Read the hidden states that another trainer stored, and write a dataset.
 
@@ -57,16 +55,13 @@ def convert(
             sample is malformed.
         limit: convert at most this many samples; 0: all.
         on_policy: state that this very target wrote the responses; it is measured, as by generate.
-        device: device of the head: auto, cpu, cuda, cuda:1, ...
+        loading: how the target is loaded; the device is that of its head.
         final: tokens at which hidden.final is stored, as by generate.
         teacher: tokens at which the head runs, as by generate.
         max_shard_size: size of one shard, as by generate.
         allow_high_nll: convert samples that the target finds less likely than random tokens.
         max_bad_rows: stop if more samples are malformed: a count such as 5, or a share such as 1%.
             auto is 1 %; below 1,000 samples it is 10, but not more than 10 %.
-        dtype: dtype in which the target runs; auto is the checkpoint's own.
-        revision: branch, tag or commit of a target on the Hub; not given: its main branch.
-        trust_remote_code: run Python code that comes with the model; only for authors you trust.
 
     Returns:
         What was written, as `generate` returns it.
@@ -90,20 +85,19 @@ def convert(
         codec=codec,
         limit=limit,
         on_policy=on_policy,
-        device=device,
         final=final,
         teacher=teacher,
         max_shard_size=max_shard_size,
         allow_high_nll=allow_high_nll,
         max_bad_rows=max_bad_rows,
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
         num_proc=1,
+        **vars(loading),
     )
     setup, evidence = set_up_conversion(
         *(from_, str(target), Path(str(out)), str(source), options), every_token=mask == "all"
     )
     keep_evidence(Path(str(out)), evidence)
-    manifest = generate_into(lambda: setup, LocalOutput(Path(str(out))), Worker(device=device))
+    manifest = generate_into(
+        lambda: setup, LocalOutput(Path(str(out))), Worker(device=loading.device)
+    )
     return GenerateResult.of(str(out), manifest, str(target))

@@ -1,8 +1,7 @@
 """`spec-data regenerate`: replace the answers of a corpus by the target's own."""
 
 import dataclasses
-import json
-import os
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
@@ -10,9 +9,12 @@ from urllib.parse import urlsplit
 from cyclopts import Parameter
 from msgspec import Meta
 
+from spec_data.commands.generate import generate
 from spec_data.corpus.bad_rows import parse_limit
+from spec_data.generation.options import CaptureOptions
+from spec_data.models.target_options import RUNNING, LoadOptions
 from spec_data.shards.errors import ConfigError
-from spec_data.terminal.command import command
+from spec_data.terminal.command import command, words_of
 from spec_data.terminal.config import DOCUMENT_LENGTH
 from spec_data.terminal.types import (
     Corpus,
@@ -25,12 +27,12 @@ from spec_data.terminal.types import (
     Target,
     Text,
     more,
+    path_list,
 )
 
 if TYPE_CHECKING:
     from spec_data.regeneration.result import RegenerateResult
 
-_RUNNING = more("where it runs")
 _ROWS = more("which rows")
 _SAMPLING = more("how answers are sampled")
 Urls = Annotated[Several, Holds(urls=True), Parameter(metavar="URL")]
@@ -53,11 +55,8 @@ def regenerate(
     chat_template_kwargs: Annotated[JsonObject | None, _SAMPLING] = None,
     limit: Annotated[Count, _ROWS] = 0,
     max_bad_rows: Annotated[Text, _ROWS] = "auto",
-    server_model: Annotated[str | None, _RUNNING] = None,
-    dtype: Annotated[Literal["auto", "bfloat16", "float16", "float32"], _RUNNING] = "auto",
-    device: Annotated[str, _RUNNING] = "auto",
-    revision: Annotated[str | None, _RUNNING] = None,
-    trust_remote_code: Annotated[bool, _RUNNING] = False,
+    server_model: Annotated[str | None, RUNNING] = None,
+    loading: LoadOptions = LoadOptions(),
 ) -> "RegenerateResult":
     """Replace the assistant turns of a corpus by what the target itself writes.
 
@@ -96,11 +95,7 @@ def regenerate(
         max_bad_rows: stop if more rows of a --corpus are bad: a count such as 5, or a share such
             as 1%. auto is 1 %; below 1,000 rows it is 10 rows, but not more than 10 %.
         server_model: the model's name on the servers; not given: the first one that they list.
-        dtype: dtype in which the target runs; auto is the checkpoint's own. Take the same for
-            `generate`.
-        device: device of the target: auto (a GPU where there is one), cpu, cuda, cuda:1, ...
-        revision: branch, tag or commit of a target on the Hub; not given: its main branch.
-        trust_remote_code: run Python code that comes with the model; only for authors you trust.
+        loading: how the target is loaded. Take the same for `generate`.
 
     Raises:
         ConfigError: a bad value, or a file with answers that were made with other settings.
@@ -114,35 +109,43 @@ def regenerate(
     for url in server:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ConfigError(f"--server {url}: expected a URL such as http://localhost:8000/v1")
-    given = [corpus] if isinstance(corpus, (str, os.PathLike)) else corpus
-    corpora = [str(path) for path in given]
-    bad_rows, kwargs = parse_limit(str(max_bad_rows)), chat_template_kwargs or {}
+    corpora, bad_rows = path_list(corpus), parse_limit(str(max_bad_rows))
+    kwargs, trust = chat_template_kwargs or {}, loading.trust_remote_code
     from spec_data.models.devices import usable_device
     from spec_data.regeneration import local, run, servers
     from spec_data.regeneration.conversations import ConversationReader, Sampling
 
     run.check_out(Path(out), corpora)
     if not server:
-        usable_device(device)  # before anything that takes long
+        usable_device(loading.device)  # before anything that takes long
     reader = ConversationReader(corpora, turns, limit or None, bad_rows)
     sampling = Sampling(temperature, top_p, top_k, max_new_tokens, seed)
     chat: local.ChatTarget | None = None
     backend: local.LocalBackend | servers.ServerBackend | None = None
     if target is not None:
-        chat = local.ChatTarget(
-            str(target), revision, kwargs, trust_remote_code, weights=not server
-        )
-        backend = local.LocalBackend(chat, sampling, batch_size, dtype, device, trust_remote_code)
+        chat = local.ChatTarget(str(target), loading.revision, kwargs, trust, weights=not server)
+        place = (loading.dtype, loading.device, trust)
+        backend = local.LocalBackend(chat, sampling, batch_size, *place)
     if server:
         backend = servers.ServerBackend(server, server_model, sampling, kwargs, batch_size, chat)
     assert backend is not None
     settings = {"turns": turns, **vars(sampling), "chat_template_kwargs": kwargs, "limit": limit}
     result = run.regenerate(Path(out), reader, backend, settings)
-    words = ["--target", str(target or result.settings["server_model"]), "--corpus", str(out)]
-    words += ["--out", str(Path(out).with_suffix("")), "--on-policy"]
-    words += ["--chat-template-kwargs", json.dumps(kwargs)] if kwargs else []
-    words += ["--revision", revision] if revision is not None else []
-    words += ["--dtype", dtype] if dtype != "auto" else []
-    words += ["--max-length", str(result.longest)] if result.longest > DOCUMENT_LENGTH else []
-    next_command = () if result.failed else ("spec-data", "generate", *words)
-    return dataclasses.replace(result, next_command=next_command)
+    if result.failed:
+        return result
+    capture = CaptureOptions(
+        on_policy=True,
+        chat_template_kwargs=chat_template_kwargs,
+        max_length=max(result.longest, DOCUMENT_LENGTH),
+        **vars(loading),
+    )
+    words = words_of(
+        inspect.unwrap(generate),
+        {
+            "target": str(target or result.settings["server_model"]),
+            "corpus": str(out),
+            "out": str(Path(out).with_suffix("")),
+            "options": capture,
+        },
+    )
+    return dataclasses.replace(result, next_command=("spec-data", "generate", *words))

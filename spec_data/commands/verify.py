@@ -1,16 +1,13 @@
 """`spec-data verify`: is a dataset intact, and does its target still produce it?"""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
-from msgspec import Meta
-
+from spec_data.models.target_options import EngineOptions
 from spec_data.terminal.command import command
-from spec_data.terminal.types import Dataset, JsonObject, Positive, Target, more
+from spec_data.terminal.types import Dataset, Positive, Target
 
 if TYPE_CHECKING:
     from spec_data.verification.findings import VerifyReport
-
-_RUNNING = more("how the target runs")
 
 
 @command
@@ -19,14 +16,7 @@ def verify(
     target: Target | None = None,
     *,
     samples: Positive = 16,
-    device: str = "auto",
-    backend: Annotated[Literal["hf", "vllm"], _RUNNING] = "hf",
-    device_map: Annotated[str | None, _RUNNING] = None,
-    max_memory: Annotated[JsonObject | None, _RUNNING] = None,
-    tp_plan: Annotated[Literal["auto"] | None, _RUNNING] = None,
-    vllm_tensor_parallel: Annotated[Positive, _RUNNING] = 1,
-    vllm_memory: Annotated[float, Meta(gt=0, lt=1), _RUNNING] = 0.8,
-    trust_remote_code: Annotated[bool, _RUNNING] = False,
+    running: EngineOptions = EngineOptions(),
 ) -> "VerifyReport":
     """Prove a dataset, from the checksums up to a fresh forward of its target.
 
@@ -45,17 +35,7 @@ def verify(
             strongest check, and the only one that loads a model.
         samples: documents whose logits, and with --target whose states, are computed again. Raise
             it for more certainty.
-        device: device to compute on: auto, cpu, cuda, cuda:1, ...
-        backend: what runs the target: hf is transformers, vllm is vLLM in this process.
-        device_map: spread the target over the GPUs of this machine: auto, balanced or sequential,
-            or a JSON object that names a device per module.
-        max_memory: with --device-map: a JSON object of what each GPU and the CPU may hold of the
-            weights, such as {"0": "60GiB", "cpu": "200GiB"}.
-        tp_plan: auto splits every layer of the target over the processes that torchrun starts.
-        vllm_tensor_parallel: with --backend vllm: GPUs that share every layer.
-        vllm_memory: with --backend vllm: share of each GPU's memory for weights and the cache of
-            keys and values.
-        trust_remote_code: run Python code that comes with the model; only for authors you trust.
+        running: how the target runs, and the device that computes logits.
 
     Returns:
         What was proven and what failed; `ok` is True if nothing failed.
@@ -69,31 +49,13 @@ def verify(
     (True, [])
     """
     from spec_data.capture.tensor_parallel import leading
-    from spec_data.generation.options import CaptureOptions
     from spec_data.report import draft_to_fit
     from spec_data.verification.run import examine
 
-    options = CaptureOptions(
-        backend=backend,
-        device=device,
-        device_map=device_map,
-        max_memory=max_memory,
-        tp_plan=tp_plan,
-        vllm_tensor_parallel=vllm_tensor_parallel,
-    )
-    options.check()
-    with leading(options.spread):  # of the processes of --tp-plan, only the first comes here
-        report = examine(
-            str(data),
-            None if target is None else str(target),
-            samples=samples,
-            backend=backend,
-            device=device,
-            spread=options.spread,
-            tensor_parallel=vllm_tensor_parallel,
-            engine_memory=vllm_memory,
-            trust=trust_remote_code,
-        )
+    running.check()
+    with leading(running.spread):  # of the processes of --tp-plan, only the first comes here
+        path = None if target is None else str(target)
+        report = examine(str(data), path, samples=samples, running=running)
     if report.ok:
         draft, run = draft_to_fit(str(data))
         report.next_command = ("spec-train", "fit", draft, "--data", str(data), "--out", run)

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from msgspec import Meta
 
 from spec_data.corpus.bad_rows import parse_limit
-from spec_data.models.spread import Spread, parse_spread
+from spec_data.models.target_options import RUNNING, EngineOptions, LoadOptions
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal.option_values import (
     check_drafts,
@@ -22,7 +22,6 @@ from spec_data.terminal.types import (
     JsonObject,
     Layers,
     Names,
-    Positive,
     Text,
     comma_list,
     more,
@@ -30,9 +29,8 @@ from spec_data.terminal.types import (
 
 AUTO: Final = "auto"
 STORED, DOCUMENTS = more("what is captured"), more("documents")
-RUNNING, WORKERS = more("how the target runs"), more("shards and workers")
+WORKERS = more("shards and workers")
 
-Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Packing = Literal[
     "auto", "rows", "per-document", "mask-per-layer-type", "block-causal-window", "block-causal",
     "position-ids", "requests",
@@ -41,7 +39,7 @@ Packing = Literal[
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class CaptureOptions:
+class CaptureOptions(LoadOptions, EngineOptions):
     """What is captured of a corpus, and how: the options that `generate` and `estimate` share."""
 
     layers: Layers = AUTO
@@ -93,29 +91,6 @@ class CaptureOptions:
     num_proc: Annotated[Count, DOCUMENTS] = 0
     """Processes that render the corpus; 0 takes one per core, at most 16. The result does not
     depend on it."""
-    device: str = AUTO
-    """Device of the target: auto (a GPU where there is one), cpu, cuda, cuda:1, ..."""
-    dtype: Annotated[Dtype, RUNNING] = AUTO
-    """Dtype in which the target runs; auto is the checkpoint's own. Take the one that the target is
-    served in."""
-    backend: Annotated[Literal["hf", "vllm"], RUNNING] = "hf"
-    """What runs the target: hf is transformers; vllm is vLLM in this process, for targets that it
-    serves (pip install vllm)."""
-    device_map: Annotated[str | None, RUNNING] = None
-    """Spread the target over the GPUs of this machine, and what does not fit over memory and disk:
-    auto, balanced or sequential, or a JSON object that names a device per module, such as
-    {"model": 0, "lm_head": "cpu"}."""
-    max_memory: Annotated[JsonObject | None, RUNNING] = None
-    """With --device-map: a JSON object of what each GPU and the CPU may hold of the weights, such
-    as {"0": "60GiB", "cpu": "200GiB"}."""
-    tp_plan: Annotated[Literal["auto"] | None, RUNNING] = None
-    """Auto splits every layer of the target over the processes that torchrun starts; the first
-    process writes the dataset."""
-    vllm_tensor_parallel: Annotated[Positive, RUNNING] = 1
-    """With --backend vllm: GPUs that share every layer."""
-    vllm_memory: Annotated[float, Meta(gt=0, lt=1), RUNNING] = 0.8
-    """With --backend vllm: share of each GPU's memory for weights and the cache of keys and values.
-    States, logits and a second head need the rest."""
     attn: Annotated[str, RUNNING] = AUTO
     """Attention implementation of transformers: auto, sdpa, eager, flash_attention_2."""
     rope_factors: Annotated[Literal["auto", "short", "long"], RUNNING] = AUTO
@@ -128,10 +103,6 @@ class CaptureOptions:
     batch_tokens: Annotated[Text, RUNNING] = AUTO
     """Tokens per forward of the target. auto tries the longest documents on a GPU before the first
     shard, and takes the largest number that is safe; on a CPU it is 8192."""
-    revision: Annotated[str | None, RUNNING] = None
-    """Branch, tag or commit of a target on the Hub; not given: its main branch."""
-    trust_remote_code: Annotated[bool, RUNNING] = False
-    """Run Python code that comes with the model; only for authors you trust."""
     max_shard_size: Annotated[Text, WORKERS] = AUTO
     """Size of one shard: what a resumed run repeats at most, and what workers share out. auto is
     500MB, but at most 262,144 tokens and a sixteenth of the corpus."""
@@ -161,24 +132,12 @@ class CaptureOptions:
                 "--sampling-temperature describes --on-policy responses; add that flag"
             )
         _ = self.codecs, self.tokens_per_forward
-        self._check_running()
-
-    def _check_running(self) -> None:
-        one_device = self.spread.is_one_device
-        if not one_device and self.device != AUTO:
-            name = "--tp-plan" if self.spread.tensor_parallel else "--device-map"
-            raise ConfigError(f"{name} chooses the devices; leave --device {self.device} out")
-        if self.backend != "vllm":
-            if self.vllm_tensor_parallel > 1 or self.packing == "requests":
-                raise ConfigError(
-                    "--vllm-tensor-parallel and --packing requests go with --backend vllm; add it"
-                )
-        elif not one_device:
-            raise ConfigError(
-                "--device-map and --tp-plan are for --backend hf; vLLM spreads a target over GPUs "
-                "with --vllm-tensor-parallel N"
-            )
-        elif self.attn != AUTO or self.packing not in (AUTO, "rows", "requests"):
+        EngineOptions.check(self)
+        if self.backend != "vllm" and self.packing == "requests":
+            raise ConfigError("--packing requests goes with --backend vllm; add it")
+        if self.backend == "vllm" and (
+            self.attn != AUTO or self.packing not in (AUTO, "rows", "requests")
+        ):
             raise ConfigError(
                 f"--attn {self.attn}, --packing {self.packing}: vLLM has attention of its own and "
                 "packs requests itself; leave both auto"
@@ -193,11 +152,6 @@ class CaptureOptions:
     def codecs(self) -> dict[str, str]:
         """The codec of the aux states and of hidden.final (bf16 where there is none)."""
         return parse_codecs(self.codec, self.supervision)
-
-    @property
-    def spread(self) -> Spread:
-        """How the target lies on devices."""
-        return parse_spread(self.device_map, self.max_memory, self.tp_plan)
 
     @property
     def tokens_per_forward(self) -> int | None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from spec_data.capture.backend import BackendOptions, open_backend
 from spec_data.models.devices import check_devices, usable_device
 from spec_data.models.resolve import local_directory, resolve_model
-from spec_data.models.spread import Spread
+from spec_data.models.target_options import EngineOptions
 from spec_data.shards.codec_tables import error_text
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.likelihood_text import figures_text, suspicions
@@ -53,12 +53,7 @@ def examine(
     target: str | None = None,
     *,
     samples: int = 16,
-    backend: str = "hf",
-    device: str = "auto",
-    spread: Spread | None = None,
-    tensor_parallel: int = 1,
-    engine_memory: float = 0.8,
-    trust: bool = False,
+    running: EngineOptions = EngineOptions(),
 ) -> VerifyReport:
     """Run every check of a dataset.
 
@@ -66,15 +61,14 @@ def examine(
         data: the dataset.
         target: also run this model on the sampled documents; None: only its own files are read.
         samples: documents that are computed again.
-        backend, device, spread, tensor_parallel, engine_memory, trust: of the target, see
-            `BackendOptions`; `device` also computes logits.
+        running: how the target runs; its device also computes logits.
 
     Raises:
         SpecDataError: the dataset cannot be opened, `target` is not a model, or `device` is not
             usable here.
     """
-    spread = spread or Spread()
-    check_devices(device, spread.device_map)  # before any work
+    spread = running.spread
+    check_devices(running.device, spread.device_map)  # before any work
     dataset = HiddenStatesDataset(data)
     path = None
     if target is not None:  # report a wrong name before any work
@@ -91,29 +85,30 @@ def examine(
     rng = np.random.default_rng(0)
     sampled = rng.choice(len(dataset), size=min(samples, len(dataset)), replace=False).tolist()
     sampled.sort()
-    findings.check(lambda: _check_logits(dataset, sampled, device, findings))
+    findings.check(lambda: _check_logits(dataset, sampled, running.device, findings))
     if path is None:
         return findings
+    trust = running.trust_remote_code
     findings.check(lambda: check_identity(dataset.manifest, path, trust, findings))
     if not findings.ok:
         return findings
     recorded = dataset.manifest.target
     # The attention of another engine is none of transformers, and the reverse.
-    by_transformers = recorded.backend == backend == "hf"
+    by_transformers = recorded.backend == running.backend == "hf"
     options = BackendOptions(
         path=path,
         layers=dataset.manifest.layers,
         dtype=recorded.dtype,
-        device=device,
+        device=running.device,
         attn=recorded.attn if by_transformers else "auto",
         trust_remote_code=trust,
         rope_factors=recorded.rope_factors,
         spread=spread,
         longest=int(dataset.lengths.max()),
-        tensor_parallel=tensor_parallel,
-        engine_memory=engine_memory,
+        tensor_parallel=running.vllm_tensor_parallel,
+        engine_memory=running.vllm_memory,
     )
-    with closing(open_backend(backend, options)) as opened:
+    with closing(open_backend(running.backend, options)) as opened:
         findings.check(lambda: check_positions(dataset, opened, findings))
         findings.check(lambda: check_fresh(dataset, sampled, opened, findings))
     return findings

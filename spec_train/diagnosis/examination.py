@@ -16,6 +16,7 @@ import torch
 
 from spec_data.models.devices import compute_dtype, usable_device
 from spec_data.models.resolve import cached_model, local_directory
+from spec_data.models.target_options import EngineOptions
 from spec_data.shards.errors import DatasetError, DraftError, SpecDataError
 from spec_data.shards.identity import compare
 from spec_data.shards.likelihood_text import figures_text, suspicions
@@ -314,7 +315,7 @@ def _data_checks(dataset: HiddenStatesDataset, place: str, device: str) -> list[
         text = f"run `spec-data verify {place}`: {size / 1e9:.0f} GB"
         return [undecided("data", text), agreement]
     try:
-        found = verify_dataset(place, device=device)
+        found = verify_dataset(place, running=EngineOptions(device=device))
     except SpecDataError as error:
         return [judged("data", [str(error)]), agreement]
     warnings = [] if found.failures else [w for w in found.warnings if "first choice" not in w]

@@ -27,7 +27,7 @@ def test_its_own_dataset_returns_our_states(tmp_path):
     source = layouts.specforge(tmp_path / "source", layouts.make_samples(target))
     given = {"source": str(source), "from_": "specforge", "target": str(target)}
     given |= {"out": str(tmp_path / "data"), "codec": "bf16"}
-    convert(**given, device="cpu")
+    convert(**given)
     other = tmp_path / "other"
     export_dataset(given["out"], "speculators", other)
 

@@ -12,6 +12,7 @@ import torch
 
 import spec_data
 from spec_data.generation.options import CaptureOptions
+from spec_data.models.target_options import EngineOptions
 from spec_data.shards.reader import open_dataset
 from spec_data.terminal.command import checked_arguments
 from spec_data.verification.run import examine
@@ -127,7 +128,9 @@ def with_teacher(row: dict) -> torch.Tensor:
 
 def verify(**given) -> int:
     """Run every check and print the report; return 0 if all pass, else 1."""
-    report = examine(**given)
+    names = EngineOptions.__dataclass_fields__
+    running = EngineOptions(**{name: given.pop(name) for name in names if name in given})
+    report = examine(**given, running=running)
     print(report)
     return report.exit_code
 

@@ -14,6 +14,7 @@ from spec_data import cli
 from spec_data.commands.convert import convert
 from spec_data.conversion import export
 from spec_data.conversion import run as conversion
+from spec_data.models.target_options import LoadOptions
 from spec_data.report import dataset_text
 from spec_data.shards.errors import (
     ConfigError,
@@ -36,7 +37,7 @@ NORMED = {"rtol": 3 * torch.finfo(torch.bfloat16).eps / 2, "atol": 0.0}
 
 def options(target, src, out, tool="specforge", **changes) -> dict:
     given = {"source": src, "from_": tool, "target": target, "out": out}
-    given |= {"codec": "bf16", "device": "cpu", "max_shard_size": "40KB"}
+    given |= {"codec": "bf16", "loading": LoadOptions(device="cpu"), "max_shard_size": "40KB"}
     return given | changes
 
 

@@ -10,13 +10,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_data.commands.regenerate import regenerate
 from spec_data.corpus.sampling_record import read_record
+from spec_data.models.target_options import LoadOptions
 from spec_data.terminal.command import words_of
 
 
 def given(corpus: Path | list[Path], out: Path, **changes: Any) -> dict[str, Any]:
     """Return the arguments of a small run."""
     corpora = [str(path) for path in (corpus if isinstance(corpus, list) else [corpus])]
-    small = {"max_new_tokens": 6, "batch_size": 4, "device": "cpu"}
+    loading = {name: changes.pop(name) for name in ("device", "dtype") if name in changes}
+    small: dict[str, Any] = {"max_new_tokens": 6, "batch_size": 4}
+    small["loading"] = LoadOptions(**({"device": "cpu"} | loading))
     return {"corpus": corpora, "out": str(out), **small, **changes}
 
 

@@ -1,0 +1,84 @@
+"""How a target is loaded and run: the options that several commands share. No torch here."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from msgspec import Meta
+
+from spec_data.models.spread import Spread, parse_spread
+from spec_data.shards.errors import ConfigError
+from spec_data.terminal.types import JsonObject, Positive, more
+
+RUNNING = more("how the target runs")
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    """Where a target runs."""
+
+    device: str = "auto"
+    """Device of the target: auto (a GPU where there is one), cpu, cuda, cuda:1, ..."""
+    trust_remote_code: Annotated[bool, RUNNING] = False
+    """Run Python code that comes with the model; only for authors you trust."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(DeviceOptions):
+    """Which weights of a target are loaded."""
+
+    dtype: Annotated[Dtype, RUNNING] = "auto"
+    """Dtype in which the target runs; auto is the checkpoint's own. Take the one that the target is
+    served in."""
+    revision: Annotated[str | None, RUNNING] = None
+    """Branch, tag or commit of a target on the Hub; not given: its main branch."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(DeviceOptions):
+    """What runs a target, and on how many devices."""
+
+    backend: Annotated[Literal["hf", "vllm"], RUNNING] = "hf"
+    """What runs the target: hf is transformers; vllm is vLLM in this process, for targets that it
+    serves (pip install vllm)."""
+    device_map: Annotated[str | None, RUNNING] = None
+    """Spread the target over the GPUs of this machine, and what does not fit over memory and disk:
+    auto, balanced or sequential, or a JSON object that names a device per module, such as
+    {"model": 0, "lm_head": "cpu"}."""
+    max_memory: Annotated[JsonObject | None, RUNNING] = None
+    """With --device-map: a JSON object of what each GPU and the CPU may hold of the weights, such
+    as {"0": "60GiB", "cpu": "200GiB"}."""
+    tp_plan: Annotated[Literal["auto"] | None, RUNNING] = None
+    """Auto splits every layer of the target over the processes that torchrun starts; the first
+    process writes what there is to write."""
+    vllm_tensor_parallel: Annotated[Positive, RUNNING] = 1
+    """With --backend vllm: GPUs that share every layer."""
+    vllm_memory: Annotated[float, Meta(gt=0, lt=1), RUNNING] = 0.8
+    """With --backend vllm: share of each GPU's memory for weights and the cache of keys and values.
+    States, logits and a second head need the rest."""
+
+    @property
+    def spread(self) -> Spread:
+        """How the target lies on devices."""
+        return parse_spread(self.device_map, self.max_memory, self.tp_plan)
+
+    def check(self) -> None:
+        """Refuse options that contradict each other; their types are checked by the command.
+
+        Raises:
+            ConfigError: see above.
+        """
+        if not self.spread.is_one_device and self.device != "auto":
+            name = "--tp-plan" if self.spread.tensor_parallel else "--device-map"
+            raise ConfigError(f"{name} chooses the devices; leave --device {self.device} out")
+        if self.backend != "vllm" and self.vllm_tensor_parallel > 1:
+            raise ConfigError("--vllm-tensor-parallel goes with --backend vllm; add it")
+        if self.backend == "vllm" and not self.spread.is_one_device:
+            raise ConfigError(
+                "--device-map and --tp-plan are for --backend hf; vLLM spreads a target over GPUs "
+                "with --vllm-tensor-parallel N"
+            )
