@@ -1,8 +1,7 @@
-"""Stream the rows of JSONL, CSV and text files, plain or gzip, in bounded memory; read JSON lists.
+"""Stream the rows of JSONL, CSV and text files, plain or gzip; read JSON lists.
 
-A file that is one JSON list is read as a whole, so it may have 1 GB. Of lines and paragraphs, one
-of more bytes than `limit` (--max-row-bytes) is never held: its end is searched for in chunks, and
-the row is a `BadRow`. The limit counts decompressed bytes. Every function yields (where, row).
+A file that is one JSON list is read as a whole, so it may have 1 GB. A row of more bytes than
+`limit` (--max-row-bytes), decompressed, is a `BadRow`. Every function yields (where, row).
 """
 
 import csv
@@ -12,14 +11,13 @@ import json
 import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
 from spec_data.corpus.bad_rows import BadRow, too_long
 from spec_data.shards.errors import CorpusError
 
-_CHUNK = 1 << 20  # bytes
 _LARGEST_LIST = 1 << 30  # bytes of a file that is one JSON list
 _BOM = b"\xef\xbb\xbf"
 
@@ -35,52 +33,31 @@ class JsonText(bytes):
 def _opened(name: str, path: Path) -> Iterator[IO[bytes]]:
     """Open a file for its decompressed bytes."""
     try:
-        raw = path.open("rb", buffering=_CHUNK)
-    except OSError as error:
-        raise CorpusError(f"{name}: cannot be opened: {error.strerror}") from None
-    try:
-        with raw, gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield file  # type: ignore[misc]
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise CorpusError(f"{name}: not a complete gzip file: {error}") from None
-    except OSError as error:
-        raise CorpusError(f"{name}: cannot be read: {error}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise CorpusError(f"{name}: cannot be read, or no complete gzip file: {error}") from None
 
 
 def first_character(path: Path) -> bytes:
     """Return the first byte of a file that is no blank; empty if the first 256 bytes are blank."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with _opened("", path) as file:
             return file.read(256).removeprefix(_BOM).lstrip()[:1]
-    except (OSError, EOFError, zlib.error):
+    except CorpusError:
         return b""  # reading the rows reports what is wrong with the file
-
-
-def _lines(file: IO[bytes], limit: int) -> Iterator[tuple[int, int, bytes | None]]:
-    """Yield (number from 1, bytes, line with its end), or None for a line of more than `limit`."""
-    number = 0
-    while line := file.readline(limit + 1):
-        number += 1
-        size = len(line)
-        if size <= limit or line.endswith(b"\n"):
-            yield number, size, line
-            continue
-        while rest := file.readline(_CHUNK):
-            size += len(rest.removesuffix(b"\n"))
-            if rest.endswith(b"\n"):
-                break
-        yield number, size, None
 
 
 def json_lines(name: str, path: Path, limit: int) -> Generator[Row]:
     """Yield one row per line that is not blank."""
     with _opened(name, path) as file:
-        for number, size, line in _lines(file, limit):
-            where = f"{name}:{number}"
-            if line is None:
-                yield where, too_long(size, limit)
-            elif line.removeprefix(_BOM if number == 1 else b"").strip():
-                yield where, JsonText(line.removeprefix(_BOM if number == 1 else b""))
+        for number, line in enumerate(file, 1):
+            text = line.removeprefix(_BOM) if number == 1 else line
+            size = len(line.removesuffix(b"\n"))
+            if size > limit:
+                yield f"{name}:{number}", too_long(size, limit)
+            elif text.strip():
+                yield f"{name}:{number}", JsonText(text)
 
 
 def json_list(name: str, path: Path, limit: int) -> Generator[Row]:
@@ -107,24 +84,17 @@ def json_list(name: str, path: Path, limit: int) -> Generator[Row]:
     small = len(content) <= limit
     del content
     for number, element in enumerate(elements):
-        size = 0 if small else _json_bytes(element)
+        size = 0
+        if not small:
+            text = json.dumps(element, ensure_ascii=False, separators=(",", ":"))
+            size = len(text.encode("utf-8", "surrogatepass"))
         yield f"{name} row {number}", too_long(size, limit) if size > limit else element
-
-
-def _json_bytes(element: Any) -> int:
-    """Return the bytes of a JSON value without blanks; 0 if it is nested too deeply to tell."""
-    try:
-        text = json.dumps(element, ensure_ascii=False, separators=(",", ":"))
-    except RecursionError:
-        return 0  # refused by its depth
-    return len(text.encode("utf-8", "surrogatepass"))
 
 
 def csv_rows(name: str, path: Path, limit: int) -> Generator[Row]:
     """Yield one row per record of a CSV file with a header; an empty cell is null.
 
-    `where` has the line on which the record ends. A cell of more than `limit` characters is never
-    held, and ends there.
+    `where` has the line on which the record ends. A cell ends after `limit` characters.
     """
     csv.field_size_limit(limit)
     with _opened(name, path) as file:
@@ -159,18 +129,12 @@ def csv_rows(name: str, path: Path, limit: int) -> Generator[Row]:
 def paragraphs(name: str, path: Path, limit: int) -> Generator[Row]:
     """Yield one row per paragraph of a text: blank lines stand between them."""
     with _opened(name, path) as file:
-        first = total = 0
-        parts: list[bytes] = []
-        for number, size, line in chain(_lines(file, limit), [(0, 0, b"")]):  # a blank one ends it
-            if line is None or line.strip():
-                first = first if total else number
-                total += size
-                if line is not None and total <= limit:
-                    parts.append(line)
-            elif total:
-                row = too_long(total, limit) if total > limit else _text(b"".join(parts))
-                yield f"{name}:{first}", row
-                parts, total = [], 0
+        for filled, group in groupby(enumerate(file, 1), key=lambda line: bool(line[1].strip())):
+            if filled:
+                lines = list(group)
+                content = b"".join(line for _, line in lines)
+                row = too_long(len(content), limit) if len(content) > limit else _text(content)
+                yield f"{name}:{lines[0][0]}", row
 
 
 def _text(content: bytes) -> dict[str, str] | BadRow:
