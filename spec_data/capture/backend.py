@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from spec_data.capture.hooks import States
-from spec_data.capture.proofs import IsolationProof
 from spec_data.models.spread import Spread
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.shards.position_data import Positions
-from spec_data.shards.schema import HeadSpec
+from spec_data.shards.schema import HeadSpec, PackingRecord
 
 BACKENDS = {
     "hf": "spec_data.capture.model.Target",
@@ -133,7 +132,7 @@ class TargetBackend(Protocol):
 
     def prove(
         self, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
-    ) -> IsolationProof:
+    ) -> PackingRecord:
         """Prove that packing changes no captured state, see `proofs.prove_isolation`.
 
         Raises:

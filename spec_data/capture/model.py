@@ -32,7 +32,6 @@ from spec_data.capture.mask_forms import (
     view_of,
 )
 from spec_data.capture.proofs import (
-    IsolationProof,
     head_error,
     prove_head,
     prove_isolation,
@@ -52,7 +51,7 @@ from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.packing import shift_left
 from spec_data.shards.position_data import Positions
-from spec_data.shards.schema import Quantised, apply_head
+from spec_data.shards.schema import PackingRecord, Quantised, apply_head
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +192,7 @@ class Target:
 
     def prove(
         self, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
-    ) -> IsolationProof:
+    ) -> PackingRecord:
         return prove_isolation(self, documents, pack_length, packing)
 
     def prove_head(self, documents: Sequence[Tensor]) -> float:

@@ -13,8 +13,8 @@ Shapes: T_d tokens of document d, B rows, T slots of a row, C captured columns, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
+from math import isfinite
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from spec_data.capture.mask_forms import REQUESTS, ROWS, SINGLE, mask_forms, vie
 from spec_data.models.reading import text_config
 from spec_data.shards.errors import RunError, TargetError
 from spec_data.shards.packing import pack_documents, row_layout
+from spec_data.shards.schema import PackingRecord
 
 # Largest plausible rounding difference of the states of one document, relative, by dtype.
 FLOOR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
@@ -44,36 +45,15 @@ _HEAD_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-
 _NOT_ACCEPTED = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError)
 
 
-@dataclass(frozen=True, kw_only=True)
-class IsolationProof:
-    """The chosen mask form, and the measurements that it was chosen by.
-
-    Attributes:
-        form: the chosen form.
-        tolerance: largest allowed relative difference.
-        noise: measured relative difference between two batch shapes of the plain forward; None: the
-            usual noise of the dtype was enough.
-        differences: per candidate, the largest relative difference of a document, or the reason
-            why the form could not run.
-        documents: number of proof documents; longest: tokens of the longest one.
-    """
-
-    form: str
-    tolerance: float
-    noise: float | None
-    differences: dict[str, float | str] = field(default_factory=dict)
-    documents: int = 0
-    longest: int = 0
-
-    def __str__(self) -> str:
-        """The outcome in words: the form, what it differs by, and the forms that failed."""
-        worst, shared = self.differences[self.form], "forward" if self.form == REQUESTS else "row"
-        text = f"{self.form} (several documents per {shared})"
-        text = "one document per row" if self.form in (ROWS, SINGLE) else text
-        text += f"; states differ from documents run alone by at most {float(worst):.1e} "
-        text += f"(allowed {self.tolerance:.1e})"
-        failed = {name: v for name, v in self.differences.items() if name != self.form}
-        return text + (f"; failed the proof: {_listed(failed)}" if failed else "")
+def proof_text(proof: PackingRecord) -> str:
+    """Return a proof in words: the form, what it differs by, and the forms that failed."""
+    worst, shared = proof.differences[proof.form], "forward" if proof.form == REQUESTS else "row"
+    text = f"{proof.form} (several documents per {shared})"
+    text = "one document per row" if proof.form in (ROWS, SINGLE) else text
+    text += f"; states differ from documents run alone by at most {float(worst):.1e} "
+    text += f"(allowed {proof.tolerance:.1e})"
+    failed = {name: v for name, v in proof.differences.items() if name != proof.form}
+    return text + (f"; failed the proof: {_listed(failed)}" if failed else "")
 
 
 def _listed(differences: dict[str, float | str]) -> str:
@@ -124,7 +104,7 @@ def proof_documents(
 
 def prove_isolation(
     target: Any, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
-) -> IsolationProof:
+) -> PackingRecord:
     """Choose the first mask form whose packed capture equals the capture of each document alone.
 
     Args:
@@ -152,10 +132,12 @@ def prove_isolation(
         return _largest(alone, _captured(target, documents, _fours([[d] for d in by_length]), None))
 
     def difference(form: str) -> float | str:
-        if form in (SINGLE, ROWS):
-            return 0.0 if form == SINGLE else noise()
+        if form == SINGLE:
+            return 0.0
         try:
-            return _largest(alone, _captured(target, documents, _fours(packs), form))
+            packed = None if form == ROWS else _captured(target, documents, _fours(packs), form)
+            value = noise() if packed is None else _largest(alone, packed)
+            return value if isfinite(value) else "not finite"
         except (TargetError, RunError):
             raise
         except _NOT_ACCEPTED as error:
@@ -175,7 +157,7 @@ def prove_isolation(
         within = value <= floor
         tolerance = floor if within else max(_NOISE_FACTOR * min(noise(), floor), floor)
         if value <= tolerance:
-            return IsolationProof(
+            return PackingRecord(
                 form=form,
                 tolerance=tolerance,
                 noise=noise() if noise.cache_info().currsize else None,

@@ -19,6 +19,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from math import isfinite
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from spec_data.capture.hooks import States
 from spec_data.capture.mask_forms import REQUESTS, ROWS, SINGLE
 from spec_data.capture.proofs import (
     FLOOR,
-    IsolationProof,
     head_error,
     largest_difference,
     prove_head,
@@ -41,6 +41,7 @@ from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.shards.errors import ConfigError, MissingError, RunError, TargetError
 from spec_data.shards.layer_ids import choose_layers
+from spec_data.shards.schema import PackingRecord
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class VLLMBackend(SkeletonTarget):
 
     def prove(
         self, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
-    ) -> IsolationProof:
+    ) -> PackingRecord:
         """Prove that documents of one forward do not see each other, and what the states are.
 
         Raises:
@@ -163,12 +164,13 @@ class VLLMBackend(SkeletonTarget):
         ]
         tolerance = FLOOR.get(self.dtype, 3e-2)
         shared = max(largest_difference(a, b) for a, b in zip(alone, together, strict=True))
-        differences: dict[str, float | str] = {} if packing == SINGLE else {REQUESTS: shared}
+        measured = shared if isfinite(shared) else "not finite"
+        differences: dict[str, float | str] = {} if packing == SINGLE else {REQUESTS: measured}
         form = REQUESTS
         if packing == SINGLE or not shared <= tolerance:
             form, differences[SINGLE] = SINGLE, 0.0
         self._prove_states(documents)
-        return IsolationProof(
+        return PackingRecord(
             form=form,
             tolerance=tolerance,
             noise=shared if form == REQUESTS else 0.0,

@@ -49,6 +49,8 @@ class ExportedStates(Result):
 
 
 class _SpecForge:
+    """Writes files that are read as SpecForge's."""
+
     def __init__(self, dataset: HiddenStatesDataset, layers: list[int]) -> None:
         self._layers = layers
         self.columns = [*(layer_column(k) for k in layers), FINAL]

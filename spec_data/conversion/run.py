@@ -22,7 +22,7 @@ from torch import Tensor
 from spec_data.capture.backend import ForwardBatch
 from spec_data.capture.hooks import States
 from spec_data.capture.mask_forms import REQUESTS
-from spec_data.capture.proofs import FLOOR, IsolationProof
+from spec_data.capture.proofs import FLOOR
 from spec_data.capture.skeleton import SkeletonTarget
 from spec_data.conversion.evidence import BEFORE, find_conventions
 from spec_data.conversion.samples import Samples
@@ -47,7 +47,7 @@ from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.follow import WORK
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.records import as_record, read_json
-from spec_data.shards.schema import Evidence, Manifest
+from spec_data.shards.schema import Evidence, Manifest, PackingRecord
 from spec_data.terminal.paths import make_directory
 
 logger = logging.getLogger(__name__)
@@ -201,12 +201,12 @@ class StoredBackend(SkeletonTarget):
 
     def prove(
         self, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
-    ) -> IsolationProof:
+    ) -> PackingRecord:
         """Return the form in which nothing is packed: documents were stored one by one.
 
         What the states are was found before, see `evidence`; its largest difference is the noise.
         """
-        return IsolationProof(
+        return PackingRecord(
             form=REQUESTS,
             tolerance=FLOOR.get(self.dtype, 3e-2),
             noise=max(self._evidence.differences.values()),

@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -224,13 +225,10 @@ def load_table(file: Path) -> dict[str, Any]:
     Raises:
         BadRow: the file is missing, damaged, holds code, or holds no table.
     """
+    packed = file.suffix == ".gz"
     try:
-        if file.suffix == ".gz":
-            with gzip.open(file, "rb") as packed:
-                data = io.BytesIO(packed.read())
-            table = torch.load(data, map_location="cpu", weights_only=True)
-        else:
-            table = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        data: Any = io.BytesIO(gzip.decompress(file.read_bytes())) if packed else file
+        table = torch.load(data, map_location="cpu", weights_only=True, mmap=not packed)
     except MemoryError:
         raise
     except Exception as error:  # of many types: the one for refused contents is no torch class
@@ -258,28 +256,29 @@ def _tables(tool: str, root: Path, files: Sequence[Path], aux: str, last: str) -
     return Opened(tool=tool, names=names, files=files, read=read)
 
 
-def _numbered_files(root: Path, endings: tuple[str, ...], tool: str) -> list[Path]:
-    """Return the files with these endings; data_2 comes before data_10.
+def _numbered_tables(
+    tool: str, endings: tuple[str, ...], aux: str, last: str, root: Path
+) -> Opened:
+    """Open the tables in the files with these endings; data_2 comes before data_10.
 
     Raises:
         MissingError: there is none.
     """
 
-    def key(file: Path) -> list[tuple[int, str]]:
-        parts = re.split(r"(\d+)", file.relative_to(root).as_posix())
-        return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+    def key(file: Path) -> list[int | str]:
+        parts = re.split(r"(\d+)", file.relative_to(root).as_posix())  # texts and numbers in turn
+        return [int(part) if i % 2 else part for i, part in enumerate(parts)]
 
     files = [p for p in root.rglob("*") if p.name.endswith(endings) and p.is_file()]
     if not files:
         names = " or ".join(f"*{ending}" for ending in endings)
         raise MissingError(f"{root}: no file {names}, so this is not what {tool} stores")
-    return sorted(files, key=key)
+    return _tables(tool, root, sorted(files, key=key), aux, last)
 
 
 def _expect_files(files: Sequence[Path]) -> None:
-    for file in files:
-        if not file.is_file():
-            raise MissingError(f"{file}: missing, but the manifest names it; copy the cache again")
+    if gone := [file for file in files if not file.is_file()]:
+        raise MissingError(f"{gone[0]}: missing, but the manifest names it; copy the cache again")
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
@@ -297,21 +296,6 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 # -- tables written by torch.save ------------------------------------------------------------------
 
 SPECFORGE_AUX, SPECFORGE_LAST = "aux_hidden_state", "hidden_state"
-
-
-def _specforge(root: Path) -> Opened:
-    """SpecForge: `rows_A-B/data_I.ckpt` or `.ckpt.gz`, by scripts/prepare_hidden_states.py."""
-    files = _numbered_files(root, (".ckpt", ".ckpt.gz"), "SpecForge")
-    return _tables("SpecForge", root, files, SPECFORGE_AUX, SPECFORGE_LAST)
-
-
-def _modelopt(root: Path) -> Opened:
-    """NVIDIA Model-Optimizer: a `CONVERSATION.pt` each, by compute_hidden_states_hf.py.
-
-    The mask is there only if the dump was made with --answer-only-loss.
-    """
-    files = _numbered_files(root, (".pt",), "Model-Optimizer")
-    return _tables("Model-Optimizer", root, files, "aux_hidden_states", "hidden_states")
 
 
 class _TorchSpec(msgspec.Struct):
@@ -562,10 +546,16 @@ def _automodel(root: Path) -> Opened:
 
 READERS: dict[str, Callable[[Path], Opened]] = {
     "speculators": _speculators,
-    "specforge": _specforge,
+    # `rows_A-B/data_I.ckpt` or `.ckpt.gz`, by scripts/prepare_hidden_states.py
+    "specforge": partial(
+        _numbered_tables, "SpecForge", (".ckpt", ".ckpt.gz"), SPECFORGE_AUX, SPECFORGE_LAST
+    ),
     "deepspec": _deepspec,
     "automodel": _automodel,
-    "modelopt": _modelopt,
+    # a `CONVERSATION.pt` each, by compute_hidden_states_hf.py, with masks if --answer-only-loss
+    "modelopt": partial(
+        _numbered_tables, "Model-Optimizer", (".pt",), "aux_hidden_states", "hidden_states"
+    ),
     "torchspec": _torchspec,
 }
 """The reader of each tool, by the name of `convert --from`."""

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from spec_data.capture.backend import TargetBackend, open_backend
-from spec_data.capture.proofs import proof_documents, proof_length
+from spec_data.capture.proofs import proof_documents, proof_length, proof_text
 from spec_data.generation.batch_size import choose_batch_tokens, longest_row
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import (
@@ -87,7 +87,7 @@ def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> 
         head_error = target.prove_head(documents)
     proof = target.prove(documents, plan.pack_length, setup.options.packing)
     level = logging.INFO if "rows" not in proof.form else logging.WARNING
-    logger.log(level, "packing: %s", proof)
+    logger.log(level, "packing: %s", proof_text(proof))
     asked = setup.options.tokens_per_forward
     batch_tokens = choose_batch_tokens(target, plan, proof.form, setup.columns, asked)
     check_agreement(setup, plan, target, proof.form, batch_tokens, chosen)

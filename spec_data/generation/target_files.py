@@ -2,7 +2,6 @@
 
 import tempfile
 from dataclasses import asdict
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from spec_data.capture.backend import TargetBackend
 from spec_data.capture.head_form import head_parts
-from spec_data.capture.proofs import IsolationProof
 from spec_data.corpus.documents import WITH_SYSTEM, WITHOUT_SYSTEM
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup, config_json
@@ -61,7 +59,7 @@ def manifest_draft(
     setup: Setup,
     plan: Plan,
     target: TargetBackend,
-    proof: IsolationProof,
+    proof: PackingRecord,
     head_error: float | None,
     positions: Positions,
     codec: CodecTables | None,
@@ -106,16 +104,8 @@ def manifest_draft(
         head=target.head,
         head_error=head_error,
         positions=positions.record(),
-        packing=PackingRecord(
-            **asdict(proof)
-            | {  # as JSON can hold them
-                "differences": {
-                    name: "not finite" if isinstance(v, float) and not isfinite(v) else v
-                    for name, v in proof.differences.items()
-                }
-            },
-            pack_length=plan.pack_length,
-            utilisation=round(plan.utilisation(), 4),
+        packing=replace(
+            proof, pack_length=plan.pack_length, utilisation=round(plan.utilisation(), 4)
         ),
         policy="on-policy" if setup.options.on_policy else "off-policy",
         documents=CountsRecord(**counts),

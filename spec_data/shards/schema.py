@@ -428,7 +428,16 @@ class PositionsRecord(Record, frozen=True, kw_only=True):
 
 
 class PackingRecord(Record, frozen=True, kw_only=True):
-    """The mask form of capture and its proof (see `capture.proofs`), pack length, utilisation."""
+    """The mask form of capture, and the measurements that it was chosen by (`capture.proofs`).
+
+    Attributes:
+        tolerance: largest allowed relative difference.
+        noise: measured relative difference between two batch shapes of the plain forward; None: the
+            usual noise of the dtype was enough.
+        differences: per candidate, the largest relative difference of a document, or the reason
+            why the form could not run.
+        documents: number of proof documents; longest: tokens of the longest one.
+    """
 
     form: str = explicit("unknown")
     tolerance: Share = explicit(0.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spec_data.capture.model import Target
-from spec_data.capture.proofs import prove_isolation
+from spec_data.capture.proofs import proof_text, prove_isolation
 from tests.current_families import CURRENT, NESTED, ONE_PER_ROW, VOCAB, WINDOW
 from tests.families import FAMILIES, tiny_model
 from tests.tolerance import LAYER, tolerance
@@ -38,6 +38,6 @@ def test_capture_is_exact_and_proven(family: str) -> None:
     assert proof.longest > WINDOW, "the proof must see documents longer than the window"
     assert (proof.form == "rows") == (family in ONE_PER_ROW) and proof.form != "single"
     if family in ONE_PER_ROW:
-        assert "one document per row" in str(proof)
+        assert "one document per row" in proof_text(proof)
         leaks = [v for k, v in proof.differences.items() if k != "rows" and isinstance(v, float)]
         assert min(leaks, default=1) > 10 * proof.tolerance, "the leak was measured, not assumed"
