@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from typing import Any
@@ -76,18 +76,18 @@ def _in_pool(
         under_way = deque(islice(submitted, 2 * processes + 2))
         while under_way:
             chunk, future = under_way.popleft()
-            results = future.result(_SECONDS)
+            if not wait([future], _SECONDS).done:
+                raise CorpusError(
+                    f"{chunk[0].where} to {chunk[-1].where}: not rendered in {_SECONDS:g} s; the "
+                    "chat template of the target's tokenizer may not end at one of these rows"
+                )
+            results = future.result()
             under_way.extend(islice(submitted, 1))
             yield from zip(chunk, results, strict=True)
     except BrokenProcessPool:
         raise RunError(
             "a process that rendered documents ended: out of memory, or killed. Run the same "
             "command again with fewer processes (--num-proc), or with a smaller --max-row-bytes"
-        ) from None
-    except TimeoutError:
-        raise CorpusError(
-            f"{chunk[0].where} to {chunk[-1].where}: not rendered in {_SECONDS:g} s; the chat "
-            "template of the target's tokenizer may not end at one of these rows"
         ) from None
     finally:
         for process in set(multiprocessing.active_children()) - others:

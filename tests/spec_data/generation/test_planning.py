@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from itertools import pairwise
 
@@ -19,7 +20,7 @@ import pytest
 from spec_data.corpus import in_order as pool
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
-from spec_data.corpus.record_reader import CorpusReader
+from spec_data.corpus.record_reader import CorpusReader, RawRow, RowResult
 from spec_data.generation.plan import corpus_entry, render_corpus, render_row
 from spec_data.shards.errors import CorpusError, RunError
 from tests.faults.odd_rows import as_json, broken_bytes, changed, good_row, ids_row
@@ -152,6 +153,26 @@ def test_a_killed_process_ends_the_run_in_words(tmp_path, monkeypatch):
     (tmp_path / "c.jsonl").write_text("\n".join(rows))
     with pytest.raises(RunError, match="fewer processes \\(--num-proc\\)"):
         fast(reader_of(tmp_path / "c.jsonl"), "chatml", "all", 99, PROCESSES)
+    assert not set(psutil.Process().children()) - before
+
+
+def never(row):
+    return time.sleep(60) if row.value >= 10 else RowResult()
+
+
+def broken_off(count):
+    yield from (RawRow(0, "", f"row {i}", i) for i in range(count))
+    raise TimeoutError("the storage does not answer")
+
+
+def test_a_template_that_never_ends_and_a_storage_that_does_not_answer(monkeypatch):
+    before = set(psutil.Process().children())
+    monkeypatch.setattr(pool, "_SECONDS", 0.3)
+    rows = (RawRow(0, "", f"row {i}", i) for i in range(100))
+    with pytest.raises(CorpusError, match=r"row 10 to row 14: not rendered in 0\.3 s"):
+        list(pool.in_order(rows, never, 2))
+    with pytest.raises(TimeoutError, match="does not answer"):
+        list(pool.in_order(broken_off(8), never, 2))
     assert not set(psutil.Process().children()) - before
 
 
