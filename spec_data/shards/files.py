@@ -33,8 +33,8 @@ def cache_directory(kind: str) -> Path:
 
     It lies in $SPEC_DATA_CACHE, else in spec-data below $HF_HOME, $XDG_CACHE_HOME or ~/.cache.
     """
-    if own := os.environ.get(CACHE_VARIABLE):
-        return Path(own).expanduser() / kind
+    if moved := os.environ.get(CACHE_VARIABLE):
+        return Path(moved).expanduser() / kind
     shared = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(shared).expanduser() / "spec-data" / kind
 
@@ -48,11 +48,7 @@ def unit_name(unit: int) -> str:
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a unique name beside `path`, for a file or directory that is not complete yet.
-
-    A kill leaves it. `temporary_files` finds all files below a directory, `remove_left_of` removes
-    those of one path.
-    """
+    """Return a unique name beside `path`, for a file or directory that is not complete yet."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
 
 
@@ -62,12 +58,9 @@ def is_temporary(path: Path) -> bool:
 
 
 def temporary_files(directory: Path) -> list[Path]:
-    """Return the files below a directory whose names `temporary_name` made, sorted.
-
-    Where no process writes, they are left by killed ones.
-    """
-    found = directory.rglob(".*.tmp")
-    return sorted(path for path in found if is_temporary(path) and path.is_file())
+    """Return the temporary files below a directory, sorted; killed processes leave them."""
+    paths = directory.rglob(".*.tmp")
+    return sorted(path for path in paths if is_temporary(path) and path.is_file())
 
 
 def remove_left_of(path: Path) -> None:
@@ -112,16 +105,14 @@ REFUSALS = {
 def file_error(error: OSError, where: object = None) -> FileError:
     """Say in words what the system refused: where, what is safe, and what to do.
 
-    Args:
-        error: of the system.
-        where: the path, for an error that names none: those of writing to an open file.
+    `where` is the path for an error that names none: those of writing to an open file.
     """
     named = error.filename if error.filename is not None else where or "the output"
-    place = _TEMPORARY_PART.sub(r"\1", str(named))
     text, advice = REFUSALS.get(error.errno or 0, (error.strerror, ""))
-    found = FileError(f"{place}: {text}" + (f". {advice}" if advice else ""))
-    found.errno = error.errno
-    return found
+    path = _TEMPORARY_PART.sub(r"\1", str(named))
+    refused = FileError(f"{path}: {text}" + (f". {advice}" if advice else ""))
+    refused.errno = error.errno
+    return refused
 
 
 @contextlib.contextmanager
@@ -169,12 +160,12 @@ def _sync(path: Path) -> None:
     """Fsync a file, or a folder with all that it holds."""
     for inner in path.iterdir() if path.is_dir() else ():
         _sync(inner)
-    sync_directory(path)
+    _sync_names(path)
 
 
-def sync_directory(directory: Path) -> None:
-    """Fsync a directory, so that its file names survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def _sync_names(path: Path) -> None:
+    """Fsync a file, or the names in a folder, so that they survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -184,7 +175,7 @@ def sync_directory(directory: Path) -> None:
 def replace_durably(temporary: Path, final: Path) -> None:
     """Rename `temporary` (already fsynced) over `final` and make the rename durable."""
     temporary.replace(final)
-    sync_directory(final.parent)
+    _sync_names(final.parent)
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
@@ -206,7 +197,7 @@ def write_once(path: Path, data: bytes | str) -> None:
             pass
         except OSError:  # no hard links here: the last writer wins, with the same bytes
             temporary.replace(path)
-        sync_directory(path.parent)
+        _sync_names(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -250,13 +241,13 @@ def read_object(file: Path, error: type[SpecDataError] = DatasetError) -> dict[s
         FileNotFoundError: there is no such file. An `error`: it holds something else.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as problem:  # ValueError: of JSON and of UTF-8
         raise error(f"{file}: not valid JSON ({problem}); copy it again") from None
-    if not isinstance(found, dict):
-        what = "null" if found is None else f"a {type(found).__name__}"
-        raise error(f"{file}: expected a JSON object, found {what}; copy it again")
-    return found
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise error(f"{file}: expected a JSON object, found {kind}; copy it again")
+    return value
 
 
 def dump_json(value: Any) -> str:

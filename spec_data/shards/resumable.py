@@ -45,8 +45,8 @@ def process_lock(file: Path, busy: str, patience: float = PATIENCE) -> Iterator[
 def differing_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return one line per field in which two tables of settings differ: `name: old -> new`."""
     absent = "(absent)"
-    pairs = {n: (old.get(n, absent), new.get(n, absent)) for n in sorted({*old, *new})}
-    return [f"{n}: {a!r} -> {b!r}" for n, (a, b) in pairs.items() if a != b]
+    pairs = [(n, old.get(n, absent), new.get(n, absent)) for n in sorted({*old, *new})]
+    return [f"{name}: {before!r} -> {after!r}" for name, before, after in pairs if before != after]
 
 
 def refuse_other_settings(

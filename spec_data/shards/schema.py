@@ -8,7 +8,7 @@ next token is supervised.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -324,7 +324,6 @@ class Evidence(Record, frozen=True, kw_only=True):
     """What states stored by another tool are, and how it was found.
 
     Attributes:
-        tool: the tool that stored them.
         stored_layers: layer ids (outputs of blocks), in the order in which they are stored.
         final_norm: whether the last state is the one "after" or "before" the final norm.
         mask_frame: whether entry t of a mask is about "token" t or the "next" one.
@@ -661,14 +660,13 @@ def fingerprint(raw: Mapping[str, Any]) -> str:
     return sha256_json({k: v for k, v in raw.items() if k != "fingerprint"})
 
 
-def totals_of(shards: Iterable[ShardRecord]) -> Totals:
+def totals_of(shards: Sequence[ShardRecord]) -> Totals:
     """Return the sums over shards."""
-    shards = tuple(shards)
     return Totals(
-        documents=sum(s.rows for s in shards),
-        tokens=sum(s.tokens for s in shards),
-        supervised=sum(s.supervised for s in shards),
-        bytes=sum(s.bytes for s in shards),
+        documents=sum(shard.rows for shard in shards),
+        tokens=sum(shard.tokens for shard in shards),
+        supervised=sum(shard.supervised for shard in shards),
+        bytes=sum(shard.bytes for shard in shards),
     )
 
 

@@ -18,13 +18,7 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import dump_json, sha256_file, write_atomically, xxh3_file
 from spec_data.shards.index import INDEX_SCHEMA, index_column
 from spec_data.shards.reader import INDEX, MANIFEST
-from spec_data.shards.schema import (
-    FileRecord,
-    Manifest,
-    ShardRecord,
-    mask_counts,
-    totals_of,
-)
+from spec_data.shards.schema import FileRecord, Manifest, ShardRecord, mask_counts, totals_of
 
 
 def seal(
@@ -42,14 +36,13 @@ def seal(
         where=str(directory / MANIFEST), shards=tuple(records), totals=totals_of(records)
     )
     _write_index(directory, manifest, parts)
-    kept = [name for name in draft.files if not name.startswith("target/")]
-    files = file_records(directory, [INDEX, *kept, *target_file_names(directory)])
-    for name, record in draft.files.items():
-        if files.get(name) != record:
-            raise DatasetError(
-                f"{directory / name}: changed since it was written; delete {directory} and "
-                "generate again"
-            )
+    others = [name for name in draft.files if not name.startswith("target/")]
+    files = file_records(directory, [INDEX, *others, *target_file_names(directory)])
+    if changed := [name for name, record in draft.files.items() if files.get(name) != record]:
+        raise DatasetError(
+            f"{directory / changed[0]}: changed since it was written; delete {directory} and "
+            "generate again"
+        )
     card = dataset_card(manifest)
     manifest = manifest.changed(files=files, card=hashlib.sha256(card.encode()).hexdigest())
     manifest = manifest.with_fingerprint()
@@ -158,13 +151,17 @@ def _index_rows(stream: pa.RecordBatchStreamReader) -> pa.RecordBatch:
     (batch,) = small.combine_chunks().to_batches()
     offsets, mask = list_views(batch.column("loss_mask"))
     supervised, first = mask_counts(mask, offsets)
-    numbers = (np.arange(batch.num_rows), np.diff(offsets), supervised, first)
-    names = ("row", "tokens", "supervised", "first_supervised")
+    numbers = {
+        "row": np.arange(batch.num_rows),
+        "tokens": np.diff(offsets),
+        "supervised": supervised,
+        "first_supervised": first,
+    }
     return pa.RecordBatch.from_pydict(
         {
             "doc_id": batch.column("doc_id"),
             "source": batch.column("source"),
-            **{n: pa.array(v.astype(np.int32)) for n, v in zip(names, numbers, strict=True)},
+            **{name: pa.array(values.astype(np.int32)) for name, values in numbers.items()},
             "checksum": pa.array(row_checksums(batch)),
         }
     )
