@@ -194,9 +194,7 @@ class Mirror:
             FileNotFoundError: there is no such shard.
         """
         size = self._sizes.get(record.file)
-        if size != record.bytes:
-            size = self.storage.size(record.file)  # a list may be late
-        if size is None:
+        if size is None and (size := self.storage.size(record.file)) is None:  # a list may be late
             raise FileNotFoundError(record.file)
         return size
 

@@ -9,12 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from spec_data.generation.plan import PLAN_COLUMNS
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.follow import PlannedDocuments
 from spec_data.shards.index import INDEX_SCHEMA
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.writer import UnitData, write_shard
 from tests.faults.datasets import (
     INDEX,
     hashed_again,
@@ -65,17 +62,6 @@ def test_texts_with_bad_offsets_are_refused(data, column, where, offset):
     trace_file(data, INDEX, bytes(content))
     (outcome,) = survived(lambda _: use(data), 1)
     assert re.match(r"refused: .*index\.arrow: damaged \(.*\| refused: ", outcome), outcome
-
-
-def test_lengths_beyond_the_buffers_are_refused(data):
-    """The record batch says a million documents, and so does each of its columns."""
-    content = (data / INDEX).read_bytes()
-    rows = struct.pack("<q", 12)
-    many = content.replace(rows, struct.pack("<q", 1_000_000))
-    assert many != content
-    trace_file(data, INDEX, many)
-    (outcome,) = survived(lambda _: use(data), 1)
-    assert outcome.startswith("refused: ") and "index.arrow" in outcome, outcome
 
 
 @pytest.mark.parametrize(
@@ -152,19 +138,6 @@ def campaign(name: str, default: int, make) -> None:
 # -- shards ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("column", "where", "offset"),
-    [("input_ids", 1, -(2**63)), ("hidden.final", 4, 10**6), ("input_ids", 4, 0)],
-)
-def test_lists_with_bad_offsets_are_refused(data, column, offset, where):
-    name = "shards/unit-00000.arrow"
-    content = bytearray((data / name).read_bytes())
-    struct.pack_into("<q", content, offsets_place(bytes(content), column) + 8 * where, offset)
-    trace_shard(data, 0, bytes(content))
-    (outcome,) = survived(lambda _: use(data), 1)
-    assert re.match(r"refused: .*unit-00000\.arrow.*\| refused: ", outcome), outcome
-
-
 @pytest.mark.parametrize("place", ["index", "shard"])
 def test_random_values_never_crash(data, place):
     """With the checksums of the file computed again."""
@@ -191,32 +164,6 @@ def test_random_values_whose_every_checksum_agrees_never_crash(data):
         return data
 
     campaign("shard and its checksums", 40, make)
-
-
-@pytest.mark.parametrize(
-    ("column", "offset"), [("doc_id", 10**6), ("input_ids", -1), ("loss_mask", 1)]
-)
-def test_planned_documents_with_bad_offsets_are_refused(tmp_path, column, offset):
-    """left_out.arrow of a sealed dataset and plan.arrow of one being generated."""
-    file = tmp_path / "left_out.arrow"
-    lengths = np.array([0, 3, 7, 9])
-    tokens = {"input_ids": np.arange(9, dtype=np.int32), "loss_mask": np.ones(9, np.uint8)}
-    unit = UnitData(["a" * 32, "b" * 32, "c" * 32], ["s"] * 3, [[]] * 3, lengths, tokens)
-    write_shard(file, unit, PLAN_COLUMNS)
-    assert PlannedDocuments(file).offsets.tolist() == lengths.tolist()
-    content = bytearray(file.read_bytes())
-    size, kind = (4, "<i") if column == "doc_id" else (8, "<q")
-    struct.pack_into(kind, content, offsets_place(bytes(content), column) + 2 * size, offset)
-    file.write_bytes(content)
-
-    def read(_):
-        try:
-            PlannedDocuments(file)
-        except DatasetError as error:
-            return str(error)
-
-    (outcome,) = survived(read, 1)
-    assert outcome.startswith(f"{file}: damaged ("), outcome
 
 
 def test_an_index_of_the_manifest_is_read(data):

@@ -11,7 +11,6 @@ import json
 import re
 import zlib
 from collections import Counter
-from itertools import groupby
 
 import datasets
 import numpy as np
@@ -55,24 +54,6 @@ def lines_of(whole: bytes) -> int:
     """Return the number of lines that are not blank."""
     lines = whole.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     return sum(bool(line.strip()) for line in lines)
-
-
-def is_json(line: bytes) -> bool:
-    """Return whether Python parses a line."""
-    try:
-        json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def good_texts(rows: list[bytes]) -> list[str] | None:
-    """Return the good ones of some paragraphs, None if one of them cannot be read."""
-    try:
-        texts = [row.decode("utf-8-sig").removesuffix("\r") for row in rows]
-    except UnicodeDecodeError:
-        return None
-    return [text for text in texts if "good-" in text]
 
 
 def unforeseen(reader) -> list[str]:
@@ -155,21 +136,6 @@ def test_lines(tmp_path):
     assert min(campaign.counts[what] for what in ("bad rows", "documents", "good rows kept")) > 99
 
 
-def test_elements_of_a_list(tmp_path):
-    campaign = Campaign("elements")
-    for _, rng in trials("elements", 25):
-        broken = rng.random() < 0.2
-        lines, good = rows_of_a_file(rng, broken=broken)
-        if not broken:  # what is no JSON, or not UTF-8, is no list
-            lines = [line for line in lines if is_json(line)]
-        blank = b" \n"[: int(rng.integers(3))]
-        path = tmp_path / "a.json"
-        path.write_bytes(b"[" + (b"," + blank).join(lines) + blank + b"]")
-        campaign.read(path, rng, good, None if broken else len(lines))
-    campaign.finish(tmp_path)
-    assert min(campaign.counts[what] for what in ("bad rows", "documents", "good rows kept")) > 99
-
-
 def test_damaged_archives(tmp_path):
     campaign = Campaign("archives")
     for _, rng in trials("archives", 15):
@@ -192,19 +158,6 @@ def test_damaged_archives(tmp_path):
         campaign.read(path, rng, *((good, lines_of(whole)) if intact else ()))
     campaign.finish(tmp_path)
     assert campaign.counts["files refused"] and campaign.counts["good rows kept"]
-
-
-def test_texts(tmp_path):
-    campaign = Campaign("texts")
-    for _, rng in trials("texts", 25):
-        text = broken_bytes(rng, odd_row(rng) * int(rng.integers(1, 4)))
-        path = tmp_path / "a.txt"
-        path.write_bytes(text)
-        blocks = groupby(text.split(b"\n"), key=lambda line: bool(line.strip()))
-        rows = [b"\n".join(lines) for filled, lines in blocks if filled]
-        campaign.read(path, rng, good_texts(rows), len(rows))
-    campaign.finish(tmp_path)
-    assert campaign.counts["documents"] and campaign.counts["bad rows"]
 
 
 ODD_COLUMNS = [

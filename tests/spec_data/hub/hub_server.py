@@ -11,6 +11,8 @@ import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from huggingface_hub import constants
+
 
 class HubServer:
     """Repositories by name, each a list of commits; a commit is a table of files."""
@@ -174,3 +176,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _oid(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def on_this_machine(monkeypatch, tmp_path) -> HubServer:
+    """Start a server, and send the Hub's own client to it."""
+    hub = HubServer()
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "none.json"), False)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.split("/", 3)[3]
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.url}/{template}")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return hub

@@ -9,7 +9,6 @@ import datasets
 import huggingface_hub
 import pytest
 import yaml
-from huggingface_hub import constants
 
 import spec_data
 from spec_data import cli
@@ -20,7 +19,7 @@ from spec_data.shards.dataset_card import dataset_card
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
-from tests.spec_data.hub.hub_server import HubServer
+from tests.spec_data.hub.hub_server import on_this_machine
 from tests.spec_data.runs import digests, run, save_target, verify, write_corpus
 
 REPO = "me/tiny-states"
@@ -42,13 +41,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def server(monkeypatch, tmp_path):
-    found = HubServer()
-    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "none.json"), False)
-    monkeypatch.setattr(constants, "ENDPOINT", found.url)
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.split("/", 3)[3]
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{found.url}/{template}")
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # the server is on this machine
+    found = on_this_machine(monkeypatch, tmp_path)
     monkeypatch.setattr(hub_calls, "hub", lambda: huggingface_hub.HfApi(found.url, token="t"))
     for module in ("push", "pull"):
         monkeypatch.setattr(f"spec_data.hub.{module}.hub", hub_calls.hub)
@@ -142,16 +135,6 @@ def test_pushing_again_and_pushing_another_dataset(pushed, data, tmp_path):
     with pytest.raises(ConfigError, match="holds another dataset"):
         push(data, REPO)
     shutil.rmtree(staged_folder(HiddenStatesDataset(data)))
-
-
-def test_a_directory_of_the_user_beside_the_dataset_stays(server, data):
-    own = data.with_name("data-push")
-    own.mkdir()
-    (own / "notes.txt").write_text("mine")
-    push(data, REPO)
-    assert (own / "notes.txt").read_text() == "mine"
-    assert "notes.txt" not in server.files(REPO)
-    shutil.rmtree(own)
 
 
 def test_what_is_refused(server, data, tmp_path):

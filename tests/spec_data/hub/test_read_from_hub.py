@@ -9,12 +9,11 @@ import pytest
 import torch
 from huggingface_hub import HfFileSystem, constants
 
-import spec_data
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.shards.errors import CorpusError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.factory import tiny_dataset
-from tests.spec_data.hub.hub_server import HubServer, _Handler, _oid
+from tests.spec_data.hub.hub_server import _Handler, _oid, on_this_machine
 
 
 class _Ranged(_Handler):
@@ -51,14 +50,8 @@ class _Ranged(_Handler):
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
-    hub = HubServer()
+    hub = on_this_machine(monkeypatch, tmp_path)
     hub._server.RequestHandlerClass.__bases__ = (_Ranged,)
-    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "none.json"), False)
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.split("/", 3)[3]
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.url}/{template}")
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # the server is on this machine
     HfFileSystem.clear_instance_cache()
     yield hub
     HfFileSystem.clear_instance_cache()
@@ -92,19 +85,3 @@ def test_one_file_of_a_dataset_is_a_corpus(server, tmp_path, monkeypatch):
     for name in ("me:qa.jsonl", "a/me/sets:qa.jsonl", "./sets:qa.jsonl", "me/qa.jsonl"):
         with pytest.raises(MissingError, match="no such file or directory"):
             CorpusReader([name])
-
-
-def test_a_view_of_a_dataset_on_the_hub(server, tmp_path):
-    local = tiny_dataset(tmp_path / "data", n_docs=8, docs_per_shard=4)
-    files = {str(p.relative_to(local)): p.read_bytes() for p in local.rglob("*") if p.is_file()}
-    server.commits["me/tiny"] = [files]
-    spec_data.select("hf://datasets/me/tiny", tmp_path / "view", layers="1", where="number < 4")
-    assert not [name for name in server.downloads if name.startswith("shards/")]
-    spec_data.copy(tmp_path / "view", tmp_path / "copied")
-    dataset = HiddenStatesDataset(tmp_path / "copied")
-    for index in range(4):
-        assert torch.equal(
-            dataset[index]["hidden.L1"], HiddenStatesDataset(local)[index]["hidden.L1"]
-        )
-    assert len(dataset) == 4 and dataset.manifest.layers == (1,)
-    assert not [name for name in server.downloads if name.startswith("shards/unit-00001")]

@@ -5,7 +5,6 @@ import os
 import shutil
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -24,13 +23,12 @@ from tests.spec_data.shards.integrity_tools import (
     place_of,
     read_all,
     shard_file,
-    write_manifest,
 )
 
 target, corpus, mixed = codec_tools.target, codec_tools.corpus, codec_tools.mixed
 whole, data = integrity_tools.whole, integrity_tools.data
 unchecked = integrity_tools.unchecked
-LISTS = ("input_ids", "hidden.final", "target_argmax")
+LISTS = ("input_ids", "hidden.final")
 
 
 # -- what is stored -------------------------------------------------------------------------------
@@ -69,12 +67,6 @@ def test_checksums_are_those_that_format_md_describes(whole):
     data = (whole / "index.arrow").read_bytes()
     record = json.loads((whole / "manifest.json").read_text())["files"]["index.arrow"]
     assert record["xxh3"] == xxhash.xxh3_64(data).hexdigest()
-
-
-def test_datasets_opens_shards_with_checksums(whole):
-    opened = datasets.load_from_disk(str(whole))
-    assert opened[5]["doc_id"] == HiddenStatesDataset(whole)[5]["doc_id"]
-    assert len(opened[5]["checksums"]) == len(opened.column_names) - 1
 
 
 # -- bits -----------------------------------------------------------------------------------------
@@ -181,37 +173,7 @@ def test_a_file_of_another_dataset_is_refused(data, whole, tmp_path, name):
         read_all(data)
 
 
-def rewritten(file: Path, change) -> None:
-    """A shard with other arrays: `change` maps (name, array) to an array."""
-    (batch,) = pa.ipc.open_stream(pa.py_buffer(file.read_bytes()))
-    arrays = [change(name, batch.column(name)) for name in batch.schema.names]
-    fields = [f.with_type(a.type) for f, a in zip(batch.schema, arrays, strict=True)]
-    schema = pa.schema(fields, metadata=batch.schema.metadata)
-    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
-        stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
-
-
-def test_a_wrong_dtype_in_the_schema_is_refused(data):
-    """Of the same width, so that nothing but the schema tells."""
-
-    def change(name, array):
-        if name != "input_ids":
-            return array
-        values = pa.Array.from_buffers(pa.uint32(), len(array.values), array.values.buffers())
-        kind = pa.large_list(pa.field("item", pa.uint32(), nullable=False))
-        return pa.LargeListArray.from_arrays(array.offsets, values, type=kind)
-
-    file = shard_file(data, 0)
-    rewritten(file, change)
-    raw = json.loads((data / "manifest.json").read_text())
-    raw["totals"]["bytes"] += file.stat().st_size - raw["shards"][0]["bytes"]
-    raw["shards"][0]["bytes"] = file.stat().st_size
-    write_manifest(data, raw)
-    with pytest.raises(DatasetError, match="its columns are not those of the manifest"):
-        HiddenStatesDataset(data)[0]
-
-
-@pytest.mark.parametrize("shift", [1, -1, 10**6, -(10**12)])
+@pytest.mark.parametrize("shift", [1, -(10**12)])
 def test_wrong_bounds_are_an_error_even_without_checksums(data, shift, unchecked):
     (batch,) = pa.ipc.open_stream(pa.py_buffer(raw := shard_file(data, 0).read_bytes()))
     place = batch.column("hidden.L0").buffers()[1].address - pa.py_buffer(raw).address
@@ -254,14 +216,6 @@ def test_what_would_decode_to_garbage_is_an_error_without_checksums(
 def test_other_versions_are_refused(data, version):
     change_manifest(data, format_version=version)
     with pytest.raises(DatasetError, match=rf"format version {version}, this release reads 1\.0"):
-        HiddenStatesDataset(data)
-
-
-def test_a_manifest_without_fingerprint_is_refused(data):
-    raw = json.loads((data / "manifest.json").read_text())
-    del raw["fingerprint"]
-    (data / "manifest.json").write_text(json.dumps(raw))
-    with pytest.raises(DatasetError, match="own fingerprint"):
         HiddenStatesDataset(data)
 
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from spec_data.shards.errors import ConfigError, DraftError, TargetError
+from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.layer_ids import RECIPES, choose_layers, chosen_layers
-from spec_data.terminal.option_values import parse_drafts
 from spec_train.options.draft_options import DRAFT_OPTIONS
 
 
@@ -36,27 +35,22 @@ def test_a_short_target_has_fewer_layers_for_block_drafts():
 
 
 @pytest.mark.parametrize(
-    ("drafts", "blocks", "named"),
+    ("drafts", "layers", "blocks", "named"),
     [
-        (["eagle3"], 6, r"--for eagle3 takes blocks 1, L/2-1 and L-4, which are \(1, 2, 2\)"),
-        (["dspark"], 2, r"--for dspark spreads .* only L=2 blocks"),
-        (["eagle4"], 9, "unknown drafts eagle4; known: eagle, eagle3"),
+        (
+            ["eagle3"],
+            "auto",
+            6,
+            r"--for eagle3 takes blocks 1, .* which are \(1, 2, 2\)",
+        ),
+        (["dspark"], "auto", 2, r"--for dspark spreads .* only L=2 blocks"),
+        (["eagle3"], [1, 2], 12, "one or the other"),
+        (["eagle4"], "auto", 9, "unknown drafts eagle4; known: eagle, eagle3"),
     ],
 )
-def test_a_target_without_the_layers_of_a_recipe_is_refused(drafts, blocks, named):
+def test_a_target_without_the_layers_of_a_recipe_is_refused(drafts, layers, blocks, named):
     with pytest.raises(TargetError, match=named):
-        choose_layers("auto", drafts, blocks)
-
-
-def test_layers_and_drafts_exclude_each_other():
-    with pytest.raises(TargetError, match="one or the other"):
-        choose_layers([1, 2], ["eagle3"], 12)
-
-
-def test_names_of_drafts_are_checked():
-    assert parse_drafts("dspark, eagle3,dspark") == ("dspark", "eagle3")
-    with pytest.raises(ConfigError, match=r"no draft 'eagel3'.*did you mean eagle3"):
-        parse_drafts("eagel3")
+        choose_layers(layers, drafts, blocks)
 
 
 def test_a_draft_reads_its_own_layers_before_all_others():
