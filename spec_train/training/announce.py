@@ -9,7 +9,6 @@ from spec_data.models.engines import engine_warnings
 from spec_data.models.families import target_architectures
 from spec_data.shards.layer_ids import recipe_layers
 from spec_train.data.mixture import Documents, Mixture
-from spec_train.data.policy_masks import PolicyDataset
 from spec_train.data.splits import Splits
 from spec_train.drafts import Draft
 from spec_train.drafts.config import special_ids
@@ -32,7 +31,30 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
 
     `total` is the number of steps of the run, if the trainer only runs some of them.
     """
-    _announce_data(trainer, splits)
+    dataset, selection, held_out = trainer.dataset, splits.selection, splits.validation.rows
+    for part in dataset.datasets if isinstance(dataset, Mixture) else (dataset,):
+        counts = len(part), part.lengths.sum(), part.supervised.sum()
+        quantised = part.manifest.target.quantised_as
+        log.info(
+            "dataset    %s: %s documents, %s tokens, %s supervised%s",
+            *(part.place, *(f"{count:,}" for count in counts)),
+            f"; the target was quantised: {quantised}" if quantised else "",
+        )
+    reasons = [f"{count:,} with {reason}" for reason, count in selection.left_out.items()]
+    counts = len(splits.train.rows), splits.held_out, len(held_out), selection.cut
+    log.info(
+        "documents  %s for training, %s held out (%s measured); %s cut to %d tokens; %s",
+        *(f"{n:,}" for n in counts),
+        splits.train.seq_len,
+        "left out: " + "; ".join(reasons) if reasons else "none left out",
+    )
+    supervised = int(dataset.supervised[held_out].sum())
+    if len(held_out) and (len(held_out) < FEWEST_HELD_OUT or supervised < FEWEST_TOKENS):
+        log.warning(
+            "warning: %d held-out documents with %s supervised tokens choose the best draft: their "
+            "figures say little. In a new run, raise --validation",
+            *(len(held_out), f"{supervised:,}"),
+        )
     _announce_draft(trainer)
     config, ranks = trainer.config, trainer.ranks
     log.info(
@@ -43,38 +65,6 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
         "" if ranks.alone else f" in {ranks.world_size} processes ({config.sharding})",
         config.out,
     )
-
-
-def _announce_data(trainer: Trainer, splits: Splits) -> None:
-    dataset, plan, selection = trainer.dataset, splits.train, splits.selection
-    for part in dataset.datasets if isinstance(dataset, Mixture) else (dataset,):
-        counts = len(part), part.lengths.sum(), part.supervised.sum()
-        quantised = part.manifest.target.quantised_as
-        log.info(
-            "dataset    %s: %s documents, %s tokens, %s supervised%s",
-            *(part.place, *(f"{count:,}" for count in counts)),
-            f"; the target was quantised: {quantised}" if quantised else "",
-        )
-        if isinstance(part, PolicyDataset):
-            log.info(
-                "mask       %s, from the stored turns; the dataset was generated with %s",
-                *(part.policy, part.manifest.mask or "another one"),
-            )
-    reasons = [f"{count:,} with {reason}" for reason, count in selection.left_out.items()]
-    held_out = splits.validation.rows
-    log.info(
-        "documents  %s for training, %s held out (%s measured); %s cut to %d tokens; %s",
-        *(f"{n:,}" for n in (len(plan.rows), splits.held_out, len(held_out), selection.cut)),
-        plan.seq_len,
-        "left out: " + "; ".join(reasons) if reasons else "none left out",
-    )
-    supervised = int(dataset.supervised[held_out].sum())
-    if len(held_out) and (len(held_out) < FEWEST_HELD_OUT or supervised < FEWEST_TOKENS):
-        log.warning(
-            "warning: %d held-out documents with %s supervised tokens choose the best draft: their "
-            "figures say little. In a new run, raise --validation",
-            *(len(held_out), f"{supervised:,}"),
-        )
 
 
 def _announce_draft(trainer: Trainer) -> None:

@@ -1,8 +1,4 @@
-"""`--init-from`: the draft that a run starts with, and the shape that it brings.
-
-In: a draft directory of any form, and the options of the run. Out: the draft, connected to the
-dataset's target; and the options with the shape of that draft, where the user gave none.
-"""
+"""`--init-from`: the draft that a run starts with, and the shape that it brings."""
 
 import dataclasses
 import logging
@@ -50,25 +46,21 @@ def with_shape_of_start(
     if config.init_from is None:
         return options
     if started is not None and started.get("init_from") == config.init_from:
-        return _with_shape(options, started)
-    head = TargetHead.from_dataset(dataset.path, manifest=dataset.manifest)  # perhaps not sealed
-    draft = _load(name, config, dataset, head)
-    shape = to_dict(draft.options) | {key: getattr(draft.config, key) for key in _SIZES}
-    if not draft.full_vocabulary:  # its size may have been chosen by coverage or by a file
-        shape["draft_vocab_size"] = draft.config.draft_vocab_size
-    if draft.config.layers:
-        shape["layers"] = ",".join(map(str, draft.config.layers))
-    if shape.get("confidence_weight"):  # 0: the draft has no such head, else only a weight
-        del shape["confidence_weight"]
-    return _with_shape(options, shape)
-
-
-def _with_shape(options: Any, shape: dict[str, Any]) -> Any:
-    """Return options whose default values are replaced by those of `shape`."""
+        shape = started
+    else:
+        head = TargetHead.from_dataset(dataset.path, manifest=dataset.manifest)  # perhaps no seal
+        draft = _load(name, config, dataset, head)
+        shape = to_dict(draft.options) | {key: getattr(draft.config, key) for key in _SIZES}
+        if not draft.full_vocabulary:  # its size may have been chosen by coverage or by a file
+            shape["draft_vocab_size"] = draft.config.draft_vocab_size
+        if draft.config.layers:
+            shape["layers"] = ",".join(map(str, draft.config.layers))
+        if shape.get("confidence_weight"):  # 0: the draft has no such head, else only a weight
+            del shape["confidence_weight"]
     default = {f.name: f.default for f in dataclasses.fields(options)}
-    names = [key for key in (*_SHAPE, "confidence_weight") if key in default]
+    names = {*_SHAPE, "confidence_weight"} & default.keys()
     if _vocabulary_options(options):
-        names = [key for key in names if key != "draft_vocab_size"]
+        names.discard("draft_vocab_size")
     changes = {
         key: shape[key]
         for key in names
@@ -125,11 +117,7 @@ def start_from(
 
 
 def _load(name: str, config: Training, dataset: Documents, head: TargetHead) -> Draft:
-    """Read the draft of --init-from; `head` is the target's.
-
-    Raises:
-        MissingError, DraftError: it cannot be read, or is not a draft `name`.
-    """
+    """Read the draft of --init-from; `head` is the target's."""
     folder = resolve_draft_dir(str(config.init_from))
     facts = TargetFacts(  # what a draft of another tool may leave to its target
         num_layers=block_count(dataset.target_config()),

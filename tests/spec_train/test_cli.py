@@ -11,7 +11,6 @@ import pytest
 
 from spec_train.cli import PROGRAM, main
 from spec_train.options.draft_options import DRAFT_OPTIONS
-from spec_train.options.training import Training
 from spec_train.training.setup import default_lr
 from tests.factory import tiny_dataset
 from tests.forked import Forked
@@ -38,12 +37,6 @@ def test_help_is_one_screen_and_names_every_flag_on_request(capsys, draft):
     known = set(PROGRAM.flags(f"fit {draft}"))
     assert {name for name in known if f"--no-{name[2:]}" not in known} == shown
     assert max(map(len, whole.splitlines()[1:])) <= 100
-
-
-@pytest.mark.parametrize("draft", DRAFT_OPTIONS)
-def test_no_draft_option_hides_a_common_one(draft):
-    common, own = Training.__dataclass_fields__, DRAFT_OPTIONS[draft].__dataclass_fields__
-    assert not set(common) & set(own)
 
 
 @pytest.mark.parametrize(
@@ -115,15 +108,6 @@ def test_lr_default_follows_the_width(data, tmp_path):
     assert json.loads((tmp_path / "run" / "fit.json").read_text())["lr"] == 4e-3
     rates = [default_lr(width) for width in (32, 256, 1024, 4096, 8192)]
     assert rates == [4e-3, 1.6e-3, 4e-4, 1e-4, 5e-5]
-
-
-def test_start_says_what_is_trained_on_what(data, tmp_path, caplog):
-    caplog.set_level("INFO")
-    assert main(flags(data, tmp_path / "run", "--seq-len", "16")) == 0
-    text = caplog.text
-    for part in ("30 documents", "held out", "cut to 16 tokens", "left out: ", "past --seq-len 16",
-                 "parameters, steps 0 to "):  # fmt: skip
-        assert part in text, part
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

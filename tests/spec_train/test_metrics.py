@@ -34,14 +34,6 @@ def test_a_chain_survives_while_every_draft_before_hit() -> None:
     assert abs(figures["loss"] - (0.6 * 2 + 0.4 * 3)) < 1e-12
 
 
-def test_the_length_is_one_plus_the_running_products_of_the_rates() -> None:
-    generator = torch.Generator().manual_seed(0)
-    hits = torch.rand(2, 50, generator=generator) < 0.6
-    figures = summarise(_sums(hits.int().tolist(), [[1] * 50] * 2))
-    rates = figures["accept_rate/1"], figures["accept_rate/2"]
-    assert abs(figures["acceptance_length"] - (1 + rates[0] + rates[0] * rates[1])) < 1e-12
-
-
 def test_sums_of_parts_give_the_figures_of_the_whole() -> None:
     hits, drafted = [[1, 1, 0, 1], [1, 0, 1, 1]], [[1, 1, 1, 1], [1, 1, 1, 0]]
     parts = [

@@ -156,16 +156,6 @@ def test_a_batch_that_is_finite_here_is_not_reproduced(poisoned, tmp_path, monke
     assert replayed.next_command[:3] == ["spec-train", "fit", "eagle3"]
 
 
-def test_the_failed_step_is_replaced_whole_by_the_next_attempt(poisoned):
-    data, failed, _, _ = poisoned
-    before = {p.name: p.read_bytes() for p in failed.iterdir()}
-    (failed / "leftover").write_text("of an attempt before")
-    with pytest.raises(RunError):  # goes on from step 2
-        run(config_of(data, failed.parent))
-    assert {p.name: p.read_bytes() for p in failed.iterdir()} == before
-    assert not list(failed.parent.glob(".*.tmp"))
-
-
 def test_a_full_disk_does_not_hide_the_cause(poisoned, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")

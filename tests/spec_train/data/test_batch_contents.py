@@ -14,7 +14,7 @@ import pytest
 
 from spec_data.shards.packing import pack_documents
 from spec_train.data.mixture import MixedPlan, Share
-from spec_train.data.order import OPEN, BatchPlan, FollowingPlan, fill_in_order
+from spec_train.data.order import OPEN, BatchPlan, fill_in_order
 
 SEQ_LEN, PACKS = 1024, 4
 SEEDS = range(4)
@@ -127,22 +127,6 @@ def test_sources_are_spread_over_batches_as_in_a_random_draw(plan):
     expected = mean(spread_of_length(batches, MIXED) for batches in drawn)
     assert mean(spread_of_length(batches, MIXED) for batches in new) < 1.1 * expected
     assert mean(spread_of_length(batches, MIXED) for batches in old) > 1.8 * expected
-
-
-def test_a_run_beside_generation_has_the_same_contents():
-    """Windows of several units: inside each, documents are drawn at random."""
-    units, usable = np.arange(0, 3001, 100), np.ones(3000, bool)
-    found = []
-    for seed in SEEDS:
-        options = options_of(seed) | {"window_tokens": 200_000}
-        plan = FollowingPlan(np.array(MATHS), usable, units, **options)
-        assert len(plan.bounds) > 3
-        found.append(plan.batches(0)[:-1])
-    drawn = [random_draw(MATHS, seed)[:-1] for seed in SEEDS]
-    expected = mean(lengths_per_pack(batches, MATHS) for batches in drawn)
-    assert mean(lengths_per_pack(batches, MATHS) for batches in found) > 0.97 * expected
-    expected = mean(spread_of_length(batches, MATHS) for batches in drawn)
-    assert mean(spread_of_length(batches, MATHS) for batches in found) < 1.1 * expected
 
 
 def test_a_document_goes_into_the_fullest_pack_that_has_room():

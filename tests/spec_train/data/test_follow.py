@@ -18,7 +18,7 @@ from spec_data.shards.follow import LEFT_OUT, WORK, FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
 from spec_train.options.draft_options import Eagle3Options
-from spec_train.training.setup import count_supervised_tokens, make_splits, open_data
+from spec_train.training.setup import make_splits, open_data
 from spec_train.training.start_draft import with_shape_of_start
 from spec_train.training.trainer import Trainer
 from tests import forked
@@ -155,25 +155,6 @@ def test_a_draft_to_start_from_is_read_before_the_directory_is_sealed(source, re
     assert found.draft_vocab_size == OPTIONS.draft_vocab_size != options.draft_vocab_size
 
 
-def test_the_view_is_the_same_before_and_after_sealing(source, sealed, tmp_path):
-    data = tmp_path / "data"
-    generate_units(source, data, 2)
-    before, after = FollowedDataset(data), FollowedDataset(sealed)
-    stored = HiddenStatesDataset(sealed)
-    assert before.manifest.to_json() == after.manifest.to_json()
-    assert before.manifest.fingerprint == after.manifest.fingerprint
-    assert before.doc_ids == after.doc_ids == stored.doc_ids
-    for name in ("lengths", "supervised", "first_supervised"):
-        assert np.array_equal(getattr(before, name), getattr(after, name))
-        assert np.array_equal(getattr(before, name), getattr(stored, name))
-    assert np.array_equal(before.units, after.units)
-    counts = [
-        count_supervised_tokens(d, make_splits(d, config_of(data, tmp_path)).train)
-        for d in (before, after)
-    ]
-    assert torch.equal(*counts) and counts[0].sum() > 0
-
-
 def test_documents_that_capture_leaves_out_keep_their_place(source, tmp_path, monkeypatch):
     """The run beside generation meets them as documents without a supervised token; so does the
     one after it, though the dataset no longer has them."""
@@ -231,19 +212,6 @@ def test_eval_knows_the_held_out_documents_of_a_followed_run(sealed, reference):
     config = config_of(sealed, reference)
     splits = make_splits(open_data(config), config)
     assert report["split"] == "validation" and report["documents"] == splits.held_out
-
-
-def test_lossy_columns_and_sparse_states_are_followed_too(source, tmp_path):
-    more = {"codec": "aux=lm4c,final=int8c", "final": "supervised"}
-    generate_units(source, tmp_path / "data", 1000, **more)
-    beside = tmp_path / "beside"
-    generate_units(source, beside, 1, **more)
-    thread = threading.Thread(target=generate_units, args=(source, beside, 1000), kwargs=more)
-    thread.start()
-    assert run(config_of(beside, tmp_path / "run")).finished
-    thread.join()
-    assert run(config_of(tmp_path / "data", tmp_path / "after")).finished
-    assert_same_run(tmp_path / "run", tmp_path / "after")
 
 
 @pytest.mark.parametrize("data", [("a", "b"), "a:2"])

@@ -6,7 +6,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from spec_data.shards.errors import ConfigError
 from spec_train.data.mixture import MixedPlan, PartsPlan, Share, copies
 from spec_train.data.order import BatchPlan
 
@@ -55,13 +54,6 @@ def test_copies_are_steps_of_an_evenly_growing_total(count, weight):
     )
 
 
-def test_who_appears_when_is_drawn_from_the_seed():
-    a, b = (copies(1000, Fraction(1, 2), 0, seed) for seed in (0, 1))
-    assert a.sum() == b.sum() == 500 and 400 < (a != b).sum() < 600
-    assert np.array_equal(a, copies(1000, Fraction(1, 2), 0, 0))
-    assert np.array_equal(a + copies(1000, Fraction(1, 2), 1, 0), np.ones(1000))
-
-
 def test_an_epoch_holds_every_document_as_often_as_its_weight_says():
     plan = make_plan()
     total: Counter[int] = Counter()
@@ -90,15 +82,6 @@ def test_every_part_of_an_epoch_holds_all_datasets_in_their_share():
             assert 0.4 * own.mean() < part.mean() < 1.8 * own.mean()
 
 
-def test_order_is_a_function_of_the_settings():
-    assert make_plan().batches(2) == make_plan().batches(2)
-    assert make_plan().batches(2) != make_plan(seed=4).batches(2)
-    assert make_plan().batches(0) != make_plan().batches(1)
-    plan = make_plan()
-    in_turn = [plan.batches(epoch) for epoch in (1, 0, 1)]
-    assert in_turn[0] == in_turn[2]
-
-
 def test_repeats_of_a_document_are_shuffled_apart():
     plan = make_plan(("2", "2", "2"))
     rows = rows_of(plan, 0)
@@ -107,22 +90,6 @@ def test_repeats_of_a_document_are_shuffled_apart():
         places.setdefault(row, []).append(place)
     gaps = np.array([b - a for a, b in places.values()])
     assert np.median(gaps) > len(rows) / 8
-
-
-def test_state_names_every_dataset_and_weight():
-    state = make_plan().state(1, 2)
-    assert make_plan().position(state) == (1, 2)
-    assert state["fingerprint"] == ["print0", "print1", "print2"]
-    with pytest.raises(ConfigError, match=r"weights was \['1', '5/2', '1/4'\], is \['1', '1', '1"):
-        make_plan(("1", "1", "1")).position(state)
-
-
-def test_repeats_are_the_weights_times_a_common_factor():
-    plan = make_plan()
-    expected = [{0: 4, 1: 10, 2: 1}[int(np.searchsorted((300, 340), row, "right"))]
-                for row in plan.rows]  # fmt: skip
-    assert plan.repeats().tolist() == expected
-    assert set(BatchPlan(LENGTHS, USABLE, seq_len=64, packs_per_batch=1).repeats()) == {1}
 
 
 def test_parts_come_one_after_another_and_know_their_names():

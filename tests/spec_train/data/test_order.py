@@ -5,14 +5,12 @@ import itertools
 import time
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from spec_data.shards.errors import ConfigError
 from spec_train.data import order as order_module
 from spec_train.data.order import (
     SPLIT_RULE,
-    STRETCHES_PER_WINDOW,
     BatchPlan,
     below_border,
     fill_in_order,
@@ -107,13 +105,6 @@ def test_packs_stay_inside_windows_of_the_size_asked_for():
     assert min(clipped[rows].sum() for rows in windows[:-1]) > window_tokens - SEQ_LEN
 
 
-def test_a_window_touches_few_stretches_of_the_dataset():
-    plan = make_plan(20000, usable=np.ones(20000, bool), window_tokens=40_000)
-    for rows in list(plan.windows(0))[:-1]:
-        stretches = 1 + int((np.diff(np.sort(rows)) > 1).sum())
-        assert stretches <= STRETCHES_PER_WINDOW + 2
-
-
 def test_state_goes_back_only_into_the_same_order():
     plan = make_plan(fingerprint="aaa")
     state = plan.state(2, 5)
@@ -148,19 +139,6 @@ def test_split_depends_on_the_document_alone():
     assert split_documents(["a"] * 5, 0.5, seed=0).sum() in (0, 5)
     assert not split_documents(IDS, 0.0, seed=0).any()
     assert split_documents([], 0.5, seed=0).tolist() == []
-
-
-def test_split_reads_ids_of_arrow_as_those_of_a_list():
-    expected = split_documents(IDS, 0.3, seed=2)
-    ids = pa.array(IDS)
-    assert np.array_equal(split_documents(ids, 0.3, seed=2), expected)
-    part = pa.array(["else", *IDS, "else"])[1:-1]  # offsets that do not start at 0
-    assert np.array_equal(split_documents(part, 0.3, seed=2), expected)
-    expected = split_documents([*IDS[:3], "ü", ""], 0.5, seed=0)
-    assert np.array_equal(split_documents(pa.array([*IDS[:3], "ü", ""]), 0.5, seed=0), expected)
-    some = np.array([3, 9, 30, 2000])
-    alone = split_documents([IDS[i] for i in some], 0.5, seed=2)
-    assert np.array_equal(split_documents(ids, 0.5, seed=2, among=some), alone)
 
 
 def test_split_never_changes_under_the_same_name():

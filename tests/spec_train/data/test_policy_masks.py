@@ -10,22 +10,15 @@ import torch
 from msgspec import structs
 
 import spec_train
-from spec_data.corpus.chat import Renderer
-from spec_data.generation.plan import PlanWriter, truncate
-from spec_data.shards.errors import ConfigError, CorpusError, DatasetError
+from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.turn_masks import supervised_spans
 from spec_train.data.mixture import open_documents
 from spec_train.data.policy_masks import PolicyDataset, open_with_mask
-from spec_train.data.splits import has_slot, make_splits, select
+from spec_train.data.splits import make_splits
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
 from spec_train.options.data_option import parse_sources
 from spec_train.options.training import Training
-from spec_train.training.setup import count_supervised_tokens
-from tests.spec_data.corpus.chat_cases import CASES
-from tests.spec_data.corpus.templates import tokenizer
-from tests.spec_data.corpus.test_chat import chat
 from tests.spec_data.runs import run as generate
 from tests.spec_data.runs import save_target
 from tests.spec_data.shards.integrity_tools import write_manifest
@@ -108,29 +101,6 @@ def test_the_policy_of_generate_derives_the_stored_masks(place, policy):
     assert type(open_with_mask(place / policy, None)) is HiddenStatesDataset
 
 
-@pytest.mark.parametrize("length", [1000, 40])
-@pytest.mark.parametrize("policy", ["assistant", "last-turn", "all"])
-@pytest.mark.parametrize("name", CASES)
-def test_every_template_stores_turns_that_derive_its_mask(name, policy, length):
-    """Reasoning, tool calls, tags, end-of-turn tokens, turn by turn; whole, cut and trimmed."""
-    family, messages, kwargs, tools, _ = CASES[name]
-    writer = PlanWriter()
-    renderer = Renderer(tokenizer(family), mask=policy, template_kwargs=kwargs)
-    for document in renderer.render(chat(*messages, tools=tools)).documents:
-        writer.add(truncate(document, length))
-    try:
-        plan = writer.finish()
-    except CorpusError:  # no turn is left before the cut
-        assert length < 1000
-        return
-    for document, turns in enumerate(plan.read(0, len(plan)).turns):
-        planned = plan.tokens(document, document + 1)["loss_mask"]
-        mask = np.zeros(len(planned), bool)
-        for first, last in supervised_spans(len(mask), turns, policy):
-            mask[first:last] = True
-        assert np.array_equal(mask, planned != 0)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_masks_and_their_statistics_are_those_of_plain_loops(place, policy):
     stored, derived = HiddenStatesDataset(place / "all"), PolicyDataset(place / "all", policy)
@@ -152,24 +122,6 @@ def test_masks_and_their_statistics_are_those_of_plain_loops(place, policy):
         states = torch.zeros(len(mask), 32)
         derived.read_into(row, {"hidden.L2": states})
         assert torch.equal(states, document["hidden.L2"].float())
-
-
-def test_selection_splits_and_counts_are_those_of_the_new_masks(place):
-    config = Training(data=str(place / "all"), out="x", seq_len=64, validation=0.25)
-    dataset = open_documents(parse_sources(config.data), mask="roles=text")
-    chosen = select(dataset, 64)
-    documents = list(HiddenStatesDataset(place / "all"))
-    masks = [plain_mask(document, "roles=text") for document in documents]
-    assert chosen.usable.tolist() == [has_slot(np.array(m, bool)[:64]) for m in masks]
-    assert chosen.left_out == {"no supervised token": len(documents) - 1}
-    last = open_documents(parse_sources(config.data), mask="last-turn")
-    splits = make_splits(last, config)
-    counts = [0] * last.manifest.vocab_size
-    for row in splits.train.rows.tolist():
-        ids = documents[row]["input_ids"][:64].tolist()
-        for token, wanted in zip(ids, plain_mask(documents[row], "last-turn"), strict=False):
-            counts[token] += wanted
-    assert count_supervised_tokens(last, splits.train).tolist() == counts
 
 
 def test_training_with_a_mask_equals_training_on_data_generated_with_it(place, tmp_path):
@@ -207,31 +159,11 @@ def test_a_run_keeps_its_mask_and_eval_uses_it(place, tmp_path):
     report = spec_train.evaluate(run.directory, data=place / "assistant")
     found = report.data
     assert found.figures["mask"] == "last-turn"
-    assert found.supervised_tokens < _supervised(place, "assistant", found, measured)
+    assert found.documents == len(measured)
     whole = spec_train.evaluate(run.directory, data=place / "assistant", mask="assistant").data
     assert whole.supervised_tokens > found.supervised_tokens
     other = spec_train.evaluate(run.directory, data=place / "all").data  # not the run's own data
     assert other.figures["mask"] == "all"
-
-
-def test_documents_are_selected_by_the_mask_of_the_run(place, tmp_path):
-    """Two documents have no turn of the role, so the run neither trained on them nor held them out;
-    the stored masks supervise both."""
-    given = {"mask": "roles=assistant", "validation": 0.25}
-    run = fit(place / "assistant", tmp_path / "run", **given)
-    facts = read_run(run.directory, run.directory / "best")
-    config = Training(data=str(place / "assistant"), out="x", seq_len=64, **given)
-    splits = make_splits(PolicyDataset(place / "assistant", "roles=assistant"), config)
-    assert splits.selection.left_out == {"no supervised token": 2}
-    train, _ = choose_documents(HiddenStatesDataset(place / "assistant"), "train", facts)
-    assert train == splits.train.rows.tolist()
-
-
-def _supervised(place: Path, name: str, found, measured: list[int]) -> int:
-    """Return the supervised tokens of documents that a walk can draft, by the stored masks."""
-    assert found.documents == len(measured)
-    stored = HiddenStatesDataset(place / name)
-    return sum(int(stored.supervised[row]) for row in measured)
 
 
 def test_mixtures_use_the_mask_in_every_dataset(place, tmp_path):
@@ -291,16 +223,6 @@ def test_masks_that_are_not_those_of_the_turns_are_refused(place, tmp_path):
     data = edited(place / "last-turn", tmp_path / "d", lambda raw: raw.update(mask="assistant"))
     with pytest.raises(DatasetError, match="its stored mask is not that of its turns under --mask"):
         PolicyDataset(data, "all")
-
-
-@pytest.mark.parametrize("policy", ["user", "first-0", "first-n", "roles=", "last"])
-def test_unknown_policies_are_refused(policy):
-    for make in (
-        lambda: Training(data="d", out="o", mask=policy),
-        lambda: supervised_spans(3, [], policy),
-    ):
-        with pytest.raises(ConfigError, match="choose from assistant, last-turn, all, first-N"):
-            make()
 
 
 def test_a_mask_needs_all_documents_and_a_dataset():

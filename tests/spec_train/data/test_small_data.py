@@ -1,12 +1,10 @@
 """EAGLE-3 learns the same from smaller data and from other supervision, or refuses in words."""
 
 import json
-import shutil
 
 import pytest
 import torch
 
-from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.evaluation.on_dataset import read_pack
@@ -94,18 +92,6 @@ def test_the_loss_needs_neither_tails_nor_teachers_elsewhere(whole, small):
         assert figures["acceptance_length"] == pytest.approx(others["acceptance_length"], rel=1e-2)
 
 
-def test_exactly_the_kept_teachers_are_read(small):
-    """Poison what is zero in a supervised dataset: nothing changes."""
-    draft, head = build(small)
-    batch = read_pack(small, [0, 5, 11], draft.columns(), torch.float32)
-    before = draft.loss(batch, head, draft.slot_counts(batch)).loss
-    final = batch.hidden["hidden.final"]
-    empty = final.abs().sum(-1) == 0
-    assert bool(empty.any())
-    final[empty] = torch.nan
-    assert torch.equal(draft.loss(batch, head, draft.slot_counts(batch)).loss, before)
-
-
 @pytest.fixture(scope="module")
 def logits(target, corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("logits") / "data"
@@ -152,18 +138,3 @@ def test_fit_and_eval_run_on_logits(logits, tmp_path):
     kept = json.loads((tmp_path / "run" / "best" / "validation.json").read_text())
     assert report["split"] == "validation"
     close(report["teacher_forced"]["loss"], kept["loss"], terms=network(4), dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("content", "error"),
-    [(None, MissingError), ("{", DatasetError), ("[1]", DatasetError)],
-    ids=["gone", "cut", "list"],
-)
-def test_a_dataset_without_the_targets_config_is_named(small, tmp_path, content, error):
-    shutil.copytree(small.path, tmp_path / "data")
-    file = tmp_path / "data" / "target" / "config.json"
-    file.unlink()
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(error, match=r"target/config\.json: (missing|changed or damaged)"):
-        fit("eagle3", fit_config_of(tmp_path / "data", tmp_path / "run"), Eagle3Options(**DRAFT))

@@ -1,6 +1,5 @@
 """Format 1.2: the teacher's columns only where the next token is supervised, from file to draft."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,10 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 import spec_train
-from spec_data.shards.files import dump_json
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import TEACHERS, Manifest, token_columns
-from spec_train.data.mixture import common_manifest
+from spec_data.shards.schema import TEACHERS, token_columns
 from tests.factory import tiny_dataset
 from tests.spec_train import flat
 from tests.spec_train.data.rewriting import rewritten
@@ -99,11 +96,3 @@ def test_drafts_and_their_figures_are_bit_equal_from_either_form(
     assert one.keys() == other.keys() and len(one) > 3
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert figures == same and figures["acceptance_length"] is not None
-
-
-def test_a_mixture_with_a_sparse_teacher_has_a_sparse_teacher(pairs):
-    whole, sparse = (HiddenStatesDataset(path).manifest for path in pairs["final-hidden"])
-    assert common_manifest([whole, sparse]).teacher == "supervised"
-    assert common_manifest([whole, whole]).teacher == "all"
-    assert isinstance(common_manifest([whole, whole]), Manifest)
-    json.loads(dump_json(common_manifest([sparse, whole]).to_json()))

@@ -22,7 +22,6 @@ from spec_train.decoding.chains import (
 from spec_train.drafts.drafting import ChainDrafter, KVCache
 from spec_train.losses.sampling import (
     Greedy,
-    Sampled,
     accept_probability,
     make_sampler,
     pick,
@@ -177,21 +176,6 @@ def test_rollback_leaves_no_trace(family):
     close(aux[0], states(model, sequence)[at:], **FORWARD)
 
 
-def test_perfect_and_useless_drafts_have_the_lengths_of_the_definition():
-    model = tiny_model("llama")
-    prompt = prompt_of(5)
-    script = [*prompt, *decode_plain(model, Request(prompt, Greedy(), 31)).tokens]
-    perfect = speculate(
-        model, ScriptedDraft(script, states(model, script), 0.0, 0), prompt, limit=31
-    )
-    assert [r.emitted for r in perfect.steps] == [6] * 5
-    useless = speculate(
-        model, ScriptedDraft(script, states(model, script), 1.0, 0), prompt, limit=31
-    )
-    assert [(r.tried, r.accepted, r.emitted) for r in useless.steps[:-1]] == [(1, 0, 1)] * 29
-    assert useless.steps[-1].drafted == 0  # only the target's own token is still wanted
-
-
 @pytest.mark.parametrize("error_rate", [0.0, 0.3, 1.0])
 def test_a_stop_token_ends_the_response_wherever_the_round_puts_it(error_rate):
     model = tiny_model("llama")
@@ -298,7 +282,7 @@ def exact_distribution(model: Any, prompt: list[int], limit: int, stop: int, tem
 
 
 def test_sampling_has_the_targets_distribution():
-    """Two thousand short responses against the exact probabilities of all of them.
+    """Short responses against the exact probabilities of all of them.
 
     The draft is deliberately unlike the target and cannot say every token; token 0 stops.
     """
@@ -316,7 +300,7 @@ def test_sampling_has_the_targets_distribution():
     exact = exact_distribution(model, prompt, limit, stop=0, temperature=temperature)
     close(sum(exact.values()), 1.0, terms=limit * 5 + len(exact))
     draft = TableDraft(5, [0, 1, 3, 4], seed=3)
-    samples, counts, accepted = 2000, dict.fromkeys(exact, 0), 0
+    samples, counts, accepted = 1500, dict.fromkeys(exact, 0), 0
     for seed in range(samples):
         got = decode_speculative(
             model,
@@ -336,17 +320,6 @@ def test_sampling_has_the_targets_distribution():
     freedom = len(pairs) - 1
     assert freedom > 30
     assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
-
-
-def test_the_same_seed_gives_the_same_sample():
-    model, draft = tiny_model("llama"), TableDraft(VOCAB, list(range(VOCAB)))
-    runs = [
-        speculate(model, draft, prompt_of(4), sampler=make_sampler(1.0, seed)).tokens
-        for seed in (7, 7, 8)
-    ]
-    assert runs[0] == runs[1] != runs[2]
-    assert isinstance(make_sampler(1.0, 0), Sampled)
-    assert isinstance(make_sampler(0.0, 0), Greedy)
 
 
 def test_a_difference_is_a_tie_only_within_the_targets_own_noise():

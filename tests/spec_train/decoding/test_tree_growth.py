@@ -83,7 +83,7 @@ class _Slow:
         self.layers = len(chain.caches)
 
 
-@pytest.mark.parametrize("shape", [(12, 3), (1, 4), (40, 5), (9, 1), (200, 2)])
+@pytest.mark.parametrize("shape", [(12, 3), (1, 4), (200, 2)])
 @pytest.mark.parametrize("kind", ["eagle", "two layers", "eagle3", "eagle3 of few tokens"])
 @torch.no_grad()
 def test_a_tree_holds_the_likeliest_nodes(target, trained, kind: str, shape) -> None:
@@ -174,11 +174,6 @@ def test_greedy_follows_the_targets_choices(best, path, chosen: int, tried: int)
     assert (found.nodes, found.chosen, found.tried) == (path, chosen, tried)
 
 
-def test_without_a_tree_the_target_chooses_alone() -> None:
-    found = accepted_path(EMPTY, logits_of([2]), Greedy())
-    assert (found.nodes, found.chosen, found.tried) == ([], 2, 0)
-
-
 class _Given(Sampled):
     """Uniform numbers from a list."""
 
@@ -244,7 +239,7 @@ def test_sampling_has_the_targets_distribution_exactly() -> None:
 # --- masks ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 3, 6, 50])
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
 @pytest.mark.parametrize("cached", [0, 1, 5])
 @pytest.mark.parametrize("tree", [TREE, EMPTY, DraftTree([3, 4, 5], [ROOT, 0, 1])])
 def test_a_row_sees_the_past_and_its_own_path_within_the_window(tree, cached: int, window) -> None:

@@ -127,9 +127,8 @@ def chain(model: Any, draft: Any, prompt: list[int], depth: int = 4, **changes: 
     return decode_speculative(model, drafter, columns, Request(prompt, **settings), depth)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_tree_of_one_branch_is_the_chain(target, prompts, trained, trained_eagle, kind) -> None:
-    draft = trained if kind == "eagle3" else trained_eagle
+def test_a_tree_of_one_branch_is_the_chain(target, prompts, trained) -> None:
+    draft = trained
     trees, lines = [], []
     for prompt in prompts[6:12]:
         tree, line = grow(target, draft, prompt, nodes=4, topk=1), chain(target, draft, prompt)
@@ -146,8 +145,8 @@ def test_trees_are_lossless_and_accept_more_than_chains(
     draft = trained if kind == "eagle3" else trained_eagle
     lengths = []
     for decode in (chain, grow):
-        got = [decode(target, draft, prompt) for prompt in prompts]
-        for prompt, generation in zip(prompts, got, strict=True):
+        got = [decode(target, draft, prompt) for prompt in prompts[::2]]
+        for prompt, generation in zip(prompts[::2], got, strict=True):
             assert (
                 generation.tokens == decode_plain(target, Request(prompt, Greedy(), LIMIT)).tokens
             )

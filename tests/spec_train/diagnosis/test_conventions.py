@@ -144,23 +144,16 @@ TARGETS = "the rope of the target"
 # name: (kind of draft, what is changed in it, the check that finds it, what the check says fits)
 PLANTED: dict[str, tuple[str, Any, str, str]] = {
     "layers one too high": ("eagle3", changed(layers=(2, 4)), "layer-ids", "layers 1, 3"),
-    "layers one too low": ("eagle3", changed(layers=(0, 2)), "layer-ids", "layers 1, 3"),
     "parts of fc": ("eagle3", exchange_fc, "layer-order", "3, 1"),
-    "parts of fc, peagle": ("peagle", exchange_fc, "layer-order", "3, 1"),
     "parts of fc, dspark": ("dspark", exchange_fc, "layer-order", "3, 1"),
     "theta": ("dspark", with_rope(rope_theta=1e6), "rope", TARGETS),
     "factor": ("eagle3", with_rope(partial_rotary_factor=0.5), "rope", TARGETS),
-    "theta beside a factor": (
-        *("peagle", with_rope(rope_theta=1e6), "rope"),
-        "rope_theta = 100, the target's",
-    ),
     "scaling": ("peagle", with_rope(rope_type="linear", factor=4.0), "rope", "no rope scaling"),
     "lost factor": (
         *("peagle", with_rope(partial_rotary_factor=1.0), "rope"),
         "partial_rotary_factor = 0.5",
     ),
     "mask, peagle": ("peagle", changed(mask_token_id=2), "mask-token", MASKED),
-    "mask, dspark": ("dspark", changed(mask_token_id=2), "mask-token", MASKED),
     "mask, dflash": ("dflash", changed(mask_token_id=2), "mask-token", MASKED),
     "map": ("eagle3", first_tokens, "vocabulary-map", ""),
     "head": ("eagle3", random_head, "head", ""),
@@ -168,7 +161,6 @@ PLANTED: dict[str, tuple[str, Any, str, str]] = {
     "token and state": ("eagle3", exchange_inputs, "input-order", ""),
     "token and state, eagle": ("eagle", exchange_fc, "input-order", ""),
     "slot, dspark": ("dspark", other_slot, "slot-layout", "drafts first"),
-    "slot, dflash": ("dflash", other_slot, "slot-layout", "drafts first"),
     "other states": ("eagle3", other_states, "trained", "another target"),
 } | {
     flag: ("eagle3", lambda d, flag=flag: with_norm(d, flag), "carried-norm", f"{flag} = false")

@@ -236,13 +236,3 @@ def test_the_command_prints_findings_first_and_exits_with_1(sound, data, tmp_pat
     assert "next:" in printed.err
     raw = json.loads(report.read_text())
     assert raw["findings"] == ["carried-norm"] and raw["tried"]
-
-
-def test_a_sound_draft_exits_with_0(sound_dir, capsys):
-    assert main(["doctor", "--draft", str(sound_dir("eagle3")), "--device", "cpu"]) == 0
-    assert "not decidable  conventions: give --data" in capsys.readouterr().out
-
-
-def test_what_does_not_exist_is_said_in_words(tmp_path, capsys):
-    assert main(["doctor", "--draft", str(tmp_path / "none")]) == 2
-    assert "none" in capsys.readouterr().err

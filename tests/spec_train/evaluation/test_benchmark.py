@@ -1,6 +1,5 @@
 """`eval` as a benchmark: named sets, parts of a file, several lengths, and where the time goes."""
 
-import json
 import random
 from pathlib import Path
 
@@ -15,12 +14,10 @@ from spec_train.decoding.chains import Generation, Request, VerificationStep, de
 from spec_train.evaluation.decoding_metrics import (
     Response,
     decoding_metrics,
-    fastest,
     modelled_speed,
     speed,
 )
-from spec_train.evaluation.eval_table import _sweep_lines, table
-from spec_train.evaluation.evaluate import _doubts
+from spec_train.evaluation.eval_table import table
 from spec_train.evaluation.prompts import read_prompts
 from spec_train.losses.sampling import Greedy
 from tests.spec_train.evaluation import test_prompts, tools
@@ -138,20 +135,6 @@ def test_questions_that_speed_bench_leaves_out_are_refused(hub, tokenizer, turns
         read_prompts("speed-bench", template, limit=1)
     found = read_prompts("speed-bench", template, max_bad_rows="1")
     assert (len(found), found.left_out) == (4, 1) and "prepare_data" in found.examples[0]
-
-
-def test_speed_bench_as_its_scripts_write_it(tmp_path, tokenizer):
-    """Turns as messages of the user alone (JSONL), or as on the Hub (Parquet)."""
-    rows = LAYOUTS["nvidia/SPEED-Bench:qualitative@test"]
-    said = [[{"role": "user", "content": text} for text in row["turns"]] for row in rows]
-    plain = [{k: v for k, v in row.items() if k != "turns"} for row in rows]
-    written = [row | {"messages": turns} for row, turns in zip(plain, said, strict=True)]
-    path = test_prompts.write(tmp_path / "qualitative.jsonl", *written)
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "test.parquet")
-    one = grouped(path, tokenizer)
-    other = grouped(str(tmp_path / "test.parquet"), tokenizer)
-    assert one[1] == ("qualitative.jsonl: coding", "b", ("c", "d"))
-    assert [line[1:] for line in one] == [line[1:] for line in other]
 
 
 def test_a_path_is_not_taken_for_a_name_or_a_list(tmp_path, monkeypatch, tokenizer):
@@ -313,51 +296,3 @@ def test_a_sweep_has_the_figures_of_every_length(workplace, tmp_path, monkeypatc
     shown = table(report)
     assert shown.count("<- fastest") == 1 and "drafted tokens" in shown
     assert "each if those before it were" in shown
-
-
-@pytest.mark.parametrize(
-    ("speedups", "mark"),
-    [((0.8, 0.7), "<- fastest, but no faster than the target alone"), ((0.8, 1.2), "<- fastest")],
-)
-def test_the_fastest_length_is_not_recommended_if_plain_decoding_is_faster(speedups, mark):
-    lines = [
-        {
-            "draft_tokens": count,
-            "acceptance_length": 1.2,
-            "speedup": None,
-            "modelled": {"speedup": speedup, "cost_ratio": 0.2, "verification_ratio": 1.5},
-        }
-        for count, speedup in enumerate(speedups, 1)
-    ]
-    report = {"sweep": lines, "best_draft_tokens": fastest(lines), "modelled": lines[0]["modelled"]}
-    found = [text for _, _, text in _sweep_lines(report) if "<-" in text]
-    assert len(found) == 1 and found[0].endswith(mark)
-
-
-def test_every_set_has_its_figures(workplace, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
-    rows = (workplace / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:6]
-    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
-    files[0].write_text("\n".join(rows[:3]) + "\n", encoding="utf-8")
-    parts = [json.dumps(json.loads(r) | {"category": f"c{i}|<b>"}) for i, r in enumerate(rows[3:])]
-    files[1].write_text("\n".join(parts) + "\n", encoding="utf-8")
-    options = {"max_new_tokens": 12}
-    both = run_eval(config_of(workplace, prompts=f"{files[0]},{files[1]}", **options))
-    first = run_eval(config_of(workplace, prompts=str(files[0]), **options))
-    names = [one["set"] for one in both["by_set"]]
-    assert names == ["one.jsonl", *(f"two.jsonl: c{i}|<b>" for i in range(3))]
-    for name in ("acceptance_length", "rounds", "emitted", "interval"):
-        assert both["by_set"][0][name] == first[name]
-    for name in ("rounds", "emitted"):
-        assert sum(one[name] for one in both["by_set"]) == both[name]
-    assert "two.jsonl: c1|<b>" in table(both) and "by set" not in table(first)
-
-
-@pytest.mark.parametrize("rate, warned", [(0.6, True), (0.9, False)])
-def test_a_draft_that_is_worse_on_its_own_states_is_warned_of(rate, warned):
-    data = {
-        "teacher_forced": {"product_limit_length": 2.9},
-        "simulated": {"acceptance_length": 1.2, "accept_rate": [rate, rate, None], "rounds": 500},
-    }
-    assert len(_doubts({"data": data})) == warned
-    assert _doubts({}) == []

@@ -162,25 +162,6 @@ def test_a_prompt_is_the_beginning_of_the_document_of_the_same_row(tmp_path, kin
     assert compared >= 10
 
 
-def test_content_parts_and_tool_arguments_reach_the_prompt_as_text(tmp_path):
-    """Found: a printed Python list, and arguments that were encoded twice."""
-    tokenizer = templates.tokenizer("qwen3")
-    call = {"type": "function", "function": {"name": "w", "arguments": '{"city": "Paris"}'}}
-    chat = [
-        say("user", [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]),
-        {"role": "assistant", "tool_calls": [call]},
-        say("tool", "sun"),
-    ]
-    row = {"messages": chat, "system": "Brief.", "chat_template_kwargs": {"enable_thinking": False}}
-    (prompt,) = read_prompts(write(tmp_path / "p.jsonl", row), Template(tokenizer))
-    assert tokenizer.decode(prompt.ids) == (
-        "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
-        '<|im_start|>assistant\n<tool_call>\n{"name": "w", "arguments": {"city": "Paris"}}\n'
-        "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\nsun\n</tool_response><|im_end|>"
-        "\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    )
-
-
 def test_text_and_token_rows_are_continued(tmp_path, tokenizer):
     path = write(
         tmp_path / "p.jsonl",
@@ -190,13 +171,6 @@ def test_text_and_token_rows_are_continued(tmp_path, tokenizer):
         {"input_ids": [6, 7]},
     )
     assert rendered(tokenizer, path) == ["a b", "a b", "a b", "a b"]
-
-
-def test_directories_are_read_and_other_splits_left_out(tmp_path, tokenizer):
-    write(tmp_path / "test.jsonl", {"prompt": "a"})
-    write(tmp_path / "train.jsonl", {"prompt": "b"})
-    assert rendered(tokenizer, str(tmp_path)) == ["<user> a <assistant>"]
-    assert rendered(tokenizer, f"{tmp_path}@train") == ["<user> b <assistant>"]
 
 
 # --- what is asked --------------------------------------------------------------------------------
@@ -224,12 +198,6 @@ def test_messages_of_the_user_alone_are_turns(tmp_path, tokenizer):
     together = "<user> a <user> b <user> c <assistant>"
     assert [words(p.ids).removeprefix("<system> e ") for p in found[1:]] == [together] * 4
     assert all(not p.record.follow_ups for p in found[1:])
-
-
-def test_a_chat_may_end_in_a_tool_result(tmp_path, tokenizer):
-    chat = [say("user", "a"), say("assistant", "b"), say("tool", "c"), say("assistant", "d")]
-    path = write(tmp_path / "p.jsonl", {"messages": chat})
-    assert rendered(tokenizer, path) == ["<user> a <assistant> b <tool> c <assistant>"]
 
 
 def test_a_string_is_a_user_message_only_with_a_template(tmp_path, tokenizer):

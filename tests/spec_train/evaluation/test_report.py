@@ -26,7 +26,6 @@ from tests.spec_train.evaluation.tools import (
     STOP,
     VOCAB,
     batch_of,
-    config_of,
     head_of,
     make_draft,
     respond,
@@ -118,12 +117,6 @@ def test_pack_size_changes_no_figure_and_teacher_forcing_is_the_drafts_own(
     batch = evaluate_data.read_pack(dataset, range(20), trained.columns(), torch.float32)
     sums = trained.loss(batch, head_of(target), trained.slot_counts(batch)).sums
     close(whole["teacher_forced"], trained.summarise(sums), **forward)
-
-
-def test_both_modes_at_once(workplace, data):
-    report = run_eval(config_of(workplace, data=str(data), limit=2))
-    assert report["data"]["documents"] == 2
-    assert report["acceptance_length"] == report["emitted"] / report["rounds"]
 
 
 def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):

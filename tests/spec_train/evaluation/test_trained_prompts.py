@@ -102,25 +102,6 @@ def test_prompts_that_begin_training_documents_are_found_and_held_out_ones_are_n
     assert find_trained(grams_of([*others, [], [1] * 999]), facts, None).numbers == []
 
 
-def test_masks_are_read_where_the_index_does_not_tell_what_was_trained(run, target, tmp_path):
-    """Three supervised tokens of ten: only the mask says whether two of them are neighbours."""
-    masks = [[0] * 4 + mask for mask in ([1, 1, 0, 0, 0, 0, 1], [1, 0, 0, 1, 0, 0, 1])]
-    documents = [
-        ([k + 1] * 11, mask, [("assistant", 4, 11)]) for k, mask in enumerate(masks)
-    ]  # the second one has no slot
-    data = tiny_dataset(tmp_path / "data", layers=(0, 1, 2), model=target, documents=documents)
-    facts = facts_of(run) | {
-        "sources": [data],
-        "datasets": [HiddenStatesDataset(data).manifest.fingerprint],
-        "validation": 0.0,
-    }
-    prompts = [[1] * 4, [2] * 4]
-    found = find_trained(grams_of(prompts), facts, None)
-    assert (found.numbers, found.problem) == ([0], None)
-    # trained with other masks, the second one was
-    assert find_trained(grams_of(prompts), facts | {"mask": "assistant"}, None).numbers == [0, 1]
-
-
 def test_data_that_cannot_be_compared_is_named(run, prompts, tmp_path, target):
     facts = facts_of(run)
     gone = find_trained(grams_of(prompts), facts | {"sources": [tmp_path / "gone"]}, None)

@@ -7,7 +7,7 @@ import pytest
 
 from spec_train.decoding.chains import Generation, VerificationStep
 from spec_train.evaluation.decoding_metrics import Response, decoding_metrics
-from spec_train.simulation import breakdown, samples
+from spec_train.simulation import breakdown
 from spec_train.simulation.breakdown import Breakdown, position_range
 from spec_train.simulation.intervals import _weights
 from spec_train.simulation.samples import document_sample, token_texts
@@ -65,27 +65,6 @@ def test_positions_are_those_of_steps_by_hand(seed):
         assert line["end"] == breakdown.EDGES[number + 1]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_lengths_by_position_are_tokens_per_round_on_the_targets_own_text(seed):
-    document = random_document(seed, 1.0, 0.7, length=120)
-    tokens: Counter[int] = Counter()
-    rounds: Counter[int] = Counter()
-    ends = [i + 1 for i in range(120) if document[3][i] and (i == 119 or not document[3][i + 1])]
-    starts = [i for i in range(120) if document[3][i] and (i == 0 or not document[3][i - 1])]
-    for start, end in zip(starts, ends, strict=True):
-        slot = max(start - 1, 0)
-        while slot + 2 < end:
-            accepted = outcome(*document, slot)[1]
-            own = position_range(slot + 2 - start)
-            tokens[own] += min(accepted + 1, end - slot - 2)
-            rounds[own] += 1
-            slot += accepted + 1
-    for line in added([document], ["x"])["by_position"]:
-        own = breakdown.EDGES.index(line["start"])
-        assert line["rounds"] == rounds[own]
-        assert line["acceptance_length"] == pytest.approx(tokens[own] / rounds[own])
-
-
 def test_sources_add_up_and_many_are_joined(monkeypatch):
     monkeypatch.setattr(breakdown, "MOST_SOURCES", 2)
     documents = [random_document(seed, 0.8, 0.6, length=20 + 10 * seed) for seed in range(5)]
@@ -132,19 +111,6 @@ def test_a_sample_repeats_its_document(seed, on_policy):
     assert next(rounds, None) is None
     last = int(np.flatnonzero(mask)[-1]) + 1
     assert told == ids[:last].tolist()
-
-
-def test_a_sample_is_cut(monkeypatch):
-    monkeypatch.setattr(samples, "CONTEXT_TOKENS", 3)
-    monkeypatch.setattr(samples, "RESPONSE_TOKENS", 10)
-    drafted, ids, best, _ = random_document(0, 1.0, 0.5, length=80)
-    mask = np.zeros(80, dtype=bool)
-    mask[20:70] = True
-    document = SimulatedDocument((drafted, ids, best, mask))
-    parts = document_sample("d", "s", document)["parts"]
-    assert parts[0] == {"kind": "context", "tokens": ids[17:20].tolist(), "left_out": 17}
-    told = sum(len(part["emitted"]) for part in parts if part["kind"] == "round")
-    assert 10 <= told < 10 + DEPTHS + 1
 
 
 def rounds_of(tokens):
@@ -204,24 +170,6 @@ def test_texts_of_tokens_keep_their_space_and_their_bytes():
     assert [token_texts([sample], cut)[str(i)] for i in ids] == ["⟨C3⟩", "⟨A9⟩"]
 
 
-def test_drafts_and_the_target_may_end_a_character_differently():
-    """F0 9F 98 is accepted; the draft goes on to one emoji, the target to another."""
-    tok = tokenizer("qwen3")
-    a, b, c, draft = tok.encode("😁", add_special_tokens=False)
-    own = tok.encode("😀", add_special_tokens=False)[-1]
-    assert own != draft
-    made = Generation(
-        tokens=[a, b, c, own, a, b],
-        steps=[
-            VerificationStep(drafted=4, tried=3, accepted=2, emitted=3, tokens=(b, c, draft, a)),
-            VerificationStep(drafted=2, tried=2, accepted=2, emitted=2, tokens=(a, b)),
-        ],
-    )
-    sample = response([a, b, c], made).sample()
-    texts = token_texts([sample], tok)
-    assert texts[str(draft)] == "⟨81⟩" and texts[str(own)] == "⟨80⟩"
-
-
 def test_the_interval_is_that_of_resampled_documents():
     """Also in groups: a group is drawn as a whole."""
     documents = [random_document(k, 0.8, 0.7, length=40) for k in range(9)]
@@ -241,18 +189,3 @@ def test_the_interval_is_that_of_resampled_documents():
     assert found["interval"] == pytest.approx([low, high], abs=0.15 * spread_of)
     assert low < found["acceptance_length"] < high
     assert added(documents[:7], "aaaaaaa")["simulated"]["interval"] is None
-
-
-def test_documents_beyond_the_most_groups_share_one(monkeypatch):
-    monkeypatch.setattr(breakdown, "MOST_GROUPS", 3)
-    monkeypatch.setattr(breakdown, "FEWEST_DOCUMENTS", 3)
-    documents = [random_document(k, 0.8, 0.7, length=40) for k in range(9)]
-    once = Breakdown(DEPTHS)
-    for number, document in enumerate(documents):
-        once.add(number, "a", document)
-    halves = [Breakdown(DEPTHS), Breakdown(DEPTHS)]  # of two ranks
-    for number, document in enumerate(documents):
-        halves[number % 2].add(number, "a", document)
-    halves[0].add_all(halves[1].as_json())
-    assert halves[0].figures()["simulated"] == once.figures()["simulated"]
-    assert len(once._of("group")) == 3 and once.figures()["simulated"]["interval"]

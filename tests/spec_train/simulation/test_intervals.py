@@ -90,18 +90,6 @@ def test_the_p_value_is_that_of_all_exchanges(gain: float) -> None:
     assert found.difference == pytest.approx(found.lengths[1] - found.lengths[0])
 
 
-def test_a_small_gain_on_every_prompt_is_found_by_pairs_only() -> None:
-    """Prompts differ by far more than the drafts: the intervals overlap, that of pairs is clear."""
-    a = counts(60, 3.0, seed=7, spread=1.0)
-    b = a.copy()
-    b[:, 1] += np.rint(0.1 * a[:, 0]).astype(np.int64)
-    found = compare(a, b)
-    assert found.intervals[0][1] > found.intervals[1][0]  # they overlap
-    assert found.interval[0] > 0 and found.p_value < 0.01
-    same = compare(a, a)
-    assert same.difference == 0 and same.interval == (0, 0) and same.p_value == 1
-
-
 def test_equal_drafts_are_rarely_called_different() -> None:
     found = [compare(counts(30, 2.5, 10 + i), counts(30, 2.5, 200 + i)).p_value for i in range(60)]
     assert sum(p < 0.05 for p in found) <= 9  # 3 expected; 10 or more once in 1,000 times
@@ -154,14 +142,3 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
             spec_train.compare(one, damaged)
     with pytest.raises(ConfigError, match="seed -1"):
         spec_train.compare(one, one, seed=-1)
-
-
-def test_prompts_without_a_verification_are_said(tmp_path: Path, caplog) -> None:
-    """They are in both files, so that they are not among those of one file only."""
-    table, names = counts(4, 2.0, seed=9), ["a", "b", "c", "d"]
-    one = write(tmp_path / "one.json", table, names)
-    table[2] = 0
-    found = spec_train.compare(one, write(tmp_path / "two.json", table, names))
-    assert found.prompts == 3
-    assert "1 prompts have no verification with one of the drafts" in caplog.text
-    assert "in one file only" not in caplog.text

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from spec_train.simulation.simulated_decoding import (
-    BY_DEPTH,
     EMITTED,
     STEPS,
     TOKENS,
@@ -97,16 +96,6 @@ def test_a_chain_that_leaves_the_document_is_neither_hit_nor_miss_beyond():
     assert found["accept_rate"] == [1.0, 1.0, 0.0]
     assert found["censored"] == pytest.approx(1 / 3)
     assert found["acceptance_length"] == pytest.approx(7 / 3)  # nothing expected after depth 2
-
-
-def test_product_limit_estimate_by_hand():
-    """Four steps: one fails at depth 1, one at depth 2, one never, one is censored after 1."""
-    counts = no_counts(3)
-    counts[BY_DEPTH:] = [*(4, 2, 1), *(3, 1, 1), *(1, 0, 0)]
-    counts[STEPS], counts[EMITTED] = 4, 1 + 2 + 4 + 2
-    found = figures(counts)
-    assert found["accept_rate"] == [0.75, 0.5, 1.0]
-    assert found["acceptance_length"] == pytest.approx((9 + 0.5 + 0.5) / 4)
 
 
 def test_counts_add_and_nothing_has_no_length():

@@ -44,12 +44,6 @@ def test_a_run_that_exists_is_left_alone(config) -> None:
     assert files == {p: p.stat().st_mtime_ns for p in Path(config.out).rglob("*")}
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2])
-def test_a_run_of_few_steps_has_no_time(config, steps) -> None:
-    cost = dry_run("eagle3", change(config, steps=steps), OPTIONS)
-    assert cost.steps == steps and cost.seconds is None and "too few steps" in str(cost)
-
-
 def test_the_figures(monkeypatch) -> None:
     """Six steps that end at planted times; the last of them also validates."""
     times = iter([5.0, 9.0, 10.0, 11.0, 12.0, 16.0])

@@ -1,6 +1,5 @@
 """A run names what it could not do: nothing to train on, no progress, a foreign vocabulary."""
 
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +8,11 @@ import pytest
 import torch
 
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts.vocabulary import choose_draft_vocabulary, vocabulary_coverage
 from spec_train.training.run_size import with_intervals
-from spec_train.training.setup import make_splits
 from spec_train.training.trainer import Trainer
 from tests.factory import random_documents, tiny_dataset
 from tests.spec_train.training import tools as trainer_tools
-from tests.spec_train.training.tools import OPTIONS, change, masters, metrics, run
+from tests.spec_train.training.tools import OPTIONS, change, masters, run
 
 data, config = trainer_tools.data, trainer_tools.config
 
@@ -46,17 +42,6 @@ def test_a_dataset_without_a_slot_is_refused(config, tmp_path):
         said = rf"nothing to train on: of {len(documents)} documents, {why}"
         with pytest.raises(DatasetError, match=said):
             run(change(config, data=str(empty)))
-
-
-def test_documents_without_a_slot_are_counted_and_not_trained_on(config, tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    documents = [*map(answered, range(40)), *map(stub, range(15))]
-    mixed = tiny_dataset(tmp_path / "mixed", documents=documents)
-    splits = make_splits(HiddenStatesDataset(mixed), config)
-    assert not set(splits.train.rows) & set(range(40, 55))
-    assert not set(splits.validation.rows) & set(range(40, 55))
-    run(change(config, data=str(mixed), steps=2))
-    assert "left out: 15 with supervised tokens, but never two in a row" in caplog.text
 
 
 def test_a_step_without_a_slot_moves_no_weight(config, monkeypatch, caplog):
@@ -105,27 +90,7 @@ def test_every_run_validates_and_saves_five_times(config, total, every):
     assert (given.eval_every, given.save_every) == (7, every)
 
 
-def test_intervals_are_steps_in_fit_json(config):
-    run(change(config, eval_every=None, save_every=None, keep=99, steps=11))
-    table = json.loads((Path(config.out) / "fit.json").read_text())
-    assert (table["eval_every"], table["save_every"]) == (2, 2)
-    held_out = [line["step"] for line in metrics(config.out) if line["split"] == "validation"]
-    assert held_out == [0, 2, 4, 6, 8, 10, 11]
-    assert len(list(Path(config.out).glob("checkpoint-*"))) == 6
-
-
 # --- the draft vocabulary -------------------------------------------------------------------------
-
-
-def test_coverage_is_the_share_of_supervised_tokens():
-    counts = torch.tensor([10, 0, 5, 1, 4])
-    chosen = choose_draft_vocabulary(counts, 2)
-    assert vocabulary_coverage(counts, chosen) == (15 / 20, 15 / 20)
-    assert vocabulary_coverage(counts, torch.tensor([1, 4])) == (4 / 20, 15 / 20)
-    assert vocabulary_coverage(counts, torch.tensor([1, 4]), (3,)) == (4 / 20, 11 / 20)
-    # a vocabulary from a file, too small for the special tokens
-    assert vocabulary_coverage(counts, torch.tensor([4]), (1, 3)) == (4 / 20, 10 / 20)
-    assert vocabulary_coverage(torch.zeros(5, dtype=torch.long), chosen) == (1.0, 1.0)
 
 
 def halves(path: Path, first: int) -> Path:

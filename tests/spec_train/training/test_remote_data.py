@@ -49,13 +49,6 @@ def test_a_run_on_remote_data_has_the_same_bits(remote, data, config, tmp_path):
     assert figures[1]["path"] == remote
 
 
-def test_local_and_remote_datasets_are_mixed(remote, data):
-    both = open_documents(parse_sources([str(data), f"{remote}:2"][1:]))
-    assert len(both) == 60 and str(parse_source(f"{remote}:2")) == f"{remote}:2"
-    assert remote_parts(both) and not remote_parts(open_documents(parse_sources(str(data))))
-    assert both.shard_of(0) == f"{remote}/shards/unit-00000.arrow"
-
-
 def test_shards_of_coming_steps_are_asked_for(remote, monkeypatch):
     dataset = open_documents(parse_sources(remote))
     cache, asked = dataset.mirror, []

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spec_data.shards.errors import ConfigError
 from spec_train.options.training import Training
 from spec_train.training import run_size
 from spec_train.training.run_size import sized
@@ -72,17 +71,6 @@ def test_a_mixture_counts_every_document_by_its_weight():
     for name, value in (*vars(found).items(), ("shares", shares)):
         object.__setattr__(mixture, name, value)
     assert run_size.packs_of_epoch(options(), mixture) == 50 * 3 + 50 * 0.5
-
-
-def test_a_run_that_resumes_keeps_its_size():
-    started = {"packs_per_step": 4, "epochs": 3}
-    assert size(108, started=started) == (4, 1, 3)
-    assert size(108, world=2, started=started) == (2, 1, 3)
-    assert size(108, started=started, epochs=5) == (4, 1, 5)  # to be refused by the identity
-    assert size(108, started={"packs_per_step": 2, "epochs": 9}, preset="50k") == (2, 1, 9)
-    assert size(108, started={"packs_per_step": 16, "epochs": 6}, preset="50k") == (4, 4, 6)
-    with pytest.raises(ConfigError, match="3 packs per step, which 2 processes"):
-        size(108, world=2, started={"packs_per_step": 3, "epochs": 3})
 
 
 def test_a_small_run_says_its_size_and_resumes_with_the_same_command(config, caplog, monkeypatch):

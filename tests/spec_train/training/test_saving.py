@@ -1,10 +1,8 @@
 """Saving in a thread: files hold the state at the save, are complete, and no error is lost."""
 
-import threading
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from spec_data.shards.errors import ConfigError, RunError
@@ -51,33 +49,6 @@ def save(saver: Saver, draft: Draft, step: int, best: bool = False) -> None:
     saver.checkpoint(step, held, {"best": None})
     with torch.no_grad():
         draft.w.fill_(-1)
-
-
-def test_what_is_written_is_what_was_held(directory, monkeypatch):
-    """The writer is slow, the weights change meanwhile; a second save waits and reuses memory."""
-    gate, original = threading.Event(), run_directory.save_file
-
-    def slow(tensors, file):
-        gate.wait(60)
-        original(tensors, file)
-
-    monkeypatch.setattr(run_directory, "save_file", slow)
-    draft = Draft()
-    saver = Saver(directory, draft, torch.float32)
-    save(saver, draft, 5, best=True)
-    places = {name: t.data_ptr() for name, t in saver._host.items()}
-    assert not (directory.path / "last").exists(), "saving did not wait for the disk"
-    gate.set()
-    save(saver, draft, 6)
-    assert (directory.path / "last").resolve().name == "checkpoint-00000005" or saver.wait() is None
-    saver.close()
-    assert places == {name: t.data_ptr() for name, t in saver._host.items()}
-    for step in (5, 6):
-        folder = directory.path / f"checkpoint-{step:08d}"
-        assert (load_file(folder / "model.safetensors")["w"] == step).all()
-        state = load_file(folder / "training_state.safetensors")
-        assert (state["master.w"] == step).all() and (state["optimizer.m.w"] == 2 * step).all()
-    assert (load_file(directory.path / "best" / "model.safetensors")["w"] == 5).all()
 
 
 def test_an_error_of_the_writer_is_raised_once_at_the_next_look(directory, monkeypatch):

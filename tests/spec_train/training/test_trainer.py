@@ -101,16 +101,6 @@ def test_held_out_documents_are_never_trained_on(config, monkeypatch):
     assert seen == set(splits.train.rows.tolist())
 
 
-def test_fewer_validation_documents_are_measured_but_as_many_held_out(config):
-    dataset = HiddenStatesDataset(config.data)
-    all_of_them = make_splits(dataset, config)
-    some = make_splits(dataset, change(config, validation_documents=3))
-    assert len(some.validation.rows) == 3 < len(all_of_them.validation.rows)
-    assert set(some.validation.rows) < set(all_of_them.validation.rows)
-    assert some.held_out == all_of_them.held_out
-    assert some.train.rows.tolist() == all_of_them.train.rows.tolist()
-
-
 def test_no_steps_write_the_untrained_draft(config):
     result = run(change(config, steps=0))
     assert result.finished and result.step == 0
@@ -215,11 +205,3 @@ def test_fit_never_opens_the_target(config, tmp_path):
     done = subprocess.run(arguments, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "60 documents" in done.stderr and "trainable" not in done.stdout
-
-
-def test_the_loop_knows_no_draft_by_name():
-    package = Path(trainer_module.__file__).parents[1]
-    for room in ("training", "data"):
-        for file in (package / room).glob("*.py"):
-            text = file.read_text().lower()
-            assert not [name for name in DRAFTS if name in text], file

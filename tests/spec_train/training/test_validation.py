@@ -63,14 +63,6 @@ def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
     assert "Acceptance" in titles and "Drafted tokens" in titles
 
 
-@pytest.mark.parametrize("kind", SMALL)
-def test_it_is_measured_in_bf16_too(data, tmp_path, kind):
-    config = config_of(data, tmp_path / "run", dtype="bf16", steps=2)
-    fit(kind, config, DRAFT_OPTIONS[kind](**SMALL[kind]))
-    last = metrics(config.out)[-1]
-    assert last["serving_like_rounds"] > 20 and last["serving_like_length"] >= 1
-
-
 def test_a_run_warns_of_a_draft_that_is_worse_on_its_own_states(
     data, tmp_path, caplog, monkeypatch
 ):
