@@ -41,10 +41,10 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
             f"; the target was quantised: {quantised}" if quantised else "",
         )
     reasons = [f"{count:,} with {reason}" for reason, count in selection.left_out.items()]
-    counts = len(splits.train.rows), splits.held_out, len(held_out), selection.cut
+    numbers = len(splits.train.rows), splits.held_out, len(held_out), selection.cut
     log.info(
         "documents  %s for training, %s held out (%s measured); %s cut to %d tokens; %s",
-        *(f"{n:,}" for n in counts),
+        *(f"{number:,}" for number in numbers),
         splits.train.seq_len,
         "left out: " + "; ".join(reasons) if reasons else "none left out",
     )
