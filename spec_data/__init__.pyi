@@ -13,7 +13,6 @@ from .commands.report import write_report as write_report
 from .commands.status import status as status
 from .commands.verify import verify as verify
 from .commands.views import (
-    DerivedDataset as DerivedDataset,
     copy as copy,
     join as join,
     merge as merge,
@@ -29,7 +28,7 @@ from .models.target_options import EngineOptions as EngineOptions, LoadOptions a
 from .regeneration.result import RegenerateResult as RegenerateResult
 from .results import (
     EstimateResult as EstimateResult,
-    GenerateResult as GenerateResult,
+    WrittenDataset as WrittenDataset,
 )
 from .shards.errors import SpecDataError as SpecDataError
 from .shards.reader import HiddenStatesDataset as HiddenStatesDataset, open_dataset as open_dataset

@@ -25,25 +25,21 @@ class EstimateResult(Result):
     """What `generate` would write. Sizes are in bytes and exact but for tokens that escape."""
 
     target: str
-    blocks: int
+    layers: tuple[int, ...]
     fitting: dict[str, str | None]
     """By draft, why it cannot be fitted on the dataset; None if it can."""
-    layers: tuple[int, ...]
     drafts: dict[str, dict[str, Any]]
     """What each draft of `for_` reads: "layers", "bytes_per_token" and "bytes" of payload."""
     documents: int
     tokens: int
     supervised_tokens: int
     longest_document: int
-    pack_length: int
-    packing_utilisation: float
     shards: int
     bytes: int
-    bytes_per_token: float
-    bytes_needed: int
-    """Bytes of all files, to within 1 % and 64 KB."""
     other_bytes: dict[str, int]
     """Bytes of the files beside the shards: the target's "head", its other files, index, rest."""
+    bytes_needed: int
+    """Bytes of all files, to within 1 % and 64 KB."""
     bytes_free: int
     fits: bool
     """Whether the disk of `out` has `bytes_needed` left."""
@@ -51,11 +47,6 @@ class EstimateResult(Result):
     """Documents that are left out, by reason."""
     skipped_rows: dict[str, int]
     """Corpus rows that are left out, by reason; "bad" are those that cannot be read."""
-    columns: list[dict[str, Any]]
-    """Name, codec and payload bytes per token of each column."""
-    corpus: list[dict[str, Any]]
-    """What was read of each source. `counts` are those of all."""
-    counts: dict[str, Any]
     probe: Probe | None
     """Tokens per second, time and memory, where a probe was asked for."""
     text: str = field(repr=False)
@@ -88,11 +79,11 @@ def skipped_rows(counts: Mapping[str, Any]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateResult(Result):
-    """A dataset directory after `generate`.
+class WrittenDataset(Result):
+    """A dataset after a command that writes one.
 
-    It is not `sealed` where other workers, or a trainer that deletes what it has used, share it;
-    its counts are 0 then.
+    It is not `sealed` where other workers, or a trainer that deletes what it has used, share it,
+    and after --dry-run; what is not known is 0 then.
     """
 
     path: Path
@@ -103,7 +94,7 @@ class GenerateResult(Result):
     supervised_tokens: int = 0
     shards: int = 0
     bytes: int = 0
-    """Bytes of all shards."""
+    """Bytes of all shards; a view has none."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Documents that were left out, by reason."""
     skipped_rows: dict[str, int] = field(default_factory=dict)
@@ -123,10 +114,12 @@ class GenerateResult(Result):
     next_command: Sequence[str] = field(default=(), repr=False)
 
     @classmethod
-    def of(cls, out: str, manifest: Manifest | None, target: str) -> "GenerateResult":
-        """Return what a manifest says; None: the dataset is not finished."""
+    def of(
+        cls, out: str | Path, manifest: Manifest | None, target: str | None = None
+    ) -> "WrittenDataset":
+        """Return what a manifest says; None: it is not finished. `target` can be verified."""
         if manifest is None:
-            command = () if scheme_of(out) else ("spec-data", "status", out)
+            command = () if scheme_of(out) else ("spec-data", "status", str(out))
             return cls(path=Path(out), sealed=False, next_command=command)
         totals = manifest.totals
         return cls(
@@ -142,11 +135,14 @@ class GenerateResult(Result):
             skipped_rows=skipped_rows(structs.asdict(manifest.documents)),
             fingerprint=manifest.fingerprint,
             policy=manifest.policy,
-            refused_policy=refused_label(manifest),
+            refused_policy=refused_label(manifest) if target else "",
             agreement=manifest.agreement.sources if manifest.agreement else {},
             warnings=tuple(suspicions(manifest)),
             text=dataset_text(manifest),
-            next_command=("spec-data", "verify", out, "--target", target),
+            next_command=(
+                *("spec-data", "verify", str(out)),
+                *(("--target", target) if target else ()),
+            ),
         )
 
     @property

@@ -9,7 +9,7 @@ from spec_data.terminal.command import command
 from spec_data.terminal.types import Count, Directory, Target, Text, more
 
 if TYPE_CHECKING:
-    from spec_data.results import GenerateResult
+    from spec_data.results import WrittenDataset
 
 _CAPTURE = more("how states are stored")
 
@@ -33,7 +33,7 @@ def convert(
     max_shard_size: Annotated[Text, _CAPTURE] = "auto",
     allow_high_nll: Annotated[bool, DOCUMENTS] = False,
     max_bad_rows: Annotated[Text, DOCUMENTS] = "auto",
-) -> "GenerateResult":
+) -> "WrittenDataset":
     """Read the hidden states that another trainer stored, and write a dataset.
 
     What the states are (layers and their order, norm, masks) is found by comparison with the target
@@ -79,7 +79,7 @@ def convert(
     from spec_data.conversion.run import keep_evidence, set_up_conversion
     from spec_data.generation.output import LocalOutput
     from spec_data.generation.workers import Worker
-    from spec_data.results import GenerateResult
+    from spec_data.results import WrittenDataset
 
     options = CaptureOptions(
         codec=codec,
@@ -100,4 +100,4 @@ def convert(
     manifest = generate_into(
         lambda: setup, LocalOutput(Path(str(out))), Worker(device=loading.device)
     )
-    return GenerateResult.of(str(out), manifest, str(target))
+    return WrittenDataset.of(str(out), manifest, str(target))

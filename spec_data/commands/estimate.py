@@ -141,31 +141,21 @@ def estimated(
     ]
     return EstimateResult(
         target=setup.target["name"],
-        blocks=setup.target["num_layers"],
-        fitting=drafts.problems,
         layers=setup.layers,
+        fitting=drafts.problems,
         drafts=reads,
         documents=len(plan.lengths),
         tokens=tokens,
         supervised_tokens=plan.documents.supervised,
         longest_document=int(plan.lengths.max()),
-        pack_length=plan.pack_length,
-        packing_utilisation=plan.utilisation(),
         shards=len(plan.units),
         bytes=shards,
-        bytes_per_token=shards / tokens,
-        bytes_needed=needed,
         other_bytes=other,
+        bytes_needed=needed,
         bytes_free=free,
         fits=needed <= free,
         dropped=plan.counts.dropped,
         skipped_rows=skipped_rows(asdict(plan.counts)),
-        columns=[
-            {"name": c.name, "codec": c.codec, "bytes_per_token": c.bytes_per_token}
-            for c in setup.columns
-        ],
-        corpus=plan.corpus,
-        counts=asdict(plan.counts),
         probe=probe,
         text="\n\n".join(
             [

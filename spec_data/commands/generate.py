@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from spec_data.generation.ray_engine import Replicas
     from spec_data.generation.setup import Setup
     from spec_data.generation.workers import Worker
-    from spec_data.results import GenerateResult
+    from spec_data.results import WrittenDataset
     from spec_data.shards.schema import Manifest
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def generate(
     workers: str = "0/1",
     engine: Annotated[Literal["local", "ray"], WORKERS] = "local",
     replicas: Annotated[Count, WORKERS] = 0,
-) -> "GenerateResult":
+) -> "WrittenDataset":
     """Run a target over a corpus and write a dataset; called again, resume it.
 
     Stop it whenever you like: Ctrl-C, SIGTERM and a closed terminal lose at most the shard in work,
@@ -94,7 +94,7 @@ def generate(
     from spec_data.generation.ray_engine import connected
     from spec_data.generation.setup import check_outside_corpus, set_up
     from spec_data.generation.workers import Worker, this_worker
-    from spec_data.results import GenerateResult
+    from spec_data.results import WrittenDataset
 
     options.check()
     check_outside_corpus(str(out), path_list(corpus))
@@ -112,7 +112,7 @@ def generate(
             with open_output(str(out), str(worker)) as output:
                 here = partial(prepare, replace(options, device=worker.device))
                 manifest = generate_into(here, output, worker)
-    return GenerateResult.of(str(out), manifest, str(target))
+    return WrittenDataset.of(str(out), manifest, str(target))
 
 
 def generate_into(

@@ -1,14 +1,13 @@
 """Datasets made of datasets, without the target: `select`, `merge`, `join`, `copy`, `recode`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from spec_data.terminal.command import Result, command
+from spec_data.terminal.command import command
 from spec_data.terminal.types import (
     Corpus,
     Count,
@@ -22,39 +21,12 @@ from spec_data.terminal.types import (
 )
 
 if TYPE_CHECKING:
+    from spec_data.results import WrittenDataset
     from spec_data.shards.schema import Manifest
     from spec_data.views.copy import Copy
     from spec_data.views.rows import Rows
 
 _Sample = Annotated[Text, Parameter(metavar="N|SHARE")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DerivedDataset(Result):
-    """A dataset that was made of others, or would be.
-
-    Attributes:
-        bytes: of its shards; 0: it is a view, which has none.
-        dropped: documents that were left out since the corpus was read, by reason.
-        fingerprint: empty: nothing was written (--dry-run).
-    """
-
-    path: Path
-    documents: int
-    tokens: int
-    supervised_tokens: int
-    bytes: int
-    dropped: dict[str, int]
-    fingerprint: str
-    text: str = field(repr=False)
-
-    @property
-    def next_command(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Prove what was written."""
-        return ("spec-data", "verify", str(self.path)) if self.fingerprint else ()
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @command
@@ -69,7 +41,7 @@ def select(
     decontaminate: Corpus = (),
     mask: Annotated[str, Parameter(metavar="POLICY")] = "",
     layers: Layers = "",
-) -> DerivedDataset:
+) -> "WrittenDataset":
     """Write a view of some documents or layers of a dataset, with other loss masks if asked.
 
     A view has no shards: it refers to those of the dataset, which must stay where it is.
@@ -117,7 +89,7 @@ def select(
 
 
 @command
-def merge(data: Datasets, out: Directory) -> DerivedDataset:
+def merge(data: Datasets, out: Directory) -> "WrittenDataset":
     """Write a view of the documents of several datasets of one target, each once.
 
     It has the columns that all have. Where their codecs or decoding tables differ, a column is
@@ -143,7 +115,7 @@ def merge(data: Datasets, out: Directory) -> DerivedDataset:
 
 
 @command
-def join(data: Datasets, out: Directory) -> DerivedDataset:
+def join(data: Datasets, out: Directory) -> "WrittenDataset":
     """Write a view of the layers of several captures of the same documents.
 
     The first dataset has the documents and all columns but the layers that the others add. Ids
@@ -168,7 +140,7 @@ def join(data: Datasets, out: Directory) -> DerivedDataset:
 
 
 @command
-def copy(data: Dataset, out: Directory, *, dry_run: bool = False) -> DerivedDataset:
+def copy(data: Dataset, out: Directory, *, dry_run: bool = False) -> "WrittenDataset":
     """Write a view, or a remote dataset, with shards of its own, so that it stands alone.
 
     The same command resumes.
@@ -192,7 +164,7 @@ def copy(data: Dataset, out: Directory, *, dry_run: bool = False) -> DerivedData
 
 
 @command
-def recode(data: Dataset, out: Directory, codec: str, *, dry_run: bool = False) -> DerivedDataset:
+def recode(data: Dataset, out: Directory, codec: str, *, dry_run: bool = False) -> "WrittenDataset":
     """Write a dataset with its bf16 states in a smaller codec, whose error is measured first.
 
     The error must keep the bound of the codec, as in `generate`. States that are lossy already are
@@ -220,45 +192,30 @@ def recode(data: Dataset, out: Directory, codec: str, *, dry_run: bool = False) 
     return _copied(Path(out), recoded_copy(dataset, codec, dry_run), dry_run)
 
 
-def _view(out: Path, inputs: Any, make: Callable[[], "tuple[Rows, Manifest]"]) -> DerivedDataset:
+def _view(out: Path, inputs: Any, make: Callable[[], "tuple[Rows, Manifest]"]) -> "WrittenDataset":
     """Write the view whose rows `make` returns."""
+    from spec_data.results import WrittenDataset
     from spec_data.views.rows import check_out, write_view
 
     check_out(out, inputs)
-    return _written(out, write_view(out, *make()))
+    return WrittenDataset.of(out, write_view(out, *make()))
 
 
-def _copied(out: Path, copy: "Copy", dry_run: bool) -> DerivedDataset:
+def _copied(out: Path, copy: "Copy", dry_run: bool) -> "WrittenDataset":
     """Write a copy, or say how large it is."""
+    from spec_data.results import WrittenDataset
     from spec_data.views.copy import copy_bytes, write_copy
 
     if not dry_run:
-        return _written(out, write_copy(out, copy))
+        return WrittenDataset.of(out, write_copy(out, copy))
     counts, size = copy.dataset.manifest.totals, copy_bytes(copy)
-    return DerivedDataset(
+    return WrittenDataset(
         path=out,
+        sealed=False,
         documents=counts.documents,
         tokens=counts.tokens,
         supervised_tokens=counts.supervised,
         bytes=size,
         dropped=copy.draft.documents.dropped,
-        fingerprint="",
         text=f"{counts.documents:,} documents, {counts.tokens:,} tokens, {size:,} bytes",
-    )
-
-
-def _written(out: Path, manifest: "Manifest") -> DerivedDataset:
-    """Describe a dataset that was written."""
-    from spec_data.report import dataset_text
-
-    totals = manifest.totals
-    return DerivedDataset(
-        path=out,
-        documents=totals.documents,
-        tokens=totals.tokens,
-        supervised_tokens=totals.supervised,
-        bytes=totals.bytes,
-        dropped=manifest.documents.dropped,
-        fingerprint=manifest.fingerprint,
-        text=dataset_text(manifest),
     )

@@ -23,6 +23,7 @@ from spec_data import open_dataset
 from spec_data.capture import vllm_backend, vllm_worker
 from spec_data.capture.backend import BackendOptions, open_backend, vllm_version
 from spec_data.capture.mask_forms import REQUESTS, SINGLE
+from spec_data.models.target_options import EngineOptions
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 from spec_data.verification.run import examine
 from tests.engines.engine_tools import _SHAPE, CONFIGS
@@ -176,7 +177,7 @@ def test_the_dataset_is_that_of_transformers(place, tmp_path, dtype):
     for backend in ("hf", "vllm"):
         report = examine(
                 data=str(tmp_path / "vllm"), target=str(place[0]), samples=6,
-                device="cpu", backend=backend,
+                running=EngineOptions(device="cpu", backend=backend),
             )  # fmt: skip
         assert not report.failures, report.failures
 

@@ -17,6 +17,7 @@ from spec_data.shards.reader import INDEX, HiddenStatesDataset
 from spec_data.shards.records import plain
 from spec_data.shards.seal import file_records
 from spec_data.verification.run import examine
+from tests.spec_data.runs import ON_CPU
 from tests.spec_data.shards.integrity_tools import write_manifest
 
 
@@ -131,6 +132,6 @@ def read_everything(data: Path) -> None:
 
 def verify_everything(data: Path) -> None:
     """Run `verify`; its failures are an error here."""
-    found = examine(data=str(data), device="cpu", samples=2)
+    found = examine(data=str(data), running=ON_CPU, samples=2)
     if found.failures:
         raise SpecDataError("; ".join(found.failures))

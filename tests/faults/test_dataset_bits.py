@@ -22,6 +22,7 @@ from spec_train.options.training import Training
 from spec_train.training.setup import fit
 from tests.factory import tiny_dataset, tiny_llama
 from tests.faults.tools import report, trials
+from tests.spec_data.runs import ON_CPU
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.integrity_tools import place_of
 
@@ -84,7 +85,7 @@ def same(name: str, a: Path, b: Path) -> bool:
 def verified(data: Path) -> list[str]:
     """What `verify` says is wrong: failures and warnings, or why it cannot begin."""
     try:
-        found = examine(data=str(data), device="cpu", samples=2)
+        found = examine(data=str(data), running=ON_CPU, samples=2)
     except SpecDataError as error:
         return [str(error)]
     return found.failures + found.warnings

@@ -126,6 +126,9 @@ def with_teacher(row: dict) -> torch.Tensor:
     return torch.tensor([t + 1 < len(mask) and bool(mask[t + 1]) for t in range(len(mask))])
 
 
+ON_CPU = EngineOptions(device="cpu")
+
+
 def verify(**given) -> int:
     """Run every check and print the report; return 0 if all pass, else 1."""
     names = EngineOptions.__dataclass_fields__

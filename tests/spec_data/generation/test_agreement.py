@@ -20,7 +20,7 @@ from spec_data.shards.schema import Manifest
 from spec_data.verification.run import examine
 from tests.spec_data.corpus.templates import CHATML
 from tests.spec_data.generation.trained import BOS, TrainedTarget
-from tests.spec_data.runs import arguments, options, run, save_target, write_corpus
+from tests.spec_data.runs import ON_CPU, arguments, options, run, save_target, write_corpus
 from tests.spec_data.shards.integrity_tools import write_manifest
 
 TRAINED = {"layers": "0,1", "max_shard_size": "20KB"}
@@ -131,7 +131,7 @@ def test_ids_of_another_tokenizer_are_refused_early_and_a_flag_goes_on(trained, 
     assert made.agreement["foreign.jsonl"].nll > math.log(391) + 1
     for text in (made.text, (tmp_path / "data" / "README.md").read_text()):
         assert "not this tokenizer's" in text
-    found = examine(data=str(tmp_path / "data"), device="cpu")
+    found = examine(data=str(tmp_path / "data"), running=ON_CPU)
     assert not found.failures
     assert any("not this tokenizer's" in w for w in found.warnings)
 
@@ -250,7 +250,7 @@ def test_verify_counts_first_choices_again(trained, tmp_path):
     raw = json.loads(file.read_text())
     raw["agreement"]["sources"]["own.jsonl"]["first_choice"] -= 1
     write_manifest(tmp_path / "data", raw)
-    found = examine(data=str(tmp_path / "data"), device="cpu")
+    found = examine(data=str(tmp_path / "data"), running=ON_CPU)
     assert any("272 of 273" in f and "have 273 first choices" in f for f in found.failures)
 
 

@@ -55,7 +55,7 @@ def test_every_document_has_the_chosen_factors(choice, target, tmp_path, caplog)
         assert close(row["hidden.L4"], states(target, row["input_ids"], used))
         other = "short" if used == "long" else "long"
         assert not close(row["hidden.L4"], states(target, row["input_ids"], other))
-    given = {"data": str(tmp_path / "data"), "target": str(target), "device": "cpu"}
+    given = {"data": str(tmp_path / "data"), "target": str(target)}
     assert not examine(**given).failures
 
 

@@ -21,6 +21,7 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.storage import Storage, check_dataset_url, scheme_of
 from spec_data.verification.run import examine
 from tests.factory import tiny_dataset
+from tests.spec_data.runs import ON_CPU
 
 URL = "memory://bucket/some data"
 
@@ -230,7 +231,7 @@ def test_damage_in_the_storage_is_named(system):
     with pytest.raises(DatasetError, match=r"some data/shards/unit-00001.arrow: damaged: its SHA"):
         _ = dataset[7 + 2]
     assert dataset[0]["doc_id"] and len(copies()) == 1
-    found = examine(data=URL, device="cpu", samples=2)
+    found = examine(data=URL, running=ON_CPU, samples=2)
     assert hashlib.sha256(shard).hexdigest()[:16] in found.failures[0]
     assert all("unit-00001.arrow" in failure for failure in found.failures)
 

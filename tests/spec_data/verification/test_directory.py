@@ -10,6 +10,7 @@ from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_data.verification.run import examine
+from tests.spec_data.runs import ON_CPU
 from tests.spec_data.shards import integrity_tools
 from tests.spec_data.shards.integrity_tools import equal, read_all, write_manifest
 
@@ -17,7 +18,7 @@ whole, data = integrity_tools.whole, integrity_tools.data
 
 
 def found(data: Path):
-    return examine(data=str(data), device="cpu", samples=2)
+    return examine(data=str(data), running=ON_CPU, samples=2)
 
 
 @pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from spec_data.shards.errors import TargetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine
-from tests.spec_data.runs import run, save_target, write_corpus
+from tests.spec_data.runs import ON_CPU, run, save_target, write_corpus
 from tests.spec_data.shards.integrity_tools import write_manifest
 
 
@@ -36,7 +36,7 @@ def target(place, tmp_path) -> Path:
 
 
 def verified(place: Path, target: Path):
-    found = examine(data=str(place / "data"), target=str(target), samples=2, device="cpu")
+    found = examine(data=str(place / "data"), target=str(target), samples=2, running=ON_CPU)
     (random,) = [w for w in found.warnings if "behaves like a random model" in w]  # and it is one
     found.warnings.remove(random)
     return found

@@ -8,6 +8,7 @@ import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine
+from tests.spec_data.runs import ON_CPU
 
 
 def killed_after(real: Callable[..., Any], count: int) -> Callable[..., Any]:
@@ -43,7 +44,7 @@ def assert_same_documents(path: Path, expected: Sequence[dict[str, Any]]) -> Non
 
 def assert_verified(path: Path) -> None:
     """Run every check of `verify`."""
-    found = examine(data=str(path), samples=4, device="cpu")
+    found = examine(data=str(path), samples=4, running=ON_CPU)
     assert not found.failures, str(found)
     odd = [text for text in found.warnings if "behaves like a random model" not in text]
     assert not odd, str(found)
