@@ -43,117 +43,61 @@ def masks_shifted(samples: list[Sample], by: int) -> list[Sample]:
     return [replace(s, mask=torch.roll(s.mask, by)) for s in samples]
 
 
-# name: (tool, writer of samples, the layers that are found, the side of the norm)
-FOUND = {
-    "speculators": ("speculators", write.speculators, [1, 2, 4], BEFORE),
-    "speculators, after the norm": (
-        *("speculators", lambda r, s: write.speculators(r, s, layers=(4, 1, 2), last="after")),
-        *([4, 1, 2], AFTER),
-    ),
-    "specforge, before the norm": (
-        *("specforge", lambda r, s: write.specforge(r, s, layers=(4, 0, 2), last="before")),
-        *([4, 0, 2], BEFORE),
-    ),
-    "specforge, the embedding": (
-        *("specforge", lambda r, s: write.specforge(r, s, layers=(-1, 5))),
-        *([-1, 5], AFTER),
-    ),
-    "modelopt": ("modelopt", lambda r, s: write.modelopt(r, s, layers=(2, 1)), [2, 1], AFTER),
-    "torchspec": (
-        *("torchspec", lambda r, s: write.torchspec(r, s, layers=(0, 3), before=True)),
-        *([0, 3], BEFORE),
-    ),
-    "deepspec": ("deepspec", write.deepspec, [1, 2, 4], AFTER),
-    "automodel": ("automodel", write.automodel, [1, 2, 4], AFTER),
-}
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_layers_order_and_norm_are_found(name, tmp_path, target, samples):
-    tool, writer, layers, norm = FOUND[name]
-    found = find(target, writer(tmp_path / "src", samples), tool)
+@pytest.mark.parametrize(
+    ("tool", "given", "layers", "norm"),
+    [
+        ("speculators", {}, [1, 2, 4], BEFORE),
+        ("speculators", {"layers": (4, 1, 2), "last": "after"}, [4, 1, 2], AFTER),
+        ("specforge", {"layers": (4, 0, 2), "last": "before"}, [4, 0, 2], BEFORE),
+        ("specforge", {"layers": (-1, 5)}, [-1, 5], AFTER),
+        ("modelopt", {"layers": (2, 1)}, [2, 1], AFTER),
+        ("torchspec", {"layers": (0, 3), "before": True}, [0, 3], BEFORE),
+        ("deepspec", {}, [1, 2, 4], AFTER),
+        ("automodel", {}, [1, 2, 4], AFTER),
+    ],
+)
+def test_layers_order_and_norm_are_found(tool, given, layers, norm, tmp_path, target, samples):
+    found = find(target, getattr(write, tool)(tmp_path / "src", samples, **given), tool)
     assert (found.stored_layers, found.final_norm, found.mask_frame) == (layers, norm, TOKEN)
     assert found.differences.keys() == {*(f"layer {k}" for k in layers), "final"}
     assert max(found.differences.values()) < 5e-3
     assert "12 of 12 supervised runs" in found.masks
 
 
-def recorded(writer, layers):
-    """Write what a tool stores, whose record names other layers."""
-
-    def write_other(root, samples):
-        return writer(root, [replace(s, layers=moved(s)) for s in samples], layers=layers)
-
-    def moved(sample):
-        return sample.layers | dict(zip(layers, (sample.layers[k] for k in (1, 2, 4)), strict=True))
-
-    return write_other
+def changed(samples, change):
+    """Samples whose layers are what a function makes of one of them."""
+    return [replace(s, layers=s.layers | change(s)) for s in samples]
 
 
-def random_layers(samples):
-    return [
-        replace(s, layers={k: torch.randn_like(v) for k, v in s.layers.items()}) for s in samples
-    ]
+def recorded_as(samples, layers):
+    """Samples whose layers 1, 2 and 4 have other ids."""
+    return changed(samples, lambda s: {k: s.layers[(1, 2, 4)[i]] for i, k in enumerate(layers)})
 
 
-def one_of_another_document(samples):
-    """The states of one of the compared samples are those of other tokens."""
-    planted = {k: v.flip(0) for k, v in samples[0].layers.items()}
-    return [replace(samples[0], layers=planted), *samples[1:]]
+# tool, how its samples are spoilt, how they are written, what the refusal says
+WRONG = [
+    ("deepspec", lambda s: recorded_as(s, (2, 3, 5)), {"layers": (2, 3, 5)},
+     "DeepSpec recorded the layers 2,3,5, and these are 1,2,4"),
+    ("automodel", lambda s: recorded_as(s, (4, 1, 2)), {"layers": (4, 1, 2)},
+     "AutoModel recorded the layers 4,1,2, and these are 1,2,4"),
+    ("specforge", lambda s: shifted(s, 1), {}, "of the next token.*shifted against the token ids"),
+    ("deepspec", lambda s: shifted(s, -1), {}, "of the previous token.*shifted against the token"),
+    ("specforge", list, {"layers": (1, 1, 4)}, "stored twice"),
+    ("specforge", lambda s: changed(s, lambda x: {4: x.final}), {"layers": (1, 4)},
+     "after the final norm"),
+    ("specforge", lambda s: [replace(x, final=x.layers[3]) for x in s], {},
+     "that of another block"),
+    ("specforge", lambda s: changed(s, lambda x: {2: torch.randn_like(x.layers[2])}), {},
+     "no state of this target"),  # of another target
+    ("specforge", lambda s: [*changed(s[:1], lambda x: {1: x.layers[1].flip(0)}), *s[1:]], {},
+     "no state of this target"),  # one of the compared samples has states of other tokens
+    ("specforge", lambda s: masks_shifted(s, 1), {}, "one token too late"),
+]  # fmt: skip
 
 
-# name: (tool, writer of samples, what the refusal says)
-WRONG = {
-    "a record one too high": (
-        *("deepspec", recorded(write.deepspec, (2, 3, 5))),
-        "DeepSpec recorded the layers 2,3,5, and these are 1,2,4",
-    ),
-    "a record in another order": (
-        *("automodel", recorded(write.automodel, (4, 1, 2))),
-        "AutoModel recorded the layers 4,1,2, and these are 1,2,4",
-    ),
-    "states of the next token": (
-        *("specforge", lambda r, s: write.specforge(r, shifted(s, 1))),
-        "of the next token.*shifted against the token ids",
-    ),
-    "states of the previous token": (
-        *("deepspec", lambda r, s: write.deepspec(r, shifted(s, -1))),
-        "of the previous token.*shifted against the token ids",
-    ),
-    "a layer stored twice": (
-        *("specforge", lambda r, s: write.specforge(r, s, layers=(1, 1, 4))),
-        "stored twice",
-    ),
-    "a layer after the final norm": (
-        "specforge",
-        lambda r, s: write.specforge(
-            r, [replace(x, layers=x.layers | {4: x.final}) for x in s], layers=(1, 4)
-        ),
-        "after the final norm",
-    ),
-    "the last state of another block": (
-        *("specforge", lambda r, s: write.specforge(r, [replace(x, final=x.layers[3]) for x in s])),
-        "that of another block",
-    ),
-    "states of another target": (
-        *("specforge", lambda r, s: write.specforge(r, random_layers(s))),
-        "no state of this target",
-    ),
-    "one sample with states of other tokens": (
-        *("specforge", lambda r, s: write.specforge(r, one_of_another_document(s))),
-        "no state of this target",
-    ),
-    "masks one too late": (
-        *("specforge", lambda r, s: write.specforge(r, masks_shifted(s, 1))),
-        "one token too late",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_a_dataset_is_refused(name, tmp_path, target, samples):
-    tool, writer, words = WRONG[name]
-    root = writer(tmp_path / "src", samples)
+@pytest.mark.parametrize(("tool", "spoil", "given", "words"), WRONG)
+def test_what_cannot_be_a_dataset_is_refused(tool, spoil, given, words, tmp_path, target, samples):
+    root = getattr(write, tool)(tmp_path / "src", spoil(samples), **given)
     with pytest.raises(RunError, match=f"(?s){words}.*Nothing was written"):
         find(target, root, tool)
     assert not (tmp_path / "out").exists()
