@@ -167,9 +167,6 @@ def _proven_table(call: _Call, count: int) -> tuple[RopeTable, float]:
 
     A module with longrope takes the short or the long frequencies by the largest position of a
     call, unless the capture has fixed the choice: then the live ones are those.
-
-    Raises:
-        _NotProvenError: the module computes something else.
     """
     module, prefix = call.module, f"{call.layer_type}_" if call.layer_type else ""
     name = prefix + _FREQUENCIES if hasattr(module, prefix + _FREQUENCIES) else _FREQUENCIES
@@ -197,11 +194,7 @@ def _proven_table(call: _Call, count: int) -> tuple[RopeTable, float]:
 
 
 def _difference(call: _Call, positions: Tensor, inv_freq: Tensor, factor: float) -> float:
-    """Return the largest difference between a module and its frequencies [r/2] at `positions` [P].
-
-    Raises:
-        _NotProvenError: it exceeds the rounding of the angles, or the result has no known form.
-    """
+    """Return the largest difference of a module from its frequencies [r/2] at `positions` [P]."""
     angles = positions.float()[:, None] * inv_freq  # [P, r/2]
     # float32 rounds an angle once, and some families compute it in another order
     allowed = 4 * torch.finfo(torch.float32).eps * (1 + angles.abs()) * max(1.0, abs(factor))
@@ -224,9 +217,6 @@ def _halves(result: Any, size: int) -> list[Tensor]:
     """Return cos and sin, one column per frequency, [P, r/2] each, of what a module returned.
 
     Families return every angle once, twice side by side, or twice in turn; or complex numbers.
-
-    Raises:
-        _NotProvenError: the result has none of these forms.
     """
     if isinstance(result, Tensor) and result.is_complex():
         result = (result.real, result.imag)

@@ -262,11 +262,7 @@ def prove_states(
 
 
 def _finite_beginnings(documents: Sequence[_Document]) -> list[_Document]:
-    """Return documents up to a state that is not finite, the longest first (for its windows).
-
-    Raises:
-        RunError: there is none.
-    """
+    """Return documents up to a state that is not finite, the longest first (for its windows)."""
     order = sorted(range(len(documents)), key=lambda d: (-len(documents[d][0]), d))
     some, left = [], max(_CHECKED_TOKENS, len(documents[order[0]][0]))
     for d in order:

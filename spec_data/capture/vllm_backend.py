@@ -262,9 +262,6 @@ class VLLMBackend(SkeletonTarget):
         Returns:
             The states [N, H] of the layers that are recorded, in the order of the documents; and
             the token that vLLM chose after each document.
-
-        Raises:
-            RunError: vLLM did not compute every token of every document.
         """
         self._llm.collective_rpc("capture_start", args=(full_logits,))
         prompts = [{"prompt_token_ids": ids.tolist()} for ids in documents]
@@ -356,11 +353,7 @@ def spans_of(
 
 
 def _import(device: torch.device) -> tuple[Any, Any]:
-    """Import vLLM with the environment that a capture needs; return `LLM` and `SamplingParams`.
-
-    Raises:
-        MissingError: it is not installed. ConfigError: this build does not run on the device.
-    """
+    """Import vLLM with the environment that a capture needs; return `LLM` and `SamplingParams`."""
     os.environ.update(_ENVIRONMENT)
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)

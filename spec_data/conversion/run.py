@@ -125,12 +125,7 @@ def keep_evidence(out: Path, evidence: Evidence) -> None:
 
 
 def _saved_evidence(out: Path) -> Evidence | None:
-    """Return what was found when the shards in `out` were begun; None if there is no shard.
-
-    Raises:
-        ConfigError: another command wrote the dataset.
-        DatasetError: the file is damaged.
-    """
+    """Return what was found when the shards in `out` were begun; None if there is no shard."""
     file = out / WORK / _EVIDENCE
     if (out / MANIFEST).is_file():
         found = Manifest.read(out / MANIFEST).target.converted

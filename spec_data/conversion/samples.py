@@ -204,11 +204,7 @@ _Record = TypeVar("_Record")
 
 
 def _manifest(file: Path, kind: type[_Record], tool: str) -> _Record:
-    """Read a JSON file of a tool.
-
-    Raises:
-        MissingError, DatasetError: it is not there, or no such record.
-    """
+    """Read a JSON file of a tool."""
     if not file.is_file():
         raise MissingError(f"{file}: missing, so this is not what {tool} stores")
     try:
@@ -259,11 +255,7 @@ def _tables(tool: str, root: Path, files: Sequence[Path], aux: str, last: str) -
 def _numbered_tables(
     tool: str, endings: tuple[str, ...], aux: str, last: str, root: Path
 ) -> Opened:
-    """Open the tables in the files with these endings; data_2 comes before data_10.
-
-    Raises:
-        MissingError: there is none.
-    """
+    """Open the tables in the files with these endings; data_2 comes before data_10."""
 
     def key(file: Path) -> list[int | str]:
         parts = re.split(r"(\d+)", file.relative_to(root).as_posix())  # texts and numbers in turn
@@ -282,11 +274,7 @@ def _expect_files(files: Sequence[Path]) -> None:
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, mapped.
-
-    Raises:
-        BadRow: the file is damaged.
-    """
+    """Return the tensors of a safetensors file, mapped."""
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
