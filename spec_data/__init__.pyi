@@ -25,7 +25,7 @@ from .generation.status import Status as Status
 from .hub.pull import Pulled as Pulled
 from .hub.push import Pushed as Pushed
 from .models.target_options import EngineOptions as EngineOptions, LoadOptions as LoadOptions
-from .regeneration.result import RegenerateResult as RegenerateResult
+from .regeneration.run import RegenerateResult as RegenerateResult
 from .results import (
     EstimateResult as EstimateResult,
     WrittenDataset as WrittenDataset,

@@ -31,7 +31,7 @@ from spec_data.terminal.types import (
 )
 
 if TYPE_CHECKING:
-    from spec_data.regeneration.result import RegenerateResult
+    from spec_data.regeneration.run import RegenerateResult
 
 _ROWS = more("which rows")
 _SAMPLING = more("how answers are sampled")
@@ -111,14 +111,15 @@ def regenerate(
             raise ConfigError(f"--server {url}: expected a URL such as http://localhost:8000/v1")
     corpora, bad_rows = path_list(corpus), parse_limit(str(max_bad_rows))
     kwargs, trust = chat_template_kwargs or {}, loading.trust_remote_code
+    from spec_data.corpus.record_reader import CorpusReader
     from spec_data.models.devices import usable_device
     from spec_data.regeneration import local, run, servers
-    from spec_data.regeneration.conversations import ConversationReader, Sampling
+    from spec_data.regeneration.conversations import Sampling, parse_question
 
     run.check_out(Path(out), corpora)
     if not server:
         usable_device(loading.device)  # before anything that takes long
-    reader = ConversationReader(corpora, turns, limit or None, bad_rows)
+    reader = CorpusReader(corpora, limit or None, max_bad_rows=bad_rows, parse=parse_question)
     sampling = Sampling(temperature, top_p, top_k, max_new_tokens, seed)
     chat: local.ChatTarget | None = None
     backend: local.LocalBackend | servers.ServerBackend | None = None

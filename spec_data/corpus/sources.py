@@ -158,7 +158,7 @@ def _file_source(name: str, path: Path, root: Path, limit: int) -> Source:
         name=representable(path.relative_to(root).as_posix()),
         path=name,
         kind=kind,
-        rows=lambda columns: _parquet(name, path, columns, limit),
+        rows=lambda columns: _arrow_rows(name, _parquet(path, columns), limit),
         digest=lambda: sha256_file(path),
         licence=_licence(path.parent) or _licence(root),
     )
@@ -297,7 +297,7 @@ def _hub_dataset(name: str, hub: str, config: str | None, split: str, limit: int
 def _dataset_source(dataset: datasets.Dataset, limit: int, **facts: Any) -> Source:
     """Return the source of a dataset that the library has opened."""
     return Source(
-        rows=lambda columns: _dataset_rows(facts["path"], dataset, columns, limit),
+        rows=lambda columns: _arrow_rows(facts["path"], _dataset(dataset, columns), limit),
         columns=lambda: dataset.column_names,
         arrow=True,
         count=lambda: dataset.num_rows,
@@ -312,46 +312,38 @@ def _dataset_source(dataset: datasets.Dataset, limit: int, **facts: Any) -> Sour
 
 _ROWS_PER_BATCH = 256
 _BATCH_BYTES = 64 << 20  # of a Parquet batch of average rows
-_UNREADABLE = (pa.ArrowException, OSError, ValueError, TypeError, KeyError)
 
 
-def _parquet(name: str, path: Path, columns: Collection[str], limit: int) -> Generator[Row]:
-    """Yield those of `columns` that each row has, in file order, with one row group in memory."""
-    try:
-        with pq.ParquetFile(path) as file:
-            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-            average = max((g.total_byte_size // max(1, g.num_rows) for g in groups), default=0)
-            batches = file.iter_batches(
-                batch_size=max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES // max(1, average))),
-                columns=_present(file.schema_arrow.names, columns),
-            )
-            yield from _numbered(name, batches, limit)
-    except _UNREADABLE as error:
-        raise CorpusError(f"{name}: not a readable Parquet file: {error}") from error
-
-
-def _dataset_rows(
-    name: str, dataset: datasets.Dataset, columns: Collection[str], limit: int
+def _arrow_rows(
+    name: str, batches: Iterable[pa.RecordBatch | pa.Table], limit: int
 ) -> Generator[Row]:
-    """Yield those of `columns` that each row of a dataset has."""
     try:
-        narrow = dataset.select_columns(_present(dataset.column_names, columns))
-        yield from _numbered(name, narrow.with_format("arrow").iter(_ROWS_PER_BATCH), limit)
-    except _UNREADABLE as error:
-        raise CorpusError(f"{name}: datasets cannot read its rows: {error}") from error
+        rows = (row for batch in batches for row in _rows(batch, limit))
+        for number, row in enumerate(rows):
+            yield f"{name} row {number}", row
+    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
+        raise CorpusError(f"{name}: its rows cannot be read: {error}") from error
+
+
+def _parquet(path: Path, columns: Collection[str]) -> Iterator[pa.RecordBatch]:
+    """Yield those of `columns` that a file has, with one row group in memory."""
+    with pq.ParquetFile(path) as file:
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        average = max((g.total_byte_size // max(1, g.num_rows) for g in groups), default=0)
+        yield from file.iter_batches(
+            batch_size=max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES // max(1, average))),
+            columns=_present(file.schema_arrow.names, columns),
+        )
+
+
+def _dataset(dataset: datasets.Dataset, columns: Collection[str]) -> Iterator[pa.Table]:
+    narrow = dataset.select_columns(_present(dataset.column_names, columns))
+    yield from narrow.with_format("arrow").iter(_ROWS_PER_BATCH)
 
 
 def _present(names: Sequence[str], columns: Collection[str]) -> list[str]:
     """Return the columns to read; all of them if none is known, so that the bad rows name them."""
     return [name for name in names if name in columns] or list(names)
-
-
-def _numbered(
-    name: str, batches: Iterable[pa.RecordBatch | pa.Table], limit: int
-) -> Generator[Row]:
-    rows = (row for batch in batches for row in _rows(batch, limit))
-    for number, row in enumerate(rows):
-        yield f"{name} row {number}", row
 
 
 def _rows(batch: pa.RecordBatch | pa.Table, limit: int) -> Iterator[Any]:

@@ -7,18 +7,18 @@ with one id have the same questions; the second one is a duplicate.
 
 import hashlib
 import json
-from collections import Counter
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from spec_data.corpus.bad_rows import AUTO, BadRowLimit
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import Message, Record, parse_prompt, parse_row, recognise
 from spec_data.corpus.template import render_error
+from spec_data.terminal.progress import Bar
 
 TRUNCATED = "length"
 """The finish reason of an answer that reached the limit of tokens."""
@@ -150,55 +150,59 @@ def parse_question(row: Any, **where: Any) -> Record:
     return (parse_prompt if question else parse_row)(row, **where)
 
 
-class ConversationReader:
-    """Iterate over the conversations of a corpus, any number of times; count what is left out.
+def conversations(reader: CorpusReader, turns: str) -> Iterator[Conversation]:
+    """Yield the conversations of a corpus; count those that are left out in `reader.refused`.
 
     Args:
-        corpus: as `CorpusReader` takes it.
+        reader: of the corpus, with `parse_question`.
         turns: "all" or "last", the assistant turns that are answered again.
-        limit: the most rows that are read; None reads all.
-        max_bad_rows: how many rows of each source may be bad.
+    """
+    seen: set[bytes] = set()
+    for record in reader:
+        try:
+            conversation = conversation_of(record, turns)
+        except RenderError as error:
+            reader.refuse(error)
+            continue
+        key = bytes.fromhex(conversation.id)
+        if key in seen:
+            reader.refused["duplicate"] += 1
+            continue
+        seen.add(key)
+        yield conversation
 
-    Attributes:
-        reader: the reader of the corpus, with the report of each source.
+
+class Progress:
+    """What becomes of each conversation while answers are generated, and the bar that shows it.
+
+    `failures` has why conversations were given up, by id.
     """
 
-    def __init__(
-        self,
-        corpus: Sequence[str],
-        turns: str,
-        limit: int | None = None,
-        max_bad_rows: BadRowLimit = AUTO,
-    ) -> None:
-        self.reader = CorpusReader(
-            corpus, limit=limit, max_bad_rows=max_bad_rows, parse=parse_question
-        )
-        self._turns = turns
-        self._duplicates = 0
+    def __init__(self, bar: Bar) -> None:
+        self.failures: dict[str, Unanswerable] = {}
+        self._bar = bar
+        self._tokens = self._failed = 0
+        self._began = time.monotonic()
 
-    def __iter__(self) -> Iterator[Conversation]:
-        seen: set[bytes] = set()
-        self._duplicates = 0
-        for record in self.reader:
-            try:
-                conversation = conversation_of(record, self._turns)
-            except RenderError as error:
-                self.reader.refuse(error)
-                continue
-            key = bytes.fromhex(conversation.id)
-            if key in seen:
-                self._duplicates += 1
-                continue
-            seen.add(key)
-            yield conversation
+    def fail(self, conversation: Conversation, error: Unanswerable) -> None:
+        """Give a conversation up."""
+        self.failures[conversation.id] = error
+        self._failed += error.retry
+        self._bar.update(1)
+        self._show()
 
-    @property
-    def rows(self) -> int:
-        """Rows read so far, good and bad."""
-        return sum(report.rows for report in self.reader.reports)
+    def answered(self, answer: Answer) -> None:
+        """Count one answer of this run."""
+        self._tokens += answer.tokens
+        self._show()
 
-    @property
-    def skipped(self) -> Counter[str]:
-        """Rows that were left out while reading, by reason."""
-        bad = sum(report.bad for report in self.reader.reports)
-        return self.reader.refused + Counter(bad=bad, duplicate=self._duplicates)
+    def complete(self, resumed: bool = False) -> None:
+        """Count a conversation with all of its answers; `resumed`: they are of earlier runs."""
+        if resumed:
+            self._bar.initial += 1  # so that rate and ETA are those of this run
+        self._bar.update(1)
+
+    def _show(self) -> None:
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        failed = f", {self._failed:,} failed" if self._failed else ""
+        self._bar.set_postfix_str(f"{self._tokens / seconds:,.0f} tok/s{failed}")

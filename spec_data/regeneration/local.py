@@ -39,11 +39,11 @@ from spec_data.regeneration.conversations import (
     TRUNCATED,
     Answer,
     Conversation,
+    Progress,
     Sampling,
     Unanswerable,
 )
 from spec_data.regeneration.journal import Journal
-from spec_data.regeneration.result import Progress
 from spec_data.shards.errors import RunError
 
 logger = logging.getLogger(__name__)

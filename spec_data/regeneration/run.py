@@ -13,7 +13,9 @@ import hashlib
 import json
 import logging
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +23,110 @@ import torch
 import transformers
 
 import spec_data
+from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sampling_record import FAILURES, FORMAT, read_record, record_path
 from spec_data.corpus.sources import expected_rows
-from spec_data.regeneration.conversations import ConversationReader, Unanswerable
+from spec_data.regeneration.conversations import (
+    TRUNCATED,
+    Answer,
+    Progress,
+    Unanswerable,
+    conversations,
+)
 from spec_data.regeneration.journal import ADVICE, Journal, journal_path
 from spec_data.regeneration.local import LocalBackend
-from spec_data.regeneration.result import Counts, Progress, RegenerateResult
 from spec_data.regeneration.servers import ServerBackend
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.files import atomic_write, dump_json, remove_left_of, write_atomically
 from spec_data.shards.resumable import process_lock, refuse_other_settings
+from spec_data.terminal.command import Result
 from spec_data.terminal.paths import check_file_to_write
 from spec_data.terminal.progress import progress
 
 logger = logging.getLogger(__name__)
+
+_SHOWN = 5  # failed conversations
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What became of every row of the corpus: written + failed + skipped == read.
+
+    Attributes:
+        read: rows read; written: conversations with all of their answers.
+        failed: conversations that were given up; the same command tries them again.
+        skipped: rows that were left out, by reason.
+        answers, tokens, prompt_tokens: of the conversations that were written.
+        longest: tokens of the longest prompt with its answer.
+        finish_reasons: answers by the reason for which they ended; "length" is the limit of tokens.
+        notes: answers about which something is to be said, by what it is.
+    """
+
+    read: int = 0
+    written: int = 0
+    failed: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    answers: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    longest: int = 0
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, answers: Sequence[Answer]) -> None:
+        """Count a conversation that is written."""
+        self.written += 1
+        self.answers += len(answers)
+        for answer in answers:
+            self.tokens += answer.tokens
+            self.prompt_tokens += answer.prompt_tokens
+            self.longest = max(self.longest, answer.tokens + answer.prompt_tokens)
+            self.finish_reasons[answer.finish] += 1
+            self.notes.update(answer.notes)
+
+
+@dataclass(kw_only=True)
+class RegenerateResult(Counts, Result):
+    """The conversations that `regenerate` wrote.
+
+    Attributes:
+        path: the file.
+        failures: the row ("where"), id and reason of the failed conversations; the first 10,000.
+        settings: how the answers were sampled, as the sampling record has it.
+    """
+
+    path: Path
+    failures: list[dict[str, str]]
+    settings: dict[str, Any]
+    next_command: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.failed:  # the same command tries them again
+            self.again, self.exit_code = "retry", 1
+
+    def __str__(self) -> str:
+        skipped = sum(self.skipped.values())
+        by = self.settings.get("target_name") or self.settings.get("server_model")
+        lines = [
+            f"rows      {self.read:,} read = {self.written:,} written + {self.failed:,} failed + "
+            f"{skipped:,} skipped",
+            f"answers   {self.answers:,}, {self.tokens:,} tokens; ended by "
+            f"{_listed(self.finish_reasons)}",
+            f"by        {by}",
+        ]
+        lines += [f"skipped   {_listed(self.skipped)}"] if skipped else []
+        lines += [f"note      {number:,} {note}" for note, number in self.notes.items()]
+        if truncated := self.finish_reasons.get(TRUNCATED, 0):
+            lines.append(
+                f"note      {truncated:,} answers reached {self.settings['max_new_tokens']:,} "
+                "tokens; `generate` does not supervise their end. Raise --max-new-tokens"
+            )
+        lines += [f"failed    {f['where']}: {f['reason']}" for f in self.failures[:_SHOWN]]
+        return "\n".join(lines)
+
+
+def _listed(numbers: Mapping[str, int]) -> str:
+    return ", ".join(f"{number:,} {name}" for name, number in numbers.items()) or "none"
 
 
 def check_out(out: Path, corpus: Sequence[str]) -> None:
@@ -56,7 +148,7 @@ def check_out(out: Path, corpus: Sequence[str]) -> None:
 
 def regenerate(
     out: Path,
-    reader: ConversationReader,
+    reader: CorpusReader,
     backend: LocalBackend | ServerBackend,
     settings: Mapping[str, Any],
 ) -> RegenerateResult:
@@ -64,7 +156,7 @@ def regenerate(
 
     Args:
         out: the JSON-lines file; `check_out` has accepted it.
-        reader: the corpus.
+        reader: of the corpus, with `parse_question`.
         backend: writes the answers.
         settings: what decides the answers beside those of the backend.
 
@@ -90,7 +182,7 @@ def regenerate(
 
 
 def _complete_record(
-    out: Path, settings: Mapping[str, Any], reader: ConversationReader
+    out: Path, settings: Mapping[str, Any], reader: CorpusReader
 ) -> dict[str, Any]:
     """Return the record of an output that is complete already."""
     record = read_record(out)
@@ -101,8 +193,8 @@ def _complete_record(
         )
     refuse_other_settings(record["settings"], settings, out, ADVICE)
     corpus = [source["sha256"] for source in record["corpus"]]
-    sources = reader.reader.sources
-    if reader.reader.limit:
+    sources = reader.sources
+    if reader.limit:
         sources = sources[: len(corpus)]  # those that were read
     if corpus != [source.digest() for source in sources]:
         raise ConfigError(
@@ -115,19 +207,21 @@ def _complete_record(
 def _answered(
     out: Path,
     settings: Mapping[str, Any],
-    reader: ConversationReader,
+    reader: CorpusReader,
     backend: LocalBackend | ServerBackend,
 ) -> dict[str, Any]:
     """Answer, write the output, and return its record."""
-    rows = expected_rows(reader.reader.sources, reader.reader.limit)
+    rows = expected_rows(reader.sources, reader.limit)
     bar = progress(total=rows, desc="regenerate", unit="rows")
     with Journal(journal_path(out), settings) as journal, bar:
         if len(journal):
             logger.info("resuming: %s has %d answers", journal.path, len(journal))
         state = Progress(bar)
-        backend.run(reader, journal, state)
-        bar.update(max(0, reader.rows - bar.n))  # the rows without a conversation
-        reader.reader.quiet = True  # the first pass over the corpus has named its bad rows
+        backend.run(conversations(reader, settings["turns"]), journal, state)
+        bar.update(
+            max(0, sum(r.rows for r in reader.reports) - bar.n)
+        )  # the rows without a conversation
+        reader.quiet = True  # the first pass over the corpus has named its bad rows
         record = _write(out, settings, reader, journal, state.failures)
     if not record["counts"]["failed"]:
         journal.path.unlink(missing_ok=True)
@@ -137,7 +231,7 @@ def _answered(
 def _write(
     out: Path,
     settings: Mapping[str, Any],
-    reader: ConversationReader,
+    reader: CorpusReader,
     journal: Journal,
     failures: Mapping[str, Unanswerable],
 ) -> dict[str, Any]:
@@ -145,7 +239,7 @@ def _write(
     sha256, counts, failed = hashlib.sha256(), Counts(), list[dict[str, str]]()
     with atomic_write(out) as temporary:
         with temporary.open("wb") as file:
-            for conversation in reader:
+            for conversation in conversations(reader, settings["turns"]):
                 error, where = failures.get(conversation.id), conversation.record.where
                 if error is not None:
                     reason = f"{error.kind}: {error}"
@@ -165,15 +259,20 @@ def _write(
                 row = json.dumps(conversation.row(answers), ensure_ascii=False).encode() + b"\n"
                 sha256.update(row)
                 file.write(row)
-        counts.read, counts.failed = reader.rows, len(failed)
-        counts.skipped += reader.skipped
-        _check(counts, failures)
-    reports = reader.reader.reports
+        counts.read, counts.failed = sum(r.rows for r in reader.reports), len(failed)
+        counts.skipped += reader.refused + Counter(bad=sum(r.bad for r in reader.reports))
+        if not counts.written:
+            first = next(iter(failures.values()), None)
+            raise (RunError if counts.failed else CorpusError)(
+                f"no conversation has an answer: {counts.read} rows read, {counts.failed} failed, "
+                f"skipped {dict(counts.skipped) or 'none'}"
+                + (f"; the first: {first.kind}: {first}" if first else "")
+            )
     record = {
         "format": FORMAT,
         "settings": settings,
         "sha256": sha256.hexdigest(),
-        "corpus": [{"source": report.source, "sha256": report.sha256} for report in reports],
+        "corpus": [{"source": report.source, "sha256": report.sha256} for report in reader.reports],
         "counts": {
             name: dict(sorted(value.items())) if isinstance(value, dict) else value
             for name, value in vars(counts).items()
@@ -188,21 +287,3 @@ def _write(
     }
     write_atomically(record_path(out), dump_json(record))
     return record
-
-
-def _check(counts: Counts, failures: Mapping[str, Unanswerable]) -> None:
-    """Check that every row is accounted for, and that something is written."""
-    skipped = sum(counts.skipped.values())
-    if counts.written + counts.failed + skipped != counts.read:
-        raise RunError(
-            f"{counts.read} rows were read, but {counts.written} written, {counts.failed} failed "
-            f"and {skipped} skipped: rows were lost. The corpus changed while it was read, or this "
-            "is an error of spec-data: please report it"
-        )
-    if not counts.written:
-        first = next(iter(failures.values()), None)
-        raise (RunError if counts.failed else CorpusError)(
-            f"no conversation has an answer: {counts.read} rows read, {counts.failed} failed, "
-            f"skipped {dict(counts.skipped) or 'none'}"
-            + (f"; the first: {first.kind}: {first}" if first else "")
-        )

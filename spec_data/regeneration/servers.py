@@ -26,12 +26,12 @@ from spec_data.regeneration.conversations import (
     EMPTY,
     Answer,
     Conversation,
+    Progress,
     Sampling,
     Unanswerable,
 )
 from spec_data.regeneration.journal import Journal
 from spec_data.regeneration.local import ChatTarget
-from spec_data.regeneration.result import Progress
 from spec_data.shards.errors import ConfigError, RunError
 
 if TYPE_CHECKING:

@@ -92,7 +92,7 @@ def test_parquet_is_read_in_order_and_projected(tmp_path):
     assert records[599].where == f"{path} row 599"
     assert (report.kind, report.rows, report.sha256) == ("parquet", 600, sha(path))
     path.write_bytes(b"not parquet")
-    with pytest.raises(CorpusError, match="not a readable Parquet file"):
+    with pytest.raises(CorpusError, match="its rows cannot be read"):
         read(path)
 
 
