@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError
-from spec_data.shards.packing import PADDING, shift_left
+from spec_data.shards.packing import shift_left
 from spec_data.shards.schema import FINAL
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.draft import Draft
@@ -67,8 +67,7 @@ def shifted_frame(
     *,
     aux_hidden_states: Tensor,
     input_ids: Tensor,
-    loss_mask: Tensor | None = None,
-    slot_mask: Tensor | None = None,
+    loss_mask: Tensor,
     logits: Tensor | None = None,
     final_hidden: Tensor | None = None,
     head: TargetHead | None = None,
@@ -79,10 +78,9 @@ def shifted_frame(
     target_logsumexp: Tensor | None = None,
     document_ids: Tensor | None = None,
     position_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
     frame: str = "shifted",
 ) -> Frame:
-    """Return the frame of plain tensors in the shifted frame; exactly one mask and one teacher.
+    """Return the frame of plain tensors in the shifted frame, with exactly one teacher.
 
     The teacher is `logits`, or `final_hidden` with `head`, or `target_probs` with `position_mask`.
 
@@ -90,8 +88,7 @@ def shifted_frame(
         draft: decides the draft vocabulary.
         aux_hidden_states: a_t, NOT shifted, layers ascending, [B, T, n*H].
         input_ids: x_{t+1}, int64 [B, T].
-        loss_mask: m_{t+1} [B, T], which makes the slot mask of serving.
-        slot_mask: the slot mask of step 0 [B, T], instead of `loss_mask`.
+        loss_mask: m_{t+1} [B, T].
         logits: z_{t+1} [B, T, V].
         final_hidden: f_{t+1} [B, T, H].
         head: the target's LM head.
@@ -104,24 +101,18 @@ def shifted_frame(
         target_logsumexp: of z_{t+1} over V [B, T]; None: from the teacher.
         document_ids: int64 [B, T], -1 in padding; None: a row is one document.
         position_ids: int64 [B, T]; None: from 0 in each document.
-        attention_mask: 0 in padding [B, T]; None: `document_ids` marks it.
         frame: as `TargetBatch.to_trainer_inputs` names it; another one is refused.
 
     Raises:
-        DraftError: not exactly one teacher or one mask, an incomplete teacher, or the other frame.
+        DraftError: not exactly one teacher, an incomplete one, or the other frame.
     """
     require_frame(frame, "shifted")
     teachers = {"logits": logits, "final_hidden": final_hidden, "target_probs": target_probs}
     given = [name for name, value in teachers.items() if value is not None]
     if len(given) != 1:
         raise DraftError(f"give exactly one of {', '.join(teachers)}; found {given or 'none'}")
-    documents, positions = settle_documents(input_ids, document_ids, position_ids, attention_mask)
-    if slot_mask is not None and loss_mask is None:
-        mask = slot_mask.bool() & (documents != PADDING)
-    elif loss_mask is not None and slot_mask is None:
-        mask = slot_masks(loss_mask, documents)
-    else:
-        raise DraftError("give exactly one of loss_mask and slot_mask")
+    documents, positions = settle_documents(input_ids, document_ids, position_ids)
+    mask = slot_masks(loss_mask, documents)
     rows = mask.flatten().nonzero().squeeze(1)  # [N]
     known = None if target_argmax is None else target_argmax.flatten()[rows]  # [N]
     ids = draft.proposed_ids

@@ -56,23 +56,14 @@ def rope_lengths(
 
 
 def settle_documents(
-    input_ids: Tensor,
-    document_ids: Tensor | None,
-    position_ids: Tensor | None,
-    attention_mask: Tensor | None = None,
+    input_ids: Tensor, document_ids: Tensor | None, position_ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return document ids and position ids, both int64 [B, T], with the defaults filled in.
+    """Return document ids and position ids, both int64 [B, T] like `input_ids`.
 
-    Args:
-        input_ids: int64 [B, T]; only its shape counts.
-        document_ids: int64 [B, T], -1 in padding; None: a row is one document.
-        position_ids: int64 [B, T]; None: they count from 0 in each document.
-        attention_mask: 0 in padding [B, T]; None: `document_ids` marks all the padding.
+    By default a row is one document, and positions count from 0 in each document.
     """
     if document_ids is None:
         document_ids = torch.zeros_like(input_ids)
-    if attention_mask is not None:
-        document_ids = document_ids.masked_fill(attention_mask == 0, PADDING)
     return document_ids, document_offsets(document_ids) if position_ids is None else position_ids
 
 

@@ -31,13 +31,7 @@ _COMPARED, _NEAR = 4096, 0.5
 
 
 def shape_of(files: DraftFiles) -> dict[str, Any]:
-    """Return sizes, rope, dtype and token ids of a flat config, with every default filled in.
-
-    The defaults are those of transformers' LlamaConfig.
-
-    Raises:
-        DraftError: a size is missing.
-    """
+    """Return sizes, rope, dtype and token ids of a flat config, defaults as in LlamaConfig."""
     raw = files.config
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     missing = [name for name in needed if not isinstance(raw.get(name), int)]
@@ -111,9 +105,6 @@ def switches_of(files: DraftFiles) -> dict[str, Any]:
     They have the names of a draft's configuration. Norms of queries and keys are known by their
     weights, because published configs have no key for them. `hidden_activation` is Gemma's name of
     `hidden_act`.
-
-    Raises:
-        DraftError: the two keys of the activation differ.
     """
     raw, nested = files.config, table_of(files.config, "eagle_config")
     said = {raw[name] for name in ("hidden_act", "hidden_activation") if raw.get(name) is not None}
@@ -199,17 +190,10 @@ def own_tensors(
     target_head: bool = False,
     own_head: bool = False,
 ) -> dict[str, Tensor]:
-    """Return tensors with the target's weights that the file does not contain.
+    """Return tensors, under our names, with the target's weights that the file does not contain.
 
-    Args:
-        tensors: of the file, under our names.
-        files, target: the file, for messages, and its target.
-        dtype: of the weights.
-        target_head: drafts of this kind use the target's head, so a copy of it is left out.
-        own_head: drafts of this kind have a full head of their own, at the start the target's.
-
-    Raises:
-        DraftError: a weight is missing and the target is not given, or the copy is none.
+    Drafts that use the target's head (`target_head`) have no copy of it; `own_head`: a draft has a
+    full head of its own, at the start the target's.
     """
     result = dict(tensors)
     head = result.pop(HEAD, None) if target_head else None

@@ -22,7 +22,6 @@ from spec_train.formats.draft_seal import SECTION
 log = logging.getLogger(__name__)
 
 NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-"""The whole of `names.toml`, which says what its tables mean."""
 _KEYS, _TENSORS = NAMES["keys"], NAMES["tensors"]
 READ, HARMLESS = (frozenset(_KEYS[name].split()) for name in ("read", "harmless"))
 KNOWN = READ | HARMLESS | _KEYS["neutral"].keys() | _KEYS["scales"].keys()
@@ -32,13 +31,11 @@ CLASSES = {kind: tuple(text.split()) for kind, text in NAMES["classes"].items()}
 
 EAGLE, EAGLE_SGLANG = "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"
 EAGLE3, PEAGLE = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"
-WITH_QK_NORM = "Eagle3Qwen3ForCausalLM"
-"""The one class of vLLM for EAGLE-3 and P-EAGLE drafts whose queries and keys are normed."""
+WITH_QK_NORM = "Eagle3Qwen3ForCausalLM"  # vLLM's one class whose queries and keys are normed
 DSPARK, DFLASH = "Qwen3DSparkModel", "DFlashDraftModel"
-MUSE = "MuseGlimmerAssistantModel"
-"""The DFlash draft of transformers."""
-EAGLE_NORMS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")
-"""Keys of AutoModel's EAGLE-1/2, and ours."""
+MUSE = "MuseGlimmerAssistantModel"  # the DFlash draft of transformers
+_SHARED = "LlamaForCausalLM"  # SafeAILab's name of EAGLE-1/2 and of EAGLE-3
+EAGLE_NORMS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")  # AutoModel's, and ours
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 """Names of the mask token, which replaces unknown tokens; vLLM reads the first one present."""
@@ -51,20 +48,15 @@ INPUT_KEY = "eagle_aux_hidden_state_layer_ids"
 """Layer ids: at the top level *inputs* of decoder blocks; nested, as SGLang reads it, outputs."""
 BLOCK_INPUT_KEY = "aux_hidden_state_layer_ids"
 """Layer ids of block drafts in the speculators form, inputs of decoder blocks."""
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-MASK_STATES = "mask_hidden"
-"""The tensor of P-EAGLE: the learned states of unknown tokens."""
 _TABLES = ("eagle_config", LAYER, DFLASH_CONFIG)
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+MASK_STATES = "mask_hidden"  # of P-EAGLE: the learned states of unknown tokens
 _LAYER = re.compile(r"layers\.(\d+)\.")
-_SHARED = "LlamaForCausalLM"  # SafeAILab's name of EAGLE-1/2 and of EAGLE-3
 
 
 def table_of(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a nested table of a config; empty if it is absent or null.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Return a nested table of a config; empty if it is absent or null; else a TypeError."""
     value = raw.get(name)
     if not isinstance(value, dict | None):
         raise TypeError(f"{name} is {value!r}, no object")
@@ -85,11 +77,7 @@ def named_class(config: dict[str, Any], plain: str) -> dict[str, Any]:
 
 
 def kind_of(files: DraftFiles) -> str:
-    """Return the kind of a flat draft: by its tensors where names are shared, else by its name.
-
-    Raises:
-        DraftError: it is no known draft.
-    """
+    """Return the kind of a flat draft: by its tensors where names are shared, else by its name."""
     names, tensors = files.config.get("architectures") or [], files.tensors
     if MASK_STATES in tensors:  # its architecture may have EAGLE-3's name
         return "peagle"
@@ -115,9 +103,6 @@ def refuse_other_drafts(files: DraftFiles) -> None:
 
     Some of them have the class of a plain draft, and would be read as that draft without their own
     parts. A key that is null, false or 0 switches nothing on.
-
-    Raises:
-        DraftError: names how it is recognised, and what the draft has.
     """
     for shown, what in _other_parts(files):
         raise files.bad_config(
@@ -190,8 +175,7 @@ def draft_keys(files: DraftFiles) -> DraftFiles:
 def block_keys(files: DraftFiles) -> DraftFiles:
     """Return files of a block draft with our keys, those of `dflash_config` at the top level.
 
-    Raises:
-        DraftError: two keys that have one name here differ, or a key of `dflash_config` is unknown.
+    A DraftError says that two of them differ, or that a key of `dflash_config` is unknown.
     """
     raw, nested = dict(files.config), files.config.get(DFLASH_CONFIG) or {}
     if odd := sorted(nested.keys() - KNOWN):
@@ -254,9 +238,6 @@ def refuse_arithmetic(files: DraftFiles, what: str, but: tuple[str, ...] = ()) -
     """Refuse a config with a key that changes the arithmetic in a way that `what` does not have.
 
     `but` are keys that `what` reads.
-
-    Raises:
-        DraftError: names the keys and their values.
     """
     raw, neutral, scales = files.config, _KEYS["neutral"], _KEYS["scales"]
     size = raw.get("head_dim") or raw.get("hidden_size", 0) // raw.get("num_attention_heads", 1)
@@ -316,11 +297,7 @@ def count_layers(names: Iterable[str]) -> int:
 
 
 def eagle_tensors(files: DraftFiles, what: str) -> dict[str, Tensor]:
-    """Return the tensors of an EAGLE draft under our names.
-
-    Raises:
-        DraftError: there is a part that `what` does not have, or two tensors have one name.
-    """
+    """Return the tensors of an EAGLE draft under our names; refuse parts that `what` has not."""
     for name in files.tensors:
         for pattern, words in _TENSORS["refused"].items():
             if re.search(pattern, name):
@@ -331,11 +308,7 @@ def eagle_tensors(files: DraftFiles, what: str) -> dict[str, Tensor]:
 
 
 def block_tensors(files: DraftFiles) -> dict[str, Tensor]:
-    """Return the tensors of a block draft under our names.
-
-    Raises:
-        DraftError: two tensors have one name.
-    """
+    """Return the tensors of a block draft under our names."""
     return _renamed(files, _TENSORS["blocks"])
 
 

@@ -22,14 +22,10 @@ from spec_train.formats.target_facts import TargetFacts
 from spec_train.options.draft_options import FULL, SLIDING
 
 REFUSE, WARN, NOTE, OK = "refuse", "warn", "note", "ok"
-UNREAD, START = "unread", "start"
-"""Verdicts of rows that are no findings about the draft: see `unread_form` and `start_notes`."""
-SPEC_TRAIN = "spec-train"
-"""The name under which the checks that hold for every engine report."""
-MAX_POSITIONS, WEIGHTS, EMBEDDING = "max-positions", "weights", "embedding"
-"""The rules of `general` that have a name (see `Finding.rule`)."""
-OF_TARGET = "target"
-"""The rule whether an engine serves the target of a draft: a refusal, or a warning if unknown."""
+UNREAD, START = "unread", "start"  # rows that are no findings: see `unread_form`, `start_notes`
+SPEC_TRAIN = "spec-train"  # reports the checks that hold for every engine
+# Rules with a name (see `Finding.rule`); the last: whether an engine serves the draft's target
+MAX_POSITIONS, WEIGHTS, EMBEDDING, OF_TARGET = "max-positions", "weights", "embedding", "target"
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
     "!=": operator.ne,

@@ -52,10 +52,7 @@ def windows_of(files: DraftFiles, layers: int | None = None) -> Windows:
 
     `layers` is the draft's number of decoder layers; None: `num_hidden_layers`, or 1. A config that
     was copied from the target's may have more entries in `layer_types`: the first ones are read, as
-    engines do.
-
-    Raises:
-        DraftError: a key has a value that no reader accepts; names it.
+    engines do. A DraftError names a value that no reader accepts.
     """
     raw = files.config
     count = layers or raw.get("num_hidden_layers") or 1
@@ -91,12 +88,10 @@ def windows_of(files: DraftFiles, layers: int | None = None) -> Windows:
 def slides_non_causal(files: DraftFiles, windows: Windows) -> bool:
     """Return whether slots of a block draft see later slots of their block in sliding layers.
 
-    In full layers they always do. `is_causal` and `dflash_config.causal`, in this order, are for
-    all layers. Then `sliding_window_non_causal` of the speculators library is read. Without any of
-    them sliding layers are causal, which is the default of that library, vLLM and SGLang.
-
-    Raises:
-        DraftError: full layers are causal, which no block draft here is.
+    In full layers they always do: causal ones are refused. `is_causal` and `dflash_config.causal`,
+    in this order, are for all layers. Then `sliding_window_non_causal` of the speculators library
+    is read. Without any of them sliding layers are causal, which is the default of that library,
+    vLLM and SGLang.
     """
     raw = files.config
     said = [

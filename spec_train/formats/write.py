@@ -2,7 +2,8 @@
 
 Our checkpoints of EAGLE drafts are the flat form that vLLM and llama.cpp read, with both keys for
 the layer ids; P-EAGLE has a name of EAGLE-3, because for `method: eagle3` vLLM puts "Eagle3" in
-front of any other name, and then finds no such class. Engines share the target's embedding and head
+front of any other name, and then finds no such class. It is one that SGLang, which would feed the
+draft its own states, does not use. Engines share the target's embedding and head
 with a block draft over the full vocabulary, so the forms for engines contain neither; llama.cpp
 would tie the head to an embedding without a head. The slot that drafts first (`sample_from_anchor`)
 is always written, because the defaults of readers differ. What a form cannot hold is in the table

@@ -78,9 +78,7 @@ def _part(teacher: TeacherRows, part: slice) -> TeacherRows:
 
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize(("name", "hard"), EVERY)
-def test_slot_losses_and_gradients_are_those_of_the_formulas(
-    name: str, hard: bool, reduced: bool
-) -> None:
+def test_slot_losses_and_gradients_are_those_of_the_formulas(name, hard, reduced):
     kind = LossKind(name=name, hard=hard, scale=0.9, decay=2.0)
     hidden, weight, teacher, _ = _case(reduced=reduced)
     logits = F.linear(hidden, weight).detach().requires_grad_()
@@ -98,9 +96,7 @@ def test_slot_losses_and_gradients_are_those_of_the_formulas(
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize(("name", "hard"), EVERY)
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
-def test_chunks_change_neither_value_nor_gradient(
-    name: str, hard: bool, chunk: int, reduced: bool
-) -> None:
+def test_chunks_change_neither_value_nor_gradient(name, hard, chunk, reduced):
     kind = LossKind(name=name, hard=hard)
     hidden, weight, teacher, weights = _case(reduced=reduced)
     logits = F.linear(hidden, weight)
@@ -146,9 +142,7 @@ def test_a_frozen_head_leaves_the_states_their_gradient() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("chunk", [1, 1 << 20])
-def test_scale_bias_and_softcap_of_a_head_are_part_of_the_loss(
-    softcap: float | None, chunk: int
-) -> None:
+def test_scale_bias_and_softcap_of_a_head_are_part_of_the_loss(softcap, chunk):
     hidden, weight, teacher, weights = _case()
     bias = torch.linspace(-1, 1, len(weight), dtype=torch.float64)
     spec = HeadSpec(vocab_size=11, hidden_size=4, tied=False, scale=0.3, softcap=softcap)
@@ -169,9 +163,7 @@ def test_scale_bias_and_softcap_of_a_head_are_part_of_the_loss(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("name", "hard"), EVERY)
-def test_distributions_without_overlap_stay_finite(
-    name: str, hard: bool, dtype: torch.dtype
-) -> None:
+def test_distributions_without_overlap_stay_finite(name, hard, dtype):
     """p and q are exactly 0, subnormal or 1 here, and each is all of what the other is not."""
     p = torch.tensor([[1, 0, 0], [0, 0, 1], [1e-44, 1, 0]], dtype=dtype)
     logits = torch.tensor([[[-1e4, 1e4, 0]], [[90, 0, 0]], [[-1e30, 0, 1e30]]], dtype=dtype)

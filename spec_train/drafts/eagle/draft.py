@@ -54,17 +54,11 @@ from spec_train.options.draft_options import EagleOptions
 class EagleConfig(DraftConfig):
     """Shapes and arithmetic of the draft.
 
-    The engines (vLLM's and SGLang's `llama_eagle.py`, SafeAILab's `cnets1.py`) read `fc.weight` [H,
-    2H] over [embedding ; state], the embedding first; `layers.N.*` of plain Llama layers, of which
-    the first has **no** `input_layernorm`; no final norm; and the target's own embedding and head.
-    `architectures` is vLLM's name. vLLM 0.32 loads drafts of one and of two layers unchanged, and
-    every round accepts the tokens that `spec_train.decoding.chains` accepts (measured).
-
-    The engines differ in the bias of `fc`. SafeAILab's loader makes one unless config.json has
-    `"bias": false`. vLLM has none and refuses a file with one. SGLang always has one and leaves it
-    at *random values* if the file has none. Drafts that are fitted here have no bias and write
-    `"bias": false`. For SGLang the file needs an `fc.bias` of zeros and the architecture name
-    `LlamaForCausalLMEagle`; it refuses the file as written here.
+    Engines read `fc.weight` [H, 2H] over [embedding ; state]; plain Llama layers, of which the
+    first has **no** `input_layernorm`; no final norm; and the target's own embedding and head. They
+    differ in the bias of `fc`: SafeAILab's loader makes one unless config.json has `"bias": false`,
+    vLLM refuses one, and SGLang uses *random values* if there is none (see `formats.write`). Drafts
+    that are fitted here have none.
 
     Drafts of other trainers may have the bias, a norm before the first layer's attention, and a
     norm of the prediction (AutoModel has both norms, under ModelOpt's names of the keys). Such a

@@ -78,12 +78,8 @@ class PeagleConfig(Eagle3Config):
     """An EAGLE-3 configuration with more layers and a mask token.
 
     The file has vLLM's flat form (`method: eagle3` with `parallel_drafting: true`), because no
-    other engine drafts in parallel. The architecture name is `Eagle3LlamaForCausalLM`. vLLM puts
-    "Eagle3" before every name that neither starts nor ends with it, also before
-    PeagleLlamaForCausalLM, and then does not know the result. That leaves two names for a Llama
-    draft. This is the one that neither the EAGLE-3 drafts of this project nor SGLang use; SGLang
-    would feed the draft its own states. Both keys for the mask token are written: vLLM reads the
-    first that it finds.
+    other engine drafts in parallel; `formats.write` says why it has this architecture name. Both
+    keys for the mask token are written: vLLM reads the first that it finds.
     """
 
     draft: ClassVar[str] = "peagle"

@@ -80,13 +80,8 @@ def test_dense_is_one_softmax_over_step_zero_and_the_diagonal(steps: int) -> Non
 @pytest.mark.parametrize("steps", [0, 1, 4])
 @pytest.mark.parametrize("chunk", [2, 128])
 def test_merged_equals_dense_in_values_and_gradients(
-    dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    steps: int,
-    chunk: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    dtype, heads, kv_heads, steps, chunk, monkeypatch
+):
     monkeypatch.setattr(attention, "CHUNK", chunk)
     tensors = _inputs(USED, steps, heads, kv_heads, dtype)
     results = {}
@@ -119,9 +114,7 @@ def test_great_scores_on_either_side_neither_overflow_nor_vanish() -> None:
         close(merged, dense, terms=4, magnitude=float(scores * dense.abs().max()))
 
 
-def test_chunks_hold_every_seen_key_and_skip_other_documents(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_chunks_hold_every_seen_key_and_skip_other_documents(monkeypatch):
     monkeypatch.setattr(attention, "CHUNK", 2)
     queries = _queries(USED, "merged")
     seen = torch.zeros_like(queries.mask.dense())

@@ -144,9 +144,7 @@ def test_a_window_that_is_ignored_is_seen_by_the_loops() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("backend", ["dense", "merged", "merged in chunks", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
-def test_back_ends_are_the_loops_in_values_and_gradients(
-    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_back_ends_are_the_loops_in_values_and_gradients(name, backend, monkeypatch):
     mask, size = made(name, 2), 16
     queries = mask.ends.shape[1]
     inputs = drawn(0, (2, 2, queries, size), (2, 1, mask.keys, size), (2, 1, mask.keys, size))
@@ -239,9 +237,7 @@ def unrolled_found(tensors: list[Tensor], queries: StepQueries, window: int | No
     ],
 )
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
-def test_the_unroll_is_the_loop_over_positions(
-    window: int, steps: int, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_unroll_is_the_loop_over_positions(window, steps, backend, monkeypatch):
     """Windows 1 and 2 at step 3 leave no step-0 key: only the slot's own newest ones."""
     monkeypatch.setattr(masked, "CHUNK", 2)
     tensors, first, active = unrolled_inputs(steps)

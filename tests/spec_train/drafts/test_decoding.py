@@ -94,9 +94,7 @@ def test_packing_changes_no_chain(draft: Any, target: Any, prompts: list[list[in
         ("dflash", {"block_size": 4}, 0.0),
     ],
 )
-def test_sampling_has_the_targets_distribution(
-    kind: str, options: dict[str, Any], threshold: float
-) -> None:
+def test_sampling_has_the_targets_distribution(kind, options, threshold):
     """Compare hundreds of short responses with the exact probabilities of all responses."""
     torch.manual_seed(0)
     model = tiny_llama(4, layers=3, hidden=16).requires_grad_(False)

@@ -67,9 +67,7 @@ def gradients(draft: Draft, loss: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("name", "options"), PLAIN + VARIANTS, ids=str)
-def test_a_saved_draft_reads_back_and_saves_the_same_bytes(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, name: str, options: Options
-) -> None:
+def test_a_saved_draft_reads_back_and_saves_the_same_bytes(dataset, head, tmp_path, name, options):
     draft, batch = build_draft(name, dataset, head, **options), packed(dataset)
     draft.save_pretrained(tmp_path / "a")
     again = load_draft(tmp_path / "a")
@@ -93,9 +91,7 @@ def test_a_saved_draft_reads_back_and_saves_the_same_bytes(
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_damaged_and_foreign_checkpoints_are_refused(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, name: str
-) -> None:
+def test_damaged_and_foreign_checkpoints_are_refused(dataset, head, tmp_path, name):
     build_draft(name, dataset, head).save_pretrained(tmp_path)
     other = "eagle" if name == "dflash" else "dflash"
     with pytest.raises(DraftError):
@@ -167,9 +163,7 @@ def test_options_out_of_range_are_refused(name: str, wrong: Options) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), PLAIN + VARIANTS, ids=str)
-def test_micro_batches_with_the_counts_of_the_whole_add_up(
-    dataset: HiddenStatesDataset, head: TargetHead, name: str, options: Options
-) -> None:
+def test_micro_batches_with_the_counts_of_the_whole_add_up(dataset, head, name, options):
     if name == "eagle":
         options = options | {"noise": 0.0}
     draft = build_draft(name, dataset, head, **options)
@@ -193,9 +187,7 @@ def test_micro_batches_with_the_counts_of_the_whole_add_up(
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_nothing_supervised_gives_zero_gradients_everywhere(
-    dataset: HiddenStatesDataset, head: TargetHead, name: str
-) -> None:
+def test_nothing_supervised_gives_zero_gradients_everywhere(dataset, head, name):
     draft, batch = build_draft(name, dataset, head), packed(dataset)
     assert not draft.slot_counts(padding_batch()).any()  # a rank without a batch
     batch.loss_mask.zero_()
@@ -209,9 +201,7 @@ def test_nothing_supervised_gives_zero_gradients_everywhere(
 @pytest.mark.parametrize(
     ("name", "options"), [*PLAIN, ("peagle", {"segments": 3, "gradient_checkpointing": True})]
 )
-def test_bfloat16_and_autocast_stay_near_float32(
-    dataset: HiddenStatesDataset, head: TargetHead, name: str, options: Options
-) -> None:
+def test_bfloat16_and_autocast_stay_near_float32(dataset, head, name, options):
     draft, batch = build_draft(name, dataset, head, **options), packed(dataset)
     exact = loss_of(draft, batch, head)
     expected = gradients(draft, exact.loss)["fc.weight"]
@@ -237,9 +227,7 @@ def test_bfloat16_and_autocast_stay_near_float32(
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_training_lowers_the_loss_and_leaves_the_embedding_and_the_frequencies(
-    dataset: HiddenStatesDataset, head: TargetHead, name: str
-) -> None:
+def test_training_lowers_the_loss_and_leaves_the_embedding_and_the_frequencies(dataset, head, name):
     draft, batch = build_draft(name, dataset, head), packed(dataset)
     embedding, exact = head.embed_weight.clone(), draft.rotary.inv_freq.clone()
     optimizer = torch.optim.Adam(draft.trainable_parameters(), lr=3e-3)
@@ -265,9 +253,7 @@ def small(name: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
-    config: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(config, tmp_path, name, monkeypatch):
     """Noise, samples and blocks go on where they stopped."""
     config = change(config, steps=8, eval_every=3)
     fit(name, change(config, out=str(tmp_path / "whole")), small(name))
@@ -289,9 +275,7 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_a_run_begins_from_another_draft_of_its_shape_only(
-    config: Any, tmp_path: Path, name: str
-) -> None:
+def test_a_run_begins_from_another_draft_of_its_shape_only(config, tmp_path, name):
     fit(name, change(config, steps=2), small(name))
     more = change(config, out=str(tmp_path / "more"), init_from=config.out, steps=0)
     assert fit(name, more, small(name)).finished

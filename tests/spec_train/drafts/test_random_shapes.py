@@ -76,9 +76,7 @@ def random_draft(name: str, seed: int, dataset: HiddenStatesDataset, head: Targe
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", DRAFTS)
-def test_training_chooses_the_tokens_that_chains_draft(
-    dataset: HiddenStatesDataset, head: TargetHead, name: str, seed: int
-) -> None:
+def test_training_chooses_the_tokens_that_chains_draft(dataset, head, name, seed):
     draft = random_draft(name, seed, dataset, head)
     batch = batch_of(dataset, [[0, 1], [2, 3]], 96)
     with torch.no_grad():

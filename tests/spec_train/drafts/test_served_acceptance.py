@@ -97,9 +97,7 @@ def blocks_at(anchors: list[int]) -> Blocks:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle"])
-def test_expected_acceptance_is_the_rate_that_rejection_sampling_measures(
-    kind: str, model: Any, prompts: list[list[int]]
-) -> None:
+def test_expected_acceptance_is_the_rate_that_rejection_sampling_measures(kind, model, prompts):
     head, batch = head_of(model), batch_of(model, [respond(model, prompts[0])])
     draft = make(kind, model)
     teach(draft, batch, head, 15)
@@ -121,9 +119,7 @@ def test_expected_acceptance_is_the_rate_that_rejection_sampling_measures(
 
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash"])
-def test_tau_is_the_length_that_rejection_sampling_measures(
-    kind: str, model: Any, prompts: list[list[int]]
-) -> None:
+def test_tau_is_the_length_that_rejection_sampling_measures(kind, model, prompts):
     head, batch = head_of(model), batch_of(model, [respond(model, prompts[0])])
     draft = make(kind, model)
     depth = draft.depth
@@ -154,9 +150,7 @@ def test_tau_is_the_length_that_rejection_sampling_measures(
     assert wrong_tokens / len(anchors) > measured + 0.1
 
 
-def test_the_confidence_label_is_the_rate_that_rejection_sampling_measures(
-    model: Any, prompts: list[list[int]]
-) -> None:
+def test_the_confidence_label_is_the_rate_that_rejection_sampling_measures(model, prompts):
     """Over the drafts that the confidence head is trained on, with the weights of its loss."""
     head, batch = head_of(model), batch_of(model, [respond(model, prompts[0])])
     draft = make("dspark", model)

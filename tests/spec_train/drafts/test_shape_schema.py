@@ -1,13 +1,9 @@
 """Other shapes than the target's: written, read, or refused."""
 
-from typing import Any
-
 import pytest
 
 from spec_data.shards.errors import ConfigError, DraftError
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.eagle3.draft import Eagle3Config
-from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import Eagle3Options
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
@@ -33,9 +29,7 @@ dataset, head = any_draft.dataset, any_draft.head
         ),
     ],
 )
-def test_an_impossible_shape_is_refused(
-    dataset: HiddenStatesDataset, head: TargetHead, options: dict[str, Any], message: str
-) -> None:
+def test_an_impossible_shape_is_refused(dataset, head, options, message):
     with pytest.raises((ConfigError, DraftError), match=message):
         build_draft("eagle3", dataset, head, **options)
 

@@ -142,18 +142,14 @@ def test_without_positions_the_registry_knows_the_rope(data: Path, monkeypatch) 
         ("dimensions", "8", r"dimensions: expected int"),
     ],
 )
-def test_a_manifest_that_describes_other_frequencies_is_refused(
-    data: Path, key: str, value: Any, message: str
-) -> None:
+def test_a_manifest_that_describes_other_frequencies_is_refused(data, key, value, message):
     _changed(data, lambda raw: raw["positions"]["tables"]["full_attention"].update({key: value}))
     with pytest.raises(DatasetError, match=message):
         load_positions(data, Manifest.read(data / "manifest.json"))
 
 
 @pytest.mark.parametrize("draft", sorted(DRAFTS))
-def test_a_draft_of_a_config_that_lies_has_the_rope_of_the_data(
-    odd: Path, draft: str, tmp_path: Path, caplog
-) -> None:
+def test_a_draft_of_a_config_that_lies_has_the_rope_of_the_data(odd, draft, tmp_path, caplog):
     stored = load_positions(odd / "data", Manifest.read(odd / "data" / "manifest.json"))
     assert stored is not None and stored.proven and stored.of_draft is not None
     with caplog.at_level(logging.WARNING):
@@ -171,9 +167,7 @@ def test_a_draft_of_a_config_that_lies_has_the_rope_of_the_data(
 
 
 @pytest.mark.parametrize("older_first", [True, False])
-def test_of_several_datasets_the_one_that_has_the_rope_decides(
-    odd: Path, tmp_path: Path, older_first: bool
-) -> None:
+def test_of_several_datasets_the_one_that_has_the_rope_decides(odd, tmp_path, older_first):
     older, newer = tmp_path / "older", odd / "data"
     shutil.copytree(newer, older)
     _without_positions(older)
@@ -202,9 +196,7 @@ def test_a_draft_with_another_rope_than_the_dataset_does_not_go_on(plain: Path, 
 
 
 @pytest.mark.parametrize("draft", sorted(DRAFTS))
-def test_a_family_that_is_not_registered_is_derived_and_named(
-    plain: Path, draft: str, monkeypatch, caplog
-) -> None:
+def test_a_family_that_is_not_registered_is_derived_and_named(plain, draft, monkeypatch, caplog):
     monkeypatch.delitem(families.TARGETS, "LlamaForCausalLM")
     with caplog.at_level(logging.INFO):
         folder = fitted(plain / "data", draft, "derived")

@@ -241,12 +241,7 @@ def first_line(out: Path, split: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("draft", SMALL)
-def test_every_draft_trains_and_resumes_on_k_logits(
-    sets: dict[str, Path],
-    tmp_path: Path,
-    draft: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_draft_trains_and_resumes_on_k_logits(sets, tmp_path, draft, monkeypatch):
     out = tmp_path / "run"
     flags = command(draft, sets["some"], out, "--steps", "2", "--draft-vocab-size", "40")
     with monkeypatch.context() as patch:
@@ -259,9 +254,7 @@ def test_every_draft_trains_and_resumes_on_k_logits(
 
 
 @pytest.mark.parametrize("draft", SMALL)
-def test_all_logits_as_top_k_train_like_supervision_by_logits(
-    sets: dict[str, Path], tmp_path: Path, draft: str
-) -> None:
+def test_all_logits_as_top_k_train_like_supervision_by_logits(sets, tmp_path, draft):
     lines = []
     for name in ("all", "logits"):
         out = tmp_path / name

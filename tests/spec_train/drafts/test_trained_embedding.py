@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from spec_data.shards.errors import DraftError
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
-from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import batch_of, build_draft
 
@@ -14,9 +12,7 @@ dataset, head = any_draft.dataset, any_draft.head
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_it_starts_as_the_targets_and_is_trained(
-    dataset: HiddenStatesDataset, head: TargetHead, name: str
-) -> None:
+def test_it_starts_as_the_targets_and_is_trained(dataset, head, name):
     draft = build_draft(name, dataset, head, train_embeddings=True)
     own = draft.embed_tokens.weight
     assert torch.equal(own, head.embed_weight) and own is not head.embed_weight
@@ -29,9 +25,7 @@ def test_it_starts_as_the_targets_and_is_trained(
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_joining_a_target_neither_refuses_nor_replaces_it(
-    dataset: HiddenStatesDataset, head: TargetHead, name: str
-) -> None:
+def test_joining_a_target_neither_refuses_nor_replaces_it(dataset, head, name):
     for trained in (True, False):
         draft = build_draft(name, dataset, head, train_embeddings=trained)
         changed = head.embed_weight + torch.randn_like(head.embed_weight)
@@ -51,9 +45,7 @@ def test_joining_a_target_neither_refuses_nor_replaces_it(
         assert torch.equal(again.chains(batch, head, 2), before)
 
 
-def test_joining_its_own_target_warns_of_nothing_and_another_vocabulary_is_refused(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
+def test_joining_its_own_target_warns_of_nothing_and_another_vocabulary_is_refused(dataset, head):
     draft = build_draft("eagle3", dataset, head, train_embeddings=True)
     with torch.no_grad():
         draft.embed_tokens.weight += 0.3 * head.embed_weight.std()  # as training moves it

@@ -67,12 +67,8 @@ def decoded(draft: Any, head: Any, batch: Any, first: int, length: int) -> list[
 
 @pytest.mark.parametrize("kind, types, non_causal", CASES)
 def test_chains_of_a_pack_are_those_of_decoding_beyond_the_window(
-    kind: str,
-    types: str,
-    non_causal: bool,
-    target: Any,
-    documents: list[tuple[list[int], list[int]]],
-) -> None:
+    kind, types, non_causal, target, documents
+):
     changes = {"sliding_window_non_causal": True} if non_causal else {}
     draft = make(kind, target, sliding_window=WINDOW, layer_types=types, **changes)
     head, batch = head_of(target), batch_of(target, documents)
@@ -93,9 +89,7 @@ def test_chains_of_a_pack_are_those_of_decoding_beyond_the_window(
 
 
 @pytest.mark.parametrize("kind", DRAFTS_OF)
-def test_a_window_longer_than_the_documents_is_no_window_bit_for_bit(
-    kind: str, target: Any, documents: list[tuple[list[int], list[int]]]
-) -> None:
+def test_a_window_longer_than_the_documents_is_no_window_bit_for_bit(kind, target, documents):
     """In training: the loss and every gradient."""
     head, batch = head_of(target), batch_of(target, documents)
     results = []
@@ -126,9 +120,7 @@ def test_slots_that_are_drafted_a_few_at_a_time_draft_the_same(
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_tree_of_one_branch_is_the_chain(
-    kind: str, target: Any, documents: list[tuple[list[int], list[int]]]
-) -> None:
+def test_a_tree_of_one_branch_is_the_chain(kind, target, documents):
     draft = make(kind, target, sliding_window=WINDOW)
     head, batch = head_of(target), batch_of(target, documents)
     length = len(documents[0][0])

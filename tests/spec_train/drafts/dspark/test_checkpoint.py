@@ -73,9 +73,7 @@ def test_tensors_have_the_names_and_shapes_that_engines_read(
     assert torch.equal(again, head.embed_weight)
 
 
-def test_a_draft_vocabulary_brings_its_own_rows_of_the_head_and_maps(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
-) -> None:
+def test_a_draft_vocabulary_brings_its_own_rows_of_the_head_and_maps(dataset, head, tmp_path):
     draft = build(dataset, head, "dspark", draft_vocab_size=40)
     draft.save_pretrained(tmp_path, torch.bfloat16)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -89,9 +87,7 @@ def test_a_draft_vocabulary_brings_its_own_rows_of_the_head_and_maps(
     assert frozen == {"embed_tokens.weight", "lm_head.weight"}
 
 
-def test_the_config_is_the_one_that_engines_read(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
-) -> None:
+def test_the_config_is_the_one_that_engines_read(dataset, head, tmp_path):
     build(dataset, head, "dspark", layers="0,2").save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     expected = {

@@ -280,9 +280,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 40, "layout": "mask"}], ids=str)
-def test_counts_are_the_weights_of_all_blocks_or_their_expectation(
-    dataset: HiddenStatesDataset, head: TargetHead, changes: dict[str, Any]
-) -> None:
+def test_counts_are_the_weights_of_all_blocks_or_their_expectation(dataset, head, changes):
     batch = packed(dataset, 96)
     draft = build(dataset, head, "dspark", **changes)
     counts = draft.slot_counts(batch)
@@ -316,9 +314,7 @@ def test_figures_say_what_there_is(dataset: HiddenStatesDataset, head: TargetHea
 
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash"])
-def test_a_rank_without_a_batch_counts_nothing(
-    dataset: HiddenStatesDataset, head: TargetHead, kind: str
-) -> None:
+def test_a_rank_without_a_batch_counts_nothing(dataset, head, kind):
     """Every stop of a run sums these counts, also where a block is longer than the padding."""
     draft = build(dataset, head, kind, block_size=16)
     assert draft.slot_counts(padding_batch()).tolist() == [0, 0]

@@ -185,12 +185,8 @@ def rows_of(teacher: TeacherRows, part: slice) -> TeacherRows:
 @pytest.mark.parametrize("labelled", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 100])
 def test_chunks_change_nothing_and_gradients_are_autograds(
-    rows: int,
-    labelled: bool,
-    reduced: bool,
-    shared: list[int] | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    rows, labelled, reduced, shared, monkeypatch
+):
     """Rows may share a latent vector, across tiles (of two rows) and chunks."""
     monkeypatch.setattr("spec_train.losses.tiles.TILE_ELEMENTS", 2 * 11)
     generator = torch.Generator().manual_seed(0)

@@ -169,9 +169,7 @@ def test_the_first_draft_of_a_block_can_be_dropped_too(name, target, prompts, dr
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_figure_with_a_threshold_is_that_of_blocks_cut_by_hand(
-    name, target, prompts, drafts
-) -> None:
+def test_the_figure_with_a_threshold_is_that_of_blocks_cut_by_hand(name, target, prompts, drafts):
     """The confidence depends on the previous token alone, so plain loops can cut the blocks.
 
     The planted failure: a block that always keeps its first draft has another, longer figure.

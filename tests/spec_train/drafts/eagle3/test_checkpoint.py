@@ -12,12 +12,10 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from spec_data.models.rope_settings import RopeSettings, rope_parameters
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import row_layout
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Draft
 from spec_train.drafts.layers import Rotary
 from spec_train.drafts.slots import document_lengths, document_offsets
 from spec_train.drafts.unroll import Unroll
-from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import Eagle3Options
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
@@ -30,9 +28,7 @@ dataset, head = any_draft.dataset, any_draft.head
 # --- files ---------------------------------------------------------------------------------------
 
 
-def test_options_that_the_dataset_cannot_serve_are_refused(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
+def test_options_that_the_dataset_cannot_serve_are_refused(dataset, head):
     for changes, message in (
         ({"layers": "0,7"}, r"no layer \[7\]"),
         ({"layers": "0;1"}, "commas"),

@@ -3,15 +3,11 @@
 The loss itself is compared with slow loops in `test_reference`.
 """
 
-from typing import Any
-
 import pytest
 import torch
 
 from spec_data.shards.errors import DraftError
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.eagle3.draft import eagle3_loss
-from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
 from tests.tolerance import network
@@ -25,16 +21,13 @@ FORWARD = {"terms": network(4), "dtype": torch.float32}  # four steps; sums are 
     "wrong",
     [
         {"logits": None},
-        {"slot_mask": torch.ones(1, 5)},
         {"final_hidden": torch.zeros(1, 5, 32)},
         {"logits": None, "final_hidden": torch.zeros(1, 5, 32)},
         {"logits": None, "target_probs": torch.zeros(1, 5, 40)},
         {"kind": "mse"},
     ],
 )
-def test_contradictory_arguments_are_refused(
-    dataset: HiddenStatesDataset, head: TargetHead, wrong: dict[str, Any]
-) -> None:
+def test_contradictory_arguments_are_refused(dataset, head, wrong):
     good = {
         "aux_hidden_states": torch.zeros(1, 5, 96),
         "input_ids": torch.zeros(1, 5, dtype=torch.long),
@@ -47,9 +40,7 @@ def test_contradictory_arguments_are_refused(
         eagle3_loss(draft, **good | wrong)
 
 
-def test_renormalised_probabilities_alone_are_refused_for_a_reduced_vocabulary(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
+def test_renormalised_probabilities_alone_are_refused_for_a_reduced_vocabulary(dataset, head):
     """The planted failure: acceptance with `target_probs` would be that of a renormalised target.
 
     Over the full vocabulary they are the target's own probabilities.

@@ -10,9 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from spec_data.shards.errors import DraftError
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
-from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import PeagleOptions
 from spec_train.training.setup import fit
 from tests.draft_tools import reseal, write_json
@@ -31,9 +29,7 @@ OPTIONS = PeagleOptions(depths=3, num_layers=2, draft_vocab_size=40)
 # --- files ---------------------------------------------------------------------------------------
 
 
-def test_tensor_names_and_shapes_are_those_the_engine_reads(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
-) -> None:
+def test_tensor_names_and_shapes_are_those_the_engine_reads(dataset, head, tmp_path):
     draft = build_draft("peagle", dataset, head)
     assert abs(float(draft.mask_hidden.detach().std()) - 1) < 0.2
     draft.save_pretrained(tmp_path, torch.bfloat16)
@@ -51,9 +47,7 @@ def test_tensor_names_and_shapes_are_those_the_engine_reads(
     assert torch.equal(tensors["embed_tokens.weight"], head.embed_weight.bfloat16())
 
 
-def test_the_config_is_the_flat_form_of_parallel_drafting(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path
-) -> None:
+def test_the_config_is_the_flat_form_of_parallel_drafting(dataset, head, tmp_path):
     build_draft("peagle", dataset, head, layers="0,2", mask_token_id=7).save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["architectures"] == ["Eagle3LlamaForCausalLM"] and raw["model_type"] == "llama"

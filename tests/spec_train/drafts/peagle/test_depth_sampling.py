@@ -34,9 +34,7 @@ def documents() -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize(("ratio", "floor"), [(0.7, 0.2), (1.0, 0.0), (0.4, 0.05)])
-def test_it_is_the_loop_version_document_by_document(
-    share: float, ratio: float, floor: float
-) -> None:
+def test_it_is_the_loop_version_document_by_document(share, ratio, floor):
     supervised, ids, uniforms = case(share, 8, seed=3)
     supervised[ids < 0] = True  # garbage in padding changes nothing
     sample = cod_sample(supervised, ids, uniforms, ratio=ratio, floor=floor)

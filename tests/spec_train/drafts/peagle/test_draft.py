@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spec_data.shards.packing import pack_documents
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.peagle.draft import PeagleDraft
-from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import batch_of, build_draft, packed
 from tests.tolerance import close, close_gradients, network
@@ -25,9 +23,7 @@ FORWARD = {"terms": network(2), "dtype": torch.float32}  # two layers; sums are 
 BACKWARD = {"terms": network(2, backward=True, slots=320)}
 
 
-def test_the_loss_trains_on_the_elements_that_were_counted(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
+def test_the_loss_trains_on_the_elements_that_were_counted(dataset, head):
     draft = build_draft("peagle", dataset, head)
     batches = [batch_of(dataset, [[i], [i + 1]], 40) for i in range(0, 8, 2)]
     counts = [draft.slot_counts(batch.without_hidden()) for batch in batches]
@@ -49,9 +45,7 @@ def test_the_loss_trains_on_the_elements_that_were_counted(
     assert torch.equal(one, draft.draw(batches[0]))
 
 
-def test_evaluation_is_the_same_every_time_and_however_documents_are_packed(
-    dataset: HiddenStatesDataset, head: TargetHead
-) -> None:
+def test_evaluation_is_the_same_every_time_and_however_documents_are_packed(dataset, head):
     draft = build_draft("peagle", dataset, head).eval()
     figures = []
     for rows, width in (
@@ -73,9 +67,7 @@ def one_rank(tmp_path: Path):
     dist.destroy_process_group()
 
 
-def test_a_distributed_wrapper_reduces_every_gradient_once(
-    dataset: HiddenStatesDataset, head: TargetHead, one_rank: None
-) -> None:
+def test_a_distributed_wrapper_reduces_every_gradient_once(dataset, head, one_rank):
     """For any number of segments, their gradients reach the parameters together."""
     batch = packed(dataset)
     reduced = []

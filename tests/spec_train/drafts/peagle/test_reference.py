@@ -170,13 +170,11 @@ def test_an_element_sees_its_past_and_no_other_rollout() -> None:
     def losses_of(extra: list[tuple[int, int]], document: Document) -> Tensor:
         chain = [(anchor, d) for d in range(DEPTHS)]
         inputs = lay_out_all([document], [chain + extra], [[0]], DEPTHS)
-        only = torch.zeros_like(inputs["loss_mask"])
-        inputs.pop("loss_mask")
         result = []
         for d in range(DEPTHS):  # at depth d, only one element at the slot has a loss
-            slot = only.clone()
-            slot[0, anchor + d] = True
-            result.append(peagle_loss(draft, slot_mask=slot, **inputs).sums["loss"][d])
+            mask = torch.zeros_like(inputs["loss_mask"])
+            mask[0, anchor + d : anchor + d + 2] = True  # the known token and the drafted one
+            result.append(peagle_loss(draft, **inputs | {"loss_mask": mask}).sums["loss"][d])
         return torch.stack(result)
 
     alone = losses_of([], documents[0])

@@ -48,9 +48,7 @@ MIXED = "sliding_attention,full_attention,sliding_attention"
 @pytest.mark.parametrize("window, types", [(0, "auto"), (3, "auto"), (2, MIXED)])
 @pytest.mark.parametrize("seed", range(3))
 @torch.no_grad()
-def test_the_drafter_computes_the_logits_of_the_slow_reference(
-    seed: int, window: int, types: str
-) -> None:
+def test_the_drafter_computes_the_logits_of_the_slow_reference(seed, window, types):
     """At every depth, with caches, after rounds of every size, in float64."""
     case = Case(fc_norm=True, window=window, types=types)
     draft, mask = make_exact(case), [0, 0, *[1] * 12]
