@@ -5,12 +5,29 @@ a norm of heads where the checkpoint has one.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes and arithmetic of a layer, from the checkpoint's config.json."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_inv_freq: Tensor  # [rotary dimensions / 2]
+    rope_factor: float = 1.0  # multiplies cos and sin (yarn, longrope)
+    act: str = "silu"
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms(x, weight, self.rms_norm_eps)
 
 
 def linear(state: State, name: str, x: Tensor) -> Tensor:
@@ -72,14 +89,50 @@ def mlp(state: State, prefix: str, x: Tensor, act: str) -> Tensor:
 
 
 def head_of(
-    state: State, prefix: str, which: str, x: Tensor, head: int, size: int, eps: float
+    state: State, layer: str, which: str, x: Tensor, head: int, position: int, sizes: Sizes
 ) -> Tensor:
-    """Return head number `head` [size] of the projection q, k or v, normed if it has a norm."""
-    rows, name = slice(head * size, (head + 1) * size), f"{prefix}.{which}_proj"
-    part = state[f"{name}.weight"][rows] @ x
-    part = part + state[f"{name}.bias"][rows] if f"{name}.bias" in state else part
-    norm = f"{prefix}.{which}_norm.weight"
-    return rms(part, state[norm], eps) if norm in state else part
+    """Return head number `head` [d] of the projection q, k or v: normed, if it has one, rotated."""
+    rows, name = slice(head * sizes.head_dim, (head + 1) * sizes.head_dim), f"{layer}.self_attn"
+    part = state[f"{name}.{which}_proj.weight"][rows] @ x
+    if f"{name}.{which}_proj.bias" in state:
+        part = part + state[f"{name}.{which}_proj.bias"][rows]
+    if f"{name}.{which}_norm.weight" in state:
+        part = sizes.norm(part, state[f"{name}.{which}_norm.weight"])
+    return part if which == "v" else rope(part, position, sizes.rope_inv_freq, sizes.rope_factor)
+
+
+Row = list[tuple[Tensor, Tensor]]
+"""Key and value [d] of every key-value head."""
+
+
+def keys_values(state: State, layer: str, x: Tensor, position: int, sizes: Sizes) -> Row:
+    """Return the row that an attention input [W] adds."""
+    groups = range(sizes.kv_heads)
+    key, value = (
+        [head_of(state, layer, which, x, g, position, sizes) for g in groups] for which in "kv"
+    )
+    return list(zip(key, value, strict=True))
+
+
+def attend(
+    state: State, layer: str, x: Tensor, position: int, rows: Sequence[Row], sizes: Sizes
+) -> Tensor:
+    """Return the heads of an attention input [W] over the rows that it sees, joined."""
+    heads = []
+    for h in range(sizes.heads):
+        group = h * sizes.kv_heads // sizes.heads  # consecutive query heads share a kv head
+        query = head_of(state, layer, "q", x, h, position, sizes)
+        scores = torch.stack([query @ row[group][0] for row in rows]) / math.sqrt(sizes.head_dim)
+        weights = torch.softmax(scores, 0)
+        heads.append(sum(w * row[group][1] for w, row in zip(weights, rows, strict=True)))
+    return torch.cat(heads)
+
+
+def finish(state: State, layer: str, residual: Tensor, heads: Tensor, sizes: Sizes) -> Tensor:
+    """Return a layer's output [H] of its residual [H] and its attention heads."""
+    middle = residual + linear(state, f"{layer}.self_attn.o_proj", heads)
+    normed = sizes.norm(middle, state[f"{layer}.post_attention_layernorm.weight"])
+    return middle + mlp(state, f"{layer}.mlp", normed, sizes.act)
 
 
 Shape = tuple[tuple[str, object], ...]

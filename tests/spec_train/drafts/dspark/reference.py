@@ -23,14 +23,9 @@ State = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceConfig:
+class ReferenceConfig(slow_layer.Sizes):
     """Settings from the checkpoint's config.json and the training options."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_inv_freq: Tensor  # [rotary dimensions / 2]
     block_size: int
     mask_token_id: int
     sample_from_anchor: bool
@@ -47,7 +42,6 @@ class ReferenceConfig:
     loss: SlotLoss | None = None  # another loss in place of cross-entropy and L1
     against: str = "soft"  # what that loss compares with: soft, hard or tokens
     weights: tuple[float, ...] = ()  # of the drafts of a block, instead of exp(-d / gamma)
-    act: str = "silu"
 
     @property
     def depth(self) -> int:
@@ -229,7 +223,7 @@ def block_states(
 ) -> list[Tensor]:
     """Return y [H] of the B slots of a block; it sees the target's states before `anchor`."""
     context = [
-        _norm(slow_layer.linear(state, "fc", document.aux[t]), state["hidden_norm.weight"], config)
+        config.norm(slow_layer.linear(state, "fc", document.aux[t]), state["hidden_norm.weight"])
         for t in range(anchor)
     ]
     tokens = [document.x[anchor], *[config.mask_token_id] * (config.block_size - 1)]
@@ -238,7 +232,7 @@ def block_states(
     while f"layers.{layer}.input_layernorm.weight" in state:
         rows = _layer(state, f"layers.{layer}", config, context, rows, anchor)
         layer += 1
-    return [_norm(row, state["norm.weight"], config) for row in rows]
+    return [config.norm(row, state["norm.weight"]) for row in rows]
 
 
 def _layer(
@@ -249,27 +243,17 @@ def _layer(
     rows: list[Tensor],
     anchor: int,
 ) -> list[Tensor]:
-    inputs = [_norm(row, state[f"{name}.input_layernorm.weight"], config) for row in rows]
+    inputs = [config.norm(row, state[f"{name}.input_layernorm.weight"]) for row in rows]
     # Keys: those of the context, then those of the block; the context has no input norm.
-    sources = [*enumerate(context), *((anchor + k, u) for k, u in enumerate(inputs))]
-    keys, values = (
-        [[make(state, name, s, g, t, config) for t, s in sources] for g in range(config.kv_heads)]
-        for make in (_key, _value)
-    )
-    window = config.windows[int(name.split(".")[1])]
-    seen = {k: _seen(config, window, anchor, k) for k in range(len(rows))}
-    out = []
+    keys = [
+        slow_layer.keys_values(state, name, x, position, config)
+        for position, x in enumerate([*context, *inputs])
+    ]
+    window, out = config.windows[int(name.split(".")[1])], []
     for k, (row, u) in enumerate(zip(rows, inputs, strict=True)):
-        heads = []
-        for h in range(config.heads):
-            group = h * config.kv_heads // config.heads  # consecutive query heads share a kv head
-            query = _turned(state, name, "q", u, h, anchor + k, config)
-            scores = torch.stack([query @ keys[group][j] for j in seen[k]])
-            weights = torch.softmax(scores / math.sqrt(config.head_dim), 0)
-            heads.append(sum(w * values[group][j] for w, j in zip(weights, seen[k], strict=True)))
-        middle = row + slow_layer.linear(state, f"{name}.self_attn.o_proj", torch.cat(heads))
-        v = _norm(middle, state[f"{name}.post_attention_layernorm.weight"], config)
-        out.append(middle + slow_layer.mlp(state, f"{name}.mlp", v, config.act))
+        seen = [keys[j] for j in _seen(config, window, anchor, k)]
+        heads = slow_layer.attend(state, name, u, anchor + k, seen, config)
+        out.append(slow_layer.finish(state, name, row, heads, config))
     return out
 
 
@@ -281,34 +265,3 @@ def _seen(config: ReferenceConfig, window: int | None, anchor: int, slot: int) -
     if not config.non_causal:
         last = own
     return [p for p in range(last + 1) if abs(own - p) < window]
-
-
-def _key(
-    state: State, name: str, x: Tensor, group: int, position: int, config: ReferenceConfig
-) -> Tensor:
-    return _turned(state, name, "k", x, group, position, config)
-
-
-def _value(
-    state: State, name: str, x: Tensor, group: int, position: int, config: ReferenceConfig
-) -> Tensor:
-    return _part(state, name, "v", x, group, config)
-
-
-def _part(
-    state: State, name: str, which: str, x: Tensor, head: int, config: ReferenceConfig
-) -> Tensor:
-    size, eps = config.head_dim, config.rms_norm_eps
-    return slow_layer.head_of(state, f"{name}.self_attn", which, x, head, size, eps)
-
-
-def _turned(
-    state: State, name: str, which: str, x: Tensor, head: int, position: int, c: ReferenceConfig
-) -> Tensor:
-    """Return a query or key: projected, normed per head, rotated."""
-    part = _part(state, name, which, x, head, c)
-    return slow_layer.rope(part, position, c.rope_inv_freq)
-
-
-def _norm(x: Tensor, weight: Tensor, config: ReferenceConfig) -> Tensor:
-    return slow_layer.rms(x, weight, config.rms_norm_eps)

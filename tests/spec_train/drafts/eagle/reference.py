@@ -10,7 +10,6 @@ token t+2. Step s continues from slot t: its row is (a token of position t+1+s, 
 prediction) at position t+s. It sees the rows of slots 0..t and those of its own chain.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,18 +21,11 @@ from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, SlotLoss
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceConfig:
+class ReferenceConfig(slow_layer.Sizes):
     """Settings from the checkpoint's config.json, the target's head and the training options."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_inv_freq: Tensor  # [rotary dimensions / 2]
-    rope_factor: float = 1.0
     layers: int = 1
     windows: tuple[int | None, ...] = (None,)  # per layer: positions that a row sees; None: all
-    act: str = "silu"
     head_weight: Tensor  # [V, H]
     head_bias: Tensor | None = None  # [V]
     head_scale: float = 1.0
@@ -98,14 +90,16 @@ def predict(
         state["fc.weight"] @ torch.cat([state["embed_tokens.weight"][token], hidden])
         for token, hidden in rows
     ]
-    for layer in range(config.layers):
-        prefix = f"layers.{layer}"
-        name = f"{prefix}.input_layernorm.weight"
-        assert (name in state) == (layer > 0), "the first layer has no norm before its attention"
-        normed = [x if layer == 0 else _norm(x, state[name], config) for x in inputs]
-        inputs = [
-            _layer(state, config, prefix, inputs[i], normed[: i + 1]) for i in range(len(inputs))
-        ]
+    for number in range(config.layers):
+        layer, window = f"layers.{number}", config.windows[number]
+        norm = f"{layer}.input_layernorm.weight"
+        assert (norm in state) == (number > 0), "the first layer has no norm before its attention"
+        normed = [config.norm(x, state[norm]) if number else x for x in inputs]
+        rows = [slow_layer.keys_values(state, layer, u, i, config) for i, u in enumerate(normed)]
+        for i, u in enumerate(normed):
+            first = 0 if window is None else max(0, i - window + 1)
+            heads = slow_layer.attend(state, layer, u, i, rows[first : i + 1], config)
+            inputs[i] = slow_layer.finish(state, layer, inputs[i], heads, config)
     return inputs[-1]
 
 
@@ -183,42 +177,3 @@ def reference_loss(
         total = config.regression_weight * distance + config.ce_weight * entropy
         out.loss = total / out.supervised[0]
     return out
-
-
-def _layer(
-    state: Mapping[str, Tensor],
-    config: ReferenceConfig,
-    prefix: str,
-    x: Tensor,
-    normed: Sequence[Tensor],
-) -> Tensor:
-    """Return the output [H] of a layer for the last of the rows with attention inputs `normed`."""
-    size, position = config.head_dim, len(normed) - 1
-
-    def part(name: str, row: int, index: int) -> Tensor:
-        x, eps = normed[row], config.rms_norm_eps
-        return slow_layer.head_of(state, f"{prefix}.self_attn", name, x, index, size, eps)
-
-    outputs = []
-    window = config.windows[int(prefix.split(".")[1])]
-    first = 0 if window is None else max(0, position - window + 1)
-    for h in range(config.heads):
-        group = h * config.kv_heads // config.heads  # consecutive query heads share a kv head
-        query = _rope(part("q", position, h), position, config)
-        scores = [
-            query @ _rope(part("k", j, group), j, config) / math.sqrt(size)
-            for j in range(first, position + 1)
-        ]
-        weights = torch.softmax(torch.stack(scores), 0)
-        outputs.append(sum(w * part("v", j, group) for j, w in enumerate(weights, first)))
-    x = x + slow_layer.linear(state, f"{prefix}.self_attn.o_proj", torch.cat(outputs))
-    inside = _norm(x, state[f"{prefix}.post_attention_layernorm.weight"], config)
-    return x + slow_layer.mlp(state, f"{prefix}.mlp", inside, config.act)
-
-
-def _norm(x: Tensor, weight: Tensor, config: ReferenceConfig) -> Tensor:
-    return slow_layer.rms(x, weight, config.rms_norm_eps)
-
-
-def _rope(vector: Tensor, position: int, config: ReferenceConfig) -> Tensor:
-    return slow_layer.rope(vector, position, config.rope_inv_freq, config.rope_factor)

@@ -10,7 +10,6 @@ steps, d head size. Slot t sees the target's states of token t and the known tok
 token t+2. At unroll step s everything except the slot's own states moves s tokens further.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,20 +21,12 @@ from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, SlotLoss
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceConfig:
+class ReferenceConfig(slow_layer.Sizes):
     """Settings from the checkpoint's config.json and the training options."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_inv_freq: Tensor  # [rotary dimensions / 2]
-    rope_factor: float = 1.0  # multiplies cos and sin (yarn, longrope)
-    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     norm_output: bool = False
     windows: tuple[int | None, ...] = (None,)  # per layer: positions that a row sees; None: all
     norm_before_residual: bool = False
-    act: str = "silu"
     steps: int = 7
     decay: float = 0.8
     loss: SlotLoss = CROSS_ENTROPY
@@ -132,45 +123,34 @@ def reference_logits(
     """Return the draft logits [Vd] for every (slot, step) whose known token exists."""
     slots = len(x) - 1  # the last token's slot has no known token
     carried = [slow_layer.project(state, aux[t], config.rms_norm_eps) for t in range(slots)]
-    keys: list[Rows] = [{} for _ in _layers(state)]  # per layer
-    values: list[Rows] = [{} for _ in _layers(state)]
+    rows: list[dict[tuple[int, int], slow_layer.Row]] = [{} for _ in _layers(state)]  # per layer
     logits: dict[tuple[int, int], Tensor] = {}
     for s in range(config.steps):
         residual = {t: carried[t] for t in range(slots - s)}
         for number, name in enumerate(_layers(state)):
-            inputs = {}
+            norm, inputs = state[f"{name}.input_layernorm.weight"], {}
             for t in residual:
-                norm = state[f"{name}.input_layernorm.weight"]
+                inputs[t] = config.norm(residual[t], norm) if number else None
                 if number == 0:
                     embedding = state["embed_tokens.weight"][x[t + 1 + s]]
-                    normed = _norm(residual[t], state[f"{name}.hidden_norm.weight"], config)
-                    inputs[t] = torch.cat([_norm(embedding, norm, config), normed])
+                    normed = config.norm(residual[t], state[f"{name}.hidden_norm.weight"])
+                    inputs[t] = torch.cat([config.norm(embedding, norm), normed])
                     residual[t] = normed if config.norm_before_residual else residual[t]
-                else:
-                    inputs[t] = _norm(residual[t], norm, config)
-                for h in range(config.kv_heads):
-                    key = _head(state, config, f"{name}.self_attn", "k", inputs[t], h)
-                    keys[number][t, s, h] = _rope(key, t + s, config)
-                    value = _head(state, config, f"{name}.self_attn", "v", inputs[t], h)
-                    values[number][t, s, h] = value
-            for t in residual:
-                attended = _attend(
-                    state, config, name, inputs[t], t, s, keys[number], values[number]
-                )
-                middle = residual[t] + slow_layer.linear(
-                    state, f"{name}.self_attn.o_proj", attended
-                )
-                inside = _norm(middle, state[f"{name}.post_attention_layernorm.weight"], config)
-                residual[t] = middle + slow_layer.mlp(state, f"{name}.mlp", inside, config.act)
+                made = slow_layer.keys_values(state, name, inputs[t], t + s, config)
+                rows[number][t, s] = made
+            for t in residual:  # step-0 keys of slots 0..t, and this slot's keys of steps 1..s
+                seen = [(j, 0) for j in range(t + 1)] + [(t, step) for step in range(1, s + 1)]
+                window = config.windows[number]
+                if window is not None:  # slot j at step s is at position j + s
+                    seen = [pair for pair in seen if t + s - window < sum(pair)]
+                keys = [rows[number][pair] for pair in seen]
+                heads = slow_layer.attend(state, name, inputs[t], t + s, keys, config)
+                residual[t] = slow_layer.finish(state, name, residual[t], heads, config)
         for t, output in residual.items():
-            normed = _norm(output, state["norm.weight"], config)
+            normed = config.norm(output, state["norm.weight"])
             logits[t, s] = state["lm_head.weight"] @ normed
             carried[t] = normed if config.norm_output else output
     return logits
-
-
-Rows = dict[tuple[int, int, int], Tensor]
-"""(slot, step, kv head) -> [d]"""
 
 
 def _layers(state: Mapping[str, Tensor]) -> list[str]:
@@ -179,13 +159,6 @@ def _layers(state: Mapping[str, Tensor]) -> list[str]:
         return ["midlayer"]
     count = sum(name.endswith(".input_layernorm.weight") for name in state)
     return [f"layers.{number}" for number in range(count)]
-
-
-def _head(
-    state: Mapping[str, Tensor], config: ReferenceConfig, name: str, which: str, x: Tensor, h: int
-) -> Tensor:
-    eps = config.rms_norm_eps
-    return slow_layer.head_of(state, name, which, x, h, config.head_dim, eps)
 
 
 def _add_document(
@@ -218,41 +191,3 @@ def _add_document(
             p, [full[v] for v in draft_ids], log_q, draft_ids.index(wanted)
         )
     return hits
-
-
-def _attend(
-    state: Mapping[str, Tensor],
-    config: ReferenceConfig,
-    name: str,
-    u: Tensor,
-    t: int,
-    s: int,
-    keys: Mapping[tuple[int, int, int], Tensor],
-    values: Mapping[tuple[int, int, int], Tensor],
-) -> Tensor:
-    """Attend with one softmax over step-0 keys of slots 0..t and this slot's keys of steps 1..s."""
-    scale = 1 / math.sqrt(config.head_dim)
-    if config.attention_scale is not None:
-        scale = config.attention_scale
-    seen = [(j, 0) for j in range(t + 1)] + [(t, step) for step in range(1, s + 1)]
-    window = config.windows[int(name.rpartition(".")[2] if "." in name else 0)]
-    if window is not None:  # slot j at step s is at position j + s
-        seen = [pair for pair in seen if t + s - window < sum(pair)]
-    outputs = []
-    for h in range(config.heads):
-        query = _rope(_head(state, config, f"{name}.self_attn", "q", u, h), t + s, config)
-        group = h * config.kv_heads // config.heads  # consecutive query heads share a kv head
-        scores = torch.stack([query @ keys[j, step, group] * scale for j, step in seen])
-        weights = torch.softmax(scores, 0)
-        outputs.append(
-            sum(w * values[j, step, group] for w, (j, step) in zip(weights, seen, strict=True))
-        )
-    return torch.cat(outputs)
-
-
-def _norm(x: Tensor, weight: Tensor, config: ReferenceConfig) -> Tensor:
-    return slow_layer.rms(x, weight, config.rms_norm_eps)
-
-
-def _rope(vector: Tensor, position: int, config: ReferenceConfig) -> Tensor:
-    return slow_layer.rope(vector, position, config.rope_inv_freq, config.rope_factor)

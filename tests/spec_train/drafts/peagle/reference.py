@@ -9,7 +9,6 @@ is the target's logits of token t + 1 + d. Depth 0 knows token t + 1 and the tar
 states of token t; deeper elements hold the mask token and `mask_hidden`.
 """
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,21 +23,15 @@ Element = tuple[int, int]  # (anchor, depth)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceConfig:
+class ReferenceConfig(slow_layer.Sizes):
     """Settings from the checkpoint's config.json and the training options."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
     layers: int
     windows: tuple[int | None, ...]  # per layer: positions that an element sees; None: all
-    rms_norm_eps: float
-    rope_inv_freq: Tensor
     mask_token_id: int
     depths: int
     loss: SlotLoss = KL
     norm_before_residual: bool = False
-    act: str = "silu"
 
 
 @dataclass(kw_only=True)
@@ -95,34 +88,28 @@ def reference_logits(
     for t, d in elements:
         token = document.x[t + 1] if d == 0 else config.mask_token_id
         aux = document.aux[t] if d == 0 else state["mask_hidden"].flatten()
+        embedding = state["embed_tokens.weight"][token]
         hidden[t, d] = slow_layer.project(state, aux, config.rms_norm_eps)
-        first[t, d] = torch.cat(
-            [
-                _norm(
-                    state["embed_tokens.weight"][token],
-                    state["layers.0.input_layernorm.weight"],
-                    config,
-                ),
-                _norm(hidden[t, d], state["layers.0.hidden_norm.weight"], config),
-            ]
-        )
-    if config.norm_before_residual:
-        norm = state["layers.0.hidden_norm.weight"]
-        hidden = {e: _norm(hidden[e], norm, config) for e in elements}
+        normed = config.norm(hidden[t, d], state["layers.0.hidden_norm.weight"])
+        norm = state["layers.0.input_layernorm.weight"]
+        first[t, d] = torch.cat([config.norm(embedding, norm), normed])
+        hidden[t, d] = normed if config.norm_before_residual else hidden[t, d]
     for number in range(config.layers):
-        name = f"layers.{number}"
-        inputs = first
+        name, window, inputs = f"layers.{number}", config.windows[number], first
         if number:
             norm = state[f"{name}.input_layernorm.weight"]
-            inputs = {e: _norm(hidden[e], norm, config) for e in elements}
-        window = config.windows[number]
-        heads = _attention(state, config, f"{name}.self_attn", inputs, elements, window)
-        for e in elements:
-            middle = hidden[e] + slow_layer.linear(state, f"{name}.self_attn.o_proj", heads[e])
-            normed = _norm(middle, state[f"{name}.post_attention_layernorm.weight"], config)
-            hidden[e] = middle + slow_layer.mlp(state, f"{name}.mlp", normed, config.act)
+            inputs = {e: config.norm(hidden[e], norm) for e in elements}
+        rows = {e: slow_layer.keys_values(state, name, inputs[e], sum(e), config) for e in elements}
+        for t, d in elements:
+            seen = [(j, 0) for j in range(t + 1)] + [(t, e) for e in range(1, d + 1)]
+            assert all(e in inputs for e in seen), "an anchor's depths have no gaps"
+            if window is not None:  # an element is at position anchor + depth
+                seen = [e for e in seen if t + d - window < sum(e)]
+            keys = [rows[e] for e in seen]
+            heads = slow_layer.attend(state, name, inputs[t, d], t + d, keys, config)
+            hidden[t, d] = slow_layer.finish(state, name, hidden[t, d], heads, config)
     head, norm = state["lm_head.weight"], state["norm.weight"]
-    return {e: head @ _norm(hidden[e], norm, config) for e in elements}
+    return {e: head @ config.norm(hidden[e], norm) for e in elements}
 
 
 def reference_loss(
@@ -191,47 +178,3 @@ def _add_chains(out: Reference, hit: Mapping[Element, bool], length: int, depths
             out.chains += 1
             for d in range(depths):
                 out.survivors[d] += all(hit[t, e] for e in range(d + 1))
-
-
-def _attention(
-    state: Mapping[str, Tensor],
-    config: ReferenceConfig,
-    name: str,
-    inputs: Mapping[Element, Tensor],
-    elements: Sequence[Element],
-    window: int | None,
-) -> dict[Element, Tensor]:
-    size, out = config.head_dim, {}
-    eps = config.rms_norm_eps
-    projected = {
-        (kind, e): [
-            slow_layer.head_of(state, name, kind, inputs[e], h, size, eps)
-            for h in range(config.heads if kind == "q" else config.kv_heads)
-        ]
-        for kind in "qkv"
-        for e in elements
-    }
-    rotated = {e: [_rope(key, sum(e), config) for key in projected["k", e]] for e in elements}
-    for t, d in elements:
-        seen = [(j, 0) for j in range(t + 1)] + [(t, e) for e in range(1, d + 1)]
-        assert all(e in inputs for e in seen), "an anchor's depths have no gaps"
-        if window is not None:  # an element is at position anchor + depth
-            seen = [e for e in seen if t + d - window < sum(e)]
-        heads = []
-        for h in range(config.heads):
-            group = h * config.kv_heads // config.heads
-            query = _rope(projected["q", (t, d)][h], t + d, config)
-            scores = torch.stack([query @ rotated[e][group] for e in seen]) / math.sqrt(size)
-            weights = torch.softmax(scores, 0)
-            values = [projected["v", e][group] for e in seen]
-            heads.append(sum(w * v for w, v in zip(weights, values, strict=True)))
-        out[t, d] = torch.cat(heads)
-    return out
-
-
-def _norm(x: Tensor, weight: Tensor, config: ReferenceConfig) -> Tensor:
-    return slow_layer.rms(x, weight, config.rms_norm_eps)
-
-
-def _rope(vector: Tensor, position: int, config: ReferenceConfig) -> Tensor:
-    return slow_layer.rope(vector, position, config.rope_inv_freq)
