@@ -4,7 +4,6 @@ The forward is written from the definition: one slot, one head and one key at a 
 What differs between trainers (windows, causality, heads, layouts) are arguments of it.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,9 @@ from spec_data.shards.schema import HeadSpec
 from spec_train.drafts import load_draft
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
+from tests.spec_train.drafts import slow_layer
 from tests.spec_train.formats.published import tiny
-from tests.spec_train.formats.published.tiny import GROUPS, HEADS, D, H, V, gain, noise
+from tests.spec_train.formats.published.tiny import H, V, gain, noise
 
 MASK, SIZE, RANK, LAYERS = V - 1, 4, 3, 2
 IDS = [1, 4, 8]
@@ -77,40 +77,27 @@ class Reading:
     causal: tuple[bool, ...] = (False,) * LAYERS
     size: int = SIZE
     mask: int = MASK
-    act: Any = None
 
 
 def slot_states(it: Reading, aux: Tensor, anchor: int) -> list[Tensor]:
     """Return the states [H] of the slots of the block after the positions of `aux` [T, n*H]."""
-    state, start = it.state, len(aux)
-    context = [tiny.rms(state["fc.weight"] @ row, state["hidden_norm.weight"]) for row in aux]
+    state, start, sizes = it.state, len(aux), tiny.LAYER
+    context = [sizes.norm(state["fc.weight"] @ row, state["hidden_norm.weight"]) for row in aux]
     x = [it.embedding[anchor], *[it.embedding[it.mask]] * (it.size - 1)]
-    for layer in range(len(it.types)):
-        p = f"layers.{layer}."
-        inside = [tiny.rms(row, state[f"{p}input_layernorm.weight"]) for row in x]
-        keys, values = [], []
-        for position, row in enumerate([*context, *inside]):
-            k = tiny.linear(state, f"{p}self_attn.k_proj", row).view(GROUPS, D)
-            k = [tiny.rms(h, state[f"{p}self_attn.k_norm.weight"]) for h in k]
-            keys.append([tiny.rope(h, position) for h in k])
-            values.append(tiny.linear(state, f"{p}self_attn.v_proj", row).view(GROUPS, D))
+    for number in range(len(it.types)):
+        layer = f"layers.{number}"
+        inside = [sizes.norm(row, state[f"{layer}.input_layernorm.weight"]) for row in x]
+        rows = [
+            slow_layer.keys_values(state, layer, row, position, sizes)
+            for position, row in enumerate([*context, *inside])
+        ]
         out = []
-        for slot, row in enumerate(inside):
-            at = start + slot
-            q = tiny.linear(state, f"{p}self_attn.q_proj", row).view(HEADS, D)
-            heads = []
-            seen = [j for j in range(start + it.size) if _sees(it, layer, at, j, start)]
-            for h in range(HEADS):
-                query = tiny.rope(tiny.rms(q[h], state[f"{p}self_attn.q_norm.weight"]), at)
-                g = h * GROUPS // HEADS
-                scores = torch.stack([query @ keys[j][g] for j in seen]) / math.sqrt(D)
-                weights = torch.softmax(scores, 0)
-                heads.append(sum(w * values[j][g] for w, j in zip(weights, seen, strict=True)))
-            middle = x[slot] + tiny.linear(state, f"{p}self_attn.o_proj", torch.cat(heads))
-            normed = tiny.rms(middle, state[f"{p}post_attention_layernorm.weight"])
-            out.append(middle + tiny.mlp(state, p, normed, it.act))
+        for at, (residual, row) in enumerate(zip(x, inside, strict=True), start):
+            seen = [keys for j, keys in enumerate(rows) if _sees(it, number, at, j, start)]
+            heads = slow_layer.attend(state, layer, row, at, seen, sizes)
+            out.append(slow_layer.finish(state, layer, residual, heads, sizes))
         x = out
-    return [tiny.rms(row, state["norm.weight"]) for row in x]
+    return [sizes.norm(row, state["norm.weight"]) for row in x]
 
 
 def _sees(it: Reading, layer: int, at: int, key: int, start: int) -> bool:
@@ -135,7 +122,9 @@ def block_drafts(
             features = torch.cat([y, e])
         if "confidence_head.proj.weight" in it.state:
             width = it.state["confidence_head.proj.weight"].shape[1]
-            confidences.append(tiny.linear(it.state, "confidence_head.proj", features[:width]))
+            confidences.append(
+                slow_layer.linear(it.state, "confidence_head.proj", features[:width])
+            )
         previous = it.ids[int(z.argmax())]
         tokens.append(previous)
         logits.append(z)
@@ -144,10 +133,10 @@ def block_drafts(
 
 def _latent(it: Reading, e: Tensor, y: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     if it.markov == "gated":
-        gate = tiny.linear(it.state, "markov_head.gate_proj", torch.cat([y, e]))
+        gate = slow_layer.linear(it.state, "markov_head.gate_proj", torch.cat([y, e]))
         return torch.sigmoid(gate) * e, memory
     if it.markov == "rnn":
-        z = tiny.linear(it.state, "markov_head.joint_proj", torch.cat([memory, e, y]))
+        z = slow_layer.linear(it.state, "markov_head.joint_proj", torch.cat([memory, e, y]))
         gate, candidate, out = z.chunk(3)
         keep = torch.sigmoid(gate)
         return torch.tanh(out), keep * memory + (1 - keep) * torch.tanh(candidate)

@@ -112,17 +112,11 @@ def published(form: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return config, tensors
 
 
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh")
-
-
-def as_defined(
-    folder: Path, config: dict[str, Any], tensors: Any, facts: Any, form: str = "", **how: Any
-) -> Any:
+def as_defined(folder: Path, config: dict[str, Any], tensors: Any, facts: Any, **how: Any) -> Any:
     layer = config["transformer_layer_config"]
     given = {name: config.get(name, True) for name in ("norm_before_residual", "norm_output")}
     given |= {"layers": layer["num_hidden_layers"], "window": layer.get("sliding_window")}
-    given |= {"prefix": "layers.0.", "act": gelu if form == "gelu" else None}
+    given |= {"prefix": "layers.0.", "act": layer["hidden_act"]}
     return tiny.eagle3_as_defined(folder, config, tensors, facts, **given | how)
 
 
@@ -131,7 +125,7 @@ def test_eagle3_has_the_logits_of_its_own_class(tmp_path, form):
     torch.manual_seed(51)
     facts = tiny.target()
     config, tensors = published(form)
-    draft = as_defined(tmp_path, config, tensors, facts, form)
+    draft = as_defined(tmp_path, config, tensors, facts)
     assert draft.config.layers == (1, 5, 8) and draft.options.ttt_steps == 5
 
 

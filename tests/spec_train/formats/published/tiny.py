@@ -9,7 +9,8 @@ H hidden size, D head size, V / Vd target / draft vocabulary, L blocks of the ta
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from spec_train.drafts import load_draft
 from spec_train.formats.target_facts import TargetFacts
+from tests.spec_train.drafts import slow_layer
 
 H, INNER, HEADS, GROUPS, D = 16, 24, 4, 2, 4
 V, VD, L = 48, 20, 12
 EPS, THETA = 1e-5, 5e5
 TOKENS = 9
-Norms = Callable[[Tensor, Tensor], Tensor]
 
 SIZES: dict[str, Any] = {
     "hidden_size": H,
@@ -145,61 +146,32 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 # --- an independent forward ----------------------------------------------------------------------
 
 
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x / torch.sqrt((x * x).mean() + EPS) * weight
-
-
-def rope(head: Tensor, position: int, theta: float = THETA) -> Tensor:
-    """Rotate pairs (i, i + D/2) of one head."""
-    half = len(head) // 2
+LAYER = slow_layer.Sizes(
+    heads=HEADS,
+    kv_heads=GROUPS,
+    head_dim=D,
+    rms_norm_eps=EPS,
     # float32, as all trainers keep their frequencies
-    steps = torch.arange(0, len(head), 2, dtype=torch.float32) / len(head)
-    angle = position * (1.0 / theta**steps).double()
-    a, b = head[:half], head[half:]
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
+    rope_inv_freq=1.0 / THETA ** (torch.arange(0, D, 2, dtype=torch.float32) / D),
+)
 
 
-def linear(state: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
-    y = state[f"{name}.weight"] @ x
-    return y + state[f"{name}.bias"] if f"{name}.bias" in state else y
-
-
-def attention(
-    state: Mapping[str, Tensor], prefix: str, rows: list[Tensor], window: int | None = None
+def run_layer(
+    state: Mapping[str, Tensor],
+    layer: str,
+    inputs: list[Tensor],
+    residuals: list[Tensor],
+    window: int | None = None,
+    act: str = "silu",
 ) -> list[Tensor]:
-    """Causal attention of all rows; `rows` are its inputs, one per position from 0."""
-    queries, keys, values = [], [], []
-    for position, row in enumerate(rows):
-        q = linear(state, f"{prefix}self_attn.q_proj", row).view(HEADS, D)
-        k = linear(state, f"{prefix}self_attn.k_proj", row).view(GROUPS, D)
-        v = linear(state, f"{prefix}self_attn.v_proj", row).view(GROUPS, D)
-        if f"{prefix}self_attn.q_norm.weight" in state:
-            q = torch.stack([rms(h, state[f"{prefix}self_attn.q_norm.weight"]) for h in q])
-            k = torch.stack([rms(h, state[f"{prefix}self_attn.k_norm.weight"]) for h in k])
-        queries.append(torch.stack([rope(h, position) for h in q]))
-        keys.append(torch.stack([rope(h, position) for h in k]))
-        values.append(v)
-    out = []
-    for position in range(len(rows)):
-        first = 0 if window is None else max(0, position - window + 1)
-        heads = []
-        for h in range(HEADS):
-            g = h * GROUPS // HEADS
-            scores = torch.stack(
-                [queries[position][h] @ keys[j][g] for j in range(first, position + 1)]
-            )
-            weights = torch.softmax(scores / math.sqrt(D), 0)
-            parts = zip(weights, range(first, position + 1), strict=True)
-            heads.append(sum(w * values[j][g] for w, j in parts))
-        out.append(linear(state, f"{prefix}self_attn.o_proj", torch.cat(heads)))
+    """Outputs of a causal layer; `inputs` are those of its attention, one per position from 0."""
+    sizes, out = replace(LAYER, act=act), []
+    rows = [slow_layer.keys_values(state, layer, x, i, sizes) for i, x in enumerate(inputs)]
+    for i, x in enumerate(inputs):
+        first = 0 if window is None else max(0, i - window + 1)
+        heads = slow_layer.attend(state, layer, x, i, rows[first : i + 1], sizes)
+        out.append(slow_layer.finish(state, layer, residuals[i], heads, sizes))
     return out
-
-
-def mlp(state: Mapping[str, Tensor], prefix: str, x: Tensor, act: Any = None) -> Tensor:
-    act = act or torch.nn.functional.silu
-    gate = act(linear(state, f"{prefix}mlp.gate_proj", x))
-    inside = gate * linear(state, f"{prefix}mlp.up_proj", x)
-    return linear(state, f"{prefix}mlp.down_proj", inside)
 
 
 def eagle3_logits(
@@ -213,7 +185,7 @@ def eagle3_logits(
     norm_before_residual: bool = False,
     norm_output: bool = False,
     window: int | None = None,
-    act: Any = None,
+    act: str = "silu",
 ) -> tuple[Tensor, Tensor]:
     """EAGLE-3 as its trainers define it: logits [T, rows of lm_head] and carried states [T, H].
 
@@ -224,28 +196,18 @@ def eagle3_logits(
         aux: states of the target [T, n*H], in the order in which the trainer concatenates them.
         embedding: [V, H].
     """
-    carried = []
-    for row in aux:
-        if "input_norm.weight" in state:
-            row = rms(row, state["input_norm.weight"])
-        if "fc_norm.0.weight" in state:
-            parts = row.chunk(len(row) // H)
-            row = torch.cat([rms(p, state[f"fc_norm.{i}.weight"]) for i, p in enumerate(parts)])
-        carried.append(state["fc.weight"] @ row)
-    inputs, residuals = [], []
+    carried = [slow_layer.project(state, row, EPS) for row in aux]
+    inputs, residuals, norm = [], [], LAYER.norm
     for token, feature in zip(tokens, carried, strict=True):
-        normed = rms(feature, state[f"{prefix}hidden_norm.weight"])
-        e = rms(embedding[token], state[f"{prefix}input_layernorm.weight"])
+        normed = norm(feature, state[f"{prefix}hidden_norm.weight"])
+        e = norm(embedding[token], state[f"{prefix}input_layernorm.weight"])
         inputs.append(torch.cat([e, normed]))
         residuals.append(normed if norm_before_residual else feature)
-    attended = attention(state, prefix, inputs, window)
-    x = [_after(state, prefix, r, a, act) for r, a in zip(residuals, attended, strict=True)]
+    x = run_layer(state, prefix[:-1], inputs, residuals, window, act)
     for i in range(1, layers):
-        name = f"layers.{i}."
-        normed_rows = [rms(row, state[f"{name}input_layernorm.weight"]) for row in x]
-        attended = attention(state, name, normed_rows, window)
-        x = [_after(state, name, r, a, act) for r, a in zip(x, attended, strict=True)]
-    final = [rms(row, state["norm.weight"]) for row in x]
+        inputs = [norm(row, state[f"layers.{i}.input_layernorm.weight"]) for row in x]
+        x = run_layer(state, f"layers.{i}", inputs, x, window, act)
+    final = [norm(row, state["norm.weight"]) for row in x]
     logits = torch.stack([state["lm_head.weight"] @ row for row in final])
     return logits, torch.stack(final if norm_output else x)
 
@@ -264,25 +226,14 @@ def eagle_states(
     state: Mapping[str, Tensor], tokens: list[int], states: Tensor, embedding: Tensor
 ) -> Tensor:
     """EAGLE-1/2 as its trainers define it: predicted states [T, H] of final states [T, H]."""
-    rows = zip(tokens, states, strict=True)
-    x = [linear(state, "fc", torch.cat([embedding[token], row])) for token, row in rows]
-    blocks = sum(name.endswith("self_attn.o_proj.weight") for name in state)
-    for i in range(blocks):
-        name = f"layers.{i}."
-        norm = state.get(f"{name}input_layernorm.weight")
-        inputs = x if norm is None else [rms(row, norm) for row in x]
-        attended = attention(state, name, inputs)
-        x = [_after(state, name, r, a, None) for r, a in zip(x, attended, strict=True)]
+    pairs = zip(tokens, states, strict=True)
+    x = [slow_layer.linear(state, "fc", torch.cat([embedding[t], row])) for t, row in pairs]
+    for i in range(sum(name.endswith("self_attn.o_proj.weight") for name in state)):
+        norm = state.get(f"layers.{i}.input_layernorm.weight")
+        inputs = x if norm is None else [LAYER.norm(row, norm) for row in x]
+        x = run_layer(state, f"layers.{i}", inputs, x)
     norm = state.get("norm.weight")
-    return torch.stack(x if norm is None else [rms(row, norm) for row in x])
-
-
-def _after(
-    state: Mapping[str, Tensor], prefix: str, residual: Tensor, attended: Tensor, act: Any
-) -> Tensor:
-    middle = residual + attended
-    normed = rms(middle, state[f"{prefix}post_attention_layernorm.weight"])
-    return middle + mlp(state, prefix, normed, act)
+    return torch.stack(x if norm is None else [LAYER.norm(row, norm) for row in x])
 
 
 def served(folder: Path, facts: TargetFacts, tokens: list[int], aux: Tensor) -> Any:
