@@ -1,12 +1,11 @@
 """FollowedDataset: read a dataset directory while it is still being generated.
 
-Generation first writes its plan, which has everything about the documents except their states, and
-each unit's record after the unit's shard. Sealing deletes the plan. In a sealed directory the same
-documents come from the index and from `left_out.arrow`, which holds those that capture left out
-because their states were not usable. They keep their place in the order, and are read as documents
-without a supervised token.
+    .generate/plan.{json,arrow}   everything about the documents except their states; comes first
+    .generate/unit-00000.json     the record of a unit, after its shard
 
-    .generate/plan.{json,arrow}, target.json, unit-00000.json    see spec_data/commands/generate.py
+Sealing deletes both. Then the same documents come from the index and from `left_out.arrow`, which
+holds those that capture left out because their states were not usable. They keep their place in
+the order, and are read as documents without a supervised token.
 """
 
 import json

@@ -5,11 +5,9 @@
         manifest.json, ...    small files, fetched when they are first needed
     $SPEC_DATA_CACHE/remote/shards/SHA256.arrow        shards, at most SPEC_DATA_REMOTE_SIZE bytes
 
-The manifest is read at every open, and its fingerprint names the directory: a dataset that was
-replaced has another one. Shards are shared by datasets and, through a lock per file, by processes.
-Those that were not used for the longest time are deleted; a mapped one stays readable meanwhile.
-Every file is downloaded under a temporary name, compared with its checksum and renamed: it is whole
-and right, or absent, also after a kill.
+The fingerprint of the manifest, which is read at every open, names the directory. Shards are shared
+by datasets and, through a lock per file, by processes. Those that were not used for the longest
+time are deleted; a mapped one stays readable meanwhile. A file is whole and right, or absent.
 """
 
 import hashlib
@@ -92,10 +90,9 @@ class Mirror:
         """Read the manifest of the dataset at `url`, and make the directory: one request.
 
         Raises:
-            MissingError: there is no sealed dataset. DatasetError: the manifest is damaged, or its
-                fingerprint is not `fingerprint`.
-            ConfigError: the URL cannot be read here, SPEC_DATA_REMOTE_SIZE is no size, or the cache
-                cannot be written. RunError: the storage does not answer.
+            MissingError: there is no sealed dataset. DatasetError: the manifest is damaged, or has
+                another fingerprint. RunError: the storage does not answer.
+            ConfigError: the URL or SPEC_DATA_REMOTE_SIZE is wrong, or the cache is not writable.
         """
         self.storage, self.limit = Storage(url), size_limit()
         self.url = self.storage.url

@@ -53,9 +53,8 @@ def merge_rows(inputs: Sequence[HiddenStatesDataset]) -> tuple[Rows, Manifest]:
     draft = _merged(derived("merge", {}, manifests, columns, {}), manifests, duplicates)
     draft = draft.changed(documents=structs.replace(draft.documents, stored=sum(map(len, parts))))
     first = manifests[0]
-    if [c.layout for c in columns] == [
-        c.layout for c in first.columns
-    ] and not first.left_out.units:
+    alike = [c.layout for c in columns] == [c.layout for c in first.columns]
+    if alike and not first.left_out.units:
         before = Ancestor(fingerprint=first.fingerprint, documents=first.totals.documents)
         draft = draft.changed(ancestors=[*first.ancestors, before])
     return stacked(parts, [column.name for column in columns]), draft
@@ -133,15 +132,9 @@ def check_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset) ->
         files = [m.files.get(name) for m in (ours, theirs)]
         if None not in files and files[0] != files[1]:
             differing.append(f"{name}: other bytes")
-    settings = [
-        {
-            "dtype": manifest.target.dtype,
-            "quantised_as": manifest.target.quantised_as,
-            "supervision": manifest.supervision,
-        }
-        for manifest in (ours, theirs)
-    ]
-    differing += differing_settings(*settings)
+    meaning = [(m.target.dtype, m.target.quantised_as, m.supervision) for m in (ours, theirs)]
+    names = ("dtype", "quantised_as", "supervision")
+    differing += differing_settings(*(dict(zip(names, m, strict=True)) for m in meaning))
     if differing:
         raise DatasetError(
             f"{other.place} and {first.place} cannot be one dataset:\n  "
@@ -164,10 +157,8 @@ def _common_columns(inputs: Sequence[HiddenStatesDataset]) -> tuple[Column, ...]
     first = manifests[0]
     layers = set.intersection(*(set(m.layers) for m in manifests))
     if not layers and first.layers:
-        raise DatasetError(
-            "no layer is in all datasets: "
-            + "; ".join(f"{m.where} has {list(m.layers)}" for m in manifests)
-        )
+        listed = "; ".join(f"{m.where} has {list(m.layers)}" for m in manifests)
+        raise DatasetError(f"no layer is in all datasets: {listed}")
     sparse = {FINAL} if any(m.final == SUPERVISED for m in manifests) else set()
     if any(m.teacher == SUPERVISED for m in manifests):
         sparse |= set(TEACHERS)

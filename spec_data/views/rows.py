@@ -50,14 +50,14 @@ class Rows:
     def of(cls, dataset: HiddenStatesDataset) -> "Rows":
         """Return all documents of a dataset with all its columns."""
         table, view = dataset.index, dataset.view
+        groups = view.groups if view else [list(dataset.declared)]
         if view is None:
-            here = np.stack([np.zeros(len(dataset), np.int64), np.arange(len(dataset))])
-            groups, locations = [list(dataset.declared)], here[None]
+            locations = np.stack([np.zeros(len(dataset), np.int64), np.arange(len(dataset))])[None]
         else:
-            groups, kinds = view.groups, ("source_number", "document")
-            columns = [[f"{kind}.{g}" for kind in kinds] for g in range(len(groups))]
+            kinds = ("source_number", "document")
             locations = np.array(
-                [[index_numbers(table, name) for name in names] for names in columns], np.int64
+                [[index_numbers(table, f"{k}.{g}") for k in kinds] for g in range(len(groups))],
+                np.int64,
             )
         spans = ["spans"] if view and view.remasked else []
         return cls(
@@ -89,10 +89,9 @@ class Rows:
 
     def with_columns(self, names: Sequence[str]) -> "Rows":
         """Return the same documents with fewer columns."""
-        narrowed = [tuple(name for name in group if name in names) for group in self.groups]
-        left = [number for number, group in enumerate(narrowed) if group]
-        groups = tuple(narrowed[number] for number in left)
-        return replace(self, groups=groups, locations=self.locations[left])
+        groups = [tuple(name for name in group if name in names) for group in self.groups]
+        left = [number for number, group in enumerate(groups) if group]
+        return replace(self, groups=tuple(filter(None, groups)), locations=self.locations[left])
 
     def with_masks(self, masks: LossMasks) -> "Rows":
         """Return the same documents with other loss masks; their ids stay as they are."""
@@ -133,13 +132,13 @@ def _of_all_sources(
     sources: dict[str, HiddenStatesDataset] = {}
     for source in (source for part in parts for source in part.sources):
         sources.setdefault(source.manifest.fingerprint, source)
-    order, renumbered = list(sources), []
+    order, every, renumbered = list(sources), tuple(sources.values()), []
     for part in parts:
         numbers = np.array([order.index(s.manifest.fingerprint) for s in part.sources])
         locations = part.locations.copy()
         locations[:, 0] = numbers[part.locations[:, 0]]
-        renumbered.append(replace(part, locations=locations))
-    return tuple(sources.values()), renumbered
+        renumbered.append(replace(part, sources=every, locations=locations))
+    return every, renumbered
 
 
 def stacked(parts: Sequence[Rows], names: Sequence[str]) -> Rows:
@@ -157,7 +156,7 @@ def stacked(parts: Sequence[Rows], names: Sequence[str]) -> Rows:
         for group in together
     ]
     if any(part.remasked for part in parts):
-        parts = [part if part.remasked else _with_stored_masks(part, sources) for part in parts]
+        parts = [part if part.remasked else _with_stored_masks(part) for part in parts]
     return Rows(
         sources=sources,
         groups=tuple(map(tuple, together.values())),
@@ -166,10 +165,10 @@ def stacked(parts: Sequence[Rows], names: Sequence[str]) -> Rows:
     )
 
 
-def _with_stored_masks(rows: Rows, sources: Sequence[HiddenStatesDataset]) -> Rows:
+def _with_stored_masks(rows: Rows) -> Rows:
     """Return rows with the loss masks of their sources, written out."""
     located = rows.locations[0].T.tolist()
-    return rows.with_masks(LossMasks.of([sources[s].mask_of(number) for s, number in located]))
+    return rows.with_masks(LossMasks.of([rows.sources[s].mask_of(n) for s, n in located]))
 
 
 # -- writing ---------------------------------------------------------------------------------------
