@@ -18,7 +18,6 @@ killed and resumed `generate` and `fit`; two training processes; views; conversi
 import argparse
 import contextlib
 import hashlib
-import inspect
 import json
 import logging
 import os
@@ -157,9 +156,8 @@ class Cases:
         given = {"limit": 12, "max_length": 256, "max_shard_size": "1MB", "on_policy": False}
         out = self.work / name
         options = {k: v for k, v in (given | options).items() if v is not False}
-        if "options" in inspect.signature(spec_data.generate).parameters:  # no older commit
-            options = {"options": spec_data.CaptureOptions(**options)}
-        spec_data.generate(str(self.target), str(self.corpus), str(out), **options)
+        capture = spec_data.CaptureOptions(**options)
+        spec_data.generate(str(self.target), str(self.corpus), str(out), capture)
         return documents(out) | shard_files(out)
 
     def captures(self) -> Iterator[tuple[str, Callable[[], Hashes]]]:
@@ -250,19 +248,14 @@ class Cases:
     def fit(self, draft: str, name: str) -> Hashes:
         """Train a draft for some steps."""
         import spec_train
+        from spec_train.options.draft_options import draft_options
 
         data = self.base if draft != "dspark" else self.work / "for all"
         run = self.work / f"run-{name}"
         options = self.fit_options(draft)
-        if hasattr(spec_train, "Training"):
-            from spec_train.options.draft_options import draft_options
-
-            kind = draft_options(draft)
-            own = {k: options.pop(k) for k in ("ttt_steps",) if k in options}
-            training = spec_train.Training(data=str(data), out=str(run), **options)
-            spec_train.fit(training, kind(**own))
-        else:  # the commit that this one is compared with
-            spec_train.fit(draft, str(data), str(run), **options)
+        own = {k: options.pop(k) for k in ("ttt_steps",) if k in options}
+        training = spec_train.Training(data=str(data), out=str(run), **options)
+        spec_train.fit(training, draft_options(draft)(**own))
         return run_facts(run)
 
     def fit_words(self, out: Path, torchrun: bool = False) -> list[str]:

@@ -34,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from fit_baselines import BASELINES  # noqa: E402
-from fit_problem import HIDDEN, VOCAB, problem  # noqa: E402
+from fit_problem import SIZE, fresh_draft, random_batch  # noqa: E402
 
 from spec_train.drafts import DRAFTS  # noqa: E402
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--drafts", nargs="+", default=sorted(DRAFTS))
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096])
-    parser.add_argument("--vocabs", nargs="+", type=int, default=[4096, VOCAB])
+    parser.add_argument("--vocabs", nargs="+", type=int, default=[4096, SIZE.vocab])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
@@ -59,9 +59,11 @@ def main() -> None:
         found = measure(draft, ways.split(","), int(length), int(vocab), args)
         print(json.dumps(found))
         return
-    print(f"hidden {HIDDEN}, vocabulary {VOCAB}, torch {torch.__version__}, {args.device}\n")
+    print(
+        f"hidden {SIZE.hidden}, vocabulary {SIZE.vocab}, torch {torch.__version__}, {args.device}\n"
+    )
     for name in args.drafts:
-        for vocab in args.vocabs if has_option(name, "draft_vocab_size") else [VOCAB]:
+        for vocab in args.vocabs if has_option(name, "draft_vocab_size") else [SIZE.vocab]:
             rows(name, vocab, args)
             print()
 
@@ -183,7 +185,9 @@ class Steps:
     def __init__(self, name: str, length: int, vocab: int, device: str) -> None:
         """Make draft, batch and optimizer with its state."""
         self.name, self.device = name, device
-        draft, head, batch = problem(name, length, vocab)
+        size = replace(SIZE, tokens=length, draft_vocab=vocab)
+        head, batch = random_batch(size)
+        draft = fresh_draft(name, head, size, published=True)
         self.draft, self.head, self.batch = draft.to(device), head.to(device), batch.to(device)
         self.parameters = self.draft.trainable_parameters()
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, fused=True)

@@ -1,5 +1,10 @@
-"""The batch and draft that `fit.py` measures: random states, one document per row."""
+"""One row of random states, a random head, and a fresh draft for them: of `fit.py`, `prove_gpu.py`.
 
+The row is one document; its last 60 % are supervised.
+"""
+
+import functools
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,51 +16,82 @@ from spec_train.data.batch import DraftBatch
 from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 8, 4, 32, 32768
 LAYERS = (1, 4, 6)
-SUPERVISED = 0.6
-FREQUENT = 4096
 
 
-def problem(name: str, length: int, vocab: int) -> tuple[Any, TargetHead, DraftBatch]:
-    """A random draft, the head of a random target, and one row of random states."""
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a problem; there are half as many key heads as query heads."""
+
+    hidden: int
+    heads: int
+    head_dim: int
+    vocab: int
+    draft_vocab: int
+    tokens: int
+
+
+SIZE = Size(hidden=256, heads=8, head_dim=32, vocab=32768, draft_vocab=4096, tokens=2048)
+"""The sizes that `fit.py` measures, but for its own lengths and draft vocabularies."""
+
+
+@functools.cache
+def _states(size: Size) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return embedding and head [V, H], and the states [1, T, H] and choices [1, T] by name."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(*shape, generator=generator) * scale
 
-    spec = HeadSpec(vocab_size=VOCAB, hidden_size=HIDDEN, tied=False)
-    rows = draw(VOCAB, HIDDEN, scale=0.1)
-    rows[FREQUENT:] *= 0.5  # targets choose frequent tokens, which draft vocabularies contain
-    head = TargetHead(spec, draw(VOCAB, HIDDEN, scale=0.02), rows)
-    final = draw(1, length, HIDDEN)
-    figures = [(z.argmax(-1), z.logsumexp(-1)) for z in map(head.logits, final.split(256, 1))]
-    choice, sums = (torch.cat(part, 1) for part in zip(*figures, strict=True))
-    slots = torch.arange(length)[None]
-    batch = DraftBatch(
-        input_ids=torch.randint(VOCAB, (1, length), generator=generator),
-        loss_mask=slots >= (1 - SUPERVISED) * length,
+    rows = draw(size.vocab, size.hidden, scale=0.1)
+    rows[size.draft_vocab :] *= 0.5  # most choices are in the draft vocabulary
+    states = {layer_column(k): draw(1, size.tokens, size.hidden) for k in LAYERS}
+    states[FINAL] = draw(1, size.tokens, size.hidden)
+    logits = [part @ rows.T for part in states[FINAL].split(256, 1)]
+    states["argmax"] = torch.cat([part.argmax(-1) for part in logits], 1)
+    states["logsumexp"] = torch.cat([part.logsumexp(-1) for part in logits], 1)
+    states["ids"] = torch.randint(size.vocab, (1, size.tokens), generator=generator)
+    return draw(size.vocab, size.hidden, scale=0.02), rows, states
+
+
+def random_batch(size: Size) -> tuple[TargetHead, DraftBatch]:
+    """Return a head and one document of random states."""
+    embedding, rows, states = _states(size)
+    slots = torch.arange(size.tokens)[None]
+    spec = HeadSpec(vocab_size=size.vocab, hidden_size=size.hidden, tied=False)
+    return TargetHead(spec, embedding, rows), DraftBatch(
+        input_ids=states["ids"],
+        loss_mask=slots >= 0.4 * size.tokens,
         position_ids=slots,
         document_ids=torch.zeros_like(slots),
-        hidden={layer_column(k): draw(1, length, HIDDEN) for k in LAYERS} | {FINAL: final},
-        target_argmax=choice,
-        target_logsumexp=sums,
+        hidden={name: states[name] for name in (*map(layer_column, LAYERS), FINAL)},
+        target_argmax=states["argmax"],
+        target_logsumexp=states["logsumexp"],
         rows=[[0]],
     )
-    torch.manual_seed(0)
-    return build(name, head, vocab), head, batch
 
 
-def build(name: str, head: TargetHead, vocab: int) -> Any:
-    """A fresh draft of the kind `name` for the random target."""
+def fresh_draft(name: str, head: TargetHead, size: Size, published: bool = False) -> Any:
+    """Return a fresh draft of a kind; the same weights every time.
+
+    `published`: with layers and rank of the published drafts; else without noise of its own, and
+    with the layers that fit the target.
+    """
     kind = DRAFTS[name]
+    options = kind.options_class()
+    changes = {"draft_vocab_size": size.draft_vocab}
+    changes |= {} if published else {"noise": 0.0, "mask_token_id": 5}
+    known = type(options).__dataclass_fields__
+    options = replace(options, **{k: v for k, v in changes.items() if k in known})
+    if published:
+        options = options.sized(4096, 36)
     config = {
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": HIDDEN,
-        "intermediate_size": 3 * HIDDEN,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
+        "hidden_size": size.hidden,
+        "intermediate_size": 3 * size.hidden,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads // 2,
+        "head_dim": size.head_dim,
         "num_hidden_layers": 8,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 8192,
@@ -68,19 +104,16 @@ def build(name: str, head: TargetHead, vocab: int) -> Any:
         final="all",
         columns=[SimpleNamespace(name=FINAL)],
         where="random",
+        fingerprint="random",
         draft_layers={},
         target=SimpleNamespace(name="random", dtype="float32", architectures=[], quantised_as=None),
         identity={},
-        fingerprint="random",
         head=head.spec,
-        hidden_size=HIDDEN,
-        vocab_size=VOCAB,
+        hidden_size=size.hidden,
+        vocab_size=size.vocab,
     )
-    fields = kind.options_class.__dataclass_fields__
-    options = kind.options_class(
-        **({"draft_vocab_size": vocab} if "draft_vocab_size" in fields else {})
-    ).sized(4096, 36)  # layers and rank as published
-    counts = torch.arange(VOCAB, 0, -1)
+    torch.manual_seed(0)
+    counts = torch.arange(size.vocab, 0, -1)
     return kind.build(
         options, target_config=config, manifest=manifest, head=head, token_counts=counts
     )

@@ -6,21 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fit_baselines import BASELINES
+from fit_problem import Size, fresh_draft, random_batch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpu.bench import Bench
-from gpu.problem import LARGE, SMALL, TINY, Size, fresh_draft, random_batch
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead
 from spec_train.training.failure import arithmetic, cast_draft
 
-try:
-    from fit_baselines import BASELINES
-except ImportError:  # a checkout without the baselines of scripts/bench
-    BASELINES = {}
-
+TINY = Size(hidden=32, heads=4, head_dim=16, vocab=64, draft_vocab=40, tokens=40)
+SMALL = Size(hidden=256, heads=4, head_dim=64, vocab=4096, draft_vocab=2048, tokens=256)
+LARGE = Size(hidden=2048, heads=16, head_dim=128, vocab=32768, draft_vocab=16384, tokens=4096)
 ROUNDINGS = 80
 """Roundings to bfloat16, one after the other, in a loss of four layers or steps."""
 STEPS, RATE = 50, 1e-3

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from make_target import CHAT_TEMPLATE, END, PAD, START
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -18,13 +19,6 @@ SIZES = {
     "tiny": {"hidden_size": 32, "num_hidden_layers": 9, "intermediate_size": 64},
 }
 ROOM_FOR_2B = 30 << 30  # bytes of free memory
-PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-TEMPLATE = (
-    "{% for m in messages %}"
-    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 
 
 def size_of(bench: Bench) -> str:
@@ -71,7 +65,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([PAD, END, START])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
-    fast.chat_template = TEMPLATE
+    fast.chat_template = CHAT_TEMPLATE
     return fast
 
 

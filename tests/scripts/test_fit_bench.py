@@ -1,6 +1,7 @@
 """The steps that `scripts/bench/fit.py` compares are the same: losses and gradients of any way."""
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 VOCAB, FEW = 1100, 300  # of the target, and the reduced draft vocabulary
 DRAFTS = [("eagle", VOCAB), ("dflash", VOCAB)]
-DRAFTS += [(name, size) for name in ("eagle3", "peagle", "dspark") for size in (FEW, VOCAB)]
+DRAFTS += [("eagle3", FEW), ("peagle", FEW), ("dspark", VOCAB)]
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +29,8 @@ def test_baseline_and_recomputed_steps_have_the_gradients_of_ours(
     fit, name, vocab, monkeypatch
 ) -> None:
     """`measure` raises if they differ. Small sizes, and tiles of eight rows."""
-    for constant, value in (("HIDDEN", 64), ("HEADS", 2), ("KV_HEADS", 1), ("VOCAB", VOCAB)):
-        monkeypatch.setattr(f"fit_problem.{constant}", value)
-    monkeypatch.setattr("fit_problem.FREQUENT", FEW)
+    small = {"hidden": 64, "heads": 2, "head_dim": 32, "vocab": VOCAB}
+    monkeypatch.setattr(fit, "SIZE", dataclasses.replace(fit.SIZE, **small))
     monkeypatch.setattr("spec_train.losses.tiles.TILE_ELEMENTS", 8 * vocab)
     ways = ["ours", "baseline"] + ["recomputed"] * fit.has_option(name, "gradient_checkpointing")
     args = argparse.Namespace(device="cpu", rounds=1)
