@@ -58,7 +58,7 @@ from spec_data.corpus.documents import (
     Turn,
     loss_mask_from_turns,
 )
-from spec_data.corpus.left_out import answer_of, reasoning_of
+from spec_data.corpus.left_out import is_empty
 from spec_data.corpus.records import Message, Record
 from spec_data.corpus.template import Chat, EndTokens, Template, render_error, text_ids
 from spec_data.corpus.tokens import common
@@ -186,7 +186,7 @@ class Renderer:
                 continue
             if weight != 1:
                 result.counts["answers of weights other than 0 and 1, supervised in full"] += 1
-            if _is_empty(messages[k]):
+            if is_empty(messages[k]):
                 result.counts["empty answers, not supervised"] += 1
                 continue
             result.counts[CUT_ANSWERS] += _is_truncated(messages[k])
@@ -322,11 +322,6 @@ class Renderer:
 
 
 _Span = tuple[int, int]
-
-
-def _is_empty(message: Message) -> bool:
-    """Return whether an answer holds nothing that the target would generate."""
-    return not (answer_of(message) or reasoning_of(message) or message.get("tool_calls"))
 
 
 def _is_truncated(answer: Message) -> bool:

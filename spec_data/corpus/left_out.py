@@ -6,7 +6,6 @@ every part, and a part is there if its mark is: whether the template strips it, 
 it makes no difference, and a short text that occurs elsewhere does not count for it.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,17 +42,12 @@ def left_out(
     return Counter(marks.values())
 
 
-def reasoning_of(message: Message) -> str:
-    """Return the reasoning of a message, from its own field or its content; "" without any."""
-    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
-    if reasoning is not None:
-        return reasoning if isinstance(reasoning, str) else json.dumps(reasoning)
-    return _without_tags(_split(message.get("content") or "")[0])
-
-
-def answer_of(message: Message) -> str:
-    """Return the content of a message without its reasoning and white space around it."""
-    return _split(message.get("content") or "")[1].strip()
+def is_empty(answer: Message) -> bool:
+    """Return whether an answer holds nothing that the target would generate."""
+    before, after = _split(answer.get("content") or "")
+    given = (answer[name] for name in REASONING if answer.get(name) is not None)
+    reasoning = next(given, _without_tags(before))
+    return not (after.strip() or reasoning != "" or answer.get("tool_calls"))
 
 
 def _split(content: str) -> tuple[str, str]:

@@ -8,18 +8,12 @@ dropped: an image part or an unknown role makes the row bad, not shorter.
 
 Rows are normalised, so that the same template call renders every source in the same way:
 - ShareGPT speakers become OpenAI roles; content made of text parts is joined without a separator.
-- A string `prompt` / `completion` (or `response`; `question` / `answer`; Alpaca's `instruction`,
-  `input`, `output`) becomes a user turn and an assistant turn, because a draft serves chats and not
-  raw text. Alpaca's `input` follows its instruction after a blank line; `history` pairs and a
-  `system` column come first.
+- Two strings (`prompt` and `completion`, Alpaca's columns, ...) become a user turn and an assistant
+  turn, because a draft serves chats and not raw text.
 - OpenAI tool calls have `arguments` as a JSON string; it is parsed, as vLLM and SGLang do before
   they apply the template. Null fields are left out (`apply_chat_template` does the same). In Arrow
   sources this is done at every depth, because an Arrow struct has every key that any row has.
-- Columnar files often store nested columns as JSON text: `messages`, `conversations`, `tools` and
-  `chat_template_kwargs` are parsed if they are strings.
-- The `weight` of an assistant message is a number; answers of weight 0 are not supervised.
-- Logs of APIs have `finish_reason` (or `stop_reason`) beside the messages: it is that of the last
-  answer. What engines and providers write for "cut at a limit of tokens" becomes "length".
+- Columnar files often store nested columns as JSON text, which is parsed.
 - A `system` column is not used if the conversation has another system message. Such columns, and
   those that the format does not use, are in `Record.unused`; the reader names them per source.
 """
@@ -268,9 +262,9 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_finish(messages: list[Message], row: dict[str, Any]) -> list[Message]:
-    """Return messages whose cut answers have the finish reason "length".
+    """Return messages whose answers that a limit of tokens cut have the finish reason "length".
 
-    The reason of the row is that of its last answer, unless this has one of its own.
+    Logs of APIs have the reason of the last answer beside the messages.
     """
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
     result = []
@@ -398,11 +392,9 @@ PROMPT_FORMATS = (
 def parse_prompt(row: Any, *, source: str, where: str, arrow: bool = False) -> Record:
     """Return the record of one row of prompts, which ends where the target is to answer.
 
-    A prompt is read by the code that reads a corpus: read in another way, it is rendered in another
-    way, and acceptance falls without an error. Rows may hold a question alone: `prompt` or
-    `question` (a string or messages), or `turns`, the user messages of MT-bench, which are sent one
-    after the other, each after the answer to the one before. Messages of the user alone are such
-    turns too: that is how SPEED-Bench is written by its own script.
+    Rows may hold a question alone: `prompt` or `question` (a string or messages), or `turns`, the
+    user messages of MT-bench, which are sent one after the other, each after the answer to the one
+    before. Messages of the user alone are such turns too, as in SPEED-Bench.
 
     Answers at the end of the messages are dropped. Of `input_ids` the tokens before the first
     supervised one remain, or all if there is none before it. A row with a string as `prompt` or

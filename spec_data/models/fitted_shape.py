@@ -80,7 +80,6 @@ def _with_table(shape: TargetShape, table: RopeTable) -> TargetShape:
     """Return the shape with the rotary embedding of a proven table."""
     if table.size > shape.head_dim:
         shape = replace(shape, head_dim=table.size)
-    declared = _table_of(shape)
     for parameters in (shape.rope_parameters, *_candidates(shape, table)):
         fitted = replace(shape, rope_parameters=parameters)
         expressed = _table_of(fitted)
@@ -89,15 +88,15 @@ def _with_table(shape: TargetShape, table: RopeTable) -> TargetShape:
         if parameters is not shape.rope_parameters:
             log.warning(
                 "warning: the rope of the target's config.json, %s, is not what its rotary module "
-                "computes (%s). The module decides; the draft's config.json has %s",
-                *(shape.rope_parameters, _difference(declared, table), parameters),
+                "computes. The module decides; the draft's config.json has %s",
+                *(shape.rope_parameters, parameters),
             )
         return replace(fitted, positions=stored_json(table, expressed=True))
     log.warning(
-        "warning: the rope of the target's config.json, %s, is not what its rotary module computes "
-        "(%s), and no rope settings are. The draft stores the module's frequencies; engines cannot "
-        "serve it",
-        *(shape.rope_parameters, _difference(declared, table)),
+        "warning: the rope of the target's config.json, %s, is not what its rotary module "
+        "computes, and no rope settings are. The draft stores the module's frequencies; engines "
+        "cannot serve it",
+        shape.rope_parameters,
     )
     return replace(shape, positions=stored_json(table, expressed=False))
 
@@ -108,19 +107,6 @@ def _table_of(shape: TargetShape) -> RopeTable | None:
         return config_table(RopeSettings.of(shape))
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
         return None
-
-
-def _difference(declared: RopeTable | None, table: RopeTable) -> str:
-    """Describe how a table differs from that of the config."""
-    if declared is None:
-        return "they cannot be computed"
-    if declared.size != table.size:
-        return f"{declared.size} rotary dimensions, the module has {table.size}"
-    if declared.factor != table.factor:
-        return f"factor {declared.factor:g}, the module has {table.factor:g}"
-    size = table.inv_freq.abs().clamp_min(1e-30)
-    gap = float(((declared.inv_freq - table.inv_freq).abs() / size).max())
-    return f"frequencies differ by up to {gap:.1%}"
 
 
 def _candidates(shape: TargetShape, table: RopeTable) -> Iterator[dict[str, Any]]:

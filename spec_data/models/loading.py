@@ -5,7 +5,6 @@ the head is tied to the embedding. Both change the states without an error, so b
 """
 
 import atexit
-import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
@@ -30,8 +29,6 @@ from spec_data.models.spread import Spread
 from spec_data.models.weight_files import weight_files
 from spec_data.shards.errors import ConfigError, TargetError
 from spec_data.shards.files import cache_directory
-
-log = logging.getLogger(__name__)
 
 _SHOWN = 5  # tensor names in a message
 
@@ -87,7 +84,7 @@ def load_model(
         )
     except (ValueError, KeyError, OSError, ImportError, SafetensorError) as error:
         raise TargetError(f"cannot load {path} as a causal language model: {error}") from None
-    _check_complete(path, info if change is None else info | {"unexpected_keys": ()})
+    _check_complete(path, info)
     _check_tied(path, model)
     return model.eval().requires_grad_(False)
 
@@ -115,17 +112,11 @@ def _where(device: torch.device, spread: Spread) -> dict[str, Any]:
     return {} if device.type == "cpu" else {"device_map": {"": device}}
 
 
-def _auto_class(config: Any) -> Any:
-    """Return the class that loads a model; a few multimodal ones have no text-only class."""
-    kind = getattr(config, "model_type", None)
-    if kind in IMAGE_TEXT and kind not in CAUSAL:
-        return AutoModelForImageTextToText
-    return AutoModelForCausalLM
-
-
 def _class_for(config: Any, trust: bool, change: Callable[[Any], None] | None) -> Any:
     """Return the class that loads a model; with `change`, one that changes what it has built."""
-    auto = _auto_class(config)
+    kind, auto = getattr(config, "model_type", None), AutoModelForCausalLM
+    if kind in IMAGE_TEXT and kind not in CAUSAL:  # a few multimodal ones have no text-only class
+        auto = AutoModelForImageTextToText
     if change is None:
         return auto
     with torch.device("meta"):
@@ -140,9 +131,8 @@ def _class_for(config: Any, trust: bool, change: Callable[[Any], None] | None) -
 
 
 def _check_complete(path: str, info: dict[str, Any]) -> None:
-    """Refuse a model of which a tensor was not loaded; warn about tensors that it does not have."""
-    missing, unexpected = info.get("missing_keys") or (), info.get("unexpected_keys") or ()
-    if missing:
+    """Refuse a model of which a tensor was not loaded."""
+    if missing := info.get("missing_keys"):
         raise TargetError(
             f"{path}: its weight files lack {_names(missing)}, which config.json asks for; "
             "transformers would fill them with random numbers. Copy the model again, or correct "
@@ -152,12 +142,6 @@ def _check_complete(path: str, info: dict[str, Any]) -> None:
         raise TargetError(
             f"{path}: {_names(wrong)} in its weight files has another shape than config.json "
             "describes; use the config.json of these weights"
-        )
-    if unexpected:
-        log.warning(
-            "warning: %s: its weight files also hold %s, which the model of config.json does not "
-            "have; they are not used",
-            *(path, _names(unexpected)),
         )
 
 
