@@ -207,7 +207,7 @@ class Shard:
         Raises:
             DatasetError: the shard is damaged, of another dataset, or another shard under its name.
         """
-        self.file, self.record, self.index, self._manifest = file, record, index, manifest
+        self.file, self.record, self.index = file, record, index
         self.name = f"{url} (local copy {file})" if url else str(file)
         self._is_copy, self._tables = url is not None, tables
         self._columns = {column.name: column for column in manifest.columns}
@@ -400,14 +400,10 @@ class Shard:
         digest = checksum(self._checksums[batch][local])
         if expected is None or expected[self.index.first + row] == digest:
             return
-        elsewhere = np.flatnonzero(expected == digest)
-        if not len(elsewhere):
-            raise self._damaged("its checksums are damaged, or it is of another dataset", row)
-        ends = np.cumsum([record.rows for record in self._manifest.shards])
-        other = self._manifest.shards[int(np.searchsorted(ends, elsewhere[0], "right"))]
-        raise DatasetError(
-            f"{self.where(row)}: this is a row of {other.file}: swapped, renamed or copied; put "
-            "the right file here"
+        raise self._damaged(
+            "its checksums are not those that the index has here: damaged, swapped, renamed or of "
+            "another dataset",
+            row,
         )
 
     def _check_ids(self) -> None:

@@ -133,11 +133,11 @@ def test_a_shard_under_the_name_of_another_is_named(data, capsys, swapped):
         shutil.copy(first, second)
     first.write_bytes(theirs)
     dataset = HiddenStatesDataset(data)
-    with pytest.raises(DatasetError, match=r"00000\.arrow: .*a row of shards/unit-00001\.arrow: s"):
+    with pytest.raises(DatasetError, match=r"00000\.arrow: row 0 .*damaged, swapped"):
         dataset[0]
     assert dataset[8]["source"] == "tiny"
     assert verify(data=str(data), device="cpu") == 1
-    assert "this is a row of shards/unit-00001.arrow" in capsys.readouterr().out
+    assert "unit-00000.arrow: row 0" in capsys.readouterr().out
 
 
 def test_a_truncated_shard_of_the_right_size_is_an_error(data):
@@ -223,5 +223,5 @@ def test_shards_in_another_order_than_the_index_are_refused(data):
     shards = json.loads((data / "manifest.json").read_text())["shards"]
     change_manifest(data, shards=shards[::-1])
     for row in (0, 8):
-        with pytest.raises(DatasetError, match="swapped, renamed or copied"):
+        with pytest.raises(DatasetError, match="swapped, renamed"):
             HiddenStatesDataset(data)[row]
