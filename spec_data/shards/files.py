@@ -149,17 +149,17 @@ def atomic_write(path: Path) -> Iterator[Path]:
     try:
         with writing(path):
             yield temporary
-            _sync(temporary)
+            sync(temporary)
             replace_durably(temporary, path)
     finally:
         with contextlib.suppress(OSError):
             remove(temporary)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Fsync a file, or a folder with all that it holds."""
     for inner in path.iterdir() if path.is_dir() else ():
-        _sync(inner)
+        sync(inner)
     _sync_names(path)
 
 
@@ -190,7 +190,7 @@ def write_once(path: Path, data: bytes | str) -> None:
     try:
         with writing(path):
             temporary.write_bytes(data.encode() if isinstance(data, str) else data)
-            _sync(temporary)
+            sync(temporary)
         try:
             os.link(temporary, path)
         except FileExistsError:

@@ -4,20 +4,17 @@ The file is a stream because `datasets` memory-maps only streams. Record batches
 so that a random read touches little and a reader keeps few of them.
 """
 
-import hashlib
-import io
-import os
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from spec_data.shards.checksums import CHECKSUMS, arrow_schema, chunk_checksums, read_batches
-from spec_data.shards.files import replace_durably, temporary_name, writing
+from spec_data.shards.files import replace_durably, sha256_file, sync, temporary_name, writing
 from spec_data.shards.schema import Column, ShardRecord, predicts_supervised
 
 RECORD_BATCH_BYTES = 32 << 20
@@ -190,93 +187,59 @@ def shard_bytes(unit: UnitData, columns: tuple[Column, ...]) -> int:
     return sink.size()
 
 
-class _HashingFile(io.RawIOBase):
-    """A binary file that hashes and counts the bytes written to it."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("wb", buffering=0)
-        self.digest = hashlib.sha256()
-        self.size = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.size
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self.digest.update(view)
-        self.size += len(view)
-        while view:
-            view = view[self.file.write(view) :]
-        return self.size
-
-    def close(self) -> None:
-        if not self.file.closed:
-            os.fsync(self.file.fileno())
-            self.file.close()
-        super().close()
-
-
 class ShardStream:
-    """A shard that is written piece by piece, to a temporary name until it is complete."""
+    """A shard that is written piece by piece, to a temporary name until it is complete.
+
+    What fails (OSError: the disk is full) leaves no file behind.
+    """
 
     def __init__(self, path: Path, columns: tuple[Column, ...]) -> None:
         self._path, self._columns = path, columns
         self._temporary = temporary_name(path)
-        self._file = _HashingFile(self._temporary)
-        self._sink = pa.PythonFile(self._file, mode="w")
+        self._sink = pa.OSFile(str(self._temporary), "wb")
         self._stream = pa.ipc.new_stream(self._sink, arrow_schema(columns))
         self._rows = self._tokens = self._supervised = 0
 
     def write(self, unit: UnitData) -> None:
-        """Write the documents of `unit` after those before.
-
-        Raises:
-            OSError: the disk is full; no file is left behind.
-        """
-        try:
-            with writing(self._path):
-                for batch in record_batches(unit, self._columns):
-                    self._stream.write_batch(batch)
-        except BaseException:
-            self.discard()
-            raise
+        """Write the documents of `unit` after those before."""
+        with self._discarded_on_error():
+            for batch in record_batches(unit, self._columns):
+                self._stream.write_batch(batch)
         self._rows += len(unit.doc_ids)
         self._tokens += int(unit.offsets[-1])
         self._supervised += int(unit.tokens["loss_mask"].sum(dtype=np.int64))
 
     def finish(self) -> ShardRecord:
-        """Complete the file (fsync, rename) and return its record for the manifest.
-
-        Raises:
-            OSError: the disk is full; no file is left behind.
-        """
-        try:
-            with writing(self._path):
-                self._stream.close()
-                self._sink.close()
-                self._file.close()
-            outline = read_batches(self._temporary)[2]
+        """Complete the file (fsync, rename) and return its record for the manifest."""
+        with self._discarded_on_error():
+            self._stream.close()
+            self._sink.close()
+            sync(self._temporary)
+            record = ShardRecord(
+                file=f"{self._path.parent.name}/{self._path.name}",
+                rows=self._rows,
+                tokens=self._tokens,
+                supervised=self._supervised,
+                bytes=self._temporary.stat().st_size,
+                sha256=sha256_file(self._temporary),
+                outline=read_batches(self._temporary)[2],
+            )
             replace_durably(self._temporary, self._path)
-        except BaseException:
-            self.discard()
-            raise
-        return ShardRecord(
-            file=f"{self._path.parent.name}/{self._path.name}",
-            rows=self._rows,
-            tokens=self._tokens,
-            supervised=self._supervised,
-            bytes=self._file.size,
-            sha256=self._file.digest.hexdigest(),
-            outline=outline,
-        )
+        return record
 
     def discard(self) -> None:
         """Close and remove the file."""
-        self._file.file.close()
+        self._sink.close()
         self._temporary.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _discarded_on_error(self) -> Iterator[None]:
+        try:
+            with writing(self._path):
+                yield
+        except BaseException:
+            self.discard()
+            raise
 
 
 def write_shard(path: Path, unit: UnitData, columns: tuple[Column, ...]) -> ShardRecord:
