@@ -54,31 +54,42 @@ def test_which_tool_installs_pytorch(machine, settings, tried):
     assert ("--torch-backend=auto" in installed_with(result)) == with_uv
 
 
-def test_where_nothing_works_the_error_says_so_in_words(machine):
-    machine.settings.update(FAKE_PIP="no", FAKE_UV="no")
-
-    result = machine.prepare()
-
-    assert result.code == 2
-    assert "error: neither uv nor pip could install PyTorch" in result.messages
-    assert "PIP_INDEX_URL" in result.messages
-    assert result.tried == ["uv tested", "uv any", "pip tested", "pip any"]
-    assert not (machine.root / ".venv" / ".spec-data-installed").exists()
+TORCH = '__version__ = "2.13.0"'
+NOTHING = {"FAKE_PIP": "no", "FAKE_UV": "no"}
 
 
-def test_where_the_packages_cannot_be_installed_the_error_says_so(machine):
-    machine.settings.update(FAKE_PIP="no", FAKE_UV="no")
-    (machine.fakes / "site" / "torch.py").write_text('__version__ = "2.13.0"')
-
+@pytest.mark.parametrize(
+    ("settings", "files", "said"),
+    [
+        (NOTHING, {}, "neither uv nor pip could install PyTorch"),
+        (
+            NOTHING,
+            {"site/torch.py": TORCH},
+            "neither uv nor pip could install what spec-data needs",
+        ),
+        (
+            {"FAKE_VENV_MODULE": "no"},
+            {"uv": "#!/bin/sh\nexit 1\n"},
+            "3.11 or later with its venv module",
+        ),
+        (
+            {"PYTHON": "/nowhere/python"},
+            {"uv": "#!/bin/sh\nexit 1\n"},
+            "with /nowhere/python",
+        ),
+    ],
+)
+def test_where_nothing_works_the_error_says_so_in_words(machine, settings, files, said):
+    machine.settings.update(settings)
+    for name, text in files.items():
+        (machine.fakes / name).write_text(text)
     result = machine.prepare("dev")
-
-    assert result.code == 2
-    assert "error: neither uv nor pip could install what spec-data needs" in result.messages
+    assert result.code == 2 and said in result.messages
+    assert not (machine.root / ".venv" / ".spec-data-installed").exists()
 
 
 def test_pip_installs_uv_where_path_has_none(bare_machine):
     bare_machine.settings["FAKE_UV_FROM_PIP"] = "yes"
-
     result = bare_machine.prepare("dev")
 
     assert result.code == 0, result.messages
@@ -90,7 +101,6 @@ def test_pip_installs_uv_where_path_has_none(bare_machine):
 
 def test_without_uv_pip_does_everything(bare_machine):
     result = bare_machine.prepare()
-
     assert result.code == 0, result.messages
     assert "pip install" in installed_with(result)
     assert sum(call.endswith(" uv") for call in result.calls) == 1  # asked for once, in vain
@@ -100,7 +110,6 @@ def test_without_uv_pip_does_everything(bare_machine):
 @pytest.mark.parametrize(("version", "kept"), [("2.9.1+cu130", True), ("2.8.0", False)])
 def test_a_fitting_pytorch_is_kept(machine, version, kept):
     (machine.fakes / "site" / "torch.py").write_text(f'__version__ = "{version}"')
-
     result = machine.prepare()
 
     assert result.code == 0, result.messages
@@ -109,7 +118,6 @@ def test_a_fitting_pytorch_is_kept(machine, version, kept):
 
 def test_a_second_run_calls_nothing(machine):
     assert machine.prepare("dev").code == 0
-
     for extra in ("dev", ""):  # what dev installs includes the rest
         again = machine.prepare(extra)
         assert (again.code, again.calls, again.messages) == (0, [], "")
@@ -119,7 +127,6 @@ def test_a_changed_pyproject_is_installed_again(machine):
     machine.prepare()
     with (machine.root / "pyproject.toml").open("a") as file:
         file.write("# changed\n")
-
     again = machine.prepare()
 
     assert any("--editable" in call for call in again.calls)
@@ -128,36 +135,15 @@ def test_a_changed_pyproject_is_installed_again(machine):
 
 def test_a_python_without_its_venv_module_is_replaced_by_uv(machine):
     machine.settings["FAKE_VENV_MODULE"] = "no"
-
     result = machine.prepare()
 
     assert result.code == 0, result.messages
     assert result.calls[0].startswith("uv venv")
 
 
-def test_without_venv_module_and_uv_the_error_says_what_is_needed(bare_machine):
-    bare_machine.settings["FAKE_VENV_MODULE"] = "no"
-
-    result = bare_machine.prepare()
-
-    assert result.code == 2
-    assert "3.11 or later with its venv module" in result.messages
-
-
-def test_a_python_that_is_named_is_the_only_one_tried(machine):
-    machine.settings.update(PYTHON="/nowhere/python", FAKE_UV="no")
-    (machine.fakes / "uv").write_text("#!/bin/sh\nexit 1\n")
-
-    result = machine.prepare()
-
-    assert result.code == 2
-    assert "with /nowhere/python" in result.messages
-
-
 def test_an_attempt_that_hangs_is_ended(machine):
     assert machine.prepare().code == 0
     started = time.monotonic()
-
     done = machine.bash("bounded 1 sleep 30 || echo ended; bounded 30 bash -c 'echo in time'")
 
     assert done.stdout.split("\n")[:2] == ["ended", "in time"]
@@ -166,7 +152,6 @@ def test_an_attempt_that_hangs_is_ended(machine):
 
 def test_the_versions_are_those_of_pyproject(machine):
     done = machine.bash('printf "%s\\n" "$TORCH_ANY" "$TORCH_TESTED"')
-
     any_version, tested = done.stdout.split()
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert any_version in project["dependencies"]
@@ -175,5 +160,4 @@ def test_the_versions_are_those_of_pyproject(machine):
 
 def test_no_package_index_is_named():
     text = (REPOSITORY / "scripts" / "_env.sh").read_text(encoding="utf-8")
-
     assert "://" not in text

@@ -54,7 +54,6 @@ def headers(done):
 
 def test_steps_are_numbered_and_say_what_is_left(quickstart):
     done, calls = quickstart()
-
     assert done.returncode == 0, done.stderr
     assert [header[:2] for header in headers(done)] == [(n, 8) for n in range(1, 9)]
     lefts = [words.split(", ")[-1] for _, _, words in headers(done)]
@@ -72,21 +71,15 @@ def test_steps_are_numbered_and_say_what_is_left(quickstart):
         "spec-train eval",
     ]
     assert "all 8 steps are done, in 0 min" in done.stderr
-
-
-def test_a_trained_target_is_not_trained_again(quickstart):
-    quickstart()
-
-    done, calls = quickstart()
-
+    done, calls = quickstart("--steps", "089")  # the target is not trained again
     assert [header[:2] for header in headers(done)] == [(n, 7) for n in range(1, 8)]
     assert not any("make_target.py" in call for call in calls)
+    assert any("--steps 89 " in call for call in calls), "leading zeros are decimal"
 
 
 def test_a_target_of_ones_own_is_not_given_a_time_and_keeps_rows_for_decoding(quickstart, tmp_path):
     corpus = tmp_path / "chats.jsonl"
     corpus.write_text("".join(json.dumps({"row": n}) + "\n" for n in range(1, 101)))
-
     done, calls = quickstart("--target", "some/model", "--corpus", str(corpus), "--decode", "3")
 
     assert done.returncode == 0, done.stderr
@@ -113,13 +106,6 @@ def test_a_target_of_ones_own_is_not_given_a_time_and_keeps_rows_for_decoding(qu
 )
 def test_a_wrong_option_is_refused_in_words(quickstart, options, words):
     done, calls = quickstart(*options)
-
     assert done.returncode == 2
     assert words in done.stderr
     assert calls == []
-
-
-def test_a_number_with_leading_zeros_is_decimal(quickstart):
-    _, calls = quickstart("--steps", "089")
-
-    assert any("--steps 89 " in call for call in calls)

@@ -150,10 +150,6 @@ def test_a_dataset_here_is_named_by_its_directory(data, monkeypatch):
         assert dataset_page(given).title == data.name
 
 
-def test_equal_datasets_have_equal_pages(data):
-    assert page_bytes(dataset_page(data)) == page_bytes(dataset_page(data))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -223,7 +219,7 @@ def test_a_converted_dataset_has_a_page(data, target, tmp_path):
     assert len(part(found, "Tokens", "viewer")["data"]["documents"]) == 20
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_spans_mark_what_was_marked(seed):
     flags = np.random.default_rng(seed).random(40) < 0.5
     spans, back = spans_of(flags), np.zeros(40, bool)

@@ -120,8 +120,7 @@ def test_texts_of_documents_stay_texts(browser, file):
         assert tab.locator(".detail img").count() == 0
 
 
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(("size", "dark"), [(DESKTOP, False), (PHONE, True)])
 def test_it_fits_every_window_and_can_be_read(browser, file, size, dark):
     with open_page(browser, file, size, dark) as tab:
         assert not scrolls_sideways(tab)
