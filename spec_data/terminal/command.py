@@ -241,7 +241,6 @@ class Program:
         self.name, self.version = name, version
         self._description, self._epilog = description, epilog
         self._entries: dict[tuple[str, ...], _Entry] = {}
-        self._groups: dict[str, str] = {}
         self._app = self._new_app(name)
 
     def _new_app(self, name: str) -> App:
@@ -284,10 +283,6 @@ class Program:
             app = app[word]
         app.command(inner, name=words[-1])
         self._entries[words] = _Entry(inner, app[words[-1]], usage, stopped, epilog)
-
-    def add_group(self, name: str, description: str) -> None:
-        """Describe the group of commands that begin with `name`, such as fit."""
-        self._groups[name] = description
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run a command line and return its exit code."""
@@ -369,9 +364,9 @@ class Program:
             say_next(*following, label=result.again or "next")
         return result.exit_code
 
-    def commands(self) -> dict[str, str]:
-        """Return every command, such as "fit eagle3", and its summary."""
-        return {" ".join(words): _summary(e.function) for words, e in self._entries.items()}
+    def commands(self) -> list[str]:
+        """Return every command, such as "fit eagle3"."""
+        return [" ".join(words) for words in self._entries]
 
     def flags(self, command: str) -> list[str]:
         """Return the options of a command, those of every command included."""
@@ -406,6 +401,16 @@ class Program:
 
     # -- help --
 
+    def _summary(self, chain: tuple[str, ...]) -> str:
+        """Return what a command, its variant, or the first command of a group is about."""
+        entries = {w: e.function for w, e in self._entries.items() if w[: len(chain)] == chain}
+        function = next(iter(entries.values()))
+        variant = (getattr(function, "__defaults__", None) or (None,))[-1]
+        text = _description(function)[0]
+        if chain in entries and dataclasses.is_dataclass(variant):
+            text = inspect.getdoc(variant) or ""
+        return text.partition("\n\n")[0].replace("\n", " ")
+
     def help(self, chain: tuple[str, ...] = (), everything: bool = False) -> str:
         """Return the help of a command: its first options, or with `everything` all of them."""
         if chain not in self._entries:
@@ -436,14 +441,9 @@ class Program:
         return "\n".join(lines)
 
     def _help_of_group(self, chain: tuple[str, ...]) -> str:
-        names = {}
-        for word in self._commands_of(chain):
-            entry = self._entries.get((*chain, word))
-            text = _summary(entry.function) if entry else self._groups.get(word, "")
-            names[word] = text.partition("\n\n")[0].replace("\n", " ")
-        description = self._groups.get(" ".join(chain), "") if chain else self._description
-        lines = [self._usage(chain), "", description.strip(), "", f"{_kind_of(chain)}s:"]
-        lines += _rows(names)
+        texts = {word: self._summary((*chain, word)) for word in self._commands_of(chain)}
+        description = self._summary(chain) if chain else self._description.strip()
+        lines = [self._usage(chain), "", description, "", f"{_kind_of(chain)}s:", *_rows(texts)]
         if not chain:
             completion = "print a script that completes commands and options in this shell"
             program = {"--version": "print the version"}
@@ -480,14 +480,6 @@ def _description(function: Callable[..., Any]) -> tuple[str, str]:
     text, _, _ = (inspect.getdoc(function) or "").partition("\nArgs:\n")
     text, _, examples = text.partition("\nExamples:\n")
     return text.strip(), textwrap.dedent(examples).strip()
-
-
-def _summary(function: Callable[..., Any]) -> str:
-    """Return the first paragraph of a docstring: that of the variant where there is one."""
-    variant = (getattr(function, "__defaults__", None) or (None,))[-1]
-    if dataclasses.is_dataclass(variant):
-        return inspect.getdoc(variant) or ""
-    return _description(function)[0]
 
 
 _NOT_SHOWN = (None, inspect.Parameter.empty, False, "", (), -1)

@@ -177,7 +177,6 @@ _fit_command.__doc__ = str(fit.__doc__).replace("Args:\n", f"Args:\n        dry_
 
 def add_fit(program: Program) -> None:
     """Add `fit` to a program, with a command for every kind of draft."""
-    program.add_group("fit", "Train a draft.")
     usage, presets = "--data DIR --out RUN", preset_help()
     for name, options in DRAFT_OPTIONS.items():
         name = f"fit {name}"

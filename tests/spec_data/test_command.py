@@ -120,7 +120,6 @@ def program():
     program.add(capture, stopped=lambda given: f"{given['out']} is kept")
     program.add(fit, name="fit chain", variant=Chain())
     program.add(fit, name="fit block", variant=Block())
-    program.add_group("fit", "Train a draft.")
     return program
 
 
