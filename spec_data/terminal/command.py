@@ -41,6 +41,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Dict
+from cyclopts.exceptions import MissingArgumentError
 
 from spec_data.shards.errors import SpecDataError
 from spec_data.shards.files import write_atomically
@@ -320,6 +321,9 @@ class Program:
             except CycloptsError as error:
                 error.verbose = False
                 message = str(error).strip()
+                missing = error.argument if isinstance(error, MissingArgumentError) else None
+                if missing is not None and not missing.tokens:
+                    message = f"missing option {missing.name}"
                 return self._refuse(chain, message[:1].lower() + message[1:])
             given.update(call.arguments)
             result = entry.function(*call.args, **call.kwargs)
