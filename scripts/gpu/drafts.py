@@ -44,7 +44,7 @@ def trained(
     """Train a fresh draft on the one random batch."""
     head, batch = random_batch(size)
     draft = fresh_draft(name, head, size).to(device)
-    draft.use_attention(backend)
+    draft.attention_backend = backend
     draft.eval()  # drafts that sample draw the same elements on every device
     place = torch.device(device)
     head, batch = head.to(place).to(dtype), batch.to(place, dtype)
@@ -171,7 +171,7 @@ def _step(
 ) -> Callable[[], None]:
     """Return a step: forward, loss, backward."""
     if way != "baseline":
-        draft.use_attention(way.partition(", ")[2])
+        draft.attention_backend = way.partition(", ")[2]
 
     def step() -> None:
         if way == "baseline":

@@ -55,7 +55,7 @@ def causal_mask(document_ids: Tensor, window: int | None = None) -> AttentionMas
     `document_ids` is int64 [B, T]; `window` is a number of positions, None: no limit.
     """
     slots = _slots(document_ids).expand_as(document_ids)
-    first = _document_starts(document_ids)  # [B, T]
+    first = document_starts(document_ids)  # [B, T]
     if window is not None:
         first = torch.maximum(first, slots - window + 1)
     return span_mask(first, slots, document_ids.shape[1])
@@ -66,7 +66,7 @@ def _slots(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1], device=x.device)
 
 
-def _document_starts(document_ids: Tensor) -> Tensor:
+def document_starts(document_ids: Tensor) -> Tensor:
     """Return the first slot of each slot's document, int64 [B, T]; documents are contiguous."""
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
@@ -100,7 +100,7 @@ def parallel_mask(
     count = anchors.shape[1]
     index = anchors - anchors[:, :1]  # [B, E]: the depth-0 element at the anchor
     back = depths if window is None else window - 1  # depths before its own that an element sees
-    first = _document_starts(document_ids[:, :shallow]).gather(1, index.clamp(0, shallow - 1))
+    first = document_starts(document_ids[:, :shallow]).gather(1, index.clamp(0, shallow - 1))
     if window is not None:
         first = torch.maximum(first, index + depths - back)
     # The deeper elements in the order of their anchors and depths: a chain is one span of them.
@@ -147,7 +147,7 @@ def block_mask(
         A mask with N * size queries and T + N * size keys.
     """
     anchor, real = (x.repeat_interleave(size, dim=1) for x in (anchors, kept))  # [B, N * S]
-    first = _document_starts(document_ids).gather(1, anchor)
+    first = document_starts(document_ids).gather(1, anchor)
     slot = _slots(anchor)  # [N * S]
     inside = slot % size
     begin, end = slot - inside, slot - inside + size - 1  # the slots of the block

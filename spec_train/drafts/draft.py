@@ -63,7 +63,7 @@ class Draft(nn.Module, ABC):
     options: Any
     embed_tokens: nn.Embedding  # the target's
     fc: nn.Linear
-    attention_backend: str = "auto"
+    attention_backend: str = "auto"  # or one of `masked.BACKENDS`: all compute the same
     # The vocabulary; a draft over the target's full vocabulary may skip `make_vocabulary`.
     d2t: Tensor
     t2d: Tensor
@@ -151,13 +151,8 @@ class Draft(nn.Module, ABC):
         """Return the loss: a distributed wrapper calls `forward`."""
         return self.loss(batch, head, counts)
 
-    @staticmethod
-    def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:
-        """Turn added sums into metrics; None: there was nothing to measure.
-
-        "loss" (always a number), "acceptance_length" and "product_limit_length" are always present.
-        """
-        return summarise(sums)
+    summarise = staticmethod(summarise)
+    """Turns added sums into metrics: "loss", "acceptance_length" and others (see `metrics`)."""
 
     def zero_loss(self) -> Tensor:
         """Return a loss of zero [] that is connected to every trainable parameter.
@@ -180,13 +175,6 @@ class Draft(nn.Module, ABC):
     def update_config(self, **changes: Any) -> None:
         """Replace fields of the configuration that decide no tensor's shape."""
         self.config = dataclasses.replace(self.config, **changes)
-
-    def use_attention(self, backend: str) -> None:
-        """Choose the attention back end of `loss` and `chains`; all compute the same function.
-
-        "auto", or one of `BACKENDS` of the attention module that the draft uses.
-        """
-        self.attention_backend = backend
 
     # -- modules ----------------------------------------------------------------------------------
 

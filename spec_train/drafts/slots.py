@@ -6,12 +6,11 @@ Every function works per document: nothing crosses a document boundary.
 B packs, T slots of a pack, S unroll steps, A active slots, H hidden size.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from spec_data.shards.packing import PADDING, shift_left
+from spec_train.attention.masks import document_starts
 from spec_train.attention.unrolled import active_slots
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.layers import Rotary
@@ -26,14 +25,9 @@ def gather_slots(x: Tensor, active: Tensor) -> Tensor:
 
 
 def document_offsets(document_ids: Tensor) -> Tensor:
-    """Return the index of every slot within its document, int64 [B, T].
-
-    `document_ids` is int64 [B, T]; documents are contiguous.
-    """
+    """Return the index of every slot within its document, both int64 [B, T]."""
     slots = torch.arange(document_ids.shape[1], device=document_ids.device)  # [T]
-    starts = torch.ones_like(document_ids, dtype=torch.bool)  # [B, T]: a document's first slot
-    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return slots - torch.where(starts, slots, 0).cummax(dim=1).values
+    return slots - document_starts(document_ids)
 
 
 def document_lengths(document_ids: Tensor) -> Tensor:
@@ -142,38 +136,3 @@ def first_slots(known: Tensor, scored: ScoredSlots | None) -> Tensor:
 def empty_chains(known: Tensor, depth: int) -> Tensor:
     """Return chains without a draft, int64 [B, T, depth]; `known` is any tensor [B, T]."""
     return torch.full((*known.shape, depth), NOT_DRAFTED, device=known.device)
-
-
-def greedy_chains(
-    step: Callable[[Tensor], Tensor],
-    narrow: Callable[[Tensor], None],
-    known: Tensor,
-    depth: int,
-    scored: ScoredSlots | None,
-) -> Tensor:
-    """Draft chains one token at a time.
-
-    Args:
-        step: maps the known tokens [B, A] of the chains to their next drafts [B, A]. The first
-            call has the tokens of all slots, [B, T].
-        narrow: called to go on with some chains only: their indices, int64 [B, A'].
-        known: the known token of every slot, int64 [B, T].
-        depth: tokens per chain.
-        scored: which chains go on; None: all of them.
-
-    Returns:
-        Target ids, int64 [B, T, depth]; `NOT_DRAFTED` where a chain had ended.
-    """
-    chains, active = empty_chains(known, depth), first_slots(known, scored)
-    for d in range(depth):
-        known = step(known)
-        chains[..., d].scatter_(1, active, known)
-        if scored is None or d + 1 == depth:
-            continue
-        going = scored.go_on(active, known)
-        if not bool(going.any()):
-            break
-        part = active_slots(going)
-        narrow(part)
-        active, known = active.gather(1, part), known.gather(1, part)
-    return chains

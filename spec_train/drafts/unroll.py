@@ -23,18 +23,23 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import shift_left
+from spec_train.attention.masks import document_starts
 from spec_train.attention.plain import repeat_heads
-from spec_train.attention.unrolled import StepQueries, default_backend, narrowed_pairs
+from spec_train.attention.unrolled import (
+    StepQueries,
+    active_slots,
+    default_backend,
+    narrowed_pairs,
+)
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.draft import Draft
 from spec_train.drafts.drafting import KVCache
 from spec_train.drafts.layers import Rotary, argmax_by_chunks, run_layer
 from spec_train.drafts.slots import (
     ScoredSlots,
-    document_offsets,
+    empty_chains,
     first_slots,
     gather_slots,
-    greedy_chains,
     rope_lengths,
 )
 from spec_train.losses.head import TargetHead
@@ -112,17 +117,24 @@ class AutoregressiveDraft(Draft):
     ) -> Tensor:
         """Draft greedily from every slot; each step reads the draft's own last token and state."""
         scored = ScoredSlots(batch) if scored_only else None
-        known = shift_left(batch.input_ids, batch.document_ids)
         documents, positions = batch.document_ids, batch.position_ids
-        active = first_slots(known, scored)
-        unroll = Unroll(self, self.states_of(batch), known, documents, positions, active)
+        tokens = shift_left(batch.input_ids, documents)  # [B, T], known at every slot
+        chains, active = empty_chains(tokens, depth), first_slots(tokens, scored)
+        unroll = Unroll(self, self.states_of(batch), tokens, documents, positions, active)
         logits, ids = self.logits_with(head), self.proposed_ids
-
-        def step(tokens: Tensor) -> Tensor:
+        for d in range(depth):
             best = argmax_by_chunks(logits, unroll.advance(tokens))
-            return best if ids is None else ids[best]
-
-        return greedy_chains(step, unroll.narrow, known, depth, scored)
+            tokens = best if ids is None else ids[best]  # [B, A]
+            chains[..., d].scatter_(1, active, tokens)
+            if scored is None or d + 1 == depth:
+                continue
+            going = scored.go_on(active, tokens)
+            if not bool(going.any()):
+                break
+            part = active_slots(going)
+            unroll.narrow(part)
+            active, tokens = active.gather(1, part), tokens.gather(1, part)
+        return chains
 
 
 class Unroll:
@@ -156,7 +168,7 @@ class Unroll:
             backend = default_backend(*kind)
         self._repeat = backend != "flex"  # key heads are repeated once for all steps
         every = torch.arange(document_ids.shape[1], device=document_ids.device)  # [T]
-        begin = every - document_offsets(document_ids)  # [B, T]: the document's first slot
+        begin = document_starts(document_ids)  # [B, T]
         lengths = rope_lengths(draft.rotary, document_ids)  # [B, T]
         cos, sin = draft.rotary(position_ids, lengths, features.dtype)
         inputs = draft.layer_inputs(input_ids, features)
@@ -177,7 +189,8 @@ class Unroll:
             self._lengths, self._positions, self.carried = lengths, position_ids, features
             return
         u = self._layers[-1].inputs(*inputs)  # [B, T, W]
-        self._first_keys.append(self._keys(len(self._layers) - 1, u, cos, sin))
+        keys_values = self._layers[-1].self_attn.keys_values(u, cos, sin)
+        self._first_keys.append(self._repeated(*keys_values))
         self._first = gather_slots(u, active), gather_slots(inputs[-1], active)
         self._lengths = rope_lengths(draft.rotary, document_ids, active)  # [B, A]
         self._positions = position_ids.gather(1, active)  # [B, A]
@@ -192,10 +205,6 @@ class Unroll:
         """Return step-0 keys and values with a head per query head, if the back end wants that."""
         heads = self.draft.config.num_attention_heads
         return (repeat_heads(k, heads), repeat_heads(v, heads)) if self._repeat else (k, v)
-
-    def _keys(self, number: int, u: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a layer's step-0 keys and values of attention inputs [B, T, W]."""
-        return self._repeated(*self._layers[number].self_attn.keys_values(u, cos, sin))
 
     def _whole(
         self, number: int, queries: StepQueries, cos: Tensor, sin: Tensor, *inputs: Tensor

@@ -113,7 +113,7 @@ def draft_card(
     full = subject.config["vocab_size"]
     sizes = subject.config.get("draft_vocab_size", full), full
     count = sum(value.numel() for value in subject.own.tensors.values())
-    layers = f"outputs of decoder blocks {_listed(subject.layers)}, from 0"
+    layers = f"outputs of decoder blocks {', '.join(map(str, subject.layers))}, from 0"
     rows = [
         ("draft", f"{kind}, form {subject.form}"),
         ("target", code(name) if name else "not recorded"),
@@ -144,15 +144,6 @@ def _training(subject: Subject, measured: Mapping[str, Any]) -> list[tuple[str, 
     if fingerprint := origin.get("dataset_fingerprint"):
         rows.append(("dataset", f"fingerprint {code(str(fingerprint)[:16])}"))
     if measured.keys() >= {"acceptance_length", "step"}:
-        rows.append(
-            (
-                "acceptance length",
-                f"{measured['acceptance_length']:.2f} tokens per round on held-out documents, "
-                f"simulated, at step {measured['step']}",
-            )
-        )
+        text = f"{measured['acceptance_length']:.2f} tokens per round on held-out documents, "
+        rows.append(("acceptance length", f"{text}simulated, at step {measured['step']}"))
     return rows
-
-
-def _listed(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers))

@@ -332,9 +332,7 @@ class DSparkDraft(LayersDraft):
         aux, teacher = batch.aux(self.config.layers), teacher_of(self, batch, head, shift=0)
         return blocks_loss(self, batch, blocks, aux, teacher, head, counts)
 
-    @staticmethod
-    def summarise(sums: dict[str, Tensor]) -> dict[str, float | None]:
-        return summarise_blocks(sums)
+    summarise = staticmethod(summarise_blocks)
 
 
 class DFlashDraft(DSparkDraft):
@@ -456,10 +454,9 @@ class TrainedRows:
     """The R drafts of a batch that count, sorted by their teacher's slot."""
 
     drafted: Tensor  # bool [B, N, D]: the draft counts
-    trained: Tensor  # bool [R]: the target's choice is in the draft vocabulary
     rows: Tensor  # flat index in [B, N, D], int64 [R]
     slot: Tensor  # flat slot of the teacher, ascending, int64 [R]; overlapping blocks share slots
-    weight: Tensor  # exp(-d / gamma), float64 [R]; 0 for drafts that are not trained
+    weight: Tensor  # exp(-d / gamma), float64 [R]; 0 where the choice is outside: not trained
     choice: Tensor  # the target's choice as a draft index, -1 outside, int64 [R]
     has_token: Tensor  # bool [R]: the first term of the loss counts
     token: Tensor  # the document's token as a draft index, int64 [R]; 0 where it is outside
@@ -481,13 +478,11 @@ class TrainedRows:
         rows = drafted.flatten().nonzero().squeeze(1)  # [R], in block order
         slot, order = (slots + first[:, None, None]).flatten()[rows].sort(stable=True)  # [R] each
         rows = rows[order]
-        trained = inside.flatten()[slot]  # [R]
         return cls(
             drafted=drafted,
-            trained=trained,
             rows=rows,
             slot=slot,
-            weight=draft_weights(draft).to(rows.device)[rows % depth] * trained,
+            weight=draft_weights(draft).to(rows.device)[rows % depth] * inside.flatten()[slot],
             choice=draft.draft_index[batch.target_argmax.flatten()[slot]],
             has_token=with_token.flatten()[slot],
             token=draft.draft_index[following.flatten()[slot]].clamp_min(0),
@@ -516,16 +511,15 @@ def _sums(
     assert figures.overlap is not None and figures.cross_entropy is not None
     depth, rows, drafted = len(weights), chosen.rows, chosen.drafted
     d = rows % depth  # [R], depth of each draft
-    w = weights[d] * chosen.trained  # [R]
+    w = chosen.weight  # [R]
     hit = figures.best == chosen.choice  # [R]
     acceptance, overlap = figures.acceptance.double(), figures.overlap.double()
     cross_entropy = figures.cross_entropy.double()
     bce = torch.zeros_like(acceptance) if forecasts is None else forecasts.bce.double()
     ce_weights = w * chosen.has_token
     forecast_weight = w.sum() if forecasts is not None else w.new_zeros(())
-    alphas = options.ce_weight, options.l1_weight, options.confidence_weight
-    if not options.mixed:  # cross-entropy and L1 are only measured
-        alphas = 0.0, 0.0, options.confidence_weight
+    measured = (options.ce_weight, options.l1_weight) if options.mixed else (0.0, 0.0)
+    alphas = *measured, options.confidence_weight
     terms = [(ce_weights * cross_entropy).sum(), (w * 2 * (1 - overlap)).sum(), (w * bce).sum()]
     term_weights = torch.stack([ce_weights.sum(), w.sum(), forecast_weight])  # [3]
     hits, shares = (torch.zeros_like(drafted, dtype=kind) for kind in (torch.bool, torch.float64))
@@ -538,7 +532,7 @@ def _sums(
         """Sum values [R] by the depth of their draft: [D]."""
         return torch.zeros_like(weights).index_add_(0, d, values.double())
 
-    supervised = by_depth(chosen.trained)
+    supervised = by_depth(chosen.choice >= 0)
     sums = {
         "loss": by_depth(cross_entropy * chosen.has_token),
         "supervised": supervised,
@@ -554,8 +548,8 @@ def _sums(
         **chain_sums(hits.movedim(-1, 0), drafted.movedim(-1, 0)),
     }
     if not options.mixed:
-        weight = chosen.weight * chosen.has_token  # [R]
-        sums |= {"kind": (weight * figures.loss.double()).sum(), "kind_weight": weight.sum()}
+        sums["kind"] = (ce_weights * figures.loss.double()).sum()
+        sums["kind_weight"] = ce_weights.sum()
     if forecasts is not None:
         confidence = forecasts.confidence.double()
         index = (confidence * BINS).long().clamp(max=BINS - 1)  # [R]

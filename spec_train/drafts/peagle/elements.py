@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import PADDING, shift_left
+from spec_train.attention.masks import document_starts
 from spec_train.drafts.slots import document_offsets, step_masks
 
 # -- depth sampling --------------------------------------------------------------------------------
@@ -43,9 +44,7 @@ def cod_sample(
     Returns:
         bool [B, K, T]: entry (b, d, t) is whether element (anchor t, depth d) is in the sample.
     """
-    offsets = document_offsets(document_ids)  # [B, T], index in the document
-    starts = torch.arange(document_ids.shape[1], device=document_ids.device) - offsets
-    # starts: [B, T], first slot of the document of each slot
+    offsets, starts = document_offsets(document_ids), document_starts(document_ids)  # [B, T] each
     supervised = supervised & (document_ids != PADDING)
     total = torch.zeros_like(document_ids).scatter_add_(1, starts, supervised.long())
     total = total.gather(1, starts)  # [B, T], supervised slots of the document of each slot

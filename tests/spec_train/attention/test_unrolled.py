@@ -1,7 +1,5 @@
 """Both back ends are one attention: values, gradients, grouped heads, packs, padding."""
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -53,31 +51,9 @@ def test_active_slots_are_the_used_ones_in_order_and_padded_with_the_last() -> N
     assert active_slots(torch.zeros(1, 3, dtype=torch.bool)).tolist() == [[2]]
 
 
-def test_a_mask_row_sees_its_own_document_up_to_itself() -> None:
-    active = active_slots(USED)
-    mask = _queries(USED).mask.dense()[:, 0]
-    for b, a, t in itertools.product(*map(range, mask.shape)):
-        slot = int(active[b, a])
-        assert mask[b, a, t] == (t <= slot and DOCUMENTS[b, t] == DOCUMENTS[b, slot])
-    assert mask.any(-1).all()  # also in rows of padding alone
-
-
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_dense_is_one_softmax_over_step_zero_and_the_diagonal(steps: int) -> None:
-    tensors, queries = _inputs(USED, steps, 4, 2, torch.float64), _queries(USED)
-    out, mask = _attend(tensors, queries, 0.7), queries.mask.dense()
-    q, k0, v0, *flat = tensors
-    for b, h, a in itertools.product(*map(range, q.shape[:3])):
-        seen = [t for t in range(mask.shape[-1]) if mask[b, 0, a, t]]
-        keys = [k0[b, h // 2, t] for t in seen] + [k[b, h // 2, a] for k in flat[::2]]
-        values = [v0[b, h // 2, t] for t in seen] + [v[b, h // 2, a] for v in flat[1::2]]
-        weights = torch.softmax(torch.stack([q[b, h, a] @ k * 0.7 for k in keys]), 0)
-        close(out[b, h, a], weights @ torch.stack(values), terms=LAYER)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (3, 1)])
-@pytest.mark.parametrize("steps", [0, 1, 4])
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (3, 1)])
+@pytest.mark.parametrize("steps", [0, 4])
 @pytest.mark.parametrize("chunk", [2, 128])
 def test_merged_equals_dense_in_values_and_gradients(
     dtype, heads, kv_heads, steps, chunk, monkeypatch
@@ -91,16 +67,6 @@ def test_merged_equals_dense_in_values_and_gradients(
         results[backend] = [out, *torch.autograd.grad((out * pull).sum(), tensors)]
     for dense, merged in zip(results["dense"], results["merged"], strict=True):
         close(merged, dense, terms=2 * LAYER)
-
-
-def test_merged_gradients_are_those_of_finite_differences() -> None:
-    tensors = _inputs(USED[:1], 2, 2, 1, torch.float64, size=3)
-    queries = _queries(USED[:1], "merged")
-
-    def run(*inputs: Tensor) -> Tensor:
-        return _attend(list(inputs), queries, 0.5)
-
-    assert torch.autograd.gradcheck(run, tensors)
 
 
 def test_great_scores_on_either_side_neither_overflow_nor_vanish() -> None:
@@ -125,15 +91,6 @@ def test_chunks_hold_every_seen_key_and_skip_other_documents(monkeypatch):
     spans = {(b.pack.start, b.queries.start): b.keys for b in queries.prepared}
     assert spans[0, 0] == (slice(0, 3),) and spans[0, 2] == (slice(3, 7),)
     assert spans[1, 0] == (slice(0, 5),)
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
-def test_flex_equals_dense(steps: int) -> None:
-    """Uncompiled, and without gradients, which flex_attention has on CUDA alone."""
-    tensors = [x.detach() for x in _inputs(USED, steps, 4, 2, torch.float32, size=16)]
-    found = _attend(tensors, _queries(USED, "flex"), 0.5)
-    close(found, _attend(tensors, _queries(USED, "dense"), 0.5), terms=LAYER)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled flex_attention needs CUDA")

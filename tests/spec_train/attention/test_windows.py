@@ -317,15 +317,6 @@ def test_a_served_block_sees_what_a_trained_one_sees(window: int, causal: bool) 
     close(served, trained, terms=LAYER)
 
 
-def test_a_served_block_without_a_window_sees_everything() -> None:
-    q, k, v = drawn(5, (1, 4, SIZE, 8), (1, 2, 12, 8), (1, 2, 12, 8))
-    whole = attend_block(q, k, v, 0.5, None)
-    keys, values = (x.repeat_interleave(2, dim=1) for x in (k, v))
-    close(whole, (q @ keys.mT * 0.5).softmax(-1) @ values, terms=LAYER)
-    long = attend_block(q, k, v, 0.5, BlockWindow(40, False))
-    close(long, whole, terms=LAYER)
-
-
 # -- the masks of another trainer ------------------------------------------------------------------
 
 

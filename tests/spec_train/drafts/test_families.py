@@ -126,15 +126,7 @@ def test_the_drafts_rope_is_the_live_rotary_module(family: str) -> None:
     model = tiny_model(family)
     config = model.config.to_dict()
     shape = TARGETS[config["architectures"][0]](config)
-    ours = Rotary(
-        RopeSettings(
-            rope_parameters=shape.rope_parameters,
-            head_dim=shape.head_dim,
-            hidden_size=shape.hidden_size,
-            num_attention_heads=shape.num_attention_heads,
-            max_position_embeddings=shape.max_position_embeddings,
-        )
-    )
+    ours = Rotary(RopeSettings.of(shape))
     found = live_frequencies(model)
     assert bool(found) == (family not in WITHOUT_ROPE)
     for frequencies, factor in found:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spec_train.data.batch import DraftBatch
-from spec_train.drafts.slots import NOT_DRAFTED, ScoredSlots
+from spec_train.drafts.slots import NOT_DRAFTED
 from spec_train.simulation.simulated_decoding import BY_DEPTH, judge_chains
 from tests.spec_train.drafts.test_windows import DEPTH, DRAFTS_OF, MIXED, make
 from tests.spec_train.evaluation import tools
@@ -109,16 +109,3 @@ def test_nothing_that_counts_is_no_error(kind: str, target: Any) -> None:
         for case in (wrong, none):
             chains = draft.chains(case, head, DEPTH, scored_only=True)
             assert not simulate(case, chains)[BY_DEPTH + DEPTH : BY_DEPTH + 2 * DEPTH].any()
-
-
-def test_slots_and_chains_that_count_are_those_of_the_evaluation(target: Any) -> None:
-    draft, head = make("eagle3", target), head_of(target)
-    with torch.no_grad():
-        batch = random_batch(draft, head, torch.Generator().manual_seed(7))
-        chains = draft.chains(batch, head, DEPTH)
-    counts, scored = counted_drafts(batch, chains), ScoredSlots(batch)
-    every = torch.arange(chains.shape[1]).expand(chains.shape[:2])
-    now = scored.slots.clone()
-    for d in range(DEPTH):
-        assert torch.equal(now, counts[..., d])
-        now = now & scored.go_on(every, chains[..., d])

@@ -68,17 +68,7 @@ def test_more_layers_than_blocks_are_refused(blocks: int, count: int) -> None:
 @pytest.mark.parametrize("family", ROTARY)
 def test_the_drafts_rope_is_the_targets(family: str) -> None:
     model = tiny_model(family)
-    config = model.config.to_dict()
-    shape = target_shape("eagle3", config, None)
-    ours = Rotary(
-        RopeSettings(
-            rope_parameters=shape.rope_parameters,
-            head_dim=shape.head_dim,
-            hidden_size=shape.hidden_size,
-            num_attention_heads=shape.num_attention_heads,
-            max_position_embeddings=shape.max_position_embeddings,
-        )
-    )
+    ours = Rotary(RopeSettings.of(target_shape("eagle3", model.config.to_dict(), None)))
     (theirs,) = [m for n, m in model.named_modules() if n.endswith("rotary_emb")]
     prefix = "full_attention_" if hasattr(theirs, "full_attention_inv_freq") else ""
     torch.testing.assert_close(ours.inv_freq, getattr(theirs, prefix + "inv_freq"), rtol=0, atol=0)

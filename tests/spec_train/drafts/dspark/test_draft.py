@@ -10,24 +10,18 @@ from torch.nn.functional import pad
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, row_layout
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.batch import padding_batch
-from spec_train.drafts import DRAFTS
 from spec_train.drafts.dspark.blocks import (
     Blocks,
     anchor_candidates,
-    drafted_mask,
     expected_weights,
     sample_blocks,
 )
 from spec_train.drafts.dspark.draft import (
     BlockTokens,
-    DFlashDraft,
     DSparkDraft,
     dspark_loss,
 )
-from spec_train.losses.head import TargetHead
-from spec_train.losses.metrics import reliability
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import packed
 from tests.spec_train.drafts.dspark.cases import (
@@ -82,21 +76,6 @@ def test_anchors_are_known_supervised_tokens_with_a_supervised_next_and_somethin
     blocks = sample_blocks(mask, document_ids, 10)
     assert blocks.anchors.tolist() == [[1, 2, 5, 8], [4, 5, 6, 7], [0] * 4]  # no unused blocks
     assert blocks.kept.tolist() == [[True] * 4, [True] * 4, [False] * 4]
-
-
-def test_drafts_count_while_supervised_contiguous_and_in_the_document() -> None:
-    mask, document_ids, _ = make_layout(MASKS)
-    counted = drafted_mask(mask, document_ids, 3)
-    for b, row in enumerate(MASKS):
-        start = 0
-        for m in row:
-            for t in range(len(m)):
-                for d in range(3):
-                    tokens = range(t + 1, t + 2 + d)
-                    wanted = all(i < len(m) and m[i] for i in tokens)
-                    assert bool(counted[b, start + t, d]) == wanted
-            start += len(m)
-        assert not counted[b, start:].any()
 
 
 def test_a_sample_has_no_repetitions_is_sorted_and_depends_on_its_row_alone() -> None:
@@ -291,23 +270,6 @@ def test_counts_are_the_weights_of_all_blocks_or_their_expectation(dataset, head
     drawn = torch.stack([few.loss(batch, head, counts).sums["term_weights"] for _ in range(100)])
     # a mean of 100 samples of blocks: the tolerance is their spread, not rounding
     torch.testing.assert_close(drawn.mean(0)[:2], few.slot_counts(batch), rtol=0.04, atol=0)
-
-
-def test_figures_say_what_there_is(dataset: HiddenStatesDataset, head: TargetHead) -> None:
-    batch = packed(dataset)
-    for name, kind in (("dspark", DSparkDraft), ("dflash", DFlashDraft)):
-        assert DRAFTS[name] is kind
-        draft = build(dataset, head, name)
-        sums = draft.loss(batch, head, None).sums
-        figures = draft.summarise(sums)
-        assert {f"accept_rate/{d}" for d in range(1, draft.depth + 1)} <= figures.keys()
-        assert bool(reliability(sums)) == (name == "dspark")
-        assert figures["cross_entropy"] > 0 and 0 < figures["l1"] <= 2
-        assert 1 <= figures["tau"] <= 1 + draft.depth
-        expected = draft.options.ce_weight * figures["cross_entropy"]
-        expected += draft.options.l1_weight * figures["l1"]
-        expected += draft.options.confidence_weight * (figures["confidence_bce"] or 0)
-        close(figures["loss"], expected, **FORWARD)
 
 
 # --- packs shorter than a block ------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_back_ends_agree(backend: str) -> None:
     case = CASES["two layers"]
     documents, state, expected = expectation(case)
     draft = make_draft(case)
-    draft.use_attention(backend)
+    draft.attention_backend = backend
     result = fast(draft, case, lay_out(documents, LAYOUTS["three rows"]))
     close(result.loss.detach(), expected.loss.detach())
     result.loss.backward()

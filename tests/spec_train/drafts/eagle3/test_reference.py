@@ -170,7 +170,7 @@ CASES = {
 def check_case(case: Case, layout: str, backend: str = "auto") -> None:
     documents, state, expected = expectation(case)
     draft = make_draft(case)
-    draft.use_attention(backend)
+    draft.attention_backend = backend
     result = fast(draft, case, **lay_out(documents, LAYOUTS[layout]))
     assert_same(draft, result, state, expected)
 
@@ -196,7 +196,7 @@ def test_recomputed_steps_match_the_reference(name: str, backend: str) -> None:
     documents, state, expected = expectation(case)
     draft = make_draft(case)
     draft.use_options(replace(draft.options, gradient_checkpointing=True))
-    draft.use_attention(backend)
+    draft.attention_backend = backend
     calls: list[None] = []
     draft.midlayer.mlp.register_forward_pre_hook(lambda *_: calls.append(None))
     result = fast(draft, case, **lay_out(documents, LAYOUTS["one row"]))

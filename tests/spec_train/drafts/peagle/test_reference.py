@@ -77,7 +77,7 @@ CASES = {
 def check_case(case: Case, layout: str, segments: int = 1, backend: str = "auto", **options):
     documents, samples, state, expected = expectation(case)
     draft = make_draft(case, **options)
-    draft.use_attention(backend)
+    draft.attention_backend = backend
     inputs = lay_out_all(documents, samples, LAYOUTS[layout], case.depths)
     result = peagle_loss(
         draft,
