@@ -74,25 +74,19 @@ def document_starts(document_ids: Tensor) -> Tensor:
 
 
 def parallel_mask(
-    document_ids: Tensor,
-    anchors: Tensor,
-    depths: Tensor,
+    document_ids: Tensor,  # of every element, int64 [B, E]; -1 in padding
+    anchors: Tensor,  # slot of the pack that the element starts from, int64 [B, E]
+    depths: Tensor,  # of every element, int64 [B, E]
+    # so many elements of depth 0, at consecutive slots, come first; the deeper ones follow, sorted
+    # by anchor and then depth, padding last
     shallow: int,
-    window: int | None = None,
+    window: int | None = None,  # number of positions that an element sees, None: no limit
 ) -> AttentionMask:
     """P-EAGLE (arXiv 2602.01469): elements of several depths in one forward.
 
     An element sees the depth-0 elements of its document up to its own anchor, and the elements of
     its own anchor that are no deeper. Its position is anchor + depth. Padding among the deeper
     elements sees itself.
-
-    Args:
-        document_ids: of every element, int64 [B, E]; -1 in padding.
-        anchors: slot of the pack that the element starts from, int64 [B, E].
-        depths: of every element, int64 [B, E].
-        shallow: so many elements of depth 0, at consecutive slots, come first; the deeper ones
-            follow, sorted by anchor and then depth, padding last.
-        window: number of positions that an element sees, None: no limit.
 
     Returns:
         A mask with E queries and E keys.

@@ -41,24 +41,18 @@ def attend_block(
 
 
 def attend_cached(
-    q: Tensor,
-    k: Tensor,
+    q: Tensor,  # queries [B, h, n, d] of the last n of the T rows
+    k: Tensor,  # keys and values [B, g, T, d] of all rows, the new ones included
     v: Tensor,
-    scale: float,
+    scale: float,  # multiplies the scores
+    # True where a new row sees a row without the window, bool [n, T]; None: causal
     seen: Tensor | None = None,
-    window: int | None = None,
+    window: int | None = None,  # number of positions that a row sees; None: no limit
 ) -> Tensor:
     """Attend from the n newest rows of a cache to all of its rows.
 
     The rows that a row sees are one per position, in order and without gaps: a chain, or a path of
     a tree. So a window of W positions is the last W of them.
-
-    Args:
-        q: queries [B, h, n, d] of the last n of the T rows.
-        k, v: keys and values [B, g, T, d] of all rows, the new ones included.
-        scale: multiplies the scores.
-        seen: True where a new row sees a row without the window, bool [n, T]; None: causal.
-        window: number of positions that a row sees; None: no limit.
 
     Returns:
         Heads [B, h, n, d].

@@ -41,21 +41,15 @@ class KVCache:
 
     def attend(
         self,
-        q: Tensor,
-        k: Tensor,
+        q: Tensor,  # queries of the new rows [B, h, n, d]
+        k: Tensor,  # their keys and values [B, g, n, d]; g divides h
         v: Tensor,
-        scale: float,
-        seen: Tensor | None = None,
+        scale: float,  # factor on the attention scores
+        seen: Tensor | None = None,  # whether a new row sees a row, bool [n, length]; None: causal
+        # number of positions that a row of this layer sees; None: no limit
         window: int | None = None,
     ) -> Tensor:
         """Append rows and attend from them to all rows.
-
-        Args:
-            q: queries of the new rows [B, h, n, d].
-            k, v: their keys and values [B, g, n, d]; g divides h.
-            scale: factor on the attention scores.
-            seen: whether a new row sees a row, bool [n, length]; None: causal.
-            window: number of positions that a row of this layer sees; None: no limit.
 
         Returns:
             Heads [B, h, n, d].

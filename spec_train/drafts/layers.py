@@ -71,18 +71,13 @@ class Rotary(nn.Module):
 
     def forward(
         self,
-        position_ids: Tensor,
+        position_ids: Tensor,  # int64 [B, T]
+        # tokens of the document that each slot belongs to, int64 [B, T]; only longrope reads it.
+        # None: a row is one document that ends at its largest position
         lengths: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype = torch.float32,  # of the inputs
     ) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [B, T, r], float64 if `dtype` is float64, else float32.
-
-        Args:
-            position_ids: int64 [B, T].
-            lengths: tokens of the document that each slot belongs to, int64 [B, T]; only longrope
-                reads it. None: a row is one document that ends at its largest position.
-            dtype: of the inputs.
-        """
+        """Return cos and sin [B, T, r], float64 if `dtype` is float64, else float32."""
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         inv_freq = self.inv_freq
         if self.limit is not None and self.long_inv_freq is not None:

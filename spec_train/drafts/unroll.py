@@ -142,23 +142,15 @@ class Unroll:
 
     def __init__(
         self,
-        draft: AutoregressiveDraft,
-        states: Tensor,
-        input_ids: Tensor,
-        document_ids: Tensor,
-        position_ids: Tensor,
+        draft: AutoregressiveDraft,  # the model
+        states: Tensor,  # the target's [B, T, A]
+        input_ids: Tensor,  # known tokens of step 0 (shifted), int64 [B, T]
+        document_ids: Tensor,  # int64 [B, T], -1 in padding
+        position_ids: Tensor,  # int64 [B, T]
+        # slots to compute outputs for, int64 [B, A]; None: all of them
         active: Tensor | None = None,
     ) -> None:
-        """Compute what all steps share.
-
-        Args:
-            draft: the model.
-            states: the target's [B, T, A].
-            input_ids: known tokens of step 0 (shifted), int64 [B, T].
-            document_ids: int64 [B, T], -1 in padding.
-            position_ids: int64 [B, T].
-            active: slots to compute outputs for, int64 [B, A]; None: all of them.
-        """
+        """Compute what all steps share."""
         self.draft = draft
         self._layers, self._windows = draft.decoder_layers, draft.config.windows
         features = draft.project(states)  # [B, T, H]

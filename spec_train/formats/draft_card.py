@@ -91,16 +91,13 @@ def _lines(row: Start, subject: Subject, folder: str, drafted: int) -> tuple[str
 
 
 def draft_card(
-    subject: Subject, servings: Sequence[Serving], drafted: int, measured: Mapping[str, Any]
+    subject: Subject,  # the draft, its target and the form that was written
+    servings: Sequence[Serving],  # how engines serve it
+    drafted: int,  # tokens that it is trained to propose per round
+    # the figures of its last validation, `validation.json`; empty if there is none
+    measured: Mapping[str, Any],
 ) -> str:
-    """Return the card of an export.
-
-    Args:
-        subject: the draft, its target and the form that was written.
-        servings: how engines serve it.
-        drafted: tokens that it is trained to propose per round.
-        measured: the figures of its last validation, `validation.json`; empty if there is none.
-    """
+    """Return the card of an export."""
     kind, target = _NAMES[subject.kind], subject.target.name
     front: dict[str, Any] = {
         "library_name": "spec-train",

@@ -179,28 +179,20 @@ class RowStats:
 
 
 def head_loss(
-    hidden: Tensor,
-    weight: Tensor,
+    hidden: Tensor,  # states that enter the head [N, S, H]
+    weight: Tensor,  # head [Vd, H]
+    # returns the teacher of a slice of the N rows; called once per chunk
     teacher: Callable[[slice], SomeRows],
-    weights: Tensor,
-    kind: LossKind,
+    weights: Tensor,  # of the rows [N, S], float32; 0 leaves a row out
+    kind: LossKind,  # which loss
+    # rows of logits (of N * S) that exist at a time; None: `rows_per_chunk`
     chunk_rows: int | None = None,
-    bias: Tensor | None = None,
-    spec: HeadSpec | None = None,
+    bias: Tensor | None = None,  # of the head [Vd], frozen
+    spec: HeadSpec | None = None,  # scale and softcap of a target's head; None: a plain product
 ) -> tuple[Tensor, RowStats]:
     """Sum `weights` times the loss of every row, through the head `weight`.
 
     No gradient is computed for a tensor that does not require one, so a frozen head costs nothing.
-
-    Args:
-        hidden: states that enter the head [N, S, H].
-        weight: head [Vd, H].
-        teacher: returns the teacher of a slice of the N rows; called once per chunk.
-        weights: of the rows [N, S], float32; 0 leaves a row out.
-        kind: which loss.
-        chunk_rows: rows of logits (of N * S) that exist at a time; None: `rows_per_chunk`.
-        bias: of the head [Vd], frozen.
-        spec: scale and softcap of a target's head; None: a plain product.
 
     Returns:
         The sum, a float32 (or float64) scalar that can be differentiated, and figures per row.

@@ -47,17 +47,14 @@ def pick(probabilities: Tensor, uniform: Tensor | float) -> Tensor:
 
 
 def reject_sampled(
-    drafted: Sequence[int], q: Tensor, p: Tensor, uniforms: Sequence[float]
+    drafted: Sequence[int],  # k tokens, the j-th drawn from q[j]
+    q: Tensor,  # float64 [k, V], the draft's distributions over the target vocabulary
+    p: Tensor,  # float64 [k + 1, V], the target's distributions after 0..k of the drafted tokens
+    # k + 1 independent numbers in [0, 1). Number j decides on drafted token j; the last one draws
+    # the next token
+    uniforms: Sequence[float],
 ) -> tuple[int, int]:
-    """Decide how many drafted tokens are kept; return (their number, the target's next token).
-
-    Args:
-        drafted: k tokens, the j-th drawn from q[j].
-        q: float64 [k, V], the draft's distributions over the target vocabulary.
-        p: float64 [k + 1, V], the target's distributions after 0..k of the drafted tokens.
-        uniforms: k + 1 independent numbers in [0, 1). Number j decides on drafted token j; the
-            last one draws the next token.
-    """
+    """Decide how many drafted tokens are kept; return (their number, the target's next token)."""
     for j, token in enumerate(drafted):
         if uniforms[j] >= float(accept_probability(p[j, token], q[j, token])):
             return j, int(pick(residual(p[j], q[j]), uniforms[-1]))

@@ -162,22 +162,15 @@ class DSparkDraft(LayersDraft):
 
     def forward_blocks(
         self,
-        token_ids: Tensor,
-        position_ids: Tensor,
-        context: Context,
+        token_ids: Tensor,  # of the slots, int64 [B, Q]
+        position_ids: Tensor,  # of the slots, int64 [B, Q]
+        context: Context,  # keys and values of T positions, as `context` returns them
+        # per layer, the attention of the Q slots over the T context positions and then the Q slots
         attends: Sequence[Attend],
+        # tokens of each slot's document, int64 [B, Q], or None (see `Rotary`)
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """Return the states y [B, Q, H] of the slots of blocks, after the final norm.
-
-        Args:
-            token_ids: of the slots, int64 [B, Q].
-            position_ids: of the slots, int64 [B, Q].
-            context: keys and values of T positions, as `context` returns them.
-            attends: per layer, the attention of the Q slots over the T context positions and then
-                the Q slots.
-            lengths: tokens of each slot's document, int64 [B, Q], or None (see `Rotary`).
-        """
+        """Return the states y [B, Q, H] of the slots of blocks, after the final norm."""
         x = self.embed(token_ids)  # [B, Q, H]
         cos, sin = self.rotary(position_ids, lengths, x.dtype)
         recompute = self.options.gradient_checkpointing

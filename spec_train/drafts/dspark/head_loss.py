@@ -31,32 +31,23 @@ from spec_train.losses.tiles import dot, softmax_sums
 
 
 def block_rows_loss(
-    hidden: Tensor,
-    weight: Tensor,
+    hidden: Tensor,  # y [N, H], in the dtype of `weight`
+    weight: Tensor,  # rows of the target's head [Vd, H], frozen
+    # returns the teacher of a slice of the rows; called once per chunk
     teacher: Callable[[slice], SomeRows],
+    # draft index of the token that the cross-entropy, or a loss with a hard target, is taken with,
+    # int64 [N]; None: with p. A row whose token is not in the draft vocabulary has an arbitrary
+    # label and weight 0
     labels: Tensor | None,
-    ce_weights: Tensor,
-    l1_weights: Tensor,
-    low_rank: LowRank | None = None,
-    kind: LossKind | None = None,
-    chunk_rows: int | None = None,
+    ce_weights: Tensor,  # weights of the cross-entropy [N]
+    l1_weights: Tensor,  # weights of the L1 term [N]
+    low_rank: LowRank | None = None,  # the Markov bias; None without a Markov head
+    kind: LossKind | None = None,  # the loss instead of cross-entropy and L1; None: these two
+    chunk_rows: int | None = None,  # rows of a chunk; None: `rows_per_chunk`
 ) -> tuple[Tensor, RowStats]:
     """Return the sum over rows of ce_weights * cross-entropy + l1_weights * L1.
 
     With a `kind`, return the sum over rows of ce_weights * that loss.
-
-    Args:
-        hidden: y [N, H], in the dtype of `weight`.
-        weight: rows of the target's head [Vd, H], frozen.
-        teacher: returns the teacher of a slice of the rows; called once per chunk.
-        labels: draft index of the token that the cross-entropy, or a loss with a hard target, is
-            taken with, int64 [N]; None: with p. A row whose token is not in the draft vocabulary
-            has an arbitrary label and weight 0.
-        ce_weights: weights of the cross-entropy [N].
-        l1_weights: weights of the L1 term [N].
-        low_rank: the Markov bias; None without a Markov head.
-        kind: the loss instead of cross-entropy and L1; None: these two.
-        chunk_rows: rows of a chunk; None: `rows_per_chunk`.
 
     Returns:
         The sum, a float32 (or float64) scalar with a graph, and the figures of every row.

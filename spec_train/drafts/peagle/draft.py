@@ -141,20 +141,14 @@ class PeagleDraft(AuxDraft):
 
     def states(
         self,
-        token_ids: Tensor,
-        carried: Tensor,
-        position_ids: Tensor,
+        token_ids: Tensor,  # int64 [B, E]
+        carried: Tensor,  # features, or projected `mask_hidden`, [B, E, H]
+        position_ids: Tensor,  # RoPE positions, int64 [B, E]
+        # tokens of each element's document, int64 [B, E], or None (see `Rotary`)
         lengths: Tensor | None,
-        attends: Sequence[Attend],
+        attends: Sequence[Attend],  # the attention of every layer
     ) -> Tensor:
         """Run the layers over elements.
-
-        Args:
-            token_ids: int64 [B, E].
-            carried: features, or projected `mask_hidden`, [B, E, H].
-            position_ids: RoPE positions, int64 [B, E].
-            lengths: tokens of each element's document, int64 [B, E], or None (see `Rotary`).
-            attends: the attention of every layer.
 
         Returns:
             States [B, E, H], for `logits`.

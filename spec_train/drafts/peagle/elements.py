@@ -104,18 +104,15 @@ class Elements:
 
 
 def segments_of(
-    sample: Tensor, drafted: Tensor, document_ids: Tensor, count: int, reach: int | None = None
+    sample: Tensor,  # bool [B, K, T], as `cod_sample` returns it
+    drafted: Tensor,  # elements that count, bool [K, B, T]; a subset of the sample
+    document_ids: Tensor,  # int64 [B, T], -1 in padding
+    count: int,  # number of segments; 1 is one forward pass over all elements
+    # no element depends on inputs further back than this many positions; None: any may. With
+    # windows in all layers it is the sum of W - 1 over the layers
+    reach: int | None = None,
 ) -> Iterator[Elements]:
-    """Cut the packs into `count` segments of equal width; skip those in which nothing counts.
-
-    Args:
-        sample: bool [B, K, T], as `cod_sample` returns it.
-        drafted: elements that count, bool [K, B, T]; a subset of the sample.
-        document_ids: int64 [B, T], -1 in padding.
-        count: number of segments; 1 is one forward pass over all elements.
-        reach: no element depends on inputs further back than this many positions; None: any may.
-            With windows in all layers it is the sum of W - 1 over the layers.
-    """
+    """Cut the packs into `count` segments of equal width; skip those in which nothing counts."""
     length = document_ids.shape[1]
     width = -(-length // count)
     starts = list(range(0, length, width))
