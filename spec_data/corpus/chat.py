@@ -17,26 +17,21 @@ turn is supervised. If through_k continues prompt_k as text but not as tokens, t
 is tokenised alone, as the target generates it, and the result must decode to the same text. A turn
 that does not continue its own prompt is never stored; it is an "unprovable-boundaries" error.
 
-Every choice below follows what serving generates:
-- A turn starts directly after the generation prompt, and after an empty think block, which serving
-  never generates. It ends with its end-of-turn token: the first token that ends generation, even in
-  the middle of the content, or else the first one in the run of end-of-turn and blank tokens that
-  closes through_k. What follows (a newline, Phi-3's end-of-text) is not supervised.
+Every choice follows what serving generates:
+- A turn starts directly after the generation prompt, and after an empty think block. It ends with
+  its end-of-turn token: the first token that ends generation, even in the middle of the content, or
+  else the first one in the run of end-of-turn and blank tokens that closes through_k.
 - Some templates close no turn (in GLM the next header ends it); then the next token of the whole is
   the end if it is among `eot_token_ids`. To the last turn of a document the token is appended that
   would follow if the user asked on, or else the first one of the generation config.
-- An answer with `finish_reason` "length" was cut at a limit of tokens. The target did not end it,
-  so the end-of-turn token that the template writes is not supervised.
-- An answer of `weight` 0, an empty one (no content, reasoning or tool call), and one that opens the
-  conversation, are context: no data for a draft. Other weights count as 1.
-- `{% generation %}` tags ("generation tags") select the turns that are supervised, and where in the
-  turn supervision starts. The check above and the end of the turn stay the same, so the end-of-turn
-  token is supervised even where the tags leave it out. A gap between two tagged pieces of one
-  message is generated too, so it is supervised.
-- Messages after the last assistant turn answer nothing; they are left out.
+- An answer with `finish_reason` "length" was cut at a limit of tokens, so the end-of-turn token
+  that the template writes is not supervised.
+- An answer of `weight` 0, an empty one, one that opens the conversation, and messages after the
+  last assistant turn are no data for a draft.
+- `{% generation %}` tags select the turns that are supervised, and where in the turn supervision
+  starts. The check above and the end of the turn stay the same.
 - The policy "all" marks every token of every document, so turn by turn it repeats prompts.
-- Text and `input_ids` rows are supervised as a whole, or by their own loss mask. A text that begins
-  with the token that the tokenizer puts first is refused, because serving never sends it twice.
+- Text and `input_ids` rows are supervised as a whole, or by their own loss mask.
 """
 
 import re

@@ -8,7 +8,6 @@ it makes no difference, and a short text that occurs elsewhere does not count fo
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.records import REASONING, Message
@@ -83,29 +82,11 @@ def _marked(message: Message, marks: dict[str, str]) -> Message:
 
 
 def _marked_call(call: Message, marks: dict[str, str]) -> Message:
-    """Return a copy of a tool call with a mark in the first of its arguments, else in its name."""
-    inner = call.get("function")
-    function = dict(inner if isinstance(inner, dict) else call)
-    for key in ("arguments", "name"):
-        marked = _mark_first(function.get(key), marks)
-        if marked is not function.get(key):
-            function[key] = marked
-            break
-    return {**call, "function": function} if isinstance(inner, dict) else function
-
-
-def _mark_first(value: Any, marks: dict[str, str]) -> Any:
-    """Return nested arguments with a mark in the first text that is not blank."""
-    if isinstance(value, str):
-        return _with_mark(value, _TOOL_CALLS, marks)
-    if isinstance(value, (dict, list)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            marked = _mark_first(item, marks)
-            if marked is not item:
-                copy: Any = value.copy()
-                copy[key] = marked
-                return copy
-    return value
+    """Return a copy of a tool call with a mark in the name of the function."""
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _marked_call(call["function"], marks)}
+    name = call.get("name")
+    return {**call, "name": _with_mark(name, _TOOL_CALLS, marks)} if isinstance(name, str) else call
 
 
 def _with_mark(text: str, kind: str, marks: dict[str, str]) -> str:

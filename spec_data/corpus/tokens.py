@@ -1,11 +1,10 @@
 """Tokenise the beginnings of one conversation from one tokenisation of all of it.
 
-The proof of turn boundaries compares the tokens of many renders: prompt_k and through_k for every
-answer k. Nearly all of each text is the beginning of the whole conversation, so tokenising each
-anew costs the square of the conversation's length. But a *cut token* (an added token that is
-matched in the text as it is written, such as <|im_start|>) cuts the text: the tokenizer finds these
-first, and treats the pieces between them one by one. Hence, for a cut token that a text has in
-common with the whole:
+The proof of turn boundaries compares the tokens of prompt_k and through_k for every answer k.
+Tokenising each anew costs the square of the conversation's length. But a *cut token* (an added
+token that is matched in the text as it is written, such as <|im_start|>) cuts the text: the
+tokenizer finds these first, and treats the pieces between them one by one. Hence, for a cut token
+that a text has in common with the whole:
 
     tokens(text) = tokens(whole) before the cut token + tokens(text from the cut token on)
 

@@ -22,8 +22,7 @@ from spec_data.models.families import TARGETS
 
 TABLE = Path(__file__).with_name("engines.toml")
 CLASSES = TABLE.with_name("engine_targets.json")
-_HEADER = "| target | architectures | "
-COLUMNS = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp"}
+COLUMNS = ("vllm", "sglang", "llama.cpp")
 """The engines of docs/targets.md."""
 _UNKNOWN = "its release has no model class of that name"
 
@@ -159,25 +158,18 @@ def engine_warnings(drafts: Sequence[str], architectures: Sequence[str]) -> list
 
 
 def page_with_columns(page: str) -> str:
-    """Return docs/targets.md with the table's columns of engines, and the releases, as they are."""
-    lines, width = page.splitlines(), 0
+    """Return docs/targets.md with the columns of engines and the releases as they are now."""
+    lines = page.splitlines()
     for i, line in enumerate(lines):
-        names = re.findall(r"`(\w+)`", line.split(" | ")[1] if " | " in line else "")
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        names = re.findall(r"`(\w+)`", cells[1]) if len(cells) > 1 else []
         if line.startswith("Read on "):
             releases = ", ".join(engines().engine[engine].release for engine in COLUMNS)
             lines[i] = f"Read on {target_classes().read} from the packages of {releases}."
-            continue
-        if line.startswith(_HEADER):
-            cells = [*COLUMNS.values()]
-            width = len(cells) if cells[-1] in line else 0
-        elif i and lines[i - 1].startswith(_HEADER):
-            cells = ["---"] * len(COLUMNS)
         elif names and set(names) <= TARGETS.keys():
-            cells = [_cell(engine, names) for engine in COLUMNS]
-        else:
-            continue
-        *rest, test = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        lines[i] = "| " + " | ".join([*rest[: len(rest) - width], *cells, test]) + " |"
+            *facts, test = cells
+            facts[-len(COLUMNS) :] = [_cell(engine, names) for engine in COLUMNS]
+            lines[i] = "| " + " | ".join([*facts, test]) + " |"
     return "\n".join(lines) + "\n"
 
 
