@@ -56,21 +56,17 @@ def compare_files(first: str, second: str, seed: int) -> ComparedDrafts:
             the two have fewer than two prompts in common.
     """
     a, b = _read(first), _read(second)
-    settings = [(name, getattr(a, name), getattr(b, name)) for name in _SETTINGS]
+    settings = {name: (getattr(a, name), getattr(b, name)) for name in _SETTINGS}
     name = "max_new_tokens"
-    settings.append((name, a.options.get(name), b.options.get(name)))
-    for name, x, y in settings:
+    settings[name] = a.options.get(name), b.options.get(name)
+    for name, (x, y) in settings.items():
         if x != y:
             log.warning("warning: %s differs: %r and %r", name, x, y)
-    counts_a, counts_b = _by_prompt(a), _by_prompt(b)
-    common = [prompt for prompt in counts_a if prompt in counts_b]
-    alone = len(counts_a) + len(counts_b) - 2 * len(common)
-    if alone:
+    counts = _by_prompt(a), _by_prompt(b)
+    common = [prompt for prompt in counts[0] if prompt in counts[1]]
+    if alone := sum(map(len, counts)) - 2 * len(common):
         log.warning("warning: %d prompts are in one file only, and are left out", alone)
-    one, other = (
-        np.array([counts[prompt] for prompt in common], dtype=np.int64).reshape(-1, 2)
-        for counts in (counts_a, counts_b)
-    )
+    one, other = (np.array([c[p] for p in common], dtype=np.int64).reshape(-1, 2) for c in counts)
     try:
         figures = compare(one, other, seed)
     except ValueError as error:
@@ -94,6 +90,6 @@ def _by_prompt(report: Decoded) -> dict[str, tuple[int, int]]:
     """Return verifications and tokens by prompt; a prompt that is there twice is added up."""
     counts: dict[str, tuple[int, int]] = {}
     for line in report.per_prompt:
-        rounds, emitted = counts.get(line.prompt, (0, 0))
-        counts[line.prompt] = rounds + line.rounds, emitted + line.emitted
+        steps, emitted = counts.get(line.prompt, (0, 0))
+        counts[line.prompt] = steps + line.rounds, emitted + line.emitted
     return counts

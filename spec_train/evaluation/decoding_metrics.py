@@ -81,7 +81,7 @@ def decoding_metrics(
     groups: dict[str, list[Response]] = {}
     for response in responses:
         groups.setdefault(response.group, []).append(response)
-    found = {
+    metrics = {
         **_acceptance(prompts, steps, depth),
         "draft_tokens": depth,
         "drafted": sum(step.drafted for step in steps),
@@ -94,11 +94,11 @@ def decoding_metrics(
         "speedup": _ratio(paired, alone),
         "timed_pairs": len(pairs),
         "speed": speed(pairs),
-        "by_set": [_of_set(name, own) for name, own in groups.items()],
+        "by_set": [_of_set(name, some) for name, some in groups.items()],
         "per_prompt": prompts,
         "by_position": _by_range(pair for r in responses for pair in r.positions()),
     }
-    return found | {"modelled": modelled_speed(found, cost_ratio)}
+    return metrics | {"modelled": modelled_speed(metrics, cost_ratio)}
 
 
 def _steps(responses: Iterable[Response]) -> list[VerificationStep]:
@@ -134,21 +134,21 @@ def _by_prompt(responses: Iterable[Response]) -> list[dict[str, Any]]:
 
     `prompt` is a digest of its first token ids, the same on every machine.
     """
-    found: dict[str, dict[str, Any]] = {}
+    prompts: dict[str, dict[str, Any]] = {}
     for response in responses:
         digest = xxh3_64_hexdigest(np.asarray(response.ids, dtype="<i8").tobytes())
-        own = found.setdefault(response.where, {"prompt": digest, "rounds": 0, "emitted": 0})
-        own["rounds"] += len(response.generation.steps)
-        own["emitted"] += sum(step.emitted for step in response.generation.steps)
-    return [found[where] for where in sorted(found)]
+        line = prompts.setdefault(response.where, {"prompt": digest, "rounds": 0, "emitted": 0})
+        line["rounds"] += len(response.generation.steps)
+        line["emitted"] += sum(step.emitted for step in response.generation.steps)
+    return [prompts[where] for where in sorted(prompts)]
 
 
 def _by_range(steps: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
     """Return the lines of ranges, of steps with their position and the tokens that they emitted."""
-    found: dict[int, list[int]] = {}
+    ranges: dict[int, list[int]] = {}
     for position, emitted in steps:
-        found.setdefault(position_range(position), []).append(emitted)
-    return [range_json(n, len(own), sum(own) / len(own)) for n, own in sorted(found.items())]
+        ranges.setdefault(position_range(position), []).append(emitted)
+    return [range_json(n, len(some), sum(some) / len(some)) for n, some in sorted(ranges.items())]
 
 
 def speed(pairs: Sequence[tuple[Generation, Generation]]) -> dict[str, Any]:
@@ -183,16 +183,16 @@ def modelled_speed(metrics: Mapping[str, Any], cost_ratio: float) -> dict[str, A
     """
     measured = metrics["speed"]["cost_ratio"], metrics["speed"]["verification_ratio"]
     draft, verification = (cost_ratio, 1.0) if cost_ratio else measured
-    length, passes = (
-        metrics["acceptance_length"],
-        _ratio(metrics["draft_passes"], metrics["rounds"]),
-    )
-    known = None not in (length, draft, verification)
+    length = metrics["acceptance_length"]
+    passes = _ratio(metrics["draft_passes"], metrics["rounds"])
+    speedup = None
+    if length is not None and draft is not None and verification is not None:
+        speedup = length / (verification + (passes or 0) * draft)
     return {
         "cost_ratio": draft,
         "verification_ratio": verification,
         "passes_per_round": passes,
-        "speedup": length / (verification + (passes or 0) * draft) if known else None,
+        "speedup": speedup,
     }
 
 

@@ -84,12 +84,12 @@ def _prompt_lines(report: dict[str, Any]) -> list[Line]:
     lines = []
     if report["bad_prompts"]:
         lines.append(("  bad prompts", f"{report['bad_prompts']:,}", "rows that were left out"))
+    meaning = f"of {report['prompts']:,} prompts are in training documents"
     if count is None:
-        lines.append(("  trained on", "-", f"not checked: {problem}"))
-    else:
-        missing = f"; not all were compared: {problem}" if problem else ""
-        meaning = f"of {report['prompts']:,} prompts are in training documents{missing}"
-        lines.append(("  trained on", f"{count:,}", meaning))
+        meaning = f"not checked: {problem}"
+    elif problem:
+        meaning += f"; not all were compared: {problem}"
+    lines.append(("  trained on", "-" if count is None else f"{count:,}", meaning))
     if report["too_long"]:
         lines.append(("  skipped", str(len(report["too_long"])), "prompts that fill the context"))
     return lines

@@ -139,7 +139,11 @@ def export_draft(
                 log.warning("warning: %s: %s", finding.engine, finding.text)
             elif finding.level == NOTE:
                 log.info("%s: %s", finding.engine, finding.text)
-        command = _serve_words(out, serve)
+        command = ["spec-train", "export", "--draft", str(out)]
+        for serving in serve:
+            if serving.language == "sh":
+                command = shlex.split(serving.lines[-1])
+                break
     layers = section.get("layers")
     reads = f"layers {layers} (outputs of decoder blocks)" if layers else "final hidden states"
     return ExportResult(
@@ -153,14 +157,6 @@ def export_draft(
         bytes=sum(value.nbytes for value in written.tensors.values()),
         next_command=command,
     )
-
-
-def _serve_words(out: Path, serve: Sequence[Serving]) -> list[str]:
-    """Return the command that serves an export, or the one that checks it."""
-    commands = [serving for serving in serve if serving.language == "sh"]
-    if not commands:
-        return ["spec-train", "export", "--draft", str(out)]
-    return shlex.split(commands[0].lines[-1])
 
 
 def _validation(folder: Path) -> dict[str, Any]:
@@ -200,32 +196,26 @@ def find_target(name: str | None) -> TargetFacts:
 def _write_once(
     written: DraftFiles, own: DraftFiles, target: TargetFacts, card: str, out: Path
 ) -> None:
-    """Write next to `out`, verify, then rename, so that `out` is never incomplete."""
+    """Write next to `out`, check that it reads back bit for bit, then rename."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: exists already; pass a new directory")
     make_directory("--out", out.parent)
     remove_left_of(out)
+    if target.embedding is None:  # a form without an embedding uses the target's, equal to this
+        target = dataclasses.replace(target, embedding=own.tensors.get("embed_tokens.weight"))
     with atomic_write(out) as temporary:
         write_files(written, temporary)
-        _verify(temporary, own, target)
+        back = own_files(load_draft(temporary, target), str(temporary))
+        names = own.tensors.keys() | back.tensors.keys()
+        wrong = [n for n in sorted(names) if not _same(own.tensors.get(n), back.tensors.get(n))]
+        if wrong or back.config != own.config:
+            raise RunError(
+                f"{temporary}: the export reads back as another draft ("
+                f"{', '.join(wrong) or 'its config differs'}); this is a bug in spec-train, please "
+                "report it"
+            )
         write_atomically(temporary / CARD, card)
 
 
-def _verify(folder: Path, own: DraftFiles, target: TargetFacts) -> None:
-    """Check that the written files read back as the exported draft, bit for bit."""
-    embedding = own.tensors.get("embed_tokens.weight")
-    if target.embedding is None:  # a form without an embedding uses the target's, equal to this
-        target = dataclasses.replace(target, embedding=embedding)
-    back = own_files(load_draft(folder, target), str(folder))
-    wrong = [name for name in own.tensors if not _same(own.tensors[name], back.tensors.get(name))]
-    wrong += [name for name in back.tensors if name not in own.tensors]
-    if wrong or back.config != own.config:
-        raise RunError(
-            f"{folder}: the export reads back as another draft ("
-            f"{', '.join(wrong) or 'its config differs'}); this is a bug in spec-train, please "
-            "report it"
-        )
-
-
-def _same(a: torch.Tensor, b: torch.Tensor | None) -> bool:
-    return b is not None and a.dtype == b.dtype and torch.equal(a, b)
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)

@@ -30,10 +30,9 @@ def accept_growth(
     config: Training,
     dataset: Documents,
 ) -> None:
-    """Write the new identity of a run into run.json if only its dataset has grown.
+    """Write the new `identity` of a run into run.json if only its dataset has grown.
 
-    `started` is the identity of the run to resume, None for a new run; `identity` is the one that
-    it would have now. Nothing happens if other things differ too: they are refused later.
+    `started` is the one that it has, None for a new run. Other differences are refused later.
 
     Raises:
         ConfigError: --steps is not above the steps of the run.
@@ -56,10 +55,7 @@ def accept_growth(
 
 
 def continued(saved: Saved, plan: BatchPlan, dataset: Documents) -> Saved:
-    """Return a checkpoint with its position in the order of a dataset that has grown since.
-
-    The checkpoint is returned as it is if it was written with this very dataset.
-    """
+    """Return a checkpoint with its position in the order of a dataset that has grown since."""
     position = saved.state["stream"]
     documents = _documents_before(position.get("fingerprint"), dataset)
     if documents is None:

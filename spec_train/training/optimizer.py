@@ -4,14 +4,11 @@ Checkpoints hold both complete, by parameter name, so that a run can resume with
 ranks and either kind of sharding.
 
 With --optimizer muon, torch's Muon moves the matrices of the layers between the draft's inputs and
-its heads, as its documentation advises; AdamW moves the others: embeddings, heads, norms, biases
-and tensors of other dimensions. Muon's step is scaled to the size of AdamW's
-(`match_rms_adamw`), so that one learning rate serves both.
+its heads; AdamW moves the others. Muon's step is scaled to the size of AdamW's (`match_rms_adamw`),
+so that one learning rate serves both.
 
-The state is gathered here, not by `torch.distributed.checkpoint.state_dict`: that reads the state
-of an optimizer without steps as one of step 1, gathers all of it into new memory where `moments`
-needs one tensor at a time (the writer reuses its buffers), and still leaves the weights to
-`gather_whole` and `shard_like`.
+Not `torch.distributed.checkpoint.state_dict`: it reads the state of an optimizer without steps as
+one of step 1, and gathers all of it into new memory.
 """
 
 import math

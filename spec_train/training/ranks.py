@@ -21,7 +21,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, Self, cast
 
 import torch
@@ -119,12 +118,7 @@ class Ranks:
         """Start the common work of the ranks."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Wait for the other ranks; after an error, publish it or raise the published one."""
         if self.alone:
             return
@@ -148,8 +142,8 @@ class Ranks:
             first = self._publish(error)
         except dist.DistError:
             return  # the store is gone: the process that held it has failed too
-        mine = first.startswith(f"rank {self.rank}: ")
-        if not mine and first.partition(": ")[2] != _describe(error):  # not the same on all ranks
+        rank, _, text = first.partition(": ")
+        if rank != f"rank {self.rank}" and text != _describe(error):  # not the same on all ranks
             raise PeerError(first) from error
 
     def _leave_store(self) -> None:

@@ -58,11 +58,7 @@ class FitResult:
 
 
 def log_result(result: FitResult) -> None:
-    """Log how a run ended.
-
-    Warn if no trained draft is better than the one it started with, or if the best one does worse
-    on its own tokens than in training.
-    """
+    """Log how a run ended, and what speaks against its best draft."""
     log.info("%s: %s", result.directory, result)
     best = result.best or {}
     if not result.finished:
@@ -75,10 +71,10 @@ def log_result(result: FitResult) -> None:
             "longer, or check that the data are what the draft is for",
             result.step,
         )
-    elif text := train_serve_gap(
-        best, best.get("serving_like_uncut"), best.get("serving_like_rounds") or 0
-    ):
-        log.warning("warning: %s", text)
+    else:
+        steps = best.get("serving_like_rounds") or 0
+        if text := train_serve_gap(best, best.get("serving_like_uncut"), steps):
+            log.warning("warning: %s", text)
 
 
 def better(figures: dict[str, Any], best: dict[str, Any]) -> bool:
@@ -94,8 +90,7 @@ def better(figures: dict[str, Any], best: dict[str, Any]) -> bool:
 def headline(figures: dict[str, Any]) -> str:
     """Return the one length that a validation is told by: as in serving, with its interval.
 
-    Without a serving-like round it is the one that chooses the best draft. The other lengths are in
-    metrics.jsonl and on the page.
+    Without a serving-like step it is the one that chooses the best draft.
     """
     if figures.get("serving_like_length") is None:
         length = f"teacher-forced length {shown(figures.get('product_limit_length'))}"
@@ -104,14 +99,3 @@ def headline(figures: dict[str, Any]) -> str:
         low, high = figures.get("serving_like_interval") or (None, None)
         length += "" if low is None else f" ({low:.2f} to {high:.2f})"
     return f"{length}, loss {figures['loss']:.4f}"
-
-
-def log_validation(step: int, figures: dict[str, Any], first: bool) -> None:
-    """Log the results of a validation; the `first` one also warns of a missing length."""
-    log.info("validation at step %d: %s", step, headline(figures))
-    if first and figures["acceptance_length"] is None:
-        log.warning(
-            "warning: no held-out answer is long enough for a chain of every depth, so there is "
-            "no acceptance length; `best` is the draft with the longest product-limit length, "
-            "then the lowest loss"
-        )

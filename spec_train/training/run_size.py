@@ -1,9 +1,7 @@
 """How long a run is and how large its steps are, where the user leaves that to the dataset.
 
-A draft needs a number of optimizer steps more than a number of epochs: with the settings for a
-large dataset, a small one ends after a few steps. So a small dataset gets smaller steps first, and
-then more epochs, until the run has about `LEAST_STEPS` steps. A dataset that has enough tokens gets
-what the preset says, or BATCH packs per step and EPOCHS epochs.
+With the settings for a large dataset, a small one ends after a few steps. So it gets smaller steps
+first, and then more epochs, until the run has about `LEAST_STEPS` steps.
 """
 
 import dataclasses

@@ -1,12 +1,9 @@
 """Writing checkpoints, drafts and metrics in a thread, while training continues.
 
 Weights and optimizer state are copied to the host, into buffers that every save reuses. One thread
-hashes, writes and renames. The next copy waits for earlier writes. An error in the thread is raised
-at the next step, and `close` waits for the thread; so checkpoints are complete after the end of a
-run, a stop and an error. A kill loses at most the checkpoint that is being written.
-
-The thread writes a host copy of the draft with complete weights, so the code of a draft needs no
-knowledge of threads or shards.
+hashes, writes and renames a host copy of the draft. The next copy waits for earlier writes. An
+error in the thread is raised at the next step, and `close` waits for the thread; so checkpoints are
+complete after the end of a run, a stop and an error.
 """
 
 import contextlib
@@ -75,12 +72,12 @@ def host_copy(draft: Draft) -> Draft:
     tensors: dict[int, Any] = {}
     for tensor in itertools.chain(draft.parameters(), draft.buffers()):
         weight, trained = isinstance(tensor, nn.Parameter), tensor.requires_grad
-        if weight and not trained and tensor.is_cpu:
-            tensors[id(tensor)] = tensor
-            continue
-        data = _host_buffer(tensor) if trained else torch.empty_like(tensor, device="cpu")
-        data.copy_(tensor.detach())
-        tensors[id(tensor)] = nn.Parameter(data, trained) if weight else data
+        data = tensor
+        if not (weight and not trained and tensor.is_cpu):
+            data = _host_buffer(tensor) if trained else torch.empty_like(tensor, device="cpu")
+            data.copy_(tensor.detach())
+            data = nn.Parameter(data, trained) if weight else data
+        tensors[id(tensor)] = data
     return copy.deepcopy(draft, tensors)
 
 
@@ -150,20 +147,15 @@ class Saver:
         if self._tracking is not None:
             self._tracking.line(line)
 
-    def check(self) -> None:
-        """Raise the error of a finished write, if any."""
-        while self._writes and self._writes[0].done():
-            self._writes.pop(0).result()
-
-    def wait(self) -> None:
-        """Wait until everything is written; raise the error of a write, if any."""
-        while self._writes:
+    def check(self, wait: bool = False) -> None:
+        """Raise the error of a finished write, if any; `wait` until everything is written."""
+        while self._writes and (wait or self._writes[0].done()):
             self._writes.pop(0).result()
 
     def close(self) -> None:
         """Wait for the writes and ignore their errors, which would hide the first one."""
         with contextlib.suppress(BaseException):
-            self.wait()
+            self.check(wait=True)
         self._writer.shutdown()
         if self._tracking is not None:
             self._tracking.close()

@@ -49,7 +49,7 @@ from spec_train.training.failure import (
 )
 from spec_train.training.optimizer import Masters, learning_rate
 from spec_train.training.ranks import LossOnRanks, Ranks
-from spec_train.training.result import BEST_FIGURES, FitResult, better, log_result, log_validation
+from spec_train.training.result import BEST_FIGURES, FitResult, better, headline, log_result
 from spec_train.training.run_directory import RunDirectory, Saved
 from spec_train.training.saving import Saver, Tracking
 from spec_train.training.validation import Validation, slot_counts
@@ -179,7 +179,7 @@ class Trainer:
                 if self._due(self.config.save_every):
                     self.save()
                 bar.update()
-            self.saver.wait()
+            self.saver.check(wait=True)
         finished = self.step >= self.total
         stopped_by = None if finished else (self._signals or [signal.SIGTERM])[0]
         result = FitResult(Path(self.config.out), self.step, finished, stopped_by, self.best)
@@ -306,7 +306,13 @@ class Trainer:
             self.saver.metrics(
                 {"step": self.step, "split": "validation", "tokens": self.tokens, **figures}
             )
-            log_validation(self.step, figures, first=self.best is None)
+            log.info("validation at step %d: %s", self.step, headline(figures))
+            if self.best is None and figures["acceptance_length"] is None:
+                log.warning(
+                    "warning: no held-out answer is long enough for a chain of every depth, so "
+                    "there is no acceptance length; `best` is the draft with the longest "
+                    "product-limit length, then the lowest loss"
+                )
             length = figures["serving_like_length"]
             self._validated = f"{figures['loss']:.3f} and {shown(length, 2)}"
         # without held-out documents the newest draft counts as the best
@@ -328,7 +334,7 @@ class Trainer:
         """Copy the weights of this step to the host, once, for the writer."""
         if self._held_step == self.step:
             return
-        self.saver.wait()  # the writer may still read the host buffers
+        self.saver.check(wait=True)  # the writer may still read the host buffers
         self._held = self.saver.hold(self.masters.weights())
         self._held_step = self.step
 

@@ -92,10 +92,9 @@ class Validation:
     def _measure(self) -> tuple[dict[str, Sums], Breakdown]:
         """Return teacher-forced sums by dataset, and simulated decoding of all, over all ranks."""
         total: dict[str, Sums] = {}
-        plan, dtype = self.stream.plan, self.stream.buffer_options.dtype
-        sampled = even_sample(plan.rows.tolist(), SAMPLES)
-        mine, all_ranks = (Breakdown(self.draft.depth, sampled) for _ in range(2))
-        device = self.ranks.device
+        plan, dtype, device = self.stream.plan, self.stream.buffer_options.dtype, self.ranks.device
+        sampled, depth = even_sample(plan.rows.tolist(), SAMPLES), self.draft.depth
+        mine, all_ranks = Breakdown(depth, sampled), Breakdown(depth, sampled)
         self.stream.load_state_dict(plan.state(0, 0))
         self.draft.eval()
         steps = self.stream.take(len(plan.batches(0)))
@@ -109,13 +108,11 @@ class Validation:
                     batch = host.to(device, dtype, non_blocking=True)
                     sums = self.loss(batch, self.head, counts)[1]
                     total[part] = add_sums([total.get(part, {}), sums])
-                    if not host.tokens:  # of a rank without documents
-                        continue
-                    # after the loss, which has gathered the weights
-                    depth = self.draft.depth
-                    chains = self.draft.chains(batch, self.head, depth, scored_only=True)
-                    for document, arrays in documents_of(batch, chains):
-                        mine.add(document, self.stream.dataset.source_of(document), arrays)
+                    if host.tokens:  # else of a rank without documents
+                        # after the loss, which has gathered the weights
+                        chains = self.draft.chains(batch, self.head, depth, scored_only=True)
+                        for document, arrays in documents_of(batch, chains):
+                            mine.add(document, self.stream.dataset.source_of(document), arrays)
         self.ranks.release(self.loss)
         self.draft.train()
         for other in self.ranks.gather(mine.as_json()):

@@ -40,7 +40,7 @@ def directory(tmp_path):
 
 def save(saver: Saver, draft: Draft, step: int, best: bool = False) -> None:
     """Save as the trainer does at a step; the weights change directly after it."""
-    saver.wait()
+    saver.check(wait=True)
     with torch.no_grad():
         draft.w.fill_(step)
     held = saver.hold([("master.w", draft.w), ("optimizer.m.w", draft.w * 2)])
@@ -62,7 +62,7 @@ def test_an_error_of_the_writer_is_raised_once_at_the_next_look(directory, monke
         patch.setattr(run_directory, "save_file", full)
         save(saver, draft, 1)
         with pytest.raises(RunError, match=r"cannot be written.*No space left"):
-            saver.wait()
+            saver.check(wait=True)
     saver.check()
     save(saver, draft, 2)
     saver.close()
