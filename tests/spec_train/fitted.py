@@ -1,7 +1,4 @@
-"""A target, a dataset of it and a draft, as files; and changes of the target that must be named.
-
-Test modules take the fixtures by assignment: an import would look unused, and shadowed.
-"""
+"""A target, a dataset of it and a draft, as files; and changes of the target that must be named."""
 
 import json
 import shutil

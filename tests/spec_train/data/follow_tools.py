@@ -1,7 +1,4 @@
-"""Datasets that are still being generated, and runs that follow them.
-
-Test modules take the fixtures by assignment: an import would look unused, and shadowed.
-"""
+"""Datasets that are still being generated, and runs that follow them."""
 
 import contextlib
 import time

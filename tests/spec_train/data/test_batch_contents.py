@@ -1,8 +1,4 @@
-"""What batches hold, compared with random draws: lengths, sources, and their spread over batches.
-
-The random draw is plain loops over a permutation: a pack is closed at the first document that does
-not fit. Best-fit in shuffled order may balance batches better than that, never worse.
-"""
+"""What batches hold, compared with random draws: lengths, sources, and their spread."""
 
 import random
 from fractions import Fraction

@@ -92,19 +92,6 @@ def test_batches_come_one_by_one_and_nothing_is_packed_ahead(monkeypatch):
     assert plan.count_batches(0) == len(list(plan.iter_batches(0)))
 
 
-def test_packs_stay_inside_windows_of_the_size_asked_for():
-    window_tokens = 8192
-    plan = make_plan(window_tokens=window_tokens)
-    clipped = np.minimum(lengths_of(700), SEQ_LEN)
-    windows = list(plan.windows(0))
-    home = {row: w for w, rows in enumerate(windows) for row in rows.tolist()}
-    packs = [pack for batch in plan.batches(0) for pack in batch]
-    assert all(len({home[row] for row in pack}) == 1 for pack in packs)
-    assert [home[pack[0]] for pack in packs] == sorted(home[pack[0]] for pack in packs)
-    assert max(clipped[rows].sum() for rows in windows) < window_tokens + SEQ_LEN
-    assert min(clipped[rows].sum() for rows in windows[:-1]) > window_tokens - SEQ_LEN
-
-
 def test_state_goes_back_only_into_the_same_order():
     plan = make_plan(fingerprint="aaa")
     state = plan.state(2, 5)

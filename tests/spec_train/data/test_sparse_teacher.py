@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import spec_train
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import TEACHERS, token_columns
+from spec_data.shards.schema import token_columns
 from tests.factory import tiny_dataset
 from tests.spec_train import flat
 from tests.spec_train.data.rewriting import rewritten
@@ -42,35 +42,6 @@ def pairs(tmp_path_factory):
         whole = tiny_dataset(path / f"whole{number}", n_docs=16, supervision=supervision)
         found[supervision] = whole, sparse_copy(whole, path / f"sparse{number}")
     return found
-
-
-@pytest.fixture(params=list(DRAFTS))
-def pair(request, pairs):
-    return pairs[request.param]
-
-
-def test_sparse_columns_are_those_of_the_whole_dataset_and_zero_elsewhere(pair):
-    whole, sparse = map(HiddenStatesDataset, pair)
-    assert (whole.manifest.teacher, sparse.manifest.teacher) == ("all", "supervised")
-    gone = 0
-    for row in range(len(whole)):
-        a, b = whole[row], sparse[row]
-        mask = a["loss_mask"].tolist()
-        for name, value in b.items():
-            if name not in TEACHERS:
-                assert torch.equal(value, a[name]) if torch.is_tensor(value) else value == a[name]
-                continue
-            assert (value.dtype, value.shape) == (a[name].dtype, a[name].shape)
-            for t in range(len(mask)):
-                if t + 1 < len(mask) and mask[t + 1]:
-                    assert torch.equal(value[t], a[name][t]), (name, t)
-                else:
-                    assert not value[t].any()
-                    gone += 1
-    assert gone
-    buffer = torch.full((60,), -7)
-    count = sparse.read_into(3, {"target_argmax": buffer}, 4, 9)
-    assert torch.equal(buffer[4 : 4 + count], sparse[3]["target_argmax"][:9].long())
 
 
 def _trained(draft: str, data: Path, out: Path) -> tuple[dict[str, torch.Tensor], dict]:

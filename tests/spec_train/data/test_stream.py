@@ -237,11 +237,6 @@ def test_what_the_thread_raises_arrives_with_its_step(dataset, monkeypatch):
     assert len(got) == 2
 
 
-def test_an_unknown_column_is_an_error_in_the_consumer(dataset):
-    with pytest.raises(DatasetError, match=r"hidden\.L77"):
-        take(make_stream(dataset, columns=("hidden.L77",)), 1)
-
-
 def test_no_thread_is_left_behind(dataset):
     before = threading.active_count()
     stream = make_stream(dataset)

@@ -48,11 +48,7 @@ def append_rows(cache: KVCache, count: int) -> None:
 
 
 class ScriptedDraft:
-    """Proposes `script` with errors, and checks every row it is given.
-
-    Its state is the proposed token one-hot. A row computed from the target's states must carry the
-    states and the known token of exactly its position; a chain row must carry its own last state.
-    """
+    """Proposes `script` with errors, and checks every row it is given."""
 
     def __init__(self, script: list[int], aux: torch.Tensor, error_rate: float, seed: int) -> None:
         self.script, self.aux = script, aux  # prompt and response; [T, A]
@@ -232,10 +228,7 @@ def test_rejection_sampling_gives_the_targets_distribution_exactly():
 
 
 def test_a_round_of_drafts_has_the_targets_distribution_exactly():
-    """reject_sampled itself, over every combination of draws and of a grid of uniform numbers.
-
-    All probabilities are multiples of 1/12, so 12 x 12 grid points weigh every outcome exactly.
-    """
+    """reject_sampled itself, over every combination of draws and of a grid of uniform numbers."""
     p = torch.tensor([[6, 3, 3], [1, 2, 9], [4, 4, 4]], dtype=torch.float64) / 12
     q = torch.tensor([[3, 9, 0], [4, 4, 4]], dtype=torch.float64) / 12
     # Acceptance of 1/3, 1/4 ... and residuals are multiples of 1/12 for these numbers.
@@ -282,10 +275,7 @@ def exact_distribution(model: Any, prompt: list[int], limit: int, stop: int, tem
 
 
 def test_sampling_has_the_targets_distribution():
-    """Short responses against the exact probabilities of all of them.
-
-    The draft is deliberately unlike the target and cannot say every token; token 0 stops.
-    """
+    """Short responses against the exact probabilities of all of them."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=5,

@@ -186,10 +186,7 @@ class _Given(Sampled):
 
 
 def multi_round(p: list[float], candidates: list[int]) -> tuple[dict[int, float], list[float]]:
-    """EAGLE-2's rule at one node: probability of each candidate, and of what replaces them.
-
-    Candidates are tried in turn, each proposed with certainty; a rejected one leaves p without it.
-    """
+    """EAGLE-2's rule at one node: probability of each candidate, and of what replaces them."""
     left, reach, accepted = list(p), 1.0, {}
     for token in candidates:
         accepted[token] = reach * left[token]
@@ -201,11 +198,7 @@ def multi_round(p: list[float], candidates: list[int]) -> tuple[dict[int, float]
 
 
 def test_sampling_has_the_targets_distribution_exactly() -> None:
-    """Enumerated over a grid of uniform numbers that weighs every outcome exactly.
-
-    Probabilities are multiples of 1/12. The emitted tokens have the target's distribution, and a
-    child is accepted as often as by multi-round rejection sampling of certain candidates.
-    """
+    """Enumerated over a grid of uniform numbers that weighs every outcome exactly."""
     twelfths = [[6, 3, 3], [1, 2, 9], [4, 4, 4], [12, 0, 0], [3, 6, 3], [5, 5, 2], [0, 0, 12]]
     p = torch.tensor(twelfths, dtype=torch.float64) / 12
     logits = p.log()

@@ -30,10 +30,7 @@ trained_eagle = eagle_tools.trained_eagle
 
 
 class ScriptedTrees:
-    """Drafts random trees that contain a random length of `script`, and checks its inputs.
-
-    Every position must come once, in order, with the known token and the target's states of it.
-    """
+    """Drafts random trees that contain a random length of `script`, and checks its inputs."""
 
     def __init__(self, script: list[int], aux: torch.Tensor, seed: int) -> None:
         self.script, self.aux, self.passes, self.rows = script, aux, 0, 0

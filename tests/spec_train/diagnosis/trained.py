@@ -1,8 +1,4 @@
-"""A tiny target that is trained a little, data of it, and a trained draft of every kind.
-
-The text is a Markov chain of second order: the next token follows from the last one and the one
-before it. So a draft needs the states of the right token, and its attention needs positions.
-"""
+"""A tiny target that is trained a little, data of it, and a trained draft of every kind."""
 
 import functools
 from pathlib import Path
@@ -84,11 +80,7 @@ def make_data(
     shift: int = 0,
     final_before_norm: bool = False,
 ) -> Path:
-    """A sealed dataset of the target's own answers.
-
-    With `shift`, row t of the layers holds the states of token t + shift. With `final_before_norm`,
-    the final states are the output of the last block.
-    """
+    """A sealed dataset of the target's own answers."""
     documents = own_documents(model, count)
     right = factory.states_of
 

@@ -9,8 +9,7 @@ import pytest
 
 from spec_data.corpus.template import Template
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
-from spec_train.decoding import chains
-from spec_train.decoding.chains import Generation, Request, VerificationStep, decode_speculative
+from spec_train.decoding.chains import Generation, VerificationStep
 from spec_train.evaluation.decoding_metrics import (
     Response,
     decoding_metrics,
@@ -19,9 +18,8 @@ from spec_train.evaluation.decoding_metrics import (
 )
 from spec_train.evaluation.eval_table import table
 from spec_train.evaluation.prompts import read_prompts
-from spec_train.losses.sampling import Greedy
 from tests.spec_train.evaluation import test_prompts, tools
-from tests.spec_train.evaluation.tools import COLUMNS, config_of, run_eval
+from tests.spec_train.evaluation.tools import config_of, run_eval
 
 target, prompts, trained, workplace = tools.target, tools.prompts, tools.trained, tools.workplace
 tokenizer = test_prompts.tokenizer
@@ -244,33 +242,6 @@ def test_costs_are_unknown_without_a_timed_pair():
     assert figures["shares"] == {"draft": 0.25, "verify": 0.5, "prefill": 0.2, "other": 0.05}
     assert (figures["target_pass_seconds"], figures["draft_pass_seconds"]) == (2.0, 0.5)
     assert (figures["cost_ratio"], figures["verification_ratio"]) == (0.25, 1.0)
-
-
-def test_the_parts_of_the_time_are_those_of_their_calls(target, trained, monkeypatch):
-    """Each forward of the target takes 10 s, each proposal 3 s, on a planted clock."""
-    now = [0.0]
-    monkeypatch.setattr(chains.Stopwatch, "_now", lambda self: now[0])
-    forward = chains.TargetSession.forward
-
-    def slow(self, *arguments, **options):
-        now[0] += 10
-        return forward(self, *arguments, **options)
-
-    monkeypatch.setattr(chains.TargetSession, "forward", slow)
-    drafter = trained.drafter(tools.head_of(target))
-    propose, calls = drafter.propose, []
-
-    def counted(*arguments, **options):
-        now[0] += 3
-        calls.append(1)
-        return propose(*arguments, **options)
-
-    monkeypatch.setattr(drafter, "propose", counted)
-    request = Request([1, 2, 3], Greedy(), 12)
-    found = decode_speculative(target, drafter, COLUMNS, request, 3)
-    assert found.prefill_seconds == 10 and found.draft_seconds == 3 * len(calls) > 0
-    assert found.verify_seconds == 10 * len(found.steps)
-    assert found.seconds == 10 + 3 * len(calls) + 10 * len(found.steps)
 
 
 # --- the command ---

@@ -230,13 +230,6 @@ def test_template_kwargs_of_the_run_and_of_rows_reach_the_template(tmp_path, tok
     assert prompts.kwargs == [{"shout": True}, {"shout": False}]
 
 
-def test_limit_counts_rows_and_blank_lines_are_no_rows(tmp_path, tokenizer):
-    path = write(tmp_path / "p.jsonl", "", {"prompt": "a"}, "", {"prompt": "b"}, "not json")
-    prompts = read_prompts(path, Template(tokenizer), limit=2)
-    assert [p.record.messages[0]["content"] for p in prompts] == ["a", "b"]
-    assert prompts.found[1].where == f"{path}:4"
-
-
 # --- bad rows -------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from spec_train.decoding.chains import Request, decode_speculative
 from spec_train.drafts.drafting import ChainDrafter
 from spec_train.evaluation import on_dataset as evaluate_data
 from spec_train.evaluation.on_dataset import choose_documents
-from spec_train.losses.sampling import Greedy, make_sampler
+from spec_train.losses.sampling import Greedy
 from spec_train.simulation.simulated_decoding import ON_POLICY, TOKENS, SimulatedDocument, no_counts
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.evaluation import tools as evaluate_tools
@@ -27,7 +27,6 @@ from tests.spec_train.evaluation.tools import (
     VOCAB,
     batch_of,
     head_of,
-    make_draft,
     respond,
     run_eval,
 )
@@ -63,29 +62,6 @@ def test_on_the_targets_own_responses_simulated_decoding_is_the_real_one(target,
     rounds = [tokens for document in simulated for tokens in document]
     assert length(total) == sum(rounds) / len(rounds) > 1.3
     assert total[ON_POLICY] == total[TOKENS]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_untrained_draft_with_a_small_vocabulary_loses_nothing(target, prompts, temperature):
-    """And simulated decoding is the same; at temperature 1 it at least decodes to the end."""
-    draft = make_draft(target, draft_vocab=24)
-    draft.set_vocabulary(torch.arange(24) * 2 + 1)
-    total, rounds = no_counts(STEPS), []
-    for seed, prompt in enumerate(prompts[:6]):
-        sampler = make_sampler(temperature, seed)
-        request = Request(prompt, sampler, LIMIT, {STOP})
-        got = decode_speculative(
-            target, ChainDrafter(draft, VOCAB, draft.new_caches()), COLUMNS, request, STEPS
-        )
-        assert got.stopped or len(got.tokens) == LIMIT
-        document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
-        batch = batch_of(target, [document])
-        total += simulate(batch, draft.chains(batch, HEAD, STEPS))
-        rounds += [r.emitted for r in got.steps]
-        if temperature == 0:
-            assert document == respond(target, prompt)
-    if temperature == 0:
-        assert length(total) == sum(rounds) / len(rounds)
 
 
 def test_packing_changes_no_chain(target, prompts, trained):

@@ -135,17 +135,6 @@ def test_eval_warns_of_training_documents(run, workplace, capsys):
     assert "not checked: the training data is not known" in capsys.readouterr().out
 
 
-def test_bad_prompts_are_in_the_report(workplace, tmp_path, capsys):
-    rows = [json.dumps({"prompt": "w9 w10"})] * 19 + ["{"]
-    (tmp_path / "p.jsonl").write_text("\n".join(rows))
-    path = str(tmp_path / "p.jsonl")
-    report = run_eval(config_of(workplace, prompts=path, max_new_tokens=2))
-    assert (report["prompts"], report["responses"], report["bad_prompts"]) == (19, 19, 1)
-    assert report["bad_prompt_examples"][0].startswith("p.jsonl:20: not valid JSON")
-    assert any(w.startswith("1 rows of --prompts are left out") for w in report["warnings"])
-    assert "  bad prompts" in capsys.readouterr().out
-
-
 def test_a_later_turn_that_the_template_rejects_is_counted(workplace, tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps({"turns": ["w9", "w10"]}))
     template = evaluate_tools.TEMPLATE

@@ -1,7 +1,4 @@
-"""A tiny target, a draft that is sometimes right about it, and both as files with prompts.
-
-Test modules take the fixtures by assignment: an import would look unused, and shadowed.
-"""
+"""A tiny target, a draft that is sometimes right about it, and both as files with prompts."""
 
 import json
 from pathlib import Path
@@ -99,10 +96,7 @@ def target() -> Any:
 
 @pytest.fixture(scope="module")
 def prompts(target: Any) -> list[list[int]]:
-    """User messages of random words, as the template renders them: <user> ... <assistant>.
-
-    The target's responses hold no ties: every machine decodes the same.
-    """
+    """User messages of random words, as the template renders them: <user> ... <assistant>."""
     rng = np.random.default_rng(0)
     found: list[list[int]] = []
     while len(found) < 16:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spec_train.decoding.chains import Generation, VerificationStep
-from spec_train.evaluation.decoding_metrics import Response, decoding_metrics
+from spec_train.evaluation.decoding_metrics import Response
 from spec_train.simulation import breakdown
 from spec_train.simulation.breakdown import Breakdown, position_range
 from spec_train.simulation.intervals import _weights
@@ -138,25 +138,6 @@ def test_a_response_is_sampled_with_its_rejected_drafts():
 
 def response(ids, generation, where="p:1"):
     return Response(where=where, group="", ids=ids, generation=generation)
-
-
-def test_metrics_count_positions():
-    tokens = [5, 6, 7, 8, 9]
-    made = Generation(tokens=tokens, steps=rounds_of(tokens), stopped=True)
-    long = Generation(
-        tokens=list(range(21)),
-        steps=[
-            VerificationStep(drafted=1, tried=1, accepted=0, emitted=1, tokens=(0,))
-            for _ in range(20)
-        ],
-    )
-    responses = [response([1, 2, 3], generation) for generation in (made, made, long)]
-    found = decoding_metrics(responses, 3)
-    assert found["by_position"] == [  # positions 1 to 15, and 16 to 20
-        {"start": 0, "end": 16, "rounds": 4 + 15, "acceptance_length": (8 + 15) / 19},
-        {"start": 16, "end": 32, "rounds": 5, "acceptance_length": 1.0},
-    ]
-    assert sum(line["rounds"] for line in found["by_position"]) == found["rounds"]
 
 
 def test_texts_of_tokens_keep_their_space_and_their_bytes():

@@ -1,7 +1,4 @@
-"""Several ranks on this machine, as `torchrun` would start them, but forked: they start at once.
-
-The parent holds the store, as torchrun's agent does, on a port the system chooses.
-"""
+"""Several ranks on this machine, as `torchrun` would start them, but forked: they start at once."""
 
 import faulthandler
 import logging
@@ -34,11 +31,7 @@ class Ended:
 def on_ranks(
     folder: Path, body: Callable[[int], object], world: int = 2, agent: bool = True
 ) -> list[Ended]:
-    """Run `body(rank)` on each of `world` processes, as the spec-train command would.
-
-    Without an `agent` the store lives in rank 0, and ends with it. A hang fails: processes that do
-    not end are killed, and say where they were.
-    """
+    """Run `body(rank)` on each of `world` processes, as the spec-train command would."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
     if not agent:

@@ -1,8 +1,6 @@
 """Optimizers and schedules: their formulas, what each of them moves, resume."""
 
 import math
-import os
-import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +18,9 @@ from spec_train.training.optimizer import Masters, learning_rate
 from spec_train.training.setup import fit
 from spec_train.training.trainer import Trainer
 from tests.spec_train.training import tools as trainer_tools
-from tests.spec_train.training.ranks_tools import fit_on_ranks, fit_well
+from tests.spec_train.training.ranks_tools import fit_on_ranks
 from tests.spec_train.training.test_trainer_resume import assert_same_run, stop_after
-from tests.spec_train.training.tools import assert_close_runs, change, run
+from tests.spec_train.training.tools import change, run
 from tests.tolerance import close, close_in_norm
 
 data, config = trainer_tools.data, trainer_tools.config
@@ -137,28 +135,6 @@ def test_a_run_with_muon_resumes_bit_for_bit(config, tmp_path: Path, monkeypatch
     assert_same_run(tmp_path / "whole", config.out)
     with pytest.raises(ConfigError, match="optimizer: 'muon' -> 'adamw'"):
         run(change(config, optimizer="adamw"))
-
-
-def test_muon_on_ranks_is_muon_alone_and_goes_on_with_another_number(config, tmp_path) -> None:
-    config = change(config, optimizer="muon", batch_size=4, accumulation=1, lr=1e-4, steps=6)
-    alone = change(config, out=str(tmp_path / "alone"))
-    run(alone)
-    pair = change(config, batch_size=2)
-
-    original = Trainer._train_step
-
-    def stop(rank: int) -> None:
-        def signalled(self, step):
-            if rank == 1 and self.step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-            original(self, step)
-
-        Trainer._train_step = signalled  # type: ignore[method-assign]  # in the forked process
-
-    assert [end.code for end in fit_on_ranks(pair, 2, stop)] == [0, 0]
-    assert (Path(config.out) / "last").resolve().name == "checkpoint-00000004"
-    fit_well(config, 1)
-    assert_close_runs(alone.out, config.out)
 
 
 def test_muon_with_shards_of_matrices_is_refused_on_all_ranks(config) -> None:

@@ -1,6 +1,5 @@
 """Several processes: their optimizer step equals the step of one process."""
 
-import itertools
 import os
 import signal
 import subprocess
@@ -10,16 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts.draft import DraftLoss
 from spec_train.training import ranks
-from spec_train.training.optimizer import gather_whole, shard_like
 from spec_train.training.ranks import Ranks
 from spec_train.training.setup import make_splits
-from spec_train.training.trainer import LossOnRanks, Trainer
+from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.ranks_tools import (
@@ -39,7 +35,6 @@ from tests.spec_train.training.tools import (
     metrics,
     run,
 )
-from tests.tolerance import close
 
 data, config = trainer_tools.data, trainer_tools.config
 
@@ -202,63 +197,6 @@ def test_the_rank_that_holds_the_store_leaves_last(tmp_path, failing):
     told = Ended(1, f"error: rank {failing}: damaged\n")
     own = Ended(1, "error: damaged\n")
     assert ended == [own if rank == failing else told for rank in range(3)]
-
-
-class Moody(nn.Module):
-    """A draft whose batches use one of two parameters each, by a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Parameter(torch.full((3,), 2.0), requires_grad=False)
-        self.used = nn.ParameterList([nn.Parameter(torch.arange(5.0) + i) for i in range(3)])
-        self.register_buffer("ids", torch.arange(3))
-
-    def trainable_parameters(self):
-        return list(self.used)
-
-    def loss(self, batch, head, counts):
-        value = (self.used[batch] ** 2).sum() * self.frozen.sum() / counts
-        return DraftLoss(value, {"n": torch.ones((), dtype=torch.float64)})
-
-
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
-def test_parameters_that_a_rank_did_not_use_get_the_gradient_of_the_others(tmp_path, sharding):
-    """A parameter that no rank used gets zero; ranks have different numbers of micro-batches."""
-    batches = [[0, 1, 0], [0]]
-    alone = Moody()
-    for batch in itertools.chain(*batches):
-        alone.loss(batch, None, torch.tensor(4.0)).loss.backward()
-    expected = [p.grad if p.grad is not None else torch.zeros(5) for p in alone.used]
-
-    def body(rank):
-        with Ranks("cpu", sharding) as own:
-            draft = Moody()
-            with torch.no_grad():
-                draft.used[0].add_(rank * 7)  # rank 0's weights count, and its map
-                draft.ids.add_(rank)
-            model = own.prepare(LossOnRanks(draft))
-            for _ in range(2):
-                for p in draft.trainable_parameters():
-                    p.grad = None
-                with torch.no_grad():  # a forward without a backward changes nothing
-                    model(2, None, torch.tensor(4.0))
-                own.release(model)
-                losses = []
-                for i, batch in enumerate(batches[rank]):
-                    last = i == len(batches[rank]) - 1
-                    with own.gradients(model, last):
-                        loss, _ = model(batch, None, torch.tensor(4.0), losses if last else None)
-                        (loss * own.world_size).backward()
-                    losses.append(loss.detach())
-                for p, gradient in zip(draft.trainable_parameters(), expected, strict=True):
-                    close(gather_whole(p.grad), gradient, terms=4)
-            assert draft.ids.tolist() == [0, 1, 2]
-            first = draft.trainable_parameters()[0]
-            full = torch.arange(5.0) * 3
-            assert torch.equal(gather_whole(shard_like(full, first)), full)
-            assert torch.equal(gather_whole(first.detach()), torch.arange(5.0))
-
-    assert_all_well(on_ranks(tmp_path / "said", body))
 
 
 def test_a_launcher_that_does_not_say_the_rank_is_refused(monkeypatch):

@@ -11,7 +11,7 @@ from spec_train.data.mixture import open_documents
 from spec_train.data.stream import fetched_ahead, remote_parts
 from spec_train.evaluation.evaluate import Documents, measure
 from spec_train.evaluation.run_record import read_run
-from spec_train.options.data_option import parse_source, parse_sources
+from spec_train.options.data_option import parse_sources
 from tests.remote_tools import forget_memory, put_in_memory
 from tests.spec_train.training.tools import change, config, data, metrics, run
 
@@ -80,21 +80,6 @@ def test_a_failure_ahead_is_met_by_the_reader(remote, monkeypatch, tmp_path):
         assert any(ahead.exception() for ahead in dataset.mirror._coming.values())
         assert dataset[step]["doc_id"]
     assert failed
-
-
-def test_a_run_that_cannot_read_ends_with_an_error(remote, config, monkeypatch, tmp_path):
-    monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "empty"))
-    whole = Storage.download
-
-    def refused(self, name, *more):
-        if "unit-00003" in name:
-            raise ConfigError("access refused")
-        whole(self, name, *more)
-
-    monkeypatch.setattr(Storage, "download", refused)
-    put_in_memory(parse_source(config.data).path, "memory://bucket/other")
-    with pytest.raises(ConfigError, match="access refused"):
-        run(change(config, data="memory://bucket/other", steps=40))
 
 
 def test_following_needs_a_local_directory(remote, config):

@@ -5,8 +5,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from spec_data.shards.errors import ConfigError, RunError
-from spec_train.training import run_directory
+from spec_data.shards.errors import ConfigError
 from spec_train.training import saving as tracking
 from spec_train.training.run_directory import RunDirectory
 from spec_train.training.saving import Saver
@@ -49,24 +48,6 @@ def save(saver: Saver, draft: Draft, step: int, best: bool = False) -> None:
     saver.checkpoint(step, held, {"best": None})
     with torch.no_grad():
         draft.w.fill_(-1)
-
-
-def test_an_error_of_the_writer_is_raised_once_at_the_next_look(directory, monkeypatch):
-    def full(*arguments):
-        raise run_directory.SafetensorError("No space left on device")
-
-    draft = Draft()
-    saver = Saver(directory, draft, torch.float32)
-    saver.check()
-    with monkeypatch.context() as patch:
-        patch.setattr(run_directory, "save_file", full)
-        save(saver, draft, 1)
-        with pytest.raises(RunError, match=r"cannot be written.*No space left"):
-            saver.check(wait=True)
-    saver.check()
-    save(saver, draft, 2)
-    saver.close()
-    assert (directory.path / "last").resolve().name == "checkpoint-00000002"
 
 
 # -- trackers -------------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""A small training run, in this process or as a command, and what it leaves behind.
-
-Test modules take the fixtures by assignment: an import would look unused, and shadowed.
-"""
+"""A small training run, in this process or as a command, and what it leaves behind."""
 
 import dataclasses
 import json
@@ -105,10 +102,7 @@ CHOSEN = (
 
 
 def assert_close_runs(a: str | Path, b: str | Path) -> None:
-    """Weights and metrics of two runs that sum the same gradients in another order.
-
-    Figures that count choices of the draft may differ in one line at most: by a tie.
-    """
+    """Weights and metrics of two runs that sum the same gradients in another order."""
     one, two = masters(a), masters(b)
     config = json.loads((Path(a) / "fit.json").read_text())
     lines_a, lines_b = metrics(a), metrics(b)
