@@ -74,16 +74,6 @@ def output_head(model: Any) -> Any:
     return head
 
 
-def block_input(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Return the states that enter a decoder block, of the arguments of its forward."""
-    return args[0] if args else kwargs["hidden_states"]
-
-
-def block_output(output: Any) -> Tensor:
-    """Return the states that a decoder block of transformers returns."""
-    return output[0] if isinstance(output, tuple) else output
-
-
 @dataclass(kw_only=True)
 class States:
     """The states of one forward, unshifted, in the dtype and on the device of the target.
@@ -129,10 +119,10 @@ def capturing(
         return states if device is None else states.to(device)
 
     def keep_output(layer: int, _module: nn.Module, _args: Any, output: Any) -> None:
-        captured.layers[layer] = moved(block_output(output))
+        captured.layers[layer] = moved(output[0] if isinstance(output, tuple) else output)
 
     def keep_embedding(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-        captured.layers[EMBEDDING] = moved(block_input(args, kwargs))
+        captured.layers[EMBEDDING] = moved(args[0] if args else kwargs["hidden_states"])
 
     def keep_final(_module: nn.Module, args: tuple) -> tuple | None:
         captured.final = moved(args[0])  # [B, T, H]

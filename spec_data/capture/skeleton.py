@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from spec_data.capture.hooks import block_input, block_output, decoder_layers, output_head
+from spec_data.capture.hooks import capturing, decoder_layers, output_head
 from spec_data.capture.model import Target
 from spec_data.capture.proofs import FLOOR, token_errors
 from spec_data.models.loading import load_model
@@ -104,29 +104,20 @@ def _run(
     The input of block `layer` is replaced by `states` [T, H], if they are given. `until` may be the
     embedding output.
     """
-    blocks, seen = decoder_layers(model), dict[str, Tensor]()
 
     def inject(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        seen["input"] = block_input(args, kwargs)
         if states is None:
             return None
         given = states.to(next(model.parameters()).dtype)[None]  # [1, T, H]
         return ((given, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": given})
 
-    def keep(_module: nn.Module, args: tuple, output: Any = None) -> None:
-        seen["output"] = args[0] if until is None else block_output(output)
-
-    handles = [blocks[layer].register_forward_pre_hook(inject, with_kwargs=True)]
-    if until is None:
-        handles.append(output_head(model).register_forward_pre_hook(keep))
-    elif until != EMBEDDING:
-        handles.append(blocks[until].register_forward_hook(keep))
-    try:
-        model(input_ids=ids[None], use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen["input" if until == EMBEDDING else "output"][0]
+    hook = decoder_layers(model)[layer].register_forward_pre_hook(inject, with_kwargs=True)
+    with capturing(model, () if until is None else (until,)) as captured:
+        try:
+            model(input_ids=ids[None], use_cache=False)
+        finally:
+            hook.remove()
+    return (captured.final if until is None else captured.layers[until])[0]
 
 
 def run_block(model: Any, ids: Tensor, layer: int, states: Tensor) -> Tensor:
