@@ -1,7 +1,7 @@
 """How many tokens a forward of the target takes: the largest number that is safe on the device.
 
 Where a backend can measure its memory, the longest documents of the plan are captured in growing
-batches before the first shard. So a run that does not fit stops at once, and says what would.
+batches before the first shard. So a run that does not fit stops at once.
 """
 
 import logging
@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 SAFE = 0.85
 """Largest share of a device's memory that a forward may take: batches differ in shape."""
 _MOST = 131_072
-_STEPS = 6  # of the search for the longest document that fits
 
 
 def choose_batch_tokens(
@@ -42,7 +41,7 @@ def choose_batch_tokens(
         asked: of --batch-tokens; None for auto.
 
     Raises:
-        RunError: the longest document, or `asked` tokens, do not fit; it says what does.
+        RunError: the longest document, or `asked` tokens, do not fit.
     """
     idle = target.peak_memory(lambda: None)
     if idle is None:  # nothing can be measured
@@ -52,17 +51,22 @@ def choose_batch_tokens(
         # Memory grows with the tokens at most linearly beyond the weights.
         if best and idle + (share - idle) * size / best > SAFE and size != asked:
             break
-        found = _measured(target, largest_batch(plan, form, size), form, columns)
-        if found is None or (found > SAFE and size != asked):
+        peak = _peak(target, largest_batch(plan, form, size), form, columns)
+        if peak is None or (peak > SAFE and size != asked):
             break
-        best, share = size, found
-    if asked is not None and best == asked:
-        return asked
+        best, share = size, peak
+    if best == asked:
+        return best
     if asked is not None:
         advice = f"the largest safe size here is {best}" if best else "use --batch-tokens auto"
         raise RunError(f"--batch-tokens {asked}: out of memory on {target.device}; {advice}")
     if not best:
-        raise RunError(_does_not_fit(target, plan, columns))
+        raise RunError(
+            f"out of memory on {target.device}: the longest document has {plan.lengths.max():,} "
+            "tokens, and one forward of it takes too much. Lower --max-length, or spread the "
+            "target over several GPUs (--device-map auto, or --tp-plan auto under torchrun); a "
+            "document is never split over GPUs by its tokens"
+        )
     logger.info(
         "batch: %s tokens per forward, with %.0f %% of the device's memory at the peak",
         *(f"{best:,}", 100 * share),
@@ -88,25 +92,16 @@ def _sizes(plan: Plan, form: str, asked: int | None) -> Iterator[int]:
     yield most if asked else size
 
 
-def largest_batch(
-    plan: Plan, form: str, size: int, documents: np.ndarray | None = None
-) -> ForwardBatch:
-    """Return the forward with the most slots that `size` tokens allow.
-
-    It is of the longest documents, or of the beginnings of `documents`.
-    """
-    if documents is None:
-        order = np.argsort(-plan.lengths, kind="stable")
-        count = int(np.searchsorted(np.cumsum(plan.lengths[order]), size)) + 1
-        documents, longest = order[:count], None
-    else:
-        longest = size
-    offsets, tokens = plan.documents.beginnings(documents.tolist(), longest)
+def largest_batch(plan: Plan, form: str, size: int) -> ForwardBatch:
+    """Return the forward of the longest documents with the most slots that `size` tokens allow."""
+    order = np.argsort(-plan.lengths, kind="stable")
+    count = int(np.searchsorted(np.cumsum(plan.lengths[order]), size)) + 1
+    offsets, tokens = plan.documents.beginnings(order[:count].tolist())
     batches = forward_batches(offsets, tokens["input_ids"], form, plan.pack_length, size)
     return max(batches, key=lambda batch: batch.input_ids.numel())
 
 
-def _measured(
+def _peak(
     target: TargetBackend, batch: ForwardBatch, form: str, columns: tuple[Column, ...]
 ) -> float | None:
     """Return the share of memory that a batch takes; None if it does not fit."""
@@ -122,32 +117,3 @@ def _measured(
         return target.peak_memory(run)
     except torch.OutOfMemoryError:
         return None
-
-
-def _does_not_fit(target: TargetBackend, plan: Plan, columns: tuple[Column, ...]) -> str:
-    """Say that the longest document does not fit, and the longest length that does."""
-    longest = int(plan.lengths.max())
-    document = np.array([int(plan.lengths.argmax())])
-    fits, too_long = 0, longest
-    for _ in range(_STEPS):
-        middle = (fits + too_long) // 2
-        if middle <= fits:
-            break
-        batch = largest_batch(plan, SINGLE, middle, document)
-        share = _measured(target, batch, SINGLE, columns)
-        if share is not None and share <= SAFE:
-            fits = middle
-        else:
-            too_long = middle
-    words = (
-        f"documents of {fits:,} tokens fit, those of {too_long:,} do not: lower --max-length to "
-        f"{fits}"
-        if fits
-        else "not even its beginning fits"
-    )
-    return (
-        f"out of memory on {target.device}: the longest document has {longest:,} tokens, and one "
-        f"forward of it takes too much. Measured: {words}. Or spread the target over several GPUs "
-        "(--device-map auto, or --tp-plan auto under torchrun); a document is never split over "
-        "GPUs by its tokens"
-    )

@@ -9,10 +9,8 @@ import msgspec
 import torch
 from msgspec.structs import replace
 from safetensors.torch import save
-from transformers import AutoModelForCausalLM
 
 from spec_data.capture.backend import TargetBackend
-from spec_data.capture.head_form import head_parts
 from spec_data.corpus.documents import WITH_SYSTEM, WITHOUT_SYSTEM
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup, config_json
@@ -43,16 +41,20 @@ def save_target_files(
     generation = setup.model_dir / GENERATION_CONFIG
     if generation.is_file():
         write_atomically(folder / GENERATION_CONFIG, generation.read_bytes())
-    with tempfile.TemporaryDirectory() as scratch:
-        with writing(Path(scratch)):
-            setup.tokenizer.save_pretrained(scratch)
-        for file in sorted(p for p in Path(scratch).rglob("*") if p.is_file()):
-            place = folder / file.relative_to(scratch)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(place, file.read_bytes())
+    for name, content in _tokenizer_files(setup).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / name, content)
     write_atomically(folder / "head.safetensors", save(target.head_tensors()))
     if positions.tables:
         write_atomically(folder / Path(POSITIONS).name, save(positions.tensors()))
+
+
+def _tokenizer_files(setup: Setup) -> dict[Path, bytes]:
+    with tempfile.TemporaryDirectory() as scratch:
+        with writing(Path(scratch)):
+            setup.tokenizer.save_pretrained(scratch)
+        files = sorted(p for p in Path(scratch).rglob("*") if p.is_file())
+        return {file.relative_to(scratch): file.read_bytes() for file in files}
 
 
 def manifest_draft(
@@ -125,49 +127,20 @@ _LEVELS = 64 * 4
 
 def other_files(setup: Setup, plan: Plan) -> dict[str, int]:
     """Return the bytes of everything but the shards, by kind: head, target, index, rest."""
-    documents, dtype = plan.documents, _dtype(setup)
+    documents, configs = plan.documents, (setup.model_config, text_config(setup.model_config))
+    stored = next((c.dtype for c in configs if getattr(c, "dtype", None)), torch.float32)
+    name = setup.options.dtype if setup.options.dtype != "auto" else str(stored)
+    dtype = DTYPES.get(name.removeprefix("torch."), torch.float32)
+    matrices = 1 if getattr(configs[1], "tie_word_embeddings", False) else 2  # and a norm
+    head = (matrices * setup.vocab_size + 1) * setup.target["hidden_size"] * dtype.itemsize
+    generation = setup.model_dir / GENERATION_CONFIG
+    target = sum(map(len, _tokenizer_files(setup).values())) + len(config_json(setup, dtype))
     lossy = [c for c in setup.columns if c.lossy]
     tables = sum(2 * 4 * (c.width or 1) + _LEVELS + 4 * _SAFETENSORS_ENTRY for c in lossy)
     shards = len(plan.units) * _OF_A_SHARD
-    generation = setup.model_dir / GENERATION_CONFIG
-    with tempfile.TemporaryDirectory() as scratch:
-        with writing(Path(scratch)):
-            setup.tokenizer.save_pretrained(scratch)
-        files = [*(p for p in Path(scratch).rglob("*") if p.is_file()), generation]
-        target = sum(p.stat().st_size for p in files if p.is_file())
     return {
-        "head": _head_bytes(setup, torch.empty(0, dtype=dtype).element_size()),
-        "target": target + len(config_json(setup, dtype)),
+        "head": head + 3 * _SAFETENSORS_ENTRY,
+        "target": target + (generation.stat().st_size if generation.is_file() else 0),
         "index": documents.text_bytes + len(documents) * _INDEX_ROW + _ARROW_SCHEMA,
         "rest": tables + shards + _MANIFEST + _CARD + len(dump_json(plan.settings)),
     }
-
-
-def _head_bytes(setup: Setup, width: int) -> int:
-    """Return the size of target/head.safetensors with values of `width` bytes; without weights."""
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                setup.model_config, trust_remote_code=setup.options.trust_remote_code
-            )
-        tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-        sizes = [p.numel() for p in head_parts(model, tied).values()]
-    except Exception:
-        # A family that cannot be built without weights, for any reason of its own: embedding and
-        # head, as the config has them. The size is only an estimate.
-        tied = bool(getattr(setup.model_config, "tie_word_embeddings", False))
-        sizes = [setup.vocab_size * setup.target["hidden_size"]] * (1 if tied else 2)
-    return sum(sizes) * width + len(sizes) * _SAFETENSORS_ENTRY
-
-
-def _dtype(setup: Setup) -> torch.dtype:
-    """Return the dtype in which the target will run, as far as its config tells."""
-    if setup.options.dtype != "auto":
-        return DTYPES[setup.options.dtype]
-    for config in (setup.model_config, text_config(setup.model_config)):
-        found: Any = getattr(config, "dtype", None)
-        if isinstance(found, str):
-            found = getattr(torch, found, None)
-        if isinstance(found, torch.dtype):
-            return found
-    return torch.float32

@@ -12,8 +12,9 @@ from spec_data.shards.errors import SpecDataError
 from tests.spec_data.runs import arguments, estimate_with, options, run, save_target
 
 
-@pytest.mark.parametrize("codec", ["bf16", "lm4c"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "codec"), [("llama", "bf16"), ("gpt2", "lm4c"), ("gemma3", "lm4c")]
+)
 def test_every_file_is_counted_from_config_and_tokenizer_alone(family, codec, corpus, tmp_path):
     target = save_target(tmp_path / "target", family)
     given = options(target, corpus, tmp_path / "data", codec=codec, dtype="float32")
