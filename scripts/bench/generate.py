@@ -39,7 +39,7 @@ from spec_data.capture.model import Target
 from spec_data.generation.capture import CaptureSettings, capture_unit
 from spec_data.generation.options import CaptureOptions
 from spec_data.generation.plan import Plan
-from spec_data.generation.replica import Replica, load_target
+from spec_data.generation.proof import load_target, prepare_capture
 from spec_data.generation.setup import (
     Setup,
     backend_options,
@@ -66,9 +66,8 @@ class Bench:
         (work / WORK).mkdir(parents=True)
         start = clock()
         target = load_target(self.setup, self.plan)
-        replica = Replica(self.setup, self.plan, work, target)
+        self.settings: CaptureSettings = prepare_capture(self.setup, self.plan, target, work)
         self.proofs = clock() - start
-        self.settings: CaptureSettings = replica.settings
         target.close()
         self.backend = Target.open(backend_options(self.setup, self.plan))
         self.units = range(len(self.plan.units))

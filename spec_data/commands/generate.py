@@ -182,7 +182,8 @@ def _capture(
     setup: "Setup", plan: "Plan", output: "LocalOutput", worker: "Worker", todo: list[int]
 ) -> None:
     """Load the target, prove it, and capture the units `todo`; a thread writes the one before."""
-    from spec_data.generation.replica import Replica, load_target
+    from spec_data.generation.capture import capture_unit
+    from spec_data.generation.proof import load_target, prepare_capture
     from spec_data.generation.status import ProgressFile
     from spec_data.generation.units import finish_unit
     from spec_data.terminal.progress import progress
@@ -191,14 +192,14 @@ def _capture(
     progress_file = ProgressFile(out, plan, worker=str(worker), lock=str(worker))
     with progress_file.until_the_end(), closing(load_target(setup, plan)) as target:
         # Before the first shard: masks, head, positions, a sample of the corpus, codecs.
-        replica = Replica(setup, plan, out, target, output.share_proof)
+        settings = prepare_capture(setup, plan, target, out, output.share_proof)
 
         def count(tokens: int) -> None:
             bar.update(tokens)
             progress_file.add(tokens)
 
         def finish(unit: int, captured: "CapturedUnit") -> None:
-            finish_unit(out, unit, captured, replica.settings.columns)
+            finish_unit(out, unit, captured, settings.columns)
             output.upload(unit)
             progress_file.finish(unit)
 
@@ -208,16 +209,16 @@ def _capture(
             progress(total=total, initial=done, desc="capture", unit="tok") as bar,
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer,
         ):
-            writing: list[Future[None]] = []
+            writing: Future[None] | None = None
             for number, unit in enumerate(todo, 1):
                 progress_file.begin(unit)
-                captured = replica.capture(unit, count)
-                for before in writing:
-                    before.result()
-                writing = [writer.submit(finish, unit, captured)]
+                captured = capture_unit(target, plan, unit, settings, count)
+                if writing is not None:
+                    writing.result()
+                writing = writer.submit(finish, unit, captured)
                 bar.set_postfix_str(f"shard {number}/{len(todo)}")
-            for last in writing:
-                last.result()
+            if writing is not None:
+                writing.result()
 
 
 def _complete_already(setup: "Setup", manifest: "Manifest", where: str) -> "Manifest":

@@ -74,15 +74,10 @@ def choose_batch_tokens(
     return best
 
 
-def longest_row(plan: Plan, form: str) -> int:
-    """Return the most tokens of one row of a batch: of a pack, or of a longer document."""
-    longest = int(plan.lengths.max())
-    return longest if form in (ROWS, SINGLE) else max(plan.pack_length, longest)
-
-
 def _sizes(plan: Plan, form: str, asked: int | None) -> Iterator[int]:
     """Yield the batch sizes to try, ascending: from one row on, up to `asked` if it is given."""
-    size = longest_row(plan, form)
+    longest = int(plan.lengths.max())
+    size = longest if form in (ROWS, SINGLE) else max(plan.pack_length, longest)
     most = asked or _MOST
     while size < most:
         yield size

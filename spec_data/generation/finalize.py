@@ -10,7 +10,7 @@ from filelock import FileLock
 from msgspec import structs
 
 from spec_data.generation.plan import PLAN_COLUMNS, PROOF, Plan, load_plan, read_units
-from spec_data.generation.replica import also_captured_with
+from spec_data.generation.proof import also_captured_with
 from spec_data.generation.units import UnitRecord, finished_unit
 from spec_data.generation.workers import running_workers
 from spec_data.shards.errors import MissingError, RunError

@@ -596,7 +596,7 @@ def unit_tokens(size: str, bytes_per_token: int, tokens: int, batch_tokens: int)
 
 PLAN, PROOF, WITNESS, ALSO = "plan.json", "target.json", "witness.safetensors", "also-*.json"
 """In OUT/.generate: the plan; what was proven about the target, and reference states of the run
-that proved it; the settings of runs that capture with others (see `generation.replica`)."""
+that proved it; the settings of runs that capture with others (see `generation.proof`)."""
 
 
 class PlanRecord(msgspec.Struct, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ import torch
 
 from spec_data.generation.batch_size import choose_batch_tokens
 from spec_data.generation.plan import Plan
-from spec_data.generation.replica import documents_to_prove, load_target
+from spec_data.generation.proof import documents_to_prove, load_target
 from spec_data.generation.sample_check import LONGEST, measure_documents
 from spec_data.generation.setup import Setup, find_positions
 from spec_data.shards.even_sample import sample_documents

@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 
+from spec_data.capture.backend import TargetBackend
+from spec_data.generation.capture import CaptureSettings, capture_unit
 from spec_data.generation.options import CaptureOptions
 from spec_data.generation.plan import Plan, load_plan
-from spec_data.generation.replica import Replica, load_target
+from spec_data.generation.proof import load_target, prepare_capture
 from spec_data.generation.setup import Setup, differences, settings
 from spec_data.generation.status import FAILED, ProgressFile, read_progress
 from spec_data.generation.units import explained_failures, finish_unit
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 from spec_data.shards.follow import WORK
 from spec_data.terminal.progress import progress
-
-logger = logging.getLogger(__name__)
 
 RETRIES = 3
 """How often Ray repeats a unit whose replica was lost."""
@@ -76,13 +76,12 @@ def connected(replicas: int, options: CaptureOptions) -> Iterator[Replicas]:
         yield place_replicas(ray, replicas, options)
         return
     address = os.environ.get("RAY_ADDRESS") or "local"
-    given: dict[str, Any] = {"address": address, "log_to_driver": False}
-    given |= {"logging_level": logging.ERROR, "configure_logging": False}
+    given: dict[str, Any] = {"logging_level": logging.ERROR, "configure_logging": False}
     if address == "local":
         given |= {"num_cpus": max(os.cpu_count() or 1, replicas), "include_dashboard": False}
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(**given)
+        ray.init(address=address, **given)
         yield place_replicas(ray, replicas, options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         if ray.is_initialized():
@@ -133,15 +132,11 @@ def capture_on_ray(
     threads = torch.get_num_threads()
     actors = [actor.remote(prepare, str(out), n, threads) for n in range(replicas.count)]
     pool = ActorPool(actors * _AT_ONCE)
-    left, seen = plan.unit_set_tokens(todo), set[str]()
+    left = plan.unit_set_tokens(todo)
     with progress(total=plan.tokens, initial=plan.tokens - left, desc="capture", unit="tok") as bar:
         try:
-            for unit, lines in pool.map_unordered(lambda a, unit: a.capture.remote(unit), todo):
+            for unit in pool.map_unordered(lambda a, unit: a.capture.remote(unit), todo):
                 bar.update(plan.unit_set_tokens([unit]))
-                for line in lines:  # the same from every replica
-                    if line not in seen:
-                        logger.info("%s", line)
-                seen.update(lines)
         except ray.exceptions.RayTaskError as error:
             raise error.cause if error.cause is not None else error from None
         except ray.exceptions.RayError as error:
@@ -158,21 +153,6 @@ def capture_on_ray(
                 ray.kill(one)
 
 
-class _Lines(logging.Handler):
-    """Collects what this project logs in a process of Ray, for the driver."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.texts: list[str] = []
-        ours = logging.getLogger("spec_data")
-        ours.setLevel(logging.INFO)
-        ours.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
-        self.texts.append(record.getMessage())
-
-
 class RayReplica:
     """A copy of the target that captures units. This class does not need Ray itself.
 
@@ -187,14 +167,16 @@ class RayReplica:
         self.prepare, self.out, self.threads = prepare, Path(out), threads
         self.name = f"ray-{number}"
         self._capturing, self._writing = threading.Lock(), threading.Lock()
-        self._loaded: tuple[Replica, ProgressFile] | None = None
-        self._lines = _Lines()
+        self._loaded: tuple[TargetBackend, Plan, CaptureSettings] | None = None
+        self._progress: ProgressFile | None = None
+        logging.basicConfig(format="%(message)s")  # Ray shows it at the driver
+        logging.getLogger("spec_data").setLevel(logging.INFO)
 
-    def _load(self) -> tuple[Replica, ProgressFile]:
+    def _load(self) -> tuple[TargetBackend, Plan, CaptureSettings]:
         """Load the target and prove it.
 
         Raises:
-            SpecDataError: as `Replica`; or this machine has another target or other versions.
+            SpecDataError: as `prepare_capture`; or this machine has another target or versions.
         """
         torch.set_num_threads(self.threads)
         setup, plan = self.prepare(), load_plan(self.out / WORK)
@@ -204,15 +186,12 @@ class RayReplica:
                 f"the machine of replica {self.name} differs from that of the driver:\n  "
                 + "\n  ".join(changed)
             )
-        state = ProgressFile(self.out, plan, self.name, "0/1")  # the driver holds this lock
-        try:
-            return Replica(setup, plan, self.out, load_target(setup, plan)), state
-        except BaseException as error:
-            state.end(error)
-            raise
+        self._progress = ProgressFile(self.out, plan, self.name, "0/1")  # the driver's lock
+        target = load_target(setup, plan)
+        return target, plan, prepare_capture(setup, plan, target, self.out)
 
-    def capture(self, unit: int) -> tuple[int, list[str]]:
-        """Capture a unit and write it; return it, and what was logged so far.
+    def capture(self, unit: int) -> int:
+        """Capture a unit, write it and return it.
 
         Another error than one of this project ends the process, which an error of CUDA leaves
         unusable: Ray then starts another one and repeats the unit.
@@ -223,25 +202,26 @@ class RayReplica:
         try:
             with explained_failures(self.out):
                 with self._capturing:
-                    replica, state = self._loaded = self._loaded or self._load()
-                    state.begin(unit)
-                    captured = replica.capture(unit, state.add)
+                    target, plan, settings = self._loaded = self._loaded or self._load()
+                    assert self._progress is not None
+                    self._progress.begin(unit)
+                    captured = capture_unit(target, plan, unit, settings, self._progress.add)
                     self._writing.acquire()
                 try:
-                    finish_unit(self.out, unit, captured, replica.settings.columns)
-                    state.finish(unit)
+                    finish_unit(self.out, unit, captured, settings.columns)
+                    self._progress.finish(unit)
                 finally:
                     self._writing.release()
-        except SpecDataError:
+        except SpecDataError as error:
+            self.close(error)
             raise
         except Exception as error:
-            if self._loaded is not None:
-                self._loaded[1].end(RunError(f"{type(error).__name__}: {error}"))
+            self.close(RunError(f"{type(error).__name__}: {error}"))
             with self._writing:  # the unit before this one is not lost
                 os._exit(1)
-        return unit, list(self._lines.texts)
+        return unit
 
-    def close(self) -> None:
-        """Say in the file of this process that it ends."""
-        if self._loaded is not None:
-            self._loaded[1].end()
+    def close(self, error: Exception | None = None) -> None:
+        """Say in the file of this process that it ends, and why."""
+        if self._progress is not None:
+            self._progress.end(error)

@@ -340,7 +340,7 @@ def config_json(setup: Setup, dtype: torch.dtype, architecture: str = "") -> str
 # -- settings --------------------------------------------------------------------------------------
 
 # What changes states by rounding at most. A run with others is compared with the one that proved
-# the target, see `generation.replica`.
+# the target, see `generation.proof`.
 _OF_RUNNING = ("device", "device_map", "tp_plan", "tensor_parallel", "batch_tokens")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from spec_data.generation import replica
+from spec_data.generation import capture as capturing
 from spec_data.shards.codecs import LOSSY, Tables
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Column
@@ -52,7 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     target, corpus = save_target(folder / "target"), write_corpus(folder / "chats.jsonl", 12)
     given = {"codec": "aux=lm4c,final=int8c", "batch_tokens": 4096, "max_shard_size": "1GB"}
     run(target, corpus, folder / "cpu", **given)
-    capture, found = replica.capture_unit, []
+    capture, found = capturing.capture_unit, []
 
     def counted(target: Any, plan: Any, unit: int, settings: Any, *more: Any) -> Any:
         with counting() as syncs:
@@ -61,7 +61,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return captured
 
     with gpu() as patch:
-        patch.setattr(replica, "capture_unit", counted)
+        patch.setattr(capturing, "capture_unit", counted)
         run(target, corpus, folder / "gpu", device="cuda", **given)
     return folder, found[-1]
 

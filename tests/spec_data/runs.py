@@ -143,13 +143,13 @@ import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # as the program sets it before its imports
 from spec_data.cli import main
-from spec_data.generation import replica
-capture, held = replica.capture_unit, int(sys.argv.pop(1))
+from spec_data.generation import capture as capturing
+capture, held = capturing.capture_unit, int(sys.argv.pop(1))
 def paused(target, plan, unit, *args, **kwargs):
     while unit >= held:
         time.sleep(0.01)
     return capture(target, plan, unit, *args, **kwargs)
-replica.capture_unit = paused
+capturing.capture_unit = paused
 sys.exit(main())
 """
 

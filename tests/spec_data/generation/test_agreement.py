@@ -76,7 +76,7 @@ def test_figures_are_those_of_plain_loops_per_source(family, changes, tmp_path, 
     ]
     corpora[1].write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
     if changes.get("on_policy"):  # random weights never wrote this: look at the figures only
-        monkeypatch.setattr("spec_data.generation.replica.check_agreement", lambda *a: None)
+        monkeypatch.setattr("spec_data.generation.proof.check_agreement", lambda *a: None)
     manifest = run(target, corpora, tmp_path / "data", **changes)
     assert (manifest.packing.form == "rows") == (changes.get("packing") == "rows")
     dataset = HiddenStatesDataset(tmp_path / "data")
@@ -221,7 +221,7 @@ def test_samples_of_the_target_are_on_policy_at_their_temperature_only(trained, 
 
 
 def test_a_label_refused_at_the_end_loses_no_data(trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("spec_data.generation.replica.check_agreement", lambda *a: None)
+    monkeypatch.setattr("spec_data.generation.proof.check_agreement", lambda *a: None)
     corpus = trained.corpus("shuffled", trained.shuffled())
     command = ["generate", "--target", str(trained.path), "--corpus", str(corpus), "--on-policy"]
     command += ["--out", str(tmp_path / "data"), "--layers", "0,1", "--codec", "bf16"]

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import spec_data.generation.replica as replica_module
+import spec_data.generation.capture as capture_module
+import spec_data.generation.proof as proof_module
 from spec_data.capture.backend import States
 from spec_data.capture.mask_forms import ROWS
 from spec_data.capture.model import Target
 from spec_data.generation.batch_size import SAFE, choose_batch_tokens, largest_batch
-from spec_data.generation.replica import load_target
+from spec_data.generation.proof import load_target
 from spec_data.generation.setup import make_plan
 from spec_data.shards.errors import ConfigError, RunError
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from tests.spec_data.runs import (
     digests,
@@ -27,7 +27,6 @@ from tests.spec_data.runs import (
     setup_of,
     write_corpus,
 )
-from tests.tolerance import close, network
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation"
 WEIGHTS = 0.2  # share of the pretended memory
@@ -71,7 +70,7 @@ def gpu(monkeypatch):
     def load(setup, plan):
         return pretended(setup, plan)
 
-    monkeypatch.setattr(replica_module, "load_target", load)
+    monkeypatch.setattr(proof_module, "load_target", load)
     monkeypatch.setattr(PretendedGPU, "room", 1 << 30)
     monkeypatch.setattr(PretendedGPU, "measures", True)
     return PretendedGPU
@@ -125,67 +124,34 @@ def test_an_explicit_size_that_does_not_fit_is_refused_before_the_first_shard(
     assert generate_with(**given | {"batch_tokens": 256}) is not None
 
 
-def test_out_of_memory_in_the_middle_halves_the_batches_and_loses_nothing(
-    files, tmp_path, gpu, monkeypatch, caplog
-):
-    """The unit at hand is captured again; the states are those of a run that never failed."""
-    given = options(*files, tmp_path / "plain", packing="rows", batch_tokens=512)
-    monkeypatch.setattr(gpu, "measures", False)
-    plain = generate_with(**given)
-    assert plain is not None and not plain.also_captured_with
-    capture = replica_module.capture_unit
-    finished: list[int] = []
-
-    def fails_later(target, plan, unit, *rest):
-        if unit == 1:  # from now on, as if another process had taken memory
-            monkeypatch.setattr(gpu, "room", 300)
-        found = capture(target, plan, unit, *rest)
-        finished.append(unit)
-        return found
-
-    monkeypatch.setattr(replica_module, "capture_unit", fails_later)
-    caplog.set_level("WARNING")
-    manifest = generate_with(**given | {"out": str(tmp_path / "halved")})
-    assert manifest is not None and finished == list(range(len(manifest.shards)))
-    (other,) = manifest.also_captured_with
-    assert manifest.captured_with["batch_tokens"] == 512 and other["batch_tokens"] == 256
-    assert 0 <= other["difference"] <= manifest.packing.tolerance
-    assert "out of device memory (CUDA out of memory" in caplog.text
-    assert "equal up to rounding of" in caplog.text
-    ours, theirs = (HiddenStatesDataset(tmp_path / name) for name in ("halved", "plain"))
-    for row, expected in zip(ours, theirs, strict=True):
-        assert torch.equal(row["input_ids"], expected["input_ids"])
-        for name in ("hidden.L2", "hidden.final"):
-            stated = {"terms": network(6), "dtype": torch.float32, "stored": torch.bfloat16}
-            close(row[name].float(), expected[name].float(), **stated)
-
-
-def test_one_row_that_does_not_fit_ends_the_run_and_keeps_finished_shards(
+def test_out_of_memory_in_the_middle_ends_the_run_and_keeps_finished_shards(
     files, tmp_path, gpu, monkeypatch
 ):
     given = options(*files, tmp_path / "out", packing="rows", batch_tokens=512)
     monkeypatch.setattr(gpu, "measures", False)
-    capture = replica_module.capture_unit
+    capture = capture_module.capture_unit
 
-    def fails_later(target, plan, unit, *rest):
-        monkeypatch.setattr(gpu, "room", 1 << 30 if unit == 0 else 20)
+    def fails_later(target, plan, unit, *rest):  # as if another process had taken memory
+        monkeypatch.setattr(gpu, "room", 1 << 30 if unit == 0 else 300)
         return capture(target, plan, unit, *rest)
 
-    monkeypatch.setattr(replica_module, "capture_unit", fails_later)
-    with pytest.raises(RunError, match="with one row of"):
-        generate_with(**given)
-    kept = {f.name: f.read_bytes() for f in (tmp_path / "out" / "shards").iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(capture_module, "capture_unit", fails_later)
+        with pytest.raises(RunError, match=r"out of device memory .*fewer --batch-tokens"):
+            generate_with(**given)
+    kept = digests(tmp_path / "out" / "shards")
     assert "unit-00000.arrow" in kept
-    monkeypatch.setattr(replica_module, "capture_unit", capture)
-    monkeypatch.setattr(gpu, "room", 1 << 30)
-    assert generate_with(**given) is not None  # the same command resumes
-    for name, content in kept.items():
-        assert (tmp_path / "out" / "shards" / name).read_bytes() == content
+    manifest = generate_with(**given | {"batch_tokens": 256})  # as the error says
+    assert manifest is not None
+    (other,) = manifest.also_captured_with
+    assert manifest.captured_with["batch_tokens"] == 512 and other["batch_tokens"] == 256
+    assert 0 <= other["difference"] <= manifest.packing.tolerance
+    assert kept.items() <= digests(tmp_path / "out" / "shards").items()
 
 
 def interrupted(given: dict, monkeypatch) -> None:
     """Run generate until its first unit is finished."""
-    capture = replica_module.capture_unit
+    capture = capture_module.capture_unit
 
     def stops(target, plan, unit, *rest):
         if unit:
@@ -193,7 +159,7 @@ def interrupted(given: dict, monkeypatch) -> None:
         return capture(target, plan, unit, *rest)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(replica_module, "capture_unit", stops)
+        patch.setattr(capture_module, "capture_unit", stops)
         generate_with(**given)
 
 

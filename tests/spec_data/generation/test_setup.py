@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-import spec_data.generation.replica as replica_module
+import spec_data.generation.capture as capture_module
 from spec_data.generation.setup import make_plan
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.files import remove
@@ -164,7 +164,7 @@ def test_the_plan_of_a_run_that_captured_nothing_is_replaced(
     target, corpus, tmp_path, monkeypatch, caplog
 ):
     out = tmp_path / "data"
-    monkeypatch.setattr(replica_module, "capture_unit", failing)
+    monkeypatch.setattr(capture_module, "capture_unit", failing)
     with pytest.raises(RunError, match="does not fit"):
         run(target, corpus, out, codec="int8c")
     monkeypatch.undo()
@@ -179,7 +179,7 @@ def test_the_plan_of_a_run_that_captured_nothing_is_replaced(
 def test_removing_a_plan_is_finished_after_a_crash(target, corpus, tmp_path, monkeypatch, layers):
     """With the new settings, or with the old ones."""
     out = tmp_path / "data"
-    monkeypatch.setattr(replica_module, "capture_unit", failing)
+    monkeypatch.setattr(capture_module, "capture_unit", failing)
     with pytest.raises(RunError):
         run(target, corpus, out, codec="int8c")
     monkeypatch.undo()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import spec_data.generation.replica as replica_module
+import spec_data.generation.proof as proof_module
 from spec_data.generation.transfers import Arrival, copy_streams
 from tests.spec_data.runs import digests, run
 from tests.spec_data.shards import codec_tools
@@ -76,7 +76,7 @@ def test_a_late_device_makes_the_same_bytes(target, corpus, tmp_path, monkeypatc
     small = given | {"batch_tokens": "96", "max_shard_size": "200KB", "max_length": 100}
     run(target, corpus, tmp_path / "plain", **small)
     streams = LateStreams()
-    monkeypatch.setattr(replica_module, "copy_streams", lambda *_: streams)
+    monkeypatch.setattr(proof_module, "copy_streams", lambda *_: streams)
     run(target, corpus, tmp_path / "late", **small)
     shards = len(list((tmp_path / "late" / "shards").iterdir()))
     assert streams.log.count("after compute") > shards and not streams.queue
