@@ -22,7 +22,6 @@ from spec_data.terminal.progress import Bar
 
 TRUNCATED = "length"
 """The finish reason of an answer that reached the limit of tokens."""
-EMPTY = "empty answers"
 _QUESTIONS = ("turns", "prompt", "question", "instruction")  # columns of rows without an answer
 
 
@@ -54,14 +53,14 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         finish: why it ended: "stop", "length" (the limit of tokens), "tool_calls", ...
         tokens: tokens that were generated, with the end-of-turn token.
         prompt_tokens: tokens of the prompt; 0 if a server does not tell.
-        notes: what is counted of it, in words.
+        note: what is counted of it, in words.
     """
 
     message: Message
     finish: str
     tokens: int
     prompt_tokens: int
-    notes: tuple[str, ...] = ()
+    note: str = ""
 
 
 class Unanswerable(Exception):

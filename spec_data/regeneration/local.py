@@ -35,7 +35,6 @@ from spec_data.models.loading import load_model
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.regeneration.conversations import (
-    EMPTY,
     TRUNCATED,
     Answer,
     Conversation,
@@ -149,7 +148,6 @@ class LocalBackend:
         trust_remote_code: bool,
     ) -> None:
         self._target, self._sampling, self._size = target, sampling, batch_size
-        self._dtype = dtype
         self._load: dict[str, Any] = {"dtype": dtype, "device": device, "trust": trust_remote_code}
         self._model: Any = None
         self._pad = target.stops[0] if target.stops else 0
@@ -157,14 +155,10 @@ class LocalBackend:
 
     def settings(self) -> dict[str, Any]:
         """Return what decides the answers beside the options that every backend has."""
-        facts = self._target.facts
-        return {
-            "backend": "local",
-            "target": {k: v for k, v in facts["target"].items() if k != "name"},
-            "target_name": facts["target"]["name"],
-            "tokenizer": facts["tokenizer"],
-            "dtype": self._dtype,
-        }
+        target = dict(self._target.facts["target"])
+        name, tokenizer = target.pop("name"), self._target.facts["tokenizer"]
+        facts = {"target": target, "target_name": name, "tokenizer": tokenizer}
+        return {"backend": "local", **facts, "dtype": self._load["dtype"]}
 
     def run(
         self, conversations: Iterable[Conversation], journal: Journal, progress: Progress
@@ -253,7 +247,6 @@ class LocalBackend:
             finish="stop" if ended else TRUNCATED,
             tokens=len(ids) + ended,
             prompt_tokens=len(request.prompt),
-            notes=() if text.strip() else (EMPTY,),
         )
 
     def _generate(self, batch: Sequence[Request]) -> list[list[int]]:

@@ -82,7 +82,7 @@ class Counts:
             self.prompt_tokens += answer.prompt_tokens
             self.longest = max(self.longest, answer.tokens + answer.prompt_tokens)
             self.finish_reasons[answer.finish] += 1
-            self.notes.update(answer.notes)
+            self.notes.update([answer.note] if answer.note else [])
 
 
 @dataclass(kw_only=True)

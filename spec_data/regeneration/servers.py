@@ -23,7 +23,6 @@ import msgspec
 from spec_data.corpus.bad_rows import printable
 from spec_data.corpus.records import REASONING, Message, is_text, parse_row
 from spec_data.regeneration.conversations import (
-    EMPTY,
     Answer,
     Conversation,
     Progress,
@@ -219,8 +218,7 @@ class ServerBackend:
                     logger.warning("warning: this server is left out: %s", reason)
             else:
                 if expected and answer.prompt_tokens not in (0, expected):
-                    notes = *answer.notes, OTHER_PROMPT
-                    answer = msgspec.structs.replace(answer, notes=notes)
+                    return msgspec.structs.replace(answer, note=OTHER_PROMPT)
                 return answer
         raise Unanswerable("no-answer", reason, retry=True)
 
@@ -350,11 +348,9 @@ def read_answer(body: bytes) -> Answer:
     if choice.finish_reason == "content_filter":
         reason = "the server's content filter stopped the answer"
         raise Unanswerable("refused", reason, retry=True)
-    texts = [value.strip() if isinstance(value, str) else value for value in message.values()]
     return Answer(
         message=message,
         finish=choice.finish_reason,
         tokens=usage.completion_tokens or 0,
         prompt_tokens=usage.prompt_tokens or 0,
-        notes=() if any(texts) else (EMPTY,),
     )
