@@ -9,8 +9,7 @@ of the script. After every row, --out/rows.json holds all rows so far, so a run 
 loses nothing. A part starts only if its usual time is left of --budget-seconds.
 
 Nothing is installed and nothing is downloaded: the target is made here, with random weights.
-Packages that are missing are named at once; pure-Python ones may lie in a folder on PYTHONPATH.
-Exit code 0: every row holds. 1: a row failed. 2: packages are missing, or there is no such device.
+Exit code 0: every row holds. 1: a row failed. 2: there is no such device.
 """
 
 import argparse
@@ -18,24 +17,28 @@ import logging
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
 
-from gpu.needs import missing_packages  # noqa: E402
+from gpu import commands, drafts, kernels  # noqa: E402
+from gpu.bench import Bench  # noqa: E402
 
-PARTS = {
-    "machine": 15,
-    "codecs": 15,
-    "kernels": 90,
-    "drafts": 120,
-    "capture": 80,
-    "ring": 15,
-    "fit": 60,
-    "speed": 60,
-    "decoding": 45,
-    "resume": 60,
+PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {
+    "machine": (kernels.prove_machine, 15),
+    "codecs": (kernels.prove_codecs, 15),
+    "kernels": (kernels.prove_kernels, 90),
+    "drafts": (drafts.prove_drafts, 120),
+    "capture": (commands.prove_capture, 80),
+    "ring": (kernels.prove_ring, 15),
+    "fit": (commands.prove_fit, 60),
+    "speed": (drafts.prove_speed, 60),
+    "decoding": (commands.prove_decoding, 45),
+    "resume": (commands.prove_resume, 60),
 }
 """The parts, the most important first, and the seconds that each usually takes on one H100."""
 
@@ -52,11 +55,6 @@ def main() -> None:
     parts = list(PARTS) if args.only is None else args.only.split(",")
     if unknown := [name for name in parts if name not in PARTS]:
         parser.error(f"--only {','.join(unknown)}: choose from {', '.join(PARTS)}")
-    if missing := missing_packages():
-        print(missing, file=sys.stderr)
-        raise SystemExit(2)
-    import torch
-
     if args.device == "cuda" and not torch.cuda.is_available():
         print(
             "--device cuda: PyTorch finds no GPU; --device cpu --tiny tries the script",
@@ -69,19 +67,17 @@ def main() -> None:
 
 def run(parts: list[str], args: argparse.Namespace) -> int:
     """Run `parts`; return the exit code."""
-    from gpu.bench import Bench
-    from gpu.parts import PROOFS
-
     args.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(args.device, args.tiny, args.out, time.monotonic() + args.budget_seconds)
     for name in parts:
-        usual = 0 if args.tiny else PARTS[name]
+        prove, usual = PARTS[name]
+        usual = 0 if args.tiny else usual
         if bench.left() < usual:
             bench.skip(name, f"{bench.left():.0f} s left of the budget, it usually takes {usual} s")
             continue
         started = time.monotonic()
         try:
-            PROOFS[name](bench)
+            prove(bench)
         except Exception as error:  # whatever happens is a row
             bench.fail(name, "the part itself", error, traceback.format_exc())
         print(f"[{name}: {time.monotonic() - started:.0f} s]", flush=True)

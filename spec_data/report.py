@@ -12,11 +12,9 @@ from spec_data.generation.plan import count_warnings
 from spec_data.generation.status import read_status
 from spec_data.models.reading import load_tokenizer
 from spec_data.shards.errors import DatasetError, SpecDataError
-from spec_data.shards.files import MANIFEST
 from spec_data.shards.likelihood_text import agreement_rows, contradictions, suspicions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.records import plain
-from spec_data.shards.remote import open_mirror
 from spec_data.shards.schema import (
     SUPERVISED,
     Column,
@@ -305,19 +303,17 @@ def document_text(document: dict[str, Any], colour: bool) -> str:
     return f"{head}\n{turns}\n\n{''.join(shown)}"
 
 
-def draft_to_fit(data: str) -> tuple[str, str]:
-    """Return the draft that `fit` trains on a dataset next, and a run directory beside it.
+def fit_words(data: str) -> tuple[str, ...]:
+    """Return the command that trains on a dataset next, into a directory beside it.
 
     The draft is the first that the dataset was captured for (--for), else EAGLE-3.
 
     Raises:
         DatasetError: the manifest is damaged.
     """
-    mirror = open_mirror(data)
-    manifest = Manifest.read((mirror.directory if mirror else Path(data)) / MANIFEST)
-    draft = next(iter(manifest.draft_layers), "eagle3")
-    run = f"{Path(data).name if mirror else data.rstrip('/')}-{draft}"  # a run is a local directory
-    return draft, run
+    draft = next(iter(HiddenStatesDataset(data).manifest.draft_layers), "eagle3")
+    run = Path(data).name if scheme_of(data) else data.rstrip("/")  # a run is a local directory
+    return ("spec-train", "fit", draft, "--data", data, "--out", f"{run}-{draft}")
 
 
 def kept_text(place: str | Path) -> str:

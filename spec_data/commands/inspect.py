@@ -53,7 +53,7 @@ def inspect(data: Dataset, *, doc: Count | None = None) -> Inspected:
         dataset_text,
         document_facts,
         document_text,
-        draft_to_fit,
+        fit_words,
     )
     from spec_data.shards.reader import HiddenStatesDataset
     from spec_data.terminal.console import use_colour
@@ -66,9 +66,8 @@ def inspect(data: Dataset, *, doc: Count | None = None) -> Inspected:
             next_command=("spec-data", "inspect", str(data), "--doc", "0"),
         )
     document = document_facts(dataset, doc)
-    draft, run = draft_to_fit(str(data))
     return Inspected(
         text=document_text(document, use_colour()),
         values=document,
-        next_command=("spec-train", "fit", draft, "--data", str(data), "--out", run),
+        next_command=fit_words(str(data)),
     )

@@ -41,13 +41,11 @@ def write_report(
     """
     from spec_data.pages.dataset_page import dataset_name, dataset_page
     from spec_data.pages.page import write_page
-    from spec_data.report import draft_to_fit
+    from spec_data.report import fit_words
 
     data = str(path)
     name = dataset_name(data)
     file = str(out) if out is not None else f"{name.name if scheme_of(data) else name}.html"
     check_file_to_write("--out", file)
     page = dataset_page(data, documents)
-    draft, run = draft_to_fit(data)
-    fit = ("spec-train", "fit", draft, "--data", data, "--out", run)
-    return write_page(file, page, next_command=fit)
+    return write_page(file, page, next_command=fit_words(data))

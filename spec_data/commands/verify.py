@@ -49,7 +49,7 @@ def verify(
     (True, [])
     """
     from spec_data.capture.tensor_parallel import leading
-    from spec_data.report import draft_to_fit
+    from spec_data.report import fit_words
     from spec_data.verification.run import examine
 
     running.check()
@@ -57,6 +57,5 @@ def verify(
         path = None if target is None else str(target)
         report = examine(str(data), path, samples=samples, running=running)
     if report.ok:
-        draft, run = draft_to_fit(str(data))
-        report.next_command = ("spec-train", "fit", draft, "--data", str(data), "--out", run)
+        report.next_command = fit_words(str(data))
     return report

@@ -1,6 +1,5 @@
 """`spec-train eval`: acceptance of a draft, on a dataset or by real decoding."""
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -47,7 +46,7 @@ def evaluate(
     limit: Count = 0,
     split: Literal["auto", "validation", "train", "all"] = "auto",
     mask: str | None = None,
-    temperature: Annotated[float, Meta(ge=0)] = 0.0,
+    temperature: Annotated[float, Meta(ge=0, le=10)] = 0.0,
     max_new_tokens: Positive = 256,
     tree_tokens: Annotated[Count, _DECODING] = 0,
     cost_ratio: Annotated[float, Meta(ge=0), _DECODING] = 0.0,
@@ -122,9 +121,10 @@ def evaluate(
         check_policy(mask)
         if data is None:
             raise ConfigError(f"--mask {mask} is about --data; give it, or leave it out")
-    if temperature and not _LEAST_TEMPERATURE <= temperature < math.inf:
-        least = f"0 (greedy) or at least {_LEAST_TEMPERATURE:g}"
-        raise ConfigError(f"--temperature {temperature}: expected {least}")
+    if 0 < temperature < _LEAST_TEMPERATURE:
+        raise ConfigError(
+            f"--temperature {temperature}: 0 (greedy) or at least {_LEAST_TEMPERATURE}"
+        )
     if prompts is not None and not Path(prompts).exists():
         for part in str(prompts).split(","):
             check_path("--prompts", part.strip(), Kind.CORPUS)

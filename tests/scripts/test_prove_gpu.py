@@ -20,7 +20,6 @@ PARTS = (
 sys.path.append(str(ROOT / "scripts"))
 
 import prove_gpu  # noqa: E402
-from gpu import needs  # noqa: E402
 from gpu.bench import Bench  # noqa: E402
 
 
@@ -75,14 +74,3 @@ def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         done = run(tmp_path, "--only", "machine")
         assert done.returncode == 2 and "PyTorch finds no GPU" in done.stderr
-
-
-def test_missing_packages_are_named_with_what_to_carry(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert needs.missing_packages() == ""
-    found = needs.find_spec
-    absent = ("datasets", "dill", "xxhash")
-    monkeypatch.setattr(needs, "find_spec", lambda name: None if name in absent else found(name))
-    monkeypatch.setitem(needs.NEEDED, "tqdm", "999")
-    text = needs.missing_packages()
-    assert "pip install --no-deps --target carried 'datasets>=5.0' 'dill>=0.3' 'tqdm>=999'" in text
-    assert "xxhash>=3.4: compiled" in text and "PYTHONPATH=carried" in text
