@@ -480,13 +480,6 @@ class Totals(Record, frozen=True, kw_only=True, omit_defaults=False):
     bytes: Count = 0
 
 
-class Ancestor(Record, frozen=True, kw_only=True):
-    """A dataset of which another one has all documents, unchanged and in order, before others."""
-
-    fingerprint: Sha256
-    documents: Count
-
-
 class ProvenanceInput(Record, frozen=True, kw_only=True):
     """A dataset that another one was made of."""
 
@@ -567,7 +560,6 @@ class Manifest(Record, frozen=True, kw_only=True, dict=True):
     left_out: LeftOut = LeftOut()
     provenance: Provenance | None = None
     view: View | None = None
-    ancestors: list[Ancestor] = []
     files: dict[str, FileRecord] = {}
     shards: tuple[ShardRecord, ...] = ()
     totals: Totals = Totals()

@@ -63,7 +63,6 @@ def plain_copy(dataset: HiddenStatesDataset) -> Copy:
     """Return the copy that changes nothing but where the documents lie."""
     manifest = dataset.manifest
     draft = derived("copy", {}, [manifest], manifest.columns, {})
-    draft = draft.changed(ancestors=manifest.ancestors)
     return Copy(dataset=dataset, columns=manifest.columns, draft=draft, tables=dict(dataset.tables))
 
 

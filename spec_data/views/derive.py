@@ -83,7 +83,6 @@ def derived(
         codec=None,
         card=None,
         left_out=LeftOut(),
-        ancestors=[],
     )
 
 

@@ -18,7 +18,6 @@ from spec_data.shards.schema import (
     FINAL,
     SUPERVISED,
     TEACHERS,
-    Ancestor,
     Column,
     Manifest,
     layer_column,
@@ -52,11 +51,6 @@ def merge_rows(inputs: Sequence[HiddenStatesDataset]) -> tuple[Rows, Manifest]:
     duplicates = sum(map(len, inputs)) - sum(map(len, parts))
     draft = _merged(derived("merge", {}, manifests, columns, {}), manifests, duplicates)
     draft = draft.changed(documents=structs.replace(draft.documents, stored=sum(map(len, parts))))
-    first = manifests[0]
-    alike = [c.layout for c in columns] == [c.layout for c in first.columns]
-    if alike and not first.left_out.units:
-        before = Ancestor(fingerprint=first.fingerprint, documents=first.totals.documents)
-        draft = draft.changed(ancestors=[*first.ancestors, before])
     return stacked(parts, [column.name for column in columns]), draft
 
 

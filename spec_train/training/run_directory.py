@@ -205,10 +205,6 @@ class RunDirectory:
         identity: dict[str, Any] = read_run_json(self.path)["identity"]
         return identity
 
-    def total_steps(self) -> int:
-        """Return the number of steps of the run, as run.json has it."""
-        return int(read_run_json(self.path)["total_steps"])
-
     def record(self, identity: dict[str, Any], count_steps: Callable[[], int]) -> int:
         """Write run.json, or compare with an existing one; return the number of steps of the run.
 
@@ -231,12 +227,8 @@ class RunDirectory:
             if not differing:
                 return int(run["total_steps"])
         total = count_steps()
-        self.write_identity(identity, total)
+        write_record(self.path / RUN, {"identity": identity, "total_steps": total})
         return total
-
-    def write_identity(self, identity: dict[str, Any], total_steps: int) -> None:
-        """Replace run.json."""
-        write_record(self.path / RUN, {"identity": identity, "total_steps": total_steps})
 
     def write_options(self, options: dict[str, Any]) -> None:
         """Replace fit.json."""

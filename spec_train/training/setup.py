@@ -29,7 +29,6 @@ from spec_train.losses.head import TargetHead
 from spec_train.options.data_option import parse_sources
 from spec_train.options.training import Training
 from spec_train.training.announce import announce, announce_vocabulary
-from spec_train.training.dataset_growth import accept_growth, continued
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
 from spec_train.training.run_directory import RunDirectory, read_checkpoint
@@ -77,14 +76,13 @@ def fit(draft_name: str, config: Training, options: Any) -> FitResult:
         total, saved = 0, None
         if run is not None:
             identity = run_identity(kind.name, dataset, config, options, splits, ranks.world_size)
-            accept_growth(run, started, identity, config, dataset)
             total = run.record(identity, lambda: total_steps(config, splits))
             run.write_options({**to_dict(with_intervals(config, total)), **to_dict(options)})
             saved = run.load_newest()
         total, newest = ranks.gather([total, None if saved is None else str(saved.path)])[0]
         config = with_intervals(config, total)
-        if newest is not None:
-            saved = continued(saved or read_checkpoint(Path(newest)), splits.train, dataset)
+        if newest is not None and saved is None:
+            saved = read_checkpoint(Path(newest))
         if saved is not None and saved.step >= total:
             result = FitResult(Path(config.out), saved.step, True, best=saved.state["best"])
             log.info("%s: nothing to do, %s", result.directory, result)

@@ -14,7 +14,7 @@ from spec_data import cli
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, MissingError
 from spec_data.shards.files import MANIFEST
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import Ancestor, CountsRecord, Manifest
+from spec_data.shards.schema import CountsRecord, Manifest
 from spec_data.shards.seal import seal
 from spec_data.shards.shard import CodedRows
 from spec_data.shards.turn_masks import supervised_spans
@@ -313,13 +313,11 @@ def test_a_union_has_each_document_once_in_order(data, other, tmp_path):
     assert_same_documents(tmp_path / "v", plain)
     manifest = Manifest.read(tmp_path / "v" / MANIFEST)
     assert made.dropped == {"duplicate": 9, "select:sample": 15}
-    first = HiddenStatesDataset(some).manifest.fingerprint
-    assert manifest.ancestors == [Ancestor(fingerprint=first, documents=9)]
     assert [entry.documents for entry in manifest.provenance.of] == [9, 12, 24]
     spec_data.select(data, tmp_path / "narrow", layers="1")
     spec_data.merge([data, tmp_path / "narrow"], tmp_path / "w")
     dataset = HiddenStatesDataset(tmp_path / "w")
-    assert dataset.manifest.layers == (1,) and not dataset.manifest.ancestors
+    assert dataset.manifest.layers == (1,)
 
 
 def test_columns_of_other_codecs_are_decoded(captured, tmp_path):

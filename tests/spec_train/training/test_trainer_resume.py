@@ -160,6 +160,15 @@ def test_a_changed_setting_is_refused_by_name(config, changes):
         run(change(config, steps=2), dataclasses.replace(OPTIONS, ttt_steps=3))
 
 
+def test_a_moved_dataset_is_the_same_and_another_is_refused(config, tmp_path):
+    run(change(config, steps=2))
+    shutil.copytree(config.data, tmp_path / "moved")
+    assert run(change(config, steps=2, data=str(tmp_path / "moved"))).finished
+    other = tiny_dataset(tmp_path / "other", n_docs=16, seed=3)
+    with pytest.raises(ConfigError, match="dataset: "):
+        run(change(config, steps=2, data=str(other)))
+
+
 def test_init_from_takes_weights_and_vocabulary_but_not_training_options(config, tmp_path):
     run(config)
     other = change(config, out=str(tmp_path / "more"), steps=0, init_from=config.out, seed=3)
