@@ -1,9 +1,8 @@
 """Read several datasets of one target as one dataset, with one manifest and one head.
 
-Hidden states of different targets must never be mixed in a run, even if the targets are alike: the
-draft would learn from neither. So datasets are mixed only if all facts that identify their target
-agree; embedding and head are compared tensor by tensor. A draft can read only what all datasets
-have. The documents are numbered over all datasets, one after another.
+From hidden states of different targets a draft would learn nothing. So datasets are mixed only if
+all facts that identify their target agree; embedding and head are compared tensor by tensor. A
+draft can read only what all datasets have. Documents are numbered over all datasets.
 """
 
 import itertools
@@ -38,15 +37,12 @@ from spec_train.options.data_option import Source
 log = logging.getLogger(__name__)
 
 # -- mixed order -----------------------------------------------------------------------------------
-# With weight w, every training document of a dataset appears w times per epoch. If w is not whole,
-# a document appears floor(w) or ceil(w) times, chosen so that epochs even out: documents get evenly
-# spaced phases u in (0, 1), in an order drawn from the seed, and document d has appeared floor(u_d
-# + k * w) times after k epochs. So k epochs together show a document k * w times, to within one,
-# and every epoch shows the same share of a dataset, to within one document.
+# With weight w, every training document of a dataset appears w times per epoch: floor(w) or ceil(w)
+# times, chosen so that epochs even out. Documents get evenly spaced phases u in (0, 1), in an order
+# drawn from the seed, and document d has appeared floor(u_d + k * w) times after k epochs.
 #
 # A window has all datasets in proportion to their tokens: each dataset is cut into windows of its
-# own share, and the k-th windows of all datasets are shuffled together. So a small dataset is
-# spread over the whole epoch.
+# own share, and the k-th windows of all datasets are shuffled together.
 
 
 _NONE = np.zeros(0, np.int64)
@@ -339,11 +335,7 @@ def _decoded(column: Column) -> Column:
 
 
 def _require_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset) -> None:
-    """Refuse a dataset of another target; warn if only tokenizer, template or kwargs differ.
-
-    Raises:
-        DatasetError: the targets differ; the message lists how.
-    """
+    """Refuse a dataset of another target; warn if only tokenizer, template or kwargs differ."""
     ours, theirs = first.manifest, other.manifest
     compared = compare(
         ours.identity,

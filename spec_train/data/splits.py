@@ -1,11 +1,10 @@
 """Which documents a run trains on and which it only measures, of one dataset or several.
 
 The split depends on document ids, so copies of a document in several datasets are all held out or
-all trained on. It depends on split_seed and not on --seed, so runs of different seeds are
-measured on the same documents. With several datasets, training uses each with its weight;
-validation measures each separately and counts every document once, because weights change what is
-learned, not what is measured. A run that follows generation measures only held-out documents of its
-first window: they exist when the run starts, and their units are not deleted.
+all trained on. It depends on split_seed and not on --seed, so runs of different seeds are measured
+on the same documents. Validation measures each of several datasets separately and counts every
+document once. A run that follows generation measures only held-out documents of its first window:
+they exist when the run starts.
 """
 
 from dataclasses import dataclass, field
@@ -22,8 +21,6 @@ from spec_train.data.order import BatchPlan, FollowingPlan, below_border, split_
 from spec_train.options.training import Training
 
 # -- selection -------------------------------------------------------------------------------------
-# Which documents a run can train on, and why it leaves others out.
-#
 # A slot of a draft is a known token i >= 1 and the token after it, both supervised. A document
 # without a slot has no loss: it would make batches smaller than they look. The index of a dataset
 # tells for nearly every document whether it has a slot; the loss masks of the few others are read.

@@ -1,13 +1,11 @@
 """From the planned order to batches: one thread reads ahead into reused buffers.
 
 A fixed number of buffers, each for one micro-batch, bounds memory for a dataset of any size. The
-reader copies documents straight into them (page-locked on CUDA). It is one thread, not several
-worker processes: copying releases the interpreter lock, and processes would cost shared memory,
-page faults and a second copy.
+reader copies documents straight into them (page-locked on CUDA). It is one thread: copying releases
+the interpreter lock, and processes would cost page faults and a second copy.
 
 A buffer is passed to the consumer in a `Step`. It is overwritten only after `Step.release`, or when
-the consumer requests the next step. Once the buffers exist, a step allocates nothing that grows
-with tokens: the page faults of a new tensor cost more than the copy into it.
+the consumer requests the next step.
 
 Shapes: B packs of a micro-batch, T slots of a pack (`seq_len` in a buffer), H hidden size.
 """
@@ -337,10 +335,10 @@ class BatchStream:
                     return
             epoch, done = epoch + 1, 0
 
-    def _my_rows(self, step: PlannedStep) -> Iterator[int]:
-        """Yield the documents of this rank in a step."""
-        for _, packs in self._deal(step[1], step[3]):
-            yield from itertools.chain.from_iterable(packs)
+    def _my_rows(self, step: PlannedStep) -> Iterable[int]:
+        """Return the documents of this rank in a step."""
+        mine = (packs for _, packs in self._deal(step[1], step[3]))
+        return itertools.chain.from_iterable(itertools.chain.from_iterable(mine))
 
     def _deal(self, index: int, packs: list[Pack]) -> list[tuple[int, list[Pack]]]:
         """Return this rank's micro-batches of a global batch: packs before each, and its packs."""

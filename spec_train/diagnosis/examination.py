@@ -148,11 +148,7 @@ _SPECIAL = {  # loggers whose warnings are a failure of their own
 def _read_checked(
     folder: Path, facts: TargetFacts
 ) -> tuple[Draft | None, DraftFiles | None, list[Check]]:
-    """Read a draft of any program, with its files; one that differs from its seal is read as well.
-
-    Raises:
-        MissingError: there is no draft.
-    """
+    """Read a draft of any program, with its files, also if it differs from its seal."""
     broken_seal: list[str] = []
     while True:
         try:

@@ -48,7 +48,7 @@ from spec_train.formats.read import is_own_form
 from spec_train.formats.target_facts import TargetFacts, read_target
 from spec_train.reports.results import evaluations
 from spec_train.reports.run_page import report_page, short_names, warn_of_page
-from spec_train.simulation.train_serve_gap import train_serve_gap, uncut_length
+from spec_train.simulation.simulated_decoding import train_serve_gap, uncut_length
 from spec_train.training.run_directory import resolve_draft_dir
 
 log = logging.getLogger(__name__)

@@ -61,10 +61,6 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
 
 
 def _manifest(data: Path) -> Manifest:
-    """Read the manifest of a dataset: a directory, or the path of a URL as a run records it.
-
-    Raises:
-        MissingError, DatasetError: there is none. ConfigError, RunError: the storage refuses.
-    """
+    """Read the manifest of a dataset: a directory, or the path of a URL as a run records it."""
     mirror = open_mirror(normal_url(data)) if scheme_of(data) else None
     return Manifest.read((mirror.directory if mirror else data) / MANIFEST)

@@ -102,37 +102,27 @@ def find_trained(grams: Grams, run: dict[str, Any] | None, data: Path | None) ->
     for path in dict.fromkeys(map(Path, paths)):
         try:
             dataset = HiddenStatesDataset(path, _COLUMNS)
+            documents: Sequence[int] = range(len(dataset))
             if run is not None and recorded_fingerprint(dataset, run) not in run["datasets"]:
                 if path != data:
                     problem = f"{path} is not the dataset that the draft was trained on"
                 continue
             if run is not None:
                 dataset = open_with_mask(path, run.get("mask"), _COLUMNS)
-            numbers |= _overlapping(grams, dataset, run)
+                with contextlib.suppress(ConfigError):  # its held-out documents are not known
+                    documents = choose_documents(dataset, "train", run)[0]
+            buffer = torch.zeros(int(dataset.lengths.max()), dtype=torch.int64)
+            for document in progress(
+                documents, unit="documents", desc="prompts in training data", leave=False
+            ):
+                count = dataset.read_into(document, {"input_ids": buffer}, 0, len(buffer))
+                numbers |= grams.matches(buffer[:count].numpy().astype(np.int32))
             compared.append(str(path))
         except SpecDataError as error:
             problem = str(error)
     return TrainedPrompts(
         numbers=sorted(numbers) if compared else None, data=compared, problem=problem
     )
-
-
-def _overlapping(
-    grams: Grams, dataset: HiddenStatesDataset, run: dict[str, Any] | None
-) -> set[int]:
-    """Return the prompts that the training documents of a dataset overlap."""
-    documents: Sequence[int] = range(len(dataset))
-    if run is not None:
-        with contextlib.suppress(ConfigError):  # its held-out documents are not known
-            documents = choose_documents(dataset, "train", run)[0]
-    numbers: set[int] = set()
-    buffer = torch.zeros(int(dataset.lengths.max()), dtype=torch.int64)
-    for document in progress(
-        documents, unit="documents", desc="prompts in training data", leave=False
-    ):
-        count = dataset.read_into(document, {"input_ids": buffer}, 0, len(buffer))
-        numbers |= grams.matches(buffer[:count].numpy().astype(np.int32))
-    return numbers
 
 
 def prompt_warnings(prompts: Prompts, trained: TrainedPrompts) -> list[str]:

@@ -44,7 +44,7 @@ from spec_train.reports.results import (
     read_json,
     read_run,
 )
-from spec_train.simulation.train_serve_gap import train_serve_gap
+from spec_train.simulation.simulated_decoding import train_serve_gap
 
 log = logging.getLogger(__name__)
 

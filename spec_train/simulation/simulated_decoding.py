@@ -24,8 +24,9 @@ Shapes: T tokens of a document, S draft depths, R steps. Counting equals chains.
 supervised span cuts the last step, like a stop token or the limit.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -145,10 +146,8 @@ class SimulatedDocument:
     def counts(self) -> np.ndarray:
         """Return all counts of the document, int64 [5 + 3 S]."""
         _, input_ids, target_argmax, loss_mask = self.arrays
-        counts, predicted = (
-            self.counts_of([s for _, steps in self.spans for s in steps]),
-            loss_mask[1:],
-        )
+        counts = self.counts_of([s for _, steps in self.spans for s in steps])
+        predicted = loss_mask[1:]
         counts[DOCUMENTS], counts[TOKENS] = 1, predicted.sum()
         counts[ON_POLICY] = (target_argmax[:-1] == input_ids[1:])[predicted].sum()
         return counts
@@ -186,8 +185,45 @@ def documents_of(batch: DraftBatch, chains: Tensor) -> Iterator[tuple[int, Array
     )
     for b in range(len(ids)):
         for document in range(documents[b].max() + 1):
-            own = documents[b] == document
-            yield (
-                batch.rows[b][document],
-                (drafted[b, own], ids[b, own], best[b, own], mask[b, own]),
-            )
+            span = documents[b] == document
+            arrays = drafted[b, span], ids[b, span], best[b, span], mask[b, span]
+            yield batch.rows[b][document], arrays
+
+
+# -- training against serving ----------------------------------------------------------------------
+
+
+PARTED = 0.15
+"""Part of the drafted tokens that training counts and serving does not."""
+LEAST, ENOUGH = 0.1, 200
+"""Tokens per verification; less is no loss. Steps; with fewer, the length is known too badly."""
+
+
+def uncut_length(accept_rate: Sequence[float | None]) -> float:
+    """Return the acceptance length of chains that no end of an answer cuts, from rates by depth.
+
+    It is counted like the product-limit length of training. The acceptance length of
+    simulated decoding is smaller where answers are short: their ends cut steps.
+    """
+    rates = list(takewhile(lambda rate: rate is not None, accept_rate))
+    return 1.0 + float(np.cumprod(np.array(rates, dtype=float)).sum())
+
+
+def train_serve_gap(forced: Mapping[str, Any], served: float | None, rounds: int) -> str | None:
+    """Return a warning if the length of training is clearly above that of serving; else None.
+
+    Args:
+        forced: figures of training, with "product_limit_length".
+        served: `uncut_length` of simulated decoding on the same documents, over so many `rounds`.
+    """
+    length = forced.get("product_limit_length")
+    if length is None or served is None or rounds < ENOUGH:
+        return None
+    if length - served <= max(PARTED * (length - 1), LEAST):
+        return None
+    return (
+        f"training counts {length:.2f} tokens per verification, serving-like decoding {served:.2f} "
+        "(both without the ends of answers): the draft does worse on its own tokens and states "
+        "than on those of the documents. For EAGLE drafts more depths in training help "
+        "(--ttt-steps); for all, texts that the target wrote itself (`spec-data regenerate`)"
+    )

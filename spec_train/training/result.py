@@ -9,7 +9,7 @@ from typing import Any
 
 from spec_data.shards.errors import RunError
 from spec_train.losses.metrics import shown
-from spec_train.simulation.train_serve_gap import train_serve_gap
+from spec_train.simulation.simulated_decoding import train_serve_gap
 
 log = logging.getLogger(__name__)
 

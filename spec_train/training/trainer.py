@@ -3,12 +3,9 @@
 One optimizer step uses one global batch, split into micro-batches that are distributed over the
 ranks. The supervised slots of the whole batch are counted first, and the loss of each micro-batch
 is divided by that count. So k micro-batches on any number of ranks produce the gradient of one
-batch. Weights and optimizer state are fp32; bf16 is used only in the forward pass. The settings of
-a run determine its order, validation split, initial weights, random numbers and learning rate, so
-a resumed run equals an uninterrupted one bit for bit on the CPU.
-
-Random numbers depend only on the micro-batch's place (seed, epoch, packs before it). No generator
-state is saved, and other code that draws random numbers has no effect.
+batch. Weights and optimizer state are fp32; bf16 is used only in the forward pass. Random numbers
+depend only on the micro-batch's place (seed, epoch, packs before it), so a resumed run equals an
+uninterrupted one bit for bit on the CPU.
 
 Every rank executes the same calls in the same order. `Saver` writes files on rank 0 only.
 """

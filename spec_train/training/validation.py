@@ -18,8 +18,7 @@ from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import Sums, add_sums, summarise_parts
 from spec_train.simulation.breakdown import Breakdown
 from spec_train.simulation.samples import token_texts, tokenizer_of
-from spec_train.simulation.simulated_decoding import documents_of
-from spec_train.simulation.train_serve_gap import uncut_length
+from spec_train.simulation.simulated_decoding import documents_of, uncut_length
 from spec_train.training.failure import arithmetic, seed_place
 from spec_train.training.ranks import Ranks
 

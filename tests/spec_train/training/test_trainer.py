@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.options.training import Training
@@ -205,3 +206,20 @@ def test_fit_never_opens_the_target(config, tmp_path):
     done = subprocess.run(arguments, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "60 documents" in done.stderr and "trainable" not in done.stdout
+
+
+def test_a_run_records_its_split_and_takes_no_other(config):
+    run(change(config, steps=2, split_seed=5))
+    with pytest.raises(ConfigError, match="split_seed: 5 -> 0"):
+        run(change(config, steps=2))
+
+
+def test_seeds_are_compared_on_the_same_documents(config):
+    """The held-out documents follow from --split-seed alone."""
+    dataset = HiddenStatesDataset(config.data)
+    found = [make_splits(dataset, change(config, seed=seed)) for seed in range(3)]
+    assert len({tuple(splits.validation.rows) for splits in found}) == 1
+    orders = {str(splits.train.batches(0)) for splits in found}
+    assert len(orders) == 3
+    other = make_splits(dataset, change(config, split_seed=1))
+    assert set(other.validation.rows) != set(found[0].validation.rows)

@@ -75,7 +75,7 @@ def test_a_run_warns_of_a_draft_that_is_worse_on_its_own_states(
 
     config = config_of(data, tmp_path / "sound", steps=30)
     options = DRAFT_OPTIONS["eagle3"](draft_vocab_size=0, ttt_steps=3)
-    monkeypatch.setattr("spec_train.simulation.train_serve_gap.ENOUGH", 20)
+    monkeypatch.setattr("spec_train.simulation.simulated_decoding.ENOUGH", 20)
     fit("eagle3", config, options)
     assert "serving-like decoding" not in caplog.text
     monkeypatch.setattr(Eagle3Draft, "chains", forgetful)
