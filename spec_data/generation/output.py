@@ -7,7 +7,6 @@ resume.
     .generate/blobs/SHA256     files of plan, proof and dataset, named by content
     .generate/begun.json       which blobs are the plan; the first worker to create it decides
     .generate/proven.json      which are the proof of the target, its files and the codec tables
-    .generate/sealed.json      which are the files beside the shards of the finished dataset
     .generate/unit-00000.index what the index of the dataset says about the documents of a unit
     .generate/unit-00000.json  a finished unit, written after its shard and its part of the index
     .generate/also-*.json      as in a local directory
@@ -66,7 +65,7 @@ from spec_data.terminal.progress import progress
 
 logger = logging.getLogger(__name__)
 
-BEGUN, PROVEN, SEALED = "begun", "proven", "sealed"
+BEGUN, PROVEN = "begun", "proven"
 STAGED_UNITS = 3
 """Units on the local disk at once: one is captured, one waits, one is written and uploaded."""
 
@@ -186,17 +185,16 @@ class RemoteOutput(LocalOutput):
         Raises:
             DatasetError: the folder holds something else, or a file is damaged.
         """
-        begun = self.fetch(BEGUN)
-        names = self.storage.sizes()
-        others = sorted(n for n in names if not n.startswith((f"{WORK}/", f"{SHARDS}/")))
-        if others and f"{WORK}/{SEALED}.json" not in names:
+        if self.fetch(BEGUN):
+            self.fetch(PROVEN)
+            self.pull_records()
+            return
+        folders = (f"{WORK}/", f"{SHARDS}/")
+        if others := sorted(n for n in self.storage.sizes() if not n.startswith(folders)):
             raise DatasetError(
                 f"{self.name} holds files that are not of an unfinished dataset (first: "
                 f"{others[0]}); choose another --out (nothing was changed)"
             )
-        if begun:
-            self.fetch(PROVEN)
-            self.pull_records()
 
     def pull_records(self, by_name: bool = False) -> list[int]:
         """Read the records of finished units, and of other settings, that are not in the stage.
@@ -358,24 +356,23 @@ class RemoteOutput(LocalOutput):
         """
         if manifest := self.manifest():
             return manifest
-        if not self.fetch(SEALED):
-            missing = self.pull_records(by_name=True)
-            if missing:
-                logger.info(
-                    "%s: %d of %d units are left for other workers; the one that finishes last "
-                    "seals the dataset",
-                    *(self.name, len(missing), len(read_units(self.directory / WORK))),
-                )
-                return None
-            self._finalize_stage()
-        for name in progress(self._beside_shards(), desc="upload", unit="files", leave=False):
-            if name != MANIFEST:
-                self.storage.upload(name, self.directory / name)
-        self.storage.upload(MANIFEST, self.directory / MANIFEST)
+        missing = self.pull_records(by_name=True)
+        if missing:
+            logger.info(
+                "%s: %d of %d units are left for other workers; the one that finishes last seals "
+                "the dataset",
+                *(self.name, len(missing), len(read_units(self.directory / WORK))),
+            )
+            return None
+        self._finalize_stage()
+        files = (p.relative_to(self.directory) for p in self.directory.rglob("*") if p.is_file())
+        names = {str(p) for p in files if p.parts[0] not in (SHARDS, WORK)} - {MANIFEST}
+        for name in progress([*sorted(names), MANIFEST], desc="upload", unit="files", leave=False):
+            self.storage.upload(name, self.directory / name)
         return self.manifest()
 
     def _finalize_stage(self) -> None:
-        """Fetch what the index says about each shard, finalize the stage, publish the result."""
+        """Fetch what the index says about each shard, and finalize the stage."""
         units = range(len(read_units(self.directory / WORK)))
         for unit in progress(units, desc="index", unit="shards", leave=False):
             finished = finished_unit(self.directory, unit)
@@ -395,9 +392,3 @@ class RemoteOutput(LocalOutput):
                 )
             (self.directory / name).write_bytes(data[32:])
         finalize(self.directory, checked=set(units))
-        self.publish(SEALED, self._beside_shards())
-
-    def _beside_shards(self) -> list[str]:
-        """List the files of the finished stage that are no shards."""
-        files = (p.relative_to(self.directory) for p in self.directory.rglob("*") if p.is_file())
-        return sorted(str(p) for p in files if p.parts[0] not in (SHARDS, WORK))

@@ -60,7 +60,7 @@ from spec_data.shards.errors import (
     DraftError,
     TargetError,
 )
-from spec_data.shards.files import dump_json, remove, remove_left_of, sha256_file
+from spec_data.shards.files import dump_json, remove, remove_left_of
 from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import AUTO_DRAFTS, RECIPES, choose_layers
 from spec_data.shards.position_data import ROPE, Positions
@@ -102,10 +102,8 @@ def with_recorded_sampling(
         ConfigError: a record has another target, template or temperature.
         CorpusError: a record is damaged.
     """
-    if not options.on_policy:
-        return options
     stated, temperatures = options.sampling_temperature, list[float]()
-    for corpus in map(Path, sources):
+    for corpus in map(Path, sources if options.on_policy else ()):
         record = read_record(corpus) if corpus.is_file() else None
         if record is None:
             continue
@@ -130,12 +128,6 @@ def with_recorded_sampling(
             raise ConfigError(
                 f"--sampling-temperature {stated:g}: the answers of {beside} were sampled at "
                 f"{made['temperature']:g}; leave the option out"
-            )
-        if sha256_file(corpus) != record["sha256"]:
-            logger.warning(
-                "warning: %s was changed after `regenerate` wrote it; its sampling record may not "
-                "hold for every answer",
-                corpus,
             )
         temperatures.append(float(made["temperature"]))
     if stated is None and len(temperatures) == len(sources) and len(set(temperatures)) == 1:
@@ -552,48 +544,41 @@ class Fitting:
     lines: list[str]
 
 
-def fitting(setup: Setup) -> Fitting:
-    """Return which drafts can be fitted on the dataset of a setup; no weights are needed."""
-    names = setup.target["architectures"]
-    known, shape_problem = registered(names), None
-    try:
-        check_sizes(json.loads(config_json(setup, torch.float32)))
-    except DraftError as error:
-        shape_problem = str(error)
-    problems: dict[str, str | None] = {}
-    drafts: dict[str | None, list[str]] = {None: []}  # by their problem
-    for draft in RECIPES:
-        problem = data_problem(draft, setup.options.supervision, setup.options.final)
-        if draft != "eagle" and not setup.layers:
-            problem = "no layer is captured"
-        problems[draft] = shape_problem or problem
-        drafts.setdefault(problems[draft], []).append(draft)
-    family = (
-        f"{known} is registered"
-        if known
-        else f"{', '.join(names) or setup.target['model_type']} is not registered: its shape is "
-        "derived, and proven or refused before the capture"
-    )
-    lines = [f"{', '.join(drafts.pop(None)) or 'none'} ({family})"]
-    lines += [f"not {', '.join(some)}: {problem}" for problem, some in drafts.items()]
-    return Fitting(problems, lines)
-
-
 def announce_drafts(setup: Setup) -> Fitting:
     """Log which drafts can be fitted on a dataset; refuse a capture that no draft can use.
 
     Raises:
         TargetError: there is none, and --layers names no layers.
     """
-    drafts = fitting(setup)
-    for line in drafts.lines:
+    options, names = setup.options, setup.target["architectures"]
+    known, shape_problem = registered(names), None
+    try:
+        check_sizes(json.loads(config_json(setup, torch.float32)))
+    except DraftError as error:
+        shape_problem = str(error)
+    problems: dict[str, str | None] = {}
+    for draft in RECIPES:
+        no_layers = "no layer is captured" if draft != "eagle" and not setup.layers else None
+        unstored = data_problem(draft, options.supervision, options.final)
+        problems[draft] = shape_problem or no_layers or unstored
+    fitted = ", ".join(draft for draft, problem in problems.items() if problem is None)
+    family = (
+        f"{known} is registered"
+        if known
+        else f"{', '.join(names) or setup.target['model_type']} is not registered: its shape is "
+        "derived, and proven or refused before the capture"
+    )
+    lines = [f"{fitted or 'none'} ({family})"]
+    for problem in dict.fromkeys(filter(None, problems.values())):
+        lines.append(f"not {', '.join(d for d in problems if problems[d] == problem)}: {problem}")
+    for line in lines:
         logger.info("drafts: %s", line)
-    if all(drafts.problems.values()):
+    if not fitted:
         problem = "no draft of spec-train can be fitted on this dataset: "
-        _refuse_unless_asked(setup, problem + "\n  ".join(drafts.lines) + "\n")
-    for line in engine_warnings(setup.options.drafts or AUTO_DRAFTS, setup.target["architectures"]):
+        _refuse_unless_asked(setup, problem + "\n  ".join(lines) + "\n")
+    for line in engine_warnings(options.drafts or AUTO_DRAFTS, names):
         logger.warning("warning: %s", line)
-    return drafts
+    return Fitting(problems, lines)
 
 
 def _refuse_unless_asked(setup: Setup, problem: str) -> None:

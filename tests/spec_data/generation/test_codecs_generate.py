@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import spec_data.generation.calibrate as calibrate_module
 from spec_data.commands.estimate import estimated
 from spec_data.generation.options import CaptureOptions
-from spec_data.generation.setup import fitting, make_plan
+from spec_data.generation.setup import announce_drafts, make_plan
 from spec_data.shards.codecs import LOSSY
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
@@ -40,7 +40,7 @@ def test_estimate_is_exact_but_for_escaped_tokens(target, corpus, tmp_path, give
     if "codec" not in given:
         assert predicted == found
     assert sum(predicted) == pytest.approx(sum(found), rel=0.01)
-    text = estimated(setup, plan, fitting(setup), tmp_path).text
+    text = estimated(setup, plan, announce_drafts(setup), tmp_path).text
     assert "per massive token" in text or "codec" not in given
     assert "tail tokens trimmed" in text and "hidden.final" in text
 
