@@ -20,6 +20,7 @@ from torch import Tensor
 from spec_data.capture.hooks import States
 from spec_data.models.spread import Spread
 from spec_data.shards.errors import ConfigError, MissingError
+from spec_data.shards.packing import row_layout
 from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import HeadSpec, PackingRecord
 
@@ -62,6 +63,23 @@ class ForwardBatch:
     position_ids: Tensor
     documents: list[int]
     lengths: list[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], tokens: Callable[[int], Tensor]) -> "ForwardBatch":
+        """Return the batch with these documents in each row; `tokens` gives the int64 [T_d] of one.
+
+        T is the length of the longest row.
+        """
+        parts = [[tokens(d) for d in row] for row in rows]
+        lengths = [[len(part) for part in row] for row in parts]
+        input_ids = torch.zeros(len(rows), max(map(sum, lengths)), dtype=torch.long)  # [B, T]
+        for ids, row in zip(input_ids, parts, strict=True):
+            ids[: sum(map(len, row))] = torch.cat(row)
+        document_ids, position_ids = row_layout(lengths, input_ids.shape[1])
+        documents = [d for row in rows for d in row]
+        return cls(
+            input_ids, document_ids, position_ids, documents, [n for row in lengths for n in row]
+        )
 
     @property
     def tokens(self) -> int:

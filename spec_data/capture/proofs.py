@@ -9,7 +9,7 @@ difference between two batch shapes of the plain forward. Families that agree in
 
 Head: the head described as data must return the model's own logits.
 
-Shapes: T_d tokens of document d, B rows, T slots of a row, C captured columns, H hidden size.
+Shapes: T_d tokens of document d, C captured columns, H hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_data.capture.backend import ForwardBatch
 from spec_data.capture.hooks import States
 from spec_data.capture.mask_forms import REQUESTS, ROWS, SINGLE, mask_forms, view_of
 from spec_data.models.reading import text_config
 from spec_data.shards.errors import RunError, TargetError
-from spec_data.shards.packing import pack_documents, row_layout
+from spec_data.shards.packing import pack_documents
 from spec_data.shards.schema import PackingRecord
 
 # Largest plausible rounding difference of the states of one document, relative, by dtype.
@@ -123,13 +124,13 @@ def prove_isolation(
     pack_length = min(pack_length, 2 * limit)  # a narrow pack proves the same mask
     packs = pack_documents([len(ids) for ids in documents], pack_length)
     every = range(len(documents))
-    alone = _captured(target, documents, [[[d]] for d in every], None)
+    alone = _captured(target, documents, [[[d]] for d in every], SINGLE)
     floor = FLOOR.get(target.dtype, 3e-2)
 
     @cache  # measured at most once, and only if it is needed
     def noise() -> float:
         by_length = sorted(every, key=lambda d: (-len(documents[d]), d))
-        return _largest(alone, _captured(target, documents, _fours([[d] for d in by_length]), None))
+        return _largest(alone, _captured(target, documents, _fours([[d] for d in by_length]), ROWS))
 
     def difference(form: str) -> float | str:
         if form == SINGLE:
@@ -185,7 +186,7 @@ def _captured(
     target: Any,
     documents: Sequence[Tensor],
     batches: Sequence[Sequence[Sequence[int]]],
-    form: str | None,
+    form: str,
 ) -> list[Tensor]:
     """Capture documents, int64 [T_d] each, in batches of rows of their indices.
 
@@ -193,24 +194,16 @@ def _captured(
     """
     states: dict[int, Tensor] = {}
     for rows in batches:
-        lengths = [[len(documents[d]) for d in row] for row in rows]
-        width = max(map(sum, lengths))
-        input_ids = torch.zeros(len(rows), width, dtype=torch.long)  # [B, T]
-        for ids, row in zip(input_ids, rows, strict=True):
-            tokens = torch.cat([documents[d] for d in row])
-            ids[: len(tokens)] = tokens
-        columns = _columns(target.forward(input_ids, *row_layout(lengths, width), form))
-        for values, row, sizes in zip(columns, rows, lengths, strict=True):
-            # One part [T_d, C, H] per document of the row, then the padding, which zip drops.
-            parts = values.split([*sizes, width - sum(sizes)])
-            states.update(zip(row, parts, strict=False))
+        batch = ForwardBatch.of(rows, documents.__getitem__)
+        parts = columns_of(target.capture(batch, form)).split(batch.lengths)
+        states.update(zip(batch.documents, parts, strict=True))
     return [states[d] for d in range(len(documents))]
 
 
-def _columns(states: States) -> Tensor:
-    """Return all columns of a capture, float32 [B, T, C, H] on the CPU, layers ascending."""
+def columns_of(states: States) -> Tensor:
+    """Return all columns of a capture, float32 [..., C, H] on the CPU, layers ascending."""
     columns = [*(states.layers[k] for k in sorted(states.layers)), states.final]
-    return torch.stack([column.float().cpu() for column in columns], dim=2)
+    return torch.stack([column.float().cpu() for column in columns], dim=-2)
 
 
 def largest_difference(reference: Tensor, other: Tensor) -> float:
@@ -257,7 +250,7 @@ def why_no_chunks(
     beyond = view + _BEYOND_VIEW if view < ids.shape[1] else 0
     ids = ids[:, : min(max(_CHUNK_TOKENS, beyond), _MOST_CHUNK_TOKENS)]
     try:
-        plain, chunked = (_columns(run(ids, chunks))[0] for chunks in (False, True))  # [n, C, H]
+        plain, chunked = (columns_of(run(ids, chunks))[0] for chunks in (False, True))  # [n, C, H]
     except (TargetError, *_NOT_ACCEPTED) as error:
         return f"the family does not accept it ({type(error).__name__})"
     parts = slice(None), slice(-_LAST, None)

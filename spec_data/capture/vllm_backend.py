@@ -30,6 +30,7 @@ from spec_data.capture.hooks import States
 from spec_data.capture.mask_forms import REQUESTS, ROWS, SINGLE
 from spec_data.capture.proofs import (
     FLOOR,
+    columns_of,
     head_error,
     largest_difference,
     prove_head,
@@ -156,12 +157,11 @@ class VLLMBackend(SkeletonTarget):
         """
         if packing not in ("auto", ROWS, REQUESTS, SINGLE):
             raise TargetError(f"--packing {packing}: vLLM packs requests itself; use auto")
-        alone = [_columns(self._run([ids])[0]) for ids in documents]
-        together = [
-            part
-            for group in self._groups(documents)
-            for part in _columns(self._run(group)[0]).split([len(ids) for ids in group])
-        ]
+        batch = ForwardBatch.of([[d] for d in range(len(documents))], documents.__getitem__)
+        alone, together = (
+            columns_of(self.capture(batch, form)).split(batch.lengths)
+            for form in (SINGLE, REQUESTS)
+        )
         tolerance = FLOOR.get(self.dtype, 3e-2)
         shared = max(largest_difference(a, b) for a, b in zip(alone, together, strict=True))
         measured = shared if isfinite(shared) else "not finite"
@@ -302,11 +302,6 @@ class VLLMBackend(SkeletonTarget):
             while _closed:
                 _closed.pop().llm_engine.engine_core.shutdown()
             gc.collect()
-
-
-def _columns(states: States) -> Tensor:
-    """Return all states of a call, float32 [N, C, H]."""
-    return torch.stack([x.float() for x in (*states.layers.values(), states.final)], 1)
 
 
 def _joined(parts: Sequence[States]) -> States:

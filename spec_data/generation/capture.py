@@ -24,7 +24,7 @@ from spec_data.models.devices import sent
 from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import RunError
 from spec_data.shards.likelihood import DocumentFigures
-from spec_data.shards.packing import pack_documents, row_layout
+from spec_data.shards.packing import pack_documents
 from spec_data.shards.schema import FINAL, TEACHERS, Column, layer_column, predicts_supervised
 from spec_data.shards.writer import UnitData
 
@@ -312,19 +312,12 @@ def forward_batches(
         pack_length: tokens that a pack holds.
         batch_tokens: tokens per forward.
     """
-    lengths = np.diff(offsets).tolist()
-    for rows in unit_batches(lengths, form, pack_length, batch_tokens):
-        row_lengths = [[lengths[d] for d in row] for row in rows]
-        width = max(sum(row) for row in row_lengths)
-        input_ids = torch.zeros(len(rows), width, dtype=torch.long)  # [B, T]
-        for b, row in enumerate(rows):
-            tokens = np.concatenate([ids[offsets[d] : offsets[d + 1]] for d in row])
-            input_ids[b, : len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
-        document_ids, position_ids = row_layout(row_lengths, width)
-        documents = [d for row in rows for d in row]
-        yield ForwardBatch(
-            input_ids, document_ids, position_ids, documents, [lengths[d] for d in documents]
-        )
+
+    def tokens(d: int) -> Tensor:
+        return torch.from_numpy(ids[offsets[d] : offsets[d + 1]].astype(np.int64))
+
+    for rows in unit_batches(np.diff(offsets).tolist(), form, pack_length, batch_tokens):
+        yield ForwardBatch.of(rows, tokens)
 
 
 @torch.inference_mode()
