@@ -79,7 +79,6 @@ class Target:
         for_drafts: Sequence[str] = (),
         supervision: str = "final-hidden",
         draft_vocabulary: Tensor | None = None,
-        mask_form: str | None = None,
         rope_factors: str | None = None,
         quantisation: Quantised | None = None,
     ) -> None:
@@ -93,7 +92,6 @@ class Target:
                 the layers that any of their recipes reads. `draft_layers` has those of each.
             supervision: see the class.
             draft_vocabulary: see the class.
-            mask_form: the mask of packed rows; None: one that is proven on the first packed batch.
             rope_factors: see `from_pretrained`.
             quantisation: of the checkpoint, see `quantisation_of`.
 
@@ -117,7 +115,7 @@ class Target:
             raise TargetError("target-probs goes with draft_vocabulary, and only with it")
         self.supervision = supervision
         self.draft_vocabulary = draft_vocabulary
-        self.mask_form = mask_form
+        self._mask_form: str | None = None  # of packed rows, once proven on a batch
         self.attn = getattr(self.config, "_attn_implementation", None) or "eager"
         self.head = describe_head(model)
         self.dtype: torch.dtype = output_head(model).weight.dtype
@@ -412,13 +410,13 @@ class Target:
 
         `input_ids` is int64 [B, T]; `lengths` has the document lengths of each row.
         """
-        if self.mask_form is not None:
-            return self.mask_form
+        if self._mask_form is not None:
+            return self._mask_form
         rows = zip(input_ids.cpu(), lengths, strict=True)
         documents = [part for ids, row in rows for part in ids[: sum(row)].split(row)]
         form = prove_isolation(self, documents, input_ids.shape[1]).form
         if form not in (ROWS, SINGLE):
-            self.mask_form = form
+            self._mask_form = form
             return form
         if any(len(row) > 1 for row in lengths):
             raise TargetError(
