@@ -172,6 +172,7 @@ page.viewer = function (box, data) {
     event.preventDefault();
     select(Math.min(Math.max(to, 0), last), true);
   });
-  box.append(make("div", { class: "viewer" }, make("p", { class: "note" }, data.note), bar, status, head, identity, legend, tokens, detail));
+  const shown = make("div", {}, tokens, detail); // what an item is stays in sight
+  box.append(make("div", { class: "viewer" }, make("p", { class: "note" }, data.note), bar, status, head, identity, legend, shown));
   show(0);
 };

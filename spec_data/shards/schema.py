@@ -671,9 +671,9 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield f"totals is {plain(manifest.totals)}, but the shards have others"
     if not all(shard.rows for shard in shards):
         yield "a shard has no rows"
-    for layers in (manifest.layers, *manifest.draft_layers.values()):
+    for name, layers in (("layers", manifest.layers), *manifest.draft_layers.items()):
         if list(layers) != sorted(set(layers)) or not set(layers) <= set(manifest.layers):
-            yield f"{list(layers)}: expected ascending ids, among layers"
+            yield f"{name} is {list(layers)}: expected ascending ids, among layers"
     places, units = left_out.places, left_out.units
     if (
         len(places) != len(units)

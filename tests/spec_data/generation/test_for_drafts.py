@@ -142,7 +142,7 @@ def test_a_recorded_layer_that_is_not_captured_is_refused(place, tmp_path):
     raw["draft_layers"]["dspark"] = [1, 2]
     raw["fingerprint"] = fingerprint(raw)
     (tmp_path / "manifest.json").write_text(json.dumps(raw))
-    with pytest.raises(DatasetError, match=r"draft_layers\['dspark'\] is \[1, 2\], expected"):
+    with pytest.raises(DatasetError, match=r"dspark is \[1, 2\]: expected"):
         Manifest.read(tmp_path / "manifest.json")
 
 

