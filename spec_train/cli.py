@@ -9,7 +9,6 @@ from spec_train.commands.doctor import doctor
 from spec_train.commands.eval import evaluate
 from spec_train.commands.export import export
 from spec_train.commands.fit import add_fit
-from spec_train.commands.replay import replay
 from spec_train.commands.report import write_report
 
 _DESCRIPTION = "Fit speculative-decoding drafts on stored hidden states, without the target."
@@ -28,7 +27,6 @@ PROGRAM.add(evaluate, name="eval", usage="--draft RUN --data DIR")
 PROGRAM.add(compare)
 PROGRAM.add(export)
 PROGRAM.add(doctor)
-PROGRAM.add(replay)
 PROGRAM.add(write_report, name="report")
 
 

@@ -156,7 +156,6 @@ def test_modules_explain_themselves(file):
         "spec_train fit peagle --help",
         "spec_train eval --help",
         "spec_train export --help",
-        "spec_train replay --help",
         "spec_train doctor --help",
     ],
 )

@@ -66,8 +66,6 @@ TRAIN_COMMANDS = [
     ("eval --data d --draft", "--draft"),
     ("eval --draft d --data d --json", "--json"),
     ("export --draft", "--draft"),
-    ("replay run/failed-step-1 --data", "--data"),
-    ("replay run/failed-step-1 --json", "--json"),
 ]
 
 
@@ -252,7 +250,6 @@ WRONG = [
         "path",
     ),
     (spec_train, "report {run} {nothing}", "no such file or run", "check the path"),
-    (spec_train, "replay {nothing}", "no such file or run", "check the path"),
     (spec_train, "doctor --draft {target}", "a target", "check the path"),
     (spec_train, "doctor --draft {run} --target {draft}", "a draft", "check the path"),
     (spec_train, "export --draft {dataset}", "a dataset", "check the path"),

@@ -1,58 +1,40 @@
-"""The record of a step whose loss or gradient is not finite; `spec-train replay` runs it again.
+"""What is said of a step whose loss or gradient is not finite, so that its cause is found.
 
-    RUN/failed-step-<n>/config.json, model.safetensors   the draft before that step, in float32
-    RUN/failed-step-<n>/batch.safetensors                the micro-batch, and the counts that divide
-                                                         its loss
-    RUN/failed-step-<n>/failure.json                     its documents, every option, the seed of
-                                                         its random numbers, the head's checksum
-
-When a step's loss is read, its buffers already hold other documents, so the micro-batch is read
-from the dataset again. If only the gradient of the whole step is not finite, its micro-batches run
-again one by one to find the responsible one. With several ranks, rank 0 does this for all: a
-micro-batch is the same on every rank.
+When a step's loss is read, its buffers already hold other documents, so the responsible micro-batch
+is read from the dataset again, and run again up to the first module whose values are not finite. If
+only the gradient of the whole step is not finite, its micro-batches run again one by one. With
+several ranks, rank 0 does this for all: a micro-batch is the same on every rank.
 """
 
 import hashlib
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from spec_data.shards.errors import SpecDataError
-from spec_data.shards.files import dump_json
-from spec_data.shards.schema import Manifest
-from spec_data.terminal.config import to_dict
 from spec_train.data.batch import DraftBatch
 from spec_train.data.mixture import Documents
 from spec_train.data.order import Pack
 from spec_train.data.stream import BatchStream
 from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
-from spec_train.options.training import Training
-from spec_train.training.run_directory import RunDirectory
 
 # -- arithmetic of a run ---------------------------------------------------------------------------
 
 
-def place_seed(seed: int, kind: str, epoch: int, number: int) -> int:
-    """Return the random seed of a micro-batch with `number` packs before it in the epoch.
+def seed_place(seed: int, kind: str, epoch: int, number: int) -> None:
+    """Seed torch for the micro-batch with `number` packs before it in the epoch.
 
-    It depends on nothing else than the run's `seed` and the split `kind`: no generator state is
-    saved, and a micro-batch draws the same numbers on any rank.
+    The numbers depend on nothing else than the run's `seed` and the split `kind`: no generator
+    state is saved, and a micro-batch draws the same ones on any rank.
     """
     text = repr((seed, kind, epoch, number)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-
-
-def seed_place(seed: int, kind: str, epoch: int, number: int) -> None:
-    """Seed torch for a micro-batch; arguments as for `place_seed`."""
-    torch.manual_seed(place_seed(seed, kind, epoch, number))
+    torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1)
 
 
 def arithmetic(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -84,10 +66,8 @@ def loss_and_norm(
     return float(loss.detach()), float(norm)
 
 
-# -- the record ------------------------------------------------------------------------------------
+# -- the cause -------------------------------------------------------------------------------------
 
-FAILURE, BATCH = "failure.json", "batch.safetensors"
-STATES_TEXT = "{column} of {doc_id} at {tokens} tokens, first at token {first}"
 _SHOWN = 8  # documents
 
 
@@ -105,127 +85,78 @@ class FailedStep:
 
 
 def describe_failure(
-    failed: FailedStep,
-    draft: Draft,
-    head: TargetHead,
-    stream: BatchStream,
-    config: Training,
-    directory: RunDirectory,
-    stored: Draft,
+    failed: FailedStep, draft: Draft, head: TargetHead, stream: BatchStream, seed: int
 ) -> str:
-    """Save the responsible micro-batch; return the message of the error to raise.
+    """Return the message of the error to raise: which documents, states and module it was.
 
-    `draft` and `stored`, its copy on the host, hold the complete weights from before the step.
+    `draft` holds the complete weights from before the step, `seed` is that of the run.
     """
     dataset, losses = stream.dataset, [loss for _, _, loss in failed.parts]
-    seeds = [place_seed(config.seed, "train", failed.epoch, first) for first, _, _ in failed.parts]
-    index = _first_bad_part(failed, seeds, draft, head, stream)
+    modules: list[list[str]] = []
+    norms: list[float] = []
+    for first, packs, _ in failed.parts:
+        seed_place(seed, "train", failed.epoch, first)
+        with _non_finite_modules(draft) as found:
+            norms.append(loss_and_norm(draft, head, stream.read(packs), failed.counts)[1])
+        modules.append(found)
+    wrong = [not math.isfinite(x) for x in losses]
+    wrong = wrong if any(wrong) else [not math.isfinite(x) for x in norms]
+    index = wrong.index(True) if any(wrong) else norms.index(max(norms))  # only the sum overflows
     batch = stream.read(failed.parts[index][1])
     bad = next((loss for loss in losses if not math.isfinite(loss)), None)
     what = f"gradient norm is {failed.grad_norm}" if bad is None else f"loss is {bad}"
-    documents = document_table(batch, dataset)
-    names = "; ".join("{doc_id} in {shard}".format(**document) for document in documents[:_SHOWN])
-    if (more := len(documents) - _SHOWN) > 0:
-        names += f"; and {more} more"
-    states = "Their stored states are finite"
-    if columns := non_finite_states(batch, documents):
-        others = f", and {len(columns) - 1} more columns" if len(columns) > 1 else ""
-        states = f"Stored states are not finite: {STATES_TEXT.format(**columns[0])}{others}"
-    message = (
-        f"step {failed.step} (epoch {failed.epoch}, batch {failed.batch}): the {what}; "
-        f"the step was not applied. Documents of micro-batch {index + 1} of {len(losses)}: "
-        f"{names}. {states}"
+    rows = [document for pack in batch.rows for document in pack]
+    names = [f"{dataset.id_array[row].as_py()} in {dataset.shard_of(row)}" for row in rows]
+    more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    causes = _non_finite_states(batch, dataset)[:1] or ["Their stored states are finite"]
+    weights = [name for name, p in draft.named_parameters() if not bool(p.isfinite().all())]
+    causes += [f"the weights of {weights[0]} are not finite"] if weights else []
+    causes += (
+        [f"the first values that are not finite: {modules[index][0]}"] if modules[index] else []
     )
-    state = {
-        "draft": draft.name,
-        "step": failed.step,
-        "epoch": failed.epoch,
-        "batch": failed.batch,
-        "micro_batch": index,
-        "losses": [str(loss) for loss in losses],  # JSON has no nan
-        "grad_norm": str(failed.grad_norm),
-        "random_seed": seeds[index],
-        "dtype": config.dtype,
-        "config": to_dict(config),
-        "options": to_dict(draft.options),
-        "dataset": str(Path(dataset.path).absolute()),
-        "head": head_hash(dataset.manifest),
-        "documents": documents,
-    }
-    hidden = {f"states.{name}": values for name, values in batch.hidden.items()}
-    tensors = batch.plain() | hidden | {"counts": failed.counts}
-
-    def write(folder: Path) -> None:
-        stored.save_pretrained(folder, torch.float32)
-        on_host = {name: values.detach().cpu().contiguous() for name, values in tensors.items()}
-        save_file(on_host, folder / BATCH)
-        (folder / FAILURE).write_text(dump_json(state), encoding="utf-8")
-
-    try:
-        folder = directory.save_failure(failed.step, write)
-    except (SpecDataError, OSError) as error:  # report the cause even if the record fails
-        return f"{message}. It could not be saved for `spec-train replay`: {error}"
     return (
-        f"{message}. Run it again with `spec-train replay {folder}`; check the data with "
-        f"`spec-data verify {dataset.path}`; if the data is correct, lower --lr"
+        f"step {failed.step} (epoch {failed.epoch}, batch {failed.batch}): the {what}; the step "
+        f"was not applied. Documents of micro-batch {index + 1} of {len(losses)}: "
+        f"{'; '.join(names[:_SHOWN])}{more}. {'; '.join(causes)}. Check the data with `spec-data "
+        f"verify {dataset.path}`; if they are correct, lower --lr. The same command resumes from "
+        "the last checkpoint and comes to this step again"
     )
 
 
-def head_hash(manifest: Manifest) -> str | None:
-    """Return the checksum of the target's head in a dataset; None if none is recorded."""
-    record = manifest.files.get("target/head.safetensors")
-    return None if record is None else record.sha256
+def _non_finite_states(batch: DraftBatch, dataset: Documents) -> list[str]:
+    """Return in words which stored states of a batch are not finite."""
+    lines = []
+    for b, pack in enumerate(batch.rows):
+        for place, row in enumerate(pack):
+            span = batch.document_ids[b] == place
+            for name, values in batch.hidden.items():
+                bad = (~values[b, span].flatten(1).isfinite()).any(-1).nonzero().flatten().tolist()
+                if bad:
+                    lines.append(
+                        f"Stored states are not finite: {name} of {dataset.id_array[row].as_py()} "
+                        f"at {len(bad)} tokens, first at token {bad[0]}"
+                    )
+    return lines
 
 
-def _first_bad_part(
-    failed: FailedStep, seeds: list[int], draft: Draft, head: TargetHead, stream: BatchStream
-) -> int:
-    """Return the index of the first micro-batch whose loss or own gradient is not finite.
+@contextmanager
+def _non_finite_modules(model: nn.Module) -> Iterator[list[str]]:
+    """Yield a list that collects, in order, the modules with values that are not finite."""
+    modules: list[str] = []
 
-    If there is none (only the sum overflows), return the one with the largest gradient.
-    """
-    for i, (_, _, loss) in enumerate(failed.parts):
-        if not math.isfinite(loss):
-            return i
-    norms: list[float] = []
-    for seed, (_, packs, _) in zip(seeds, failed.parts, strict=True):
-        torch.manual_seed(seed)
-        norms.append(loss_and_norm(draft, head, stream.read(packs), failed.counts)[1])
-        if not math.isfinite(norms[-1]):
-            return len(norms) - 1
-    return norms.index(max(norms))
+    def hook(name: str, inputs: Any, output: Any) -> None:
+        for what, values in (("input", inputs), ("output", output)):
+            for x in tree_leaves(values):
+                if isinstance(x, Tensor) and x.is_floating_point() and not bool(x.isfinite().all()):
+                    modules.append(f"the {what} of {name}")
 
-
-def document_table(batch: DraftBatch, dataset: Documents) -> list[dict[str, Any]]:
-    """Return id, shard, tokens and place in the batch of every document, pack by pack."""
-    return [
-        {
-            "pack": b,
-            "place": d,
-            "doc_id": dataset.id_array[document].as_py(),
-            "shard": dataset.shard_of(document),
-            "tokens": int((batch.document_ids[b] == d).sum()),
-        }
-        for b, pack in enumerate(batch.rows)
-        for d, document in enumerate(pack)
+    handles = [
+        module.register_forward_hook(lambda m, i, o, name=name: hook(name, i, o))
+        for name, module in model.named_modules()
+        if name
     ]
-
-
-def non_finite_states(
-    batch: DraftBatch, documents: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Find stored states that are not finite.
-
-    Returns:
-        doc_id, shard, column, number of tokens and first token, of each document and column.
-    """
-    columns = []
-    for document in documents:
-        span = batch.document_ids[document["pack"]] == document["place"]
-        for name, values in batch.hidden.items():
-            states = values[document["pack"], span].reshape(document["tokens"], -1)
-            bad = (~states.isfinite()).any(-1).nonzero().flatten().tolist()
-            if bad:
-                where = {"doc_id": document["doc_id"], "shard": document["shard"]}
-                columns.append(where | {"column": name, "tokens": len(bad), "first": bad[0]})
-    return columns
+    try:
+        yield modules
+    finally:
+        for handle in handles:
+            handle.remove()

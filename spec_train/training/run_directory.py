@@ -4,7 +4,6 @@
     RUN/run.json               the run's identity: draft, dataset, settings that may not change
     RUN/metrics.jsonl          one line per log or validation, append-only
     RUN/checkpoint-00000500/   a draft directory + training_state.safetensors and .json
-    RUN/failed-step-500/       a batch whose loss or gradient was not finite (see `failure`)
     RUN/last, RUN/best         links to the newest checkpoint and to the best draft directory
 
 A directory is written under a temporary name, synced and renamed; a link is replaced atomically.
@@ -348,14 +347,6 @@ class RunDirectory:
         self._remove_former_best()
         if simulated:
             write_atomically(self.path / HELD_OUT, dump_json({"step": step, **simulated}))
-        return final
-
-    def save_failure(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Write failed-step-<step> with `write`; replace the one of an earlier attempt."""
-        final = self.path / f"failed-step-{step}"
-        remove(final)
-        with self._written(final) as folder:
-            write(folder)
         return final
 
     def _pointed(self, name: str) -> str | None:

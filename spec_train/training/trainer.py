@@ -262,8 +262,8 @@ class Trainer:
         self.ranks.assemble(self._loss)
         message = None
         if self.saver.directory is not None:
-            run = (self.stream, self.config, self.saver.directory, self.saver.draft)
-            message = describe_failure(failed, self.draft, self.head, *run)
+            given = self.draft, self.head, self.stream, self.config.seed
+            message = describe_failure(failed, *given)
         raise RunError(self.ranks.gather(message)[0])
 
     def _log(self, step: Step) -> None:

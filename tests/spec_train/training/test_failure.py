@@ -1,0 +1,82 @@
+"""Failed steps: the micro-batch to blame, its documents, states, weights and module are named."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from spec_data.shards.errors import RunError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.drafts import DRAFTS
+from spec_train.options.training import Training
+from spec_train.training.setup import make_splits
+from tests import factory
+from tests.spec_train.training.tools import change, run
+
+
+@pytest.fixture
+def config(tmp_path) -> Training:
+    data = factory.tiny_dataset(tmp_path / "data", n_docs=40)
+    return Training(
+        data=str(data), out=str(tmp_path / "run"), steps=6, batch_size=2, accumulation=2,
+        seq_len=48, lr=1e-3, validation=0.15, log_every=5, eval_every=40, save_every=2,
+    )  # fmt: skip
+
+
+def micro_batch(config: Training, step: int, number: int) -> list[int]:
+    return make_splits(HiddenStatesDataset(config.data), config).train.batches(0)[step][number]
+
+
+def test_a_stored_infinity_is_named_with_document_shard_token_and_module(
+    config, tmp_path, monkeypatch
+):
+    victim = micro_batch(config, step=2, number=2)[0]
+    original, calls = factory.states_of, []
+
+    def inject(model, ids, layers):
+        columns = original(model, ids, layers)
+        if len(calls) == victim:
+            columns["hidden.L1"] = columns["hidden.L1"].clone()
+            columns["hidden.L1"][1, 7] = math.inf
+        calls.append(1)
+        return columns
+
+    monkeypatch.setattr(factory, "states_of", inject)
+    data = factory.tiny_dataset(tmp_path / "bad", n_docs=40)
+    with pytest.raises(RunError) as error:
+        run(change(config, data=str(data)))
+    text, name = str(error.value), HiddenStatesDataset(data).doc_ids[victim]
+    assert "step 3 (epoch 0, batch 2): the loss is nan" in text
+    assert "micro-batch 2 of 2" in text
+    assert f"{name} in shards/unit-{victim // 10:05d}.arrow" in text
+    assert f"not finite: hidden.L1 of {name} at 1 tokens, first at token 1" in text
+    assert "the first values that are not finite: the input of fc" in text
+    assert f"spec-data verify {data}" in text
+
+
+def test_a_learning_rate_that_is_too_large_shows_in_modules_and_not_in_states(config):
+    with pytest.raises(RunError, match="Their stored states are finite") as error:
+        run(change(config, lr=1e30, clip=0.0, save_every=100))
+    assert "the first values that are not finite: the output of " in str(error.value)
+    assert "lower --lr" in str(error.value)
+
+
+def test_of_a_gradient_that_is_not_finite_the_micro_batch_is_found(config, monkeypatch):
+    """The loss stays finite, and the draft draws random numbers: the same ones again."""
+    victim = micro_batch(config, step=1, number=2)
+    original, losses = DRAFTS["eagle3"].loss, []
+
+    def poisoned(self, batch, head, counts):
+        result = original(self, batch, head, counts)
+        loss = result.loss * (0.5 + torch.rand(()))
+        if self.training and victim in batch.rows:
+            losses.append(float(loss.detach()))
+            if loss.requires_grad:
+                loss.register_hook(lambda gradient: gradient * math.inf)
+        return dataclasses.replace(result, loss=loss)
+
+    monkeypatch.setattr(DRAFTS["eagle3"], "loss", poisoned)
+    with pytest.raises(RunError, match=r"step 2 .*gradient norm is nan.*micro-batch 2 of 2"):
+        run(config)
+    assert losses[0] == losses[1]
