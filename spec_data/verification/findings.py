@@ -29,8 +29,6 @@ class VerifyReport(Result):
     warnings: list[str] = field(default_factory=list)
     """What needs attention although the dataset is sound: answers that are not the target's,
     another tokenizer of the target, a file that does not belong to the dataset."""
-    figures: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Measured differences by name: what was "found" and what is "allowed"."""
     next_command: Sequence[str] = ()
     _failures_before: int = field(default=0, repr=False)
 
@@ -65,11 +63,6 @@ class VerifyReport(Result):
         if len(self.failures) == self._failures_before:
             self.proven.append(fact)
 
-    def measured(self, name: str, found: float, allowed: float) -> str:
-        """Keep a figure and its bound; return both in words."""
-        self.figures[name] = {"found": found, "allowed": allowed}
-        return f"{found:.1e} (allowed {allowed:.1e})"
-
     def __str__(self) -> str:
         lines = [f"ok    {fact}" for fact in self.proven]
         for word, messages in (("warn", self.warnings), ("FAIL", self.failures)):
@@ -82,8 +75,8 @@ class VerifyReport(Result):
         return "\n".join([*lines, f"{self.data}: {verdict}"])
 
     def facts(self) -> dict[str, Any]:
-        """Return plain values: verdict, what was proven, warnings, failures, and figures."""
-        names = ("data", "fingerprint", "proven", "warnings", "failures", "figures")
+        """Return plain values: verdict, what was proven, warnings and failures."""
+        names = ("data", "fingerprint", "proven", "warnings", "failures")
         return {"verified": self.ok} | {name: getattr(self, name) for name in names}
 
 

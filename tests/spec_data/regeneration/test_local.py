@@ -10,7 +10,7 @@ from spec_data.regeneration.local import LocalBackend
 from spec_data.shards.errors import ConfigError, CorpusError
 from tests.spec_data.generation.trained import TrainedTarget
 from tests.spec_data.regeneration.tools import answered, contents, rows, slow_answers, write_rows
-from tests.spec_data.runs import options, run, save_target, write_corpus
+from tests.spec_data.runs import run, save_target, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -253,13 +253,3 @@ def test_the_record_is_no_corpus(trained, tmp_path, capsys):
     words = ["--layers", "0,1", "--device", "cpu", "--out", str(tmp_path / "data")]
     assert main(["estimate", "--target", str(trained.path), *words, "--corpus", str(folder)]) == 0
     assert "own.jsonl.sampling" not in capsys.readouterr().out
-
-
-def test_a_changed_file_is_named(trained, tmp_path, caplog):
-    corpus = trained.corpus("few", trained.rows[:12])
-    out = tmp_path / "own.jsonl"
-    answered(corpus, out, target=str(trained.path), max_new_tokens=40)
-    out.write_text("".join(out.read_text().splitlines(keepends=True)[:9]))
-    given = options(trained.path, out, tmp_path / "data", layers="0,1", on_policy=True)
-    assert run(**{k: v for k, v in given.items() if k != "corpus"}, corpus=out)
-    assert "was changed after `regenerate` wrote it" in caplog.text

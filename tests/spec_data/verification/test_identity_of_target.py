@@ -12,7 +12,6 @@ from spec_data.shards.errors import TargetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine
 from tests.spec_data.runs import ON_CPU, run, save_target, write_corpus
-from tests.spec_data.shards.integrity_tools import write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -88,22 +87,6 @@ def test_another_tokenizer_or_template_is_a_warning_that_names_the_fact(place, t
     assert "chat_template_hash: the dataset was captured with" in template_line
     assert "tokenizer.pre_tokenizer: the dataset was captured with 'Sequence " in tokenizer_line
     assert "warn  " in str(found) and found.facts()["warnings"] == found.warnings
-
-
-def test_identities_are_compared_as_far_as_they_tell(place, target, tmp_path):
-    shutil.copytree(place / "data", tmp_path / "old")
-    file = tmp_path / "old" / "manifest.json"
-    raw = json.loads(file.read_text())
-    facts = ("weights_hash", "config_hash", "architectures", "quantization", "tokenizer_hash")
-    raw["identity"] = {name: raw["identity"][name] for name in facts}
-    write_manifest(tmp_path / "old", raw)
-    (tmp_path / "data").symlink_to(tmp_path / "old")
-    found = verified(tmp_path, target)
-    assert found.failures == []
-    (line,) = found.warnings
-    assert line.endswith("only one side tells it: chat_template_hash, bos_token, eos_token")
-    round_to_3_bits(target / "model.safetensors")
-    assert "weights_hash: " in verified(tmp_path, target).failures[0]
 
 
 def test_a_truncated_file_of_the_target_is_named(place, target):
