@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+
+import msgspec
 
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.terminal.checks import checked_values
@@ -19,8 +20,18 @@ DOCUMENT_LENGTH = 2048
 without a cut."""
 
 
+_DECODE: dict[str, Callable[..., dict[str, Any]]] = {
+    ".toml": msgspec.toml.decode,
+    ".json": msgspec.json.decode,
+    ".yaml": msgspec.yaml.decode,
+    ".yml": msgspec.yaml.decode,
+}
+
+
 def read_config_file(path: Path) -> dict[str, Any]:
     """Read a flat TOML, JSON or YAML table; dashes in keys count as underscores.
+
+    1e-4 of YAML is a text, which the option's type makes a number.
 
     Raises:
         MissingError: no such file.
@@ -29,41 +40,14 @@ def read_config_file(path: Path) -> dict[str, Any]:
     check_value("--config", str(path))
     if not path.is_file():
         raise MissingError(f"--config {path}: no such file")
-    if path.suffix not in _PARSERS:
-        raise ConfigError(
-            f"--config {path}: the name must end in {', '.join(_PARSERS)}; found "
-            f"{path.suffix or 'no suffix'}"
-        )
+    if path.suffix not in _DECODE:
+        raise ConfigError(f"--config {path}: the name must end in {', '.join(_DECODE)}")
     try:
-        table = _PARSERS[path.suffix](path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of all three parsers, and of the decoding
-        raise ConfigError(
-            f"--config {path}: not valid {path.suffix[1:].upper()}: {error}"
-        ) from None
-    if not isinstance(table, dict):
-        raise ConfigError(
-            f"--config {path}: expected a table of options (key: value), found a "
-            f"{type(table).__name__}"
-        )
-    return {str(key).replace("-", "_"): value for key, value in table.items()}
-
-
-def _parse_yaml(text: str) -> Any:
-    """Parse YAML without its tags; 1e-4 stays a text, which the option's type makes a number."""
-    import yaml  # only here: no other call needs it
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    ".toml": tomllib.loads,
-    ".json": json.loads,
-    ".yaml": _parse_yaml,
-    ".yml": _parse_yaml,
-}
+        table = _DECODE[path.suffix](path.read_bytes(), type=dict[str, Any])
+    except (msgspec.MsgspecError, ValueError) as error:
+        kind = path.suffix[1:].upper()
+        raise ConfigError(f"--config {path}: not a {kind} table of options: {error}") from None
+    return {key.replace("-", "_"): value for key, value in table.items()}
 
 
 def from_dict(cls: type[T], values: dict[str, Any], where: str = "config") -> T:
