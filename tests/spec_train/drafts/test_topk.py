@@ -269,5 +269,5 @@ def test_all_logits_as_top_k_train_like_supervision_by_logits(sets, tmp_path, dr
 def test_eagle_needs_the_states_that_k_logits_replace(sets: dict[str, Path], tmp_path, capsys):
     assert main(command("eagle", sets["some"], tmp_path / "run")) == 2
     said = capsys.readouterr().err
-    assert "--supervision topk:8 keeps no hidden.final" in said and "fit eagle3" in said
+    assert "--supervision topk:8 --final" in said and "fit eagle3" in said
     assert not (tmp_path / "run").exists()
