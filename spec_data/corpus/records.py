@@ -113,15 +113,15 @@ def parse_row(row: Any, *, source: str, where: str, arrow: bool = False) -> Reco
 
 
 def _record(
-    row: Any, kind: str | None, known: Sequence[str], source: str, where: str, arrow: bool
+    row: Any, kind: str | None, formats: Sequence[str], source: str, where: str, arrow: bool
 ) -> Record:
-    """Return the record of a row of the format `kind`; `known` are those that an error names."""
+    """Return the record of a row of the format `kind`; `formats` are named in errors."""
     if not isinstance(row, dict):
         raise BadRow(f"expected an object with named columns, found {_kind(row)}")
     _check_text(list(row), "the name of a column")
     if kind is None:
         names = ", ".join(sorted(k for k, v in row.items() if v is not None)) or "none"
-        raise BadRow(f"no known columns (found: {names}; known formats: {', '.join(known)})")
+        raise BadRow(f"no known columns (found: {names}; known formats: {', '.join(formats)})")
     if arrow and kind not in ("text", "input_ids"):
         row = _without_none(row)
     for column in _MEDIA:

@@ -373,7 +373,7 @@ def render_error(record: Record, reason: str, message: str) -> RenderError:
 
 # -- end tokens ------------------------------------------------------------------------------------
 
-_KNOWN = (
+_USUAL = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "</s>"),
     *("<|return|>", "<|call|>", "<|eot|>", "<|END_OF_TURN_TOKEN|>", "<|endoftext|>"),
     "<|end_of_text|>",
@@ -401,8 +401,8 @@ class EndTokens:
         self.generation = tuple(generation)
         self.stops = frozenset([*generation, *([] if eos is None else [eos])])
         added = {str(t): i for i, t in getattr(tokenizer, "added_tokens_decoder", {}).items()}
-        known = {added[name] for name in _KNOWN if name in added}
-        self.all = self.stops | known | set(_probed(template, set(added.values())))
+        usual = {added[name] for name in _USUAL if name in added}
+        self.all = self.stops | usual | set(_probed(template, set(added.values())))
         self._tokenizer = tokenizer
 
     def turn_end(self, ids: Sequence[int], start: int) -> int:

@@ -150,9 +150,9 @@ def engine_warnings(drafts: Sequence[str], architectures: Sequence[str]) -> list
     """Return a line per release that cannot or may not serve a target with some of the drafts."""
     lines = []
     for engine in COLUMNS:
-        found = {draft: served(engine, draft, architectures) for draft in drafts}
-        for answer in dict.fromkeys(found.values()):
-            if text := answer.text([draft for draft in drafts if found[draft] == answer]):
+        answers = {draft: served(engine, draft, architectures) for draft in drafts}
+        for answer in dict.fromkeys(answers.values()):
+            if text := answer.text([draft for draft in drafts if answers[draft] == answer]):
                 lines.append(f"{engines().engine[engine].release}: {text}")
     return lines
 

@@ -102,11 +102,11 @@ def global_shape(config: dict[str, Any]) -> TargetShape:
     """
     text = text_table(config)
     kinds = text.get("layer_types") or ()
-    own = text.get("per_layer_config") or {}
+    layers = text.get("per_layer_config") or {}
     sizes = {
-        int(own[key]["head_dim"])
-        for key in own
-        if "head_dim" in own[key] and kinds[int(key)] == "full_attention"
+        int(layer["head_dim"])
+        for key, layer in layers.items()
+        if "head_dim" in layer and kinds[int(key)] == "full_attention"
     }
     shape = decoder_shape(config)
     return replace(shape, head_dim=sizes.pop()) if len(sizes) == 1 else shape

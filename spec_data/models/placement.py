@@ -27,8 +27,8 @@ def device_of(module: Any) -> torch.device:
 
 def devices_of(model: Any) -> list[torch.device]:
     """Return every device on which a part of a model computes, in a fixed order."""
-    found = {device_of(m) for m in model.modules() if any(True for _ in m.parameters(False))}
-    return sorted(found, key=str)
+    devices = {device_of(m) for m in model.modules() if any(True for _ in m.parameters(False))}
+    return sorted(devices, key=str)
 
 
 def whole(module: Any, name: str) -> Tensor | None:

@@ -143,10 +143,10 @@ def stored_json(table: RopeTable, expressed: bool) -> dict[str, Any]:
     `expressed`: the settings have the same frequencies, so only the choice of longrope's is stored.
     A float32 is exact as a JSON number.
     """
-    found: dict[str, Any] = {} if table.factors is None else {"factors": table.factors}
+    stored: dict[str, Any] = {} if table.factors is None else {"factors": table.factors}
     if expressed:
-        return found
-    found |= {"inv_freq": table.inv_freq.tolist(), "factor": table.factor}
+        return stored
+    stored |= {"inv_freq": table.inv_freq.tolist(), "factor": table.factor}
     if table.long_inv_freq is not None:
-        found |= {"long_inv_freq": table.long_inv_freq.tolist(), "limit": table.limit}
-    return found
+        stored |= {"long_inv_freq": table.long_inv_freq.tolist(), "limit": table.limit}
+    return stored

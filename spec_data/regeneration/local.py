@@ -3,7 +3,7 @@
 Prompts come from the code that renders documents for `generate`, so they are the same tokens.
 
 Groups of conversations are drawn at random from a window of the corpus, and the turns of a group
-are answered in rounds: the first turn of every conversation, then the second, and so on. A round is
+are answered in order: the first turn of every conversation, then the second, and so on. A turn is
 sorted by length and cut into batches of left-padded prompts, which are answered in random order: a
 run that is stopped holds answers of every kind. All of it depends on the corpus and the seed alone,
 and the answers of a batch enter the journal together. So a resumed run repeats the batch that a
