@@ -67,29 +67,6 @@ def test_every_public_name_exists(package):
         _ = package.nothing
 
 
-def test_type_checkers_see_the_functions(tmp_path):
-    program = tmp_path / "use.py"
-    program.write_text(
-        "import spec_data, spec_train\n"
-        "reveal_type(spec_data.open_dataset('d')[0])\n"
-        "reveal_type(spec_data.open_dataset('d')[0:2])\n"
-        "reveal_type(spec_train.fit(spec_train.Training(data='d', out='r')).validation)\n"
-        "spec_train.fit(spec_train.Training(data='d', out='r', stepz=3))\n"
-        "reveal_type(spec_train.evaluate('r').acceptance_length)\n"
-    )
-    command = [sys.executable, "-m", "mypy", "--no-error-summary", str(program)]
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    found = re.findall(r'Revealed type is "(.*)"', out)
-    shown = [re.sub(r"\b(builtins|typing)\.", "", kind) for kind in found]
-    assert shown == [
-        "dict[str, Any]",
-        "dict[str, list[Any]]",
-        "list[dict[str, Any]]",
-        "float | None",
-    ], out
-    assert 'Unexpected keyword argument "stepz"' in out
-
-
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_every_function_is_documented_and_typed(function):
     text = inspect.getdoc(function)

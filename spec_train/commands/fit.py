@@ -5,7 +5,6 @@ The story: check what was asked (here, before torch is imported), prepare the ru
 page of the run (`reports.run_page`).
 """
 
-import logging
 import os
 import signal
 from collections.abc import Sequence
@@ -22,8 +21,6 @@ from spec_train.options.training import Training
 if TYPE_CHECKING:
     from spec_train.training.result import FitResult
     from spec_train.training.run_cost import DryRun
-
-log = logging.getLogger(__name__)
 
 
 @command
@@ -104,15 +101,12 @@ def dry_run(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "Dr
 def _fit(training: Training, draft: Any) -> "FitResult":
     """Train, then write the page of the run."""
     name, training, draft = settled(training, draft)
-    from spec_train.reports.run_page import PAGE, warn_of_page, write_report
+    from spec_train.reports.run_page import PAGE, leave_page, page_of
     from spec_train.training.setup import fit as train
 
     result = train(name, training, draft)
     if _is_main():
-        try:
-            log.info("page       %s", write_report([result.directory]).path)
-        except Exception as error:  # the run is saved, and worth more than its page
-            warn_of_page(result.directory / PAGE, error)
+        leave_page(result.directory / PAGE, lambda: page_of([result.directory]))
     return result
 
 

@@ -21,7 +21,7 @@ from spec_data.models.devices import compute_dtype, usable_device
 from spec_data.models.identify import identify
 from spec_data.models.reading import load_config, load_tokenizer
 from spec_data.models.resolve import cached_model, local_directory, resolve_model
-from spec_data.pages.page import write_page
+from spec_data.pages.page import Page
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import Draft, load_draft
@@ -47,7 +47,7 @@ from spec_train.formats.draft_files import read_config
 from spec_train.formats.read import is_own_form
 from spec_train.formats.target_facts import TargetFacts, read_target
 from spec_train.reports.results import evaluations
-from spec_train.reports.run_page import report_page, short_names, warn_of_page
+from spec_train.reports.run_page import leave_page, report_page, short_names
 from spec_train.simulation.simulated_decoding import train_serve_gap, uncut_length
 from spec_train.training.run_directory import resolve_draft_dir
 
@@ -280,11 +280,10 @@ def require_sound(report: dict[str, Any]) -> None:
 
 
 def write_eval_page(run: Path, report: dict[str, Any]) -> None:
-    """Write eval.html in a run; a failure is a warning: the metrics are worth more."""
-    file = run / "eval.html"
-    try:
-        (name,) = short_names([run])
-        page = report_page([], evaluations(report, "this evaluation", name))
-        log.info("page       %s", write_page(file, page).path)
-    except Exception as error:
-        warn_of_page(file, error)
+    """Write eval.html in a run."""
+    (name,) = short_names([run])
+
+    def page() -> Page:
+        return report_page([], evaluations(report, "this evaluation", name))
+
+    leave_page(run / "eval.html", page)

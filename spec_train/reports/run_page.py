@@ -5,7 +5,7 @@ Curves are drawn over trained tokens, so that runs with other batch sizes can be
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -123,10 +123,13 @@ def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
     )
 
 
-def warn_of_page(file: Path, error: Exception) -> None:
-    """Log that a page could not be written."""
-    log.warning("warning: %s was not written: %s: %s", file, type(error).__name__, error)
-    log.debug("the page failed", exc_info=error)
+def leave_page(file: Path, make: Callable[[], Page]) -> None:
+    """Write a page at the end of a command; a failure is a warning: the results are worth more."""
+    try:
+        log.info("page       %s", write_page(file, make()).path)
+    except Exception as error:
+        log.warning("warning: %s was not written: %s: %s", file, type(error).__name__, error)
+        log.debug("the page failed", exc_info=error)
 
 
 # -- runs ------------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ import pytest
 
 import spec_train
 from spec_train.cli import main
-from spec_train.evaluation import evaluate
-from spec_train.reports import run_page as page_after_fit
+from spec_train.reports import run_page
 from spec_train.reports.results import evaluations
 from spec_train.reports.run_page import page_of
 from spec_train.training import setup
@@ -47,8 +46,7 @@ def test_a_page_that_fails_is_a_warning(place, tmp_path, monkeypatch, caplog):
     def broken(*_, **__):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(page_after_fit, "write_report", broken)
-    monkeypatch.setattr(evaluate, "write_page", broken)
+    monkeypatch.setattr(run_page, "write_page", broken)
     result = flat.fit("eagle3", place / "data", tmp_path / "run", ttt_steps=2, **FIT)
     assert result.finished and (tmp_path / "run" / "best").is_dir()
     text = f"warning: {tmp_path / 'run' / 'report.html'} was not written: OSError: no space left"
