@@ -36,12 +36,9 @@ log = logging.getLogger(__name__)
 class DraftConfig(LayerSizes):
     """Shapes and arithmetic of a draft."""
 
-    draft: ClassVar[str]
-    """The kind of draft, a key of `DRAFTS`."""
-    architectures: ClassVar[tuple[str, ...]]
-    """Names in config.json that a draft of this kind may have."""
-    reads_layers: ClassVar[bool] = True
-    """Whether it reads captured layers; otherwise the final hidden states, with the full head."""
+    draft: ClassVar[str]  # the kind of draft, a key of `DRAFTS`
+    architectures: ClassVar[tuple[str, ...]]  # names in config.json that this kind may have
+    reads_layers: ClassVar[bool] = True  # or else the final hidden states, with the full head
     not_keys: ClassVar[tuple[str, ...]] = ("layers", "token_ids", "origin", "positions")
     """Fields that are not keys of config.json, or are written under other names."""
     switches: ClassVar[tuple[str, ...]] = (

@@ -102,11 +102,7 @@ PART_FIGURES = ("loss", "acceptance_length", "product_limit_length")
 def summarise_parts(
     parts: Mapping[str, Sums], summarise: Callable[[Sums], dict[str, float | None]]
 ) -> dict[str, Any]:
-    """Return the figures of all parts together, and PART_FIGURES of each named part.
-
-    The latter are called "loss/name" and so on. Every figure is a number or None, but for those of
-    `reliability`.
-    """
+    """Return the figures of all parts together, and PART_FIGURES of each named part: "loss/name"."""
     total = add_sums(parts.values())
     figures: dict[str, Any] = summarise(total) | reliability(total)
     for name, sums in parts.items():
@@ -119,14 +115,9 @@ def summarise_parts(
 def reliability(sums: Sums) -> dict[str, list[list[float | None]]]:
     """Return what the forecasts of a draft were worth; nothing for a draft that makes none.
 
-    Args:
-        sums: "confidence_number", "confidence_sum" and "confidence_accepted", float64 [B] each: the
-            drafted tokens (weighted as in the loss), their forecasts and their acceptance, by B
-            ranges of the forecast. Range b is b/B to (b+1)/B.
-
-    Returns:
-        "confidence_bins": for every range, the weight of its tokens, the mean forecast and the
-        share of them that was kept; the last two are None in a range without tokens.
+    "confidence_bins" has, for every range b/B to (b+1)/B of the forecast, the weight of its drafted
+    tokens, the mean forecast and the share that was kept; None in a range without tokens. The sums
+    "confidence_number", "confidence_sum" and "confidence_accepted" are float64 [B].
     """
     if "confidence_number" not in sums:
         return {}

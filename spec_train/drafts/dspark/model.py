@@ -43,11 +43,6 @@ class DSparkConfig(DraftConfig):
     confidence_head_with_markov: bool  # its input is [y; W1 of the previous token], not y alone
 
     def __post_init__(self) -> None:
-        """Check the shape; see `DraftConfig`.
-
-        Raises:
-            DraftError: names the field.
-        """
         super().__post_init__()
         require_in_vocabulary(self.mask_token_id, self.vocab_size)
         if not self.layer_types:
@@ -60,7 +55,6 @@ class DSparkConfig(DraftConfig):
 
     @classmethod
     def from_options(cls, options: Any, shape: TargetShape) -> dict[str, Any]:
-        """Return the fields of the block and of the small heads."""
         same = ("block_size", "markov_rank", "markov_head_type", "sliding_window_non_causal")
         return {
             **{name: getattr(options, name) for name in same},
@@ -134,14 +128,10 @@ class DFlashConfig(DSparkConfig):
 
 
 # -- heads -----------------------------------------------------------------------------------------
-# The two small heads of DSpark: a bias from the previous token, and a forecast of acceptance.
-#
-# In: states of drafts and embeddings of previous tokens. Out: the latent vector of the bias; logits
-# of the acceptance. Both heads read y, the state that enters the LM head (after the final norm), as
-# DeepSpec's code and the engines do.
+# A bias from the previous token, and a forecast of acceptance. Both heads read y, the state that
+# enters the LM head (after the final norm), as DeepSpec's code and the engines do.
 #
 # r Markov rank, H hidden size, V / Vd target / draft vocabulary, D drafts of a block.
-
 
 _STD = 0.02  # initialisation of the published drafts: the bias starts near zero
 

@@ -69,7 +69,6 @@ class Eagle3Config(DraftConfig):
 
     @classmethod
     def from_options(cls, options: Any, shape: TargetShape) -> dict[str, Any]:
-        """Return the switches of the norms."""
         return {"fc_norm": options.fc_norm, "norm_output": options.norm_output}
 
     def to_json(self, options: Any) -> dict[str, Any]:
@@ -97,7 +96,6 @@ class Eagle3Layer(nn.Module):
     """The first decoder layer, split at its attention, which the caller computes."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        """Make norms, attention projections (of inputs of width 2H) and MLP."""
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
@@ -138,7 +136,6 @@ class Eagle3Draft(AuxDraft, AutoregressiveDraft):
     config_class: ClassVar[type[DraftConfig]] = Eagle3Config
 
     def make_layers(self) -> None:
-        """Make the layers, under the names of the checkpoint."""
         first, count = Eagle3Layer(self.config), self.config.num_hidden_layers
         if count == 1:
             self.midlayer = first

@@ -32,21 +32,8 @@ def fit(name: str, data: Path, out: Path, *more: str) -> int:
     file = out.with_suffix(".json")
     file.write_text(json.dumps(table))
     more = ("--config", str(file), *(word for word in more if word.split("=")[0] not in table))
-    return main(
-        [
-            "fit",
-            name,
-            "--data",
-            str(data),
-            "--out",
-            str(out),
-            "--device",
-            "cpu",
-            *STEPS,
-            *SMALL,
-            *more,
-        ]
-    )
+    flags = ["fit", name, "--data", str(data), "--out", str(out), "--device", "cpu"]
+    return main([*flags, *STEPS, *SMALL, *more])
 
 
 @pytest.mark.parametrize(
