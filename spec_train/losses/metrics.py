@@ -102,7 +102,7 @@ PART_FIGURES = ("loss", "acceptance_length", "product_limit_length")
 def summarise_parts(
     parts: Mapping[str, Sums], summarise: Callable[[Sums], dict[str, float | None]]
 ) -> dict[str, Any]:
-    """Return the figures of all parts together, and PART_FIGURES of each named part: "loss/name"."""
+    """Return the figures of all parts together, and PART_FIGURES of named ones as "loss/name"."""
     total = add_sums(parts.values())
     figures: dict[str, Any] = summarise(total) | reliability(total)
     for name, sums in parts.items():
