@@ -184,7 +184,6 @@ class Draft(nn.Module, ABC):
         return self.config.head_dim**-0.5
 
     def new_caches(self) -> list[KVCache]:
-        """Return an empty cache for every layer."""
         return [KVCache() for _ in range(self.config.num_hidden_layers)]
 
     def cast(self, x: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Number of rows."""
         return 0 if self.keys is None else self.keys.shape[2]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +56,6 @@ class KVCache:
         return attend_cached(q, *self.append(k, v), scale, seen, window)
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` rows."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
 

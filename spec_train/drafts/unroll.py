@@ -150,7 +150,6 @@ class Unroll:
         # slots to compute outputs for, int64 [B, A]; None: all of them
         active: Tensor | None = None,
     ) -> None:
-        """Compute what all steps share."""
         self.draft = draft
         self._layers, self._windows = draft.decoder_layers, draft.config.windows
         features = draft.project(states)  # [B, T, H]

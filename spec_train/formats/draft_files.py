@@ -54,20 +54,16 @@ class DraftFiles:
 
     @property
     def config_path(self) -> str:
-        """Path of its config.json."""
         return str(Path(self.where) / CONFIG)
 
     @property
     def weights_path(self) -> str:
-        """Path of its weights."""
         return str(find_weights(Path(self.where)) or Path(self.where) / WEIGHTS)
 
     def bad_config(self, problem: str) -> DraftError:
-        """Return the error that names config.json and its problem."""
         return DraftError(f"{self.config_path}: {problem}")
 
     def bad_weights(self, problem: str) -> DraftError:
-        """Return the error that names the weights and their problem."""
         return DraftError(f"{self.weights_path}: {problem}")
 
 

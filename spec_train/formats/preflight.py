@@ -62,7 +62,6 @@ class Subject:
 
     @property
     def config(self) -> dict[str, Any]:
-        """config.json of our form."""
         return self.own.config
 
     @property

@@ -75,7 +75,6 @@ class LossKind:
     decay: float = 3.0
 
     def __post_init__(self) -> None:
-        """Raise DraftError if there is no such loss."""
         if self.name not in KINDS:
             raise DraftError(f"loss {self.name!r}: choose from {', '.join(KINDS)}")
 

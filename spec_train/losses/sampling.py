@@ -86,7 +86,6 @@ class Sampled:
     """Temperature above 0: rejection sampling, with one CPU generator for every device."""
 
     def __init__(self, temperature: float, seed: int) -> None:
-        """Sample at `temperature`; the same seed leads to the same choices."""
         self.temperature = temperature
         self._generator = torch.Generator().manual_seed(seed)
 

@@ -44,7 +44,6 @@ class TeacherRows:
         return self.p if self.mass is None else self.p * self.mass[:, None]
 
     def to(self, dtype: torch.dtype) -> "TeacherRows":
-        """Return the rows in another dtype."""
         return self._each(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
     def __getitem__(self, rows: Tensor | slice) -> "TeacherRows":
@@ -96,7 +95,6 @@ class SharedRows:
     label: Tensor | None = None  # of the n slots, as in `TeacherRows`
 
     def to(self, dtype: torch.dtype) -> "SharedRows":
-        """Return the rows in another dtype."""
         return replace(self, rows=self.rows.to(dtype))
 
     def labelled(self, label: Tensor) -> "SharedRows":

@@ -457,7 +457,6 @@ class TrainedRows:
 
     @classmethod
     def select(cls, draft: DSparkDraft, batch: DraftBatch, blocks: Blocks) -> "TrainedRows":
-        """Select the drafts of the blocks that count."""
         documents, ids = batch.document_ids, batch.input_ids
         depth, length = draft.config.depth, ids.shape[1]
         at = blocks.anchors[..., None].expand(-1, -1, depth)
@@ -500,7 +499,6 @@ def _sums(
     weights: Tensor,  # of draft d, float64 [D]
     options: Any,  # with the weights of the three terms in the loss
 ) -> Sums:
-    """Return the sums of a batch."""
     assert figures.overlap is not None and figures.cross_entropy is not None
     depth, rows, drafted = len(weights), chosen.rows, chosen.drafted
     d = rows % depth  # [R], depth of each draft

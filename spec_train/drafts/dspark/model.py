@@ -77,11 +77,9 @@ class DSparkConfig(DraftConfig):
 
     @property
     def depth(self) -> int:
-        """Number of tokens that a block drafts."""
         return self.block_size - self.first
 
     def to_json(self, options: BlockOptions) -> dict[str, Any]:
-        """Return config.json of the draft."""
         published = self.draft == "dflash" and not self.sample_from_anchor
         out: dict[str, Any] = {
             "architectures": [DFLASH if published else DSPARK],

@@ -82,7 +82,6 @@ class EagleConfig(DraftConfig):
     use_last_layernorm: bool = False  # of the prediction
 
     def to_json(self, options: EagleOptions) -> dict[str, Any]:
-        """Return config.json of the draft."""
         return {
             "architectures": [EAGLE],
             "model_type": "llama",

@@ -72,7 +72,6 @@ class Eagle3Config(DraftConfig):
         return {"fc_norm": options.fc_norm, "norm_output": options.norm_output}
 
     def to_json(self, options: Any) -> dict[str, Any]:
-        """Return config.json of the draft."""
         return {
             **named_class({"qk_norm": self.qk_norm}, self.architectures[0]),
             "num_hidden_layers": self.num_hidden_layers,

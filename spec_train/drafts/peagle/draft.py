@@ -88,7 +88,6 @@ class PeagleConfig(Eagle3Config):
     mask_token_id: int
 
     def to_json(self, options: PeagleOptions) -> dict[str, Any]:
-        """Return config.json of the draft."""
         out = super().to_json(options)
         out["ptd_token_id"] = self.mask_token_id
         return out

@@ -138,7 +138,6 @@ def _elements(
     first: int,  # the first slot that the segment reads at depth 0
     stop: int,  # the slot after its last one
 ) -> Elements:
-    """Return the forward pass of a segment."""
     batch, depths, length = own.shape
     device = own.device
     # The P deeper elements, pack by pack, anchor by anchor, so that neighbours see nearly the same;
