@@ -44,14 +44,12 @@ class Probe:
 
     def lines(self) -> list[tuple[str, str]]:
         """Return the figures as names and values, in words."""
-        hours = self.seconds / 3600
-        lasts = f"{hours:,.1f} hours" if hours >= 2 else f"{60 * hours:,.1f} minutes"
         memory = "of the process" if self.device == "cpu" else f"of {self.device}"
         return [
             ("probe", f"{self.tokens:,} tokens on {self.device}, {self.form}"),
             ("tokens per forward", f"{self.batch_tokens:,}"),
             ("tokens per second", f"{self.tokens_per_second:,.0f} (one worker)"),
-            ("time to capture", f"about {lasts}"),
+            ("time to capture", f"about {self.seconds / 3600:,.2f} hours"),
             (f"memory {memory}", f"{size(self.memory_bytes)} at its peak"),
         ]
 

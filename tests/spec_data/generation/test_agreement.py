@@ -149,23 +149,25 @@ def planted(trained: TrainedTarget, mistake: str) -> tuple[Path, Path]:
         "assistant\\n", "assistant:\\n")), own  # fmt: skip
 
 
-MISTAKES = ("shuffled answers", "damaged weights", "doubled BOS", "wrong template")
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(
+    "mistake", ["shuffled answers", "damaged weights", "doubled BOS", "wrong template"]
+)
 def test_mistakes_that_lower_the_share_are_named_with_their_causes(
     mistake, trained, tmp_path, caplog, capsys
 ):
     target, corpus = planted(trained, mistake)
-    with caplog.at_level(logging.WARNING):
-        run(target, corpus, tmp_path / "data", **TRAINED)
+    changes = {**TRAINED, "on_policy": True, "sampling_temperature": 0.0}
+    with pytest.raises(ConfigError, match="did not write these answers"):
+        run(target, corpus, tmp_path / "data", **changes)
+    assert not list((tmp_path / "data").glob("shards/*.arrow"))
+    with caplog.at_level(logging.WARNING):  # without the label the same directory is taken
+        manifest = run(target, corpus, tmp_path / "data", **TRAINED)
     assert "on a sample of" in caplog.text
     for command in (["inspect", str(tmp_path / "data")], ["verify", str(tmp_path / "data")]):
         assert main(command) == 0
         text = capsys.readouterr().out
         for cause in ("template", "doubled BOS", "shuffled", "wrongly configured weights"):
             assert cause in text, command
-    manifest = Manifest.read(tmp_path / "data" / "manifest.json")
     assert manifest.agreement.total.first_choice < 0.9 * 273
     assert manifest.policy == "off-policy"
 
@@ -184,19 +186,6 @@ def test_sound_answers_are_named_on_policy_and_raise_no_warning(trained, tmp_pat
     assert main(["verify", str(tmp_path / "data"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["warnings"] == []
     assert "| own.jsonl | 273 | 100.0% |" in (tmp_path / "data" / "README.md").read_text()
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_on_policy_that_a_sample_contradicts_is_refused_before_the_first_shard(
-    mistake, trained, tmp_path
-):
-    target, corpus = planted(trained, mistake)
-    changes = {**TRAINED, "on_policy": True, "sampling_temperature": 0.0}
-    with pytest.raises(ConfigError, match="did not write these answers"):
-        run(target, corpus, tmp_path / "data", **changes)
-    assert not list((tmp_path / "data").glob("shards/*.arrow"))
-    # Without the label the same directory is taken.
-    assert run(target, corpus, tmp_path / "data", **TRAINED).policy == "off-policy"
 
 
 def test_samples_of_the_target_are_on_policy_at_their_temperature_only(trained, tmp_path):
