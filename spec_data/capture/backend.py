@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spec_data.capture.hooks import States
-from spec_data.models.spread import Spread
+from spec_data.models.target_options import Spread
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.shards.packing import row_layout
 from spec_data.shards.position_data import Positions

@@ -45,7 +45,7 @@ from spec_data.models.quantisation import loaded_quantisation
 from spec_data.models.reading import load_config
 from spec_data.models.resolve import resolve_model
 from spec_data.models.rope_factors import fix_rope_factors
-from spec_data.models.spread import Spread
+from spec_data.models.target_options import Spread
 from spec_data.shards import packing
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import choose_layers

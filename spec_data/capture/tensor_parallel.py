@@ -26,7 +26,7 @@ from torch import Tensor
 from spec_data.capture.backend import BackendOptions
 from spec_data.capture.hooks import States
 from spec_data.capture.model import Target
-from spec_data.models.spread import Spread, processes
+from spec_data.models.target_options import Spread, processes
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.position_data import Positions
 

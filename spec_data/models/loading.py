@@ -25,7 +25,7 @@ from spec_data.models.placement import is_offloaded, shares_weight
 from spec_data.models.quantisation import check_quantisation
 from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import resolve_model
-from spec_data.models.spread import Spread
+from spec_data.models.target_options import Spread
 from spec_data.models.weight_files import weight_files
 from spec_data.shards.errors import ConfigError, TargetError
 from spec_data.shards.files import cache_directory

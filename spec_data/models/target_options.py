@@ -1,17 +1,44 @@
 """How a target is loaded and run: the options that several commands share. No torch here."""
 
+import json
+import os
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from msgspec import Meta
 
-from spec_data.models.spread import Spread, parse_spread
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal.types import JsonObject, Positive, more
 
 RUNNING = more("how the target runs")
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+_POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How a target is spread over devices; without any of these, it lies on --device.
+
+    Attributes:
+        device_map: a policy of accelerate, or a device by module name ("cpu" and "disk" offload).
+        max_memory: what each device may hold of the weights, by GPU number or "cpu".
+        tensor_parallel: every layer is split over the processes of torchrun.
+    """
+
+    device_map: str | dict[str, Any] | None = None
+    max_memory: dict[int | str, Any] | None = None
+    tensor_parallel: bool = False
+
+    @property
+    def is_one_device(self) -> bool:
+        """Whether the whole target lies on one device."""
+        return self.device_map is None and not self.tensor_parallel
+
+
+def processes() -> int:
+    """Return the number of processes that torchrun started for this command; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 @Parameter(name="*")
@@ -63,8 +90,31 @@ class EngineOptions(DeviceOptions):
 
     @property
     def spread(self) -> Spread:
-        """How the target lies on devices."""
-        return parse_spread(self.device_map, self.max_memory, self.tp_plan)
+        """How the target lies on devices.
+
+        Raises:
+            ConfigError: the options contradict each other, or --device-map is neither a policy nor
+                JSON.
+        """
+        if self.device_map is None and self.max_memory:
+            raise ConfigError("--max-memory goes with --device-map; add it")
+        if self.device_map is not None and self.tp_plan is not None:
+            raise ConfigError("--tp-plan and --device-map exclude each other; choose one")
+        table: Any = self.device_map
+        if self.device_map is not None and self.device_map not in _POLICIES:
+            try:
+                table = json.loads(self.device_map)
+            except ValueError:
+                table = None
+            if not isinstance(table, dict):
+                raise ConfigError(
+                    f"--device-map {self.device_map}: expected {', '.join(_POLICIES)} or a JSON "
+                    'object such as {"model": 0, "lm_head": "cpu"}; for one device, use --device'
+                )
+        memory = {int(k) if k.isdigit() else k: v for k, v in (self.max_memory or {}).items()}
+        return Spread(
+            device_map=table, max_memory=memory or None, tensor_parallel=self.tp_plan is not None
+        )
 
     def check(self) -> None:
         """Refuse options that contradict each other; their types are checked by the command.

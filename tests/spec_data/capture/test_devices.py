@@ -15,7 +15,7 @@ import torch
 from spec_data.capture.model import Target
 from spec_data.capture.tensor_parallel import leading
 from spec_data.models import loading
-from spec_data.models.spread import Spread
+from spec_data.models.target_options import Spread
 from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine
@@ -93,8 +93,7 @@ def test_weights_are_read_to_their_device(tmp_path, monkeypatch):
         given.update(options)
         raise Reached
 
-    auto = loading._auto_class(tiny_model("llama").config)
-    monkeypatch.setattr(auto, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     monkeypatch.setattr(loading, "usable_device", torch.device)
     monkeypatch.setattr(loading, "check_devices", lambda *_: None)
     for device, expected in (("cuda:1", {"": torch.device("cuda:1")}), ("cpu", None)):
