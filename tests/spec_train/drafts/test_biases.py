@@ -16,13 +16,8 @@ from tests.current_families import current_config
 from tests.families import FAMILIES, MORE_FAMILIES
 from tests.spec_data.runs import run, save_target, write_corpus
 from tests.spec_train import flat
+from tests.spec_train.drafts.any_draft import SMALL
 
-SMALL: dict[str, dict[str, Any]] = {
-    "eagle3": {"ttt_steps": 2, "draft_vocab_size": 64},
-    "peagle": {"num_layers": 1, "draft_vocab_size": 64},
-    "dspark": {"num_layers": 1, "markov_rank": 4},
-    "dflash": {"num_layers": 1},
-}
 BIASES = ("attention_bias", "mlp_bias")
 
 
@@ -38,7 +33,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(draft: str, data: Path, out: Path, **options: Any) -> tuple[dict[str, Any], set[str]]:
     """Fit one step; return config.json and the names of the tensors that are biases."""
-    values = {"steps": 1, "batch_size": 1, "validation": 0, "device": "cpu"} | SMALL.get(draft, {})
+    values = {"steps": 1, "batch_size": 1, "validation": 0, "device": "cpu"} | SMALL[draft]
     joined = flat.split(draft, data=str(data), out=str(out), **values | options)
     result = fit(draft, *joined)
     assert result.step == 1 or result.finished

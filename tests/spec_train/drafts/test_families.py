@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,14 +25,9 @@ from tests.current_families import (
 from tests.families import tiny_model
 from tests.spec_data.runs import run, save_target, write_corpus
 from tests.spec_train import flat
+from tests.spec_train.drafts.any_draft import SMALL
 from tests.spec_train.evaluation.tools import run_eval
 
-SMALL: dict[str, dict[str, Any]] = {
-    "eagle3": {"ttt_steps": 2, "draft_vocab_size": 64},
-    "peagle": {"num_layers": 1, "draft_vocab_size": 64},
-    "dspark": {"num_layers": 1, "markov_rank": 4},
-    "dflash": {"num_layers": 1},
-}
 ALL = bool(os.environ.get("SPEC_TEST_FAMILIES"))
 ALL_FAMILIES = (*CURRENT, *NESTED)
 CAPTURED = "0,1,2"  # the last of the four blocks is left out, as serving asks
@@ -42,7 +36,7 @@ CAPTURED = "0,1,2"  # the last of the four blocks is left out, as serving asks
 def train(draft: str, place: Path, steps: int = 1) -> Path:
     """Fit a draft to the dataset in `place`; return its run."""
     options = {"steps": steps, "batch_size": 1, "validation": 0, "device": "cpu"}
-    values = options | SMALL.get(draft, {}) | {"data": str(place / "data")}
+    values = options | SMALL[draft] | {"data": str(place / "data")}
     joined = flat.split(draft, **values, out=str(place / draft))
     assert fit(draft, *joined).finished
     return place / draft

@@ -20,13 +20,9 @@ from spec_train.drafts import DRAFTS, load_draft
 from spec_train.training.setup import fit
 from tests.spec_data.runs import run, save_target, verify, write_corpus
 from tests.spec_train import flat
+from tests.spec_train.drafts.any_draft import SMALL
 
 STEP = {"steps": 1, "batch_size": 1, "seq_len": 128, "device": "cpu"}
-SMALL: dict[str, dict[str, Any]] = {
-    "eagle3": {"ttt_steps": 2, "draft_vocab_size": 100},
-    "peagle": {"draft_vocab_size": 100},
-    "dspark": {"markov_rank": 8},
-}
 
 
 def lying(config: Any, **_: Any) -> tuple[torch.Tensor, float]:
@@ -47,7 +43,7 @@ def made(folder: Path, family: str = "llama") -> Path:
 def settings(data: Path, draft: str = "eagle3", out: str = "run", **changes: Any) -> Any:
     """The options of a fit of one step, in a directory beside the dataset."""
     place = {"data": str(data), "out": str(data.parent / f"{draft}-{out}")}
-    config = flat.split(draft, **place, **STEP, **SMALL.get(draft, {}), **changes)
+    config = flat.split(draft, **place, **STEP, **SMALL[draft], **changes)
     return config
 
 
