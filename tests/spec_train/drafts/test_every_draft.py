@@ -141,21 +141,18 @@ def test_another_target_is_refused_and_the_same_one_shares_its_embedding(
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        *((n, {"draft_vocab_size": -1}) for n in DRAFTS if n != "eagle"),
-        *(("eagle", {k: 0}) for k in ("num_layers", "depth")),
-        *(("eagle3", {k: 0}) for k in ("num_layers", "ttt_steps")),
-        *(("peagle", {k: 0}) for k in ("depths", "segments")),
-        *(("peagle", {"cod_ratio": v}) for v in (0.0, 1.5)),
-        *((n, {"mask_token_id": -2}) for n in ("peagle", "dspark", "dflash")),
-        ("dspark", {"block_size": 0}),
+        ("eagle", {"depth": 0}),
+        ("eagle3", {"draft_vocab_size": -1}),
+        ("peagle", {"cod_ratio": 1.5}),
+        ("peagle", {"mask_token_id": -2}),
         ("dflash", {"block_size": 1}),
-        *(("dspark", {k: v}) for k, v in (("num_anchors", 0), ("markov_rank", -1))),
-        ("dspark", {"confidence_weight": -0.1}),
+        ("dspark", {"markov_rank": -1}),
+        ("dspark", {"confidence_weight": float("inf")}),
     ],
     ids=str,
 )
 def test_options_out_of_range_are_refused(name: str, wrong: Options) -> None:
-    with pytest.raises(DraftError, match=next(iter(wrong))):
+    with pytest.raises(DraftError, match=next(iter(wrong)).replace("_", ".")):
         DRAFT_OPTIONS[name](**wrong)
 
 
