@@ -11,7 +11,7 @@ import spec_data
 from spec_data.generation.setup import make_plan
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.object_store import object_store
-from tests.spec_data.runs import options, run, save_target, setup_of, write_corpus
+from tests.spec_data.runs import ON_CPU, options, run, save_target, setup_of, write_corpus
 from tests.spec_train import flat
 from tests.spec_train.training.tools import metrics
 
@@ -58,7 +58,7 @@ def test_a_capture_travels_and_trains_the_same_draft(store, corpora, tmp_path):
     planned = sum(plan.unit_bytes(unit, setup.columns) for unit in range(len(plan.units)))
     run(target, corpora[0], f"{url}/a", **given)
     assert bytes_of(f"{url}/a") == planned
-    assert not spec_data.verify(f"{url}/a", target=str(target), samples=2, device="cpu").failures
+    assert not spec_data.verify(f"{url}/a", target=str(target), samples=2, running=ON_CPU).failures
     store.get("bucket/a/", str(a), recursive=True)
 
     run(target, corpora[1], b, **given)
@@ -68,10 +68,10 @@ def test_a_capture_travels_and_trains_the_same_draft(store, corpora, tmp_path):
     result = spec_data.recode(both, small, "lm4c")
     assert result.documents == 36 and bytes_of(small) < bytes_of(a) + bytes_of(b) + bytes_of(c)
 
-    assert not spec_data.verify(small, target=str(target), samples=4, device="cpu").failures
+    assert not spec_data.verify(small, target=str(target), samples=4, running=ON_CPU).failures
 
     store.put(str(small), "bucket/grown", recursive=True)
-    assert not spec_data.verify(f"{url}/grown", samples=2, device="cpu").failures
+    assert not spec_data.verify(f"{url}/grown", samples=2, running=ON_CPU).failures
     here = flat.fit("eagle3", small, tmp_path / "here", **FIT)
     there = flat.fit("eagle3", f"{url}/grown", tmp_path / "there", **FIT)
     assert here.validation and here.validation == there.validation

@@ -86,7 +86,8 @@ COMMAND = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3"]
 
 
 def command(config: Training) -> list[str]:
-    words = words_of(Training, dataclasses.asdict(config))
+    given = {k: v for k, v in dataclasses.asdict(config).items() if k != "follow_timeout"}
+    words = words_of(Training, given)  # follow_timeout has no flag
     return [*COMMAND, *words, *["--ttt-steps", "2", "--draft-vocab-size", "40"]]
 
 
