@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 
-import numpy as np
 import pytest
 import torch
 
@@ -197,12 +196,6 @@ def test_documents_that_capture_leaves_out_keep_their_place(source, tmp_path, mo
     }
     assert followed.read_into(place, out) == length
     assert not out["loss_mask"].any() and not out["hidden.L2"].any() and out["input_ids"].any()
-    arrays = {name: np.ones_like(values.numpy()) for name, values in out.items()}
-    assert followed.read_into(place, arrays) == length
-    assert all(np.array_equal(arrays[name], values.numpy()) for name, values in out.items())
-    neighbour = followed.read_into(place + 1, {"hidden.L2": out["hidden.L2"].new_ones(200, 32)})
-    row = stored.doc_ids.index(followed.doc_ids[place + 1])
-    assert neighbour == stored.lengths[row]
     assert run(config_of(data, tmp_path / "after")).finished
     assert_same_run(tmp_path / "beside", tmp_path / "after")
 

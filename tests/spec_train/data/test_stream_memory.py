@@ -1,10 +1,7 @@
 """What the stream may touch and take: unread columns never, memory as much as its ring."""
 
 import ctypes
-import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -59,51 +56,6 @@ def test_the_pages_of_columns_that_are_not_read_are_never_touched(path, poisoned
     _, error = reading.communicate()
     expected = -signal.SIGSEGV if poisoned in STATES else 0
     assert reading.returncode == expected, error[-2000:]
-
-
-# -- memory ---------------------------------------------------------------------------------------
-
-
-MEMORY = """
-import json, sys
-from pathlib import Path
-import numpy as np
-sys.path.insert(0, {scripts!r})
-from synthetic import synthetic_dataset
-from spec_train.data.order import BatchPlan
-from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.data.stream import BatchStream
-
-def anonymous_bytes():
-    line = next(x for x in open("/proc/self/status") if x.startswith("RssAnon"))
-    return 1024 * int(line.split()[1])
-
-path = Path({path!r})
-for documents in (100, 400):  # 5 and 20 MB
-    lengths = np.full(documents, 100)
-    synthetic_dataset(path / str(documents), lengths, hidden=64, shard_tokens=4096)
-peaks = []
-for documents in (100, 100, 400):  # the first warms up the process
-    dataset = HiddenStatesDataset(path / str(documents))
-    usable = np.ones(documents, bool)
-    plan = BatchPlan(dataset.lengths, usable, seq_len=256, packs_per_batch=2)
-    columns = [c for c in dataset.columns if c.startswith(("hidden", "target"))]
-    stream = BatchStream(dataset, plan, columns, batch_size=2)
-    peak, before = 0, anonymous_bytes()
-    for _ in stream.take(plan.count_batches(0)):
-        peak = max(peak, anonymous_bytes() - before)
-    peaks.append(peak)
-    size = sum(f.stat().st_size for f in (path / str(documents) / "shards").iterdir())
-print(json.dumps([peaks, size]))
-"""
-
-
-def test_anonymous_memory_does_not_grow_with_the_dataset(tmp_path):
-    program = MEMORY.format(scripts=str(SCRIPTS), path=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    (_, small, large), size = json.loads(done.stdout)
-    assert size > 18_000_000
-    assert large - small < 3_000_000, (small, large)
 
 
 # -- views ----------------------------------------------------------------------------------------
