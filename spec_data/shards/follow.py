@@ -8,6 +8,7 @@ holds those that capture left out because their states were not usable. They kee
 the order, and are read as documents without a supervised token.
 """
 
+import bisect
 import json
 import logging
 import threading
@@ -113,7 +114,7 @@ class FollowedDataset(HiddenStatesDataset):
                 "generate` first"
             )
         self._seal: Manifest | None = None
-        self._left_out: set[int] = set()  # documents without states, of the units that are used
+        self._left_out: dict[int, list[int]] = {}  # unit -> documents without states, ascending
         self._plan: PlannedDocuments | None = None  # those whose tokens can be read before states
         self._plan_rows: dict[int, int] | None = None  # document -> its number there; None: equal
         self._wait(self._begun, f"`spec-data generate --out {path}` to begin", threading.Event())
@@ -273,7 +274,7 @@ class FollowedDataset(HiddenStatesDataset):
                 f"{file}: not the shard that was written (its checksum differs); delete it and its "
                 f"record {WORK}/{unit_name(unit)}.json, and run `spec-data generate` again"
             )
-        self._left_out.update(left_out)
+        self._left_out[unit] = sorted(left_out)
         rows = np.setdiff1d(np.arange(self.units[unit], self.units[unit + 1]), left_out)
         index = IndexRows(
             first=int(self.units[unit]),
@@ -291,7 +292,7 @@ class FollowedDataset(HiddenStatesDataset):
         """Return the shard of a document that is not left out, and its row there."""
         unit = self.unit_of(index)
         shard, first = self._unit(unit), int(self.units[unit])
-        return shard, index - first - sum(first <= n < index for n in self._left_out)
+        return shard, index - first - bisect.bisect_left(self._left_out[unit], index)
 
     def read_into(
         self,
@@ -309,8 +310,9 @@ class FollowedDataset(HiddenStatesDataset):
         row = index if self._plan_rows is None else self._plan_rows.get(index)
         states = bool(out.keys() - {"input_ids", MASK})
         if states or self._plan is None or row is None:
-            self._unit(self.unit_of(index))
-            if index not in self._left_out:
+            unit = self.unit_of(index)
+            self._unit(unit)
+            if index not in self._left_out[unit]:
                 return super().read_into(index, out, start, length)
         complete = int(self.lengths[index])
         count = complete if length is None else min(length, complete)
