@@ -4,6 +4,7 @@ For tests that kill, stop or watch the work of a command. What only a fresh proc
 points, imports, terminals) is tested with real commands elsewhere.
 """
 
+import atexit
 import faulthandler
 import logging
 import os
@@ -44,6 +45,7 @@ class Forked:
         self.pid = os.fork()
         if self.pid == 0:
             _become(work, *(file.fileno() for file in self._files))
+        atexit.register(self.kill)  # of a failed test: it holds the pipes of the test run open
 
     def poll(self) -> int | None:
         """Return the exit code, -N after signal N, or None while the process runs."""
@@ -107,9 +109,7 @@ def _become(work: Callable[[], int], output: int, error: int) -> None:
     """In the child: work, and end without pytest's clean-up."""
     code = 1
     try:
-        torch.set_num_threads(
-            1
-        )  # a fork has none of its parent's OpenMP threads and waits for them
+        torch.set_num_threads(1)  # a fork waits for its parent's OpenMP threads, which it has not
         os.dup2(output, 1)
         os.dup2(error, 2)
         sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1) for n in (1, 2))
