@@ -150,14 +150,3 @@ def test_every_command_names_the_next_one_and_it_runs(data, tmp_path, capsys):
     command = next_command(capsys.readouterr().err)
     assert command == ["spec-train", "export", "--draft", str(out)]
     assert main(command[1:]) == 0
-
-
-def test_the_command_after_an_export_serves_the_draft():
-    from spec_train.evaluation.exporting import _serve_words
-    from spec_train.formats.draft_card import Serving
-
-    serving = Serving("E", ("convert T", 'serve T --config \'{"model": "O"}\''))
-    words = _serve_words(Path("O"), [serving, Serving("F", ("other",))])
-    assert words == ["serve", "T", "--config", '{"model": "O"}']
-    for found in ([], [Serving("P", ("import t", "t.run()"), language="python")]):
-        assert _serve_words(Path("O"), found) == ["spec-train", "export", "--draft", "O"]
