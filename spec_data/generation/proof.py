@@ -7,7 +7,6 @@ resumed run captures in the same way.
 import hashlib
 import json
 import logging
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from spec_data.generation.sample_check import check_agreement
 from spec_data.generation.setup import Setup, backend_options, find_positions
 from spec_data.generation.target_files import manifest_draft, save_target_files
 from spec_data.generation.transfers import copy_streams
+from spec_data.models.identify import versions
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.errors import RunError
 from spec_data.shards.files import dump_json, write_once
@@ -179,14 +179,14 @@ def _check_running(
 
 def running_facts(target: TargetBackend, batch_tokens: int) -> dict[str, Any]:
     """Return what a run captures with, as the manifest records it."""
-    about = target.describe()
+    about, here = target.describe(), versions()
     return {
         "device": about["devices"],
         "batch_tokens": batch_tokens,
         "backend": about["backend"],
         "backend_version": about["backend_version"],
-        "torch": torch.__version__.split("+")[0],
-        "machine": platform.machine(),
+        "torch": here["torch"],
+        "machine": here["machine"],
     }
 
 

@@ -8,7 +8,6 @@ once. `Fitting` says which drafts can be fitted.
 
 import json
 import logging
-import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from transformers import PreTrainedTokenizerBase
 
-import spec_data
 from spec_data.capture.backend import BackendOptions, TargetBackend, vllm_version
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
@@ -48,10 +44,8 @@ from spec_data.models.devices import device_type
 from spec_data.models.engines import engine_warnings
 from spec_data.models.families import registered
 from spec_data.models.fitted_shape import check_sizes, fitted_shape
-from spec_data.models.identify import identify, target_table, tokenizer_table
-from spec_data.models.quantisation import check_quantisation
-from spec_data.models.reading import load_config, load_tokenizer, text_config
-from spec_data.models.resolve import resolve_model
+from spec_data.models.identify import TargetFiles, read_target, versions
+from spec_data.models.reading import text_config
 from spec_data.models.rope_factors import check_choice, chosen_factors
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import (
@@ -155,12 +149,10 @@ class StoredStates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class Setup(TargetFiles):
     """The target and tokenizer on disk, the columns of the dataset, and the options.
 
     Attributes:
-        target, tokenizer_id: the manifest's `target` and `tokenizer`.
-        identity: the manifest's `identity`, without what is known after rendering and loading.
         layers: layer ids, ascending.
         draft_layers: those that each draft of --for reads.
         sources: the corpus.
@@ -169,12 +161,6 @@ class Setup:
         stored: the states that are read instead of captured; None: none.
     """
 
-    model_dir: Path
-    model_config: Any
-    tokenizer: PreTrainedTokenizerBase
-    target: dict[str, Any]
-    tokenizer_id: dict[str, Any]
-    identity: dict[str, Any]
     layers: tuple[int, ...]
     draft_layers: dict[str, tuple[int, ...]]
     columns: tuple[Column, ...]
@@ -208,43 +194,27 @@ def set_up(
     """
     if options.backend == "vllm" and weights:
         vllm_version()  # it is missing: say so before anything is read
-    model_dir, commit = resolve_model(target, options.revision, weights)
-    model_config = load_config(model_dir, options.trust_remote_code)
-    if weights:
-        check_quantisation(target, model_config)  # before the corpus is read
-    text = text_config(model_config)
+    kwargs, trust = options.chat_template_kwargs or {}, options.trust_remote_code
+    files = read_target(target, options.revision, kwargs, trust, weights=weights)
+    text = text_config(files.model_config)
     layers, draft_layers = choose_layers(
         comma_list(options.layers), options.drafts, text.num_hidden_layers
     )
-    tokenizer = load_tokenizer(model_dir, options.trust_remote_code)
-    identity = identify(
-        model_dir,
-        config=model_config,
-        tokenizer=tokenizer,
-        template_kwargs=options.chat_template_kwargs or {},
-        weights=weights,
-    )
-    table = target_table(target, model_dir, commit, model_config, identity)
     top = int(options.supervision.partition(":")[2] or 0)
     if top > text.vocab_size:
         raise ConfigError(
             f"--supervision {options.supervision}: the target has {text.vocab_size} logits per "
             "token; ask for fewer"
         )
-    check_choice(options.rope_factors, model_config)
-    options = within_context(options, model_config)
+    check_choice(options.rope_factors, files.model_config)
+    options = within_context(options, files.model_config)
     return Setup(
-        model_dir=model_dir,
-        model_config=model_config,
-        tokenizer=tokenizer,
-        target=table,
-        tokenizer_id=tokenizer_table(tokenizer, identity),
-        identity=identity,
+        **vars(files),
         layers=layers,
         draft_layers=draft_layers,
         columns=token_columns(
             tuple(layers),
-            table["hidden_size"],
+            text.hidden_size,
             options.supervision,
             text.vocab_size,
             aux_codec=options.codecs["aux"],
@@ -254,7 +224,7 @@ def set_up(
         ),
         vocab_size=text.vocab_size,
         sources=tuple(sources),
-        options=with_recorded_sampling(options, sources, identity),
+        options=with_recorded_sampling(options, sources, files.identity),
     )
 
 
@@ -370,12 +340,7 @@ def settings(setup: Setup, reports: Iterable[SourceRecord]) -> dict[str, Any]:
         "on_policy": options.on_policy,
         "sampling_temperature": options.sampling_temperature,
         "converted": setup.stored.settings if setup.stored else None,
-        "versions": {
-            "spec_data": spec_data.__version__,
-            "torch": torch.__version__.split("+")[0],
-            "transformers": transformers.__version__,
-            "machine": platform.machine(),
-        },
+        "versions": versions(),
     }
     return {name: value for name, value in table.items() if value is not None}
 

@@ -1,15 +1,23 @@
 """Make the identity of a target and its prompts: every fact that decides states and token ids.
 
-`spec_data.shards.identity` describes the table of facts and compares two of them. The tables
-`target` and `tokenizer` of a manifest are made from the same facts.
+`spec_data.shards.identity` describes the table of facts and compares two of them.
 """
 
 import json
+import platform
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+import spec_data
+from spec_data.models.quantisation import check_quantisation
 from spec_data.models.reading import load_config, load_tokenizer, text_config
+from spec_data.models.resolve import resolve_model
 from spec_data.models.weight_files import weights_hash
 from spec_data.shards.errors import SpecDataError, TargetError
 from spec_data.shards.files import read_object, sha256_json
@@ -81,16 +89,53 @@ def identify_files(directory: Path, trust: bool = False) -> tuple[dict[str, Any]
     return facts, problems
 
 
-def target_table(
-    name: str, directory: Path, commit: str | None, config: Any, facts: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the manifest's `target`, of the transformers configuration and the identity.
+@dataclass(frozen=True, kw_only=True)
+class TargetFiles:
+    """What is known of a target without its weights.
 
-    `name` is the target as the user wrote it; of a local path (`commit` None), the last part of the
-    resolved `directory` is stored.
+    Attributes:
+        model_config: the transformers configuration.
+        identity: see `identify`.
+        target, tokenizer_id: the manifest's `target` and `tokenizer`.
     """
-    text = text_config(config)
-    return {
+
+    model_dir: Path
+    model_config: Any
+    tokenizer: PreTrainedTokenizerBase
+    identity: dict[str, Any]
+    target: dict[str, Any]
+    tokenizer_id: dict[str, Any]
+
+
+def read_target(
+    name: str,
+    revision: str | None,
+    template_kwargs: dict[str, Any],
+    trust: bool,
+    *,
+    weights: bool,
+) -> TargetFiles:
+    """Find a target and read its configuration and its tokenizer.
+
+    `name` is a directory or a Hub id, `revision` one of the Hub. Without `weights`, they are
+    neither downloaded nor hashed.
+
+    Raises:
+        MissingError, TargetError, ConfigError: there is no such model, or it cannot be used.
+    """
+    directory, commit = resolve_model(name, revision, weights)
+    config = load_config(directory, trust)
+    if weights:
+        check_quantisation(name, config)  # before gigabytes are hashed
+    text, tokenizer = text_config(config), load_tokenizer(directory, trust)
+    facts = identify(
+        directory,
+        config=config,
+        tokenizer=tokenizer,
+        template_kwargs=template_kwargs,
+        weights=weights,
+    )
+    target = {
         "name": name if commit else directory.resolve().name,
         "revision": commit,
         "architectures": facts["architectures"],
@@ -101,15 +146,29 @@ def target_table(
         "config_hash": facts["config_hash"],
         "weights_hash": facts["weights_hash"],
     }
-
-
-def tokenizer_table(tokenizer: Any, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the manifest's `tokenizer`: hashes of tokenizer and chat template, and the kwargs."""
-    return {
+    tokenizer_id = {
         "hash": facts["tokenizer_hash"],
         "chat_template_hash": facts["chat_template_hash"],
         "chat_template_kwargs": facts["chat_template_kwargs"],
         "size": len(tokenizer),
+    }
+    return TargetFiles(
+        model_dir=directory,
+        model_config=config,
+        tokenizer=tokenizer,
+        identity=facts,
+        target=target,
+        tokenizer_id=tokenizer_id,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Return the releases that compute states and answers, and the kind of machine."""
+    return {
+        "spec_data": spec_data.__version__,
+        "torch": torch.__version__.split("+")[0],
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
     }
 
 

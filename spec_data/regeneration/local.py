@@ -30,10 +30,9 @@ from spec_data.corpus.documents import RenderError
 from spec_data.corpus.template import EndTokens, Template
 from spec_data.generation.plan import end_token_ids
 from spec_data.generation.setup import context_length
-from spec_data.models.identify import identify, target_table, tokenizer_table
+from spec_data.models.identify import read_target
 from spec_data.models.loading import load_model
-from spec_data.models.reading import load_config, load_tokenizer, text_config
-from spec_data.models.resolve import resolve_model
+from spec_data.models.reading import text_config
 from spec_data.regeneration.conversations import (
     TRUNCATED,
     Answer,
@@ -82,19 +81,14 @@ class ChatTarget:
         *,
         weights: bool,
     ) -> None:
-        self.directory, commit = resolve_model(name, revision, weights)
-        config = load_config(self.directory, trust_remote_code)
-        self.tokenizer = load_tokenizer(self.directory, trust_remote_code)
+        kwargs = dict(template_kwargs)
+        files = read_target(name, revision, kwargs, trust_remote_code, weights=weights)
+        self.directory, self.tokenizer = files.model_dir, files.tokenizer
         self._template = Template(self.tokenizer, template_kwargs)
         self._template.warn_of_the_date()
         self.stops = tuple(sorted(EndTokens(self._template, end_token_ids(self.directory)).stops))
-        self._context = context_length(text_config(config))
-        given: dict[str, Any] = {"config": config, "tokenizer": self.tokenizer, "weights": weights}
-        identity = identify(self.directory, template_kwargs=dict(template_kwargs), **given)
-        self.facts = {
-            "target": target_table(name, self.directory, commit, config, identity),
-            "tokenizer": tokenizer_table(self.tokenizer, identity),
-        }
+        self._context = context_length(text_config(files.model_config))
+        self.facts = {"target": files.target, "tokenizer": files.tokenizer_id}
 
     def prompt(
         self, conversation: Conversation, answers: Sequence[Answer], limit: int

@@ -12,20 +12,16 @@ of a run without a kill, if the answers have: neither file holds a time or a pat
 import hashlib
 import json
 import logging
-import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-import spec_data
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sampling_record import FAILURES, FORMAT, read_record, record_path
 from spec_data.corpus.sources import expected_rows
+from spec_data.models.identify import versions
 from spec_data.regeneration.conversations import (
     TRUNCATED,
     Answer,
@@ -278,12 +274,7 @@ def _write(
             for name, value in vars(counts).items()
         },
         "failed": failed[:FAILURES],
-        "versions": {
-            "spec_data": spec_data.__version__,
-            "torch": torch.__version__.split("+")[0],
-            "transformers": transformers.__version__,
-            "machine": platform.machine(),
-        },
+        "versions": versions(),
     }
     write_atomically(record_path(out), dump_json(record))
     return record
