@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -134,7 +134,7 @@ def generate_into(
         done.
     """
     from spec_data.generation.ray_engine import capture_on_ray
-    from spec_data.generation.setup import announce_drafts
+    from spec_data.generation.setup import announce_drafts, check_still_planned
     from spec_data.generation.target_files import other_files
     from spec_data.generation.units import (
         check_free_space,
@@ -142,7 +142,7 @@ def generate_into(
         explained_failures,
         finished_unit,
     )
-    from spec_data.generation.workers import worker_lock
+    from spec_data.generation.workers import planning_lock, worker_lock
     from spec_data.models.devices import check_devices
     from spec_data.shards.errors import SpecDataError
 
@@ -155,9 +155,12 @@ def generate_into(
         check_devices(setup.options.device, setup.options.spread.device_map)
     directory = output.directory
     try:
-        with worker_lock(directory, str(worker)), explained_failures(directory):
+        with ExitStack() as locks, explained_failures(directory):
             # Corpus -> documents -> plan. Made once; other workers, and later runs, read it.
             plan = output.plan(setup)
+            with planning_lock(directory):
+                locks.enter_context(worker_lock(directory, str(worker)))
+                check_still_planned(directory, plan)
             mine = worker.units(len(plan.units))
             todo = [unit for unit in mine if finished_unit(directory, unit) is None]
             if todo:

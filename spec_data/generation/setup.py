@@ -52,6 +52,7 @@ from spec_data.shards.errors import (
     ConfigError,
     DatasetError,
     DraftError,
+    RunError,
     TargetError,
 )
 from spec_data.shards.files import dump_json, remove, remove_left_of
@@ -397,7 +398,8 @@ def refuse_changes(changed: list[str], where: Path | str) -> None:
 # The process that makes the plan holds OUT/.generate/plan.lock; the others wait for it, and then
 # read the plan. A run that fails before its first shard (a wrong target, too many top logits)
 # leaves a plan, which must not block the directory for other settings: it is replaced if no unit is
-# finished and no other worker is running.
+# finished and no worker is running. A worker takes its lock while it holds plan.lock, and then
+# looks whether its plan is still there, so none is replaced while a worker uses it.
 
 
 def make_plan(setup: Setup, folder: Path | None = None) -> Plan:
@@ -434,8 +436,7 @@ def make_plan(setup: Setup, folder: Path | None = None) -> Plan:
 def find_plan(setup: Setup, out: Path) -> Plan:
     """Load the plan of `out`, or make and save it, or wait for the process that makes it.
 
-    The caller holds the lock of its worker. A plan with other settings is replaced if nothing was
-    captured with it.
+    A plan with other settings is replaced if nothing was captured with it.
 
     Raises:
         ConfigError: `out` holds data made with other settings.
@@ -452,7 +453,7 @@ def find_plan(setup: Setup, out: Path) -> Plan:
             changed = changed_settings(setup, saved.settings)
             if not changed:
                 return load_plan(work)
-            if any(work.glob("unit-*.json")) or len(running_workers(work)) > 1:
+            if any(work.glob("unit-*.json")) or running_workers(work):
                 refuse_changes(changed, out)
             logger.warning(
                 "the settings changed, so the plan is made again (nothing was captured yet):\n  %s",
@@ -464,6 +465,20 @@ def find_plan(setup: Setup, out: Path) -> Plan:
         plan = make_plan(setup, work)
         save_plan(work, plan)
         return plan
+
+
+def check_still_planned(out: Path, plan: Plan) -> None:
+    """Check that `plan` is still the saved one; the caller holds the lock of the plan.
+
+    Raises:
+        RunError: another command has replaced the plan since this worker read it.
+    """
+    saved = read_plan_record(out / WORK)
+    if saved is None or saved.settings != plan.settings:
+        raise RunError(
+            f"{out}: another command is making a plan with other settings in this directory; run "
+            "this command again, or choose another --out"
+        )
 
 
 def refuse_other_files(out: Path) -> None:

@@ -176,13 +176,17 @@ def device_of(worker: Worker, device: str, gpus: int) -> str:
 # leftovers of its own units, and would remove what the other one is writing.
 #
 # A worker first takes its own lock and then looks at the locks of the others, so of two that start
-# at the same moment at least one sees the other. It holds its lock from before the plan until its
-# last unit is written.
+# at the same moment at least one sees the other.
 
 
 @contextmanager
 def planning_lock(out: Path) -> Iterator[None]:
-    """Hold the lock of the plan of `out`; wait for it."""
+    """Hold the lock of the plan of `out`, which is made if it does not exist; wait for it.
+
+    Raises:
+        ConfigError: the directory cannot be made.
+    """
+    make_directory("--out", out / WORK)
     lock = FileLock(out / WORK / "plan.lock", thread_local=False)
     try:
         held = lock.acquire(timeout=0)
@@ -198,10 +202,9 @@ def worker_lock(out: Path, worker: str) -> Iterator[None]:
     """Hold the lock of worker "i/n" in `out`; it is released even if the process dies.
 
     Raises:
-        ConfigError: the directory cannot be made.
         RunError: another process holds this worker's lock, or that of a worker with another n.
     """
-    make_directory("--out", out / WORK)
+    (out / WORK).mkdir(parents=True, exist_ok=True)
     file = out / WORK / f"worker-{worker.replace('/', '-of-')}.lock"
     busy = (
         f"{out}: another process is running worker {worker} here; wait for it, or start each "

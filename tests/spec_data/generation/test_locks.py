@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from filelock import FileLock
 
+from spec_data.generation import setup
 from spec_data.generation.finalize import finalize
 from spec_data.generation.setup import find_plan
 from spec_data.generation.workers import running_workers, worker_lock
@@ -30,8 +32,7 @@ with worker_lock(Path(sys.argv[1]), sys.argv[2]):
 def test_a_worker_lock_holds_between_processes_and_ends_with_a_kill(target, corpus, tmp_path):
     """Also where a process that the worker forked lives on, such as one that renders."""
     out = tmp_path / "data"
-    with worker_lock(out, "0/2"):
-        find_plan(setup_of(**options(target, corpus, out)), out)
+    find_plan(setup_of(**options(target, corpus, out)), out)
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(out), "1/2"], stdout=subprocess.PIPE, text=True
     )
@@ -43,17 +44,39 @@ def test_a_worker_lock_holds_between_processes_and_ends_with_a_kill(target, corp
             worker_lock(out, "1/2"),
         ):
             pass
-        with pytest.raises(ConfigError, match="other settings"), worker_lock(out, "0/2"):
+        with pytest.raises(ConfigError, match="other settings"):
             find_plan(setup_of(**options(target, corpus, out, layers="1,3")), out)
     finally:
         process.kill()  # SIGKILL: the process has no chance to release anything
         process.wait()
     try:
-        with worker_lock(out, "1/2"):
-            find_plan(setup_of(**options(target, corpus, out, layers="1,3")), out)
+        find_plan(setup_of(**options(target, corpus, out, layers="1,3")), out)
     finally:
         os.kill(child, signal.SIGKILL)
         process.stdout.close()
+
+
+def test_workers_that_start_together_replace_a_plan_that_nothing_was_captured_with(
+    target, corpus, tmp_path, monkeypatch, caplog
+):
+    caplog.set_level("INFO")
+    out, given = tmp_path / "data", {"layers": "1,3", "max_shard_size": "20KB"}
+    find_plan(setup_of(**options(target, corpus, out)), out)
+    ended, original = [], setup.make_plan
+    other = threading.Thread(
+        target=lambda: ended.append(run(target, corpus, out, workers="1/2", **given))
+    )
+
+    def together(*args):
+        other.start()
+        while "waiting for it" not in caplog.text:
+            time.sleep(0.01)
+        return original(*args)
+
+    monkeypatch.setattr(setup, "make_plan", together)
+    ended.append(run(target, corpus, out, workers="0/2", **given))
+    other.join()
+    assert len(ended) == 2 and any(ended) and HiddenStatesDataset(out).manifest.layers == (1, 3)
 
 
 def test_running_workers_with_another_n_are_refused(target, corpus, tmp_path):
