@@ -258,7 +258,6 @@ class Trainer:
             grad_norm=self._grad_norm,
             counts=self._counts,
         )
-        self._hold_weights()
         self.ranks.assemble(self._loss)
         message = None
         if self.saver.directory is not None:

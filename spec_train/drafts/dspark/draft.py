@@ -543,7 +543,7 @@ def _sums(
         sums["kind_weight"] = ce_weights.sum()
     if forecasts is not None:
         confidence = forecasts.confidence.double()
-        index = (confidence * BINS).long().clamp(max=BINS - 1)  # [R]
+        index = (confidence * BINS).long().clamp(0, BINS - 1)  # [R]; a nan has any
         zero = torch.zeros(BINS, dtype=torch.float64, device=confidence.device)
         sums |= {
             "confidence_number": zero.index_add(0, index, w),

@@ -9,8 +9,9 @@ import torch
 from spec_data.shards.errors import RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
+from spec_train.options.draft_options import draft_options
 from spec_train.options.training import Training
-from spec_train.training.setup import make_splits
+from spec_train.training.setup import fit, make_splits
 from tests import factory
 from tests.spec_train.training.tools import change, run
 
@@ -55,9 +56,11 @@ def test_a_stored_infinity_is_named_with_document_shard_token_and_module(
     assert f"spec-data verify {data}" in text
 
 
-def test_a_learning_rate_that_is_too_large_shows_in_modules_and_not_in_states(config):
+@pytest.mark.parametrize("draft", ["eagle3", "dspark"])  # dspark: forecasts are sorted into bins
+def test_a_learning_rate_that_is_too_large_shows_in_modules_and_not_in_states(config, draft):
     with pytest.raises(RunError, match="Their stored states are finite") as error:
-        run(change(config, lr=1e30, clip=0.0, save_every=100))
+        large = change(config, lr=1e30, clip=0.0, save_every=100)
+        fit(draft, large, draft_options(draft)())
     assert "the first values that are not finite: the output of " in str(error.value)
     assert "lower --lr" in str(error.value)
 
