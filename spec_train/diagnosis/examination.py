@@ -139,11 +139,6 @@ def examine(
 
 # -- the draft's files -----------------------------------------------------------------------------
 
-_SPECIAL = {  # loggers whose warnings are a failure of their own
-    "spec_train.formats.vocabulary_maps": "vocabulary-map",
-    "spec_train.formats.layer_order": "layer-order",
-}
-
 
 def _read_checked(
     folder: Path, facts: TargetFacts
@@ -167,8 +162,8 @@ def _read_checked(
     doubts = []
     for record in said:
         text = record.getMessage().removeprefix("warning: ")
-        if record.name in _SPECIAL:
-            checks.append(judged(_SPECIAL[record.name], [text]))
+        if failure := getattr(record, "failure", None):  # one with a page of its own
+            checks.append(judged(failure, [text]))
         elif "no seal" not in text:
             doubts.append(text)
     clear = "the files say everything that decides what is computed"

@@ -13,12 +13,14 @@ are not.
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import (
     as_block_inputs,
     eagle3_layers,
@@ -36,7 +38,6 @@ from spec_train.formats.flat import (
     sizes_of_weights,
     switches_of,
 )
-from spec_train.formats.layer_order import sort_states
 from spec_train.formats.names import (
     BLOCK_INPUT_KEY,
     CLASSES,
@@ -76,6 +77,9 @@ _WHAT = {"eagle": "an EAGLE-1/2 draft", "eagle3": "an EAGLE-3 draft", "peagle": 
 _WHAT |= dict.fromkeys(("dspark", "dflash"), "a DSpark or DFlash draft")
 _NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _ANCHOR, _NON_CAUSAL = "sample_from_anchor", "sliding_window_non_causal"
+_STATE_COLUMNS = ("fc.weight", "input_norm.weight", "mask_hidden")
+"""Tensors whose last dimension is the concatenated states."""
+_ONE_NORM = re.compile(r"fc_norm\.(\d+)\.weight")
 _BIAS = "fc.bias"
 _LAYER = r"(?:midlayer|layers\.\d+)"
 _FIRST = ("midlayer.", "layers.0.")
@@ -251,7 +255,7 @@ def _eagle3(
     vocab, draft_vocab = shape["vocab_size"], shape["draft_vocab_size"]
     full = vocab == draft_vocab
     tensors = own_vocabulary(tensors, vocab, draft_vocab, files.weights_path)
-    layers, tensors = sort_states(
+    layers, tensors = _sort_states(
         tensors, _aux_layers(files, target), files.config_path, collected=collected
     )
     tensors, biases = _with_all_biases(tensors, files)
@@ -326,6 +330,47 @@ def _aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
         "contains no layer ids; engines then derive them from the target's number of decoder "
         "blocks. Pass the target with --target DIR"
     )
+
+
+def _sort_states(
+    tensors: dict[str, Tensor], layers: Sequence[int], where: str, *, collected: bool = False
+) -> tuple[tuple[int, ...], dict[str, Tensor]]:
+    """Return the layer ids of a file in ascending order, and its tensors sorted with them.
+
+    Our drafts concatenate states by ascending layer id. A draft with another order computes the
+    same as one whose parts of `fc`, `fc_norm`, `input_norm` and `mask_hidden` are sorted with them.
+    If the trainer has `collected` the states during one forward pass of its target, they are in
+    ascending order, also if the ids are not. `where` is the path of config.json, for messages.
+    """
+    if len(set(layers)) != len(layers):
+        raise DraftError(f"{where}: layers {list(layers)} repeat an id; each layer is read once")
+    order = sorted(range(len(layers)), key=lambda i: layers[i])
+    ascending = tuple(layers[i] for i in order)
+    if ascending == tuple(layers) or collected:
+        return ascending, tensors
+    log.warning(
+        "warning: %s: layers %s are not ascending. The parts of fc are taken to have the order of "
+        "the file, as llama.cpp does, and were sorted; vLLM and SGLang would pass ascending states "
+        "to the unsorted parts. An export is read alike by all engines",
+        *(where, list(layers)),
+        extra={"failure": "layer-order"},
+    )
+    result = dict(tensors)
+    for name in _STATE_COLUMNS:
+        if name not in tensors:
+            continue
+        if tensors[name].shape[-1] % len(order):
+            raise DraftError(
+                f"{where}: {name} has {tensors[name].shape[-1]} columns, which are not equal parts "
+                f"for {len(order)} layers"
+            )
+        parts = tensors[name].chunk(len(order), dim=-1)
+        result[name] = torch.cat([parts[i] for i in order], dim=-1).contiguous()
+    norms = {int(m[1]): n for n in tensors if (m := _ONE_NORM.fullmatch(n))}
+    for number, source in enumerate(order):
+        if source in norms:
+            result[f"fc_norm.{number}.weight"] = tensors[norms[source]]
+    return ascending, result
 
 
 def _with_all_biases(
@@ -494,7 +539,7 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
     confident = bool(raw.get("enable_confidence_head"))
     heads = bool(raw.get("markov_rank")) or confident
     anchor = _anchor(files, dflash, heads)
-    layers, tensors = sort_states(
+    layers, tensors = _sort_states(
         files.tensors, raw["target_layer_ids"], files.config_path, collected=collected
     )
     config = shape_of(files) | switches_of(files)

@@ -99,6 +99,7 @@ def target_ids(d2t: Tensor | None, t2d: Tensor | None, vocab: int, size: int, wh
                 "warning: %s: d2t is all zero, so the draft vocabulary is the tokens 0 to %d. Some "
                 "trainers leave it so if no vocabulary was chosen",
                 *(where, size - 1),
+                extra={"failure": "vocabulary-map"},
             )
         return offsets
     if other_fault := _fault(values, vocab, chosen):
@@ -111,6 +112,7 @@ def target_ids(d2t: Tensor | None, t2d: Tensor | None, vocab: int, size: int, wh
         "warning: %s: d2t holds token ids instead of offsets; engines add the number of the row, "
         "and then propose other tokens. It is read as ids; an export writes offsets",
         where,
+        extra={"failure": "vocabulary-map"},
     )
     return values
 
