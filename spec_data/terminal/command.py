@@ -321,9 +321,10 @@ class Program:
             except CycloptsError as error:
                 error.verbose = False
                 message = str(error).strip()
-                missing = error.argument if isinstance(error, MissingArgumentError) else None
-                if missing is not None and not missing.tokens:
-                    message = f"missing option {missing.name}"
+                if isinstance(error, MissingArgumentError) and error.keyword:
+                    message = f"{error.keyword} needs a value"
+                elif isinstance(error, MissingArgumentError) and error.argument is not None:
+                    message = f"missing option {error.argument.name}"
                 return self._refuse(chain, message[:1].lower() + message[1:])
             given.update(call.arguments)
             result = entry.function(*call.args, **call.kwargs)

@@ -58,7 +58,7 @@ def _json_object(_: Any, tokens: Sequence[cyclopts.Token]) -> dict[str, Any]:
     return value
 
 
-_SEVERAL = Parameter(consume_multiple=True)
+_SEVERAL = Parameter(consume_multiple=1)
 ONE_TOKEN = Parameter(converter=_one_text, n_tokens=1, allow_leading_hyphen=True)
 """The note of a text that may begin with a dash or look like a number, such as -1,3."""
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from spec_data.pages.page import WrittenPage
 
 Places = Annotated[
-    Sequence[AnyPath] | AnyPath, Parameter(consume_multiple=True), Parameter(metavar="RUN")
+    Sequence[AnyPath] | AnyPath, Parameter(consume_multiple=1), Parameter(metavar="RUN")
 ]
 
 

@@ -44,7 +44,7 @@ class Training:
     data: Annotated[
         Sequence[str] | str,
         Holds(dataset="read"),
-        Parameter(metavar="DIR[:WEIGHT]", consume_multiple=True),
+        Parameter(metavar="DIR[:WEIGHT]", consume_multiple=1),
     ]
     """Dataset that `spec-data generate` has written: a directory, or a URL such as s3://bucket/data
     (docs/remote.md). Several are mixed: DIR:2 shows each document twice per epoch, DIR:0.25 every

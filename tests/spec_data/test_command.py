@@ -150,6 +150,8 @@ def test_the_command_line_and_python_give_the_same_arguments(program, capsys):
         ([*REQUIRED, "--for", ""], "is a shell variable not set?"),
         ([*REQUIRED, "--for", "s3://x/y"], "s3://"),
         (REQUIRED[:-2], "missing option --out"),
+        ([*REQUIRED, "--limit"], "error: --limit needs a value"),
+        ([*REQUIRED, "--source"], "error: --source needs a value"),
         (
             ["fit", "chain", "--data", "x", "--out", "r", "--block-size", "3"],
             "unknown option --block-size",
