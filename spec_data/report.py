@@ -206,7 +206,7 @@ def _positions_text(positions: PositionsRecord) -> str:
 def agreement_text(manifest: Manifest) -> str:
     """How often supervised tokens are the target's first choice, per source, and what is odd."""
     if manifest.agreement is None:
-        return "agreement with the target: not recorded (a view of a part of a source)"
+        return "agreement with the target: not recorded (a merge, part of a source or other masks)"
     stated = manifest.sampling_temperature
     temperature = 1.0 if stated is None else stated
     notes = [

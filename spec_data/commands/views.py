@@ -93,8 +93,7 @@ def merge(data: Datasets, out: Directory) -> "WrittenDataset":
     """Write a view of the documents of several datasets of one target, each once.
 
     It has the columns that all have. Where their codecs or decoding tables differ, a column is
-    decoded to bf16 as it is read. A run on the first dataset goes on with the view: pass more
-    --steps.
+    decoded to bf16 as it is read.
 
     Examples:
         spec-data merge data/a data/b --out data/both

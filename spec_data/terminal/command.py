@@ -412,7 +412,7 @@ class Program:
         function = next(iter(entries.values()))
         variant = (getattr(function, "__defaults__", None) or (None,))[-1]
         text = _description(function)[0]
-        if chain in entries and dataclasses.is_dataclass(variant):
+        if len(chain) > 1 and dataclasses.is_dataclass(variant):
             text = inspect.getdoc(variant) or ""
         return text.partition("\n\n")[0].replace("\n", " ")
 

@@ -210,7 +210,7 @@ def _compare_first_choices(
         first, tokens = (sum(c[i] for c in counts.values()) for i in (0, 1))
         findings.passed(
             f"{first / max(tokens, 1):.1%} of {tokens:,} supervised tokens are the target's first "
-            "choice; their NLL is not recorded (a view of a part of a source)"
+            "choice; their NLL is not recorded (a merge, part of a source or other masks)"
         )
         return
     measured = dataset.manifest.agreement.sources

@@ -231,6 +231,16 @@ def test_help_has_first_options_in_one_screen_and_all_on_request(program, capsys
     assert "A block of drafted tokens." in capsys.readouterr().out
 
 
+def test_the_summary_of_a_command_is_not_that_of_its_options(program, capsys):
+    @command
+    def run(out: Directory, options: Chain = Chain()) -> None:
+        """Run it."""
+
+    program.add(run)
+    assert program.main(["-h"]) == 0
+    assert "Run it." in capsys.readouterr().out
+
+
 def test_an_interrupt_says_what_is_kept_and_how_to_resume(capsys, caplog):
     @command
     def slow(out: Directory) -> None:
