@@ -34,6 +34,7 @@ _FEW = 512  # rows that are mapped before other processes start
 _ROWS, _BYTES = 64, 1 << 20  # of a chunk
 _MOST = 16  # processes by default: one process cannot read for more
 _SECONDS = 600.0  # for a chunk: chat templates are programs, and one may not end
+_LAST_SECONDS = 5.0  # for chunks in work when nobody wants their results any more
 
 
 def default_processes() -> int:
@@ -72,16 +73,18 @@ def _in_pool(
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(), work))
     submitted = _submitted(chunks, pool)
+    under_way: deque[tuple[Chunk, Future[list[RowResult]]]] = deque()
     try:
-        under_way = deque(islice(submitted, 2 * processes + 2))
+        under_way.extend(islice(submitted, 2 * processes + 2))
         while under_way:
-            chunk, future = under_way.popleft()
+            chunk, future = under_way[0]
             if not wait([future], _SECONDS).done:
                 raise CorpusError(
                     f"{chunk[0].where} to {chunk[-1].where}: not rendered in {_SECONDS:g} s; the "
                     "chat template of the target's tokenizer may not end at one of these rows"
                 )
             results = future.result()
+            under_way.popleft()
             under_way.extend(islice(submitted, 1))
             yield from zip(chunk, results, strict=True)
     except BrokenProcessPool:
@@ -90,6 +93,8 @@ def _in_pool(
             "command again with fewer processes (--num-proc), or with a smaller --max-row-bytes"
         ) from None
     finally:
+        # The pool would wait for the rest of an answer whose process is killed.
+        wait([future for _, future in under_way if not future.cancel()], _LAST_SECONDS)
         for process in set(multiprocessing.active_children()) - others:
             process.kill()
         pool.shutdown(cancel_futures=True)

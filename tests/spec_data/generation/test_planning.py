@@ -177,16 +177,15 @@ def test_a_template_that_never_ends_and_a_storage_that_does_not_answer(monkeypat
 
 
 ENDLESS = """
-import sys, time
+import sys
 from argparse import Namespace
 from spec_data.terminal.console import run_cli
 from spec_data.corpus import in_order as pool
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import RawRow, RowResult
-pool._FEW = 1
-def work(row):
-    time.sleep(0.01)
-    return RowResult()
+pool._FEW, pool._ROWS = 1, 4
+def work(row):  # its result is still being sent when it is asked for no more
+    return RowResult(made=bytes(10**6))
 def render():
     rows = (RawRow(0, "", "", i) for i in range(10**9))
     for n, _ in enumerate(pool.in_order(rows, work, 2)):
