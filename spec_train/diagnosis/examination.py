@@ -4,6 +4,7 @@ The order is files, target, dataset, conventions. A rule that another room has i
 its result gets the name of the failure that it is.
 """
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
@@ -93,7 +94,8 @@ def examine(
     served = None if target is None else find_target(target)
     facts = served or TargetFacts()
     if dataset is not None and facts.embedding is None:
-        facts = target_facts(dataset)
+        with contextlib.suppress(SpecDataError):  # `verify` names the damage
+            facts = target_facts(dataset)
     loaded, files, more = _read_checked(folder, facts)
     checks += more
     if loaded is not None and files is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spec_data.models.families import block_count, text_table
-from spec_data.shards.errors import ConfigError, DatasetError, DraftError, SpecDataError
+from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.even_sample import even_sample
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.packing import pack_documents
@@ -159,18 +159,14 @@ def read_pack(
 
 def target_facts(dataset: HiddenStatesDataset) -> TargetFacts:
     """Return what a dataset tells of its target, for drafts whose files leave it to the target."""
-    raw = dataset.target_config()
-    try:
-        tensors = load_head_tensors(dataset.path)
-    except SpecDataError:  # `verify` names the damage
-        tensors = {}
+    raw, tensors = dataset.target_config(), load_head_tensors(dataset.path)
     return TargetFacts(
         name=dataset.manifest.target.name,
         architectures=tuple(raw.get("architectures") or ()),
         num_layers=block_count(raw),
         max_positions=text_table(raw).get("max_position_embeddings"),
-        embedding=tensors.get("embed_tokens"),
-        head=tensors.get("lm_head"),
+        embedding=tensors["embed_tokens"],
+        head=tensors["lm_head"],
     )
 
 

@@ -1,13 +1,15 @@
 """`spec-train eval`: the acceptance simulated on a dataset equals that of real decoding."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import write_record
 from spec_train.data.order import SPLIT_RULE, split_border
@@ -145,6 +147,18 @@ def test_a_dataset_of_another_target_or_without_a_layer_is_refused(workplace, tm
         config = dict(draft=str(workplace / "draft"), data=str(tmp_path / name), device="cpu")
         with pytest.raises(DraftError, match=said):
             run_eval(config)
+
+
+def test_a_damaged_head_is_named_and_not_a_draft_that_shares_it(workplace, data, tmp_path):
+    shutil.copytree(data, tmp_path / "data")
+    (tmp_path / "data" / "target" / "head.safetensors").write_bytes(b"")
+    config = json.loads((workplace / "draft" / "config.json").read_text())
+    del config["spec_train"]  # as a published draft, whose files may lack what the target has
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    save_file({"fc.weight": torch.zeros(1)}, tmp_path / "draft" / "model.safetensors")
+    with pytest.raises(DatasetError, match=r"head\.safetensors: changed or damaged"):
+        run_eval(dict(draft=str(tmp_path / "draft"), data=str(tmp_path / "data"), device="cpu"))
 
 
 @pytest.mark.parametrize(
