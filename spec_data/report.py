@@ -122,14 +122,14 @@ def counts_rows(counts: Mapping[str, Any]) -> list[tuple[str, int]]:
     share = {WITH_SYSTEM: f" ({with_system / max(with_system + others, 1):.0%})"}
     less = f" ({counts['tokens_cut']:,} tokens less)" if counts["tokens_cut"] else ""
     return [
-        ("corpus rows read", counts.get("read", counts.get("rows", 0))),
+        ("corpus rows read", counts["read"]),
         ("  bad rows", counts["bad_rows"]),
         *((f"  not rendered: {name}", n) for name, n in counts["unrendered"].items()),
         *((f"  {name}{share.get(name, '')}", n) for name, n in ways.items()),
         ("documents rendered", counts["rendered"]),
         *((f"  dropped: {name}", n) for name, n in counts["dropped"].items()),
         (f"  cut at the maximal length{less}", counts["cut"]),
-        ("  tail tokens trimmed", counts.get("tail_tokens_trimmed", 0)),
+        ("  tail tokens trimmed", counts["tail_tokens_trimmed"]),
         ("documents kept", counts["rendered"] - sum(counts["dropped"].values())),
     ]
 

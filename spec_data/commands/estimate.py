@@ -3,7 +3,7 @@
 import inspect
 import logging
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,6 +108,8 @@ def estimated(
     setup: "Setup", plan: "Plan", drafts: "Fitting", out: Path, probe: "Probe | None" = None
 ) -> "EstimateResult":
     """Return the sizes of the dataset of a plan; `out` says which disk is meant."""
+    from msgspec import structs
+
     from spec_data.generation.target_files import other_files
     from spec_data.report import column_rows, counts_text, draft_facts, draft_rows
     from spec_data.results import EstimateResult, skipped_rows
@@ -115,6 +117,7 @@ def estimated(
     from spec_data.terminal.text_table import text_table
 
     tokens, predicting = plan.tokens, plan.documents.predicting
+    counts = structs.asdict(plan.counts)
     shards = sum(plan.unit_bytes(unit, setup.columns) for unit in range(len(plan.units)))
     other = other_files(setup, plan)
     needed = shards + sum(other.values())
@@ -155,12 +158,12 @@ def estimated(
         bytes_free=free,
         fits=needed <= free,
         dropped=plan.counts.dropped,
-        skipped_rows=skipped_rows(asdict(plan.counts)),
+        skipped_rows=skipped_rows(counts),
         probe=probe,
         text="\n\n".join(
             [
                 "drafts that can be fitted\n  " + "\n  ".join(drafts.lines),
-                counts_text(vars(plan.counts), tokens),
+                counts_text(counts, tokens),
                 column_rows(setup.columns, tokens, predicting),
                 *([draft_rows(reads)] if reads else []),
                 text_table(lines),

@@ -44,6 +44,7 @@ from transformers import PreTrainedTokenizerBase
 from spec_data.corpus.documents import (
     CUT_ANSWERS,
     EMPTY_THOUGHTS,
+    LEFT_OUT,
     UNENDED,
     WITH_SYSTEM,
     WITHOUT_SYSTEM,
@@ -116,8 +117,6 @@ class Renderer:
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             raise render_error(record, "unforeseen", message) from error
-        for kind, count in result.left_out.items():
-            result.counts[f"left out by the template: {kind}"] = count
         result.counts, result.dropped = +result.counts, +result.dropped
         if record.messages is not None:
             result.kwargs = kwargs_text(self.template.kwargs_of(record))
@@ -168,7 +167,8 @@ class Renderer:
         result.counts[UNENDED] = sum(token not in self.eot_token_ids for token in ends)
         system = any(m.get("role") in ("system", "developer") for m in messages)
         result.system = WITH_SYSTEM if system else WITHOUT_SYSTEM
-        result.left_out = chat.left_out(whole)
+        for kind, count in chat.left_out(whole).items():
+            result.counts[f"{LEFT_OUT}{kind}"] = count
         return result
 
     def _supervisable(self, record: Record, answers: list[int], result: Rendering) -> list[int]:

@@ -20,8 +20,11 @@ class RenderError(CorpusError):
     """A record has no document; `reason` is a short slug under which it is counted."""
 
     def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+        super().__init__(reason, message)  # as it is pickled
+        self.reason, self.message = reason, message
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def broken(self) -> bool:
@@ -77,6 +80,7 @@ WITHOUT_SYSTEM = "conversations without a system message"
 CUT_ANSWERS = "answers cut at a limit of tokens, their end not supervised"
 UNENDED = "turns without an end-of-turn token"
 EMPTY_THOUGHTS = "empty think blocks, not supervised"
+LEFT_OUT = "left out by the template: "
 """Names of counts that are read again."""
 
 
@@ -89,7 +93,6 @@ class Rendering:
         documents: one, or one per assistant turn.
         counts: messages and turns that were left out, cut or completed, by what happened to them.
         dropped: turns without a document, by reason; a record without any document is an error.
-        left_out: what the template left out, by kind ("developer messages").
         system: how a conversation is counted by its system message; "" for other records.
         kwargs: the template kwargs of a conversation, its own included, as JSON text.
     """
@@ -98,7 +101,6 @@ class Rendering:
     documents: list[Document] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
-    left_out: Counter[str] = field(default_factory=Counter)
     system: str = ""
     kwargs: str | None = None
 

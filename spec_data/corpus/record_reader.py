@@ -20,7 +20,7 @@ compressed ones for .gz), in a pass of their own after the rows, also where `lim
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -221,11 +221,6 @@ class CorpusReader:
         if report.unused_columns:
             names = printable(", ".join(report.unused_columns))
             logger.info("%s: columns that are not used: %s", report.path, names)
-        if report.template_left_out:
-            parts = ", ".join(
-                f"{n:,} {kind}" for kind, n in sorted(report.template_left_out.items())
-            )
-            logger.warning("%s: the chat template leaves out %s", report.path, parts)
 
     def _count(self, row: RawRow, result: RowResult) -> None:
         report = self.reports[-1]
@@ -253,12 +248,6 @@ class CorpusReader:
         new = add_example(examples, self._stored(str(error)))
         if new and not (error.broken or self.quiet):
             logger.info("row left out (%s): %s", error.reason, printable(str(error)))
-
-    def count_left_out(self, parts: Mapping[str, int]) -> None:
-        """Count what the template left out of the record that was yielded last, by kind."""
-        counts = self.reports[-1].template_left_out
-        for kind, count in parts.items():
-            counts[kind] = counts.get(kind, 0) + count
 
     def _broken(self, message: str) -> None:
         """Count a bad row and store an example of it; raise if too many rows are bad."""

@@ -22,7 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,10 +35,10 @@ import pyarrow.compute as pc
 from spec_data.corpus.chat import Renderer, RenderError
 from spec_data.corpus.documents import (
     CUT_ANSWERS,
+    LEFT_OUT,
     UNENDED,
     Document,
     RenderCounts,
-    Rendering,
 )
 from spec_data.corpus.in_order import default_processes, in_order
 from spec_data.corpus.record_reader import (
@@ -55,7 +55,13 @@ from spec_data.shards.errors import CorpusError, DatasetError, TargetError
 from spec_data.shards.files import dump_json, read_object, sha256_file, write_atomically
 from spec_data.shards.identity import count_kwargs
 from spec_data.shards.packing import pack_documents
-from spec_data.shards.schema import Column, SourceRecord, mask_counts, predicts_supervised
+from spec_data.shards.schema import (
+    Column,
+    CountsRecord,
+    SourceRecord,
+    mask_counts,
+    predicts_supervised,
+)
 from spec_data.shards.writer import ShardStream, UnitData, shard_bytes
 from spec_data.terminal.option_values import parse_size
 from spec_data.terminal.progress import progress
@@ -133,38 +139,11 @@ _ROWS, _BATCH_BYTES = 4096, 32 << 20  # of documents that are written together
 _LITTLE = 0.01  # of the tokens: fewer that are cut off need no warning
 
 
-@dataclass
-class DocumentCounts:
-    """What happened to every corpus row and every document.
-
-    Attributes:
-        rows: corpus rows read; bad_rows: those that could not be parsed.
-        unrendered: rows without a document, by reason; unrendered_examples: the first of each.
-        rendered: documents; dropped: documents that were dropped, by reason.
-        cut: documents that were cut to the maximum length; tokens_cut: tokens lost by it.
-        tail_tokens_trimmed: tokens after the last supervised token that were removed.
-        rendering: rows by the method that proved their turns, and counts of what was left out.
-        kwargs_used: chats by the template kwargs that rendered them (see shards.identity).
-    """
-
-    rows: int = 0
-    bad_rows: int = 0
-    unrendered: dict[str, int] = field(default_factory=dict)
-    unrendered_examples: dict[str, list[str]] = field(default_factory=dict)
-    rendered: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    cut: int = 0
-    tokens_cut: int = 0
-    tail_tokens_trimmed: int = 0
-    rendering: dict[str, int] = field(default_factory=dict)
-    kwargs_used: dict[str, int] = field(default_factory=dict)
-
-
 def count_warnings(counts: Mapping[str, Any], tokens: int) -> list[str]:
     """Return what in the counts of a corpus misleads a draft, in words.
 
     Args:
-        counts: the fields of `DocumentCounts`, as a plan or a manifest has them.
+        counts: the fields of `CountsRecord`.
         tokens: those that are kept.
     """
     warnings = []
@@ -180,6 +159,10 @@ def count_warnings(counts: Mapping[str, Any], tokens: int) -> list[str]:
             "them, and the target's generation_config.json names none that can be appended "
             "(eos_token_id). A draft never learns to stop there"
         )
+    for name, count in rendering.items():
+        if name.startswith(LEFT_OUT):
+            kind = name.removeprefix(LEFT_OUT)
+            warnings.append(f"the chat template leaves out {count:,} {kind}: no draft sees them")
     return warnings
 
 
@@ -291,12 +274,18 @@ class PlannedDocuments:
 
 
 class PlanWriter:
-    """Write truncated documents to a plan file, without duplicates, and count them."""
+    """Write truncated documents to a plan file, without duplicates, and count them.
+
+    Attributes:
+        rendered: documents; cut: those that were cut to the maximum length.
+        tokens_cut: tokens lost by it; tail_tokens_trimmed: those after the last supervised token.
+        dropped: documents that were dropped, by reason.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         """Write to `folder`; None: to a temporary one, removed with the documents."""
-        self.counts = DocumentCounts()
-        self._dropped: Counter[str] = Counter()
+        self.rendered = self.cut = self.tokens_cut = self.tail_tokens_trimmed = 0
+        self.dropped: Counter[str] = Counter()
         self._digests: set[bytes] = set()
         self._waiting: list[TruncatedDocument] = []
         self._bytes = 0
@@ -310,15 +299,15 @@ class PlanWriter:
         Raises:
             OSError: the disk is full.
         """
-        self.counts.rendered += 1
-        self.counts.cut += document.cut > 0
-        self.counts.tokens_cut += document.cut
-        self.counts.tail_tokens_trimmed += document.tail
+        self.rendered += 1
+        self.cut += document.cut > 0
+        self.tokens_cut += document.cut
+        self.tail_tokens_trimmed += document.tail
         if document.dropped is not None:
-            self._dropped[document.dropped] += 1
+            self.dropped[document.dropped] += 1
             return
         if document.digest in self._digests:
-            self._dropped["duplicate"] += 1
+            self.dropped["duplicate"] += 1
             return
         self._digests.add(document.digest)
         self._waiting.append(document)
@@ -349,38 +338,32 @@ class PlanWriter:
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def count_rows(self, reader: CorpusReader, rendering: RenderCounts) -> None:
-        """Count what `reader` has read and how its rows were rendered.
+    def counts(self, reader: CorpusReader, rendering: RenderCounts) -> CountsRecord:
+        """Return all counts, with what `reader` has read and how its rows were rendered.
 
         Documents that were dropped while rendering were never passed to `add`.
         """
-        counts = self.counts
-        counts.rows = sum(r.rows for r in reader.reports)
-        counts.bad_rows = sum(r.bad for r in reader.reports)
-        counts.unrendered = dict(sorted(reader.refused.items()))
-        counts.unrendered_examples = dict(sorted(reader.refused_examples.items()))
-        counts.rendering = dict(rendering.methods + rendering.systems + rendering.counts)
-        counts.kwargs_used = count_kwargs(rendering.kwargs_used)
-        counts.rendered += sum(rendering.dropped.values())
-        self._dropped.update(rendering.dropped)
+        return CountsRecord(
+            read=sum(r.rows for r in reader.reports),
+            bad_rows=sum(r.bad for r in reader.reports),
+            unrendered=dict(sorted(reader.refused.items())),
+            unrendered_examples=dict(sorted(reader.refused_examples.items())),
+            rendered=self.rendered + sum(rendering.dropped.values()),
+            dropped=dict(sorted((self.dropped + rendering.dropped).items())),
+            cut=self.cut,
+            tokens_cut=self.tokens_cut,
+            tail_tokens_trimmed=self.tail_tokens_trimmed,
+            rendering=dict(rendering.methods + rendering.systems + rendering.counts),
+        )
 
     def finish(self) -> PlannedDocuments:
-        """Complete the file and the counts, and return the documents.
+        """Complete the file and return the documents, at least one.
 
         Raises:
-            CorpusError: no document is left.
             OSError: the disk is full.
         """
         self._write()
-        counts = self.counts
-        counts.dropped = dict(sorted((+self._dropped).items()))
         record = self._stream.finish()
-        if not record.tokens:
-            self.discard()
-            raise CorpusError(
-                f"no document is left to capture: {counts.rows} rows read, {counts.bad_rows} bad, "
-                f"not rendered {counts.unrendered or 'none'}, dropped {counts.dropped or 'none'}"
-            )
         documents = PlannedDocuments(self._file, record.sha256)
         if self._temporary is not None:
             weakref.finalize(documents, shutil.rmtree, self._temporary, ignore_errors=True)
@@ -390,32 +373,20 @@ class PlanWriter:
 # -- rendering a corpus ----------------------------------------------------------------------------
 
 
-class RenderedRow(NamedTuple):
-    """What a row became: truncated documents, or the reason why it has none.
-
-    Attributes:
-        rendering: what is to be counted; its documents are those of `documents`.
-        documents: the truncated documents.
-        refused: (reason, message) of the RenderError of a row without documents.
-    """
-
-    rendering: Rendering | None = None
-    documents: tuple[TruncatedDocument, ...] = ()
-    refused: tuple[str, str] = ("", "")
-
-
 def render_row(renderer: Renderer, max_length: int, row: RawRow) -> RowResult:
-    """Parse, render and truncate one row, in any process."""
-    parsed = parsed_row(row, parse_row)
-    if parsed.bad is not None:
-        return parsed
-    try:
-        rendering = renderer.render(parsed.made)
-        documents = tuple(truncate(d, max_length) for d in rendering.documents)
-        rendered = RenderedRow(replace(rendering, documents=[]), documents)
-    except RenderError as error:
-        rendered = RenderedRow(refused=(error.reason, str(error)))
-    return replace(parsed, made=rendered)
+    """Parse, render and truncate one row, in any process.
+
+    The result has a `Rendering` without its documents, and these truncated; or a RenderError.
+    """
+    result = parsed_row(row, parse_row)
+    if result.bad is None:
+        try:
+            rendering = renderer.render(result.made)
+            documents = [truncate(d, max_length) for d in rendering.documents]
+            result.made = replace(rendering, documents=[]), documents
+        except RenderError as error:
+            result.made = error
+    return result
 
 
 def render_corpus(
@@ -424,7 +395,7 @@ def render_corpus(
     max_length: int,
     processes: int = 0,
     folder: Path | None = None,
-) -> tuple[PlannedDocuments, DocumentCounts, list[dict[str, Any]]]:
+) -> tuple[PlannedDocuments, CountsRecord, dict[str, int], list[dict[str, Any]]]:
     """Render all rows of `reader`.
 
     Args:
@@ -435,35 +406,41 @@ def render_corpus(
         folder: receives plan.arrow; None: a temporary folder, removed with the documents.
 
     Returns:
-        The documents, their counts, and the manifest's entry of each source.
+        The documents, their counts, how many of them were rendered with which template kwargs (see
+        `shards.identity`), and the manifest's entry of each source.
 
     Raises:
         CorpusError: the corpus cannot be read, too many rows are bad, or no document is left.
         RunError: a process ended.
     """
-    writer, counts = PlanWriter(folder), RenderCounts()
+    writer, rendered = PlanWriter(folder), RenderCounts()
     total = expected_rows(reader.sources, reader.limit)
     work, processes = partial(render_row, renderer, max_length), processes or default_processes()
     rows = reader.results(lambda rows: in_order(rows, work, processes))
     try:
         with closing(rows) as results:
             for result in progress(results, desc="render", unit="rows", total=total):
-                row: RenderedRow = result.made
-                if row.rendering is None:
-                    reader.refuse(RenderError(*row.refused))
+                if isinstance(result.made, RenderError):
+                    reader.refuse(result.made)
                     continue
-                counts.count(row.rendering, len(row.documents))
-                reader.count_left_out(row.rendering.left_out)
-                for document in row.documents:
+                rendering, documents = result.made
+                rendered.count(rendering, len(documents))
+                for document in documents:
                     writer.add(document)
-        writer.count_rows(reader, counts)
-        documents = writer.finish()
+        counts = writer.counts(reader, rendered)
+        if counts.rendered == sum(counts.dropped.values()):
+            raise CorpusError(
+                f"no document is left to capture: {counts.read} rows read, {counts.bad_rows} bad, "
+                f"not rendered {counts.unrendered or 'none'}, dropped {counts.dropped or 'none'}"
+            )
+        planned = writer.finish()
     except BaseException:
         writer.discard()
         raise
-    for warning in count_warnings(asdict(writer.counts), int(documents.offsets[-1])):
+    for warning in count_warnings(msgspec.structs.asdict(counts), int(planned.offsets[-1])):
         logger.warning("warning: %s", warning)
-    return documents, writer.counts, [corpus_entry(r) for r in reader.reports]
+    kwargs_used = count_kwargs(rendered.kwargs_used)
+    return planned, counts, kwargs_used, [corpus_entry(r) for r in reader.reports]
 
 
 def end_token_ids(directory: Path) -> list[int]:
@@ -496,14 +473,15 @@ class Plan:
     """The documents, the units [first, last) that partition them, and how they came about.
 
     Attributes:
-        documents, counts, corpus: see `render_corpus`.
+        documents, counts, kwargs_used, corpus: see `render_corpus`.
         units: of consecutive documents.
         settings: everything that decides the bytes of the dataset.
     """
 
     documents: PlannedDocuments
     units: list[tuple[int, int]]
-    counts: DocumentCounts
+    counts: CountsRecord
+    kwargs_used: dict[str, int]
     corpus: list[dict[str, Any]]
     settings: dict[str, Any]
 
@@ -605,7 +583,8 @@ class PlanRecord(msgspec.Struct, forbid_unknown_fields=True):
     settings: dict[str, Any]
     documents_sha256: str
     units: list[tuple[int, int]]
-    counts: DocumentCounts
+    counts: CountsRecord
+    kwargs_used: dict[str, int]
     corpus: list[dict[str, Any]]
 
 
@@ -615,8 +594,8 @@ def save_plan(work: Path, plan: Plan) -> None:
     Raises:
         OSError: the disk is full.
     """
-    sha256 = plan.documents.sha256
-    record = PlanRecord(plan.settings, sha256, plan.units, plan.counts, plan.corpus)
+    facts = plan.units, plan.counts, plan.kwargs_used, plan.corpus
+    record = PlanRecord(plan.settings, plan.documents.sha256, *facts)
     write_atomically(work / PLAN, dump_json(msgspec.to_builtins(record)))
 
 
@@ -654,5 +633,5 @@ def load_plan(work: Path) -> Plan:
         raise DatasetError(
             f"{file}: damaged; delete {work.parent} and run `spec-data generate` again"
         )
-    documents = PlannedDocuments(file, record.documents_sha256)
-    return Plan(documents, record.units, record.counts, record.corpus, record.settings)
+    facts = msgspec.structs.asdict(record)
+    return Plan(PlannedDocuments(file, facts.pop("documents_sha256")), **facts)

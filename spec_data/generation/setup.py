@@ -420,7 +420,7 @@ def make_plan(setup: Setup, folder: Path | None = None) -> Plan:
         vocab_size=setup.vocab_size,
     )
     renderer.template.warn_of_the_date()
-    documents, counts, corpus = render_corpus(
+    documents, counts, kwargs_used, corpus = render_corpus(
         reader, renderer, options.max_length, options.num_proc, folder
     )
     most = unit_tokens(
@@ -430,7 +430,8 @@ def make_plan(setup: Setup, folder: Path | None = None) -> Plan:
         options.tokens_per_forward or BATCH_TOKENS,
     )
     units = cut_units(np.diff(documents.offsets), most)
-    return Plan(documents, units, counts, corpus, settings(setup, reader.reports))
+    facts = settings(setup, reader.reports)
+    return Plan(documents, units, counts, kwargs_used, corpus, facts)
 
 
 def find_plan(setup: Setup, out: Path) -> Plan:

@@ -1,7 +1,6 @@
 """Write the files of the target into a dataset, and draft the manifest."""
 
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from spec_data.shards.files import dump_json, write_atomically, writing
 from spec_data.shards.position_data import POSITIONS, Positions
 from spec_data.shards.schema import (
     CodecTables,
-    CountsRecord,
     Manifest,
     PackingRecord,
     SourceRecord,
@@ -75,11 +73,9 @@ def manifest_draft(
         positions: of the target.
         codec: the tables of the lossy columns.
     """
-    counts = asdict(plan.counts)
-    counts["read"] = counts.pop("rows")
-    facts: dict[str, Any] = {"template_kwargs_used": counts.pop("kwargs_used")}
+    facts: dict[str, Any] = {"template_kwargs_used": plan.kwargs_used}
     system_messages = {
-        word: sum(n for name, n in counts["rendering"].items() if name.startswith(prefix))
+        word: sum(n for name, n in plan.counts.rendering.items() if name.startswith(prefix))
         for word, prefix in (("with", WITH_SYSTEM), ("without", WITHOUT_SYSTEM))
     }
     if any(system_messages.values()):  # there are conversations
@@ -110,7 +106,7 @@ def manifest_draft(
             proof, pack_length=plan.pack_length, utilisation=round(plan.utilisation(), 4)
         ),
         policy="on-policy" if setup.options.on_policy else "off-policy",
-        documents=CountsRecord(**counts),
+        documents=plan.counts,
     )
 
 

@@ -7,7 +7,6 @@ Shapes: D documents, T tokens of a document.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ def plan_page(setup: Setup, plan: Plan, documents: int = DOCUMENTS) -> Page:
         _documents(
             plan.lengths, plan.documents.supervised_counts, pa.array(plan.documents.sources)
         ),
-        _left_out(asdict(plan.counts), plan.tokens),
+        _left_out(structs.asdict(plan.counts), plan.tokens),
     ]
     names = [Path(source.rstrip("/")).name or source for source in setup.sources]
     return _page(", ".join(names), "Plan of a dataset", sections)
@@ -129,14 +128,10 @@ def _plan_overview(setup: Setup, plan: Plan) -> Section:
         rows=[[source[name] for name in fields] for source in plan.corpus],
     )
     parts: list[Part] = [Figures(items=numbers), sources]
-    if 0 < setup.options.limit <= plan.counts.rows:
-        parts.append(Note(text=f"Only the first {plan.counts.rows:,} rows were read (--limit)."))
+    if 0 < setup.options.limit <= plan.counts.read:
+        parts.append(Note(text=f"Only the first {plan.counts.read:,} rows were read (--limit)."))
     for source in plan.corpus:  # what of its rows no draft sees
         name = source["source"]
-        if left := source["template_left_out"]:
-            kinds = ", ".join(f"{kind} ({count:,})" for kind, count in left.items())
-            text = f"{name}: the chat template left out {kinds}, so no draft sees them."
-            parts.append(Note(text=text, warning=True))
         if unused := source["unused_columns"]:
             parts.append(Note(text=f"{name}: columns that are not used: {', '.join(unused)}."))
     bad = [[source["source"], text] for source in plan.corpus for text in source["bad_examples"]]

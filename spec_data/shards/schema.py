@@ -374,7 +374,6 @@ class SourceRecord(Record, frozen=False, kw_only=True):  # type: ignore[misc]
         bad_examples: "file:line: reason" of the first few bad rows.
         sha256: of the bytes on disk; of a Hub dataset: its fingerprint.
         unused_columns: the first 100 that no format of a row uses.
-        template_left_out: parts of messages, by kind.
     """
 
     source: str
@@ -389,7 +388,6 @@ class SourceRecord(Record, frozen=False, kw_only=True):  # type: ignore[misc]
     sha256: str | None = None
     licence: str | None = None
     unused_columns: list[str] = []
-    template_left_out: dict[str, Count] = {}
 
 
 class CodecTables(Record, frozen=True, kw_only=True):

@@ -9,8 +9,8 @@ from typing import Any
 from spec_data.corpus.chat import Renderer, RenderError
 from spec_data.corpus.documents import Document, RenderCounts
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.generation.plan import DocumentCounts
 from spec_data.shards.identity import count_kwargs
+from spec_data.shards.schema import CountsRecord
 
 
 @dataclass
@@ -22,7 +22,8 @@ class Reference:
     turns: list[list[tuple[str, int, int]]] = field(default_factory=list)
     doc_ids: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
-    counts: DocumentCounts = field(default_factory=DocumentCounts)
+    counts: tuple[Any, ...] = ()
+    sums: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     seen: set[str] = field(default_factory=set)
 
@@ -49,32 +50,33 @@ def one_by_one(
             reader.refuse(error)
             continue
         rendered.count(result, len(result.documents))
-        reader.count_left_out(result.left_out)
         for document in result.documents:
             _add(found, document, max_length)
-    counts = found.counts
-    counts.rows = sum(r.rows for r in reader.reports)
-    counts.bad_rows = sum(r.bad for r in reader.reports)
-    counts.unrendered = dict(sorted(reader.refused.items()))
-    counts.unrendered_examples = dict(sorted(reader.refused_examples.items()))
-    counts.rendering = dict(rendered.methods + rendered.systems + rendered.counts)
-    counts.kwargs_used = count_kwargs(rendered.kwargs_used)
-    counts.rendered += sum(rendered.dropped.values())
     found.dropped.update(rendered.dropped)
-    counts.dropped = dict(sorted(found.dropped.items()))
+    found.sums["rendered"] += sum(rendered.dropped.values())
+    counts = CountsRecord(
+        read=sum(r.rows for r in reader.reports),
+        bad_rows=sum(r.bad for r in reader.reports),
+        unrendered=dict(sorted(reader.refused.items())),
+        unrendered_examples=dict(sorted(reader.refused_examples.items())),
+        dropped=dict(sorted(found.dropped.items())),
+        rendering=dict(rendered.methods + rendered.systems + rendered.counts),
+        **found.sums,
+    )
+    found.counts = counts, count_kwargs(rendered.kwargs_used)
     return found
 
 
 def _add(found: Reference, document: Document, max_length: int) -> None:
-    counts = found.counts
-    counts.rendered += 1
+    counts = found.sums
+    counts["rendered"] += 1
     if not any(document.loss_mask[1:]):
         found.dropped["nothing-supervised"] += 1
         return
     document = _trimmed(counts, document)
     if len(document.input_ids) > max_length:
-        counts.cut += 1
-        counts.tokens_cut += len(document.input_ids) - max_length
+        counts["cut"] += 1
+        counts["tokens_cut"] += len(document.input_ids) - max_length
         document = _cut(document, max_length)
         if not any(document.loss_mask[1:]):
             found.dropped["nothing-supervised-within-max-length"] += 1
@@ -93,11 +95,11 @@ def _add(found: Reference, document: Document, max_length: int) -> None:
     found.sources.append(document.source)
 
 
-def _trimmed(counts: DocumentCounts, document: Document) -> Document:
+def _trimmed(counts: Counter[str], document: Document) -> Document:
     tail = document.loss_mask[::-1].index(1)
     if not tail:
         return document
-    counts.tail_tokens_trimmed += tail
+    counts["tail_tokens_trimmed"] += tail
     return _cut(document, len(document.input_ids) - tail)
 
 

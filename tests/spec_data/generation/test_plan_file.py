@@ -38,7 +38,7 @@ def test_columns_are_those_of_plain_lists(monkeypatch, tmp_path, rows):
     for document in [*documents, documents[3]]:
         writer.add(document)
     found = writer.finish()
-    assert writer.counts.dropped == {"duplicate": 1} and writer.counts.rendered == 24
+    assert writer.dropped == {"duplicate": 1} and writer.rendered == 24
     ids = [np.frombuffer(d.ids, np.int32).tolist() for d in documents]
     masks = [np.frombuffer(d.mask, np.uint8).tolist() for d in documents]
     doc_ids, sources = [d.digest.hex() for d in documents], [d.source for d in documents]

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +15,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from msgspec import structs
 
 from spec_data.corpus import in_order as pool
 from spec_data.corpus.bad_rows import parse_limit
@@ -64,9 +64,9 @@ def corpus(rng, folder):
     return folder
 
 
-def plain_counts(counts, reports):
+def plain_counts(counts, kwargs_used, reports):
     """Return all counts as JSON text, so that their order is compared as well."""
-    return json.dumps([asdict(counts), [corpus_entry(r) for r in reports]])
+    return json.dumps([structs.asdict(counts), kwargs_used, [corpus_entry(r) for r in reports]])
 
 
 def reader_of(path, **options):
@@ -78,19 +78,19 @@ def slow(reader, family, mask, length):
     renderer = slow_renderer(tokenizer(family), mask=mask)
     found = one_by_one(reader, renderer, length)
     flat = [found.ids, found.masks, found.turns, found.doc_ids, found.sources]
-    return flat, plain_counts(found.counts, reader.reports)
+    return flat, plain_counts(*found.counts, reader.reports)
 
 
 def fast(reader, family, mask, length, processes):
     tok = tokenizer(family)
-    found, counts, _ = render_corpus(reader, Renderer(tok, mask=mask), length, processes)
+    found, *counts, _ = render_corpus(reader, Renderer(tok, mask=mask), length, processes)
     unit = found.read(0, len(found))
     flat = [
         [unit.tokens[name][a:b].tolist() for a, b in pairwise(found.offsets.tolist())]
         for name in ("input_ids", "loss_mask")
     ]
     flat += [unit.turns, unit.doc_ids, unit.sources]
-    return flat, plain_counts(counts, reader.reports)
+    return flat, plain_counts(*counts, reader.reports)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "tagged"])
