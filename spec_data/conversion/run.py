@@ -110,7 +110,7 @@ def set_up_conversion(
     samples.frame = evidence.mask_frame
     how = {name: getattr(evidence, name) for name in ("stored_layers", "final_norm", "mask_frame")}
     source = StoredStates(
-        find=partial(_sources, samples),
+        find=partial(_sources, samples, setup),
         load=partial(StoredBackend, samples, evidence),
         settings={"from": tool, **how},
     )
@@ -137,29 +137,35 @@ def _saved_evidence(out: Path) -> Evidence | None:
     return None
 
 
-def _sources(samples: Samples, name: str, *_given: object) -> list[Source]:
+def _sources(samples: Samples, setup: Setup, name: str, *_given: object) -> list[Source]:
     """Return samples as the one source of a corpus; see `corpus.sources.resolve`."""
-
-    def rows(_columns: object) -> Generator[Row]:
-        for number in range(len(samples)):
-            where = samples.where(number)
-            try:
-                ids, mask = samples.tokens(number)
-            except BadRow as reason:
-                yield where, reason
-                continue
-            yield where, {"input_ids": ids.tolist(), "loss_mask": mask.tolist()}
-
     return [
         Source(
             name=Path(name).resolve().name,
             path=name,
             kind=f"states of {samples.opened.tool}",
-            rows=rows,
+            rows=lambda _columns: _rows(samples, setup),
             digest=samples.digest,
             count=lambda: len(samples),
         )
     ]
+
+
+def _rows(samples: Samples, setup: Setup) -> Generator[Row]:
+    """Yield the tokens of every sample; note which sample the document of a row is made from."""
+    for number in range(len(samples)):
+        where = samples.where(number)
+        try:
+            ids, mask = samples.tokens(number)
+        except BadRow as reason:
+            yield where, reason
+            continue
+        row = {"input_ids": ids.tolist(), "loss_mask": mask.tolist()}
+        if int(ids.min()) >= 0 and int(ids.max()) < setup.vocab_size:
+            document = Document(**row, turns=(), source="", where="")
+            planned = truncate(document, setup.options.max_length)
+            samples.numbers.setdefault(_digest(np.frombuffer(planned.ids, np.int32)), number)
+        yield where, row
 
 
 class StoredBackend(SkeletonTarget):
@@ -171,7 +177,7 @@ class StoredBackend(SkeletonTarget):
     """
 
     def __init__(self, samples: Samples, evidence: Evidence, setup: Setup, plan: Plan) -> None:
-        """Find the sample of every planned document, and load what the target's weights tell.
+        """Load what the target's weights tell; `samples` are those of the plan.
 
         Raises:
             MissingError, TargetError, ConfigError: the target or the device cannot be used.
@@ -181,7 +187,9 @@ class StoredBackend(SkeletonTarget):
         self.move_to(usable_device(options.device))
         self._samples, self._evidence, self._documents = samples, evidence, plan.documents
         self._order = np.argsort(evidence.stored_layers)  # of the chunks, ascending
-        self._numbers = _sample_numbers(samples, setup, plan)
+        if not samples.numbers:  # the plan was made before: only its rows tell their samples
+            for _ in _rows(samples, setup):
+                pass
 
     def describe(self) -> dict[str, Any]:
         """Return what the manifest records; `converted` names the tool and the evidence."""
@@ -242,33 +250,14 @@ class StoredBackend(SkeletonTarget):
 
     def _number(self, ids: np.ndarray) -> int:
         """Return the number of the sample that has these tokens, int32 [T], or begins with them."""
-        number = self._numbers.get(_digest(ids))
+        number = self._samples.numbers.get(_digest(ids))
         if number is not None:
             return number
         for d in range(len(self._documents)):  # a proof cuts a few documents
             planned = self._documents.tokens(d, d + 1)["input_ids"]
             if np.array_equal(planned[: len(ids)], ids):
-                return self._numbers[_digest(planned)]
+                return self._samples.numbers[_digest(planned)]
         raise RunError("states of tokens that are not planned; this is a bug, please report it")
-
-
-def _sample_numbers(samples: Samples, setup: Setup, plan: Plan) -> dict[bytes, int]:
-    """Return the number of the sample of every planned document, by the digest of its ids."""
-    missing, numbers = set(plan.documents.doc_ids()), dict[bytes, int]()
-    for number in range(len(samples)):
-        if not missing:
-            break
-        try:
-            ids, mask = samples.tokens(number)
-        except BadRow:
-            continue
-        if int(ids.min()) >= 0 and int(ids.max()) < setup.vocab_size:
-            row = {"input_ids": ids.tolist(), "loss_mask": mask.tolist()}
-            document = Document(**row, turns=(), source="", where="")
-            planned = truncate(document, setup.options.max_length)
-            missing.discard(planned.digest.hex())
-            numbers.setdefault(_digest(np.frombuffer(planned.ids, np.int32)), number)
-    return numbers
 
 
 def _digest(ids: np.ndarray) -> bytes:

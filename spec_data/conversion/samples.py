@@ -80,6 +80,7 @@ class Samples:
 
     Attributes:
         frame: whether entry t of a stored mask is about `TOKEN` t or the `NEXT` one.
+        numbers: of samples whose rows were read, by the digest of the tokens of their documents.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Samples:
             raise MissingError(f"{root}: no such directory")
         self.root, self.hidden_size, self.every_token = root, hidden_size, every_token
         self.frame = TOKEN
+        self.numbers = dict[bytes, int]()
         self.opened = READERS[tool](root)
         if not self.opened.names:
             raise MissingError(f"{root}: no sample")
