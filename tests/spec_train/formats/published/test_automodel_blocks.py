@@ -92,9 +92,9 @@ def test_dflash_drafts_as_defined(tmp_path):
     assert draft.name == "dflash" and not draft.config.sample_from_anchor
 
 
-@pytest.mark.parametrize("norm_output", [True, False])
-@pytest.mark.parametrize("fc_norm", [True, False])
-@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize(
+    ("flat", "fc_norm", "norm_output"), [(True, False, True), (False, True, True), (False,) * 3]
+)
 def test_peagle_drafts_as_defined(tmp_path, fc_norm, norm_output, flat):
     """With `norm_output` the norm is applied before the head instead of by it: once either way."""
     facts, ids = tiny.target(), tiny.some_ids()

@@ -73,13 +73,8 @@ def test_check_does_not_call_such_a_draft_sound(folder):
     [
         {"logits_scaling": 8.0},
         {"embedding_multiplier": 12.0},
-        {"residual_multiplier": 0.2},
-        {"final_logit_softcapping": 30.0},
-        {"attn_logit_softcapping": 50.0},
         {"query_pre_attn_scalar": 256},
         {"attention_multiplier": 0.1},
-        {"clip_qkv": 8.0},
-        {"scale_emb": 12},
     ],
     ids=str,
 )

@@ -81,9 +81,6 @@ def test_a_window_on_every_layer_beside_layer_types_without_one(tmp_path, causal
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"causal": True}, "causal = true: full attention that is causal"),
-        ({"attention_sink_bias": True}, "attention_sink_bias = True"),
-        ({"projector_type": "domino", "emb_dim": 4}, "projector_type = domino"),
         ({"projector_type": "dspark", "shift_label": False, "markov_rank": RANK}, "unclear which"),
         ({"markov_rank": RANK}, "no sample_from_anchor"),
     ],
