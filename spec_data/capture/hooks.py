@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from spec_data.models.reading import check_one_stream, text_config
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import EMBEDDING, check_layers
+from spec_data.shards.schema import FINAL, layer_column
 
 _LAYER_PATHS = (
     "model.layers",
@@ -89,6 +90,11 @@ class States:
     layers: dict[int, Tensor] = field(default_factory=dict)
     final: Tensor = field(default_factory=lambda: torch.empty(0))
     logits: Tensor | None = None
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """The layers and the final states, by the names of their columns."""
+        return {layer_column(k): v for k, v in self.layers.items()} | {FINAL: self.final}
 
 
 @contextmanager

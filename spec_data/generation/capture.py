@@ -19,7 +19,7 @@ from torch import Tensor
 from spec_data.capture.backend import ForwardBatch, TargetBackend
 from spec_data.capture.mask_forms import REQUESTS, ROWS, SINGLE
 from spec_data.generation.plan import Plan
-from spec_data.generation.transfers import Arrival, Streams, encode_columns, store
+from spec_data.generation.transfers import Arrival, CopyStream, encode_columns, store
 from spec_data.models.devices import sent
 from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import RunError
@@ -170,7 +170,7 @@ class CaptureSettings:
         batch_tokens: tokens per target forward.
         tables: the codec tables of each lossy column, by column name.
         temperature: at which the target's own samples are imagined, see `shards.likelihood`.
-        streams: copy the result of a forward to the host, one batch late; None: at once.
+        stream: copies the result of a forward to the host, one batch late; None: at once.
     """
 
     columns: tuple[Column, ...]
@@ -178,7 +178,7 @@ class CaptureSettings:
     batch_tokens: int
     tables: Mapping[str, Tables] = field(default_factory=dict)
     temperature: float = 1.0
-    streams: Streams | None = None
+    stream: CopyStream | None = None
 
 
 @dataclass
@@ -214,7 +214,7 @@ def capture_unit(
         RunError: more than 1 % of the unit's documents (and more than one) have such states, so
             the capture itself is broken.
     """
-    columns, streams = settings.columns, settings.streams
+    columns, stream = settings.columns, settings.stream
     data = plan.unit_documents(unit, columns)
     broken: dict[int, str] = {}
     tables = {name: table.to(target.device) for name, table in settings.tables.items()}
@@ -230,9 +230,9 @@ def capture_unit(
         given = (settings.form, columns, following, settings.temperature)
         values, measured = forward_columns(target, batch, *given)
         moved = encode_columns(values, columns, tables) | {_FIGURES: measured}
-        waiting.append((batch, following, values, Arrival(moved, streams)))
+        waiting.append((batch, following, values, Arrival(moved, stream)))
         on_tokens(batch.tokens)
-        if streams is None or len(waiting) > 1:
+        if stream is None or len(waiting) > 1:
             finish()
     while waiting:
         finish()

@@ -26,14 +26,14 @@ from spec_data.generation.plan import ALSO, PROOF, WITNESS, Plan
 from spec_data.generation.sample_check import check_agreement
 from spec_data.generation.setup import Setup, backend_options, find_positions
 from spec_data.generation.target_files import manifest_draft, save_target_files
-from spec_data.generation.transfers import copy_streams
+from spec_data.generation.transfers import copy_stream
 from spec_data.models.identify import versions
 from spec_data.shards.codec_tables import TABLES, load_tables
 from spec_data.shards.errors import RunError
 from spec_data.shards.files import dump_json, write_once
 from spec_data.shards.follow import WORK
 from spec_data.shards.records import read_json
-from spec_data.shards.schema import FINAL, Manifest, layer_column
+from spec_data.shards.schema import Manifest
 from spec_data.shards.seal import file_records, target_file_names
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def prepare_capture(
         batch_tokens=batch_tokens or proven["batch_tokens"],
         tables=load_tables(out / TABLES, lossy, codec.sha256 if codec else None) if lossy else {},
         temperature=setup.options.own_temperature,
-        streams=copy_streams(target.device, [c.name for c in columns]),
+        stream=copy_stream(target.device, [c.name for c in columns]),
     )
     _check_running(setup, plan, target, out, draft, settings.batch_tokens)
     return settings
@@ -207,8 +207,7 @@ def reference_states(
     ids = torch.cat(documents).numpy()
     for batch in forward_batches(offsets, ids, form, pack_length, batch_tokens):
         states = target.capture(batch, form)
-        columns = {layer_column(k): v for k, v in states.layers.items()}
-        for name, value in (columns | {FINAL: states.final}).items():
+        for name, value in states.columns.items():
             parts.setdefault(name, []).append(value.cpu())
     return {name: torch.cat(values) for name, values in parts.items()}
 

@@ -7,7 +7,6 @@ logits are copied at once: two batches of them would fill the memory of the host
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,32 +18,18 @@ from spec_data.shards.schema import Column
 from spec_data.shards.writer import UnitData
 
 
-class Streams(Protocol):
-    """The queue of copies of a device, beside the queue of its computation."""
-
-    def after_compute(self) -> None:
-        """Let copies that are queued from now on wait for all computation queued so far."""
-
-    def copy(self, source: Tensor) -> Tensor:
-        """Queue a copy to the host; the memory of `source` stays valid until it is done."""
-
-    def select(self, source: Tensor, index: Tensor) -> Tensor:
-        """Queue the selection of rows of `source`; return them on the device."""
-
-    def mark(self) -> Any:
-        """Return an event, whose `synchronize` waits for all copies queued so far."""
-
-
-class CudaStreams:
-    """The copy stream of a CUDA device, see `Streams`."""
+class CopyStream:
+    """The queue of copies of a CUDA device, beside the queue of its computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def after_compute(self) -> None:
+        """Let copies that are queued from now on wait for all computation queued so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, source: Tensor) -> Tensor:
+        """Queue a copy to the host; the memory of `source` stays valid until it is done."""
         into = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         with torch.cuda.stream(self._stream):
             into.copy_(source, non_blocking=True)
@@ -52,42 +37,44 @@ class CudaStreams:
         return into
 
     def select(self, source: Tensor, index: Tensor) -> Tensor:
+        """Queue the selection of rows of `source`; return them on the device."""
         with torch.cuda.stream(self._stream):
             rows = source.index_select(0, index.to(source.device))
         source.record_stream(self._stream)
         return rows
 
     def mark(self) -> torch.cuda.Event:
+        """Return an event, whose `synchronize` waits for all copies queued so far."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
 
-def copy_streams(device: torch.device, columns: Sequence[str]) -> Streams | None:
+def copy_stream(device: torch.device, columns: Sequence[str]) -> CopyStream | None:
     """Return what copies states of `device` to the host, one batch late; None: at once.
 
     `columns` are those that are stored.
     """
-    return None if device.type != "cuda" or "logits" in columns else CudaStreams(device)
+    return None if device.type != "cuda" or "logits" in columns else CopyStream(device)
 
 
 class Arrival:
     """The tensors of one batch, on their way to the host."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], streams: Streams | None = None) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], stream: CopyStream | None = None) -> None:
         """Start to move tensors that are computed, or whose computation was queued."""
-        self._streams = streams
-        if streams is None:
+        self._stream = stream
+        if stream is None:
             self._moved = {name: value.cpu() for name, value in tensors.items()}
             return
         sources = {name: value.contiguous() for name, value in tensors.items()}
-        streams.after_compute()
-        self._moved = {name: streams.copy(value) for name, value in sources.items()}
-        self._event = streams.mark()
+        stream.after_compute()
+        self._moved = {name: stream.copy(value) for name, value in sources.items()}
+        self._event = stream.mark()
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Wait for the tensors and return them."""
-        if self._streams is not None:
+        if self._stream is not None:
             self._event.synchronize()
         return {name: value.numpy() for name, value in self._moved.items()}
 
@@ -97,11 +84,11 @@ class Arrival:
         Nothing may be computed from it first: that would wait for the next forward.
         """
         chosen = torch.from_numpy(index)
-        if self._streams is None:
+        if self._stream is None:
             return values[chosen.to(values.device)].cpu()
         self._event.synchronize()
-        rows = self._streams.copy(self._streams.select(values, chosen))
-        self._streams.mark().synchronize()
+        rows = self._stream.copy(self._stream.select(values, chosen))
+        self._stream.mark().synchronize()
         return rows
 
 

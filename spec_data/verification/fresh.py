@@ -17,7 +17,7 @@ from spec_data.models.identify import identify_files
 from spec_data.shards.identity import compare
 from spec_data.shards.position_data import load_positions
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import FINAL, TEACHERS, Manifest, layer_column
+from spec_data.shards.schema import TEACHERS, Manifest
 from spec_data.terminal.progress import progress
 from spec_data.verification.findings import VerifyReport, declared_error, stored_tokens
 
@@ -87,9 +87,8 @@ def check_fresh(
         offsets = np.array([0, len(ids)])
         (batch,) = forward_batches(offsets, ids, SINGLE, len(ids), len(ids))
         states = target.capture(batch, SINGLE, full_logits=True)
-        fresh = {layer_column(k): value for k, value in states.layers.items()}
         where = f"document {index}"
-        for name, value in {**fresh, FINAL: states.final}.items():
+        for name, value in states.columns.items():
             if name in document:
                 found = _compare_states(dataset, document, name, value.cpu(), where, findings)
                 worst_state = max(worst_state, found, key=lambda pair: pair[0] / pair[1])

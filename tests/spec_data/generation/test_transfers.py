@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import spec_data.generation.proof as proof_module
-from spec_data.generation.transfers import Arrival, copy_streams
+from spec_data.generation.transfers import Arrival, copy_stream
 from tests.spec_data.runs import digests, run
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.codec_tools import MIXED
@@ -76,7 +76,7 @@ def test_a_late_device_makes_the_same_bytes(target, corpus, tmp_path, monkeypatc
     small = given | {"batch_tokens": "96", "max_shard_size": "200KB", "max_length": 100}
     run(target, corpus, tmp_path / "plain", **small)
     streams = LateStreams()
-    monkeypatch.setattr(proof_module, "copy_streams", lambda *_: streams)
+    monkeypatch.setattr(proof_module, "copy_stream", lambda *_: streams)
     run(target, corpus, tmp_path / "late", **small)
     shards = len(list((tmp_path / "late" / "shards").iterdir()))
     assert streams.log.count("after compute") > shards and not streams.queue
@@ -86,5 +86,5 @@ def test_a_late_device_makes_the_same_bytes(target, corpus, tmp_path, monkeypatc
 
 
 def test_a_cpu_and_full_logits_move_at_once():
-    assert copy_streams(torch.device("cpu"), ["hidden.L1"]) is None
-    assert copy_streams(torch.device("cuda"), ["logits"]) is None
+    assert copy_stream(torch.device("cpu"), ["hidden.L1"]) is None
+    assert copy_stream(torch.device("cuda"), ["logits"]) is None
