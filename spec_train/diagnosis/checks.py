@@ -18,7 +18,7 @@ _MASK_KEYS = "mask_token_id, and ptd_token_id, pard_token or dspark_noise_token_
 CHECKS: dict[str, str] = {
     "files": "correct the named key or file, or copy it again",
     "seal": "copy or export the draft again; an edit on purpose gets a new seal by `spec-train "
-    "export --draft DIR --out NEW --accept-edited`",
+    "export --draft DIR --format hf --out NEW --accept-edited`",
     "ambiguous-keys": "",
     "weights": "train again: the draft diverged, or was damaged",
     "max-positions": "set max_position_embeddings to the target's in the draft's config: it is no "
