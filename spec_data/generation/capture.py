@@ -386,11 +386,7 @@ def _without(
     unit: int,
     columns: tuple[Column, ...],
 ) -> CapturedUnit:
-    """Return the unit without its broken documents.
-
-    Raises:
-        RunError: too many documents are broken.
-    """
+    """Return the unit without its broken documents."""
     if not broken:
         return CapturedUnit(data, figures)
     count = len(data.doc_ids)

@@ -149,11 +149,7 @@ def _check_running(
     draft: Manifest,
     batch_tokens: int,
 ) -> None:
-    """Prove, and record, that this run captures what the proven one did.
-
-    Raises:
-        RunError: the states differ by more than rounding.
-    """
+    """Prove, and record, that this run captures what the proven one did."""
     proven, here = draft.captured_with, running_facts(target, batch_tokens)
     if here == proven:
         return

@@ -173,11 +173,7 @@ class RayReplica:
         logging.getLogger("spec_data").setLevel(logging.INFO)
 
     def _load(self) -> tuple[TargetBackend, Plan, CaptureSettings]:
-        """Load the target and prove it.
-
-        Raises:
-            SpecDataError: as `prepare_capture`; or this machine has another target or versions.
-        """
+        """Load the target and prove it."""
         torch.set_num_threads(self.threads)
         setup, plan = self.prepare(), load_plan(self.out / WORK)
         here = settings(setup, []) | {"corpus": plan.settings["corpus"]}
