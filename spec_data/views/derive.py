@@ -15,6 +15,7 @@ from msgspec import structs
 from spec_data.shards.schema import (
     FINAL,
     TEACHERS,
+    CodecError,
     Column,
     CountsRecord,
     LeftOut,
@@ -87,11 +88,13 @@ def derived(
 
 
 def _declared(column: Column, inputs: Sequence[Manifest]) -> Column:
-    """Return a column with the largest error that an input declares of it."""
+    """Return a column with the largest errors that the inputs declare of it, figure by figure."""
     entries = [c for m in inputs for c in m.columns if c.name == column.name]
-    errors = [c.error for c in entries if c.error]
-    worst = max(errors, key=lambda error: error.mse_max, default=None)
-    return structs.replace(column, exact=all(c.exact for c in entries), error=worst)
+    tables = [structs.asdict(c.error) for c in entries if c.error]
+    figures = {n: [t[n] for t in tables if t[n] is not None] for n in CodecError.__struct_fields__}
+    worst = {name: max(values) for name, values in figures.items() if values}
+    error = CodecError(**worst) if worst else None
+    return structs.replace(column, exact=all(c.exact for c in entries), error=error)
 
 
 def joined_counts(counts: Sequence[CountsRecord], duplicates: int) -> CountsRecord:
