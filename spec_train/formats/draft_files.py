@@ -100,9 +100,7 @@ def write_files(files: DraftFiles, directory: str | Path) -> None:
     """Write both files with a seal, each atomically, the config last. Tensors are on the CPU."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    config, metadata = files.config, {"format": "pt"}
-    if SECTION in config:
-        config, metadata = sealed_config(config, files.tensors), metadata | MARK
+    config, metadata = sealed_config(files.config, files.tensors), {"format": "pt"} | MARK
     with atomic_write(folder / WEIGHTS) as temporary:
         save_file(files.tensors, temporary, metadata=metadata)
         _sort_metadata(temporary, metadata)

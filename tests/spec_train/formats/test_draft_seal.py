@@ -16,7 +16,7 @@ import spec_train
 from spec_data.shards.errors import DraftError, MissingError, SpecDataError
 from spec_train.cli import main
 from spec_train.drafts import load_draft
-from spec_train.formats.draft_files import DraftFiles, read_files, write_files
+from spec_train.formats.draft_files import read_files, write_files
 from spec_train.formats.draft_seal import MARK, SEAL
 from tests.draft_tools import edited, read_json, unseal
 from tests.spec_train.drafts import any_draft
@@ -224,13 +224,6 @@ def test_files_have_the_mode_of_the_umask(own, tmp_path, umask):
     assert len(files) == 5  # the export has a README.md
     for file in files:
         assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~umask, file
-
-
-def test_files_without_a_section_have_no_seal(own, tmp_path):
-    files = read_files(own)
-    plain = {name: value for name, value in files.config.items() if name != "spec_train"}
-    write_files(DraftFiles(plain, files.tensors, "x"), tmp_path / "plain")
-    assert not read_files(tmp_path / "plain").sealed
 
 
 def test_a_run_whose_best_draft_lacks_a_file_does_not_use_another(own, tmp_path):

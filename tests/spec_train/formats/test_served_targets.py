@@ -7,12 +7,13 @@ import spec_train
 from spec_data.models.engines import engines, served
 from spec_train.drafts import DRAFTS
 from spec_train.formats.draft_card import draft_card, servings
-from spec_train.formats.draft_files import DraftFiles, write_files
+from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.preflight import OF_TARGET, OK, REFUSE, SPEC_TRAIN, WARN, Subject, preflight
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.formats.write import with_facts_in, write_form
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
+from tests.spec_train.formats.published import tiny
 
 dataset, head = any_draft.dataset, any_draft.head
 
@@ -74,6 +75,6 @@ def test_what_the_files_say_of_their_target_is_known(dataset, head, tmp_path):
     bare = DraftFiles(own.config | {"spec_train": section}, own.tensors, "x")
     written = write_form(bare, "vllm", TargetFacts())
     config = {k: v for k, v in written.config.items() if k != "spec_train"}
-    write_files(DraftFiles(config | {"num_target_layers": 4}, written.tensors, "x"), tmp_path / "p")
+    tiny.write(tmp_path / "p", config | {"num_target_layers": 4}, written.tensors)
     found = spec_train.export(draft=str(tmp_path / "p")).findings
     assert not [f.text for f in found["spec-train"] if "decoder blocks is unknown" in f.text]

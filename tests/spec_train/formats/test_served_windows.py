@@ -21,7 +21,6 @@ from spec_train.formats.write import write_form
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
-from tests.spec_train.formats.tools import export
 
 dataset, head = any_draft.dataset, any_draft.head
 
@@ -179,14 +178,6 @@ def test_the_trainer_of_speculators_is_named_for_its_other_edge_of_the_window(
     assert any(f.level == "warn" and words in f.text for f in said)
     make(kind, dataset, head, tmp_path / "full")
     assert all("window" not in f.text for f in findings(tmp_path / "full", "hf")["speculators"])
-
-
-def test_deepspec_has_no_windows(dataset, head, tmp_path):
-    make("dspark", dataset, head, tmp_path / "own", sliding_window=WINDOW)
-    with pytest.raises(DraftError, match="DeepSpec: sliding windows: it ignores them"):
-        export(tmp_path / "own", "deepspec", tmp_path / "out", "the-target")
-    said = findings(tmp_path / "own", "hf")["deepspec"]
-    assert any(f.level == "refuse" and "ignores them" in f.text for f in said)
 
 
 def test_mixed_layers_need_one_cache_group_in_vllm(dataset, head, tmp_path):

@@ -8,12 +8,13 @@ import torch
 
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
-from spec_train.formats.draft_files import DraftFiles, read_files, write_files
+from spec_train.formats.draft_files import read_files
 from spec_train.formats.draft_seal import SECTION
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.training.setup import fit
 from tests.factory import tiny_dataset
 from tests.spec_train import flat
+from tests.spec_train.formats.published import tiny
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 LAYER = {"intermediate_size": 24, **HEADS}
@@ -50,8 +51,7 @@ def foreign(folder: Path, out: Path) -> Path:
     """Copy a draft as another program would have written it: without our section."""
     files = read_files(folder)
     config = {key: value for key, value in files.config.items() if key != SECTION}
-    write_files(DraftFiles(config, files.tensors, str(out)), out)
-    return out
+    return tiny.write(out, config, files.tensors)
 
 
 @pytest.mark.parametrize("name", DRAFT_OPTIONS)

@@ -210,8 +210,6 @@ PEAGLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3", {}, SLIDES),  # the default of its command line
     ("llama", {}, SLIDES),
     ("llama", {}, {"attention_bias": True, "mlp_bias": True}),
-    # vLLM computes the states, in ascending order
-    ("qwen3", {"eagle_aux_hidden_state_layer_ids": [k + 1 for k in IDS[::-1]]}, {}),
 ]
 
 

@@ -80,11 +80,9 @@ def test_layers_in_any_order_and_layers_that_are_not_listed(tmp_path):
     "table, message",
     [
         ({"attention_sink_bias": True}, "attention_sink_bias = True"),
-        ({"attention_value_scale": 0.6}, "attention_value_scale = 0.6"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ({"output_multiplier": 0.5}, "output_multiplier = 0.5"),
         ({"projector_type": "domino"}, "projector_type = domino"),
-        ({"causal_head": True}, "causal_head = True"),
         ({"causal": True}, "causal = true: full attention that is causal"),
         ({"block_size": 9}, "block_size"),
         ({"surprise": 1}, "dflash_config has surprise"),
