@@ -309,13 +309,14 @@ def _torchspec(root: Path) -> Opened:
         raise MissingError(f"{manifest}: missing; the dataset of TorchSpec has no sample")
     try:
         rows = msgspec.json.Decoder(_TorchSpecRow).decode_lines(manifest.read_bytes())
-    except (msgspec.MsgspecError, ValueError) as error:
+        files = [root / row.file for row in rows if row.split == "train"]
+        opened = _tables("TorchSpec", root, files, "hidden_states", "last_hidden_states")
+    except (msgspec.MsgspecError, ValueError) as error:  # ValueError: a file lies outside
         raise DatasetError(f"{manifest}: not the rows of TorchSpec: {error}") from None
-    files = [root / row.file for row in rows if row.split == "train"]
     if len(files) < len(rows):
         others = len(rows) - len(files)
         logger.warning("warning: %s: %d samples of other splits are left out", root, others)
-    return _tables("TorchSpec", root, files, "hidden_states", "last_hidden_states")
+    return opened
 
 
 def _unpacked_mask(packed: str, tokens: int) -> Tensor:

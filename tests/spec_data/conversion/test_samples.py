@@ -222,6 +222,9 @@ def test_rubbish_in_a_manifest_is_refused(tmp_path, samples):
     (other / "manifest.jsonl").write_bytes(b"\xff\n")
     with pytest.raises(DatasetError, match="not the rows"):
         opened("torchspec", other)
+    (other / "manifest.jsonl").write_text('{"file": "/elsewhere/a.pt", "split": "train"}')
+    with pytest.raises(DatasetError, match="not the rows of TorchSpec"):
+        opened("torchspec", other)
     third = write.speculators(tmp_path / "speculators", samples[:2])
     (third / "state.json").write_text("{}")
     with pytest.raises(DatasetError, match="cannot be read"):
