@@ -166,7 +166,7 @@ def _file_source(name: str, path: Path, root: Path, limit: int) -> Source:
         return replace(
             source,
             arrow=True,
-            columns=lambda: pq.read_schema(path).names,
+            columns=lambda: pq.read_schema(pa.OSFile(os.fsencode(path))).names,
             count=lambda: pq.read_metadata(path).num_rows,
         )
     source = replace(source, rows=lambda _: _READERS[kind](name, path, limit))
@@ -327,7 +327,7 @@ def _arrow_rows(
 
 def _parquet(path: Path, columns: Collection[str]) -> Iterator[pa.RecordBatch]:
     """Yield those of `columns` that a file has, with one row group in memory."""
-    with pq.ParquetFile(path) as file:
+    with pa.OSFile(os.fsencode(path)) as raw, pq.ParquetFile(raw) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         average = max((g.total_byte_size // max(1, g.num_rows) for g in groups), default=0)
         yield from file.iter_batches(

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 
 import datasets
 import pandas
@@ -83,13 +84,14 @@ def test_a_large_element_is_a_bad_row_and_a_large_list_is_refused(tmp_path, monk
 
 
 def test_parquet_is_read_in_order_and_projected(tmp_path):
-    path = tmp_path / "a.parquet"
+    path = tmp_path / os.fsdecode(b"\xe9.parquet")  # a name that is not UTF-8
     table = [{"messages": pair(i), "blob": b"unused"} for i in range(600)]
     table[9]["messages"] = [dict(m, name="x") for m in pair(9)]
-    pq.write_table(pa.Table.from_pylist(table), path, row_group_size=100)
+    with path.open("wb") as file:
+        pq.write_table(pa.Table.from_pylist(table), file, row_group_size=100)
     records, (report,) = read(path)
     assert [r.messages for r in records] == [row["messages"] for row in table]
-    assert records[599].where == f"{path} row 599"
+    assert records[599].where == f"{tmp_path}/\\xe9.parquet row 599"
     assert (report.kind, report.rows, report.sha256) == ("parquet", 600, sha(path))
     path.write_bytes(b"not parquet")
     with pytest.raises(CorpusError, match="its rows cannot be read"):
