@@ -172,7 +172,7 @@ class Cases:
         }
         if not self.small:
             variants |= {
-                **{f"codec {name}": {"codec": name} for name in ("int8c", "fp8", "lm6c")},
+                **{f"codec {name}": {"codec": name} for name in ("fine", "small")},
                 "supervision logits": {"supervision": "logits"},
                 "mask all": {"mask": "all"},
                 "final supervised": {"final": "supervised", "teacher": "supervised"},
@@ -224,7 +224,7 @@ class Cases:
             "mask first-1": lambda out: spec_data.select(base, out, mask="first-1"),
             "sample": lambda out: spec_data.select(base, out, sample="50%"),
             "merge": lambda out: spec_data.merge(two_parts(self), out),
-            "recode": lambda out: spec_data.recode(bf16, out, "int8c"),
+            "recode": lambda out: spec_data.recode(bf16, out, "fine"),
             "layers": lambda out: spec_data.select(short, out, layers="1"),
             "copy": lambda out: spec_data.copy(str(self.work / "view merge"), out),
         }

@@ -35,10 +35,10 @@ def column_figures(
     """Return name, codec, bytes per token, payload bytes and four errors of each column.
 
     The errors, None where it is exact, are those of the held-out part of the calibration sample:
-    median and worst mean squared error of a channel, the teacher's KL, and the share escaped.
+    squared error over variance, that of the worst channel, the teacher's KL, and the share escaped.
     `sparse_tokens` of the `tokens` have a row in columns that hold supervised tokens only.
     """
-    names = ("mse_median", "mse_max", "kl", "escaped")
+    names = ("total", "mse_max", "kl", "escaped")
     rows = []
     for column, total in zip(columns, column_payload(columns, tokens, sparse_tokens), strict=True):
         median, worst, kl, escaped = (getattr(column.error, name, None) for name in names)
@@ -62,13 +62,13 @@ def column_rows(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> s
             text = "-" if kl is None else f"{kl:.1e}"
             row += [f"{median:.1e}", f"{worst:.1e}", text, f"{escaped:.2%}"]
         rows.append(row + [""] * (len(rows[0]) - len(row)))
-    note = "\nerror: mean squared error of a channel over its variance, median over channels"
+    note = "\nerror: squared error over variance; bytes of lossy columns are those of a sample"
     return text_table(rows) + note * lossy
 
 
 def column_payload(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> list[int]:
     """Return the payload bytes of each column; tokens are counted as in `column_figures`."""
-    return [c.bytes_per_token * (sparse_tokens if c.sparse else tokens) for c in columns]
+    return [int(c.bytes_per_token * (sparse_tokens if c.sparse else tokens)) for c in columns]
 
 
 def draft_rows(facts: Mapping[str, Mapping[str, Any]]) -> str:

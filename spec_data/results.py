@@ -22,7 +22,7 @@ from spec_data.terminal.progress import size
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateResult(Result):
-    """What `generate` would write. Sizes are in bytes and exact but for tokens that escape."""
+    """What `generate` would write. Sizes are in bytes, and exact with --codec bf16."""
 
     target: str
     layers: tuple[int, ...]
@@ -36,10 +36,12 @@ class EstimateResult(Result):
     longest_document: int
     shards: int
     bytes: int
+    """Of all shards: at most, or with a probe as measured, where a lossy codec stores states."""
+    bytes_least: int
     other_bytes: dict[str, int]
     """Bytes of the files beside the shards: the target's "head", its other files, index, rest."""
     bytes_needed: int
-    """Bytes of all files, to within 1 % and 64 KB."""
+    """`bytes` and those of the other files, to within 1 % and 64 KB."""
     bytes_free: int
     fits: bool
     """Whether the disk of `out` has `bytes_needed` left."""

@@ -65,7 +65,7 @@ def test_a_capture_travels_and_trains_the_same_draft(store, corpora, tmp_path):
     run(target, corpora[2], c, **given)
     result = spec_data.merge([f"{url}/a", b, c], both)
     assert result.documents == 36 and result.bytes == 0
-    result = spec_data.recode(both, small, "lm4c")
+    result = spec_data.recode(both, small, "default")
     assert result.documents == 36 and bytes_of(small) < bytes_of(a) + bytes_of(b) + bytes_of(c)
 
     assert not spec_data.verify(small, target=str(target), samples=4, running=ON_CPU).failures

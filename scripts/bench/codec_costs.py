@@ -2,7 +2,7 @@
 
 `spec-data generate` makes one dataset per codec in --out; run the script again to resume. Errors
 come from the manifests. Speeds are measured in this process on one column, in GB of bf16 states
-encoded or decoded per CPU-second.
+encoded or decoded per CPU-second, rotation and zstd together.
 
     python scripts/bench/codec_costs.py --target MODEL --corpus FILE --out DIR [--limit 300]
     python scripts/bench/codec_costs.py ... --fit SEEDS STEPS [--prompts FILE --decode 40]
@@ -26,17 +26,15 @@ from pathlib import Path
 import torch
 
 import spec_data
-from spec_data.shards.codec_tables import make_tables
-from spec_data.shards.codecs import CODECS, LOSSY
+from spec_data.shards.codec_tables import Basis
+from spec_data.shards.codecs import CODECS, compress, decode_into, decompress, encode_tensors
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
-from spec_data.shards.records import plain
-from spec_data.shards.schema import Manifest
+from spec_data.shards.schema import Column, Manifest
 from spec_data.terminal.text_table import text_table
 from spec_train.cli import main as spec_train
 
 EXACT = "bf16"
-DEFAULT = (EXACT, "int8c", "fp8", "lm6c", "lm4c", "aux=lm4c,final=int8c/supervised")
-BF16_ROUNDING = 2.4e-6  # relative squared error of rounding a float32 to bf16
+DEFAULT = (EXACT, "fine", "default", "small")
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16)
 _SPEED_TOKENS = 4096
 
@@ -91,21 +89,21 @@ def cpu_rate(work: Callable[[], object], nbytes: int) -> float:
     return nbytes / best / 1e9
 
 
-def speeds(codec: str, states: torch.Tensor) -> tuple[float, float]:
+def speeds(states: torch.Tensor, exact: bool) -> tuple[float, float]:
     """Return the rates of encoding and decoding states, bfloat16 [N, H], on one thread."""
     out, nbytes = torch.empty_like(states), states.nbytes
-    if codec == EXACT:
+    if exact:
         coder = CODECS[EXACT]
         stored = coder.encode(states)
         return (
             cpu_rate(lambda: coder.encode(states).copy(), nbytes),
             cpu_rate(lambda: coder.decode_into(stored, out), nbytes),
         )
-    lossy, tables = LOSSY[codec], make_tables(states, codec)
-    encoded = lossy.encode(states, tables)
+    tables = Basis(states).tables(0.7)
+    blob = compress(encode_tensors(states, tables)[0].numpy())
     return (
-        cpu_rate(lambda: lossy.encode(states, tables), nbytes),
-        cpu_rate(lambda: lossy.decode_into(encoded.codes, encoded.scale, tables, out), nbytes),
+        cpu_rate(lambda: compress(encode_tensors(states, tables)[0].numpy()), nbytes),
+        cpu_rate(lambda: decode_into(decompress(blob, *states.shape), tables, out), nbytes),
     )
 
 
@@ -122,20 +120,16 @@ def some_states(dataset: HiddenStatesDataset, column: str) -> torch.Tensor:
 
 def codec_table(datasets: dict[str, tuple[Path, Manifest]]) -> str:
     """Print one line per dataset and kind of column."""
-    head = ("codec", "columns", "bits/el", "error", "worst ch.", "teacher KL", "x limit")
+    head = ("codec", "columns", "bits/value", "error", "worst channel", "teacher KL")
     rows: list[tuple] = [(*head, "enc GB/cpu-s", "dec GB/cpu-s", "bytes/token", "x bf16")]
-    exact = HiddenStatesDataset(datasets[EXACT][0])
-    measured: dict[str, tuple[float, float]] = {}
-    plain = per_token(datasets[EXACT][1])
+    states = some_states(HiddenStatesDataset(datasets[EXACT][0]), "hidden.final")
+    measured = {exact: speeds(states, exact) for exact in (True, False)}
+    whole = per_token(datasets[EXACT][1])
     for name, (_, manifest) in datasets.items():
-        total = (f"{per_token(manifest):,.1f}", f"{per_token(manifest) / plain:.3f}")
-        for kind, columns in by_kind(manifest).items():
-            codec = columns[0]["codec"]
-            if codec not in measured:
-                measured[codec] = speeds(codec, some_states(exact, columns[0]["name"]))
-            figures = error_figures(columns)
-            rates = [f"{rate:.2f}" for rate in measured[codec]]
-            rows.append((name if kind == "aux" else "", kind, *figures, *rates, *total))
+        total = (f"{per_token(manifest):,.1f}", f"{per_token(manifest) / whole:.3f}")
+        for column in (c for c in manifest.columns if c.name.startswith("hidden.")):
+            rates = [f"{rate:.2f}" for rate in measured[column.error is None]]
+            rows.append((name if total[0] else "", column.name, *figures(column), *rates, *total))
             total = ("", "")
     return text_table(rows)
 
@@ -145,27 +139,13 @@ def per_token(manifest: Manifest) -> float:
     return manifest.totals.bytes / manifest.totals.tokens
 
 
-def by_kind(manifest: Manifest) -> dict[str, list[dict]]:
-    """The manifest's entries of aux states and of hidden.final."""
-    entries = [c for c in plain(manifest.columns) if c["name"].startswith("hidden.")]
-    aux = [c for c in entries if c["name"] != "hidden.final"]
-    return {"aux": aux, "final": [c for c in entries if c["name"] == "hidden.final"]}
-
-
-def error_figures(columns: list[dict]) -> tuple[str, ...]:
-    """Bits, median and worst error, KL, and bits over the rate-distortion limit at that error."""
-    errors = [c["error"] for c in columns if "error" in c]
-    width = columns[0]["width"]
-    escaped = max((e["escaped"] for e in errors), default=0.0)
-    bits = 8 * columns[0]["bytes_per_token"] / width + escaped * 16
-    if not errors:
-        limit = -math.log2(BF16_ROUNDING) / 2
-        return f"{bits:.2f}", "exact", "exact", "0", f"{bits / limit:.2f}"
-    median = max(e["mse_median"] for e in errors)
-    kl = next((f"{e['kl']:.1e}" for e in errors if "kl" in e), "")
-    limit = -math.log2(median) / 2  # R(D) of a Gaussian source
-    worst = max(e["mse_max"] for e in errors)
-    return f"{bits:.2f}", f"{median:.1e}", f"{worst:.1e}", kl, f"{bits / limit:.2f}"
+def figures(column: Column) -> tuple[str, ...]:
+    """Bits, error, that of the worst channel, and KL of a column."""
+    error = column.error
+    if error is None:
+        return "16.00", "exact", "exact", ""
+    kl = "" if error.kl is None else f"{error.kl:.1e}"
+    return f"{error.bits:.2f}", f"{error.total:.1e}", f"{error.mse_max:.1e}", kl
 
 
 def train_and_measure(
@@ -250,10 +230,6 @@ def main() -> None:
         f"{torch.__version__}, Python {platform.python_version()}, {sys.platform}\n"
     )
     print(codec_table(datasets))
-    print(
-        "\nerror: mean squared error of a channel over its variance, median over channels; x limit:"
-        "\nbits over the fewest any code needs for that error on a Gaussian source (bf16: rounding)"
-    )
     if fitted:
         print(f"\nEAGLE-3, {args.fit[0]} seeds, {args.fit[1]} steps, measured on exact data\n")
         print(fitted)

@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1, help="also measure 1 to this many")
-    parser.add_argument("--codec", default="lm4c")
+    parser.add_argument("--codec", default="default")
     parser.add_argument("--teacher", default="supervised")
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--max-shard-size", default="8MB")

@@ -97,6 +97,6 @@ def dataset_of(bench: Bench) -> Path:
 
 def capture(bench: Bench, path: Path, **changes: Any) -> Any:
     """Capture the corpus with the random target; return the result."""
-    given: dict[str, Any] = {"device": bench.device, "codec": "aux=lm4c,final=int8c"}
+    given: dict[str, Any] = {"device": bench.device, "codec": "aux=default,final=fine"}
     options = spec_data.CaptureOptions(**given | changes)
     return spec_data.generate(target_of(bench), corpus_of(bench), path, options)

@@ -23,7 +23,7 @@ def convert(
     out: Directory,
     *,
     from_: Tool,
-    codec: str = "lm4c",
+    codec: str = "default",
     mask: Literal["stored", "all"] = "stored",
     limit: Count = 0,
     on_policy: bool = False,
@@ -49,8 +49,8 @@ def convert(
             weights are read once, one block at a time.
         out: the dataset directory to write.
         from_: the tool that wrote the states.
-        codec: how states are stored, as by generate: bf16, int8c, fp8, lm6c or lm4c; or per kind,
-            such as aux=lm4c,final=int8c.
+        codec: how states are stored, as by generate: bf16, fine, default, small, or the
+            largest error, such as 0.03; or per column, such as default,final=bf16.
         mask: supervised tokens: those of the stored loss masks, or all. Without a stored mask a
             sample is malformed.
         limit: convert at most this many samples; 0: all.

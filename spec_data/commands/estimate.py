@@ -34,10 +34,11 @@ def estimate(
 ) -> "EstimateResult":
     """Compute what `generate` would write with the same arguments: tokens, shards, bytes.
 
-    The corpus is read and rendered, and nothing is written. Bytes of the shards are exact but for
-    tokens that escape a lossy codec, those of all other files to within 1 % and 64 KB. Only the
-    target's config and tokenizer are needed, unless --probe is given. Exit code 1 where the disk is
-    too small.
+    The corpus is read and rendered, and nothing is written. Bytes of the shards are exact with
+    --codec bf16. How many bits a lossy codec takes depends on the states: `bytes_least` to `bytes`,
+    or with --probe as measured on a sample, to within about 3 %. Other files are sized to within
+    1 % and 64 KB. Only the target's config and tokenizer are needed, unless --probe is given. Exit
+    code 1 where the disk is too small.
 
     Examples:
         spec-data estimate --target Qwen/Qwen3-8B --corpus chats.jsonl --out data/qwen3-8b
@@ -96,8 +97,8 @@ def estimate(
     plan = make_plan(setup)
     if page is not None:
         logger.info("page: %s", write_page(str(page), plan_page(setup, plan)).path)
-    measured = run_probe(setup, plan) if probe else None
-    result = estimated(setup, plan, drafts, Path(out), measured)
+    measured, columns = run_probe(setup, plan) if probe else (None, setup.columns)
+    result = estimated(replace(setup, columns=columns), plan, drafts, Path(out), measured)
     if not result.fits:
         return result
     words = words_of(inspect.unwrap(generate), given)
@@ -113,6 +114,7 @@ def estimated(
     from spec_data.generation.target_files import other_files
     from spec_data.report import column_rows, counts_text, draft_facts, draft_rows
     from spec_data.results import EstimateResult, skipped_rows
+    from spec_data.shards.schema import bits_range
     from spec_data.terminal.progress import size
     from spec_data.terminal.text_table import text_table
 
@@ -124,8 +126,12 @@ def estimated(
     existing = next(p for p in [out, *out.absolute().parents] if p.exists())
     free = shutil.disk_usage(existing).free
     reads = draft_facts(setup.draft_layers, setup.columns, tokens, predicting)
-    lossy = [c for c in setup.columns if c.lossy]
-    escape = f", and {2 * (lossy[0].width or 1) + 4:,} per massive token" if lossy else ""
+    least, unknown = shards, ""
+    for column in (c for c in setup.columns if c.lossy and c.error is None):
+        low, high = bits_range(column.quality)
+        rows = predicting if column.sparse else tokens
+        least -= int((high - low) / 8 * (column.width or 1) * rows)
+        unknown = " at most; --probe measures it"
     lines = [
         ("target", f"{setup.target['name']} ({setup.target['num_layers']} blocks)"),
         ("layers (output of block k, from 0)", ", ".join(map(str, setup.layers)) or "none"),
@@ -136,7 +142,8 @@ def estimated(
         ("packing utilisation", f"{plan.utilisation():.1%} of packs of {plan.pack_length:,}"),
         ("shards", f"{len(plan.units):,}"),
         ("bytes per token", f"{shards / tokens:,.1f}"),
-        ("bytes of all shards", f"{shards:,} ({size(shards)}){escape}"),
+        ("bytes of all shards", f"{shards:,} ({size(shards)}){unknown}"),
+        *([("and at least", f"{least:,} ({size(least)})")] if unknown else []),
         ("bytes of the target's embedding and head", f"{other['head']:,} ({size(other['head'])})"),
         ("bytes of the whole directory", f"{size(needed)} (to within 1 % and 64 KB)"),
         ("free on this disk", size(free) + ("" if needed <= free else "  NOT ENOUGH")),
@@ -153,6 +160,7 @@ def estimated(
         longest_document=int(plan.lengths.max()),
         shards=len(plan.units),
         bytes=shards,
+        bytes_least=least,
         other_bytes=other,
         bytes_needed=needed,
         bytes_free=free,

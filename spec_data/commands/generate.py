@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from spec_data.generation.options import WORKERS, CaptureOptions
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from spec_data.generation.setup import Setup
     from spec_data.generation.workers import Worker
     from spec_data.results import WrittenDataset
-    from spec_data.shards.schema import Manifest
+    from spec_data.shards.schema import Column, Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,6 @@ def generate_into(
     from spec_data.generation.setup import announce_drafts, check_still_planned
     from spec_data.generation.target_files import other_files
     from spec_data.generation.units import (
-        check_free_space,
         clear_leftovers,
         explained_failures,
         finished_unit,
@@ -164,10 +164,7 @@ def generate_into(
             mine = worker.units(len(plan.units))
             todo = [unit for unit in mine if finished_unit(directory, unit) is None]
             if todo:
-                sizes = sorted((plan.unit_bytes(u, setup.columns) for u in todo), reverse=True)
-                needed = sum(sizes[: output.units_at_once or None])
-                needed += sum(other_files(setup, plan).values())
-                check_free_space(directory, needed, output.remote)
+                _check_room(plan, setup.columns, output, todo, other_files(setup, plan))
                 clear_leftovers(directory, mine)
                 if fleet is None:
                     _capture(setup, plan, output, worker, todo)
@@ -179,6 +176,25 @@ def generate_into(
         if (manifest := output.manifest()) is not None:  # another worker has just finished it
             return manifest
         raise
+
+
+def _check_room(
+    plan: "Plan",
+    columns: "tuple[Column, ...]",
+    output: "LocalOutput",
+    todo: list[int],
+    other: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """Check that the units `todo`, and `other` files, fit on the disk.
+
+    Raises:
+        RunError: they do not.
+    """
+    from spec_data.generation.units import check_free_space
+
+    sizes = sorted((plan.unit_bytes(unit, columns) for unit in todo), reverse=True)
+    needed = sum(sizes[: output.units_at_once or None]) + sum(other.values())
+    check_free_space(output.directory, needed, output.remote)
 
 
 def _capture(
@@ -196,6 +212,7 @@ def _capture(
     with progress_file.until_the_end(), closing(load_target(setup, plan)) as target:
         # Before the first shard: masks, head, positions, a sample of the corpus, codecs.
         settings = prepare_capture(setup, plan, target, out, output.share_proof)
+        _check_room(plan, settings.columns, output, todo)  # perhaps bf16 instead of a lossy codec
 
         def count(tokens: int) -> None:
             bar.update(tokens)

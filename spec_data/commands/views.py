@@ -92,7 +92,7 @@ def select(
 def merge(data: Datasets, out: Directory) -> "WrittenDataset":
     """Write a view of the documents of several datasets of one target, each once.
 
-    It has the columns that all have. Where their codecs or decoding tables differ, a column is
+    It has the columns that all have. Where some are exact and others lossy, a column is
     decoded to bf16 as it is read.
 
     Examples:
@@ -164,25 +164,25 @@ def copy(data: Dataset, out: Directory, *, dry_run: bool = False) -> "WrittenDat
 
 @command
 def recode(data: Dataset, out: Directory, codec: str, *, dry_run: bool = False) -> "WrittenDataset":
-    """Write a dataset with its bf16 states in a smaller codec, whose error is measured first.
+    """Write a dataset with its bf16 states as coarsely as an error allows, as `generate` does.
 
-    The error must keep the bound of the codec, as in `generate`. States that are lossy already are
-    not encoded again. The same command resumes.
+    A column that cannot be stored so stays in bf16, with a warning. States that are lossy already
+    are not encoded again. The same command resumes.
 
     Examples:
-        spec-data recode data/bf16 data/small --codec aux=lm4c,final=int8c
+        spec-data recode data/bf16 data/small --codec default,final=fine
 
     Args:
         data: the dataset or view, a directory or a URL.
         out: the directory to write.
-        codec: int8c, fp8, lm6c, lm4c, or per kind, such as aux=lm4c,final=int8c; what is not named
-            stays as it is.
+        codec: fine, default, small, or the largest error, such as 0.03; or per column, such as
+            final=fine,L3=0.05: what is not named stays as it is.
         dry_run: print documents, tokens and bytes, then stop.
 
     Raises:
         ConfigError: an unknown codec, or nothing would change.
         DatasetError: damage, or the states are lossy already.
-        RunError: the error is above the bound of the codec, or the disk is too small.
+        RunError: the disk is too small.
     """
     from spec_data.shards.reader import HiddenStatesDataset
     from spec_data.views.recode import recoded_copy

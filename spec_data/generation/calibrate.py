@@ -1,15 +1,21 @@
-"""Make the tables of the lossy codecs from a sample of the plan, and measure their error.
+"""Choose how coarsely each lossy column is stored: as coarsely as its quality allows.
 
 This happens once, before the first shard. Documents spread evenly over the plan are captured in the
 proven form; of a small plan all are. Three of four make the tables; every fourth is held out and
-measures the error. A column whose error is above the declared bound of its codec gets the next
-finer codec, bf16 at the end.
+measures the error. With a quality of q, `default` is 0.02:
+
+    error / variance, over all channels        at most q
+    the same of the median channel             at most 3 q, so that a few wide channels hide nothing
+    KL of the teacher, hidden.final only       at most 2.5 q nats
+
+A column that cannot be stored so is stored in bf16, with a warning.
 
 Shapes: N tokens of the sample, H width of a column, V vocabulary size.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -22,15 +28,8 @@ from spec_data.capture.backend import TargetBackend
 from spec_data.generation.capture import forward_batches
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
-from spec_data.shards.codec_tables import (
-    TABLES,
-    channel_error,
-    error_text,
-    load_tables,
-    make_tables,
-    save_tables,
-)
-from spec_data.shards.codecs import LOSSY, LossyCodec, Tables
+from spec_data.shards.codec_tables import TABLES, Basis, error_text, load_tables, save_tables
+from spec_data.shards.codecs import Tables, compress, decode, encode_tensors
 from spec_data.shards.errors import RunError
 from spec_data.shards.even_sample import sample_documents
 from spec_data.shards.files import sha256_file, write_once
@@ -45,14 +44,16 @@ from spec_data.shards.schema import (
     logit_error,
     predicts_supervised,
 )
-from spec_data.shards.shard import StoredRows, decode_rows
 
 logger = logging.getLogger(__name__)
 
 _LEAST_TOKENS, _MOST_TOKENS, _SHARE = 8192, 65536, 16  # the sample is 1/16 of the plan
 _WHOLE = 32768  # tokens of the largest plan that is its own sample
 _BYTES = 512 << 20  # largest size of the states of the sample, which are in memory together
-_KL_TOKENS = 2048  # tokens of which the KL is measured
+_KL_TOKENS = 1024  # tokens of which the KL is measured
+_FIRST_STEP, _TRIES = 0.7, 8  # mean deviations of a component
+_AIM, _NEAR = 0.95, 0.85  # of what the quality allows
+_TOO_MANY = 12.0  # bits of a value, for which bf16 is better
 
 
 class HasHead(Protocol):
@@ -79,19 +80,19 @@ def calibrate(
     target: TargetBackend,
     form: str,
     batch_tokens: int,
-    folder: Path,
+    folder: Path | None,
 ) -> tuple[tuple[Column, ...], CodecTables | None]:
-    """Choose the codecs, make codec.safetensors in `folder` unless it exists, and measure.
+    """Choose how each column is stored, measure it, and make codec.safetensors in `folder`.
 
     Args:
         setup, plan, target: what is captured.
         form: the proven mask form.
         batch_tokens: tokens per forward.
-        folder: the dataset directory.
+        folder: the dataset directory; None: nothing is written.
 
     Returns:
-        The columns, with codecs that keep their bounds and what was measured of them; and the
-        tables, None if no column is lossy.
+        The columns, with what was measured of them; and the tables, None if no column is lossy or
+        nothing is written.
 
     Raises:
         RunError: there are no usable states.
@@ -101,75 +102,27 @@ def calibrate(
         return setup.columns, None
     documents = sample_documents(plan.lengths, _budget(plan, setup, target))
     states, numbers = capture_sample(plan, target, form, documents, lossy, batch_tokens)
-    kept = {name: _usable(name, value) for name, value in states.items()}  # bool [N] each
-    split = len(documents) > 3
-    held_out = numbers % 4 == 3 if split else np.ones(len(numbers), bool)  # [N]
-    used = ~held_out if split else held_out
-
-    def coded(column: Column) -> tuple[Tables, CodecError]:
-        """Return the tables of a column, and their error."""
-        name, value = column.name, states[column.name]
-        table = make_tables(_take(states, kept, column, used), column.codec)
-        error = measure(column, value, held_out & kept[name], {name: table}, target)
-        logger.info("codec: %s %s", name, error_text(column.codec, error))
-        return table, error
-
-    columns, tables = _settled(setup.columns, coded)
-    if not tables:
-        return columns, None
+    held_out = numbers % 4 == 3 if len(documents) > 3 else np.ones(len(numbers), bool)  # [N]
+    columns, tables = [], {}
+    for column in setup.columns:
+        if column.lossy:
+            sample = Sample(column.name, states[column.name], numbers, held_out)
+            column, table = fitted(column, sample, target)
+            if table is not None:
+                tables[column.name] = table
+        columns.append(column)
+    if not tables or folder is None:
+        return tuple(columns), None
     file = folder / TABLES
     write_once(file, save_tables(tables))
     load_tables(file, [c for c in columns if c.lossy], None)  # perhaps another worker's
-    return columns, CodecTables(
+    return tuple(columns), CodecTables(
         file=TABLES,
         sha256=sha256_file(file),
         documents=len(documents),
         tokens=len(numbers),
         held_out_tokens=int(held_out.sum()),
     )
-
-
-def _settled(
-    columns: tuple[Column, ...], coded: Callable[[Column], tuple[Tables, CodecError]]
-) -> tuple[tuple[Column, ...], dict[str, Tables]]:
-    """Give what loses too much the next finer codec, until all keep their bounds.
-
-    All layers have one codec, and `hidden.final` has its own. `coded` returns the tables of a lossy
-    column, and their error. Return the columns, and the tables of the lossy ones by name.
-    """
-    settled = {c.name: c for c in columns}
-    tables: dict[str, Tables] = {}
-    lossy = [c for c in columns if c.lossy]
-    for kind in ([c for c in lossy if c.name != FINAL], [c for c in lossy if c.name == FINAL]):
-        while kind and kind[0].lossy:
-            made = {c.name: coded(c) for c in kind}
-            worse = over_bounds(kind, {name: error for name, (_, error) in made.items()})
-            if not worse:
-                tables |= {name: table for name, (table, _) in made.items()}
-                settled |= {c.name: structs.replace(c, error=made[c.name][1]) for c in kind}
-                break
-            codec = _finer(kind[0])
-            logger.warning(
-                "warning: %s stored with %s, because %s would lose too much: %s",
-                ", ".join(c.name for c in kind) + (" is" if len(kind) == 1 else " are"),
-                *(codec, kind[0].codec, "; ".join(worse)),
-            )
-            kind = [
-                structs.replace(
-                    c, codec=codec, instead_of={**c.instead_of, c.codec: made[c.name][1]}
-                )
-                for c in kind
-            ]
-            settled |= {c.name: c for c in kind}
-    return tuple(settled.values()), tables
-
-
-def _finer(column: Column) -> str:
-    """Return the next finer codec that can store the width of a lossy column."""
-    codec = LOSSY[column.codec].stronger
-    while codec in LOSSY and (column.width or 1) % LOSSY[codec].multiple:
-        codec = LOSSY[codec].stronger
-    return codec
 
 
 def _budget(plan: Plan, setup: Setup, target: TargetBackend) -> int:
@@ -231,95 +184,127 @@ def capture_sample(
     return states, np.repeat(np.arange(len(documents)), np.diff(offsets))
 
 
-def _usable(name: str, states: Tensor) -> np.ndarray:
-    """Return which tokens of a column [N, H] have finite states, bool [N].
+@dataclass
+class Sample:
+    """States [N, H] of a column, with the document of each token int64 [N]; some are held out.
+
+    Tokens whose states are not finite, as a sparse column does not store them, are left out. If
+    nothing but held-out tokens is left, or none of them, all are used for both.
 
     Raises:
-        RunError: none has.
+        RunError: there is none.
     """
-    good = torch.isfinite(states.amin(-1)) & torch.isfinite(states.amax(-1))
-    if not bool(good.any()):
-        raise RunError(
-            f"column {name}: no token of the calibration sample has finite states; try --dtype "
-            "float32 or --attn eager"
-        )
-    return good.numpy()
 
+    name: str
+    states: Tensor
+    numbers: np.ndarray
+    held_out: np.ndarray
 
-def _take(
-    states: dict[str, Tensor], kept: dict[str, np.ndarray], column: Column, used: np.ndarray
-) -> Tensor:
-    """Return the usable states [n, H] of the tokens `used` (bool [N]) that make the tables.
+    def __post_init__(self) -> None:
+        good = torch.isfinite(self.states.amin(-1)) & torch.isfinite(self.states.amax(-1))
+        if not bool(good.any()):
+            raise RunError(
+                f"column {self.name}: no token of the calibration sample has finite states; try "
+                "--dtype float32 or --attn eager"
+            )
+        self._good = good.numpy()
+        kinds = (self._good & self.held_out, self._good & ~self.held_out)
+        self._alike = not all(kind.any() for kind in kinds)
 
-    If none of them is usable, return the usable states of all documents.
-    """
-    chosen = used & kept[column.name]
-    return states[column.name][torch.from_numpy(chosen if chosen.any() else kept[column.name])]
+    def fitted(self) -> Tensor:
+        """Return the states [n, H] that tables are made from."""
+        return self.states[torch.from_numpy(self._good & (~self.held_out | self._alike))]
+
+    def measured(self) -> list[Tensor]:
+        """Return the states of the held-out documents, [T, H] each."""
+        chosen = np.flatnonzero(self._good & (self.held_out | self._alike))
+        cuts = np.flatnonzero(np.diff(self.numbers[chosen])) + 1
+        return [self.states[torch.from_numpy(part)] for part in np.split(chosen, cuts)]
 
 
 @torch.inference_mode()
+def fitted(column: Column, sample: Sample, target: HasHead) -> tuple[Column, Tables | None]:
+    """Return a lossy column with its error, and its tables; or a bf16 column, and None.
+
+    Args:
+        column: a lossy column.
+        sample: of its states.
+        target: its head turns hidden.final into logits; the work is done on its device.
+    """
+    documents = [part.to(target.device) for part in sample.measured()]
+    basis = Basis(sample.fitted().to(target.device))
+    step, best = _FIRST_STEP, None
+    for _ in range(_TRIES):
+        tables = basis.tables(step)
+        error = measure(column, documents, tables, target)
+        excess = _excess(column, error)
+        if excess <= 1 and error.bits < _TOO_MANY:
+            best = structs.replace(column, error=error), tables.to("cpu")
+        if _NEAR <= excess <= 1:
+            break
+        if excess > 1 and best is not None:
+            break
+        step *= min(4.0, max(0.2, (_AIM / max(excess, 1e-9)) ** 0.5))
+    if best is not None:
+        if best[0].error is not None:
+            logger.info("codec: %s %s", column.name, error_text(column.codec, best[0].error))
+        return best
+    logger.warning(
+        "warning: %s is stored in bf16, because --codec cannot reach a quality of %g with few bits "
+        "(%s)",
+        *(column.name, column.quality, error_text(column.codec, error)),
+    )
+    return structs.replace(column, codec="bf16", quality=0.0), None
+
+
+def _excess(column: Column, error: CodecError) -> float:
+    """Return the largest of a column's errors, over what its quality allows."""
+    found = (error.total, error.mse_median / 3, (error.kl or 0.0) / 2.5)
+    return max(found) / column.quality
+
+
 def measure(
-    column: Column,
-    states: Tensor,
-    chosen: np.ndarray,
-    tables: dict[str, Tables],
-    target: HasHead,
+    column: Column, documents: Sequence[Tensor], tables: Tables, target: HasHead
 ) -> CodecError:
     """Measure the error of encoding a column.
 
     Args:
         column: a lossy column.
-        states: its states [N, H].
-        chosen: the held-out tokens, bool [N]; if none is set, all usable tokens are measured.
-        tables: the codec tables by column name.
+        documents: states [T, H] of held-out documents, on the device of `target`.
+        tables: what encodes them.
         target: its head turns hidden.final into logits.
 
     Returns:
-        The errors, of tokens that do not escape; `kl` and `logit_*` (hidden.final only): see
-        `head_errors`. Figures have three digits, so that they do not depend on the number of
-        threads.
+        The errors of tokens that do not escape; `kl` and `logit_*` (hidden.final only): see
+        `head_errors`. Figures have three digits.
     """
-    chosen = chosen if chosen.any() else _usable(column.name, states)
-    source = states[torch.from_numpy(chosen)]  # [n, H]
-    codec, table = column.lossy, tables[column.name]
-    if codec is None:
-        raise ValueError(f"{column.name} is not lossy")
-    decoded, escaped = round_trip(codec, source.to(target.device), table)  # [n, H], bool [n]
-    coded = ~escaped
-    error = np.zeros(0)
-    if coded.any():
-        error = channel_error(source[coded], decoded.cpu()[coded], table)  # [H]
-        error = error[~np.isnan(error)]
-    figures = {
-        "mse_median": float(np.median(error)) if len(error) else 0.0,
-        "mse_max": float(error.max()) if len(error) else 0.0,
-        "escaped": float(escaped.numpy().mean()),
-    }
+    states = torch.cat(list(documents))
+    codes, away = encode_tensors(states, tables)
+    decoded = torch.where(away[:, None], states.to(torch.bfloat16), decode(codes, tables))
+    figures = {"total": 0.0, "mse_median": 0.0, "mse_max": 0.0}
+    if bool((~away).any()):
+        source = states[~away].float()
+        error = (source - decoded[~away]).square().mean(0, dtype=torch.float64)
+        variance = source.double().var(0, correction=0)
+        varying = variance > 0
+        share = error[varying] / variance[varying]
+        if len(share):
+            figures["total"] = float(error.sum() / variance.sum())
+            figures["mse_median"], figures["mse_max"] = float(share.median()), float(share.max())
+    figures["escaped"] = float(away.double().mean())
+    blobs = map(compress, (part.cpu().numpy() for part in codes.split([*map(len, documents)])))
+    raw = int(away.sum()) * (2 * states.shape[1] + 4)
+    figures["bits"] = 8 * (sum(blob.nbytes for blob in blobs) + raw) / states.numel()
     if column.name == FINAL:
-        figures |= head_errors(target, source.to(target.device), decoded)
+        figures |= head_errors(target, states, decoded)
     rounded = {k: float(f"{v:.3g}") for k, v in figures.items()}
-    return CodecError(**rounded, tokens=len(source))
-
-
-def round_trip(codec: LossyCodec, states: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
-    """Encode and decode states [N, H].
-
-    Return the states as a reader returns them (bfloat16 [N, H] on the same device), and which
-    tokens escape the codec (bool [N] on the CPU).
-    """
-    encoded = codec.encode(states, tables)
-    escaped = torch.zeros(len(states), dtype=torch.bool)
-    escaped[torch.from_numpy(encoded.escape_index)] = True
-    out = torch.empty(states.shape, dtype=torch.bfloat16)
-    index, bits = encoded.escape_index, encoded.escape
-    decode_rows(codec, StoredRows(encoded.codes, encoded.scale, index, bits), tables, out)
-    return out.to(states.device), escaped
+    return CodecError(**rounded, tokens=len(states))
 
 
 def head_errors(target: HasHead, states: Tensor, decoded: Tensor) -> dict[str, float]:
     """Return what a codec changes of the target's distribution, computed in float32.
 
-    `states` and `decoded` are [N, H]; at most 2,048 tokens, spread evenly over N, are used.
+    `states` and `decoded` are [N, H]; at most 1,024 tokens, spread evenly over N, are used.
 
     Returns:
         `kl`: mean of KL(softmax(head(states)) || softmax(head(decoded))), in nats; `logit_median`,
@@ -342,42 +327,3 @@ def head_errors(target: HasHead, states: Tensor, decoded: Tensor) -> dict[str, f
         "kl": max(0.0, total / len(states)),
         **{"logit_median": middle, "logit_q99": most, "logit_max": largest},
     }
-
-
-def over_bounds(columns: Sequence[Column], errors: dict[str, CodecError]) -> list[str]:
-    """Return the lossy columns whose measured error is above the bound of their codec, in words."""
-    found = []
-    for column in columns:
-        codec, error = column.lossy, errors[column.name]
-        if codec is None:
-            continue
-        bound = codec.bound
-        limits = {"mse_median": bound.median, "mse_max": bound.worst, "kl": bound.kl}
-        found_here = {name: getattr(error, name) or 0.0 for name in limits}
-        worse = [f"{k} {found_here[k]:.2g} > {v:g}" for k, v in limits.items() if found_here[k] > v]
-        if error.escaped >= 1:
-            worse.append("every token escapes it")
-        if worse:
-            found.append(f"{column.name} ({codec.name}): {', '.join(worse)}")
-    return found
-
-
-def check_bounds(columns: Sequence[Column], errors: dict[str, CodecError]) -> None:
-    """Refuse codecs that were asked for and whose measured error is above its bound.
-
-    Raises:
-        RunError: with the columns, their errors and bounds, and the next codecs to try.
-    """
-    failed, advice = [], {}
-    for column in columns:
-        worse = over_bounds([column], errors)
-        if column.lossy and worse:
-            failed += worse
-            advice["final" if column.name == FINAL else "aux"] = _finer(column)
-    if failed:
-        suggestion = ",".join(f"{kind}={name}" for kind, name in sorted(advice.items()))
-        raise RunError(
-            "the codec error is above its bound, so nothing was captured:\n  "
-            + "\n  ".join(failed)
-            + f"\nUse --codec {suggestion} (with another --out, or after deleting this one)"
-        )

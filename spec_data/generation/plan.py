@@ -517,7 +517,7 @@ class Plan:
         return sum(int(self.lengths[a:b].sum()) for a, b in (self.units[u] for u in units))
 
     def unit_bytes(self, unit: int, columns: tuple[Column, ...]) -> int:
-        """Return the exact size of a unit's shard; no state is needed for it."""
+        """Return the size of a unit's shard, see `shard_bytes`; no state is needed for it."""
         return shard_bytes(self.unit_documents(unit, columns), columns)
 
     def utilisation(self) -> float:
@@ -546,14 +546,14 @@ def cut_units(lengths: np.ndarray, unit_tokens: int) -> list[tuple[int, int]]:
     return units
 
 
-def unit_tokens(size: str, bytes_per_token: int, tokens: int, batch_tokens: int) -> int:
+def unit_tokens(size: str, bytes_per_token: float, tokens: int, batch_tokens: int) -> int:
     """Return the most tokens of a unit, at least 1.
 
     A unit is what a killed worker captures again, what workers share out, and the step in which a
     training run beside generation sees data. "auto" keeps it below each of:
 
-        500 MB of shard     lm4c stores 8 KB per token of an 8B target (hidden size 4,096, 3 layers
-                            and hidden.final): 61,000 tokens, 6 s at 10,000 tokens/s
+        500 MB of shard     an 8B target (hidden size 4,096, 3 layers and hidden.final) takes at
+                            most 8 KB per token: 61,000 tokens, 6 s at 10,000 tokens/s
         262,144 tokens      for small targets, and slow ones: 4.4 minutes at 1,000 tokens/s
         1/16 of the corpus  so that a small corpus, too, has units to share out and to resume from;
                             but at least one batch, below which the target is used badly
@@ -565,8 +565,8 @@ def unit_tokens(size: str, bytes_per_token: int, tokens: int, batch_tokens: int)
         batch_tokens: tokens per forward of the target.
     """
     if size != AUTO:
-        return max(1, parse_size(size) // bytes_per_token)
-    most = min(_UNIT_BYTES // bytes_per_token, _UNIT_TOKENS)
+        return max(1, int(parse_size(size) / bytes_per_token))
+    most = min(int(_UNIT_BYTES / bytes_per_token), _UNIT_TOKENS)
     return max(1, min(most, max(-(-tokens // _UNITS), batch_tokens)))
 
 

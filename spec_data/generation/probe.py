@@ -1,4 +1,4 @@
-"""`estimate --probe`: run the target on a few batches, to tell speed, time and device memory."""
+"""`estimate --probe`: run the target on a sample, to tell speed, time, memory and bytes."""
 
 import resource
 import sys
@@ -10,11 +10,13 @@ import numpy as np
 import torch
 
 from spec_data.generation.batch_size import choose_batch_tokens
+from spec_data.generation.calibrate import calibrate
 from spec_data.generation.plan import Plan
 from spec_data.generation.proof import documents_to_prove, load_target
 from spec_data.generation.sample_check import LONGEST, measure_documents
 from spec_data.generation.setup import Setup, find_positions
 from spec_data.shards.even_sample import sample_documents
+from spec_data.shards.schema import Column
 from spec_data.terminal.progress import size
 
 _BATCHES = 3
@@ -54,8 +56,10 @@ class Probe:
         ]
 
 
-def run_probe(setup: Setup, plan: Plan) -> Probe:
+def run_probe(setup: Setup, plan: Plan) -> tuple[Probe, tuple[Column, ...]]:
     """Load the target, prove a mask form, and time a few batches of the plan after a warm-up.
+
+    Return that, and the columns as `generate` would store them, with the bits of lossy ones.
 
     Raises:
         TargetError, RunError: the target cannot be loaded, or no mask form is proven.
@@ -74,7 +78,7 @@ def run_probe(setup: Setup, plan: Plan) -> Probe:
         measure_documents(plan, target, form, sample, *given)
         elapsed = time.perf_counter() - start
         tokens = int(np.minimum(plan.lengths[sample], LONGEST).sum())
-        return Probe(
+        probe = Probe(
             tokens=tokens,
             tokens_per_second=tokens / elapsed,
             seconds=plan.tokens * elapsed / tokens,
@@ -83,6 +87,7 @@ def run_probe(setup: Setup, plan: Plan) -> Probe:
             form=form,
             batch_tokens=batch_tokens,
         )
+        return probe, calibrate(setup, plan, target, form, batch_tokens, None)[0]
 
 
 def _memory(device: torch.device) -> int:

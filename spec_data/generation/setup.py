@@ -67,7 +67,7 @@ from spec_data.shards.schema import (
     data_problem,
     token_columns,
 )
-from spec_data.terminal.option_values import parse_size
+from spec_data.terminal.option_values import column_qualities, parse_size
 from spec_data.terminal.progress import progress
 from spec_data.terminal.types import comma_list
 
@@ -218,8 +218,7 @@ def set_up(
             text.hidden_size,
             options.supervision,
             text.vocab_size,
-            aux_codec=options.codecs["aux"],
-            final_codec=options.codecs["final"],
+            qualities=column_qualities(options.codecs, layers),
             final_tokens=options.final,
             teacher_tokens=options.teacher,
         ),

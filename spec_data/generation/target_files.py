@@ -118,7 +118,6 @@ def manifest_draft(
 _INDEX_ROW = 4 + 4 + 5 * 4 + 8  # two text offsets, five int32, a checksum
 _MANIFEST, _OF_A_SHARD, _CARD = 9_000, 330, 3_000
 _SAFETENSORS_ENTRY, _ARROW_SCHEMA = 110, 2_000
-_LEVELS = 64 * 4
 
 
 def other_files(setup: Setup, plan: Plan) -> dict[str, int]:
@@ -131,8 +130,8 @@ def other_files(setup: Setup, plan: Plan) -> dict[str, int]:
     head = (matrices * setup.vocab_size + 1) * setup.target["hidden_size"] * dtype.itemsize
     generation = setup.model_dir / GENERATION_CONFIG
     target = sum(map(len, _tokenizer_files(setup).values())) + len(config_json(setup, dtype))
-    lossy = [c for c in setup.columns if c.lossy]
-    tables = sum(2 * 4 * (c.width or 1) + _LEVELS + 4 * _SAFETENSORS_ENTRY for c in lossy)
+    widths = [c.width or 1 for c in setup.columns if c.lossy]
+    tables = sum(10 * width + width**2 + 4 * _SAFETENSORS_ENTRY for width in widths)
     shards = len(plan.units) * _OF_A_SHARD
     return {
         "head": head + 3 * _SAFETENSORS_ENTRY,

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from spec_data.capture.backend import ForwardBatch
-from spec_data.shards.codecs import Tables, bf16_bits
+from spec_data.shards.codecs import (
+    Encoded,
+    Tables,
+    bf16_bits,
+    compress,
+    compressors,
+    encode_tensors,
+)
 from spec_data.shards.schema import Column
 from spec_data.shards.writer import UnitData
 
@@ -114,8 +121,8 @@ def encode_columns(
         tables: of the lossy columns.
 
     Returns:
-        Each part of each column as it is stored; and for columns of floating point, which tokens
-        are unusable, uint8 [n], and which escape a lossy codec, bool [n].
+        Each column as it is stored, or its codes, int8 [n, W]; for columns of floating point, which
+        tokens are unusable, uint8 [n]; and of lossy ones which do not fit the codes, bool [n].
     """
     out = {}
     for column in columns:
@@ -124,11 +131,11 @@ def encode_columns(
         value = values[column.name]
         if value.is_floating_point():
             out[column.name + _UNUSABLE] = _unusable(value)
-        if column.lossy is None:
-            out[column.name] = column.coder.encode_tensor(value)
+        if column.lossy:
+            codes, away = encode_tensors(value, tables[column.name])
+            out |= {column.name: codes, column.name + _AWAY: away}
         else:
-            codes, scale, away = column.lossy.encode_tensors(value, tables[column.name])
-            out |= {column.name: codes, column.scale_part.name: scale, column.name + _AWAY: away}
+            out[column.name] = column.coder.encode_tensor(value)
     return out
 
 
@@ -169,21 +176,29 @@ def store(
         if column.name == "loss_mask":
             continue
         bounds, start = data.row_offsets(column), 0  # of the tokens in the unit, and in the batch
-        parts = {p.name: arrays[p.name].view(p.storage) for p in column.parts}
+        stored = arrays[column.name]
         reasons = arrays.get(column.name + _UNUSABLE)
+        places = []
         for d in batch.documents:
             there = slice(int(bounds[d]), int(bounds[d + 1]))
             here = slice(start, start + there.stop - there.start)
-            for name, array in parts.items():
-                data.tokens[name][there] = array[here]
+            places.append(here)
+            if not column.lossy:
+                data.tokens[column.name][there] = stored[here].view(column.storage)
             if reasons is not None and reasons[here].any():
                 if (reasons[here] == _NON_FINITE).any():
                     broken[d] = f"non-finite-{column.name}"
                 else:
                     broken.setdefault(d, f"constant-{column.name}")
             start = here.stop
-        if column.lossy is not None and len(rows := np.flatnonzero(arrays[column.name + _AWAY])):
-            # Index in the batch -> index in the unit, for the tokens that escape the codec.
-            index = np.concatenate([np.arange(bounds[d], bounds[d + 1]) for d in batch.documents])
-            states = arrival.rows(values[column.name], rows)
-            data.escapes[column.name].add(index[rows], bf16_bits(states))
+        if not column.lossy:
+            continue
+        away = np.flatnonzero(arrays[column.name + _AWAY])
+        states = np.zeros((0, column.width or 1), np.uint16)
+        if len(away):
+            states = bf16_bits(arrival.rows(values[column.name], away))
+        blobs = compressors().map(compress, [stored[here] for here in places])
+        for d, here, blob in zip(batch.documents, places, blobs, strict=True):
+            first, last = np.searchsorted(away, [here.start, here.stop])
+            rows = (away[first:last] - here.start).astype(np.int32)
+            data.coded[column.name][d] = Encoded(blob, rows, states[first:last])

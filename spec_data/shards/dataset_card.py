@@ -31,7 +31,7 @@ def dataset_card(manifest: Manifest) -> str:
         ("column", "codec", "bytes per token", "error"),
         (
             (
-                *(code(c.name), c.codec, f"{c.bytes_per_token:,}"),
+                *(code(c.name), c.codec, f"{c.bytes_per_token:,.0f}"),
                 plain(error_text(c.codec, c.error) if c.error else "none"),
             )
             for c in manifest.columns

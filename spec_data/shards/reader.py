@@ -191,7 +191,7 @@ class HiddenStatesDataset:
 
     @cached_property
     def tables(self) -> dict[str, Tables]:
-        """Decoding tables of the lossy columns."""
+        """Decoding tables of the lossy columns; of a view, those of its first document."""
         lossy = [c for c in self.manifest.columns if c.lossy]
         if self.view is not None:
             sources = {c.name: self._references[self._group_of[c.name]][0][0] for c in lossy}
@@ -202,6 +202,16 @@ class HiddenStatesDataset:
             self.mirror.ensure(TABLES)
         codec = self.manifest.codec
         return load_tables(self.path / TABLES, lossy, codec.sha256 if codec else "")
+
+    def columns_of_several_tables(self) -> list[str]:
+        """Return the lossy columns of a view whose documents have other tables in other sources."""
+        several = []
+        for column in self.manifest.columns if self.view else ():
+            numbers = np.unique(self._references[self._group_of[column.name]][0]).tolist()
+            codecs = [self.sources[number].manifest.codec for number in numbers]
+            if column.lossy and len({c.sha256 for c in codecs if c}) > 1:
+                several.append(column.name)
+        return several
 
     @property
     def target_dir(self) -> Path:
@@ -392,11 +402,14 @@ class HiddenStatesDataset:
                 part[~tokens[:count]] = 0
         return count
 
-    def stored_rows(self, index: int, name: str) -> StoredRows:
-        """Return a document's rows of a column, encoded as the manifest of this dataset says."""
-        tokens = self._sparse_tokens(index) if name in self._narrowed else None
-        shard, row = self.locate(index, self._group_of[name])
-        return shard.rows(self._columns[name], row, tokens)
+    def stored_rows(self, index: int, column: Column) -> StoredRows:
+        """Return a document's rows of a column: its codes, or decoded, as `column` has its codec.
+
+        `column` is lossy only if it is so here.
+        """
+        tokens = self._sparse_tokens(index) if column.name in self._narrowed else None
+        shard, row = self.locate(index, self._group_of[column.name])
+        return shard.rows(column, row, tokens)
 
     def _sparse_tokens(self, index: int) -> np.ndarray:
         """Return which tokens of a document a sparse column has, bool [T]."""

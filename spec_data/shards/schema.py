@@ -2,15 +2,16 @@
 
 FORMAT.md explains the fields. A token column holds one value (width None) or one vector (width W)
 per token of a document, as `large_list<storage>` or `large_list<fixed_size_list<storage>[W]>`. A
-column with a lossy codec has several such fields, its parts: the codes under the column's own name,
-the scale of every token, and the tokens stored in bf16. A sparse column stores only tokens whose
-next token is supervised.
+lossy column has bytes under its own name, and two more such fields for tokens that are stored in
+bf16. A sparse column stores only tokens whose next token is supervised.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
@@ -21,8 +22,8 @@ from msgspec import Meta, structs
 from torch import Tensor
 from torch.nn import functional as F
 
-from spec_data.shards.codecs import Codec, LossyCodec, codec_named, lossy_codec
-from spec_data.shards.errors import ConfigError, DatasetError
+from spec_data.shards.codecs import ROTATED, Codec, codec_named
+from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import MANIFEST, sha256_json
 from spec_data.shards.likelihood import AgreementTable
 from spec_data.shards.records import (
@@ -107,11 +108,18 @@ TEACHERS = ("topk_ids", "topk_logits", "logits", "target_argmax", "target_logsum
 
 
 class CodecError(Record, frozen=True, kw_only=True):
-    """What a lossy codec loses of a column, measured on held-out tokens that are not stored raw."""
+    """What a lossy codec loses of a column, measured on held-out `tokens`.
 
+    `total`: squared error over variance, summed over channels; `mse_median` and `mse_max`: of one
+    channel. `escaped`: the share of tokens stored in bf16, which are not in these. `bits`: stored,
+    per value.
+    """
+
+    total: Share
     mse_median: Share
     mse_max: Share
     escaped: Share
+    bits: Share
     tokens: Count = 0
     kl: float | None = None
     logit_median: Share | None = None
@@ -123,7 +131,8 @@ class Column(Record, frozen=True, kw_only=True, dict=True):
     """A token column: `width` values per token (None: one number, not a vector).
 
     With `tokens` "supervised", only tokens t whose x_{t+1} is supervised have a row. `exact`: its
-    codec loses nothing. `error`: what it loses; `instead_of`: what codecs lose that lose too much.
+    codec loses nothing. `quality`: the largest `total` error that a lossy column may have; `error`:
+    what was measured.
     """
 
     name: str
@@ -131,8 +140,8 @@ class Column(Record, frozen=True, kw_only=True, dict=True):
     width: Size | None = None
     tokens: Tokens = explicit(ALL)
     exact: bool = False
+    quality: Share = explicit(0.0)
     error: CodecError | None = None
-    instead_of: dict[str, CodecError] = {}
 
     @property
     def layout(self) -> tuple[str, str, int | None, str]:
@@ -145,68 +154,70 @@ class Column(Record, frozen=True, kw_only=True, dict=True):
         return codec_named(self.codec, self.name)
 
     @cached_property
-    def lossy(self) -> LossyCodec | None:
-        """The codec of a lossy column; None for a plain one."""
-        return lossy_codec(self.codec, self.name)
+    def lossy(self) -> bool:
+        """Whether encoding loses something.
+
+        Raises:
+            DatasetError: this release has no such codec.
+        """
+        return self.codec == ROTATED or not self.coder
 
     @property
     def sparse(self) -> bool:
         """Whether only some tokens have a row."""
         return self.tokens == SUPERVISED
 
-    @property
-    def parts(self) -> tuple["Column", ...]:
-        """The stored fields with one row per stored token: the column, or codes and scale."""
-        return (self, self.scale_part) if self.lossy else (self,)
-
-    @cached_property
-    def scale_part(self) -> "Column":
-        """The field with the scale of every token of a lossy column."""
-        return Column(name=f"{self.name}.scale", codec="bf16", tokens=self.tokens)
-
     @cached_property
     def escape_parts(self) -> tuple["Column", "Column"]:
-        """The fields with row numbers and bits of a lossy column's escaped tokens."""
+        """The fields with row numbers and bits of a lossy column's tokens that are stored raw."""
         index = Column(name=f"{self.name}.escape_index", codec="int32")
         return index, Column(name=f"{self.name}.escape", codec="bf16", width=self.width)
 
     @property
-    def stored_width(self) -> int | None:
-        """Number of `storage` values per row; None: one number, not a vector."""
-        lossy = self.lossy
-        return lossy.code_width(self.width or 1) if lossy else self.width
-
-    @property
     def storage(self) -> np.dtype:
         """numpy type of the stored values."""
-        return (self.lossy or self.coder).storage
+        return np.dtype(np.uint8) if self.lossy else self.coder.storage
 
     @property
     def logical(self) -> torch.dtype:
         """torch type of the values that are read."""
-        return (self.lossy or self.coder).logical
+        return torch.bfloat16 if self.lossy else self.coder.logical
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one stored token, not counting what escaped tokens add."""
-        return sum(p.storage.itemsize * (p.stored_width or 1) for p in self.parts)
+    def bytes_per_token(self) -> float:
+        """Bytes of one stored token: of a lossy column as measured on a sample, or at most so."""
+        width = self.width or 1
+        if not self.lossy:
+            return self.coder.storage.itemsize * width
+        return width / 8 * (self.error.bits if self.error else bits_range(self.quality)[1])
 
     def fields(self) -> list[pa.Field]:
         """Return the Arrow fields of all parts, with codec and width in their metadata."""
-        if self.lossy is None:
-            return [self._field()]
-        rest = (self.scale_part, *self.escape_parts)
-        return [self._field(), *(p._field({"part of": self.name}) for p in rest)]
+        if not self.lossy:
+            return [self._field(self.coder.arrow, self.width)]
+        parts = (p._field(p.coder.arrow, p.width, self.name) for p in self.escape_parts)
+        return [self._field(pa.uint8(), None), *parts]
 
-    def _field(self, more: dict[str, str] | None = None) -> pa.Field:
-        value: pa.DataType = (self.lossy or self.coder).arrow
-        if self.stored_width is not None:
-            value = pa.list_(pa.field("item", value, nullable=False), self.stored_width)
-        metadata = {"codec": self.codec, "width": str(self.width or 1)} | (more or {})
+    def _field(self, value: pa.DataType, width: int | None, part_of: str = "") -> pa.Field:
+        if width is not None:
+            value = pa.list_(pa.field("item", value, nullable=False), width)
+        metadata = {"codec": self.codec, "width": str(self.width or 1)}
+        if part_of:
+            metadata["part of"] = part_of
         if self.sparse:
             metadata["tokens"] = self.tokens
         kind = pa.large_list(pa.field("item", value, nullable=False))
         return pa.field(self.name, kind, nullable=False, metadata=metadata)
+
+
+def bits_range(quality: float) -> tuple[float, float]:
+    """Return how many bits a value takes with an error of `quality`, before it is measured.
+
+    Half as many bits again as any target measured so far are allowed for; an error four times
+    smaller takes one more.
+    """
+    more = math.log2(0.02 / quality) / 2
+    return max(0.5, 1 + more), max(1.0, 4 + more)
 
 
 def token_columns(
@@ -215,29 +226,25 @@ def token_columns(
     supervision: str,
     vocab_size: int,
     *,
-    aux_codec: str = "bf16",
-    final_codec: str = "bf16",
+    qualities: Mapping[str, float] = MappingProxyType({}),
     final_tokens: str = ALL,
     teacher_tokens: str = ALL,
 ) -> tuple[Column, ...]:
     """Return the token columns of a dataset, in file order.
 
     `supervision` is "final-hidden", "topk:K" or "logits"; argmax and logsumexp are always stored.
-    `final_tokens` and `teacher_tokens` say at which tokens `hidden.final` and `TEACHERS` are.
-
-    Raises:
-        ConfigError: a codec that cannot pack vectors of `hidden_size`.
+    `qualities` has those of lossy columns, by name; the others are bf16. `final_tokens` and
+    `teacher_tokens` say at which tokens `hidden.final` and `TEACHERS` are.
     """
-    for name in (aux_codec, final_codec):
-        codec = lossy_codec(name, "hidden.*")
-        if codec and hidden_size % codec.multiple:
-            raise ConfigError(
-                f"--codec {name} packs {codec.multiple} channels together, and hidden size "
-                f"{hidden_size} is no multiple of {codec.multiple}; use int8c"
-            )
+
+    def states(name: str, tokens: str = ALL) -> Column:
+        quality = qualities.get(name, 0.0)
+        codec = ROTATED if quality else "bf16"
+        return Column(name=name, codec=codec, width=hidden_size, tokens=tokens, quality=quality)
+
     kind, _, k = supervision.partition(":")
     if kind == "final-hidden":
-        given = [Column(name=FINAL, codec=final_codec, width=hidden_size, tokens=final_tokens)]
+        given = [states(FINAL, final_tokens)]
     elif kind == "topk":
         given = [
             Column(name="topk_ids", codec="int32", width=int(k), tokens=teacher_tokens),
@@ -248,7 +255,7 @@ def token_columns(
     return (
         Column(name="input_ids", codec="int32"),
         Column(name="loss_mask", codec="bool8"),
-        *(Column(name=layer_column(k), codec=aux_codec, width=hidden_size) for k in layers),
+        *(states(layer_column(k)) for k in layers),
         *given,
         Column(name="target_argmax", codec="int32", tokens=teacher_tokens),
         Column(name="target_logsumexp", codec="float32", tokens=teacher_tokens),
@@ -677,21 +684,15 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield "left_out has places and units that do not belong together"
     if ("target/positions.safetensors" in manifest.files) != bool(manifest.positions.tables):
         yield "positions and the list of files disagree on target/positions.safetensors"
-    codecs = {c.name: c.codec for c in manifest.columns}
-    try:
-        expected = token_columns(
-            manifest.layers,
-            manifest.hidden_size,
-            manifest.supervision,
-            manifest.vocab_size,
-            aux_codec=next((c for n, c in codecs.items() if n.startswith("hidden.L")), "bf16"),
-            final_codec=codecs.get(FINAL, "bf16"),
-            final_tokens=manifest.final,
-            teacher_tokens=manifest.teacher,
-        )
-    except ConfigError as error:
-        yield str(error)
-        return
+    expected = token_columns(
+        manifest.layers,
+        manifest.hidden_size,
+        manifest.supervision,
+        manifest.vocab_size,
+        qualities={c.name: c.quality for c in manifest.columns if c.lossy},
+        final_tokens=manifest.final,
+        teacher_tokens=manifest.teacher,
+    )
     layouts = ([c.layout for c in columns] for columns in (manifest.columns, expected))
     for stored, made in itertools.zip_longest(*layouts):
         if stored != made:

@@ -29,7 +29,14 @@ from spec_data.shards.checksums import (
     stored_checksums,
     turns_bytes,
 )
-from spec_data.shards.codecs import LossyCodec, Tables, bf16_tensor, tensor_of
+from spec_data.shards.codecs import (
+    Tables,
+    bf16_tensor,
+    decode,
+    decode_into,
+    decompress,
+    tensor_of,
+)
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
 
@@ -37,7 +44,7 @@ from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supe
 # Stored tokens of a lossy column become states in two ways with equal bits: `decode_rows` decodes
 # into a CPU buffer; `CodedRows` gathers codes, moves them to the training device and decodes there.
 #
-# A row here is one stored token of the column. Shapes: n, N rows, W code bytes per row, H channels.
+# A row here is one stored token of the column. Shapes: n, N rows, H channels.
 
 
 DECODED_AT_ONCE = 1 << 24
@@ -46,15 +53,14 @@ DECODED_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class StoredRows:
-    """One document's part of a column: views of the mapped file, which must not be written to.
+    """One document's part of a column.
 
-    `values` is [n, W] (or [n]). In a lossy column these are codes, with `scale` uint16 [n];
-    `escape_index` int32 [k] lists the rows that escaped, ascending, and `escape` uint16 [k, H] has
-    the bits of their bfloat16 states.
+    `values` is [n, W] (or [n]), a view of the mapped file, which must not be written to. In a lossy
+    column these are codes, int8 [n, H]; `escape_index` int32 [k] lists the rows that escaped,
+    ascending, and `escape` uint16 [k, H] has the bits of their bfloat16 states.
     """
 
     values: np.ndarray
-    scale: np.ndarray
     escape_index: np.ndarray
     escape: np.ndarray
 
@@ -63,14 +69,9 @@ class StoredRows:
 
     def cut(self, start: int, stop: int) -> "StoredRows":
         """Return rows [start, stop), with their escaped tokens numbered from `start`."""
-        if start == 0 and stop == len(self.values):
-            return self
-        a, b = np.searchsorted(self.escape_index, [start, stop]) if len(self.escape) else (0, 0)
+        a, b = np.searchsorted(self.escape_index, [start, stop])
         return StoredRows(
-            self.values[start:stop],
-            self.scale[start:stop],
-            self.escape_index[a:b] - start,
-            self.escape[a:b],
+            self.values[start:stop], self.escape_index[a:b] - np.int32(start), self.escape[a:b]
         )
 
     def take(self, rows: np.ndarray) -> "StoredRows":
@@ -78,14 +79,12 @@ class StoredRows:
         _, here, there = np.intersect1d(
             rows, self.escape_index, assume_unique=True, return_indices=True
         )
-        return StoredRows(
-            self.values[rows], self.scale[rows], here.astype(np.int32), self.escape[there]
-        )
+        return StoredRows(self.values[rows], here.astype(np.int32), self.escape[there])
 
 
-def decode_rows(codec: LossyCodec, stored: StoredRows, tables: Tables, out: Tensor) -> None:
+def decode_rows(stored: StoredRows, tables: Tables, out: Tensor) -> None:
     """Decode `stored` (n rows) into the CPU tensor `out` [n, H], bfloat16 or float32."""
-    codec.decode_into(stored.values, stored.scale, tables, out)
+    decode_into(stored.values, tables, out)
     if len(stored.escape_index):
         rows = torch.from_numpy(stored.escape_index.astype(np.int64))
         out[rows] = bf16_tensor(stored.escape).to(out.dtype)
@@ -94,23 +93,13 @@ def decode_rows(codec: LossyCodec, stored: StoredRows, tables: Tables, out: Tens
 class CodedRows:
     """The stored rows of a lossy column for one micro-batch, gathered document by document.
 
-    `codes` [N, W], `scale` bf16 [N] and `slots` int64 [N], the slot of the micro-batch that a row
-    belongs to, are allocated once for N slots. Escaped tokens are few and are kept apart.
+    `codes` int8 [N, H] and `slots` int64 [N], the slot of the micro-batch that a row belongs to,
+    are allocated once for N slots. Documents of different datasets have different tables.
     """
 
-    def __init__(self, column: Column, tables: Tables, slots: int, pin: bool) -> None:
-        """Allocate for `slots` tokens of `column`; `tables` are on the device that decodes.
-
-        Raises:
-            ValueError: the column is not lossy.
-        """
-        if column.lossy is None:
-            raise ValueError(f"column {column.name} has nothing to decode")
-        self.codec, self.tables, self.width = column.lossy, tables, column.width or 1
-        kind = torch.int8 if self.codec.storage == np.int8 else torch.uint8
-        size = (slots, column.stored_width or 1)
-        self.codes = torch.zeros(size, dtype=kind, pin_memory=pin)
-        self.scale = torch.zeros(slots, dtype=torch.bfloat16, pin_memory=pin)
+    def __init__(self, width: int, slots: int, pin: bool) -> None:
+        """Allocate for `slots` tokens of `width` channels."""
+        self.codes = torch.zeros(slots, width, dtype=torch.int8, pin_memory=pin)
         self.slots = torch.zeros(slots, dtype=torch.int64, pin_memory=pin)
         self.clear()
 
@@ -118,36 +107,41 @@ class CodedRows:
         """Drop all rows."""
         self.count = 0
         self._first_slot = 0
+        self._parts: list[tuple[Tables, int, int]] = []  # which rows have which tables
         self._escaped: list[tuple[np.ndarray, np.ndarray]] = []
 
     def begin_pack(self, first_slot: int) -> None:
         """Begin a pack, whose slot 0 is slot `first_slot` of the micro-batch."""
         self._first_slot = first_slot
 
-    def add(self, stored: StoredRows, tokens: np.ndarray) -> None:
+    def add(self, stored: StoredRows, tables: Tables, tokens: np.ndarray) -> None:
         """Append rows; `tokens` int64 [n] has the slot of each, counted within the current pack."""
         rows = slice(self.count, self.count + len(stored))
         np.copyto(self.codes[rows].numpy(), stored.values)
-        np.copyto(self.scale[rows].view(torch.uint16).numpy(), stored.scale)
         np.add(tokens, self._first_slot, out=self.slots[rows].numpy())
         if len(stored.escape_index):
             self._escaped.append((stored.escape_index + np.int64(self.count), stored.escape))
+        first = self.count
+        if self._parts and self._parts[-1][0] is tables:
+            first = self._parts.pop()[1]
+        self._parts.append((tables, first, rows.stop))
         self.count = rows.stop
 
     def states(
         self, slots: int, device: torch.device | str, dtype: torch.dtype, non_blocking: bool
     ) -> Tensor:
         """Decode on `device` to states [slots, H] of `dtype`; zero where no row was added."""
-        out = torch.zeros(slots, self.width, dtype=dtype, device=device)
-        tables = self.tables.to(device)
-        codes, scale, places = (
+        width = self.codes.shape[1]
+        out = torch.zeros(slots, width, dtype=dtype, device=device)
+        codes, places = (
             values[: self.count].to(device, non_blocking=non_blocking)
-            for values in (self.codes, self.scale, self.slots)
+            for values in (self.codes, self.slots)
         )
-        step = max(1, DECODED_AT_ONCE // self.width)
-        for a in range(0, self.count, step):
-            part = slice(a, a + step)
-            out[places[part]] = self.codec.decode(codes[part], scale[part], tables).to(dtype)
+        step = max(1, DECODED_AT_ONCE // width)
+        for tables, first, last in self._parts:
+            for a in range(first, last, step):
+                part = slice(a, min(a + step, last))
+                out[places[part]] = decode(codes[part], tables).to(dtype)
         for rows, bits in self._escaped:
             where = places[torch.from_numpy(rows).to(device, non_blocking=non_blocking)]
             out[where] = bf16_tensor(bits).to(device, non_blocking=non_blocking).to(dtype)
@@ -165,7 +159,6 @@ def runs(kept: np.ndarray) -> list[tuple[int, int]]:
 
 TEXTS = ("doc_id", "source", "turns")
 _NO_ROWS = np.zeros(0, np.int32)
-_NOT_FINITE = np.uint16(0x7F80)  # the exponent bits of a bf16 that is infinite or not a number
 _CHECK_AGAIN = 1 / 64  # share of the later reads of a chunk that compare its checksum again
 _draw = random.Random().random  # processes leave out different reads, and no caller's seed is used
 
@@ -275,7 +268,7 @@ class Shard:
         for a, b in spans:
             part = stored.cut(first, first + b - a)
             if column.lossy:
-                decode_rows(column.lossy, part, self._tables()[name], values[a:b])
+                decode_rows(part, self._tables()[name], values[a:b])
             else:
                 column.coder.decode_into(part.values, values[a:b])
             values[done:a] = 0
@@ -302,7 +295,7 @@ class Shard:
         if wanted is not None:
             chosen = np.flatnonzero(wanted[tokens])
             rows, tokens = rows.take(chosen), tokens[chosen]
-        out.add(rows, tokens + start)
+        out.add(rows, self._tables()[name], tokens + start)
 
     def rows(self, declared: Column, row: int, wanted: np.ndarray | None) -> StoredRows:
         """Return the rows of a column as `declared`: those of the tokens `wanted`, bool [T].
@@ -314,12 +307,12 @@ class Shard:
         if wanted is not None:
             stored = self._sparse_tokens(row) if column.sparse else slice(None)
             rows = rows.take(np.flatnonzero(wanted[stored]))
-        if column.lossy is None or column.codec == declared.codec:
+        if not column.lossy or declared.lossy:
             return rows
         states = torch.empty(len(rows), column.width or 1, dtype=torch.bfloat16)
-        decode_rows(column.lossy, rows, self._tables()[column.name], states)
+        decode_rows(rows, self._tables()[column.name], states)
         bits = declared.coder.encode(states)
-        return StoredRows(bits, bits, _NO_ROWS, bits)
+        return StoredRows(bits, _NO_ROWS, bits)
 
     def _locate(self, row: int) -> tuple[int, int]:
         """Return the record batch of a row, and its number there."""
@@ -332,7 +325,7 @@ class Shard:
         return predicts_supervised(mask, np.array([0, len(mask)]))
 
     def _values(self, column: Column, row: int) -> np.ndarray:
-        """Stored values (or codes) of one document, [n] or [n, W]: a view of the mapped file."""
+        """Stored values (or bytes) of one document, [n] or [n, W]: a view of the mapped file."""
         batch, local = self._locate(row)
         if (view := self._views.get((batch, column.name))) is None:
             offsets, flat = list_views(self.batches[batch].column(column.name))
@@ -344,14 +337,21 @@ class Shard:
         return values
 
     def _stored(self, column: Column, row: int) -> StoredRows:
-        """All parts of one document's column, views of the mapped file."""
+        """All parts of one document's column; codes are decompressed."""
         values = self._values(column, row)
-        if column.lossy is None:
-            return StoredRows(values, values, _NO_ROWS, values)
-        parts = (column.scale_part, *column.escape_parts)
-        stored = StoredRows(values, *(self._values(part, row) for part in parts))
-        self._check_lossy(column, row, stored)
-        return stored
+        if not column.lossy:
+            return StoredRows(values, _NO_ROWS, values)
+        rows, states = (self._values(part, row) for part in column.escape_parts)
+        tokens = int((self.index.stored if column.sparse else self.index.lengths)[row])
+        inside = not len(rows) or (rows[0] >= 0 and rows[-1] < tokens)
+        if len(rows) != len(states) or not inside or np.any(rows[1:] <= rows[:-1]):
+            what = f"not ascending rows of {column.name}, one for each of {column.name}.escape"
+            raise self._damaged(what, row, f"{column.name}.escape_index")
+        try:
+            codes = decompress(values, tokens, column.width or 1)
+        except ValueError as error:
+            raise self._damaged(f"damaged ({error})", row, column.name) from None
+        return StoredRows(codes, rows, states)
 
     # -- checks -----------------------------------------------------------------------------------
 
@@ -437,8 +437,8 @@ class Shard:
         first, last = self._starts[batch : batch + 2]
         lengths = np.diff(offsets)
         expected = (self.index.stored if column.sparse else self.index.lengths)[first:last]
-        escapes = column.name.endswith((".escape_index", ".escape"))
-        wrong = lengths < 0 if escapes else lengths != expected
+        any_length = column.lossy or column.name.endswith((".escape_index", ".escape"))
+        wrong = lengths < 0 if any_length else lengths != expected
         if wrong.any():
             local = int(wrong.argmax())
             what = f"{lengths[local]} tokens, the index says {expected[local]}"
@@ -447,13 +447,3 @@ class Shard:
             raise self._damaged(
                 f"rows {first} to {last - 1}, column {column.name}: offsets outside the column"
             )
-
-    def _check_lossy(self, column: Column, row: int, stored: StoredRows) -> None:
-        """Refuse values that would decode to garbage, even if their checksum matches."""
-        rows = stored.escape_index
-        inside = not len(rows) or (rows[0] >= 0 and rows[-1] < len(stored))
-        if len(rows) != len(stored.escape) or not inside or np.any(rows[1:] <= rows[:-1]):
-            what = f"not ascending rows of {column.name}, one for each of {column.name}.escape"
-            raise self._damaged(what, row, f"{column.name}.escape_index")
-        if ((stored.scale & _NOT_FINITE) == _NOT_FINITE).any():
-            raise self._damaged("not finite", row, f"{column.name}.scale")

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from spec_data.shards.checksums import CHECKSUMS, arrow_schema, chunk_checksums, read_batches
+from spec_data.shards.codecs import Encoded
 from spec_data.shards.files import replace_durably, sha256_file, sync, temporary_name, writing
 from spec_data.shards.schema import Column, ShardRecord, predicts_supervised
 
@@ -21,27 +22,13 @@ RECORD_BATCH_BYTES = 32 << 20
 
 
 @dataclass
-class Escapes:
-    """Tokens of a lossy column stored in bf16: row numbers int64 [n], bits uint16 [n, H]."""
-
-    rows: np.ndarray
-    bits: np.ndarray
-
-    def add(self, rows: np.ndarray, bits: np.ndarray) -> None:
-        """Add tokens (rows int64 [k], bits uint16 [k, H]) and keep all rows in ascending order."""
-        rows = np.concatenate([self.rows, rows])
-        order = np.argsort(rows)
-        self.rows, self.bits = rows[order], np.concatenate([self.bits, bits])[order]
-
-
-@dataclass
 class UnitData:
-    """The D documents of one unit: texts per document, one array per part of a token column.
+    """The D documents of one unit: texts per document, one array per plain token column.
 
-    `tokens` maps a part's name to its array, [N] or [N, W] in the part's storage dtype, with all
+    `tokens` maps a column's name to its array, [N] or [N, W] in its storage dtype, with all
     documents one after another; document d has tokens offsets[d] to offsets[d + 1] (int64 [D+1]).
-    Columns that store only some tokens use `sparse_offsets` instead. `escapes` is by column name.
-    `turns` has (role, start, end) triples per document.
+    Columns that store only some tokens use `sparse_offsets` instead. `coded` has the documents of
+    each lossy column. `turns` has (role, start, end) triples per document.
     """
 
     doc_ids: list[str]
@@ -49,7 +36,7 @@ class UnitData:
     turns: list[list[tuple[str, int, int]]]
     offsets: np.ndarray
     tokens: dict[str, np.ndarray] = field(default_factory=dict)
-    escapes: dict[str, Escapes] = field(default_factory=dict)
+    coded: dict[str, list[Encoded]] = field(default_factory=dict)
 
     @classmethod
     def allocate(
@@ -61,7 +48,7 @@ class UnitData:
         lengths: list[int],
         loss_mask: np.ndarray | None = None,
     ) -> "UnitData":
-        """Allocate zeroed arrays for documents of `lengths` tokens.
+        """Allocate zeroed arrays for documents of `lengths` tokens; lossy columns are empty.
 
         `loss_mask` [N] is stored at once; it is required when a column is sparse.
         """
@@ -70,13 +57,14 @@ class UnitData:
         if loss_mask is not None:
             data.tokens["loss_mask"] = loss_mask.astype(np.uint8)
         for column in columns:
-            rows = int(data.row_offsets(column)[-1])
-            for part in column.parts:
-                shape = (rows, part.stored_width) if part.stored_width else rows
-                data.tokens.setdefault(part.name, np.zeros(shape, dtype=part.storage))
             if column.lossy:
-                none = np.zeros((0, column.width or 1), np.uint16)
-                data.escapes[column.name] = Escapes(np.zeros(0, np.int64), none)
+                raw = np.zeros((0, column.width or 1), np.uint16)
+                nothing = Encoded(np.zeros(0, np.uint8), np.zeros(0, np.int32), raw)
+                data.coded[column.name] = [nothing] * len(lengths)
+                continue
+            rows = int(data.row_offsets(column)[-1])
+            shape = (rows, column.width) if column.width else rows
+            data.tokens.setdefault(column.name, np.zeros(shape, dtype=column.storage))
         return data
 
     @cached_property
@@ -100,15 +88,13 @@ class UnitData:
             np.concatenate([[0], np.cumsum(np.diff(self.offsets)[keep])]).astype(np.int64),
         )
         for column in columns:
+            if column.lossy:
+                out.coded[column.name] = [self.coded[column.name][d] for d in keep]
+                continue
             bounds = self.row_offsets(column)
             spans = [np.arange(bounds[d], bounds[d + 1]) for d in keep]
             rows = np.concatenate(spans) if spans else np.zeros(0, np.int64)
-            for part in column.parts:
-                out.tokens[part.name] = self.tokens[part.name][rows]
-            if column.lossy:
-                old = self.escapes[column.name]
-                _, there, here = np.intersect1d(old.rows, rows, return_indices=True)
-                out.escapes[column.name] = Escapes(here.astype(np.int64), old.bits[there])
+            out.tokens[column.name] = self.tokens[column.name][rows]
         return out
 
 
@@ -120,14 +106,12 @@ def record_batches(
     Without `hashed` all checksums are zero, which is enough to know the size of the shard.
     """
     schema = arrow_schema(columns)
-    per_token = sum(c.bytes_per_token for c in columns)
     rows = len(unit.doc_ids)
+    ends = np.cumsum(sum(_document_bytes(unit, column) for column in columns))
     first = 0
     while first < rows:
-        last = first + 1
-        limit = unit.offsets[first] + RECORD_BATCH_BYTES // per_token
-        while last < rows and unit.offsets[last + 1] <= limit:
-            last += 1
+        limit = RECORD_BATCH_BYTES + (ends[first - 1] if first else 0)
+        last = max(first + 1, int(np.searchsorted(ends, limit, "right")))
         turns = [
             [{"role": r, "start": s, "end": e} for r, s, e in document]
             for document in unit.turns[first:last]
@@ -145,26 +129,32 @@ def record_batches(
         first = last
 
 
+def _document_bytes(unit: UnitData, column: Column) -> np.ndarray:
+    """Return the bytes of a column in each document, int64 [D]."""
+    if column.lossy:
+        return np.array([coded.nbytes for coded in unit.coded[column.name]], np.int64)
+    return np.diff(unit.row_offsets(column)) * (column.storage.itemsize * (column.width or 1))
+
+
 def _column_arrays(
     column: Column, unit: UnitData, first: int, last: int, schema: pa.Schema
 ) -> list[pa.Array]:
     """Return the Arrow arrays of one column's parts for documents [first, last)."""
-    bounds = unit.row_offsets(column)[first : last + 1]
-    a, b = int(bounds[0]), int(bounds[-1])
-    arrays = [
-        _list_array(unit.tokens[p.name][a:b], bounds - a, schema.field(p.name).type)
-        for p in column.parts
+    if not column.lossy:
+        bounds = unit.row_offsets(column)[first : last + 1]
+        values = unit.tokens[column.name][bounds[0] : bounds[-1]]
+        return [_list_array(values, bounds - bounds[0], schema.field(column.name).type)]
+    coded = unit.coded[column.name][first:last]
+    parts = [d.blob for d in coded], [d.rows for d in coded], [d.states for d in coded]
+    names = [column.name, *(part.name for part in column.escape_parts)]
+    return [
+        _list_array(
+            np.concatenate(values),
+            np.concatenate([[0], np.cumsum([len(v) for v in values], dtype=np.int64)]),
+            schema.field(name).type,
+        )
+        for name, values in zip(names, parts, strict=True)
     ]
-    if column.lossy:
-        escapes = unit.escapes[column.name]
-        limits = np.searchsorted(escapes.rows, bounds)
-        own = slice(limits[0], limits[-1])
-        starts = np.repeat(bounds[:-1], np.diff(limits))
-        index = (escapes.rows[own] - starts).astype(np.int32)
-        for part, values in zip(column.escape_parts, (index, escapes.bits[own]), strict=True):
-            kind = schema.field(part.name).type
-            arrays.append(_list_array(values, limits - limits[0], kind))
-    return arrays
 
 
 def _list_array(values: np.ndarray, offsets: np.ndarray, kind: pa.DataType) -> pa.Array:
@@ -176,15 +166,17 @@ def _list_array(values: np.ndarray, offsets: np.ndarray, kind: pa.DataType) -> p
 
 
 def shard_bytes(unit: UnitData, columns: tuple[Column, ...]) -> int:
-    """Return the exact size in bytes of the shard that `write_shard` writes for this unit.
+    """Return the size in bytes of the shard that `write_shard` writes for this unit.
 
-    Tokens can escape only once states exist; each escaped token then adds 2 H + 4 bytes.
+    It is exact without lossy columns, whose size is known only once they are encoded: of these it
+    is what the columns say, see `Column.bytes_per_token`.
     """
     sink = pa.MockOutputStream()
     with pa.ipc.new_stream(sink, arrow_schema(columns)) as stream:
         for batch in record_batches(unit, columns, hashed=False):
             stream.write_batch(batch)
-    return sink.size()
+    lossy = [c for c in columns if c.lossy]
+    return sink.size() + sum(int(unit.row_offsets(c)[-1] * c.bytes_per_token) for c in lossy)
 
 
 class ShardStream:

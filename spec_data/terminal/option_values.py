@@ -1,13 +1,14 @@
 """What the values of options are read with: sizes, codecs, names of drafts."""
 
 import re
+from collections.abc import Mapping, Sequence
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.layer_ids import RECIPES
 from spec_data.terminal.console import did_you_mean
 
-HIDDEN_CODECS = ("bf16", "int8c", "lm6c", "lm4c", "fp8")
-DEFAULT_CODEC = "lm4c"
+QUALITIES = {"bf16": 0.0, "fine": 0.01, "default": 0.02, "small": 0.05}
+"""Values of --codec by name: the error that a column may have, see `generation.calibrate`."""
 
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -37,28 +38,59 @@ def parse_batch_tokens(text: str | int) -> int | None:
     return int(text)
 
 
-def parse_codecs(text: str, supervision: str) -> dict[str, str]:
-    """Return the codecs of the aux states and of hidden.final: one name, or aux=NAME,final=NAME.
+def parse_codecs(text: str, supervision: str) -> dict[str, float]:
+    """Return the qualities (0: bf16) of "aux" and "final", and of layers named like "L3".
 
-    What is not named keeps the default; hidden.final is bf16 where `supervision` stores none.
+    `text` is one value for all, NAME=VALUE, or both, separated by commas: fine,final=bf16. What is
+    not named keeps the default; hidden.final is bf16 where `supervision` stores none.
 
     Raises:
-        ConfigError: an unknown codec or kind, or a codec of hidden.final where there is none.
+        ConfigError: an unknown value or column, or one of hidden.final where there is none.
     """
-    named = dict(part.partition("=")[::2] for part in text.split(","))
-    if len(named) == 1 and list(named.values()) == [""]:
-        named = dict.fromkeys(("aux", "final"), text)
-        if supervision != "final-hidden":
-            named["final"] = "bf16"
-    elif "final" in named and supervision != "final-hidden":
-        raise ConfigError(f"--codec {text}: --supervision {supervision} stores no hidden.final")
-    unknown = set(named) - {"aux", "final"} or set(named.values()) - set(HIDDEN_CODECS)
-    if unknown:
+    parts = [part.strip().rpartition("=")[::2] for part in text.split(",")]
+    named = {name.strip().removeprefix("hidden."): _quality(value, text) for name, value in parts}
+    if len(named) < len(parts) or not all(re.fullmatch(r"|aux|final|L-?\d+", n) for n in named):
         raise ConfigError(
-            f"--codec {text!r}: expected one of {', '.join(HIDDEN_CODECS)}, or aux=NAME,final=NAME"
+            f"--codec {text!r}: expected one of {', '.join(QUALITIES)}, a number, or such values "
+            "per column, as in fine,final=bf16,L3=0.03"
         )
-    final = DEFAULT_CODEC if supervision == "final-hidden" else "bf16"
-    return {"aux": DEFAULT_CODEC, "final": final} | named
+    base = named.pop("", QUALITIES["default"])
+    if supervision != "final-hidden":
+        if "final" in named:
+            raise ConfigError(f"--codec {text}: --supervision {supervision} stores no hidden.final")
+        named["final"] = 0.0
+    return {"aux": base, "final": base} | named
+
+
+def _quality(value: str, text: str) -> float:
+    if value in QUALITIES:
+        return QUALITIES[value]
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 1e-5 <= number <= 0.5:
+        raise ConfigError(
+            f"--codec {text!r}: {value!r} is none of {', '.join(QUALITIES)}, and no error between "
+            "0.00001 and 0.5"
+        )
+    return number
+
+
+def column_qualities(codecs: Mapping[str, float], layers: Sequence[int]) -> dict[str, float]:
+    """Return the quality of each column of hidden states by its name, of `parse_codecs`.
+
+    Raises:
+        ConfigError: a layer is named that is not captured.
+    """
+    own = {f"L{layer}" for layer in layers}
+    if unknown := sorted(codecs.keys() - own - {"aux", "final"}):
+        raise ConfigError(
+            f"--codec: {', '.join(unknown)} is not captured; the layers are "
+            f"{', '.join(map(str, layers))}"
+        )
+    found = {f"hidden.{name}": codecs.get(name, codecs["aux"]) for name in sorted(own)}
+    return found | {"hidden.final": codecs["final"]}
 
 
 def parse_drafts(text: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ the rows of the input alone. Every chunk is compared with its checksum before it
 
 import hashlib
 import itertools
+import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +18,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pyarrow as pa
+from msgspec import structs
 
 from spec_data.shards.codec_tables import TABLES, save_tables
-from spec_data.shards.codecs import Tables, bf16_tensor
+from spec_data.shards.codecs import Encoded, Tables, bf16_tensor, compress, encode
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import link_or_copy, unit_name, write_atomically
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset, check_whole, checked_file
@@ -27,11 +29,12 @@ from spec_data.shards.records import plain
 from spec_data.shards.resumable import ResumableDirectory, process_lock
 from spec_data.shards.schema import CodecTables, Column, FileRecord, Manifest, ShardRecord
 from spec_data.shards.seal import check_shard, file_records, seal
-from spec_data.shards.shard import StoredRows
-from spec_data.shards.writer import Escapes, UnitData, write_shard
+from spec_data.shards.writer import UnitData, write_shard
 from spec_data.terminal.progress import progress
 from spec_data.views.derive import derived
 from spec_data.views.rows import check_out
+
+logger = logging.getLogger(__name__)
 
 WORK = ".view"
 _HEAD = "target/head.safetensors"
@@ -60,18 +63,32 @@ class Copy:
 
 
 def plain_copy(dataset: HiddenStatesDataset) -> Copy:
-    """Return the copy that changes nothing but where the documents lie."""
+    """Return the copy that changes nothing but where the documents lie.
+
+    A dataset has one table of a column, so what a view reads with several is stored in bf16.
+    """
     manifest = dataset.manifest
-    draft = derived("copy", {}, [manifest], manifest.columns, {})
-    return Copy(dataset=dataset, columns=manifest.columns, draft=draft, tables=dict(dataset.tables))
+    several = dataset.columns_of_several_tables()
+    if several:
+        logger.warning(
+            "warning: %s will be stored in bf16, because the documents come from datasets that "
+            "encode them differently; copy these one by one, and merge the copies",
+            ", ".join(several),
+        )
+    columns = tuple(
+        structs.replace(c, codec="bf16", quality=0.0) if c.name in several else c
+        for c in manifest.columns
+    )
+    draft = derived("copy", {}, [manifest], columns, {})
+    return Copy(dataset=dataset, columns=columns, draft=draft, tables=dict(dataset.tables))
 
 
 def copy_bytes(copy: Copy) -> int:
-    """Return the bytes of the values in the shards, without what tokens that escape a codec add."""
+    """Return the bytes of the values in the shards: about as many where columns are lossy."""
     dataset = copy.dataset
     sparse = int((dataset.supervised - (dataset.first_supervised == 0)).sum())
     tokens = int(dataset.lengths.sum())
-    return sum(c.bytes_per_token * (sparse if c.sparse else tokens) for c in copy.columns)
+    return int(sum(c.bytes_per_token * (sparse if c.sparse else tokens) for c in copy.columns))
 
 
 def write_copy(out: Path, copy: Copy) -> Manifest:
@@ -194,23 +211,16 @@ def _unit_of(copy: Copy, documents: Sequence[int]) -> UnitData:
 def _fill(data: UnitData, column: Column, documents: Sequence[int], copy: Copy) -> None:
     """Fill one column of a unit."""
     bounds = data.row_offsets(column)
-    escapes = [data.escapes[column.name]] if column.lossy else []
     for number, document in enumerate(documents):
-        first, last = int(bounds[number]), int(bounds[number + 1])
-        rows = copy.dataset.stored_rows(document, column.name)
-        if column.name in copy.encoders and column.lossy:
-            made = column.lossy.encode(bf16_tensor(rows.values), copy.encoders[column.name])
-            index = made.escape_index.astype(np.int32)
-            rows = StoredRows(made.codes, made.scale, index, made.escape)
-        data.tokens[column.name][first:last] = rows.values
-        if column.lossy:
-            data.tokens[column.scale_part.name][first:last] = rows.scale
-            escapes.append(Escapes(rows.escape_index.astype(np.int64) + first, rows.escape))
-    if column.lossy:
-        data.escapes[column.name] = Escapes(
-            np.concatenate([part.rows for part in escapes]),
-            np.concatenate([part.bits for part in escapes]),
-        )
+        rows = copy.dataset.stored_rows(document, column)
+        if column.name in copy.encoders:
+            coded = encode(bf16_tensor(rows.values), copy.encoders[column.name])
+        elif column.lossy:
+            coded = Encoded(compress(rows.values), rows.escape_index, rows.escape)
+        else:
+            data.tokens[column.name][bounds[number] : bounds[number + 1]] = rows.values
+            continue
+        data.coded[column.name][number] = coded
 
 
 def _copy_target(out: Path, dataset: HiddenStatesDataset) -> dict[str, FileRecord]:

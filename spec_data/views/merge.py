@@ -1,8 +1,8 @@
 """`spec-data merge` and `join`: documents of several datasets of one target, or their columns.
 
 A dataset has one folder of target files, so everything that decides the meaning of a stored number
-must be equal; what differs is refused by name. A column that is stored with several codecs, or with
-several tables, is a bf16 column of the view: its values are decoded, and declared as not exact.
+must be equal; what differs is refused by name. A column that is lossy in some of them is a bf16
+column of the view: its values are decoded, and declared as not exact.
 """
 
 from collections.abc import Sequence
@@ -94,7 +94,7 @@ def join_rows(inputs: Sequence[HiddenStatesDataset]) -> tuple[Rows, Manifest]:
     named = [layer_column(k) for k in sorted(layers)]
     order = [n for n in first.declared if n not in named]
     at = order.index("loss_mask") + 1
-    ordered = _with_one_codec([columns[n] for n in [*order[:at], *named, *order[at:]]])
+    ordered = [columns[n] for n in [*order[:at], *named, *order[at:]]]
     dropped = {"join:missing": len(first) - len(keep)} if len(keep) < len(first) else {}
     return rows, derived("join", {}, [d.manifest for d in inputs], ordered, dropped)
 
@@ -157,33 +157,15 @@ def _common_columns(inputs: Sequence[HiddenStatesDataset]) -> tuple[Column, ...]
     if any(m.teacher == SUPERVISED for m in manifests):
         sparse |= set(TEACHERS)
     dropped = {layer_column(k) for k in first.layers if k not in layers}
-    sources = [source.manifest for dataset in inputs for source in dataset.sources]
-    one_table = len({m.codec and m.codec.sha256 for m in sources}) == 1
-
-    def codec_of(column: Column) -> str:
-        codecs = {dataset.declared[column.name].codec for dataset in inputs}
-        return column.codec if len(codecs) == 1 and (one_table or not column.lossy) else "bf16"
-
-    return _with_one_codec(
-        [
-            structs.replace(
-                column,
-                codec=codec_of(column),
-                tokens=SUPERVISED if column.name in sparse else column.tokens,
-            )
-            for column in first.columns
-            if column.name not in dropped
-        ]
-    )
-
-
-def _with_one_codec(columns: Sequence[Column]) -> tuple[Column, ...]:
-    """Return columns of which all layers have one codec: bf16, where they have several."""
-    layers = [column for column in columns if column.name.startswith(layer_column(0)[:-1])]
-    several = len({column.codec for column in layers}) > 1
-    return tuple(
-        structs.replace(c, codec="bf16") if several and c in layers else c for c in columns
-    )
+    columns = []
+    for column in first.columns:
+        if column.name in dropped:
+            continue
+        if column.lossy and not all(d.declared[column.name].lossy for d in inputs):
+            column = structs.replace(column, codec="bf16", quality=0.0)
+        tokens = SUPERVISED if column.name in sparse else column.tokens
+        columns.append(structs.replace(column, tokens=tokens))
+    return tuple(columns)
 
 
 # -- manifest --------------------------------------------------------------------------------------

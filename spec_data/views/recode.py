@@ -1,14 +1,13 @@
 """`spec-data recode`: the same documents with smaller states, encoded from bf16.
 
-As in `generate`, documents spread evenly over the dataset are the sample. Three of four make the
-tables; every fourth is held out and measures the error, which must keep the bound of the codec.
+As in `generate`, documents spread evenly over the dataset are the sample that makes the tables and
+measures the error; a column that cannot keep its quality stays in bf16, with a warning.
 
 Shapes: N tokens of the sample, H channels.
 """
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -16,23 +15,20 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from spec_data.generation.calibrate import check_bounds, measure, sample_budget, sample_documents
-from spec_data.shards.codec_tables import error_text, make_tables, save_tables
-from spec_data.shards.codecs import Tables
+from spec_data.generation.calibrate import Sample, fitted, sample_budget, sample_documents
+from spec_data.shards.codec_tables import save_tables
+from spec_data.shards.codecs import ROTATED, Tables
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.files import sha256_json
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import (
     FINAL,
-    CodecError,
     Column,
     HeadSpec,
     Manifest,
-    layer_column,
     predicts_supervised,
-    token_columns,
 )
-from spec_data.terminal.option_values import parse_codecs
+from spec_data.terminal.option_values import column_qualities, parse_codecs
 from spec_data.terminal.progress import progress
 from spec_data.views.copy import Copy
 from spec_data.views.derive import derived
@@ -47,86 +43,89 @@ def recoded_copy(dataset: HiddenStatesDataset, codec: str, dry_run: bool) -> Cop
     Raises:
         ConfigError: an unknown codec, or nothing would change.
         DatasetError: a column is lossy already.
-        RunError: the error is above the bound of the codec.
     """
     columns = recoded_columns(dataset.manifest, codec)
     stored = {c.layout for c in dataset.manifest.columns}
     encoded = [c for c in columns if c.layout not in stored]
     if not encoded:
         raise ConfigError(f"{dataset.place}: nothing would change; it has --codec {codec}")
-    made = None if dry_run else make_and_measure(dataset, encoded)
-    options = {"codec": codec, "tables": made and made.digest}
-    draft = derived("recode", options, [dataset.manifest], columns, {})
-    if made is None:
-        return Copy(dataset=dataset, columns=columns, draft=draft)
+    tables: dict[str, Tables] = {}
+    sample: dict[str, int] = {}
+    if not dry_run:
+        columns, tables, sample = _fitted(dataset, columns, {c.name for c in encoded})
+    digest = sha256_json(save_tables(tables).hex()) if tables else None
+    draft = derived("recode", {"codec": codec, "tables": digest}, [dataset.manifest], columns, {})
+    errors = {c.name: c.error for c in columns if c.name in tables}
     declared = tuple(
-        structs.replace(c, exact=False, error=made.errors[c.name]) if c.name in made.errors else c
+        structs.replace(c, exact=False, error=errors[c.name]) if c.name in errors else c
         for c in draft.columns
     )
     return Copy(
         dataset=dataset,
         columns=columns,
         draft=draft.changed(columns=declared),
-        encoders=made.tables,
-        tables={**dataset.tables, **made.tables},
-        sample=made.sample,
+        encoders=tables,
+        tables={**dataset.tables, **tables},
+        sample=sample,
     )
 
 
 def recoded_columns(manifest: Manifest, codec: str) -> tuple[Column, ...]:
-    """Return the columns of a dataset with other codecs: a name, or aux=NAME,final=NAME.
+    """Return the columns of a dataset with other codecs, as --codec of `generate` names them.
 
-    What is not named stays as it is.
+    Of several columns, what is not named stays as it is.
 
     Raises:
-        ConfigError: an unknown codec, or one that cannot pack the hidden size.
+        ConfigError: an unknown codec or column.
         DatasetError: a column is lossy, and another codec is asked for.
     """
-    parsed = parse_codecs(codec, manifest.supervision)
-    named = {part.partition("=")[0] for part in codec.split(",")} if "=" in codec else set(parsed)
-    lossy = {c.name for c in manifest.columns if c.error}
-    present = {c.name: c.codec for c in manifest.columns}
-    wanted = {}
-    for kind, names in (("aux", [layer_column(k) for k in manifest.layers]), ("final", [FINAL])):
-        current = [present[name] for name in names if name in present]
-        wanted[kind] = parsed[kind] if kind in named else (current[0] if current else "bf16")
-        for name in lossy & set(names):
-            if wanted[kind] != present[name]:
-                raise DatasetError(
-                    f"{manifest.where}: column {name} was encoded before and has lost what "
-                    f"{wanted[kind]} would keep or lose in another way; recode the bf16 dataset "
-                    "that it comes from, or generate again"
-                )
-    return token_columns(
-        manifest.layers,
-        manifest.hidden_size,
-        manifest.supervision,
-        manifest.vocab_size,
-        aux_codec=wanted["aux"],
-        final_codec=wanted["final"],
-        final_tokens=manifest.final,
-        teacher_tokens=manifest.teacher,
-    )
+    asked = parse_codecs(codec, manifest.supervision)
+    qualities = column_qualities(asked, manifest.layers)
+    named = {part.strip().rpartition("=")[0].removeprefix("hidden.") for part in codec.split(",")}
+    columns = []
+    for column in manifest.columns:
+        short = column.name.removeprefix("hidden.")
+        kind = "final" if column.name == FINAL else "aux"
+        if column.name not in qualities or not named & {"", kind, short}:
+            columns.append(column)
+            continue
+        quality = qualities[column.name]
+        if column.error and quality != column.quality:
+            raise DatasetError(
+                f"{manifest.where}: column {column.name} was encoded before and has lost what "
+                "another codec would keep; recode the bf16 dataset that it comes from, or generate "
+                "again"
+            )
+        codec_name = ROTATED if quality else "bf16"
+        columns.append(structs.replace(column, codec=codec_name, quality=quality))
+    return tuple(columns)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MadeTables:
-    """Tables of the columns that are encoded, by name, and what they lose.
-
-    Attributes:
-        tables: see above.
-        errors: the manifest's `error` of each column.
-        sample: documents, tokens and held_out_tokens that they were made from.
-    """
-
-    tables: dict[str, Tables]
-    errors: dict[str, CodecError]
-    sample: dict[str, int]
-
-    @property
-    def digest(self) -> str:
-        """A hash of the tables."""
-        return sha256_json(save_tables(self.tables).hex())
+def _fitted(
+    dataset: HiddenStatesDataset, columns: tuple[Column, ...], names: set[str]
+) -> tuple[tuple[Column, ...], dict[str, Tables], dict[str, int]]:
+    """Return the columns as they will be stored, the tables of `names`, and what made them."""
+    encoded = [column for column in columns if column.name in names]
+    per_token = 2 * sum(column.width or 1 for column in encoded)
+    budget = sample_budget(int(dataset.lengths.sum()), per_token)
+    documents = sample_documents(dataset.lengths, budget)
+    numbers = np.repeat(np.arange(len(documents)), dataset.lengths[documents])
+    held_out = numbers % 4 == 3 if len(documents) > 3 else np.ones(len(numbers), bool)
+    states, head = _sampled(dataset, encoded, documents), StoredHead(dataset)
+    tables, made = {}, []
+    for column in columns:
+        if column.name in names:
+            sample = Sample(column.name, states[column.name], numbers, held_out)
+            column, table = fitted(column, sample, head)
+            if table is not None:
+                tables[column.name] = table
+        made.append(column)
+    figures = {
+        "documents": len(documents),
+        "tokens": len(numbers),
+        "held_out_tokens": int(held_out.sum()),
+    }
+    return tuple(made), tables, figures
 
 
 class StoredHead:
@@ -154,39 +153,6 @@ class StoredHead:
         """Return slices of an axis of `tokens` tokens whose float32 logits fit in memory."""
         step = max(128, _LOGITS // (4 * self.head.vocab_size))
         return [slice(a, min(a + step, tokens)) for a in range(0, tokens, step)]
-
-
-def make_and_measure(dataset: HiddenStatesDataset, columns: Sequence[Column]) -> MadeTables:
-    """Make the tables of `columns` from a sample of their states, and measure their error.
-
-    Raises:
-        RunError: the error of a column is above the bound of its codec.
-        DatasetError: damage.
-    """
-    per_token = 2 * sum(column.width or 1 for column in columns)
-    budget = sample_budget(int(dataset.lengths.sum()), per_token)
-    documents = sample_documents(dataset.lengths, budget)
-    numbers = np.repeat(np.arange(len(documents)), dataset.lengths[documents])
-    few = len(documents) <= 3
-    held_out = np.ones(len(numbers), bool) if few else numbers % 4 == 3
-    states = _sampled(dataset, columns, documents)
-    tables: dict[str, Tables] = {}
-    errors = {}
-    for column in columns:
-        value = states[column.name]
-        usable = torch.isfinite(value[:, 0]).numpy()  # nan: a sparse column does not store it
-        used = usable if few else usable & ~held_out
-        tables[column.name] = make_tables(value[torch.from_numpy(used)], column.codec)
-        error = measure(column, value, held_out & usable, tables, StoredHead(dataset))
-        logger.info("codec: %s %s", column.name, error_text(column.codec, error))
-        errors[column.name] = error
-    check_bounds(columns, errors)
-    sample = {
-        "documents": len(documents),
-        "tokens": len(numbers),
-        "held_out_tokens": int(held_out.sum()),
-    }
-    return MadeTables(tables=tables, errors=errors, sample=sample)
 
 
 def _sampled(

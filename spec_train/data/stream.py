@@ -59,8 +59,8 @@ class BufferOptions:
     pin: bool = False
     """Page-lock the buffers, for fast copies to CUDA."""
     decode_on: torch.device | str | None = None
-    """`DraftBatch.to` decodes lossy columns on this device, so that a half or a quarter of the
-    bytes cross the bus; None: the reading thread decodes them."""
+    """`DraftBatch.to` decodes lossy columns on this device, so that half of the bytes
+    cross the bus; None: the reading thread decodes them."""
 
 
 class _Buffer:
@@ -81,8 +81,7 @@ class _Buffer:
         for name in dict.fromkeys((*_SMALL, *columns)):
             column = stored.get(name)
             if column and column.lossy and options.decode_on is not None:
-                tables = dataset.tables[name].to(options.decode_on)
-                self.coded[name] = CodedRows(column, tables, packs * seq_len, pin)
+                self.coded[name] = CodedRows(column.width or 1, packs * seq_len, pin)
                 continue
             width = column.width if column else None
             kind = _SMALL.get(name, options.dtype)

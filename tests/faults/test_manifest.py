@@ -114,7 +114,7 @@ def test_every_wrong_value_is_refused_in_words_or_harmless(data):
         (("shards", 0, "more"), 1, "shards[0]: object contains unknown field more"),
         (("shards", 0, "file"), "shards/" + "\u00e9" * 128, "shards[0]: expected a path inside"),
         (("shards", 0, "file"), "../x", "got '../x'"),
-        (("columns", 2, "width"), 64, "columns has ('hidden.L0', 'lm4c', 64, 'all')"),
+        (("columns", 2, "width"), 64, "columns has ('hidden.L0', 'rotated', 64, 'all')"),
         (("columns", 2, "codec"), "zstd", "which this release cannot read"),
         (("layers",), [4, 0], "[4, 0]: expected ascending"),
         (("head", "vocab_size"), 0, "head.vocab_size"),

@@ -119,7 +119,7 @@ def test_a_stopped_conversion_resumes_to_the_same_bytes(
         convert(**options(target, source, out))
     assert (out / ".generate" / "evidence.json").is_file()
     with pytest.raises(ConfigError, match="codec"):
-        convert(**options(target, source, out, codec="int8c"))
+        convert(**options(target, source, out, codec="fine"))
     monkeypatch.setattr(conversion.StoredBackend, "capture", read)
     monkeypatch.setattr(conversion, "find_conventions", None)  # found before
     convert(**options(target, source, out))

@@ -63,7 +63,7 @@ def reference(target: Path, dataset: HiddenStatesDataset, temperature: float = 1
         ("gemma2", {"supervision": "topk:4"}),  # soft-capped logits
         ("cohere", {"packing": "rows"}),  # scaled logits
         ("granite", {"supervision": "logits"}),
-        ("gpt2", {"final": "supervised", "codec": "int8c"}),
+        ("gpt2", {"final": "supervised", "codec": "fine"}),
         ("llama", {"packing": "rows", "on_policy": True, "sampling_temperature": 0.5}),
     ],
 )

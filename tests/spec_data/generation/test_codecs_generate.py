@@ -1,6 +1,5 @@
 """Generate with lossy codecs: estimates, resuming, calibration, errors, reports."""
 
-import dataclasses
 import json
 
 import pytest
@@ -11,11 +10,12 @@ import spec_data.generation.calibrate as calibrate_module
 from spec_data.commands.estimate import estimated
 from spec_data.generation.options import CaptureOptions
 from spec_data.generation.setup import announce_drafts, make_plan
-from spec_data.shards.codecs import LOSSY
-from spec_data.shards.errors import DatasetError, MissingError, RunError
+from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.terminal.option_values import column_qualities
 from tests import forked
 from tests.spec_data.runs import (
+    estimate_with,
     options,
     run,
     setup_of,
@@ -30,59 +30,66 @@ one_thread = forked.one_thread
 target, corpus, mixed = codec_tools.target, codec_tools.corpus, codec_tools.mixed
 
 
-@pytest.mark.parametrize("given", [{"final": "supervised"}, {"codec": "int8c"}, MIXED])
-def test_estimate_is_exact_but_for_escaped_tokens(target, corpus, tmp_path, given):
+@pytest.mark.parametrize("given", [{"final": "supervised", "codec": "bf16"}, MIXED])
+def test_estimate_is_exact_without_a_lossy_codec_and_bounds_one(target, corpus, tmp_path, given):
     run(target, corpus, tmp_path / "data", **given)
     setup = setup_of(**options(target, corpus, tmp_path / "none", **given))
     plan = make_plan(setup)
     predicted = [plan.unit_bytes(u, setup.columns) for u in range(len(plan.units))]
-    found = [s.bytes for s in HiddenStatesDataset(tmp_path / "data").manifest.shards]
-    if "codec" not in given:
+    manifest = HiddenStatesDataset(tmp_path / "data").manifest
+    found = [s.bytes for s in manifest.shards]
+    if given["codec"] == "bf16":
         assert predicted == found
-    assert sum(predicted) == pytest.approx(sum(found), rel=0.01)
-    text = estimated(setup, plan, announce_drafts(setup), tmp_path).text
-    assert "per massive token" in text or "codec" not in given
-    assert "tail tokens trimmed" in text and "hidden.final" in text
+    result = estimated(setup, plan, announce_drafts(setup), tmp_path)
+    assert result.bytes_least <= sum(found) <= result.bytes * 1.02
+    assert "tail tokens trimmed" in result.text and "hidden.final" in result.text
+    assert ("--probe measures" in result.text) == (given["codec"] != "bf16")
+    measured = [plan.unit_bytes(u, manifest.columns) for u in range(len(plan.units))]
+    assert sum(measured) == pytest.approx(sum(found), rel=0.03)
 
 
-def with_bound(monkeypatch, codec, **bound):
-    strict = dataclasses.replace(LOSSY[codec].bound, **bound)
-    monkeypatch.setitem(LOSSY, codec, dataclasses.replace(LOSSY[codec], bound=strict))
+def test_a_probe_measures_the_bytes(target, corpus, tmp_path):
+    found = estimate_with(**options(target, corpus, tmp_path / "none", **MIXED), probe=True)
+    made = run(target, corpus, tmp_path / "data", **MIXED)
+    assert found.bytes == found.bytes_least == pytest.approx(made.totals.bytes, rel=0.03)
 
 
-def test_what_a_codec_cannot_meet_goes_to_a_finer_one(
+def test_what_cannot_be_met_is_stored_in_bf16_and_changes_no_other_column(
     target, corpus, tmp_path, monkeypatch, caplog
 ):
     """No default ends in an error."""
-    with_bound(monkeypatch, "lm4c", median=1e-9)
-    one_unit = {"max_shard_size": "10MB"}
+    plain = run(target, corpus, tmp_path / "plain", codec="default")
+    real = calibrate_module._excess
+    never = {"hidden.L2": 1e9}
+    monkeypatch.setattr(calibrate_module, "_excess", lambda c, e: never.get(c.name, real(c, e)))
     with caplog.at_level("WARNING"):
-        manifest = run(target, corpus, tmp_path / "finer", codec="lm4c", **one_unit)
-    assert {c.codec for c in manifest.columns if "hidden" in c.name} == {"lm6c"}
-    entry = next(c for c in manifest.columns if c.name == "hidden.final")
-    assert entry.error.mse_median < entry.instead_of["lm4c"].mse_median
-    told = [r.message for r in caplog.records if "lm4c would lose too much" in r.message]
-    assert len(told) == 2 and "hidden.final is stored with lm6c" in told[1]
-    run(target, corpus, tmp_path / "asked", codec="lm6c", **one_unit)  # the same bytes as asked for
-    for shard in manifest.shards:
-        other = tmp_path / "asked" / shard.file
-        assert (tmp_path / "finer" / shard.file).read_bytes() == other.read_bytes()
-    again = run(
-        target, corpus, tmp_path / "finer", codec="lm4c", **one_unit
-    )  # it is what was asked for
-    assert again.fingerprint == manifest.fingerprint
-    assert verify(data=str(tmp_path / "finer"), device="cpu") == 0
-
-
-def test_what_no_codec_can_meet_is_stored_in_bf16(target, corpus, tmp_path, monkeypatch):
-    for codec in ("lm4c", "lm6c", "int8c"):
-        with_bound(monkeypatch, codec, median=0.0)
-    manifest = run(target, corpus, tmp_path / "data", codec="lm4c")
-    assert {c.codec for c in manifest.columns if "hidden" in c.name} == {"bf16"}
-    assert manifest.codec is None and not (tmp_path / "data" / "codec.safetensors").exists()
-    columns = [c for c in manifest.columns if "hidden" in c.name]
-    assert all(list(c.instead_of) == ["lm4c", "lm6c", "int8c"] for c in columns)
+        manifest = run(target, corpus, tmp_path / "data", codec="default")
+    codecs = {c.name: c.codec for c in manifest.columns if c.name.startswith("hidden")}
+    assert [name for name, codec in codecs.items() if codec == "bf16"] == ["hidden.L2"]
+    assert any("hidden.L2 is stored in bf16" in r.message for r in caplog.records)
+    assert [c for c in manifest.columns if c.name == "hidden.L0"] == [
+        c for c in plain.columns if c.name == "hidden.L0"
+    ]
     assert verify(data=str(tmp_path / "data"), device="cpu", target=str(target)) == 0
+    never |= dict.fromkeys(codecs, 1e9)
+    manifest = run(target, corpus, tmp_path / "none", codec="default")
+    assert manifest.codec is None and not (tmp_path / "none" / "codec.safetensors").exists()
+
+
+def test_the_errors_are_what_was_asked_for(target, corpus, tmp_path):
+    manifest = run(target, corpus, tmp_path / "data", codec="fine,L2=0.1,final=bf16")
+    found = {c.name: c for c in manifest.columns if c.name.startswith("hidden")}
+    assert [found[f"hidden.{n}"].quality for n in ("L0", "L2", "L4", "final")] == [
+        0.01,
+        0.1,
+        0.01,
+        0,
+    ]
+    assert found["hidden.final"].codec == "bf16"
+    for column in found.values():
+        if column.lossy:
+            assert 0.5 * column.quality < column.error.total <= column.quality
+    assert found["hidden.L2"].error.bits < found["hidden.L0"].error.bits
 
 
 def test_one_document_is_enough(target, tmp_path):
@@ -107,7 +114,7 @@ def test_verify_passes_and_reports_tables_of_another_dataset(mixed, target, tmp_
     given = {"data": str(mixed), "device": "cpu", "target": str(target), "samples": 40}
     assert verify(**given) == 0
     out = capsys.readouterr().out
-    assert "hidden.L0: lm4c: error / channel variance" in out and "FAIL" not in out
+    assert "hidden.L0: rotated: " in out and "FAIL" not in out
     file = mixed / "codec.safetensors"
     whole = file.read_bytes()
     try:
@@ -126,16 +133,21 @@ def test_verify_passes_and_reports_tables_of_another_dataset(mixed, target, tmp_
         file.write_bytes(whole)
 
 
-def test_codecs_by_kind():
+def test_qualities_by_column():
     def codecs(**change):
         return CaptureOptions(**change).codecs
 
-    assert codecs() == {"aux": "lm4c", "final": "lm4c"}
-    assert codecs(codec="lm4c") == {"aux": "lm4c", "final": "lm4c"}
-    assert codecs(codec="lm4c", supervision="logits") == {"aux": "lm4c", "final": "bf16"}
-    assert codecs(codec="final=int8c") == {"aux": "lm4c", "final": "int8c"}
-    assert codecs(codec="aux=int8c") == {"aux": "int8c", "final": "lm4c"}
-    assert codecs(codec="aux=int8c", supervision="logits")["final"] == "bf16"
+    assert codecs() == {"aux": 0.02, "final": 0.02}
+    assert codecs(codec="bf16") == {"aux": 0, "final": 0}
+    assert codecs(codec="0.03", supervision="logits") == {"aux": 0.03, "final": 0}
+    assert codecs(codec="final=fine") == {"aux": 0.02, "final": 0.01}
+    assert codecs(codec="small,L3=bf16") == {"aux": 0.05, "final": 0.05, "L3": 0}
+    assert codecs(codec="aux=fine, hidden.L-1=0.1")["L-1"] == 0.1
+    for wrong in ("lm4c", "0", "0.7", "aux=", "other=fine", "fine,small", "nan", "L3"):
+        with pytest.raises(ConfigError, match="--codec"):
+            codecs(codec=wrong)
+    with pytest.raises(ConfigError, match="L9 is not captured"):
+        column_qualities(codecs(codec="L9=fine"), [0, 2])
 
 
 def test_tails_are_trimmed_and_counted(target, tmp_path):

@@ -13,7 +13,7 @@ from tests.spec_data.runs import arguments, estimate_with, options, run, save_ta
 
 
 @pytest.mark.parametrize(
-    ("family", "codec"), [("llama", "bf16"), ("gpt2", "lm4c"), ("gemma3", "lm4c")]
+    ("family", "codec"), [("llama", "bf16"), ("gpt2", "default"), ("gemma3", "default")]
 )
 def test_every_file_is_counted_from_config_and_tokenizer_alone(family, codec, corpus, tmp_path):
     target = save_target(tmp_path / "target", family)

@@ -15,7 +15,7 @@ from tests.remote_tools import forget_memory
 from tests.spec_data.runs import digests, run, write_corpus
 
 URL = "memory://bucket/made"
-LOSSY = {"max_shard_size": "24KB", "codec": "lm4c"}
+LOSSY = {"max_shard_size": "24KB", "codec": "default"}
 
 
 class Killed(BaseException):

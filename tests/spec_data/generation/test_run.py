@@ -127,7 +127,7 @@ def test_changed_settings_never_mix(target, corpus, tmp_path):
         ({"mask": "last-turn"}, "mask"),
         ({"limit": 5}, "limit"),
         ({"chat_template_kwargs": '{"enable_thinking": false}'}, "tokenizer"),
-        ({"codec": "int8c"}, "codec"),
+        ({"codec": "fine"}, "codec"),
         ({"final": "supervised"}, "final"),
     ):
         with pytest.raises(ConfigError, match=f"other settings.*\n  {named}: "):

@@ -162,7 +162,7 @@ def test_the_plan_of_a_run_that_captured_nothing_is_replaced(
     out = tmp_path / "data"
     monkeypatch.setattr(capture_module, "capture_unit", failing)
     with pytest.raises(RunError, match="does not fit"):
-        run(target, corpus, out, codec="int8c")
+        run(target, corpus, out, codec="fine")
     monkeypatch.undo()
     assert (out / ".generate" / "target.json").is_file() and (out / "target").is_dir()
     run(target, corpus, out, layers="1,3")
@@ -177,7 +177,7 @@ def test_removing_a_plan_is_finished_after_a_crash(target, corpus, tmp_path, mon
     out = tmp_path / "data"
     monkeypatch.setattr(capture_module, "capture_unit", failing)
     with pytest.raises(RunError):
-        run(target, corpus, out, codec="int8c")
+        run(target, corpus, out, codec="fine")
     monkeypatch.undo()
     removed = []
 
@@ -191,7 +191,7 @@ def test_removing_a_plan_is_finished_after_a_crash(target, corpus, tmp_path, mon
     with pytest.raises(OSError, match="no power"):
         run(target, corpus, out, layers="1,3")
     monkeypatch.undo()
-    given = {"layers": layers, "codec": "int8c" if layers == "0,2,4" else "bf16"}
+    given = {"layers": layers, "codec": "fine" if layers == "0,2,4" else "bf16"}
     run(target, corpus, out, **given)
     run(target, corpus, tmp_path / "fresh", **given)
     assert digests(out) == digests(tmp_path / "fresh")

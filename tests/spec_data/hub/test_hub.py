@@ -33,7 +33,7 @@ def data(tmp_path_factory):
         target,
         write_corpus(root / "chats.jsonl", 12),
         root / "data",
-        codec="lm4c",
+        codec="default",
         max_shard_size="20KB",
     )
     return root / "data"
@@ -87,7 +87,7 @@ def test_the_card_declares_what_load_dataset_opens(pushed, data, tmp_path):
     assert rows[0]["supervised_text"].startswith("answer 0")
     states = datasets.load_dataset(str(tmp_path), "states", **cache)
     assert len(states) == 12 and "hidden.final" in states.column_names
-    for fact in ("tiny-llama", "0, 2, 4", "chats.jsonl", "off-policy", "lm4c", "spec-data pull"):
+    for fact in ("tiny-llama", "0, 2, 4", "chats.jsonl", "off-policy", "default", "spec-data pull"):
         assert fact in card, fact
 
 

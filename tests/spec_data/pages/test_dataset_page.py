@@ -155,7 +155,7 @@ def test_a_dataset_here_is_named_by_its_directory(data, monkeypatch):
     [
         {"supervision": "topk:4"},
         {"supervision": "logits", "teacher": "all"},
-        {"final": "supervised", "codec": "int8c"},
+        {"final": "supervised", "codec": "fine"},
     ],
     ids=["topk", "logits", "sparse"],
 )

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.spec_data.runs import run, save_target, write_corpus
 
-MIXED = {"codec": "aux=lm4c,final=int8c", "final": "supervised"}
+MIXED = {"codec": "aux=default,final=fine", "final": "supervised"}
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,7 @@ def rough(tmp_path_factory):
         model.lm_head.weight[:, 1::2] = rows
     model.save_pretrained(folder / "target")
     corpus = write_corpus(folder / "chats.jsonl", 60)
-    run(folder / "target", corpus, folder / "data", codec="lm4c")
+    run(folder / "target", corpus, folder / "data", codec="default")
     return folder / "data"
 
 

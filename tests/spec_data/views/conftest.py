@@ -35,10 +35,10 @@ def captured(tmp_path_factory):
     captures = {
         "sparse": (first, sparse),
         "dense": (second, dense),
-        "lm4c": (first, sparse | {"codec": "lm4c"}),
-        "int8c": (second, sparse | {"codec": "int8c"}),
+        "default": (first, sparse | {"codec": "default"}),
+        "fine": (second, sparse | {"codec": "fine"}),
         "layers": (first, sparse | {"layers": "1,3"}),
-        "coded layers": (first, sparse | {"layers": "1,3", "codec": "int8c"}),
+        "coded layers": (first, sparse | {"layers": "1,3", "codec": "fine"}),
     }
     for name, (file, options) in captures.items():
         run(target, file, folder / name, **options)

@@ -39,15 +39,15 @@ config = config_fixture
 
 VIEWS = {
     "some": lambda c, out: spec_data.select(c / "sparse", out, sample="50%", layers="0,4"),
-    "coded": lambda c, out: spec_data.select(c / "lm4c", out, where="number % 2 = 0"),
-    "mask": lambda c, out: spec_data.select(c / "lm4c", out, mask="last-turn"),
+    "coded": lambda c, out: spec_data.select(c / "default", out, where="number % 2 = 0"),
+    "mask": lambda c, out: spec_data.select(c / "default", out, mask="last-turn"),
     "dense mask": lambda c, out: spec_data.select(c / "dense", out, mask="all", layers="2"),
     "merge": lambda c, out: spec_data.merge([c / "sparse", c / "dense"], out),
-    "merge codecs": lambda c, out: spec_data.merge([c / "lm4c", c / "int8c", c / "dense"], out),
+    "merge codecs": lambda c, out: spec_data.merge([c / "default", c / "fine", c / "dense"], out),
     "join": lambda c, out: spec_data.join([c / "sparse", c / "layers"], out),
-    "join codecs": lambda c, out: spec_data.join([c / "lm4c", c / "coded layers"], out),
+    "join codecs": lambda c, out: spec_data.join([c / "default", c / "coded layers"], out),
     "join alike": lambda c, out: spec_data.join(
-        [c / "lm4c", spec_data.recode(c / "layers", out.with_name("same"), "lm4c").path], out
+        [c / "default", spec_data.recode(c / "layers", out.with_name("same"), "default").path], out
     ),
 }
 
@@ -87,7 +87,7 @@ def part_of(dataset, index, column):
     """The first tokens of a column, as the loader reads them: gathered codes, or a buffer."""
     count = max(1, int(dataset.lengths[index]) - 2)
     if column.lossy:
-        rows = CodedRows(column, dataset.tables[column.name], count + 1, pin=False)
+        rows = CodedRows(column.width, count + 1, pin=False)
         dataset.read_into(index, {column.name: rows}, start=1, length=count)
         return rows.states(count + 1, "cpu", torch.float32, False)
     width = () if column.width is None else (column.width,)
@@ -321,23 +321,25 @@ def test_a_union_has_each_document_once_in_order(data, other, tmp_path):
 
 
 def test_columns_of_other_codecs_are_decoded(captured, tmp_path):
-    columns = Manifest.read(captured / "int8c" / MANIFEST).columns
+    columns = Manifest.read(captured / "fine" / MANIFEST).columns
     worse = [
         structs.replace(c, error=c.error and structs.replace(c.error, escaped=0.5)) for c in columns
     ]
-    resealed(captured / "int8c", tmp_path / "o", columns=tuple(worse))
-    spec_data.merge([captured / "lm4c", tmp_path / "o"], tmp_path / "v")
-    parts = [documents_of(captured / name) for name in ("lm4c", "int8c")]
+    resealed(captured / "fine", tmp_path / "o", columns=tuple(worse))
+    spec_data.merge([captured / "default", tmp_path / "o"], tmp_path / "v")
+    parts = [documents_of(captured / name) for name in ("default", "fine")]
     known = {d["doc_id"] for d in parts[0]}
     assert_same_documents(
         tmp_path / "v", parts[0] + [d for d in parts[1] if d["doc_id"] not in known]
     )
     manifest = HiddenStatesDataset(tmp_path / "v").manifest
     declared = next(column for column in manifest.columns if column.name == "hidden.L0")
-    assert declared.codec == "bf16" and not declared.exact
-    assert declared.error.mse_max > 1e-3 and declared.error.escaped == 0.5  # of each the worst
+    assert declared.codec == "rotated" and not declared.exact
+    assert declared.error.total > 0.01 and declared.error.escaped == 0.5  # of each the worst
+    copied = spec_data.copy(tmp_path / "v", tmp_path / "c")
+    assert {c.codec for c in HiddenStatesDataset(copied.path).manifest.columns} & {"bf16"}
     with pytest.raises(DatasetError, match="encoded before"):
-        spec_data.recode(tmp_path / "v", tmp_path / "w", "int8c")
+        spec_data.recode(tmp_path / "v", tmp_path / "w", "fine")
 
 
 def test_a_join_has_the_layers_of_all(captured, tmp_path):

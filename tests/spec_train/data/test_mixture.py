@@ -293,7 +293,7 @@ def test_flags_may_be_repeated_and_fit_json_repeats_the_run(place, tmp_path):
 
 def test_datasets_of_different_codecs_are_handed_out_decoded(tmp_path):
     target, corpus = save_target(tmp_path / "target"), write_corpus(tmp_path / "chats.jsonl")
-    for name, codec in (("plain", "bf16"), ("int8", "int8c"), ("mixed", "aux=lm4c,final=int8c")):
+    for name, codec in (("plain", "bf16"), ("int8", "fine"), ("mixed", "aux=default,final=fine")):
         generate_with(**options(target, corpus, tmp_path / name, codec=codec))
     names = ("plain", "int8:0.5", "mixed")
     config = config_of(tmp_path, tmp_path / "run", *names, seq_len=128, steps=6)
