@@ -711,7 +711,7 @@ def data_problem(draft: str, supervision: str, final: str) -> str | None:
     if draft != "eagle" or (supervision == "final-hidden" and final == ALL):
         return None
     return (
-        f"--supervision {supervision} --final {final} keeps {FINAL} not at every token, and an "
-        "eagle draft reads and predicts it there. Generate with --supervision final-hidden "
+        f"an eagle draft reads and predicts {FINAL} at every token, which --supervision "
+        f"{supervision} --final {final} does not keep. Generate with --supervision final-hidden "
         "--final all, or fit eagle3"
     )

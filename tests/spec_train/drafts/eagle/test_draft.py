@@ -84,10 +84,10 @@ def test_datasets_without_every_final_state_are_refused(dataset: HiddenStatesDat
         EagleDraft.check_data(EagleOptions(), Manifest.of(raw | changes))
 
     check()
-    with pytest.raises(DatasetError, match=r"only where the next token is supervised.*--final all"):
+    with pytest.raises(DatasetError, match=r"--final supervised does not keep.*--final all"):
         check(final="supervised")
     others = [c for c in raw["columns"] if c["name"] != "hidden.final"]
-    with pytest.raises(DatasetError, match=r"logits keeps no hidden\.final.*final-hidden"):
+    with pytest.raises(DatasetError, match=r"--supervision logits .*final-hidden"):
         check(columns=others, supervision="logits")
 
 
