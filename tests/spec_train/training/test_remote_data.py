@@ -76,10 +76,11 @@ def test_a_failure_ahead_is_met_by_the_reader(remote, monkeypatch, tmp_path):
         whole(self, name, *more)
 
     monkeypatch.setattr(Storage, "download", fails)
+    ahead = []  # which of the two is asked for first depends on the machine
     for step in fetched_ahead(dataset, [1, 2], lambda step: [step]):
-        assert any(ahead.exception() for ahead in dataset.mirror._coming.values())
+        ahead += [coming.exception() for coming in dataset.mirror._coming.values()]
         assert dataset[step]["doc_id"]
-    assert failed
+    assert failed and any(ahead)
 
 
 def test_following_needs_a_local_directory(remote, config):
