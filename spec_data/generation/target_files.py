@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from safetensors.torch import save
 
 from spec_data.capture.backend import TargetBackend
-from spec_data.corpus.documents import WITH_SYSTEM, WITHOUT_SYSTEM
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup, config_json
 from spec_data.models.devices import DTYPES
@@ -74,12 +73,6 @@ def manifest_draft(
         codec: the tables of the lossy columns.
     """
     facts: dict[str, Any] = {"template_kwargs_used": plan.kwargs_used}
-    system_messages = {
-        word: sum(n for name, n in plan.counts.rendering.items() if name.startswith(prefix))
-        for word, prefix in (("with", WITH_SYSTEM), ("without", WITHOUT_SYSTEM))
-    }
-    if any(system_messages.values()):  # there are conversations
-        facts["system_messages"] = system_messages
     about = target.describe()
     facts = {k: about[k] for k in ("dtype", "rope_factors") if k in about} | facts
     described = {k: v for k, v in setup.target.items() if k not in setup.identity or k in _NAMED}

@@ -10,7 +10,6 @@ An identity is a flat table of named facts:
     chat_template_hash, chat_template_kwargs
     template_kwargs_used  the kwargs that documents were rendered with, those of their own rows
                           included: JSON text -> number of documents
-    system_messages       conversations "with" and "without" a system message
     dataset_fingerprint   only in drafts
 
 A fact without an entry is unknown: a target on disk may lack its weights. `compare` is the only
@@ -32,7 +31,7 @@ _STATES = (
     "rope_factors",
 )
 _COARSE = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # bits of a mantissa
-_PROMPTS = ("chat_template_kwargs", "template_kwargs_used", "system_messages")
+_PROMPTS = ("chat_template_kwargs", "template_kwargs_used")
 _OF_A_DRAFT = ("dataset_fingerprint", "head", "target_name")  # only in origins; never compared
 _SPECIAL = ("tokenizer.bos_token", "tokenizer.eos_token")  # not in tokenizer.json
 _HASHED = {"config_hash": ("config.", "rope."), "tokenizer_hash": ("tokenizer.",)}
@@ -101,11 +100,11 @@ def count_kwargs(counts: Mapping[str, int]) -> dict[str, int]:
 def joined(identities: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the identity of several datasets as one: the first's, with the counts of all."""
     result = dict(identities[0])
-    for name in ("template_kwargs_used", "system_messages"):
-        result.pop(name, None)
-        if all(name in identity for identity in identities):
-            counts = sum((Counter(identity[name]) for identity in identities), Counter[str]())
-            result[name] = count_kwargs(counts)
+    name = "template_kwargs_used"
+    result.pop(name, None)
+    if all(name in identity for identity in identities):
+        counts = sum((Counter(identity[name]) for identity in identities), Counter[str]())
+        result[name] = count_kwargs(counts)
     return result
 
 
