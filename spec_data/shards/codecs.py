@@ -11,8 +11,9 @@ Tokens that do not fit (massive activations: a code beyond 127) are stored in bf
 
 Decoding is exact on every device, for any number of tokens at a time, threads, and order of sums:
 the basis is an integer matrix too, and the encoder leaves to bf16 every token whose product could
-exceed 2**24, so that all sums are integers that float32 holds. One multiplication and one addition
-per value follow, each rounded by itself, then the rounding to bfloat16. Encoding multiplies by the
+exceed 2**24, so that all sums are integers that float32 holds (in torch's default precision of
+float32 products, not in TF32; autocast changes nothing). One multiplication and one addition per
+value follow, each rounded by itself, then the rounding to bfloat16. Encoding multiplies by the
 inverse of that matrix in float32, whose rounding depends on the device: a coordinate half-way
 between two integers may get either, with the same error. What rounding the basis to 8 bits costs
 is thereby undone: 1 % of the error that is left.
@@ -198,7 +199,8 @@ def encode_tensors(values: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
     step = max(1, _AT_ONCE.get(values.device.type, 1 << 20) // values.shape[1])
     codes, away = [], []
     for part in values.detach().split(step):
-        found = torch.round_((part.float() - tables.mean) @ tables.inverse)  # [n, H]
+        with torch.autocast(part.device.type, enabled=False):
+            found = torch.round_((part.float() - tables.mean) @ tables.inverse)  # [n, H]
         size = found.abs()
         fits = (size.amax(-1) <= LARGEST) & (size @ tables.reach < _EXACT)  # False for NaN
         codes.append(torch.where(fits[:, None], found, 0.0).to(torch.int8))
@@ -220,7 +222,8 @@ def decode(codes: Tensor, tables: Tables) -> Tensor:
     The rows of tokens that are stored in bf16 are meaningless: the caller overwrites them.
     """
     tables = tables.to(codes.device)
-    values = codes.to(torch.float32) @ tables.matrix
+    with torch.autocast(codes.device.type, enabled=False):
+        values = codes.to(torch.float32) @ tables.matrix
     return values.mul_(tables.scale).add_(tables.mean).to(torch.bfloat16)
 
 

@@ -194,6 +194,15 @@ def test_any_part_of_a_document_decodes_to_the_same_bits():
     assert torch.equal((exact * tables.scale + tables.mean).to(torch.bfloat16), whole)
 
 
+def test_autocast_around_it_changes_no_bit():
+    states = correlated(200)
+    tables = Basis(states).tables(0.5)
+    made, values = encode(states, tables), round_trip(states, tables)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert np.array_equal(encode(states, tables).blob, made.blob)
+        assert torch.equal(round_trip(states, tables), values)
+
+
 def test_the_same_states_make_the_same_blob_in_any_thread():
     codes = stored(correlated(300), Basis(correlated(500)).tables(0.5)).values
     blobs = codecs.compressors().map(compress, [codes] * 8)
