@@ -132,7 +132,9 @@ def _launched_by(
     number = _number(environ, index)
     count = asked if name is None else _number(environ, name)
     reason = f"{index}={number} and {name or '--workers auto/N, N'}={count}"
-    if number >= count:
+    # else the workers of --array=1-4 but the last would run, and leave the units of worker 0
+    from_one = "ARRAY" in index and _number(environ, "SLURM_ARRAY_TASK_MIN") > 0
+    if number >= count or from_one:
         raise ConfigError(
             f"--workers auto: {reason} contradict each other; number the workers from 0"
         )
