@@ -80,11 +80,11 @@ class Draft(nn.Module, ABC):
     @property
     @abstractmethod
     def depth(self) -> int:
-        """Default number of drafted tokens per round: the number it was trained for."""
+        """Default number of drafted tokens: the number it was trained for."""
 
     @property
     def max_depth(self) -> int | None:
-        """Largest number of drafted tokens per round; None: no limit."""
+        """Largest number of drafted tokens; None: no limit."""
         return None
 
     @abstractmethod

@@ -93,7 +93,7 @@ def _lines(row: Start, subject: Subject, folder: str, drafted: int) -> tuple[str
 def draft_card(
     subject: Subject,  # the draft, its target and the form that was written
     servings: Sequence[Serving],  # how engines serve it
-    drafted: int,  # tokens that it is trained to propose per round
+    drafted: int,  # tokens that it is trained to propose at once
     # the figures of its last validation, `validation.json`; empty if there is none
     measured: Mapping[str, Any],
 ) -> str:
@@ -115,7 +115,7 @@ def draft_card(
         ("draft", f"{kind}, form {subject.form}"),
         ("target", code(name) if name else "not recorded"),
         ("reads", layers if subject.layers else "the target's final hidden states"),
-        ("tokens per round", str(drafted)),
+        ("drafted tokens", str(drafted)),
         ("parameters", f"{count / 1e6:,.1f} M with embedding and head where it has its own"),
         ("vocabulary", "{:,} of {:,} tokens".format(*sizes)),
         *_training(subject, measured),
@@ -141,6 +141,8 @@ def _training(subject: Subject, measured: Mapping[str, Any]) -> list[tuple[str, 
     if fingerprint := origin.get("dataset_fingerprint"):
         rows.append(("dataset", f"fingerprint {code(str(fingerprint)[:16])}"))
     if measured.keys() >= {"acceptance_length", "step"}:
-        text = f"{measured['acceptance_length']:.2f} tokens per round on held-out documents, "
+        text = (
+            f"{measured['acceptance_length']:.2f} tokens per verification on held-out documents, "
+        )
         rows.append(("acceptance length", f"{text}simulated, at step {measured['step']}"))
     return rows

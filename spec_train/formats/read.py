@@ -177,7 +177,7 @@ def _check_blocks_of_speculators(kind: str, files: DraftFiles, depth: int | None
     if kind == "dspark" and _ANCHOR not in raw:
         if raw.get("block_size") is not None and depth == raw["block_size"] - 1:
             raise files.bad_config(
-                f"has no {_ANCHOR}, and {depth} tokens per round with blocks of "
+                f"has no {_ANCHOR}, and {depth} drafted tokens with blocks of "
                 f"{raw['block_size']}: the speculators library reads it as {_ANCHOR} = true, vLLM "
                 "as false. Add the value that it was trained with"
             )

@@ -176,13 +176,13 @@ class EagleOptions(DraftOptions):
     noise: Annotated[Weight, NO_FLAG] = 0.1
     """Half width of the uniform noise on the input states, only in training."""
     depth: Positive = 5
-    """Tokens drafted per round, also in validation; training looks one token ahead."""
+    """Tokens drafted at once, also in validation; training looks one token ahead."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class AuxOptions(DraftOptions):
-    """What drafts over captured layers share: layers, vocabulary, weights of a round's tokens."""
+    """What drafts over captured layers share: layers, vocabulary, weights of the drafted tokens."""
 
     draft_vocab_size: Count = 32000
     """The draft can propose this many tokens, the most frequent supervised ones; 0 = all. Fewer are
@@ -200,7 +200,7 @@ class AuxOptions(DraftOptions):
     """Compute every layer (of EAGLE-3: every unroll step) again in the backward pass: less memory,
     up to a third slower."""
     position_weights: Annotated[str, DRAFT, ONE_TOKEN, Parameter(metavar="D|W,W,...")] = AUTO
-    """Weights of the losses of a round's tokens (unroll step, depth, place in the block), first
+    """Weights of the losses of the drafted tokens (unroll step, depth, place in the block), first
     token first. auto: as published for this draft; one number D above 0 and at most 1: D ** d for
     token d, counted from 0; a list such as 1,0.8,0.5: one weight per token."""
     num_layers: Annotated[Positive | None, SHAPE, Parameter(metavar="N")] = None
@@ -250,7 +250,7 @@ class AuxOptions(DraftOptions):
             return tuple(weights[0] ** d for d in range(count))
         if len(weights) != count:
             raise DraftError(
-                f"position_weights = {text}: {len(weights)} weights for {count} tokens per round; "
+                f"position_weights = {text}: {len(weights)} weights for {count} drafted tokens; "
                 "name one per token"
             )
         if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
@@ -304,7 +304,7 @@ class Eagle3Options(NormOptions):
     """Decoder layers of the draft; 1 as published. Only the first one reads the token and the
     captured layers; llama.cpp serves one layer."""
     ttt_steps: Positive = 7
-    """Unroll steps of the training-time test, and tokens drafted per round. Memory and time grow
+    """Unroll steps of the training-time test, and tokens drafted at once. Memory and time grow
     with it; 3 to 7 are common."""
     step_decay: Annotated[Ratio, NO_FLAG] = 0.8
     """With --position-weights auto: the loss of unroll step s, counted from 0, has the weight
@@ -318,19 +318,19 @@ class Eagle3Options(NormOptions):
         return self.ttt_steps
 
     def check(self) -> None:
-        """Refuse two weights of a round's tokens."""
+        """Refuse two weights of the drafted tokens."""
         super().check()
         if self.position_weights != AUTO and self.step_decay != type(self).step_decay:
             raise DraftError(
                 f"position_weights = {self.position_weights} and step_decay = {self.step_decay}: "
-                "both decide the weights of a round's tokens; give one of them"
+                "both decide the weights of the drafted tokens; give one of them"
             )
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class PeagleOptions(NormOptions):
-    """Options of the P-EAGLE draft (arXiv 2602.01469): all tokens of a round in one forward."""
+    """Options of the P-EAGLE draft (arXiv 2602.01469): all drafted tokens in one forward."""
 
     loss: Annotated[Kind, DRAFT] = "kl"
     depths: Positive = 8

@@ -117,7 +117,8 @@ def expected_weights(
 #     terms        [3] weighted sums of cross-entropy, L1 and the confidence's BCE
 #     term_weights [3] sums of their weights
 #     term_shares  [3] those, times the terms' weights in the loss
-#     tau, blocks  [] expected tokens per round, 1 + sum_d prod_{j<=d} c*_j, summed over the blocks
+#     tau, blocks  [] expected tokens per verification, 1 + sum_d prod_{j<=d} c*_j, summed over
+#                  the blocks
 #     kind, kind_weight []  with another loss than ce+l1: its weighted sum, and the sum of its
 #                  weights
 #     confidence_* [10] of trained drafts by their confidence, in tenths, weighted like their loss:
@@ -146,7 +147,7 @@ def summarise_blocks(sums: Sums) -> dict[str, float | None]:
     "loss" is the whole loss; "cross_entropy", "l1" and "confidence_bce" are its terms, unweighted.
     With another loss than ce+l1, "distribution_loss" replaces the first two in it, and they are
     only measured.
-    "tau" is the expected number of tokens per round if drafts are sampled.
+    "tau" is the expected number of tokens per verification if drafts are sampled.
     """
     out = summarise_chains(sums)
     values = {name: value.double().cpu() for name, value in sums.items()}

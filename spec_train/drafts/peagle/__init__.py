@@ -1,4 +1,4 @@
-"""P-EAGLE, which drafts all tokens of a round in one forward pass.
+"""P-EAGLE, which drafts all its tokens in one forward pass.
 
 Layer 0 and the configuration extend those of EAGLE-3.
 """

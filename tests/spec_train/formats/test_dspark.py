@@ -93,7 +93,7 @@ def test_speculators_drafts_without_the_slot_that_drafts_first(
     (method,) = raw["speculators_config"]["proposal_methods"]
     method["speculative_tokens"] -= 1
     write_json(out, raw)
-    with pytest.raises(DraftError, match=r"no sample_from_anchor, and 2 tokens per round.*of 3"):
+    with pytest.raises(DraftError, match=r"no sample_from_anchor, and 2 drafted tokens.*of 3"):
         load_draft(out, facts)
 
 

@@ -166,7 +166,7 @@ def test_the_card(drafts, tmp_path, target, caplog):
     header = yaml.safe_load(front)
     assert header == {"library_name": "spec-train", "tags": ["speculative-decoding", "eagle3"]}
     assert f"# EAGLE-3 draft for {target.name}\n" in body  # no path of this machine
-    assert "2.35 tokens per round" in body and "at step 90" in body
+    assert "2.35 tokens per verification" in body and "at step 90" in body
     for serving in found.servings:
         assert all(line in body for line in serving.lines)
         assert all(line in str(found) for line in serving.lines)

@@ -40,7 +40,7 @@ def test_position_weights_are_a_decay_or_a_list(text: str, expected: Any) -> Non
 @pytest.mark.parametrize(
     ("draft", "options", "said"),
     [
-        ("eagle3", {"position_weights": "1,0.5"}, "2 weights for 7 tokens per round"),
+        ("eagle3", {"position_weights": "1,0.5"}, "2 weights for 7 drafted tokens"),
         ("peagle", {"position_weights": "2"}, "a decay is above 0, at most 1"),
         ("peagle", {"position_weights": "half"}, "expected auto, one decay"),
         ("eagle3", {"ttt_steps": 2, "position_weights": "1,-1"}, "each is 0 or more"),
