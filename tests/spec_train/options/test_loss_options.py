@@ -46,7 +46,7 @@ def test_position_weights_are_a_decay_or_a_list(text: str, expected: Any) -> Non
         ("eagle3", {"ttt_steps": 2, "position_weights": "1,-1"}, "each is 0 or more"),
         ("eagle3", {"ttt_steps": 2, "position_weights": "0,0"}, "and one above 0"),
         ("eagle3", {"position_weights": "0.9", "step_decay": 0.7}, "both decide the weights"),
-        ("dflash", {"position_weights": "1,1"}, "2 weights for 15 tokens"),
+        ("dflash", {"position_weights": "1,1"}, "2 weights for 15 drafted tokens"),
         ("eagle", {"loss": "reverse-kl", "loss_target": "hard"}, "is infinite"),
         ("dspark", {"loss": "reverse-kl", "loss_target": "tokens"}, "is infinite"),
     ],
