@@ -1,4 +1,4 @@
-"""Read several datasets of one target as one dataset, with one manifest and one head.
+"""What a run reads: a dataset, with the masks of a policy, or several of one target as one.
 
 From hidden states of different targets a draft would learn nothing. So datasets are mixed only if
 all facts that identify their target agree; embedding and head are compared tensor by tensor. A
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.identity import compare, joined
+from spec_data.shards.loss_masks import masks_under
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.records import plain
 from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import ALL, SUPERVISED, Column, Manifest
 from spec_data.shards.shard import CodedRows
-from spec_train.data.order import PHASE, STRETCH, BatchPlan, Pack, hash_keys, shuffled_windows
-from spec_train.data.policy_masks import open_with_mask
+from spec_data.terminal.progress import progress
+from spec_train.data.order import PHASE, STRETCH, BatchPlan, hash_keys, shuffled_windows
 from spec_train.formats.origin import differing_rows
 from spec_train.options.data_option import Source
 
@@ -143,38 +145,34 @@ class MixedPlan(BatchPlan):
             yield rows[self._shuffled(np.concatenate(parts), epoch)]
 
 
-class PartsPlan(BatchPlan):
-    """Several plans over the same documents in sequence; each is also measured separately."""
+# -- masks -----------------------------------------------------------------------------------------
 
-    def __init__(self, parts: dict[str, BatchPlan]) -> None:
-        """Join named plans, which have the same pack length and batch size."""
-        plans = list(parts.values())
-        self.parts = parts
-        self.rows = np.concatenate([plan.rows for plan in plans])
-        self.lengths, self.seq_len = plans[0].lengths, plans[0].seq_len
-        self.packs_per_batch, self.seed = plans[0].packs_per_batch, plans[0].seed
-        self.window_tokens = plans[0].window_tokens
-        self._planned = None
 
-    def _facts(self) -> dict[str, Any]:
-        return {"parts": {name: plan.state(0, 0) for name, plan in self.parts.items()}}
+def open_with_mask(
+    path: str | Path, policy: str | None, columns: Sequence[str] | None = None
+) -> HiddenStatesDataset:
+    """Open a dataset with the masks of a policy; None, or its own policy: as it is stored.
 
-    def iter_batches(self, epoch: int) -> Iterator[list[Pack]]:
-        """Yield the batches of the first plan, then those of the next; no batch mixes two plans."""
-        for plan in self.parts.values():
-            yield from plan.iter_batches(epoch)
+    Raises:
+        MissingError, DatasetError: it cannot be read, or the masks cannot be derived from it.
+        ConfigError: an unknown policy.
+    """
+    stored = HiddenStatesDataset(path, columns)
+    if policy is None or policy == stored.manifest.mask:
+        return stored
+    return PolicyDataset(path, policy, columns)
 
-    def packs_before(self, batch: int) -> int:
-        """Return how many packs come before a batch; the last batch of a part may be short."""
-        return sum(map(len, self.batches(0)[:batch]))
 
-    def part_of(self, batch: int) -> str:
-        """Return the name of the plan that a batch comes from."""
-        for name, plan in self.parts.items():
-            batch -= len(plan.batches(0))
-            if batch < 0:
-                return name
-        raise IndexError(f"batch {batch} beyond the last of all plans")
+class PolicyDataset(HiddenStatesDataset):
+    """A sealed dataset whose masks are those of `policy`; see `spec_data.shards.turn_masks`."""
+
+    def __init__(self, path: str | Path, policy: str, columns: Sequence[str] | None = None) -> None:
+        """Open `path` as `open_with_mask` does."""
+        super().__init__(path, columns)
+        bar = partial(progress, desc="masks", unit="documents", leave=False)
+        masks = masks_under(HiddenStatesDataset(path, ()), policy, bar)
+        self._spans = masks.offsets, masks.spans
+        self.supervised, self.first_supervised = masks.supervised, masks.first_supervised
 
 
 # -- mixture ---------------------------------------------------------------------------------------

@@ -114,14 +114,6 @@ def hash_keys(indices: np.ndarray, *stream: int) -> np.ndarray:
     return keys
 
 
-def _order(keys: np.ndarray) -> np.ndarray:
-    """Return the stable argsort [N] of hashes, faster than numpy: they are hardly ever equal."""
-    order = np.argsort(keys)
-    ascending = keys[order]
-    equal = (ascending[1:] == ascending[:-1]).any()
-    return np.argsort(keys, kind="stable") if equal else order
-
-
 def split_border(
     doc_ids: Sequence[str] | pa.StringArray,
     fraction: float,
@@ -166,7 +158,7 @@ def _hash_ids(
     """Return a pseudo-random uint64 per id, [N], of all documents or of those numbered `among`.
 
     The UTF-8 bytes of an id, zero-padded to a multiple of 8, are mixed 8 bytes at a time. The work
-    is done on the Arrow buffer: a million ids take a few hundredths of a second.
+    is done on the Arrow buffer: a million ids take a seventh of a second.
     """
     ids = doc_ids if isinstance(doc_ids, pa.StringArray) else pa.array(doc_ids, pa.string())
     _, places, data = ids.buffers()
@@ -180,12 +172,7 @@ def _hash_ids(
         for i in range(0, len(rows), _HASHED_AT_ONCE):
             some = rows[i : i + _HASHED_AT_ONCE]
             words = np.zeros((len(some), -(-length // 8)), dtype="<u8")  # [ids, 8-byte words]
-            first, last = int(some[0]), int(some[-1])
-            if last - first + 1 == len(some):  # consecutive ids: a view is enough
-                letters = text[bounds[first] : bounds[last + 1]].reshape(len(some), length)
-            else:
-                letters = text[bounds[some][:, None] + np.arange(length)]  # [ids, length]
-            words.view(np.uint8)[:, :length] = letters
+            words.view(np.uint8)[:, :length] = text[bounds[some][:, None] + np.arange(length)]
             value = np.repeat(start, len(some))
             for word in words.T:
                 value = _mix(value ^ word.astype(np.uint64))
@@ -245,11 +232,13 @@ class BatchPlan:
         seed: int = 0,
         window_tokens: int = 1 << 22,
         fingerprint: str = "",
+        first_pack: int = 0,
     ) -> None:
         """Plan over documents of `lengths` int64 [N] where `usable`, bool [N], is True.
 
         Documents longer than `seq_len` count as cut to it. `packs_per_batch` is the number of packs
-        in a global batch. `fingerprint` identifies the dataset.
+        in a global batch. `fingerprint` identifies the dataset. `first_pack` is how many packs of
+        other plans come before.
 
         Raises:
             ConfigError: `seq_len` or `packs_per_batch` is below 1.
@@ -264,6 +253,7 @@ class BatchPlan:
         self.seed = seed
         self.window_tokens = max(1, window_tokens)
         self._fingerprint = fingerprint
+        self._first_pack = first_pack
         self._planned: tuple[int, list[list[Pack]]] | None = None
 
     @cached_property
@@ -291,13 +281,9 @@ class BatchPlan:
         """Return how often each of `rows` appears per epoch, up to a common factor: int64 [n]."""
         return np.ones(len(self.rows), np.int64)
 
-    def part_of(self, batch: int) -> str:
-        """Return the name of the part that a batch belongs to, for plans with parts; else ""."""
-        return ""
-
     def packs_before(self, batch: int) -> int:
         """Return how many packs of an epoch come before a batch."""
-        return batch * self.packs_per_batch
+        return self._first_pack + batch * self.packs_per_batch
 
     def batches(self, epoch: int) -> list[list[Pack]]:
         """Return the global batches of an epoch, as lists of packs; the last may be short."""
@@ -337,7 +323,8 @@ class BatchPlan:
 
     def _shuffled(self, places: np.ndarray, epoch: int) -> np.ndarray:
         """Shuffle the documents of a window: int64 [n] to int64 [n]."""
-        return places[_order(hash_keys(places, self.seed, epoch, _DOCUMENT))]
+        keys = hash_keys(places, self.seed, epoch, _DOCUMENT)
+        return places[np.argsort(keys, kind="stable")]
 
     def _packs(self, group: np.ndarray, epoch: int) -> list[Pack]:
         """Pack a shuffled group."""

@@ -16,7 +16,7 @@ import torch
 
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.follow import FollowedDataset
-from spec_train.data.mixture import Documents, MixedPlan, Mixture, PartsPlan
+from spec_train.data.mixture import Documents, MixedPlan, Mixture
 from spec_train.data.order import BatchPlan, FollowingPlan, below_border, split_border
 from spec_train.options.training import Training
 
@@ -93,9 +93,14 @@ class Splits:
 
     selection: Selection
     train: BatchPlan
-    validation: BatchPlan
+    validation: dict[str, BatchPlan]  # by name of the dataset; "" for one alone
     held_out: int  # documents kept from training; `validation` may measure fewer
     border: int  # documents whose hashed id is below it are held out, in every dataset
+
+    @property
+    def measured(self) -> np.ndarray:
+        """Documents of `validation`, int64 [n]."""
+        return np.concatenate([plan.rows for plan in self.validation.values()])
 
 
 def make_splits(
@@ -131,7 +136,7 @@ def make_splits(
     return Splits(
         selection=selection,
         train=train,
-        validation=_validation_plan(dataset, config, measured, world_size),
+        validation=_validation_plans(dataset, config, measured, world_size),
         held_out=int(side.sum()),
         border=border,
     )
@@ -167,29 +172,23 @@ def _train_plan(
     return BatchPlan(dataset.lengths, mask, **options)
 
 
-def _validation_plan(
+def _validation_plans(
     dataset: Documents, config: Training, held_out: np.ndarray, world_size: int
-) -> BatchPlan:
-    """Plan what is measured; with several datasets, each is a part of its own."""
-
-    def plan(rows: np.ndarray, fingerprint: str) -> BatchPlan:
-        mask = _mask(dataset, rows)
-        options = _plan_options(config, config.micro_batch * world_size)
-        return BatchPlan(dataset.lengths, mask, fingerprint=fingerprint, **options)
-
-    shares = dataset.shares if isinstance(dataset, Mixture) else ()
-    bounds = [(share.first, share.last) for share in shares] or [(0, len(dataset))]
-    groups = [held_out[(held_out >= first) & (held_out < last)] for first, last in bounds]
+) -> dict[str, BatchPlan]:
+    """Plan what is measured: each of several datasets by itself."""
+    options = _plan_options(config, config.micro_batch * world_size)
+    parts = {"": (0, len(dataset))}
+    if isinstance(dataset, Mixture) and len(dataset.shares) > 1:
+        parts = {share.name: (share.first, share.last) for share in dataset.shares}
+    groups = [held_out[(held_out >= first) & (held_out < last)] for first, last in parts.values()]
     allowed = even_shares([len(group) for group in groups], config.validation_documents)
-    measured = [_lowest_ids(dataset, *pair) for pair in zip(groups, allowed, strict=True)]
-    if len(shares) < 2:
-        return plan(measured[0], dataset.manifest.fingerprint)
-    return PartsPlan(
-        {
-            share.name: plan(rows, share.fingerprint)
-            for share, rows in zip(shares, measured, strict=True)
-        }
-    )
+    plans: dict[str, BatchPlan] = {}
+    packs = 0
+    for name, group, count in zip(parts, groups, allowed, strict=True):
+        mask = _mask(dataset, _lowest_ids(dataset, group, count))
+        plans[name] = BatchPlan(dataset.lengths, mask, first_pack=packs, **options)
+        packs += sum(map(len, plans[name].batches(0)))
+    return plans
 
 
 def even_shares(counts: list[int], limit: int) -> list[int]:

@@ -249,6 +249,10 @@ class BatchStream:
         """
         self.epoch, self.batches_done = self.plan.position(state)
 
+    def restart(self, plan: BatchPlan) -> None:
+        """Go to the start of another plan, with as many packs in a batch, as long as before."""
+        self.plan, self.epoch, self.batches_done = plan, 0, 0
+
     def take(
         self, count: int, stopping: Callable[[], bool] = lambda: False
     ) -> Generator[Step, None, None]:

@@ -19,7 +19,7 @@ from spec_data.shards.packing import shift_left
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, layer_column
 from spec_train.data.batch import DraftBatch
-from spec_train.data.policy_masks import open_with_mask
+from spec_train.data.mixture import open_with_mask
 from spec_train.drafts import Draft
 from spec_train.drafts.teacher import LOGITS, TOPK
 from spec_train.evaluation.on_dataset import choose_documents, measured_mask, packs_of, read_pack

@@ -23,8 +23,8 @@ from spec_data.shards.packing import pack_documents
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.terminal.progress import progress
 from spec_train.data.batch import DraftBatch
+from spec_train.data.mixture import open_with_mask
 from spec_train.data.order import SPLIT_RULE, below_border
-from spec_train.data.policy_masks import open_with_mask
 from spec_train.data.splits import select
 from spec_train.data.stream import read_packs
 from spec_train.drafts import Draft

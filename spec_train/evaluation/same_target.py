@@ -22,7 +22,7 @@ from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.identity import Comparison, compare, kwargs_text, usual_kwargs
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.terminal.progress import progress
-from spec_train.data.policy_masks import open_with_mask
+from spec_train.data.mixture import open_with_mask
 from spec_train.evaluation.on_dataset import choose_documents, recorded_fingerprint
 from spec_train.evaluation.prompts import Prompts
 

@@ -31,7 +31,7 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
 
     `total` is the number of steps of the run, if the trainer only runs some of them.
     """
-    dataset, selection, held_out = trainer.dataset, splits.selection, splits.validation.rows
+    dataset, selection, held_out = trainer.dataset, splits.selection, splits.measured
     for part in dataset.datasets if isinstance(dataset, Mixture) else (dataset,):
         counts = len(part), part.lengths.sum(), part.supervised.sum()
         quantised = part.manifest.target.quantised_as

@@ -103,7 +103,7 @@ def fit(draft_name: str, config: Training, options: Any) -> FitResult:
         # the loop, from step 0 or from the checkpoint
         trainer = Trainer(draft, head, config, dataset, splits, total, run, ranks)
         if isinstance(dataset, FollowedDataset):  # its validation documents come first
-            dataset.wait_for(splits.validation.rows.tolist(), threading.Event())
+            dataset.wait_for(splits.measured.tolist(), threading.Event())
         if saved is not None:
             trainer.restore(saved)
         if run is not None:

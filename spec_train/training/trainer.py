@@ -109,7 +109,8 @@ class Trainer:
             draft=self.draft,
             loss=self._loss,
             head=head,
-            stream=self._make_stream(splits.validation),
+            splits=splits,
+            stream=self._make_stream(next(iter(splits.validation.values()))),
             ranks=self.ranks,
             seed=config.seed,
         )

@@ -4,6 +4,7 @@ Batches and random numbers are the same in every validation. Every rank executes
 """
 
 import contextlib
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_data.shards.even_sample import even_sample
+from spec_train.data.splits import Splits
 from spec_train.data.stream import BatchStream, Step
 from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
@@ -43,7 +45,7 @@ def slot_counts(draft: Draft, step: Step, kind: str, seed: int, device: torch.de
 
 @dataclass(kw_only=True)
 class Validation:
-    """Measures the held-out documents of a run, those of the plan of `stream`.
+    """Measures the held-out documents of `splits`.
 
     `loss` is `LossOnRanks` of the draft, as wrapped by `ranks`. `seed` is that of the run.
     """
@@ -51,6 +53,7 @@ class Validation:
     draft: Draft
     loss: nn.Module
     head: TargetHead
+    splits: Splits
     stream: BatchStream
     ranks: Ranks
     seed: int
@@ -67,7 +70,7 @@ class Validation:
             The simulated decoding as `eval --data` measures it (see `Breakdown.figures`), with
             sampled documents.
         """
-        if not len(self.stream.plan.rows):
+        if not len(self.splits.measured):
             return {}, {}
         sums, breakdown = self._measure()
         report = breakdown.figures()
@@ -87,21 +90,26 @@ class Validation:
     def _tokenizer(self) -> Any:
         return tokenizer_of(self.stream.dataset.target_dir)
 
+    def _steps(self) -> Generator[tuple[str, Step], None, None]:
+        """Yield every step, with the name of its dataset."""
+        for part, plan in self.splits.validation.items():
+            self.stream.restart(plan)
+            with contextlib.closing(self.stream.take(len(plan.batches(0)))) as steps:
+                for step in steps:
+                    yield part, step
+
     @torch.no_grad()
     def _measure(self) -> tuple[dict[str, Sums], Breakdown]:
         """Return teacher-forced sums by dataset, and simulated decoding of all, over all ranks."""
         total: dict[str, Sums] = {}
-        plan, dtype, device = self.stream.plan, self.stream.buffer_options.dtype, self.ranks.device
-        sampled, depth = even_sample(plan.rows.tolist(), SAMPLES), self.draft.depth
+        dtype, device = self.stream.buffer_options.dtype, self.ranks.device
+        sampled, depth = even_sample(self.splits.measured.tolist(), SAMPLES), self.draft.depth
         mine, all_ranks = Breakdown(depth, sampled), Breakdown(depth, sampled)
-        self.stream.load_state_dict(plan.state(0, 0))
         self.draft.eval()
-        steps = self.stream.take(len(plan.batches(0)))
-        with contextlib.closing(steps), arithmetic(device, dtype):
-            for step in steps:
+        with contextlib.closing(self._steps()) as steps, arithmetic(device, dtype):
+            for part, step in steps:
                 # for the unused loss
                 counts = slot_counts(self.draft, step, "validation", self.seed, device)
-                part = plan.part_of(step.index)
                 for number, host in zip(step.numbers, step.batches, strict=True):
                     seed_place(self.seed, "validation", step.epoch, number)
                     batch = host.to(device, dtype, non_blocking=True)

@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from spec_train.data.mixture import MixedPlan, PartsPlan, Share, copies
+from spec_train.data.mixture import MixedPlan, Share, copies
 from spec_train.data.order import BatchPlan
 
 SIZES = (300, 40, 90)
@@ -90,20 +90,3 @@ def test_repeats_of_a_document_are_shuffled_apart():
         places.setdefault(row, []).append(place)
     gaps = np.array([b - a for a, b in places.values()])
     assert np.median(gaps) > len(rows) / 8
-
-
-def test_parts_come_one_after_another_and_know_their_names():
-    def part(first, last):
-        rows = np.arange(len(LENGTHS))
-        mask = (rows >= first) & (rows < last)
-        return BatchPlan(LENGTHS, mask, seq_len=64, packs_per_batch=3)
-
-    parts = {"a": part(0, 50), "none": part(50, 50), "b": part(60, 61)}
-    plan = PartsPlan(parts)
-    batches = plan.batches(0)
-    names = [plan.part_of(i) for i in range(len(batches))]
-    assert names == ["a"] * len(parts["a"].batches(0)) + ["b"]
-    assert batches == parts["a"].batches(0) + parts["b"].batches(0)
-    assert plan.rows.tolist() == [*range(50), 60]
-    with pytest.raises(IndexError):
-        plan.part_of(len(batches))

@@ -105,11 +105,11 @@ def test_copies_of_a_document_are_on_one_side_in_every_dataset(place, tmp_path):
     mixture = opened(config)
     splits = make_splits(mixture, config)
     ids = np.array(mixture.id_array)
-    train, held = set(ids[splits.train.rows]), set(ids[splits.validation.rows])
+    train, held = set(ids[splits.train.rows]), set(ids[splits.measured])
     assert not train & held
     twice = [name for name in held if (ids == name).sum() == 2]
     assert len(twice) > 2
-    assert splits.held_out == len(splits.validation.rows)
+    assert splits.held_out == len(splits.measured)
     seen = {row for epoch in range(3) for batch in splits.train.batches(epoch)
             for pack in batch for row in pack}  # fmt: skip
     assert seen == set(splits.train.rows.tolist()) and not set(ids[list(seen)]) & held
@@ -175,7 +175,7 @@ def test_the_border_of_a_mixture_holds_for_its_parts(tmp_path, monkeypatch):
     run(config)
     small = HiddenStatesDataset(tmp_path / "small")
     splits = make_splits(opened(config), config)
-    mine = [row - 60 for row in splits.validation.rows.tolist() if row >= 60]
+    mine = [row - 60 for row in splits.measured.tolist() if row >= 60]
     assert mine == []  # the premise
     known = json.loads((tmp_path / "run" / "run.json").read_text())
     described = dict(

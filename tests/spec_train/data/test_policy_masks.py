@@ -12,8 +12,7 @@ from msgspec import structs
 import spec_train
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.data.mixture import open_documents
-from spec_train.data.policy_masks import PolicyDataset, open_with_mask
+from spec_train.data.mixture import PolicyDataset, open_documents, open_with_mask
 from spec_train.data.splits import make_splits
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run

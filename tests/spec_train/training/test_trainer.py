@@ -88,7 +88,7 @@ def test_micro_batches_do_not_change_the_result(config, tmp_path):
 def test_held_out_documents_are_never_trained_on(config, monkeypatch):
     dataset = HiddenStatesDataset(config.data)
     splits = make_splits(dataset, config)
-    assert not set(splits.train.rows) & set(splits.validation.rows)
+    assert not set(splits.train.rows) & set(splits.measured)
     assert len(splits.train.rows) + splits.held_out == splits.selection.usable.sum()
     seen = set()
     original = Trainer._train_step
@@ -218,8 +218,8 @@ def test_seeds_are_compared_on_the_same_documents(config):
     """The held-out documents follow from --split-seed alone."""
     dataset = HiddenStatesDataset(config.data)
     found = [make_splits(dataset, change(config, seed=seed)) for seed in range(3)]
-    assert len({tuple(splits.validation.rows) for splits in found}) == 1
+    assert len({tuple(splits.measured) for splits in found}) == 1
     orders = {str(splits.train.batches(0)) for splits in found}
     assert len(orders) == 3
     other = make_splits(dataset, change(config, split_seed=1))
-    assert set(other.validation.rows) != set(found[0].validation.rows)
+    assert set(other.measured) != set(found[0].measured)
