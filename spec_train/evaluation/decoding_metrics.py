@@ -12,21 +12,19 @@ prefill, which is the same with and without a draft, is left out.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_hexdigest
 
-from spec_train.decoding.chains import Generation, VerificationStep
-from spec_train.simulation.breakdown import position_range, range_json
+from spec_train.decoding.chains import Generation
 from spec_train.simulation.intervals import length_interval
 from spec_train.simulation.samples import RESPONSE_TOKENS, context_part
 
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """A response with the draft, to token ids; `where` and `group` are place and set of its prompt.
+    """A response with the draft, to token ids; `where` and `group` are row and set of its prompt.
 
     `plain` is the response without the draft that was decoded beside it, so that their times can be
     compared; None: there is none.
@@ -38,31 +36,19 @@ class Response:
     generation: Generation
     plain: Generation | None = None
 
-    def positions(self) -> list[tuple[int, int]]:
-        """Return the position of each verification step, and the tokens that it emitted.
-
-        The first token of a response belongs to no step, so the first position is 1.
-        """
-        emitted = [step.emitted for step in self.generation.steps]
-        return list(zip(accumulate(emitted, initial=1), emitted, strict=False))
-
     def sample(self) -> dict[str, Any]:
         """Return the response as a sample for the acceptance viewer (`simulation.samples`)."""
         tokens = self.generation.tokens
         parts = [context_part(list(self.ids)), {"kind": "first", "tokens": tokens[:1]}]
-        for (done, count), step in zip(self.positions(), self.generation.steps, strict=True):
+        done = 1
+        for step in self.generation.steps:
             if done >= RESPONSE_TOKENS:
                 break
-            emitted = tokens[done : done + count]
-            parts.append(
-                {
-                    "kind": "round",
-                    "drafted": list(step.tokens),
-                    "accepted": step.accepted,
-                    "emitted": emitted,
-                    "choice": emitted[step.accepted] if step.accepted < count else None,
-                }
-            )
+            emitted = tokens[done : done + step.emitted]
+            done += step.emitted
+            choice = emitted[step.accepted] if step.accepted < step.emitted else None
+            part = {"drafted": list(step.tokens), "accepted": step.accepted}
+            parts.append({"kind": "round", **part, "emitted": emitted, "choice": choice})
         return {"name": self.where, "source": "", "parts": parts}
 
 
@@ -71,7 +57,6 @@ def decoding_metrics(
 ) -> dict[str, Any]:
     """Return the metrics of all responses, decoded with up to `depth` drafted tokens per step."""
     generations = [response.generation for response in responses]
-    steps = _steps(responses)
     tokens = sum(len(generation.tokens) for generation in generations)
     seconds = sum(generation.seconds for generation in generations)
     pairs = [(r.plain, r.generation) for r in responses if r.plain is not None]
@@ -82,9 +67,9 @@ def decoding_metrics(
     for response in responses:
         groups.setdefault(response.group, []).append(response)
     metrics = {
-        **_acceptance(prompts, steps, depth),
+        **_acceptance(responses, prompts, depth),
         "draft_tokens": depth,
-        "drafted": sum(step.drafted for step in steps),
+        "drafted": sum(step.drafted for g in generations for step in g.steps),
         "draft_passes": sum(generation.draft_passes for generation in generations),
         "responses": len(responses),
         "tokens": tokens,
@@ -96,19 +81,15 @@ def decoding_metrics(
         "speed": speed(pairs),
         "by_set": [_of_set(name, some) for name, some in groups.items()],
         "per_prompt": prompts,
-        "by_position": _by_range(pair for r in responses for pair in r.positions()),
     }
     return metrics | {"modelled": modelled_speed(metrics, cost_ratio)}
 
 
-def _steps(responses: Iterable[Response]) -> list[VerificationStep]:
-    return [step for response in responses for step in response.generation.steps]
-
-
 def _acceptance(
-    prompts: Sequence[Mapping[str, Any]], steps: Sequence[VerificationStep], depth: int
+    responses: Sequence[Response], prompts: Sequence[Mapping[str, Any]], depth: int
 ) -> dict[str, Any]:
-    """Return the acceptance of steps: length with interval, and the share accepted by depth."""
+    """Return length with interval, and the share accepted by depth."""
+    steps = [step for response in responses for step in response.generation.steps]
     counts = np.array([(p["rounds"], p["emitted"]) for p in prompts], dtype=np.int64)
     interval = length_interval(counts.reshape(-1, 2))
     emitted = sum(step.emitted for step in steps)
@@ -124,13 +105,13 @@ def _acceptance(
 
 
 def _of_set(name: str, responses: Sequence[Response]) -> dict[str, Any]:
-    prompts, steps = _by_prompt(responses), _steps(responses)
-    depth = max((step.tried for step in steps), default=0)
-    return {"set": name, "prompts": len(prompts)} | _acceptance(prompts, steps, depth)
+    prompts = _by_prompt(responses)
+    depth = max((step.tried for r in responses for step in r.generation.steps), default=0)
+    return {"set": name, "prompts": len(prompts)} | _acceptance(responses, prompts, depth)
 
 
 def _by_prompt(responses: Iterable[Response]) -> list[dict[str, Any]]:
-    """Return the verification steps and their tokens of each prompt, in the order of the places.
+    """Return the verification steps and their tokens of each prompt, in the order of their rows.
 
     `prompt` is a digest of its first token ids, the same on every machine.
     """
@@ -143,29 +124,20 @@ def _by_prompt(responses: Iterable[Response]) -> list[dict[str, Any]]:
     return [prompts[where] for where in sorted(prompts)]
 
 
-def _by_range(steps: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Return the lines of ranges, of steps with their position and the tokens that they emitted."""
-    ranges: dict[int, list[int]] = {}
-    for position, emitted in steps:
-        ranges.setdefault(position_range(position), []).append(emitted)
-    return [range_json(n, len(some), sum(some) / len(some)) for n, some in sorted(ranges.items())]
-
-
 def speed(pairs: Sequence[tuple[Generation, Generation]]) -> dict[str, Any]:
-    """Return shares of the time, and costs in passes of the target; None: unknown.
+    """Return costs, in seconds and in passes of the target; None: unknown.
 
     Each pair is a response without the draft and the one with it.
     """
-    names = ("seconds", "draft_seconds", "verify_seconds", "prefill_seconds")
-    total, draft, verify, prefill = (sum(getattr(b, name) for _, b in pairs) for name in names)
-    parts = {"draft": draft, "verify": verify, "prefill": prefill}
-    parts["other"] = total - draft - verify - prefill
     decoding = sum(a.seconds - a.prefill_seconds for a, _ in pairs)
     target_pass = _ratio(decoding, sum(len(a.tokens) - 1 for a, _ in pairs))
-    draft_pass = _ratio(draft, sum(b.draft_passes for _, b in pairs))
-    verification = _ratio(verify, sum(len(b.steps) for _, b in pairs))
+    draft_pass = _ratio(
+        sum(b.draft_seconds for _, b in pairs), sum(b.draft_passes for _, b in pairs)
+    )
+    verification = _ratio(
+        sum(b.verify_seconds for _, b in pairs), sum(len(b.steps) for _, b in pairs)
+    )
     return {
-        "shares": {name: _ratio(part, total) for name, part in parts.items()},
         "target_pass_seconds": target_pass,
         "draft_pass_seconds": draft_pass,
         "verification_seconds": verification,
@@ -208,6 +180,6 @@ def sweep_line(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def fastest(sweep: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the number of drafted tokens with the largest modelled speed-up; None: unknown."""
-    known = [line for line in sweep if line["modelled"]["speedup"] is not None]
-    best = max(known, key=lambda line: line["modelled"]["speedup"], default=None)
+    modelled = [line for line in sweep if line["modelled"]["speedup"] is not None]
+    best = max(modelled, key=lambda line: line["modelled"]["speedup"], default=None)
     return None if best is None else int(best["draft_tokens"])

@@ -53,7 +53,22 @@ def _decoding_lines(report: dict[str, Any]) -> list[Line]:
         wrong = len(report["different"])
         meaning = f"responses equal to plain greedy decoding; {report['ties']} ties, {wrong} wrong"
         lines.append(("  lossless", f"{report['identical']}/{report['responses']}", meaning))
-    return lines + _prompt_lines(report) + _set_lines(report["by_set"]) + _sweep_lines(report)
+    if report["bad_prompts"]:
+        lines.append(("  bad prompts", f"{report['bad_prompts']:,}", "rows that were left out"))
+    count, problem = report["trained_prompts"], report["trained_prompts_not_compared"]
+    meaning = f"of {report['prompts']:,} prompts are in training documents"
+    if count is None:
+        meaning = f"not checked: {problem}"
+    elif problem:
+        meaning += f"; not all were compared: {problem}"
+    lines.append(("  trained on", "-" if count is None else f"{count:,}", meaning))
+    if report["too_long"]:
+        lines.append(("  skipped", str(len(report["too_long"])), "prompts that fill the context"))
+    if len(report["by_set"]) > 1:
+        lines += _set_lines(report["by_set"])
+    if len(report["sweep"]) > 1:
+        lines += _sweep_lines(report)
+    return lines
 
 
 def _between(interval: Sequence[float] | None, of: str) -> str:
@@ -79,26 +94,7 @@ def _shown_costs(modelled: dict[str, Any]) -> str:
     )
 
 
-def _prompt_lines(report: dict[str, Any]) -> list[Line]:
-    count, problem = report["trained_prompts"], report["trained_prompts_not_compared"]
-    lines = []
-    if report["bad_prompts"]:
-        lines.append(("  bad prompts", f"{report['bad_prompts']:,}", "rows that were left out"))
-    meaning = f"of {report['prompts']:,} prompts are in training documents"
-    if count is None:
-        meaning = f"not checked: {problem}"
-    elif problem:
-        meaning += f"; not all were compared: {problem}"
-    lines.append(("  trained on", "-" if count is None else f"{count:,}", meaning))
-    if report["too_long"]:
-        lines.append(("  skipped", str(len(report["too_long"])), "prompts that fill the context"))
-    return lines
-
-
 def _set_lines(sets: list[dict[str, Any]]) -> list[Line]:
-    """Return a line for each set of prompts, if there are several."""
-    if len(sets) < 2:
-        return []
     lines = [("by set", "", "acceptance length, its interval, and what is accepted by depth")]
     for one in sets[:_ROWS]:
         between = "" if one["interval"] is None else "{:.2f}-{:.2f}, ".format(*one["interval"])
@@ -110,12 +106,9 @@ def _set_lines(sets: list[dict[str, Any]]) -> list[Line]:
 
 
 def _sweep_lines(report: dict[str, Any]) -> list[Line]:
-    """Return a line for each number of drafted tokens, if several were compared."""
-    sweep = report["sweep"]
-    if len(sweep) < 2:
-        return []
+    """Return a line for each number of drafted tokens."""
     lines = [("drafted tokens", "", f"modelled {_shown_costs(report['modelled'])}")]
-    for line in sweep:
+    for line in report["sweep"]:
         modelled, best = line["modelled"]["speedup"], ""
         if line["draft_tokens"] == report["best_draft_tokens"]:
             slower = "" if modelled > 1 else ", but no faster than the target alone"
@@ -139,7 +132,7 @@ def _data_lines(report: dict[str, Any]) -> list[Line]:
         ("  " if real else "") + "serving-like length",
         shown(simulated["acceptance_length"]),
         "tokens per verification where the draft continues its own tokens on stored documents: "
-        f"predicts real greedy decoding{_between(simulated.get('interval'), documents)}",
+        f"predicts real greedy decoding{_between(simulated['interval'], documents)}",
     )
     lines = [
         *([dataset, length] if real else [length, dataset]),
@@ -147,8 +140,7 @@ def _data_lines(report: dict[str, Any]) -> list[Line]:
         (
             "  teacher-forced length",
             shown(forced["acceptance_length"]),
-            "the draft reads the documents' own tokens at every depth, as in training; serving "
-            "does not",
+            "the draft reads the documents' own tokens at every depth, as in training",
         ),
         (
             "  on-policy",
@@ -156,10 +148,7 @@ def _data_lines(report: dict[str, Any]) -> list[Line]:
             f"of {data['supervised_tokens']:,} tokens are the target's own greedy choice",
         ),
     ]
-    if not real:
-        meaning = "real decoding was not measured: add --target and --prompts to see the difference"
-        lines.append(("  minus real", "-", meaning))
-    elif report["gap"] is not None:
+    if report.get("gap") is not None:
         meaning = "simulated minus real length; the texts differ unless --data has these answers"
         lines.append(("  minus real", f"{report['gap']:+.3f}", meaning))
     return lines

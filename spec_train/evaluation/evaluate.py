@@ -23,6 +23,7 @@ from spec_data.models.reading import load_config, load_tokenizer
 from spec_data.models.resolve import cached_model, local_directory, resolve_model
 from spec_data.pages.page import Page
 from spec_data.shards.errors import ConfigError, RunError
+from spec_data.shards.identity import compare, kwargs_text
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import Draft, load_draft
 from spec_train.evaluation.decoding_metrics import fastest, sweep_line
@@ -33,16 +34,10 @@ from spec_train.evaluation.on_target import (
     check_draft,
     evaluate_target,
     load_target,
-    stop_ids,
 )
 from spec_train.evaluation.prompts import read_prompts
 from spec_train.evaluation.run_record import read_run
-from spec_train.evaluation.same_target import (
-    compare_with_trained,
-    find_trained,
-    kwargs_for,
-    prompt_warnings,
-)
+from spec_train.evaluation.same_target import find_trained, kwargs_for, prompt_warnings
 from spec_train.formats.draft_files import read_config
 from spec_train.formats.read import is_own_form
 from spec_train.formats.target_facts import TargetFacts, read_target
@@ -196,18 +191,21 @@ def _decode(
     model = load_target(decoding, directory, device, dtype, trained.get("rope_factors"))
     warnings.add(check_draft(draft, model))
     draft.to(device, model.dtype)
-    identity = identify(
+    served = identify(
         directory,
         config=load_config(directory, decoding.trust_remote_code),
         tokenizer=tokenizer,
         dtype=str(model.dtype).removeprefix("torch."),
     )
-    compared = compare_with_trained(trained, identity, tokenizer, prompts)
+    if prompts.kwargs and tokenizer.chat_template:
+        served["template_kwargs_used"] = dict.fromkeys(map(kwargs_text, prompts.kwargs), 1)
+    compared = compare(
+        trained, served, of_recorded="the draft was fitted with", of_found="this target has"
+    )
     warnings.add([f"{line}; expect lower acceptance" for line in compared.texts])
     if compared.not_compared:
         log.info("not compared with the draft's training: %s", compared.not_compared)
-    stop = stop_ids(model, tokenizer)
-    plain = PlainResponses.of(model, identity, decoding.max_new_tokens, stop)
+    plain: PlainResponses = {}
     sweep: list[dict[str, Any]] = []
     different: list[str] = []
     for depth in depths:

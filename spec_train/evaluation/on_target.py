@@ -1,30 +1,24 @@
 """Acceptance and speed of a draft by decoding with its target; also checks that output is lossless.
 
-The same model answers prompts without and with the draft. The first responses are always decoded
-both ways in turn: the speed-up is theirs, prefill included. Later ones are decoded without the
-draft only if that response is not known from an earlier evaluation. Greedy answers must be equal.
-If they differ, the first differing position is examined, and a difference counts as a tie only if
-rounding in the dtype explains it.
+The same model answers prompts without and with the draft; the speed-up is that of responses that
+were decoded both ways in turn, prefill included. Greedy answers must be equal. If they differ, the
+first differing position is examined, and a difference counts as a tie only if rounding in the dtype
+explains it.
 """
 
-import contextlib
-import json
 import logging
-import platform
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from spec_data.corpus.documents import RenderError
 from spec_data.models.devices import compute_dtype
 from spec_data.models.loading import load_model
 from spec_data.models.rope_factors import fix_rope_factors, short_positions
 from spec_data.shards.even_sample import even_sample
-from spec_data.shards.files import cache_directory, sha256_json, write_atomically
 from spec_data.terminal.progress import progress
 from spec_train.decoding.chains import (
     Generation,
@@ -51,7 +45,7 @@ log = logging.getLogger(__name__)
 SEED = 0
 """Of the first sampled response; later ones count on."""
 TIMED_PAIRS = 16
-"""Responses that are decoded both ways, even if the one without a draft is known."""
+"""Responses that are decoded both ways at every number of drafted tokens."""
 _WARM_UP_TOKENS = 8
 
 
@@ -120,81 +114,13 @@ def stop_ids(model: Any, tokenizer: Any) -> set[int]:
     for owners in ((model.generation_config, tokenizer), (decoder_config(model),)):
         values = [getattr(owner, "eos_token_id", None) for owner in owners]
         lists = [v if isinstance(v, (list, tuple)) else [v] for v in values]
-        if found := {int(i) for ids in lists for i in ids if i is not None}:
-            return found
+        if ids := {int(i) for ids in lists for i in ids if i is not None}:
+            return ids
     return set()
 
 
-class PlainResponses:
-    """Greedy responses of a target without a draft, kept in a file between evaluations.
-
-    They are the same for every draft. Everything that can change a token is part of the file's
-    name: the target's weights, config, dtype, attention and device, the longest response, and the
-    versions of the libraries. A file that is damaged is ignored.
-    """
-
-    def __init__(self, file: Path) -> None:
-        """Read what is kept in `file`."""
-        self.file = file
-        self._tokens: dict[str, list[int]] = {}
-        self.used = 0
-        """Responses that did not have to be decoded."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            self._tokens = dict(json.loads(file.read_text(encoding="utf-8")))
-
-    @classmethod
-    def of(
-        cls, model: Any, identity: Mapping[str, Any], limit: int, stop: Collection[int]
-    ) -> "PlainResponses":
-        """Find the responses of a loaded target.
-
-        `identity` are the facts of its files (see `models.identify`), `limit` is the longest
-        response, in tokens, and `stop` the token ids that end one.
-        """
-        settings = {
-            "identity": dict(identity),
-            "limit": limit,
-            "stop": sorted(stop),
-            "dtype": str(model.dtype),
-            "device": model.device.type,
-            "attention": getattr(model.config, "_attn_implementation", None),
-            "rope": getattr(model.config.get_text_config(), "rope_parameters", None),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "machine": platform.machine(),
-            "threads": torch.get_num_threads(),
-        }
-        name = sha256_json(settings).removeprefix("sha256:")[:32]
-        return cls(cache_directory("plain-responses") / f"{name}.json")
-
-    def find(self, prompt: Sequence[int], limit: int) -> list[int] | None:
-        """Return the kept response to a prompt of token ids with this limit, or None."""
-        tokens = self._tokens.get(_key(prompt, limit))
-        self.used += tokens is not None
-        return tokens
-
-    def keep(self, prompt: Sequence[int], limit: int, response: Sequence[int]) -> None:
-        """Keep a response, token ids, until `save`.
-
-        If another one is kept for this prompt, the device does not repeat its results, and all
-        kept responses are dropped.
-        """
-        key, tokens = _key(prompt, limit), list(response)
-        if self._tokens.get(key, tokens) != tokens:
-            self._tokens.clear()
-        self._tokens[key] = tokens
-
-    def save(self) -> None:
-        """Write the file. A failure is logged: only time is lost."""
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.file, json.dumps(self._tokens))
-        except OSError as error:
-            log.info("the responses of the target alone were not kept: %s", error)
-
-
-def _key(prompt: Sequence[int], limit: int) -> str:
-    return sha256_json([limit, *map(int, prompt)]).removeprefix("sha256:")[:32]
+PlainResponses = dict[tuple[int, ...], list[int]]
+"""Greedy responses of the target without a draft, by limit and ids of the prompt."""
 
 
 def evaluate_target(
@@ -208,7 +134,7 @@ def evaluate_target(
 ) -> dict[str, Any]:
     """Decode the prompts with up to `depth` drafted tokens per step; return the metrics.
 
-    `plain` are the responses of the target alone; new ones are added and saved.
+    `plain` are greedy responses of the target that were decoded before; new ones are added.
     """
     bench = PairedDecoding(draft, model, tokenizer, decoding, depth, plain)
     steps = emitted = 0
@@ -220,9 +146,7 @@ def evaluate_target(
             bar.set_postfix_str(f"acceptance {shown(emitted / steps if steps else None)}", False)
             bar.update(1)
     greedy = decoding.temperature == 0
-    if greedy:
-        plain.save()
-    sampled = {prompt.where for prompt in even_sample(prompts.found, SAMPLES)}
+    sampled = {prompt.where for prompt in even_sample(prompts.prompts, SAMPLES)}
     samples = [response.sample() for response in bench.responses if response.where in sampled]
     return decoding_metrics(bench.responses, depth, decoding.cost_ratio) | {
         "temperature": decoding.temperature,
@@ -233,7 +157,6 @@ def evaluate_target(
         "failed_turns": bench.failed_turns,
         "samples": samples,
         "texts": token_texts(samples, tokenizer),
-        "plain_responses_kept": plain.used,
         "tree_tokens": decoding.tree_tokens,
     }
 
@@ -299,19 +222,16 @@ class PairedDecoding:
 
     def _answer(self, ids: list[int], limit: int, where: str, group: str) -> list[int]:
         """Answer one prompt; return the response for the next turn of the chat."""
-        number, greedy = len(self.responses), self.decoding.temperature == 0
-        timed = number < TIMED_PAIRS
-        known = self.plain.find(ids, limit) if greedy and not timed else None
+        number, greedy, key = len(self.responses), self.decoding.temperature == 0, (limit, *ids)
         ways = [self._decode]
-        if timed or (greedy and known is None):
+        if number < TIMED_PAIRS or (greedy and key not in self.plain):
             ways.insert(number % 2, self._decode_plain)  # neither way always runs first
         made = {way: way(self._request(ids, limit, SEED + number)) for way in ways}
         alone, generation = made.get(self._decode_plain), made[self._decode]
         if greedy:
             if alone is not None:
-                known = alone.tokens
-                self.plain.keep(ids, limit, known)
-            self._compare(ids, known or [], generation.tokens, where)
+                self.plain[key] = alone.tokens
+            self._compare(ids, self.plain[key], generation.tokens, where)
         self.responses.append(
             Response(where=where, group=group, ids=ids, generation=generation, plain=alone)
         )

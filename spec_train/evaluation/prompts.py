@@ -20,17 +20,13 @@ from spec_data.corpus.template import Template, render_error, text_ids
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_data.shards.identity import kwargs_text
 
-# -- prompt sets -----------------------------------------------------------------------------------
-# Named sets of prompts, and which set each prompt counts to.
-#
-# `--prompts` takes files, directories and datasets, several with commas between them, and these
-# names. A named set is read from the Hugging Face Hub (or from a local file or directory of that
-# name), and its question column becomes the prompt. Nothing is added to a question: no instruction,
-# no examples.
+# -- sets of prompts -------------------------------------------------------------------------------
+# `--prompts` takes files, directories and datasets, several with commas between them, and the names
+# of SETS. A named set is read from the Hugging Face Hub (or from a local file or directory of that
+# name), and its question column becomes the prompt. Nothing is added to a question.
 #
 # The set of a prompt is the name given for it, followed by its part if there are parts: the parts
-# of the named set, or the `category` of the row (MT-bench, Spec-Bench and SPEED-Bench files have
-# one). Every part has figures of its own.
+# of the named set, or the `category` of the row. Every part has figures of its own.
 #
 # Rows, as the publishers describe them or read them: `RedHatAI/speculator_benchmarks` has one file
 # per part with a string `prompt` (speculators' scripts/evaluate/evaluate.py), taken from Spec-
@@ -58,13 +54,8 @@ class PromptSource:
     categories: bool = False
     name: str = ""
 
-    @property
-    def limit_per_category(self) -> bool:
-        """Whether --limit counts the prompts of each category."""
-        return bool(self.column) and self.categories
-
     def parser(self, groups: dict[str, str]) -> Callable[..., Record]:
-        """Return what parses a row; it puts the set of the row's place into `groups`."""
+        """Return what parses a row; it notes the set of the row in `groups`."""
 
         def parse(row: Any, *, source: str, where: str, arrow: bool = False) -> Record:
             groups[where] = self.name
@@ -108,29 +99,25 @@ def prompt_sources(text: str) -> list[PromptSource]:
         ConfigError: a part is empty, or two parts have the same prompts.
     """
     given = [text] if Path(text).exists() else [part.strip() for part in text.split(",")]
+    sources: dict[str, PromptSource] = {}
     parts: dict[str, str] = {}  # by source
-    sources = []
     for part in given:
         if not part:
             raise ConfigError(f"--prompts {text}: a name between two commas is missing")
         named = {} if Path(part).exists() else SETS.get(part, {})
-        file = PromptSource(part, categories=True, name=Path(part).name or part)
-        for source in [
+        of_part = [
             replace(one, name=f"{part}: {name}" if name else part) for name, one in named.items()
-        ] or [file]:
-            if (first := parts.get(source.source)) is not None:
-                both = f"{part} is there twice" if first == part else f"{first} and {part}"
-                shared = "" if first == part else f" both have the prompts of {source.source}"
-                raise ConfigError(f"--prompts {text}: {both}{shared}")
-            parts[source.source] = part
-            sources.append(source)
-    return sources
+        ] or [PromptSource(part, categories=True, name=Path(part).name or part)]
+        for one in of_part:
+            if (first := parts.get(one.source)) is not None:
+                both = f"{first} and {part} both have the prompts of {one.source}"
+                problem = f"{part} is there twice" if first == part else both
+                raise ConfigError(f"--prompts {text}: {problem}")
+            parts[one.source], sources[one.source] = part, one
+    return list(sources.values())
 
 
 # -- prompts ---------------------------------------------------------------------------------------
-
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +129,7 @@ class Prompt:
 
     @property
     def where(self) -> str:
-        """The place of the row: file:line."""
+        """The row: file:line."""
         return self.record.where
 
 
@@ -151,25 +138,25 @@ class Prompts:
     """The prompts of one or several sets.
 
     `left_out` counts the rows that are no prompt; `examples` are messages about the first few.
-    `groups` has the set of each place of a prompt.
+    `groups` has the set of each row.
     """
 
-    found: list[Prompt]
     template: Template
+    prompts: list[Prompt] = field(default_factory=list)
     groups: dict[str, str] = field(default_factory=dict)
     left_out: int = 0
     examples: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.found)
+        return len(self.prompts)
 
     def __iter__(self) -> Iterator[Prompt]:
-        return iter(self.found)
+        return iter(self.prompts)
 
     @property
     def kwargs(self) -> list[dict[str, Any]]:
         """The different template kwargs that render chats, those of rows included."""
-        chats = (p.record for p in self.found if p.record.messages is not None)
+        chats = (p.record for p in self.prompts if p.record.messages is not None)
         used = map(self.template.kwargs_of, chats)
         return list({kwargs_text(kwargs): kwargs for kwargs in used}.values())
 
@@ -179,7 +166,7 @@ class Prompts:
         Raises:
             CorpusError: it has too many bad rows, or no prompt.
         """
-        before = len(self.found)
+        before = len(self.prompts)
         taken: Counter[str] = Counter()
         for record in reader:
             taken[self.groups[record.where]] += 1
@@ -187,18 +174,18 @@ class Prompts:
                 continue
             try:
                 ids = prompt_ids(record, self.template)
-                self.found.append(Prompt(record=record, ids=ids))
+                self.prompts.append(Prompt(record=record, ids=ids))
             except RenderError as error:
                 reader.refuse(error)
         self.left_out += sum(r.bad for r in reader.reports) + sum(reader.refused.values())
         examples = [line for report in reader.reports for line in report.bad_examples]
         examples += [line for lines in reader.refused_examples.values() for line in lines]
         self.examples += (examples := list(dict.fromkeys(examples)))
-        if len(self.found) == before:
+        if len(self.prompts) == before:
             reasons = "\n  ".join(["no row is a usable prompt", *examples])
             raise CorpusError(f"{reader.reports[0].path}: {reasons}")
 
-    def continued(self, prompt: Prompt, messages: list[Message]) -> list[int]:
+    def continued(self, prompt: Prompt, messages: list[dict[str, Any]]) -> list[int]:
         """Return the token ids of a prompt with other messages: the next turn of its chat.
 
         Raises:
@@ -210,14 +197,14 @@ class Prompts:
 def read_prompts(
     source: str, template: Template, limit: int = 0, max_bad_rows: str = "auto"
 ) -> Prompts:
-    """Read and render the first `limit` prompts (0: all) of files, directories or datasets.
+    """Read and render prompts of files, directories or datasets, as `Prompts`.
 
     Args:
-        source: paths or Hub names, as `spec-data generate --corpus` takes them, or names of
-            `prompt_sets`, with commas between them. The split is "test" unless one has an `@split`.
+        source: paths or Hub names, as `spec-data generate --corpus` takes them, or names of `SETS`,
+            with commas between them. The split is "test" unless one has an `@split`.
         template: renders the prompts.
-        limit: how many prompts of each source, or of each category of a named set that has them,
-            at most.
+        limit: the first so many prompts of each source, or of each category of a named set that has
+            them; 0: all.
         max_bad_rows: how many rows may be left out: "auto", a count or a share.
 
     Raises:
@@ -225,18 +212,19 @@ def read_prompts(
         CorpusError: it cannot be read, has too many bad rows, or no prompt.
     """
     bad = parse_limit(max_bad_rows)
-    prompts = Prompts(found=[], template=template)
+    prompts = Prompts(template=template)
     for part in prompt_sources(source):
+        by_category = bool(part.column) and part.categories
         try:
             reader = CorpusReader(
                 [part.source],
-                limit=None if part.limit_per_category else limit or None,
+                limit=None if by_category else limit or None,
                 split="test",
                 max_bad_rows=bad,
                 parse=part.parser(prompts.groups),
                 more_columns=["category", *([part.column] if part.column else [])],
             )
-            prompts.add(reader, limit if part.limit_per_category else 0)
+            prompts.add(reader, limit if by_category else 0)
         except (MissingError, CorpusError) as error:
             raise type(error)(f"--prompts {str(error).removeprefix('corpus ')}") from error
     return prompts
@@ -251,10 +239,9 @@ def prompt_ids(record: Record, template: Template) -> list[int]:
     Raises:
         RenderError: the template or the tokenizer rejects the record, or it has no tokens.
     """
-    tokenizer = template.tokenizer
+    tokenizer, messages = template.tokenizer, record.messages
     if record.input_ids is not None:
         return record.input_ids
-    messages = record.messages
     plain = record.kind == "prompt" and not tokenizer.chat_template
     if messages is None or (plain and len(messages) == 1):
         text = record.text if messages is None else messages[0]["content"]

@@ -1,10 +1,8 @@
-"""Are target and prompts of an evaluation those that the draft was fitted to, and no others?
+"""Are the prompts of an evaluation rendered as in training, and no part of it?
 
-A draft runs with any target of its shape. With another version of the target, other rope settings,
-another tokenizer or prompts rendered otherwise, it is only accepted less often, so each difference
-is a warning that names the fact. On prompts that are in training documents more drafted tokens are
-accepted than on new ones, and nothing else shows it: the comparison is that of `select
---decontaminate` (`spec_data/corpus/prompt_overlap.py`).
+On prompts that are in training documents more drafted tokens are accepted than on new ones, and
+nothing else shows it: the comparison is that of `select --decontaminate`
+(`spec_data/corpus/prompt_overlap.py`).
 """
 
 import contextlib
@@ -19,7 +17,7 @@ import torch
 from spec_data.corpus.prompt_overlap import NGRAM, Grams
 from spec_data.corpus.template import names_read
 from spec_data.shards.errors import ConfigError, SpecDataError
-from spec_data.shards.identity import Comparison, compare, kwargs_text, usual_kwargs
+from spec_data.shards.identity import usual_kwargs
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.terminal.progress import progress
 from spec_train.data.mixture import open_with_mask
@@ -55,21 +53,6 @@ def kwargs_for(
         "template does not read"
         for name in unread
     ]
-
-
-def compare_with_trained(
-    trained: Mapping[str, Any], identity: Mapping[str, Any], tokenizer: Any, prompts: Prompts
-) -> Comparison:
-    """Compare a target with the identity that a draft was fitted to, as far as that is known.
-
-    `identity` (see `models.identify`) and `tokenizer` are those of the target.
-    """
-    served = dict(identity)
-    if prompts.kwargs and tokenizer.chat_template:
-        served["template_kwargs_used"] = dict.fromkeys(map(kwargs_text, prompts.kwargs), 1)
-    return compare(
-        trained, served, of_recorded="the draft was fitted with", of_found="this target has"
-    )
 
 
 # -- prompts that were trained on ------------------------------------------------------------------
@@ -134,7 +117,7 @@ def prompt_warnings(prompts: Prompts, trained: TrainedPrompts) -> list[str]:
             f"the first: {prompts.examples[0]}"
         )
     if trained.numbers:
-        first = prompts.found[trained.numbers[0]].where
+        first = prompts.prompts[trained.numbers[0]].where
         warnings.append(
             f"{len(trained.numbers)} of {len(prompts)} prompts are in training documents (the "
             f"first: {first}): {NGRAM} token ids in a row, or a whole shorter prompt. The draft "

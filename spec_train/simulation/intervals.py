@@ -28,14 +28,15 @@ def length_interval(counts: np.ndarray, seed: int = 0) -> Interval | None:
     counts = counts[counts[:, 0] > 0]
     if len(counts) < 2:
         return None
-    drawn = resampled(counts, seed)
-    return middle(drawn[:, 1] / drawn[:, 0])
+    return middle(_lengths(resampled(counts, seed)))
 
 
 def resampled(counts: np.ndarray, seed: int = 0) -> np.ndarray:
     """Return the sums of B resamples of N rows of counts, float64 [B, C] of [N, C]."""
-    rows = counts.astype(np.float64)
-    return np.concatenate([weights @ rows for weights in _weights(len(rows), seed)])
+    generator, rows = np.random.default_rng(seed), counts.astype(np.float64)
+    even = np.full(len(rows), 1 / len(rows))
+    draws = (generator.multinomial(len(rows), even, _CHUNK) for _ in range(RESAMPLES // _CHUNK))
+    return np.concatenate([weights @ rows for weights in draws])
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,7 @@ def compare(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Comparison:
     a, b = a[both], b[both]
     if len(a) < 2:
         raise ValueError(f"{len(a)} prompts have a verification with both drafts; at least 2")
-    lengths = [], []  # type: tuple[list[np.ndarray], list[np.ndarray]]
-    for weights in _weights(len(a), seed):
-        for found, counts in zip(lengths, (a, b), strict=True):
-            sums = weights @ counts
-            found.append(sums[:, 1] / sums[:, 0])
-    drawn_a, drawn_b = (np.concatenate(found) for found in lengths)
+    drawn_a, drawn_b = (_lengths(resampled(counts, seed)) for counts in (a, b))
     return Comparison(
         prompts=len(a),
         lengths=(_length(a), _length(b)),
@@ -93,21 +89,18 @@ def _exchanged(a: np.ndarray, b: np.ndarray, seed: int) -> float:
         size = min(_CHUNK, RESAMPLES - start)
         swapped = total + generator.integers(0, 2, (size, len(a))) @ change  # [size, 2]
         others = rest - swapped
-        gaps = np.abs(others[:, 1] / others[:, 0] - swapped[:, 1] / swapped[:, 0])
+        gaps = np.abs(_lengths(others) - _lengths(swapped))
         extreme += int((gaps >= observed - 1e-12).sum())
         done += size
     return extreme / done
 
 
-def _weights(count: int, seed: int) -> list[np.ndarray]:
-    """Return how often each of `count` prompts is drawn, int64 [_CHUNK, N] at a time."""
-    generator = np.random.default_rng(seed)
-    even = np.full(count, 1 / count)
-    return [generator.multinomial(count, even, _CHUNK) for _ in range(RESAMPLES // _CHUNK)]
-
-
 def _length(counts: np.ndarray) -> float:
     return float(counts[:, 1].sum() / counts[:, 0].sum())
+
+
+def _lengths(sums: np.ndarray) -> np.ndarray:
+    return sums[:, 1] / sums[:, 0]
 
 
 def middle(values: np.ndarray) -> Interval:

@@ -39,7 +39,7 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 Step = tuple[int, int]
 """Slot of a verification step, and the number of tokens known to be emitted."""
 DOCUMENTS, TOKENS, ON_POLICY, STEPS, EMITTED, BY_DEPTH = range(6)
-"""Places in an array of counts, int64 [5 + 3 S]: documents; supervised tokens with a predecessor;
+"""Indices in an array of counts, int64 [5 + 3 S]: documents; supervised tokens with a predecessor;
 those of them that are the target's own choice; steps; their tokens, of a censored step its known
 drafts plus one. Then S each: steps at risk, hits, and steps censored after a depth."""
 
@@ -145,24 +145,18 @@ class SimulatedDocument:
 
     def counts(self) -> np.ndarray:
         """Return all counts of the document, int64 [5 + 3 S]."""
-        _, input_ids, target_argmax, loss_mask = self.arrays
-        counts = self.counts_of([s for _, steps in self.spans for s in steps])
-        predicted = loss_mask[1:]
-        counts[DOCUMENTS], counts[TOKENS] = 1, predicted.sum()
-        counts[ON_POLICY] = (target_argmax[:-1] == input_ids[1:])[predicted].sum()
-        return counts
-
-    def counts_of(self, steps: Sequence[Step]) -> np.ndarray:
-        """Return the counts of some of the steps alone, int64 [5 + 3 S]."""
-        outcomes, mask = self.outcomes, self.arrays[3]
+        _, input_ids, target_argmax, mask = self.arrays
+        outcomes, steps = self.outcomes, [step for _, steps in self.spans for step in steps]
         slots = np.array([slot for slot, _ in steps], dtype=np.int64)  # [R]
         open_ended = [  # later drafts could have been accepted, and emitted inside the span
             int(outcomes.accepted[slot]) - 1
             for slot, tokens in steps
             if outcomes.censored[slot] and mask[slot + 1 : slot + 2 + tokens].all()
         ]
-        depths = outcomes.at_risk.shape[1]
+        predicted, depths = mask[1:], outcomes.at_risk.shape[1]
         counts = no_counts(depths)
+        counts[DOCUMENTS], counts[TOKENS] = 1, predicted.sum()
+        counts[ON_POLICY] = (target_argmax[:-1] == input_ids[1:])[predicted].sum()
         counts[STEPS], counts[EMITTED] = len(steps), sum(tokens for _, tokens in steps)
         counts[BY_DEPTH:] = np.concatenate(
             [
@@ -192,8 +186,7 @@ def documents_of(batch: DraftBatch, chains: Tensor) -> Iterator[tuple[int, Array
 
 # -- training against serving ----------------------------------------------------------------------
 
-
-PARTED = 0.15
+GAP = 0.15
 """Part of the drafted tokens that training counts and serving does not."""
 LEAST, ENOUGH = 0.1, 200
 """Tokens per verification; less is no loss. Steps; with fewer, the length is known too badly."""
@@ -219,7 +212,7 @@ def train_serve_gap(forced: Mapping[str, Any], served: float | None, rounds: int
     length = forced.get("product_limit_length")
     if length is None or served is None or rounds < ENOUGH:
         return None
-    if length - served <= max(PARTED * (length - 1), LEAST):
+    if length - served <= max(GAP * (length - 1), LEAST):
         return None
     return (
         f"training counts {length:.2f} tokens per verification, serving-like decoding {served:.2f} "

@@ -17,6 +17,7 @@ import spec_data
 from spec_data.cli import main
 from spec_data.shards import remote, storage
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
+from spec_data.shards.files import cache_directory
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.storage import Storage, check_dataset_url, scheme_of
 from spec_data.verification.run import examine
@@ -311,3 +312,15 @@ def test_sizes_of_the_cache_that_are_refused(system, monkeypatch):
             HiddenStatesDataset(URL)
     monkeypatch.setenv("SPEC_DATA_REMOTE_SIZE", "1.5GB")
     assert remote.size_limit() == 1_500_000_000
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    for name in ("SPEC_DATA_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_directory("remote") == tmp_path / ".cache/spec-data/remote"
+    for name in ("XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+        assert cache_directory("remote") == tmp_path / name / "spec-data/remote"
+    monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "own"))
+    assert cache_directory("remote") == tmp_path / "own" / "remote"

@@ -10,6 +10,7 @@ import pytest
 from spec_data.corpus.template import Template
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_train.decoding.chains import Generation, VerificationStep
+from spec_train.evaluation import on_target
 from spec_train.evaluation.decoding_metrics import (
     Response,
     decoding_metrics,
@@ -184,27 +185,17 @@ def rounds_of(draw: random.Random, number: int) -> list[VerificationStep]:
     return found
 
 
-def test_sums_by_position_and_by_set_are_those_of_plain_loops():
+def test_sums_by_set_are_those_of_plain_loops():
     draw = random.Random(0)
-    groups = {f"p{i}": f"set {i % 3}" for i in range(40)}
-    responses, slow = [], []
-    for where, name in groups.items():
-        prompt, rounds = [0] * draw.randint(1, 400), rounds_of(draw, 30)
-        made = Generation(tokens=[], steps=rounds)
-        responses.append(Response(where=where, group=name, ids=prompt, generation=made))
-        text = 1  # the prefill returns the first token of the response
-        for one in rounds:
-            slow.append((text, name, one))
-            text += one.emitted
+    rounds = {f"p{i}": (f"set {i % 3}", rounds_of(draw, 30)) for i in range(40)}
+    responses = [
+        Response(where=where, group=name, ids=[0], generation=Generation(tokens=[], steps=own))
+        for where, (name, own) in rounds.items()
+    ]
     found = decoding_metrics(responses, 4)
-    assert sum(line["rounds"] for line in found["by_position"]) == len(slow)
-    assert len(found["by_position"]) > 3 and len(found["by_set"]) == 3
-    for line in found["by_position"]:
-        own = [one for text, _, one in slow if line["start"] <= text < (line["end"] or 1 << 30)]
-        assert line["rounds"] == len(own)
-        assert line["acceptance_length"] == sum(one.emitted for one in own) / len(own)
+    assert len(found["by_set"]) == 3
     for line in found["by_set"]:
-        own = [one for _, name, one in slow if name == line["set"]]
+        own = [one for name, some in rounds.values() if name == line["set"] for one in some]
         assert line["rounds"] == len(own) and line["emitted"] == sum(one.emitted for one in own)
         assert line["interval"][0] < line["acceptance_length"] < line["interval"][1]
         for depth, rate in enumerate(line["accept_rate"]):
@@ -232,14 +223,12 @@ def test_the_modelled_speedup_is_that_of_a_schedule():
 
 
 def test_costs_are_unknown_without_a_timed_pair():
-    figures = speed([])
-    assert figures["cost_ratio"] is None and set(figures["shares"].values()) == {None}
+    assert set(speed([]).values()) == {None}
     plain = Generation(tokens=[1] * 11, seconds=24.0, prefill_seconds=4.0)
     one = VerificationStep(drafted=2, tried=1, accepted=1, emitted=2)
     draft = Generation(tokens=[1] * 11, steps=[one] * 5, draft_passes=10, seconds=20.0,
                        prefill_seconds=4.0, draft_seconds=5.0, verify_seconds=10.0)  # fmt: skip
     figures = speed([(plain, draft)])
-    assert figures["shares"] == {"draft": 0.25, "verify": 0.5, "prefill": 0.2, "other": 0.05}
     assert (figures["target_pass_seconds"], figures["draft_pass_seconds"]) == (2.0, 0.5)
     assert (figures["cost_ratio"], figures["verification_ratio"]) == (0.25, 1.0)
 
@@ -247,12 +236,12 @@ def test_costs_are_unknown_without_a_timed_pair():
 # --- the command ---
 
 
-def test_a_sweep_has_the_figures_of_every_length(workplace, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
+def test_a_sweep_has_the_figures_of_every_length(workplace, monkeypatch):
+    monkeypatch.setattr(on_target, "TIMED_PAIRS", 2)
     options = {"limit": 4, "max_new_tokens": 12, "cost_ratio": 0.2}
     report = run_eval(config_of(workplace, draft_tokens="3,1", **options))
     assert [line["draft_tokens"] for line in report["sweep"]] == [1, 3]
-    assert report["draft_tokens"] == 3
+    assert (report["draft_tokens"], report["timed_pairs"]) == (3, 2)  # two are decoded again
     for line in report["sweep"]:
         alone = run_eval(config_of(workplace, draft_tokens=line["draft_tokens"], **options))
         assert "sweep" in alone and len(alone["sweep"]) == 1

@@ -198,7 +198,7 @@ def test_messages_of_the_user_alone_are_turns(tmp_path, tokenizer):
     rows = [{"messages": said}, {"messages": [*said, answer]}, {"prompt": said}]
     rows.append({"messages": [say("system", "e"), *said]})
     path = write(tmp_path / "p.jsonl", *rows, {"prompt": said, "completion": [answer]})
-    found = read_prompts(path, Template(tokenizer)).found
+    found = read_prompts(path, Template(tokenizer)).prompts
     assert words(found[0].ids) == "<user> a <assistant>"
     assert found[0].record.follow_ups == ("b", "c")
     together = "<user> a <user> b <user> c <assistant>"
