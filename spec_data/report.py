@@ -248,7 +248,7 @@ def dataset_facts(dataset: HiddenStatesDataset) -> dict[str, Any]:
     """Return what is inside a sealed dataset as plain values (--json)."""
     manifest = dataset.manifest
     return {
-        "path": dataset.place,
+        "path": dataset.location,
         **{name: plain(getattr(manifest, name)) for name in _FACTS},
         "warnings": suspicions(manifest),
         "shards": len(manifest.shards),

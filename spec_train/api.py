@@ -55,7 +55,7 @@ def simulate_acceptance(
     """
     if min(limit, draft_tokens) < 0:
         raise ConfigError(f"limit = {limit}, draft_tokens = {draft_tokens}: expected at least 0")
-    path = dataset.path if isinstance(dataset, HiddenStatesDataset) else Path(dataset)
+    path = Path(dataset.location if isinstance(dataset, HiddenStatesDataset) else dataset)
     depth = draft_tokens or draft.depth
     if draft.max_depth is not None and depth > draft.max_depth:
         raise ConfigError(

@@ -119,6 +119,7 @@ def estimated(
     from spec_data.terminal.text_table import text_table
 
     tokens, predicting = plan.tokens, plan.documents.predicting
+    supervised = int(plan.documents.supervised.sum())
     counts = structs.asdict(plan.counts)
     shards = sum(plan.unit_bytes(unit, setup.columns) for unit in range(len(plan.units)))
     other = other_files(setup, plan)
@@ -137,7 +138,7 @@ def estimated(
         ("layers (output of block k, from 0)", ", ".join(map(str, setup.layers)) or "none"),
         ("documents", f"{len(plan.lengths):,}"),
         ("tokens", f"{tokens:,}"),
-        ("supervised tokens", f"{plan.documents.supervised:,}"),
+        ("supervised tokens", f"{supervised:,}"),
         ("longest document", f"{int(plan.lengths.max()):,}"),
         ("packing utilisation", f"{plan.utilisation():.1%} of packs of {plan.pack_length:,}"),
         ("shards", f"{len(plan.units):,}"),
@@ -156,7 +157,7 @@ def estimated(
         drafts=reads,
         documents=len(plan.lengths),
         tokens=tokens,
-        supervised_tokens=plan.documents.supervised,
+        supervised_tokens=supervised,
         longest_document=int(plan.lengths.max()),
         shards=len(plan.units),
         bytes=shards,

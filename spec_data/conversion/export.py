@@ -129,8 +129,8 @@ def _undone_norm(dataset: HiddenStatesDataset) -> Callable[[Tensor], tuple[Tenso
     mean relative difference. It raises RunError where that is above rounding, and above what a
     lossy codec changes of the length of a state.
     """
-    norm = load_positions(dataset.path, dataset.manifest).norm
-    weight = load_head_tensors(dataset.path, dataset.manifest).get("norm")
+    norm = load_positions(dataset).norm
+    weight = load_head_tensors(dataset).get("norm")
     if norm.get("kind") != "rms" or weight is None:
         raise DatasetError(
             f"{dataset.path}: speculators needs the state before the final norm. The dataset "

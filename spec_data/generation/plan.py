@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from spec_data.corpus.chat import Renderer, RenderError
@@ -50,16 +49,16 @@ from spec_data.corpus.record_reader import (
 from spec_data.corpus.records import parse_row
 from spec_data.corpus.sources import expected_rows
 from spec_data.generation.options import AUTO
-from spec_data.shards.checksums import list_views, numbers, read_batches
+from spec_data.shards.checksums import numbers
 from spec_data.shards.errors import CorpusError, DatasetError, TargetError
 from spec_data.shards.files import dump_json, read_object, sha256_file, write_atomically
+from spec_data.shards.follow import PlannedDocuments
 from spec_data.shards.identity import count_kwargs
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.schema import (
     Column,
     CountsRecord,
     SourceRecord,
-    mask_counts,
     predicts_supervised,
 )
 from spec_data.shards.writer import ShardStream, UnitData, shard_bytes
@@ -166,43 +165,17 @@ def count_warnings(counts: Mapping[str, Any], tokens: int) -> list[str]:
     return warnings
 
 
-class PlannedDocuments:
-    """The documents of a plan file.
-
-    Attributes:
-        sha256: the hash of the file, which may be removed while this object exists.
-        offsets: document d has tokens offsets[d] to offsets[d + 1], int64 [D + 1].
-    """
+class CorpusDocuments(PlannedDocuments):
+    """The documents of a plan file with their texts; `sha256` is the hash of the file."""
 
     def __init__(self, file: Path, sha256: str) -> None:
-        """Map `file`, whose hash is `sha256`.
-
-        Raises:
-            pa.ArrowInvalid, OSError: it is no plan file.
-        """
+        super().__init__(file)
         self.sha256 = sha256
-        self._table = pa.Table.from_batches(read_batches(file)[1])
-        self._masks = [list_views(chunk) for chunk in self._table["loss_mask"].chunks]
-        lengths = [np.zeros(1, np.int64), *(np.diff(offsets) for offsets, _ in self._masks)]
-        self.offsets = np.cumsum(np.concatenate(lengths), dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    @cached_property
-    def supervised_counts(self) -> np.ndarray:
-        """Supervised tokens of every document, int64 [D]."""
-        return np.concatenate([mask_counts(mask, offsets)[0] for offsets, mask in self._masks])
-
-    @property
-    def supervised(self) -> int:
-        """Supervised tokens of all documents."""
-        return int(self.supervised_counts.sum())
 
     @cached_property
     def predicting(self) -> int:
         """Number of tokens whose next token is supervised, which sparse columns store."""
-        return sum(int(predicts_supervised(mask, offsets).sum()) for offsets, mask in self._masks)
+        return sum(int(predicts_supervised(*chunk).sum()) for chunk in self._masks)
 
     @cached_property
     def text_bytes(self) -> int:
@@ -216,22 +189,6 @@ class PlannedDocuments:
         codes = self._table["source"].combine_chunks().dictionary_encode()
         names = codes.dictionary.to_pylist()
         return [names[code] for code in numbers(codes.indices)]
-
-    def doc_ids(self) -> Iterator[str]:
-        """Yield the id of every document."""
-        for chunk in self._table["doc_id"].chunks:
-            yield from chunk.to_pylist()
-
-    def tokens(self, first: int, last: int) -> dict[str, np.ndarray]:
-        """Return `input_ids` (int32) and `loss_mask` (uint8) of documents `first` to `last` - 1.
-
-        They are [n] each, one document after another.
-        """
-        rows = self._table.slice(first, last - first)
-        return {
-            c.name: np.concatenate([numbers(chunk.flatten()) for chunk in rows[c.name].chunks])
-            for c in PLAN_COLUMNS
-        }
 
     def read(self, first: int, last: int) -> UnitData:
         """Return documents `first` to `last` - 1."""
@@ -356,7 +313,7 @@ class PlanWriter:
             rendering=dict(rendering.methods + rendering.systems + rendering.counts),
         )
 
-    def finish(self) -> PlannedDocuments:
+    def finish(self) -> CorpusDocuments:
         """Complete the file and return the documents, at least one.
 
         Raises:
@@ -364,7 +321,7 @@ class PlanWriter:
         """
         self._write()
         record = self._stream.finish()
-        documents = PlannedDocuments(self._file, record.sha256)
+        documents = CorpusDocuments(self._file, record.sha256)
         if self._temporary is not None:
             weakref.finalize(documents, shutil.rmtree, self._temporary, ignore_errors=True)
         return documents
@@ -395,7 +352,7 @@ def render_corpus(
     max_length: int,
     processes: int = 0,
     folder: Path | None = None,
-) -> tuple[PlannedDocuments, CountsRecord, dict[str, int], list[dict[str, Any]]]:
+) -> tuple[CorpusDocuments, CountsRecord, dict[str, int], list[dict[str, Any]]]:
     """Render all rows of `reader`.
 
     Args:
@@ -478,7 +435,7 @@ class Plan:
         settings: everything that decides the bytes of the dataset.
     """
 
-    documents: PlannedDocuments
+    documents: CorpusDocuments
     units: list[tuple[int, int]]
     counts: CountsRecord
     kwargs_used: dict[str, int]
@@ -634,4 +591,4 @@ def load_plan(work: Path) -> Plan:
             f"{file}: damaged; delete {work.parent} and run `spec-data generate` again"
         )
     facts = msgspec.structs.asdict(record)
-    return Plan(PlannedDocuments(file, facts.pop("documents_sha256")), **facts)
+    return Plan(CorpusDocuments(file, facts.pop("documents_sha256")), **facts)

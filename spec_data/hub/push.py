@@ -163,7 +163,7 @@ _SCHEMA = pa.schema(
 
 def write_viewer_rows(dataset: HiddenStatesDataset, folder: Path) -> None:
     """Write `part-00000.arrow`, ... of all documents to `folder`; files that exist are kept."""
-    reader = HiddenStatesDataset(dataset.path, ["input_ids", "loss_mask"])
+    reader = HiddenStatesDataset(dataset.location, ["input_ids", "loss_mask"])
     decode = load_tokenizer(dataset.target_dir, False).decode
     folder.mkdir(parents=True, exist_ok=True)
 

@@ -87,9 +87,7 @@ def plan_page(setup: Setup, plan: Plan, documents: int = DOCUMENTS) -> Page:
     sections = [
         _plan_overview(setup, plan),
         Section(title="Tokens", parts=[viewer.part(len(plan.lengths))]),
-        _documents(
-            plan.lengths, plan.documents.supervised_counts, pa.array(plan.documents.sources)
-        ),
+        _documents(plan.lengths, plan.documents.supervised, pa.array(plan.documents.sources)),
         _left_out(structs.asdict(plan.counts), plan.tokens),
     ]
     names = [Path(source.rstrip("/")).name or source for source in setup.sources]
@@ -120,7 +118,7 @@ def _sizes(documents: int, tokens: int, supervised: int) -> list[Any]:
 
 
 def _plan_overview(setup: Setup, plan: Plan) -> Section:
-    numbers = _sizes(len(plan.lengths), plan.tokens, plan.documents.supervised)
+    numbers = _sizes(len(plan.lengths), plan.tokens, int(plan.documents.supervised.sum()))
     fields = ("source", "kind", "format", "rows", "bad", "unrendered")
     sources = Table(
         title="Sources as they were read",
@@ -310,7 +308,7 @@ def spans_of(marked: np.ndarray) -> list[int]:
 def _stored_documents(dataset: HiddenStatesDataset, documents: int) -> Viewer:
     """Return the viewer of some documents of a dataset."""
     viewer = TokenViewer(load_tokenizer(dataset.target_dir))
-    opened = HiddenStatesDataset(dataset.path, ["input_ids", "loss_mask", "target_argmax"])
+    opened = HiddenStatesDataset(dataset.location, ["input_ids", "loss_mask", "target_argmax"])
     every = dataset.manifest.teacher == ALL
     numbers = shown_documents(dataset.lengths, documents)
     for number in progress(numbers, desc="documents", unit="docs", leave=False):

@@ -22,18 +22,17 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from spec_data.shards.checksums import list_views, read_batches
+from spec_data.shards.checksums import list_views, numbers, read_batches
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.files import read_object, sha256_file, sha256_json, unit_name
 from spec_data.shards.index import index_column
-from spec_data.shards.reader import INDEX, MANIFEST, MASK, HiddenStatesDataset, checked_file
+from spec_data.shards.reader import INDEX, MANIFEST, MASK, HiddenStatesDataset
 from spec_data.shards.schema import CountsRecord, Manifest, ShardRecord, Totals, mask_counts
 from spec_data.shards.shard import CodedRows, IndexRows, Shard
 
 WORK = ".generate"
 LEFT_OUT = "left_out.arrow"
 _POLL = 0.2  # seconds between two looks
-_LOG_AGAIN = 60.0  # seconds between two log lines
 _COMMON = (
     *("settings", "target", "identity", "corpus", "mask", "layers", "draft_layers", "supervision"),
     *("final", "teacher", "codec", "columns", "head", "positions", "packing"),
@@ -50,40 +49,52 @@ log = logging.getLogger(__name__)
 
 
 class PlannedDocuments:
-    """The documents of plan.arrow or left_out.arrow: ids, tokens and loss masks, in order.
+    """The D documents of plan.arrow or left_out.arrow, mapped: the file may be removed meanwhile.
 
     Attributes:
-        ids: content hashes. offsets: where tokens of a document begin, int64 [N + 1].
-        lengths, supervised, first_supervised: as HiddenStatesDataset has them, int64 [N] each.
+        ids: content hashes. offsets: where tokens of a document begin, int64 [D + 1].
+        lengths, supervised, first_supervised: as HiddenStatesDataset has them, int64 [D] each.
     """
 
     def __init__(self, file: Path) -> None:
-        """Read `file`.
+        """Map `file`.
 
         Raises:
             DatasetError: it is no shard with these columns, or damaged.
         """
         try:
             schema, batches, _ = read_batches(file)
-            table = pa.Table.from_batches(batches, schema).select(_PLANNED.names).cast(_PLANNED)
+            self._table = pa.Table.from_batches(batches, schema)
+            table = self._table.select(_PLANNED.names).cast(_PLANNED)
             table.validate(full=True)
-            self.ids, *lists = (index_column(table, name) for name in _PLANNED.names)
-            (self.offsets, ids), (others, mask) = map(list_views, lists)
-            if not np.array_equal(self.offsets, others) or self.offsets[0]:
+            views = [[list_views(c) for c in table[name].chunks] for name in _PLANNED.names[1:]]
+            if any(not np.array_equal(a, b) for (a, _), (b, _) in zip(*views, strict=True)):
                 raise pa.ArrowInvalid("ids and masks have other lengths")
         except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
             raise DatasetError(f"{file}: damaged ({error}); copy or generate it again") from None
-        self._tokens = {"input_ids": torch.tensor(ids), MASK: torch.tensor(mask)}
-        self.lengths = np.diff(self.offsets)
-        self.supervised, self.first_supervised = mask_counts(mask, self.offsets)
+        self.ids: pa.StringArray = index_column(table, "doc_id")
+        none = np.zeros(0, np.int64)
+        self._masks = [(mask, offsets) for offsets, mask in views[1]]
+        self.lengths = np.concatenate([none, *(np.diff(offsets) for _, offsets in self._masks)])
+        self.offsets = np.concatenate([[0], np.cumsum(self.lengths)])
+        counts = [mask_counts(*chunk) for chunk in self._masks]
+        self.supervised, self.first_supervised = (
+            np.concatenate([none, *(count[i] for count in counts)]) for i in (0, 1)
+        )
 
-    def copy(
-        self, index: int, out: Mapping[str, Tensor | np.ndarray], start: int, count: int
-    ) -> None:
-        """Copy `count` ids and mask values of a document to `start` in `out`, CPU [T] each."""
-        first = int(self.offsets[index])
-        for name, values in out.items():
-            values[start : start + count] = self._tokens[name][first : first + count]
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def tokens(self, first: int, last: int) -> dict[str, np.ndarray]:
+        """Return `input_ids` (int32) and `loss_mask` (uint8) of documents `first` to `last` - 1.
+
+        They are new arrays, [n] each, one document after another.
+        """
+        rows = self._table.slice(first, last - first)
+        return {
+            name: np.concatenate([numbers(chunk.flatten()) for chunk in rows[name].chunks])
+            for name in _PLANNED.names[1:]
+        }
 
 
 class FollowedDataset(HiddenStatesDataset):
@@ -108,25 +119,18 @@ class FollowedDataset(HiddenStatesDataset):
             DatasetError: the plan is damaged, or `path` is a view.
         """
         self.path, self.timeout, self._work = Path(path), timeout, Path(path) / WORK
+        self._manifest: Manifest | None = None  # of the sealed dataset
+        self._left_out: dict[int, list[int]] = {}  # unit -> documents without states, ascending
+        self._rows: dict[int, int] | None = None  # document -> its number in `_plan`; None: equal
+        self._plan: PlannedDocuments | None = None  # those whose tokens can be read before states
         if not await_start and not self._begun():
             raise MissingError(
                 f"{self.path}: not a dataset, and none is being generated there; start `spec-data "
                 "generate` first"
             )
-        self._seal: Manifest | None = None
-        self._left_out: dict[int, list[int]] = {}  # unit -> documents without states, ascending
-        self._plan: PlannedDocuments | None = None  # those whose tokens can be read before states
-        self._plan_rows: dict[int, int] | None = None  # document -> its number there; None: equal
         self._wait(self._begun, f"`spec-data generate --out {path}` to begin", threading.Event())
         self._wait(self._described, "the proof of the target", threading.Event())
-        sealed = self._sealed()
-        if sealed is None:
-            described = self._documents_of_plan()
-        elif sealed.view is None:
-            described = sealed
-            self._documents_of_index(sealed)
-        else:
-            raise DatasetError(f"{self.path}: a view is complete, so leave --follow out")
+        described = self._from_plan() if self._sealed() is None else self._from_index()
         files = {n: r for n, r in described.files.items() if n not in (INDEX, LEFT_OUT)}
         # the part of the manifest that is the same before and after sealing
         self.manifest = Manifest(
@@ -138,14 +142,13 @@ class FollowedDataset(HiddenStatesDataset):
             totals=Totals(documents=len(self.lengths), tokens=int(self.lengths.sum())),
             planned=sha256_json([self.id_array.to_pylist(), self.lengths.tolist()]),
         ).with_fingerprint()
-        self._columns = self.declared
-        self._shards = {}
+        self._columns, self._shards = self.declared, {}
 
     def _sealed(self) -> Manifest | None:
         file = self.path / MANIFEST
-        if self._seal is None and file.is_file():
-            self._seal = Manifest.read(file)
-        return self._seal
+        if self._manifest is None and file.is_file():
+            self._manifest = Manifest.read(file)
+        return self._manifest
 
     def _begun(self) -> bool:
         """Return whether a dataset is here, or is being generated."""
@@ -156,7 +159,7 @@ class FollowedDataset(HiddenStatesDataset):
         planned = all((self._work / name).is_file() for name in ("plan.json", "target.json"))
         return planned or (self.path / MANIFEST).is_file()
 
-    def _documents_of_plan(self) -> Manifest:
+    def _from_plan(self) -> Manifest:
         """Take the documents of the plan; return the manifest of the target."""
         file = self._work / "plan.arrow"
         try:
@@ -172,29 +175,33 @@ class FollowedDataset(HiddenStatesDataset):
         self.supervised, self.first_supervised = plan.supervised, plan.first_supervised
         return described
 
-    def _documents_of_index(self, sealed: Manifest) -> None:
+    def _from_index(self) -> Manifest:
         """Put the stored and the left-out documents of a sealed dataset in the plan's order."""
-        stored, left = HiddenStatesDataset(self.path), sealed.left_out
-        count = np.array([shard.rows for shard in sealed.shards], np.int64)
+        stored = HiddenStatesDataset(self.path)
+        if stored.view is not None:
+            raise DatasetError(f"{self.path}: a view is complete, so leave --follow out")
+        left = stored.manifest.left_out
+        count = np.array([shard.rows for shard in stored.manifest.shards], np.int64)
         np.add.at(count, np.array(left.units, np.int64), 1)
         self.units = np.concatenate([[0], np.cumsum(count)])
         self.id_array, self.lengths = stored.id_array, stored.lengths
         self.supervised, self.first_supervised = stored.supervised, stored.first_supervised
         if not left.places:
-            return
-        file = checked_file(self.path, LEFT_OUT, sealed)
+            return stored.manifest
+        file = stored.file(LEFT_OUT)
         self._plan = plan = PlannedDocuments(file)
-        if len(plan.lengths) != len(left.places) or left.places[-1] >= self.units[-1]:
+        if len(plan) != len(left.places) or left.places[-1] >= self.units[-1]:
             raise DatasetError(f"{file}: not the left_out of the manifest; copy it again")
-        self._plan_rows = {place: row for row, place in enumerate(left.places)}
+        self._rows = {document: row for row, document in enumerate(left.places)}
         # int64 [N]: in the plan's order, numbers of documents of `stored` and then of `plan`
-        places = np.array(left.places) - np.arange(len(left.places))
-        order = np.insert(np.arange(len(stored)), places, len(stored) + np.arange(len(left.places)))
+        gaps = np.array(left.places) - np.arange(len(plan))
+        order = np.insert(np.arange(len(stored)), gaps, len(stored) + np.arange(len(plan)))
         self.id_array = pa.concat_arrays([stored.id_array, plan.ids]).take(pa.array(order))
         self.lengths, self.supervised, self.first_supervised = (
             np.concatenate([getattr(stored, name), getattr(plan, name)])[order]
             for name in ("lengths", "supervised", "first_supervised")
         )
+        return stored.manifest
 
     def unit_of(self, index: int) -> int:
         """Return the unit of a planned document."""
@@ -224,22 +231,21 @@ class FollowedDataset(HiddenStatesDataset):
             what = f"unit {unit + 1} of {len(self.units) - 1}"
             if not self._wait(lambda u=unit: self._record(u) is not None, what, stop):
                 return False
-            self._unit(unit)
+            self.shard(unit)
         return True
 
     def _wait(self, there: Callable[..., bool], what: str, stop: threading.Event) -> bool:
-        start, logged = time.monotonic(), -_LOG_AGAIN
+        until = 0.0
         while not there():
-            now = time.monotonic()
-            if now - start > self.timeout:
+            if not until:
+                log.info("%s: waiting for %s", self.path, what)
+                until = time.monotonic() + self.timeout
+            if time.monotonic() > until:
                 raise RunError(
                     f"{self.path}: waited {self.timeout:g} s for {what}; see whether `spec-data "
                     "generate` is still running there. The same command resumes from the last "
                     "checkpoint"
                 )
-            if now - logged > _LOG_AGAIN:
-                log.info("%s: waiting for %s", self.path, what)
-                logged = now
             if stop.wait(_POLL):
                 return False
         return True
@@ -259,39 +265,43 @@ class FollowedDataset(HiddenStatesDataset):
             return None
         return sealed.shards[unit], [n for n in sealed.left_out.places if first <= n < last]
 
-    def _unit(self, unit: int) -> Shard:
-        """Return the shard of a unit; its SHA-256 is compared when it is first used."""
-        if (shard := self._shards.get(unit)) is not None:
+    def shard(self, number: int) -> Shard:
+        """Return the shard of a unit; its SHA-256 is compared when it is first used.
+
+        Raises:
+            DatasetError: the unit is not finished, or its shard is not the one that was written.
+        """
+        if (shard := self._shards.get(number)) is not None:
             return shard
-        if (recorded := self._record(unit)) is None:
+        if (recorded := self._record(number)) is None:
             raise DatasetError(
-                f"{self.path}: unit {unit} has no readable record; generate it again"
+                f"{self.path}: unit {number} has no readable record; generate it again"
             )
         record, left_out = recorded
         file = self.path / record.file
         if not file.is_file() or sha256_file(file) != record.sha256:
             raise DatasetError(
                 f"{file}: not the shard that was written (its checksum differs); delete it and its "
-                f"record {WORK}/{unit_name(unit)}.json, and run `spec-data generate` again"
+                f"record {WORK}/{unit_name(number)}.json, and run `spec-data generate` again"
             )
-        self._left_out[unit] = sorted(left_out)
-        rows = np.setdiff1d(np.arange(self.units[unit], self.units[unit + 1]), left_out)
+        self._left_out[number] = sorted(left_out)
+        rows = np.setdiff1d(np.arange(self.units[number], self.units[number + 1]), left_out)
         index = IndexRows(
-            first=int(self.units[unit]),
+            first=int(self.units[number]),
             ids=self.id_array.take(pa.array(rows)),
             lengths=self.lengths[rows],
             stored=self.supervised[rows] - (self.first_supervised[rows] == 0),
             checksums=None,
         )
-        shard = self._shards[unit] = self._map(file, record, index)
+        shard = self._shards[number] = self._map(file, record, index)
         return shard
 
     # -- documents --------------------------------------------------------------------------------
 
-    def locate(self, index: int, group: int = 0) -> tuple[Shard, int]:
+    def locate(self, index: int, column: str | None = None) -> tuple[Shard, int]:
         """Return the shard of a document that is not left out, and its row there."""
         unit = self.unit_of(index)
-        shard, first = self._unit(unit), int(self.units[unit])
+        shard, first = self.shard(unit), int(self.units[unit])
         return shard, index - first - bisect.bisect_left(self._left_out[unit], index)
 
     def read_into(
@@ -307,20 +317,21 @@ class FollowedDataset(HiddenStatesDataset):
         zero states. If `out` asks for ids and masks only, they are those of the plan, also for a
         left-out document.
         """
-        row = index if self._plan_rows is None else self._plan_rows.get(index)
+        row = index if self._rows is None else self._rows.get(index)
         states = bool(out.keys() - {"input_ids", MASK})
         if states or self._plan is None or row is None:
             unit = self.unit_of(index)
-            self._unit(unit)
+            self.shard(unit)
             if index not in self._left_out[unit]:
                 return super().read_into(index, out, start, length)
         complete = int(self.lengths[index])
         count = complete if length is None else min(length, complete)
-        plain = {name: t for name, t in out.items() if not isinstance(t, CodedRows)}
-        if states:
-            for values in plain.values():  # CodedRows get no row, which also means zeros
+        tokens = {} if self._plan is None or row is None else self._plan.tokens(row, row + 1)
+        for name, values in out.items():
+            if isinstance(values, CodedRows):  # these get no row, which also means zeros
+                continue
+            if name in tokens and not (states and name == MASK):
+                values[start : start + count] = torch.from_numpy(tokens[name][:count])
+            else:
                 values[start : start + count] = 0
-            plain = {name: values for name, values in plain.items() if name == "input_ids"}
-        if self._plan is not None and row is not None:
-            self._plan.copy(row, plain, start, count)
         return count

@@ -77,7 +77,7 @@ def masks_under(
     """
     check_policy(policy)
     _require_conversations(dataset, policy)
-    manifest, wanted = dataset.manifest, f"{dataset.place}: --mask {policy}"
+    manifest, wanted = dataset.manifest, f"{dataset.location}: --mask {policy}"
     stored_at = {"hidden.final": manifest.final, "target_argmax": manifest.teacher}
     sparse = [name for name, tokens in stored_at.items() if tokens == SUPERVISED]
     masks: list[np.ndarray] = []
@@ -96,9 +96,9 @@ def masks_under(
             _mask(len(stored), turns, recorded), stored
         ):
             raise DatasetError(
-                f"{dataset.place}: document {row}: its stored mask is not that of its turns under "
-                f"--mask {recorded}, so --mask {policy} cannot be derived; generate the dataset "
-                "again, or leave --mask out"
+                f"{dataset.location}: document {row}: its stored mask is not that of its turns "
+                f"under --mask {recorded}, so --mask {policy} cannot be derived; generate the "
+                "dataset again, or leave --mask out"
             )
         masks.append(_mask(len(stored), turns, policy))
         if sparse and (masks[-1] & ~stored)[1:].any():
@@ -135,7 +135,7 @@ def _require_conversations(dataset: HiddenStatesDataset, policy: str) -> None:
     if single := counts.rendering.get("turn by turn", 0):
         advice = "generate with --mask last-turn" if policy == LAST_TURN else "use --mask assistant"
         raise DatasetError(
-            f"{dataset.place}: --mask {policy} cannot be derived: {single:,} conversations were "
+            f"{dataset.location}: --mask {policy} cannot be derived: {single:,} conversations were "
             "rendered turn by turn (the chat template rewrites history), each turn as a document "
             f"that does not say which turn it is; {advice}"
         )
@@ -143,5 +143,5 @@ def _require_conversations(dataset: HiddenStatesDataset, policy: str) -> None:
         logger.warning(
             "warning: %s: %s documents were cut at --max-length; in those whose last turn is gone, "
             "--mask last-turn supervises the last turn that is left",
-            *(dataset.place, f"{counts.cut:,}"),
+            *(dataset.location, f"{counts.cut:,}"),
         )

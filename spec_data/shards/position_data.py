@@ -8,7 +8,6 @@ r rotary dimensions.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.reader import checked_file
-from spec_data.shards.schema import Manifest, PositionsRecord, RopeRecord
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import PositionsRecord, RopeRecord
 
 POSITIONS = "target/positions.safetensors"
 FULL = "full_attention"
@@ -106,20 +105,20 @@ class Positions:
         }
 
 
-def load_positions(dataset: str | Path, manifest: Manifest) -> Positions:
+def load_positions(dataset: HiddenStatesDataset) -> Positions:
     """Read what a dataset records of its target's positions.
 
     Raises:
         MissingError, DatasetError: the file is missing or not what the manifest describes.
     """
-    record, tables = structs.asdict(manifest.positions), {}
-    if manifest.positions.tables:
-        file = checked_file(Path(dataset), POSITIONS, manifest)
+    record, tables = structs.asdict(dataset.manifest.positions), {}
+    if dataset.manifest.positions.tables:
+        file = dataset.file(POSITIONS)
         try:
             tensors = load_file(file)
         except SafetensorError as error:
             raise DatasetError(f"{file}: damaged ({error}); copy it again") from None
-        for name, row in manifest.positions.tables.items():
+        for name, row in dataset.manifest.positions.tables.items():
             short, long = tensors.get(f"{name}.{_SHORT}"), tensors.get(f"{name}.{_LONG}")
             wanted = (torch.float32, (row.dimensions // 2,))
             for value in (short, long if row.limit else short):

@@ -26,7 +26,7 @@ from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.files import MANIFEST, read_object, xxh3_file
 from spec_data.shards.index import index_column, index_numbers, read_index, spans_of
 from spec_data.shards.path_kinds import Kind, wrong_kind
-from spec_data.shards.remote import Mirror, open_mirror
+from spec_data.shards.remote import Mirror
 from spec_data.shards.schema import Column, Manifest, ShardRecord, View, predicts_supervised
 from spec_data.shards.shard import TEXTS, CodedRows, IndexRows, Shard, StoredRows
 from spec_data.shards.storage import scheme_of
@@ -95,7 +95,7 @@ class HiddenStatesDataset:
                 unknown, or a source of a view was changed or replaced.
             ConfigError: the URL cannot be read here. RunError: the storage does not answer.
         """
-        self.mirror = open_mirror(path)
+        self.mirror = Mirror(str(path)) if scheme_of(path) else None
         self.path = self.mirror.directory if self.mirror else Path(path)
         if not (self.path / MANIFEST).is_file():
             raise wrong_kind(self.path, Kind.DATASET)
@@ -115,15 +115,15 @@ class HiddenStatesDataset:
         """Refuse truncated or missing shards at once, and not in the middle of a run."""
         missing, wrong = [], []
         for record in self.manifest.shards:
-            where, local = f"{self.place}/{record.file}", self.path / record.file
+            where, file = f"{self.location}/{record.file}", self.path / record.file
             try:
-                size = self.mirror.size(record) if self.mirror else local.stat().st_size
+                size = self.mirror.size(record) if self.mirror else file.stat().st_size
             except OSError:  # no such file, a link to nowhere, a folder without rights
                 missing.append(f"{where}: shard is missing")
-                continue
-            if size != record.bytes:
-                says = f"the manifest says {record.bytes:,}: truncated or replaced"
-                wrong.append(f"{where}: {size:,} bytes, {says}")
+            else:
+                if size != record.bytes:
+                    says = f"the manifest says {record.bytes:,}: truncated or replaced"
+                    wrong.append(f"{where}: {size:,} bytes, {says}")
         if damage := missing + wrong:
             more = f"\n... and {len(damage) - _SHOWN} more" if len(damage) > _SHOWN else ""
             text = "\n".join(damage[:_SHOWN]) + more + "; copy the dataset again"
@@ -135,8 +135,8 @@ class HiddenStatesDataset:
         made = self.manifest.provenance
         redo = f"or make the view again with `spec-data {made.command if made else 'select'}`"
         for source in view.sources:
-            where = source_path(self.place, source.path)
-            what = f"{self.place}: a view of {where} (fingerprint {source.fingerprint[:16]})"
+            where = _source_location(self.location, source.path)
+            what = f"{self.location}: a view of {where} (fingerprint {source.fingerprint[:16]})"
             try:
                 dataset = HiddenStatesDataset(where)
             except (MissingError, DatasetError) as error:
@@ -154,8 +154,8 @@ class HiddenStatesDataset:
     # -- facts ------------------------------------------------------------------------------------
 
     @property
-    def place(self) -> str:
-        """Where the dataset is: its URL, or its directory."""
+    def location(self) -> str:
+        """The URL of the dataset, or its directory."""
         return self.mirror.url if self.mirror else str(self.path)
 
     @cached_property
@@ -194,31 +194,49 @@ class HiddenStatesDataset:
         """Decoding tables of the lossy columns; of a view, those of its first document."""
         lossy = [c for c in self.manifest.columns if c.lossy]
         if self.view is not None:
-            sources = {c.name: self._references[self._group_of[c.name]][0][0] for c in lossy}
-            return {name: self.sources[number].tables[name] for name, number in sources.items()}
+            first = {c.name: self.sources[self._references[c.name][0][0]] for c in lossy}
+            return {name: source.tables[name] for name, source in first.items()}
         if not lossy:
             return {}
-        if self.mirror:
-            self.mirror.ensure(TABLES)
-        codec = self.manifest.codec
-        return load_tables(self.path / TABLES, lossy, codec.sha256 if codec else "")
+        file = self.mirror.fetch(TABLES) if self.mirror else self.path / TABLES
+        return load_tables(file, lossy, self.manifest.codec.sha256 if self.manifest.codec else "")
 
     def columns_of_several_tables(self) -> list[str]:
         """Return the lossy columns of a view whose documents have other tables in other sources."""
         several = []
         for column in self.manifest.columns if self.view else ():
-            numbers = np.unique(self._references[self._group_of[column.name]][0]).tolist()
+            numbers = np.unique(self._references[column.name][0]).tolist()
             codecs = [self.sources[number].manifest.codec for number in numbers]
             if column.lossy and len({c.sha256 for c in codecs if c}) > 1:
                 several.append(column.name)
         return several
+
+    def file(self, name: str) -> Path:
+        """Return the path of a small file, compared with the manifest's checksum.
+
+        Of a view, the target's files are in its first source.
+
+        Raises:
+            MissingError: no such file. DatasetError: the file was changed.
+        """
+        if self.view is not None and name.startswith("target/"):
+            return self.sources[0].file(name)
+        file = self.mirror.fetch(name) if self.mirror else self.path / name
+        if not file.is_file():
+            raise MissingError(f"{file}: missing; copy the dataset again")
+        record = self.manifest.files.get(name)
+        if not record or record.bytes != file.stat().st_size or record.xxh3 != xxh3_file(file):
+            raise DatasetError(
+                f"{file}: changed or damaged: its checksum is not the manifest's; copy it again"
+            )
+        return file
 
     @property
     def target_dir(self) -> Path:
         """Folder with the target's config.json, tokenizer and head.safetensors."""
         if self.view is not None:
             return self.sources[0].target_dir
-        return self.mirror.ensure_target() if self.mirror else self.path / "target"
+        return self.mirror.target_dir if self.mirror else self.path / "target"
 
     def target_config(self) -> dict[str, Any]:
         """Return the target's configuration, with every default written out.
@@ -226,16 +244,14 @@ class HiddenStatesDataset:
         Raises:
             MissingError, DatasetError: the file is missing, or not the one that was sealed.
         """
-        return read_object(checked_file(self.path, "target/config.json", self.manifest))
+        return read_object(self.file("target/config.json"))
 
     # -- index ------------------------------------------------------------------------------------
 
     @cached_property
     def index(self) -> pa.Table:
         """index.arrow: a row per document, in order."""
-        if self.mirror:
-            self.mirror.ensure(INDEX)
-        return read_index(checked_file(self.path, INDEX, self.manifest), self.manifest)
+        return read_index(self.file(INDEX), self.manifest)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -267,20 +283,16 @@ class HiddenStatesDataset:
         return str(self.index.column("source")[index])
 
     @cached_property
-    def _references(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each group of a view's columns: the source and the document in it, int32 [N] each."""
-        return [
-            (
-                index_numbers(self.index, f"source_number.{group}"),
-                index_numbers(self.index, f"document.{group}"),
+    def _references(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """By column of a view: the source and the document in it, int32 [N] each."""
+        references: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for group, names in enumerate(self.view.groups if self.view else ()):
+            source, document = (
+                index_numbers(self.index, f"{kind}.{group}")
+                for kind in ("source_number", "document")
             )
-            for group in range(len(self.view.groups if self.view else ()))
-        ]
-
-    @cached_property
-    def _group_of(self) -> dict[str, int]:
-        groups = self.view.groups if self.view else [list(self.declared)]
-        return {name: number for number, names in enumerate(groups) for name in names}
+            references |= dict.fromkeys(names, (source, document))
+        return references
 
     @cached_property
     def _spans(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -372,8 +384,7 @@ class HiddenStatesDataset:
         Raises:
             DatasetError: an unknown column, a buffer that is too short, or damage.
         """
-        located = {0: self.locate(index)}
-        shard, row = located[0]
+        shard, row = self.locate(index)
         complete = int(shard.index.lengths[row])
         count = complete if length is None else min(length, complete)
         stop = start + count
@@ -381,10 +392,9 @@ class HiddenStatesDataset:
         for name, buffer in out.items():
             if name not in self._columns:
                 raise DatasetError(f"{self.path}: no column {name!r} to read; {self.columns}")
-            group = self._group_of[name]
-            if group not in located:
-                located[group] = self.locate(index, group)
-            (shard, row), tokens = located[group], wanted if name in self._narrowed else None
+            if self.view is not None:
+                shard, row = self.locate(index, name)
+            tokens = wanted if name in self._narrowed else None
             if isinstance(buffer, CodedRows):
                 shard.gather(name, row, buffer, start, count, tokens)
                 continue
@@ -408,7 +418,7 @@ class HiddenStatesDataset:
         `column` is lossy only if it is so here.
         """
         tokens = self._sparse_tokens(index) if column.name in self._narrowed else None
-        shard, row = self.locate(index, self._group_of[column.name])
+        shard, row = self.locate(index, column.name)
         return shard.rows(column, row, tokens)
 
     def _sparse_tokens(self, index: int) -> np.ndarray:
@@ -428,8 +438,8 @@ class HiddenStatesDataset:
 
     # -- shards -----------------------------------------------------------------------------------
 
-    def locate(self, index: int, group: int = 0) -> tuple[Shard, int]:
-        """Return where the columns of a group of a document are stored: the shard, and its row.
+    def locate(self, index: int, column: str | None = None) -> tuple[Shard, int]:
+        """Return where a column of a document (None: its texts) is stored: the shard, and its row.
 
         Raises:
             IndexError: no such document. DatasetError: its shard is damaged.
@@ -437,7 +447,7 @@ class HiddenStatesDataset:
         if not -len(self) <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         if self.view is not None:
-            source, document = self._references[group]
+            source, document = self._references[column or self.view.groups[0][0]]
             return self.sources[source[index]].locate(int(document[index]))
         number = index % len(self)
         shard = int(np.searchsorted(self._firsts, number, "right")) - 1
@@ -506,11 +516,11 @@ class HiddenStatesDataset:
         """
         if self.view is not None:
             chosen = np.fromiter(rows, np.int64)
+            groups = [self._references[names[0]] for names in self.view.groups]
             return sum(
                 dataset.fetch_ahead(document[chosen][source[chosen] == number].tolist())
-                for source, document in self._references
+                for source, document in groups
                 for number, dataset in enumerate(self.sources)
-                if dataset.mirror is not None
             )
         if self.mirror is None:
             return 0
@@ -522,43 +532,17 @@ class HiddenStatesDataset:
 # -- small files -----------------------------------------------------------------------------------
 
 
-def source_path(view: str | Path, source: str) -> str:
+def _source_location(view: str, source: str) -> str:
     """Return the path or URL of a source, as the manifest of the view at `view` names it."""
     if scheme_of(source):
         return source
     if scheme_of(view) is None:
         return os.path.normpath(Path(view).resolve() / source)
-    scheme, _, path = str(view).partition("://")
+    scheme, _, path = view.partition("://")
     return f"{scheme}://{os.path.normpath(Path(path) / source)}"
 
 
-def checked_file(directory: Path, name: str, manifest: Manifest) -> Path:
-    """Return the path of a small file of a dataset, compared with the manifest's checksum.
-
-    Of a view, the target's files are in its first source.
-
-    Raises:
-        MissingError: no such file. DatasetError: the file was changed.
-    """
-    if manifest.view is not None and name.startswith("target/"):
-        mirror = open_mirror(directory)
-        source = source_path(mirror.url if mirror else directory, manifest.view.sources[0].path)
-        mirror = open_mirror(source)
-        directory = mirror.directory if mirror else Path(source)
-    file = directory / name
-    if not file.is_file() and (mirror := open_mirror(directory)):
-        mirror.ensure(name)
-    if not file.is_file():
-        raise MissingError(f"{file}: missing; copy the dataset again")
-    record = manifest.files.get(name)
-    if not record or record.bytes != file.stat().st_size or record.xxh3 != xxh3_file(file):
-        raise DatasetError(
-            f"{file}: changed or damaged: its checksum is not the manifest's; copy it again"
-        )
-    return file
-
-
-def load_head_tensors(dataset: str | Path, manifest: Manifest | None = None) -> dict[str, Tensor]:
+def load_head_tensors(dataset: "HiddenStatesDataset | str | Path") -> dict[str, Tensor]:
     """Read `embed_tokens` [V, H], `lm_head` [V, H], `norm` [H] (and `lm_head_bias` [V]).
 
     They keep the target's dtype. With tied embeddings, `lm_head` and `embed_tokens` are one tensor.
@@ -566,8 +550,9 @@ def load_head_tensors(dataset: str | Path, manifest: Manifest | None = None) -> 
     Raises:
         MissingError, DatasetError: the file is missing or not what the manifest describes.
     """
-    manifest = manifest or Manifest.read(Path(dataset) / MANIFEST)
-    head, file = manifest.head, checked_file(Path(dataset), "target/head.safetensors", manifest)
+    if isinstance(dataset, str | Path):
+        dataset = HiddenStatesDataset(dataset, ())
+    head, file = dataset.manifest.head, dataset.file("target/head.safetensors")
     try:
         tensors = load_file(file)
     except SafetensorError as error:
@@ -584,7 +569,7 @@ def load_head_tensors(dataset: str | Path, manifest: Manifest | None = None) -> 
     return tensors
 
 
-def check_whole(place: str | Path) -> None:
+def check_whole(path: str | Path) -> None:
     """Compare the shards of a sealed dataset (a directory or a URL) with its manifest, by size.
 
     So a command that finds a sealed dataset says "complete already" only where nothing was lost
@@ -594,11 +579,11 @@ def check_whole(place: str | Path) -> None:
         MissingError, DatasetError: a file is missing, truncated or changed.
     """
     try:
-        dataset = HiddenStatesDataset(place, columns=())
+        dataset = HiddenStatesDataset(path, columns=())
         if dataset.mirror is None:
             _ = dataset.lengths  # the first use of the index checks it
     except (DatasetError, MissingError) as error:
         raise type(error)(
-            f"{error}\n{place} was finished before, and is damaged now. Restore these files from "
+            f"{error}\n{path} was finished before, and is damaged now. Restore these files from "
             "a copy; or delete it, or choose another --out, and run the same command again"
         ) from None

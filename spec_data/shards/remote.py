@@ -1,11 +1,9 @@
 """Remote datasets on the local disk: small files of each dataset, and a cache of whole shards.
 
-    $SPEC_DATA_CACHE/remote/s3/bucket/data@1f0e.../    one directory per URL and fingerprint
-        remote.json           URL and fingerprint: the directory opens as the remote dataset does
-        manifest.json, ...    small files, fetched when they are first needed
+    $SPEC_DATA_CACHE/remote/s3/bucket/data@1f0e.../    small files, fetched when first needed
     $SPEC_DATA_CACHE/remote/shards/SHA256.arrow        shards, at most SPEC_DATA_REMOTE_SIZE bytes
 
-The fingerprint of the manifest, which is read at every open, names the directory. Shards are shared
+The fingerprint of the manifest, which is read at every open, names the folder. Shards are shared
 by datasets and, through a lock per file, by processes. Those that were not used for the longest
 time are deleted; a mapped one stays readable meanwhile. A file is whole and right, or absent.
 """
@@ -27,28 +25,19 @@ from spec_data.shards.files import (
     CACHE_VARIABLE,
     MANIFEST,
     cache_directory,
-    dump_json,
     is_temporary,
-    read_object,
     sha256_file,
     temporary_name,
     write_atomically,
 )
 from spec_data.shards.schema import Manifest, ShardRecord
-from spec_data.shards.storage import DISK_FULL, Storage, scheme_of
+from spec_data.shards.storage import DISK_FULL, Storage
 
-MARKER = "remote.json"
 THREADS = 4
 """Shards that are downloaded ahead at once, per process and dataset."""
 SIZE_VARIABLE = "SPEC_DATA_REMOTE_SIZE"
-_DEFAULT = "50GB"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _LEFT_OVER = 3600.0  # seconds after which a temporary file is one of a killed process
-
-
-def remote_directory() -> Path:
-    """Return where everything that is read from remote storage is kept."""
-    return cache_directory("remote")
 
 
 def size_limit() -> int:
@@ -57,26 +46,12 @@ def size_limit() -> int:
     Raises:
         ConfigError: it is no size.
     """
-    text = os.environ.get(SIZE_VARIABLE) or _DEFAULT
+    text = os.environ.get(SIZE_VARIABLE) or "50GB"
     size = re.fullmatch(r"(\d+\.?\d*) *([KMGT]?)B?", text.strip().upper())
     limit = int(float(size[1]) * _UNITS[size[2]]) if size else 0
     if not limit:
         raise ConfigError(f"{SIZE_VARIABLE}={text}: expected a size such as 50GB")
     return limit
-
-
-def open_mirror(path: str | Path) -> "Mirror | None":
-    """Open the remote dataset that `path` names, by its URL or by its mirror's directory.
-
-    None: `path` is local. In the directory of a mirror the fingerprint must still be the same.
-
-    Raises:
-        As `Mirror`.
-    """
-    if scheme_of(path) is not None:
-        return Mirror(str(path))
-    marker = Path(path) / MARKER
-    return Mirror(**read_object(marker)) if marker.is_file() else None
 
 
 class Mirror:
@@ -86,21 +61,19 @@ class Mirror:
         manifest: of the dataset. directory: of its small files. limit: bytes of shards on disk.
     """
 
-    def __init__(self, url: str, fingerprint: str | None = None) -> None:
+    def __init__(self, url: str) -> None:
         """Read the manifest of the dataset at `url`, and make the directory: one request.
 
         Raises:
-            MissingError: there is no sealed dataset. DatasetError: the manifest is damaged, or has
-                another fingerprint. RunError: the storage does not answer.
+            MissingError: there is no sealed dataset. DatasetError: the manifest is damaged.
+            RunError: the storage does not answer.
             ConfigError: the URL or SPEC_DATA_REMOTE_SIZE is wrong, or the cache is not writable.
         """
         self.storage, self.limit = Storage(url), size_limit()
         self.url = self.storage.url
         self._text = self._read_manifest()
         self.manifest = Manifest.read(self.storage.where(MANIFEST), self._text)
-        if fingerprint not in (None, self.manifest.fingerprint):
-            raise self._replaced(fingerprint or "")
-        cache = remote_directory()
+        cache = cache_directory("remote")
         scheme, _, rest = self.url.partition("://")
         folder = cache / scheme / quote(rest, safe="/ ._-")
         self.directory = folder.with_name(f"{folder.name}@{self.manifest.fingerprint[:16]}")
@@ -113,15 +86,13 @@ class Mirror:
                 "folder that can be"
             ) from None
         self._store(MANIFEST, self._text)
-        pinned = {"url": self.url, "fingerprint": self.manifest.fingerprint}
-        self._store(MARKER, dump_json(pinned).encode())
         self._coming: dict[str, Future[Path]] = {}
         self._stop = threading.Event()
 
     # -- small files ------------------------------------------------------------------------------
 
-    def ensure(self, name: str) -> Path:
-        """Return the local path of a small file, which is fetched if it is not there.
+    def fetch(self, name: str) -> Path:
+        """Return the local path of a small file, which is downloaded if it is not there.
 
         Raises:
             MissingError: there is no such file. DatasetError: it is not the manifest's.
@@ -140,11 +111,12 @@ class Mirror:
         self._store(name, data)
         return file
 
-    def ensure_target(self) -> Path:
-        """Return the folder of the target, with all files but its head: it may have gigabytes."""
+    @property
+    def target_dir(self) -> Path:
+        """The folder of the target, with all files but its head: it may have gigabytes."""
         for name in self.manifest.files:
             if name.startswith("target/") and not name.endswith("head.safetensors"):
-                self.ensure(name)
+                self.fetch(name)
         return self.directory / "target"
 
     def _store(self, name: str, data: bytes) -> None:
@@ -170,12 +142,11 @@ class Mirror:
             same = self._read_manifest() == self._text
         except MissingError:
             return MissingError(f"{self.url}: the dataset was deleted while it was read")
-        return error if same else self._replaced(self.manifest.fingerprint)
-
-    def _replaced(self, fingerprint: str) -> DatasetError:
+        if same:
+            return error
         return DatasetError(
             f"{self.url}: the dataset was replaced while it was read (its fingerprint was "
-            f"{fingerprint[:16]}); nothing of the new one was mixed in. Start again"
+            f"{self.manifest.fingerprint[:16]}); nothing of the new one was mixed in. Start again"
         )
 
     # -- shards -----------------------------------------------------------------------------------

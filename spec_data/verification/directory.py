@@ -31,7 +31,7 @@ def check_files(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
         findings.fail(f"{INDEX}: its SHA-256 is not that of the manifest; make the view again")
     _name_others(dataset, {MANIFEST, INDEX}, findings)
     for source in dataset.sources:
-        findings.passed(f"reads {source.place} ({source.manifest.fingerprint[:16]})")
+        findings.passed(f"reads {source.location} ({source.manifest.fingerprint[:16]})")
         _check_stored(source, findings)
 
 

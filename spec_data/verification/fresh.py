@@ -58,7 +58,7 @@ def check_positions(
     dataset: HiddenStatesDataset, target: TargetBackend, findings: VerifyReport
 ) -> None:
     """Compare the stored rotary frequencies and final norm with those of `target`."""
-    stored = load_positions(dataset.path, dataset.manifest)
+    stored = load_positions(dataset)
     if not stored.proven:
         return
     fresh = target.positions(int(dataset.lengths.max()))

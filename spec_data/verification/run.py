@@ -247,7 +247,7 @@ def _check_logits(
     allowed = allowed_document = allowed_together = rounding
     head: dict[str, Tensor] = {}
     if FINAL in dataset.columns:
-        head = {k: v.float().to(used) for k, v in load_head_tensors(dataset.path).items()}
+        head = {k: v.float().to(used) for k, v in load_head_tensors(dataset).items()}
         allowed += _TAIL * declared_error(dataset, FINAL, "logit_max")
         allowed_document += declared_error(dataset, FINAL, "logit_q99")
         allowed_together += _TAIL * declared_error(dataset, FINAL, "logit_median")

@@ -24,7 +24,7 @@ from spec_data.shards.codec_tables import TABLES, save_tables
 from spec_data.shards.codecs import Encoded, Tables, bf16_tensor, compress, encode
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import link_or_copy, unit_name, write_atomically
-from spec_data.shards.reader import MANIFEST, HiddenStatesDataset, check_whole, checked_file
+from spec_data.shards.reader import MANIFEST, HiddenStatesDataset, check_whole
 from spec_data.shards.records import plain
 from spec_data.shards.resumable import ResumableDirectory, process_lock
 from spec_data.shards.schema import CodecTables, Column, FileRecord, Manifest, ShardRecord
@@ -227,7 +227,7 @@ def _copy_target(out: Path, dataset: HiddenStatesDataset) -> dict[str, FileRecor
     """Copy the files of the target, and return their records."""
     names = [name for name in dataset.manifest.files if name.startswith("target/")]
     for name in names:
-        source = checked_file(dataset.path, name, dataset.manifest)
+        source = dataset.file(name)
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         if name == _HEAD:
             link_or_copy(source, out / name)

@@ -71,7 +71,7 @@ def join_rows(inputs: Sequence[HiddenStatesDataset]) -> tuple[Rows, Manifest]:
     keep = np.flatnonzero(np.isin(first.doc_ids, list(common)))
     if not len(keep):
         raise DatasetError(
-            f"{first.place} and the other datasets have no document in common: ids depend on "
+            f"{first.location} and the other datasets have no document in common: ids depend on "
             "tokens and loss masks, so capture the same corpus with the same --max-length and "
             "--mask; `spec-data merge` puts different documents together"
         )
@@ -82,8 +82,8 @@ def join_rows(inputs: Sequence[HiddenStatesDataset]) -> tuple[Rows, Manifest]:
         added = [k for k in other.manifest.layers if k not in layers]
         if not added:
             raise ConfigError(
-                f"join: {other.place} adds no layer to {layers}; `spec-data merge` puts documents "
-                "together"
+                f"join: {other.location} adds no layer to {layers}; `spec-data merge` puts "
+                "documents together"
             )
         number = {name: n for n, name in enumerate(other.doc_ids)}
         same = np.array([number[name] for name in rows.texts("doc_id")], np.int64)
@@ -116,8 +116,8 @@ def check_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset) ->
     compared = compare(
         ours.identity,
         theirs.identity,
-        of_recorded=f"{first.place} has",
-        of_found=f"{other.place} has",
+        of_recorded=f"{first.location} has",
+        of_found=f"{other.location} has",
         states=True,
     )
     differing = [d.text for d in compared.differences if d.name != _KWARGS]
@@ -131,7 +131,7 @@ def check_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset) ->
     differing += differing_settings(*(dict(zip(names, m, strict=True)) for m in meaning))
     if differing:
         raise DatasetError(
-            f"{other.place} and {first.place} cannot be one dataset:\n  "
+            f"{other.location} and {first.location} cannot be one dataset:\n  "
             + "\n  ".join(dict.fromkeys(differing))
             + "\n`spec-train fit --data A B` trains on several datasets, where only the target and "
             "its head must be the same"

@@ -48,7 +48,7 @@ def recoded_copy(dataset: HiddenStatesDataset, codec: str, dry_run: bool) -> Cop
     stored = {c.layout for c in dataset.manifest.columns}
     encoded = [c for c in columns if c.layout not in stored]
     if not encoded:
-        raise ConfigError(f"{dataset.place}: nothing would change; it has --codec {codec}")
+        raise ConfigError(f"{dataset.location}: nothing would change; it has --codec {codec}")
     tables: dict[str, Tables] = {}
     sample: dict[str, int] = {}
     if not dry_run:
@@ -143,7 +143,7 @@ class StoredHead:
 
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
-        return load_head_tensors(self._dataset.path, self._dataset.manifest)
+        return load_head_tensors(self._dataset)
 
     def head_tensors(self) -> dict[str, Tensor]:
         """Return embedding and head, [V, H] each, and `lm_head_bias` [V] if there is one."""
@@ -160,7 +160,7 @@ def _sampled(
 ) -> dict[str, Tensor]:
     """Read the states of some documents, bfloat16 [N, H] by column; nan where none is stored."""
     names = [column.name for column in columns]
-    reader = HiddenStatesDataset(dataset.place, ["loss_mask", *names])
+    reader = HiddenStatesDataset(dataset.location, ["loss_mask", *names])
     states: dict[str, list[Tensor]] = {name: [] for name in names}
     for document in progress(documents, desc="sample", unit="docs", leave=False):
         row = reader[document]

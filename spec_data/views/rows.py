@@ -185,7 +185,7 @@ def check_out(out: Path, inputs: Sequence[HiddenStatesDataset]) -> None:
         here, there = out.resolve(), dataset.path.resolve()
         if here.is_relative_to(there) or there.is_relative_to(here):
             raise ConfigError(
-                f"--out {out}: it is, lies in, or contains the dataset {dataset.place}; choose "
+                f"--out {out}: it is, lies in, or contains the dataset {dataset.location}; choose "
                 "another directory"
             )
 
@@ -202,9 +202,9 @@ def write_view(out: Path, rows: Rows, draft: Manifest) -> Manifest:
     rows = rows.used_sources()
     sources = [
         Source(
-            path=source.place
-            if scheme_of(source.place)
-            else os.path.relpath(Path(source.place).resolve(), out.resolve()),
+            path=source.location
+            if scheme_of(source.location)
+            else os.path.relpath(Path(source.location).resolve(), out.resolve()),
             fingerprint=source.manifest.fingerprint,
             documents=len(source),
         )

@@ -29,13 +29,13 @@ def document_scores(
     manifest, columns = dataset.manifest, ["input_ids", "loss_mask", "target_argmax"]
     if nll and manifest.supervision.startswith("topk"):
         raise ConfigError(
-            f"nll: {dataset.place} stores {manifest.supervision}, and the other logits "
+            f"nll: {dataset.location} stores {manifest.supervision}, and the other logits "
             "cannot be computed from them; use first_choice"
         )
     if nll:
         columns += ["target_logsumexp", *({FINAL, "logits"} & set(dataset.columns))]
-    reader = HiddenStatesDataset(dataset.path, columns)
-    head = load_head_tensors(dataset.path, manifest) if FINAL in columns else {}
+    reader = HiddenStatesDataset(dataset.location, columns)
+    head = load_head_tensors(dataset) if FINAL in columns else {}
     shares, means = (np.full(len(documents), np.nan) for _ in range(2))
     bar = progress(documents.tolist(), desc="scores", unit="docs", leave=False)
     for number, document in enumerate(bar):

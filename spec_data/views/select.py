@@ -57,7 +57,7 @@ def select_rows(
     """
     mask = "" if mask == dataset.manifest.mask else mask
     if not (where or not_in or decontaminate or sample or mask or layers):
-        raise ConfigError(f"{dataset.place}: nothing would change; name what is to be kept")
+        raise ConfigError(f"{dataset.location}: nothing would change; name what is to be kept")
     every = rows = Rows.of(dataset)
     others = [HiddenStatesDataset(path, ()) for path in not_in]
     benchmarks: list[dict[str, Any]] = []
@@ -86,7 +86,7 @@ def select_rows(
     dropped = +dropped
     if not len(keep):
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
-        raise ConfigError(f"{dataset.place}: no document is left ({reasons}); relax the options")
+        raise ConfigError(f"{dataset.location}: no document is left ({reasons}); relax the options")
     rows = rows.take(keep)
     if masks:
         rows = rows.with_ids(_new_ids(dataset, keep, masks))
@@ -175,7 +175,7 @@ def _apart(
     kwargs = usual_kwargs(dataset.manifest.identity)
     grams, sources = read_benchmark(name, dataset.target_dir, kwargs)
     read += sources
-    reader = HiddenStatesDataset(dataset.place, ["input_ids"])
+    reader = HiddenStatesDataset(dataset.location, ["input_ids"])
     shared: set[int] = set()
     apart = np.ones(len(left), bool)
     for number, document in enumerate(
@@ -280,7 +280,7 @@ def _chosen_layers(layers: str, manifest: Manifest) -> tuple[int, ...]:
 
 def _new_ids(dataset: HiddenStatesDataset, keep: np.ndarray, masks: LossMasks) -> list[str]:
     """Return the ids that documents have under new masks."""
-    reader = HiddenStatesDataset(dataset.place, ["input_ids"])
+    reader = HiddenStatesDataset(dataset.location, ["input_ids"])
     ids = []
     for document in progress(keep.tolist(), desc="ids", unit="docs", leave=False):
         tokens = reader[document]["input_ids"].numpy()

@@ -193,7 +193,7 @@ class Mixture:
         """Number the documents of `datasets` one after another, as `shares` says."""
         self.datasets, self.shares, self.manifest = tuple(datasets), tuple(shares), manifest
         first = self.datasets[0]
-        self.path, self.place, self.target_dir = first.path, first.place, first.target_dir
+        self.path, self.location, self.target_dir = first.path, first.location, first.target_dir
         self.target_config = first.target_config
         self.lengths = np.concatenate([d.lengths for d in datasets])
         self.supervised = np.concatenate([d.supervised for d in datasets])
@@ -212,7 +212,7 @@ class Mixture:
     def shard_of(self, index: int) -> str:
         """Return the path of the shard file that holds a document."""
         dataset, row = self._locate(index)
-        return f"{dataset.place}/{dataset.shard_of(row)}"
+        return f"{dataset.location}/{dataset.shard_of(row)}"
 
     def source_of(self, index: int) -> str:
         """Return the source of a document, in the words of its dataset."""
@@ -360,7 +360,7 @@ def _differing_tensors(first: HiddenStatesDataset, other: HiddenStatesDataset) -
     files = [d.manifest.files.get("target/head.safetensors") for d in (first, other)]
     if files[0] is not None and files[0] == files[1]:
         return []
-    ours, theirs = (load_head_tensors(d.path) for d in (first, other))
+    ours, theirs = (load_head_tensors(d) for d in (first, other))
     differing = []
     for name in {"embed_tokens", "lm_head", "lm_head_bias"} & ours.keys():
         one, two = ours[name], theirs[name]

@@ -373,7 +373,7 @@ def mask_tokens_to_try(
     raw, config = dataset.target_config(), draft.config
     tables: dict[str, Any] = {**text_table(raw), **raw}
     theirs = head.embed_weight  # [V, H]
-    usual = usual_mask_tokens(dataset.path / "target", tables, theirs, counts)
+    usual = usual_mask_tokens(dataset.target_dir, tables, theirs, counts)
     own = draft.embed_tokens.weight.detach()  # [V, H]
     if config.train_embeddings and own.shape == theirs.shape:
         moved = (own.float() - theirs.to(own.device).float()).norm(dim=-1)  # [V]

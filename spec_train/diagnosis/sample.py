@@ -122,7 +122,7 @@ def read_sample(
         teachers = ()
     columns = [*_TOKEN_COLUMNS, *dict.fromkeys((*states, *teachers))]
     columns += [LOGSUMEXP] if LOGSUMEXP in needed else []
-    opened = open_with_mask(dataset.path, policy, columns)
+    opened = open_with_mask(dataset.location, policy, columns)
     chosen, which = _chosen(opened, run, documents)
     if len(chosen) < LEAST_DOCUMENTS:
         raise TooFewDocuments(f"{len(chosen)} can decide nothing")
@@ -136,7 +136,7 @@ def read_sample(
         batches = _with_target_states(batches, target, blocks, trust)
     return Sample(
         batches=tuple(batches),
-        head=TargetHead.from_dataset(dataset.path, weight.dtype, weight.device),
+        head=TargetHead.from_dataset(dataset, weight.dtype, weight.device),
         documents=len(chosen),
         which=which,
         blocks=blocks,

@@ -72,7 +72,7 @@ def choose_documents(
         # The run selected documents by its own masks, which may not be those to measure with.
         trained = dataset
         if run.get("mask") != getattr(dataset, "policy", None):
-            trained = open_with_mask(dataset.path, run.get("mask"))
+            trained = open_with_mask(dataset.location, run.get("mask"))
         usable = select(trained, run["seq_len"]).usable
         documents = np.flatnonzero(usable)
         held_out = np.zeros(len(dataset), dtype=bool)
@@ -124,7 +124,7 @@ def check_fit(draft: Draft, dataset: HiddenStatesDataset) -> list[str]:
         )
     check_sizes(draft, manifest.vocab_size, manifest.hidden_size, str(dataset.path))
     if not config.train_embeddings:
-        embedding = load_head_tensors(dataset.path)["embed_tokens"]
+        embedding = load_head_tensors(dataset)["embed_tokens"]
         require_same_embedding(draft.embed_tokens.weight, embedding, "--draft", str(dataset.path))
     return origin_warnings(config.origin, manifest)
 
@@ -159,7 +159,7 @@ def read_pack(
 
 def target_facts(dataset: HiddenStatesDataset) -> TargetFacts:
     """Return what a dataset tells of its target, for drafts whose files leave it to the target."""
-    raw, tensors = dataset.target_config(), load_head_tensors(dataset.path)
+    raw, tensors = dataset.target_config(), load_head_tensors(dataset)
     return TargetFacts(
         name=dataset.manifest.target.name,
         architectures=tuple(raw.get("architectures") or ()),
@@ -199,7 +199,7 @@ def evaluate_data(
     dataset = open_with_mask(path, policy, columns)
     documents, split = choose_documents(dataset, split, run, limit)
     weight = draft.embed_tokens.weight
-    head = TargetHead.from_dataset(dataset.path, weight.dtype, weight.device)
+    head = TargetHead.from_dataset(dataset, weight.dtype, weight.device)
     teacher_forced: dict[str, Tensor] = {}
     breakdown = Breakdown(depth, even_sample(documents, SAMPLES))
     with progress(total=len(documents), unit="documents", desc="data", leave=False) as bar:
@@ -216,7 +216,7 @@ def evaluate_data(
     simulated = breakdown.figures()
     tokenizer = tokenizer_of(dataset.target_dir) if simulated["samples"] else None
     return {
-        "path": dataset.place,
+        "path": dataset.location,
         "split": split,
         "mask": policy or dataset.manifest.mask,
         "teacher_forced": summarise_parts({"": teacher_forced}, draft.summarise),

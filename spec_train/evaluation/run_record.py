@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
-from spec_data.shards.files import MANIFEST
-from spec_data.shards.remote import open_mirror
+from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import differing_settings
-from spec_data.shards.schema import Manifest
-from spec_data.shards.storage import normal_url, scheme_of
 from spec_train.options.data_option import parse_sources
 from spec_train.training.run_directory import read_run_json
 
@@ -54,13 +51,7 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
         ) from None
     facts["identity"] = None
     try:
-        facts["identity"] = _manifest(facts["sources"][0]).identity
+        facts["identity"] = HiddenStatesDataset(facts["sources"][0], ()).manifest.identity
     except (MissingError, DatasetError, ConfigError, RunError) as error:
         log.info("training data not found: %s", error)
     return facts
-
-
-def _manifest(data: Path) -> Manifest:
-    """Read the manifest of a dataset: a directory, or the path of a URL as a run records it."""
-    mirror = open_mirror(normal_url(data)) if scheme_of(data) else None
-    return Manifest.read((mirror.directory if mirror else data) / MANIFEST)

@@ -15,8 +15,8 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 
-from spec_data.shards.reader import load_head_tensors
-from spec_data.shards.schema import HeadSpec, Manifest, apply_head
+from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.shards.schema import HeadSpec, apply_head
 
 
 class TargetHead(nn.Module):
@@ -47,19 +47,18 @@ class TargetHead(nn.Module):
     @classmethod
     def from_dataset(
         cls,
-        path: str | Path,
+        dataset: HiddenStatesDataset | str | Path,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        manifest: Manifest | None = None,
     ) -> "TargetHead":
-        """Read the head of a dataset directory, described by its manifest or by `manifest`.
+        """Read the head of a dataset.
 
         Raises:
             MissingError, DatasetError: the head is missing or not what the manifest describes.
         """
-        manifest = manifest or Manifest.read(Path(path) / "manifest.json")
-        spec = manifest.head
-        tensors = load_head_tensors(path, manifest)
+        if isinstance(dataset, str | Path):
+            dataset = HiddenStatesDataset(dataset, ())
+        spec, tensors = dataset.manifest.head, load_head_tensors(dataset)
         embed = tensors["embed_tokens"].to(device, dtype)
         head = embed if spec.tied else tensors["lm_head"].to(device, dtype)
         bias = tensors["lm_head_bias"].to(device, dtype) if spec.has_bias else None

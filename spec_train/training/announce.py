@@ -37,7 +37,7 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
         quantised = part.manifest.target.quantised_as
         log.info(
             "dataset    %s: %s documents, %s tokens, %s supervised%s",
-            *(part.place, *(f"{count:,}" for count in counts)),
+            *(part.location, *(f"{count:,}" for count in counts)),
             f"; the target was quantised: {quantised}" if quantised else "",
         )
     reasons = [f"{count:,} with {reason}" for reason, count in selection.left_out.items()]

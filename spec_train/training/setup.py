@@ -238,7 +238,8 @@ def run_identity(
 def target_head(config: Training, dataset: Documents, ranks: Ranks) -> TargetHead:
     """Return the head of the target on the device and in the dtype of the run."""
     dtype = compute_dtype(config.dtype, ranks.device)
-    return TargetHead.from_dataset(dataset.path, dtype, ranks.device, dataset.manifest)
+    first = dataset.datasets[0] if isinstance(dataset, Mixture) else dataset
+    return TargetHead.from_dataset(first, dtype, ranks.device)
 
 
 def new_draft(
@@ -255,7 +256,7 @@ def new_draft(
     """
     torch.manual_seed(config.seed)
     parts = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
-    recorded = [load_positions(part.path, part.manifest) for part in parts]
+    recorded = [load_positions(part) for part in parts]
     fresh = kind.build(
         options,
         target_config=dataset.target_config(),

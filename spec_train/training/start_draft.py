@@ -10,7 +10,7 @@ from spec_data.models.families import block_count
 from spec_data.shards.errors import DraftError
 from spec_data.shards.resumable import differing_settings
 from spec_data.terminal.config import to_dict
-from spec_train.data.mixture import Documents
+from spec_train.data.mixture import Documents, Mixture
 from spec_train.drafts import Draft, load_draft
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
@@ -48,7 +48,8 @@ def with_shape_of_start(
     if started is not None and started.get("init_from") == config.init_from:
         shape = started
     else:
-        head = TargetHead.from_dataset(dataset.path, manifest=dataset.manifest)  # perhaps no seal
+        first = dataset.datasets[0] if isinstance(dataset, Mixture) else dataset
+        head = TargetHead.from_dataset(first)
         draft = _load(name, config, dataset, head)
         shape = to_dict(draft.options) | {key: getattr(draft.config, key) for key in _SIZES}
         if not draft.full_vocabulary:  # its size may have been chosen by coverage or by a file

@@ -83,7 +83,7 @@ class Validation:
             "serving_like_rounds": simulated["rounds"],
         }
         texts = token_texts(report["samples"], self._tokenizer) if self.ranks.is_main else {}
-        where = {"path": self.stream.dataset.place, "split": "validation"}
+        where = {"path": self.stream.dataset.location, "split": "validation"}
         return figures, where | report | {"texts": texts}
 
     @cached_property

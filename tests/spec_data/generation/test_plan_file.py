@@ -43,7 +43,7 @@ def test_columns_are_those_of_plain_lists(monkeypatch, tmp_path, rows):
     masks = [np.frombuffer(d.mask, np.uint8).tolist() for d in documents]
     doc_ids, sources = [d.digest.hex() for d in documents], [d.source for d in documents]
     assert found.offsets.tolist() == [sum(map(len, ids[:d])) for d in range(24)]
-    assert list(found.doc_ids()) == doc_ids and found.sources == sources
+    assert found.ids.to_pylist() == doc_ids and found.sources == sources
     for _ in range(20):
         a = rng.randint(0, 22)
         b = rng.randint(a + 1, 23)
@@ -61,7 +61,7 @@ def test_columns_are_those_of_plain_lists(monkeypatch, tmp_path, rows):
     mask = np.array(joined(masks), np.uint8)
     found.tokens(0, 23)["input_ids"][:] = 0  # a copy: the file is not written to
     assert found.sha256 == sha256_file(tmp_path / "plan.arrow")
-    assert found.supervised == mask.sum()
+    assert found.supervised.sum() == mask.sum()
     assert found.predicting == predicts_supervised(mask, found.offsets).sum()
     assert found.text_bytes == sum(len(text.encode()) for text in doc_ids + sources)
 

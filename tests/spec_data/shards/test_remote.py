@@ -69,15 +69,14 @@ def test_every_value_is_that_of_the_local_dataset(system, local):
         expected, found = here[index], there[index]
         assert expected.keys() == found.keys()
         assert all(same(expected[name], found[name]) for name in expected)
-    heads = load_head_tensors(local), load_head_tensors(there.path)
+    heads = load_head_tensors(local), load_head_tensors(there)
     assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
     assert there.target_config() == here.target_config()
-    assert there.place == URL and HiddenStatesDataset(there.path).place == URL
-    assert HiddenStatesDataset(Path(URL)).place == URL  # a Path has lost a slash
+    assert there.location == HiddenStatesDataset(Path(URL)).location == URL  # a Path: one slash
 
 
 def copies() -> list[Path]:
-    return sorted((remote.remote_directory() / "shards").glob("*.arrow"))
+    return sorted((cache_directory("remote") / "shards").glob("*.arrow"))
 
 
 def test_a_shard_is_downloaded_once_and_whole(system, local, monkeypatch):
@@ -95,7 +94,7 @@ def test_a_shard_is_downloaded_once_and_whole(system, local, monkeypatch):
     records = dataset.manifest.shards[:2]
     assert [file.name for file in copies()] == sorted(f"{r.sha256}.arrow" for r in records)
     for record in records:
-        kept = remote.remote_directory() / "shards" / f"{record.sha256}.arrow"
+        kept = cache_directory("remote") / "shards" / f"{record.sha256}.arrow"
         assert kept.read_bytes() == (local / record.file).read_bytes()
 
 
@@ -110,7 +109,7 @@ def test_shards_on_disk_stay_below_the_limit_and_deleted_ones_are_unmapped(
         assert same(here[index]["hidden.L1"], there[index]["hidden.L1"])
         assert sum(file.stat().st_size for file in copies()) <= limit
         mapped = Path("/proc/self/maps").read_text().splitlines()
-        mine = [line for line in mapped if f"{remote.remote_directory()}/shards" in line]
+        mine = [line for line in mapped if f"{cache_directory('remote')}/shards" in line]
         assert mine and not [line for line in mine if line.endswith("(deleted)")]
 
 
@@ -148,7 +147,7 @@ def test_a_download_that_ends_early_leaves_nothing(system, monkeypatch):
     monkeypatch.setattr(type(system), "get_file", full)
     with pytest.raises(RunError, match=r"the disk is full; lower SPEC_DATA_REMOTE_SIZE"):
         _ = dataset[0]
-    folder = remote.remote_directory() / "shards"
+    folder = cache_directory("remote") / "shards"
     assert not [file for file in folder.iterdir() if file.suffix != ".lock"]
     monkeypatch.setattr(type(system), "get_file", whole)
     assert dataset[0]["doc_id"]
@@ -249,7 +248,7 @@ def test_a_dataset_that_is_replaced_is_no_mixture(system, local, tmp_path):
     )
     system.rm("/bucket/some data", recursive=True)
     with pytest.raises(MissingError, match="deleted while it was read"):
-        dataset.tables if dataset.tables else dataset.mirror.ensure("target/config.json")
+        dataset.tables if dataset.tables else dataset.mirror.fetch("target/config.json")
 
 
 def test_what_is_missing_is_said_when_it_is_opened(system):

@@ -15,6 +15,7 @@ from spec_data.models import families
 from spec_data.shards.errors import DatasetError, DraftError, MissingError
 from spec_data.shards.files import dump_json
 from spec_data.shards.position_data import POSITIONS, Positions, load_positions
+from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, RopeRecord, fingerprint
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.training.setup import fit
@@ -82,7 +83,7 @@ def test_a_dataset_says_how_its_target_tells_positions_apart(plain: Path) -> Non
     assert found.tables == {"full_attention": RopeRecord(dimensions=8)}
     assert POSITIONS in manifest.files
     assert verify(data=str(plain / "data"), device="cpu") == 0
-    loaded = load_positions(plain / "data", manifest)
+    loaded = load_positions(HiddenStatesDataset(plain / "data", ()))
     assert loaded is not None and loaded.of_draft is not None
     draft = load_draft(fitted(plain / "data"))
     assert torch.equal(draft.rotary.inv_freq, loaded.of_draft.inv_freq)
@@ -122,7 +123,7 @@ def _without_positions(data: Path) -> None:
 
 def test_without_positions_the_registry_knows_the_rope(data: Path, monkeypatch) -> None:
     _without_positions(data)
-    assert load_positions(data, Manifest.read(data / "manifest.json")) == Positions()
+    assert load_positions(HiddenStatesDataset(data, ())) == Positions()
     assert load_draft(fitted(data)).rotary.inv_freq.shape == (4,)
     # but not a family that is not registered
     monkeypatch.delitem(families.TARGETS, "LlamaForCausalLM")
@@ -141,12 +142,12 @@ def test_without_positions_the_registry_knows_the_rope(data: Path, monkeypatch) 
 def test_a_manifest_that_describes_other_frequencies_is_refused(data, key, value, message):
     _changed(data, lambda raw: raw["positions"]["tables"]["full_attention"].update({key: value}))
     with pytest.raises(DatasetError, match=message):
-        load_positions(data, Manifest.read(data / "manifest.json"))
+        load_positions(HiddenStatesDataset(data, ()))
 
 
 @pytest.mark.parametrize("draft", sorted(DRAFTS))
 def test_a_draft_of_a_config_that_lies_has_the_rope_of_the_data(odd, draft, tmp_path, caplog):
-    stored = load_positions(odd / "data", Manifest.read(odd / "data" / "manifest.json"))
+    stored = load_positions(HiddenStatesDataset(odd / "data", ()))
     assert stored is not None and stored.proven and stored.of_draft is not None
     with caplog.at_level(logging.WARNING):
         folder = fitted(odd / "data", draft)
@@ -171,7 +172,7 @@ def test_of_several_datasets_the_one_that_has_the_rope_decides(odd, tmp_path, ol
     given = {"data": sources, "out": str(tmp_path / "run")}
     config = flat.split("eagle3", **given, **STEP, **SMALL["eagle3"])
     assert fit("eagle3", *config).finished
-    stored = load_positions(newer, Manifest.read(newer / "manifest.json"))
+    stored = load_positions(HiddenStatesDataset(newer, ()))
     draft = load_draft(tmp_path / "run" / "last")
     assert torch.equal(draft.rotary.inv_freq, stored.of_draft.inv_freq)
 
@@ -221,8 +222,8 @@ def test_a_draft_of_longrope_has_the_factors_of_the_capture(tmp_path: Path, fact
     save_target(tmp_path / "target", "phi3-longrope")
     write_corpus(tmp_path / "chats.jsonl", 6)
     where = (tmp_path / "target", tmp_path / "chats.jsonl", tmp_path / "data")
-    manifest = run(*where, layers="1,2,4", rope_factors=factors)
-    found = load_positions(tmp_path / "data", manifest)
+    run(*where, layers="1,2,4", rope_factors=factors)
+    found = load_positions(HiddenStatesDataset(tmp_path / "data", ()))
     assert found is not None and found.of_draft is not None and found.proven
     table = found.of_draft
     assert (table.factors, table.limit) == (factors, 4096)
