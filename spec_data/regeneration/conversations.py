@@ -7,7 +7,6 @@ with one id have the same questions; the second one is a duplicate.
 
 import hashlib
 import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ from spec_data.corpus.documents import RenderError
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import Message, Record, parse_prompt, parse_row, recognise
 from spec_data.corpus.template import render_error
-from spec_data.terminal.progress import Bar
 
 TRUNCATED = "length"
 """The finish reason of an answer that reached the limit of tokens."""
@@ -27,15 +25,7 @@ _QUESTIONS = ("turns", "prompt", "question", "instruction")  # columns of rows w
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled.
-
-    Attributes:
-        temperature: 0 is greedy; top_p: the share of the probability that is sampled from.
-        top_k: how many of the most likely tokens are sampled from, 0 for all; None for all, or
-            for what a server does without it.
-        max_new_tokens: the most tokens of an answer.
-        seed: decides the samples.
-    """
+    """How answers are sampled: the options of `regenerate` of the same names."""
 
     temperature: float
     top_p: float
@@ -64,11 +54,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Unanswerable(Exception):
-    """A turn has no answer.
+    """A turn has no answer; `kind` is a short slug under which its conversation is counted.
 
-    Attributes:
-        kind: a short slug under which its conversation is counted.
-        retry: it may have one when the command is run again.
+    With `retry` it may have one when the command is run again.
     """
 
     def __init__(self, kind: str, reason: str, retry: bool = False) -> None:
@@ -106,18 +94,40 @@ class Conversation:
         return row | {"source": self.record.source}
 
 
-def conversation_of(record: Record, turns: str) -> Conversation:
-    """Return the conversation of a record.
+def parse_question(row: Any, **where: Any) -> Record:
+    """Return the record of a row of conversations, or of questions alone; see `parse_row`."""
+    alone = isinstance(row, dict) and recognise(row) is None
+    question = alone and any(row.get(name) is not None for name in _QUESTIONS)
+    return (parse_prompt if question else parse_row)(row, **where)
+
+
+def conversations(reader: CorpusReader, turns: str) -> Iterator[Conversation]:
+    """Yield the conversations of a corpus; count those that are left out in `reader.refused`.
+
+    Args:
+        reader: of the corpus, with `parse_question`.
+        turns: "all" or "last", the assistant turns that are answered again.
+    """
+    digests: set[bytes] = set()
+    for record in reader:
+        try:
+            conversation = _conversation(record, turns)
+        except RenderError as error:
+            reader.refuse(error)
+            continue
+        digest = bytes.fromhex(conversation.id)
+        if digest in digests:
+            reader.refused["duplicate"] += 1
+            continue
+        digests.add(digest)
+        yield conversation
+
+
+def _conversation(record: Record, turns: str) -> Conversation:
+    """Return the conversation of a record, or raise a RenderError.
 
     A question at the end and each follow-up get an answer. Answers of weight 0 are context, and so
     is one that opens the conversation; an answer that stays gets weight 0.
-
-    Args:
-        record: a row of the corpus.
-        turns: "all" or "last", the assistant turns that are answered again.
-
-    Raises:
-        RenderError: nothing in it can be answered, or it holds what JSON cannot.
     """
     if not record.messages:
         raise render_error(record, "no-assistant-turn", "plain text or token ids, no conversation")
@@ -140,68 +150,3 @@ def conversation_of(record: Record, turns: str) -> Conversation:
         raise render_error(record, "not-json", f"cannot be written as JSON: {error}") from None
     identity = hashlib.sha256(text.encode()).hexdigest()[:32]
     return Conversation(id=identity, record=record, messages=messages, slots=tuple(slots))
-
-
-def parse_question(row: Any, **where: Any) -> Record:
-    """Return the record of a row of conversations, or of questions alone; see `parse_row`."""
-    alone = isinstance(row, dict) and recognise(row) is None
-    question = alone and any(row.get(name) is not None for name in _QUESTIONS)
-    return (parse_prompt if question else parse_row)(row, **where)
-
-
-def conversations(reader: CorpusReader, turns: str) -> Iterator[Conversation]:
-    """Yield the conversations of a corpus; count those that are left out in `reader.refused`.
-
-    Args:
-        reader: of the corpus, with `parse_question`.
-        turns: "all" or "last", the assistant turns that are answered again.
-    """
-    seen: set[bytes] = set()
-    for record in reader:
-        try:
-            conversation = conversation_of(record, turns)
-        except RenderError as error:
-            reader.refuse(error)
-            continue
-        key = bytes.fromhex(conversation.id)
-        if key in seen:
-            reader.refused["duplicate"] += 1
-            continue
-        seen.add(key)
-        yield conversation
-
-
-class Progress:
-    """What becomes of each conversation while answers are generated, and the bar that shows it.
-
-    `failures` has why conversations were given up, by id.
-    """
-
-    def __init__(self, bar: Bar) -> None:
-        self.failures: dict[str, Unanswerable] = {}
-        self._bar = bar
-        self._tokens = self._failed = 0
-        self._began = time.monotonic()
-
-    def fail(self, conversation: Conversation, error: Unanswerable) -> None:
-        """Give a conversation up."""
-        self.failures[conversation.id] = error
-        self._failed += error.retry
-        self._bar.update(1)
-        self._show()
-
-    def answered(self, answer: Answer) -> None:
-        """Count one answer of this run."""
-        self._tokens += answer.tokens
-        self._show()
-
-    def complete(self, resumed: bool = False) -> None:
-        """Count a conversation with all of its answers; `resumed`: they are of earlier runs."""
-        if resumed:
-            self._bar.initial += 1  # so that rate and ETA are those of this run
-        self._bar.update(1)
-
-    def _show(self) -> None:
-        seconds = max(time.monotonic() - self._began, 1e-9)
-        failed = f", {self._failed:,} failed" if self._failed else ""
-        self._bar.set_postfix_str(f"{self._tokens / seconds:,.0f} tok/s{failed}")

@@ -1,15 +1,14 @@
 """Every answer, on disk as soon as it is there: what a killed run resumes from.
 
-The journal is a SQLite file beside the output. Answers are added in transactions, so that each is
-in it or not. It has a log of its own (WAL): what was added survives a kill of the process; a power
-cut can take the last seconds. The file is locked for one process, without shared memory, so it may
-lie on a network file system.
-
-The settings decide the answers, so a journal made with other settings is refused.
+The journal is a SQLite file beside the output. It has a log of its own (WAL): what was added
+survives a kill of the process; a power cut can take the last seconds. The file is locked for one
+process, without shared memory, so it may lie on a network file system. The settings decide the
+answers, so a journal made with other settings is refused.
 """
 
 import json
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +16,10 @@ from typing import Any
 
 import msgspec
 
-from spec_data.regeneration.conversations import Answer
+from spec_data.regeneration.conversations import Answer, Conversation, Unanswerable
 from spec_data.shards.errors import DatasetError, FileError
 from spec_data.shards.resumable import refuse_other_settings
+from spec_data.terminal.progress import Bar
 
 _OPENING = (
     "pragma locking_mode = exclusive",
@@ -29,7 +29,6 @@ _OPENING = (
     "create table if not exists answers (conversation text, turn integer, answer text, "
     "primary key (conversation, turn)) without rowid",
 )
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 ADVICE = "Use the old settings, another --out, or delete the file."
 
 
@@ -41,30 +40,28 @@ def journal_path(out: Path) -> Path:
 class Journal:
     """The answers of a run by conversation and turn; use it as a context manager.
 
-    Args:
-        path: its file, made if it does not exist.
-        settings: everything that decides the answers, as JSON has it.
+    `settings` are everything that decides the answers, as JSON has it; `bar` shows how many
+    conversations are done; `failures` has why conversations were given up in this run, by id.
 
     Raises:
         ConfigError: the file holds answers made with other settings.
         DatasetError: the file is damaged, or no journal.
-        FileError: the disk is full, or refuses.
+        FileError: the disk is full, or refuses; the answers before are kept.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self.path = path
+    def __init__(self, path: Path, settings: Mapping[str, Any], bar: Bar) -> None:
+        self.path, self._bar = path, bar
+        self.failures: dict[str, Unanswerable] = {}
+        self._tokens, self._began = 0, time.monotonic()
         with self._explained():
             self._database = sqlite3.connect(path, check_same_thread=False)
         try:
             for command in _OPENING:
                 self._rows(command)
-            ((state,),) = self._rows("pragma quick_check(1)")
-            if state != "ok":
-                raise self._damaged(state)
             if stored := self._rows("select value from settings"):
                 refuse_other_settings(json.loads(stored[0][0]), settings, path, ADVICE)
             else:
-                self._write("insert into settings values (?)", [(json.dumps(settings),)])
+                self._insert("settings values (?)", [(json.dumps(settings),)])
         except BaseException:
             self._database.close()
             raise
@@ -79,40 +76,43 @@ class Journal:
         """Return how many answers it holds."""
         return int(self._rows("select count(*) from answers")[0][0])
 
-    def count(self, conversation: str) -> int:
-        """Return how many answers a conversation has."""
-        query = "select count(*) from answers where conversation = ?"
-        return int(self._rows(query, conversation)[0][0])
-
     def read(self, conversation: str) -> list[Answer]:
-        """Return the answers of a conversation so far, in the order of its turns.
-
-        Raises:
-            DatasetError: one is damaged.
-        """
+        """Return the answers of a conversation so far, in the order of its turns."""
         query = "select answer from answers where conversation = ? order by turn"
         rows = self._rows(query, conversation)
         try:
             return [msgspec.json.decode(text, type=Answer) for (text,) in rows]
         except (msgspec.DecodeError, UnicodeError) as error:
-            raise self._damaged(str(error)) from None
+            raise self._damaged(error) from None
 
     def add(self, answers: Iterable[tuple[str, int, Answer]]) -> None:
-        """Add answers, each with its conversation and turn: all of them, or none.
-
-        Raises:
-            FileError: the disk is full; the answers before these are kept.
-        """
+        """Add answers, each with its conversation and turn: all of them, or none."""
+        answers = list(answers)
         rows = [(name, turn, msgspec.json.encode(a).decode()) for name, turn, a in answers]
-        self._write("insert into answers values (?, ?, ?)", rows)
+        self._insert("answers values (?, ?, ?)", rows)
+        self._tokens += sum(answer.tokens for _, _, answer in answers)
+        rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
+        failed = f", {len(self.failures):,} without an answer" if self.failures else ""
+        self._bar.set_postfix_str(f"{rate:,.0f} tok/s{failed}")
+
+    def fail(self, conversation: Conversation, error: Unanswerable) -> None:
+        """Give a conversation up."""
+        self.failures[conversation.id] = error
+        self._bar.update(1)
+
+    def complete(self, count: int = 1, resumed: bool = False) -> None:
+        """Count conversations with all of their answers; `resumed`: they are of earlier runs."""
+        if resumed:
+            self._bar.initial += count  # so that rate and ETA are those of this run
+        self._bar.update(count)
 
     def _rows(self, query: str, *values: str) -> list[tuple[Any, ...]]:
         with self._explained():
             return self._database.execute(query, values).fetchall()
 
-    def _write(self, query: str, rows: Iterable[tuple[Any, ...]]) -> None:
+    def _insert(self, query: str, rows: Iterable[tuple[Any, ...]]) -> None:
         with self._explained(), self._database as transaction:
-            transaction.executemany(query, rows)
+            transaction.executemany(f"insert into {query}", rows)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -121,15 +121,15 @@ class Journal:
             yield
         except sqlite3.IntegrityError:  # an error of this program, not of the file
             raise
-        except sqlite3.DatabaseError as error:
-            if error.sqlite_errorcode & 0xFF in _DAMAGED:
-                raise self._damaged(str(error)) from None
+        except sqlite3.OperationalError as error:
             raise FileError(
                 f"{self.path}: cannot be written ({error}): the disk is full, or refuses. Every "
                 "answer before is intact; correct that, and run the same command again"
             ) from None
+        except sqlite3.DatabaseError as error:
+            raise self._damaged(error) from None
 
-    def _damaged(self, reason: str) -> DatasetError:
+    def _damaged(self, reason: Exception) -> DatasetError:
         return DatasetError(
             f"{self.path}: damaged, or no journal ({reason}); copy it again, or delete it (and "
             f"{self.path.name}-wal) to answer everything again"

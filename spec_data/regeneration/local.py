@@ -19,11 +19,11 @@ import itertools
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from spec_data.corpus.documents import RenderError
@@ -37,7 +37,6 @@ from spec_data.regeneration.conversations import (
     TRUNCATED,
     Answer,
     Conversation,
-    Progress,
     Sampling,
     Unanswerable,
 )
@@ -50,23 +49,14 @@ _HALF_CHARACTER = "\ufffd"
 _GROUP = 8  # batches of conversations in a group; more of them waste less on padding
 _WINDOW = 4096  # conversations, at least, from which a group is drawn
 # Root mean square of the difference of logits, as a share of their spread. Rounding stays below.
-_PADDING_BOUND = {torch.float32: 1e-3, torch.float64: 1e-3}
-_PADDING_BOUND_HALF = 0.05
+_PADDING_BOUND, _PADDING_BOUND_HALF = 1e-3, 0.05
 
 
 class ChatTarget:
     """The prompts of a target, of which only config and tokenizer are loaded.
 
-    Args:
-        name: a directory or a Hub id; `revision` is one of the Hub.
-        template_kwargs: of the chat template.
-        weights: the weights are needed too.
-
-    Attributes:
-        directory: the model directory.
-        tokenizer: its tokenizer.
-        stops: the ids that end an answer, as serving ends it.
-        facts: what identifies it, for the record.
+    `weights`: they are needed too, and are downloaded. `stops` are the ids that end an answer, as
+    serving ends it; `facts` identify the target in the record.
 
     Raises:
         MissingError, TargetError, ConfigError: there is no such model, or it cannot be used.
@@ -88,14 +78,16 @@ class ChatTarget:
         self._template.warn_of_the_date()
         self.stops = tuple(sorted(EndTokens(self._template, end_token_ids(self.directory)).stops))
         self._context = context_length(text_config(files.model_config))
-        self.facts = {"target": files.target, "tokenizer": files.tokenizer_id}
+        self.facts = {
+            "target": {k: v for k, v in files.target.items() if k != "name"},
+            "target_name": files.target["name"],
+            "tokenizer": files.tokenizer_id,
+        }
 
     def prompt(
         self, conversation: Conversation, answers: Sequence[Answer], limit: int
     ) -> tuple[list[int], int]:
         """Return the prompt of the turn after `answers`, and the most tokens of its answer.
-
-        `limit` bounds the answer, and so does the context of the target.
 
         Raises:
             Unanswerable: the template cannot render it, or it leaves no room for an answer.
@@ -115,22 +107,18 @@ class ChatTarget:
         return prompt, min(room, limit)
 
 
-@dataclass(frozen=True)
-class Request:
-    """A turn of a conversation to be answered: its prompt, and the most tokens of the answer."""
+class Request(NamedTuple):
+    """A turn of a conversation: its prompt, the most tokens of its answer, and if it has none."""
 
     conversation: Conversation
     turn: int
     prompt: list[int]
     limit: int
+    missing: bool
 
 
 class LocalBackend:
-    """The answers of a target on this machine. Its weights are loaded by `run`.
-
-    `batch_size` conversations are answered at once; `dtype` and `device` are as `load_model` takes
-    them.
-    """
+    """The answers of a target on this machine. Its weights are loaded by `run`."""
 
     def __init__(
         self,
@@ -149,65 +137,65 @@ class LocalBackend:
 
     def settings(self) -> dict[str, Any]:
         """Return what decides the answers beside the options that every backend has."""
-        target = dict(self._target.facts["target"])
-        name, tokenizer = target.pop("name"), self._target.facts["tokenizer"]
-        facts = {"target": target, "target_name": name, "tokenizer": tokenizer}
-        return {"backend": "local", **facts, "dtype": self._load["dtype"]}
+        return {"backend": "local", **self._target.facts, "dtype": self._load["dtype"]}
 
-    def run(
-        self, conversations: Iterable[Conversation], journal: Journal, progress: Progress
-    ) -> None:
+    def run(self, conversations: Iterable[Conversation], journal: Journal) -> None:
         """Answer every turn that the journal does not hold.
 
         Raises:
             RunError: the device is out of memory. FileError: the disk is full.
         """
         self._model = load_model(str(self._target.directory), **self._load)
-        self._model.generation_config = GenerationConfig()  # nothing but what this run asks for
+        self._model.generation_config = self._generation_config()
         # The head gets the last position of each prompt as a slice. For one that is not contiguous,
         # torch copies the head's weight once per prompt: 5.7 GB for 100 prompts of a 135 M model.
         self._model.get_output_embeddings().register_forward_pre_hook(
             lambda _, given: (given[0].contiguous(), *given[1:])
         )
         for group in _groups(conversations, self._size * _GROUP, self._sampling.seed):
-            if all(journal.count(c.id) == len(c.slots) for c in group):
-                for _ in group:
-                    progress.complete(resumed=True)
+            if all(len(journal.read(c.id)) == len(c.slots) for c in group):
+                journal.complete(len(group), resumed=True)
                 continue
             for turn in range(max(len(c.slots) for c in group)):
-                for batch in self._batches(self._requests(group, turn, journal, progress)):
-                    self._answer_batch(batch, turn, journal, progress)
+                for batch in self._batches(self._requests(group, turn, journal)):
+                    missing = [request.missing for request in batch]
+                    if any(missing):  # as a whole, as in a run without an interruption
+                        answers = map(self._answer, batch, self._generate(batch))
+                        rows = (
+                            (r.conversation.id, turn, a)
+                            for r, a in zip(batch, answers, strict=True)
+                        )
+                        journal.add(itertools.compress(rows, missing))
+                    done = sum(len(r.conversation.slots) == turn + 1 for r in batch)
+                    journal.complete(done, resumed=not any(missing))
+
+    def _generation_config(self) -> GenerationConfig:
+        """Return nothing but what this run asks for; `generate` adds the most tokens."""
+        sampling, options = self._sampling, dict[str, Any]()
+        if sampling.temperature > 0:
+            options = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+            options["top_k"] = sampling.top_k or 0
+        ends = list(self._target.stops) or None
+        return GenerationConfig(
+            do_sample=bool(options), eos_token_id=ends, pad_token_id=self._pad, **options
+        )
 
     def _requests(
-        self, group: Sequence[Conversation], turn: int, journal: Journal, progress: Progress
+        self, group: Sequence[Conversation], turn: int, journal: Journal
     ) -> list[Request]:
         """Return one turn of the conversations of a group that have it."""
         requests, most = [], self._sampling.max_new_tokens
         for conversation in group:
-            if len(conversation.slots) <= turn or conversation.id in progress.failures:
+            if len(conversation.slots) <= turn or conversation.id in journal.failures:
                 continue
+            answers = journal.read(conversation.id)
             try:
-                before = journal.read(conversation.id)[:turn]
-                prompt = self._target.prompt(conversation, before, most)
-                requests.append(Request(conversation, turn, *prompt))
+                prompt, limit = self._target.prompt(conversation, answers[:turn], most)
             except Unanswerable as error:
-                progress.fail(conversation, error)
+                journal.fail(conversation, error)
+                continue
+            requests.append(Request(conversation, turn, prompt, limit, len(answers) <= turn))
         return requests
-
-    def _answer_batch(
-        self, batch: Sequence[Request], turn: int, journal: Journal, progress: Progress
-    ) -> None:
-        """Answer a batch with any turn to answer as a whole, as a run without an interruption."""
-        missing = [journal.count(request.conversation.id) <= turn for request in batch]
-        if any(missing):
-            answers = map(self._answer, batch, self._generate(batch))
-            new = list(itertools.compress(zip(batch, answers, strict=True), missing))
-            journal.add((request.conversation.id, turn, answer) for request, answer in new)
-            for _, answer in new:
-                progress.answered(answer)
-        for request, was_missing in zip(batch, missing, strict=True):
-            if len(request.conversation.slots) == turn + 1:
-                progress.complete(resumed=not was_missing)
 
     def _batches(self, requests: Sequence[Request]) -> list[list[Request]]:
         """Cut requests, sorted by length, into batches; of one length each if padding leaks."""
@@ -225,7 +213,7 @@ class LocalBackend:
     def _answer(self, request: Request, tokens: Sequence[int]) -> Answer:
         """Return the answer that generated tokens are; tokens after an end-of-turn are ignored.
 
-        Of a character that the limit cut in two (at most 3 of its bytes), nothing is kept.
+        Of a character that the limit cut in two (at most 3 of its bytes), nothing remains.
         """
         end = next((i for i, t in enumerate(tokens) if t in self._target.stops), None)
         ids = list(tokens[:end])[: request.limit]
@@ -245,25 +233,13 @@ class LocalBackend:
 
     def _generate(self, batch: Sequence[Request]) -> list[list[int]]:
         """Return the tokens of the answers of a batch; what follows an end-of-turn is padding."""
-        ids, mask = left_padded([r.prompt for r in batch], self._pad, self._model.device)
-        sampling = self._sampling
-        options: dict[str, Any] = {"do_sample": False}
-        if sampling.temperature > 0:
-            options = {"do_sample": True, "temperature": sampling.temperature}
-            options |= {"top_p": sampling.top_p, "top_k": sampling.top_k or 0}
-        config = GenerationConfig(
-            max_new_tokens=min(request.limit for request in batch),
-            eos_token_id=list(self._target.stops) or None,
-            pad_token_id=self._pad,
-            **options,
-        )
+        ids, mask = self._padded(batch)
         devices = [self._model.device] if self._model.device.type == "cuda" else []
+        limit = min(request.limit for request in batch)
         with torch.random.fork_rng(devices):
-            torch.manual_seed(_batch_seed(sampling.seed, batch))
+            torch.manual_seed(_batch_seed(self._sampling.seed, batch))
             try:
-                out = self._model.generate(
-                    input_ids=ids, attention_mask=mask, generation_config=config
-                )
+                out = self._model.generate(ids, attention_mask=mask, max_new_tokens=limit)
             except torch.OutOfMemoryError as error:
                 raise RunError(
                     f"out of device memory ({str(error).splitlines()[0]}). The answers so far are "
@@ -271,16 +247,23 @@ class LocalBackend:
                 ) from None
         return [row[ids.shape[1] :] for row in out.tolist()]
 
+    def _padded(self, batch: Sequence[Request]) -> tuple[Tensor, Tensor]:
+        """Return the ids and the mask of left-padded prompts, int64 [B, T]."""
+        ids = [torch.tensor(request.prompt) for request in batch]
+        options: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
+        padded = pad_sequence(ids, padding_value=self._pad, **options)
+        mask = pad_sequence([torch.ones_like(row) for row in ids], **options)
+        return padded.to(self._model.device), mask.to(self._model.device)
+
     @torch.no_grad()
     def _padding_is_exact(self, batch: Sequence[Request]) -> bool:
         """Return whether a padded prompt has the logits that it has alone."""
-        prompts = [batch[0].prompt, batch[-1].prompt]  # the longest and the shortest
-        ids, mask = left_padded(prompts, self._pad, self._model.device)
+        ids, mask = self._padded([batch[0], batch[-1]])  # the longest and the shortest
         padded = self._first_logits(ids, mask)[-1]
-        length = len(prompts[1])
+        length = len(batch[-1].prompt)
         alone = self._first_logits(ids[-1:, -length:], mask[-1:, -length:])[-1]
         error = float((padded - alone).pow(2).mean().sqrt() / alone.std().clamp(min=1e-9))
-        bound = _PADDING_BOUND.get(self._model.dtype, _PADDING_BOUND_HALF)
+        bound = _PADDING_BOUND if self._model.dtype.itemsize > 2 else _PADDING_BOUND_HALF
         if error <= bound:
             return True
         logger.warning(
@@ -292,14 +275,8 @@ class LocalBackend:
 
     def _first_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the logits after each prompt, float32 [B, V]; ids and mask are int64 [B, T]."""
-        config = GenerationConfig(
-            max_new_tokens=1,
-            do_sample=False,
-            pad_token_id=self._pad,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        out = self._model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+        options = {"output_logits": True, "return_dict_in_generate": True}
+        out = self._model.generate(ids, attention_mask=mask, max_new_tokens=1, **options)
         return out.logits[0].float()
 
 
@@ -307,16 +284,6 @@ def _batch_seed(seed: int, batch: Sequence[Request]) -> int:
     """Return the seed of a batch: another one for each, and the same in a resumed run."""
     text = f"{seed} {batch[0].conversation.id} {batch[0].turn}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-
-
-def left_padded(
-    prompts: Sequence[Sequence[int]], pad: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return the ids and the mask of prompts with `pad` before the shorter ones, int64 [B, T]."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    return ids.to(device), mask.to(device)
 
 
 def _groups(

@@ -14,7 +14,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,7 @@ from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sampling_record import FAILURES, FORMAT, read_record, record_path
 from spec_data.corpus.sources import expected_rows
 from spec_data.models.identify import versions
-from spec_data.regeneration.conversations import (
-    TRUNCATED,
-    Answer,
-    Progress,
-    Unanswerable,
-    conversations,
-)
+from spec_data.regeneration.conversations import TRUNCATED, conversations
 from spec_data.regeneration.journal import ADVICE, Journal, journal_path
 from spec_data.regeneration.local import LocalBackend
 from spec_data.regeneration.servers import ServerBackend
@@ -45,10 +39,12 @@ _SHOWN = 5  # failed conversations
 
 
 @dataclass(kw_only=True)
-class Counts:
+class RegenerateResult(Result):
     """What became of every row of the corpus: written + failed + skipped == read.
 
     Attributes:
+        settings: how the answers were sampled.
+        failures: the row ("where"), id and reason of the failed conversations; the first 10,000.
         read: rows read; written: conversations with all of their answers.
         failed: conversations that were given up; the same command tries them again.
         skipped: rows that were left out, by reason.
@@ -58,42 +54,19 @@ class Counts:
         notes: answers about which something is to be said, by what it is.
     """
 
-    read: int = 0
-    written: int = 0
-    failed: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-    answers: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    longest: int = 0
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
-
-    def add(self, answers: Sequence[Answer]) -> None:
-        """Count a conversation that is written."""
-        self.written += 1
-        self.answers += len(answers)
-        for answer in answers:
-            self.tokens += answer.tokens
-            self.prompt_tokens += answer.prompt_tokens
-            self.longest = max(self.longest, answer.tokens + answer.prompt_tokens)
-            self.finish_reasons[answer.finish] += 1
-            self.notes.update([answer.note] if answer.note else [])
-
-
-@dataclass(kw_only=True)
-class RegenerateResult(Counts, Result):
-    """The conversations that `regenerate` wrote.
-
-    Attributes:
-        path: the file.
-        failures: the row ("where"), id and reason of the failed conversations; the first 10,000.
-        settings: how the answers were sampled, as the sampling record has it.
-    """
-
     path: Path
-    failures: list[dict[str, str]]
     settings: dict[str, Any]
+    failures: list[dict[str, str]]
+    read: int
+    written: int
+    failed: int
+    skipped: dict[str, int]
+    answers: int
+    tokens: int
+    prompt_tokens: int
+    longest: int
+    finish_reasons: dict[str, int]
+    notes: dict[str, int]
     next_command: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -101,16 +74,18 @@ class RegenerateResult(Counts, Result):
             self.again, self.exit_code = "retry", 1
 
     def __str__(self) -> str:
-        skipped = sum(self.skipped.values())
+        def listed(numbers: Mapping[str, int]) -> str:
+            return ", ".join(f"{number:,} {name}" for name, number in numbers.items()) or "none"
+
         by = self.settings.get("target_name") or self.settings.get("server_model")
         lines = [
             f"rows      {self.read:,} read = {self.written:,} written + {self.failed:,} failed + "
-            f"{skipped:,} skipped",
+            f"{sum(self.skipped.values()):,} skipped",
             f"answers   {self.answers:,}, {self.tokens:,} tokens; ended by "
-            f"{_listed(self.finish_reasons)}",
+            f"{listed(self.finish_reasons)}",
             f"by        {by}",
         ]
-        lines += [f"skipped   {_listed(self.skipped)}"] if skipped else []
+        lines += [f"skipped   {listed(self.skipped)}"] if self.skipped else []
         lines += [f"note      {number:,} {note}" for note, number in self.notes.items()]
         if truncated := self.finish_reasons.get(TRUNCATED, 0):
             lines.append(
@@ -119,10 +94,6 @@ class RegenerateResult(Counts, Result):
             )
         lines += [f"failed    {f['where']}: {f['reason']}" for f in self.failures[:_SHOWN]]
         return "\n".join(lines)
-
-
-def _listed(numbers: Mapping[str, int]) -> str:
-    return ", ".join(f"{number:,} {name}" for name, number in numbers.items()) or "none"
 
 
 def check_out(out: Path, corpus: Sequence[str]) -> None:
@@ -150,11 +121,8 @@ def regenerate(
 ) -> RegenerateResult:
     """Answer the conversations of a corpus and write them, or resume a run.
 
-    Args:
-        out: the JSON-lines file; `check_out` has accepted it.
-        reader: of the corpus, with `parse_question`.
-        backend: writes the answers.
-        settings: what decides the answers beside those of the backend.
+    `out` is a file that `check_out` accepts, `reader` parses with `parse_question`, and `settings`
+    decide the answers beside those of the backend.
 
     Raises:
         ConfigError: the output file or its journal holds answers made with other settings.
@@ -169,12 +137,19 @@ def regenerate(
         remove_left_of(record_path(out))
         if out.exists() and not journal_path(out).exists():
             record = _complete_record(out, settings, reader)
-            logger.info("%s is complete already: nothing to do", out)
         else:
-            record = _answered(out, settings, reader, backend)
-    return RegenerateResult(
-        **record["counts"], path=out, failures=record["failed"], settings=record["settings"]
-    )
+            rows = expected_rows(reader.sources, reader.limit)
+            bar = progress(total=rows, desc="regenerate", unit="rows")
+            with bar, Journal(journal_path(out), settings, bar) as journal:
+                if len(journal):
+                    logger.info("resuming: %s has %d answers", journal.path, len(journal))
+                backend.run(conversations(reader, settings["turns"]), journal)
+                bar.update(max(0, sum(r.rows for r in reader.reports) - bar.n))  # no conversation
+                record = _write(out, settings, reader, journal)
+            if not record["failed"]:
+                journal.path.unlink(missing_ok=True)
+    counts = record["counts"]
+    return RegenerateResult(path=out, settings=settings, failures=record["failed"], **counts)
 
 
 def _complete_record(
@@ -189,60 +164,35 @@ def _complete_record(
         )
     refuse_other_settings(record["settings"], settings, out, ADVICE)
     corpus = [source["sha256"] for source in record["corpus"]]
-    sources = reader.sources
-    if reader.limit:
-        sources = sources[: len(corpus)]  # those that were read
+    # With a limit, the record has the sources that were read.
+    sources = reader.sources[: len(corpus)] if reader.limit else reader.sources
     if corpus != [source.digest() for source in sources]:
         raise ConfigError(
             f"{out} has the answers to another corpus, or to an earlier state of it; use another "
             "--out, or delete the file"
         )
-    return record
-
-
-def _answered(
-    out: Path,
-    settings: Mapping[str, Any],
-    reader: CorpusReader,
-    backend: LocalBackend | ServerBackend,
-) -> dict[str, Any]:
-    """Answer, write the output, and return its record."""
-    rows = expected_rows(reader.sources, reader.limit)
-    bar = progress(total=rows, desc="regenerate", unit="rows")
-    with Journal(journal_path(out), settings) as journal, bar:
-        if len(journal):
-            logger.info("resuming: %s has %d answers", journal.path, len(journal))
-        state = Progress(bar)
-        backend.run(conversations(reader, settings["turns"]), journal, state)
-        bar.update(
-            max(0, sum(r.rows for r in reader.reports) - bar.n)
-        )  # the rows without a conversation
-        reader.quiet = True  # the first pass over the corpus has named its bad rows
-        record = _write(out, settings, reader, journal, state.failures)
-    if not record["counts"]["failed"]:
-        journal.path.unlink(missing_ok=True)
+    logger.info("%s is complete already: nothing to do", out)
     return record
 
 
 def _write(
-    out: Path,
-    settings: Mapping[str, Any],
-    reader: CorpusReader,
-    journal: Journal,
-    failures: Mapping[str, Unanswerable],
+    out: Path, settings: Mapping[str, Any], reader: CorpusReader, journal: Journal
 ) -> dict[str, Any]:
     """Write `out` in corpus order and its record, which is returned; read the corpus once more."""
-    sha256, counts, failed = hashlib.sha256(), Counts(), list[dict[str, str]]()
+    reader.quiet = True  # the first pass over the corpus has named its bad rows
+    sha256, failed = hashlib.sha256(), list[dict[str, str]]()
+    sums, skipped, finish_reasons, notes = (Counter[str]() for _ in range(4))
+    longest = 0
     with atomic_write(out) as temporary:
         with temporary.open("wb") as file:
             for conversation in conversations(reader, settings["turns"]):
-                error, where = failures.get(conversation.id), conversation.record.where
+                error, where = journal.failures.get(conversation.id), conversation.record.where
                 if error is not None:
                     reason = f"{error.kind}: {error}"
                     if error.retry:
                         failed.append({"where": where, "id": conversation.id, "reason": reason})
                     else:
-                        counts.skipped[error.kind] += 1
+                        skipped[error.kind] += 1
                     continue
                 answers = journal.read(conversation.id)
                 if len(answers) < len(conversation.slots):
@@ -251,17 +201,22 @@ def _write(
                         "generated. The corpus changed meanwhile; run the same command again to "
                         "answer it"
                     )
-                counts.add(answers)
+                sums.update(written=1)
+                for answer in answers:
+                    sums.update(answers=1, tokens=answer.tokens, prompt=answer.prompt_tokens)
+                    longest = max(longest, answer.tokens + answer.prompt_tokens)
+                    finish_reasons[answer.finish] += 1
+                    notes.update([answer.note] if answer.note else [])
                 row = json.dumps(conversation.row(answers), ensure_ascii=False).encode() + b"\n"
                 sha256.update(row)
                 file.write(row)
-        counts.read, counts.failed = sum(r.rows for r in reader.reports), len(failed)
-        counts.skipped += reader.refused + Counter(bad=sum(r.bad for r in reader.reports))
-        if not counts.written:
-            first = next(iter(failures.values()), None)
-            raise (RunError if counts.failed else CorpusError)(
-                f"no conversation has an answer: {counts.read} rows read, {counts.failed} failed, "
-                f"skipped {dict(counts.skipped) or 'none'}"
+        read = sum(report.rows for report in reader.reports)
+        skipped += reader.refused + Counter(bad=sum(report.bad for report in reader.reports))
+        if not sums["written"]:
+            first = next(iter(journal.failures.values()), None)
+            raise (RunError if failed else CorpusError)(
+                f"no conversation has an answer: {read} rows read, {len(failed)} failed, "
+                f"skipped {dict(skipped) or 'none'}"
                 + (f"; the first: {first.kind}: {first}" if first else "")
             )
     record = {
@@ -270,8 +225,16 @@ def _write(
         "sha256": sha256.hexdigest(),
         "corpus": [{"source": report.source, "sha256": report.sha256} for report in reader.reports],
         "counts": {
-            name: dict(sorted(value.items())) if isinstance(value, dict) else value
-            for name, value in vars(counts).items()
+            "read": read,
+            "written": sums["written"],
+            "failed": len(failed),
+            "skipped": dict(sorted(skipped.items())),
+            "answers": sums["answers"],
+            "tokens": sums["tokens"],
+            "prompt_tokens": sums["prompt"],
+            "longest": longest,
+            "finish_reasons": dict(sorted(finish_reasons.items())),
+            "notes": dict(sorted(notes.items())),
         },
         "failed": failed[:FAILURES],
         "versions": versions(),

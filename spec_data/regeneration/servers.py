@@ -15,6 +15,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -25,7 +26,6 @@ from spec_data.corpus.records import REASONING, Message, is_text, parse_row
 from spec_data.regeneration.conversations import (
     Answer,
     Conversation,
-    Progress,
     Sampling,
     Unanswerable,
 )
@@ -56,13 +56,8 @@ class MalformedBody(ValueError):
 class ServerBackend:
     """The answers of servers.
 
-    Args:
-        urls: of the servers; without a path, /v1 is added. The key is that of OPENAI_API_KEY.
-        model: its name there; None is the first one that they list.
-        sampling: how answers are sampled.
-        template_kwargs: of the chat template, for every conversation.
-        concurrency: conversations in flight.
-        target: the prompts of the servers are compared with those of its template.
+    `concurrency` conversations are in flight. `model` None is the first one that they list. The
+    prompts of the servers are compared with those of the template of `target`.
 
     Raises:
         ConfigError: the openai library is not installed, a server refuses the key, or has no such
@@ -89,11 +84,9 @@ class ServerBackend:
 
     def settings(self) -> dict[str, Any]:
         """Return what decides the answers beside the options that every backend has."""
-        settings: dict[str, Any] = {"backend": "server", "server_model": self._model}
-        if self._target is not None:
-            settings["target_name"] = self._target.facts["target"]["name"]
-            settings["tokenizer"] = self._target.facts["tokenizer"]
-        return settings
+        facts = self._target.facts if self._target is not None else {}
+        names = {name: facts[name] for name in ("target_name", "tokenizer") if name in facts}
+        return {"backend": "server", "server_model": self._model, **names}
 
     def _check_model(self, wanted: str | None) -> str:
         """Return the model's name; check that each server responds and has it."""
@@ -106,9 +99,6 @@ class ServerBackend:
             try:
                 listed = client.models.list().data
                 names = [m.id for m in listed if isinstance(m.id, str) and is_text(m.id)]
-            except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-                reason = f"refuses the key (HTTP {error.status_code}); set OPENAI_API_KEY"
-                raise ConfigError(f"--server {url} {reason}") from None
             except (openai.APIConnectionError, openai.InternalServerError) as error:
                 raise RunError(f"--server {url} does not respond: {_reason(error)}") from None
             except (openai.APIError, ValueError, TypeError, AttributeError):
@@ -119,53 +109,40 @@ class ServerBackend:
                     f"--server {url} has no model {wanted!r}; it has {', '.join(names)}"
                 )
         if wanted is None:
-            raise ConfigError("the servers list no model; name it with --server-model")
+            raise ConfigError(
+                "the servers list no model: check OPENAI_API_KEY, or pass --server-model"
+            )
         return wanted
 
-    def run(
-        self, conversations: Iterable[Conversation], journal: Journal, progress: Progress
-    ) -> None:
+    def run(self, conversations: Iterable[Conversation], journal: Journal) -> None:
         """Answer every turn that the journal does not hold.
 
         Raises:
             ConfigError: a server refuses the key, or does not have the model.
             RunError: no server answers any more. FileError: the disk is full.
         """
-        given = iter(conversations), journal, progress
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            asyncio.run(self._answer_all(*given))
-            return
         from anyio.from_thread import start_blocking_portal  # comes with openai
 
         with start_blocking_portal() as portal:  # a notebook runs an event loop in this thread
-            portal.call(self._answer_all, *given)
+            portal.call(self._answer_all, iter(conversations), journal)
 
-    async def _answer_all(
-        self, conversations: Iterator[Conversation], journal: Journal, progress: Progress
-    ) -> None:
+    async def _answer_all(self, conversations: Iterator[Conversation], journal: Journal) -> None:
         import openai
 
-        given: dict[str, Any] = {"timeout": _SECONDS, "max_retries": _RETRIES}
-        for url in self._urls:
-            client = openai.AsyncOpenAI(base_url=base_url(url), api_key=self._key, **given)
-            self._clients[url] = client
-        clients = list(self._clients.values())
-        work = [self._work(conversations, journal, progress) for _ in range(self._concurrency)]
-        tasks = [asyncio.create_task(coroutine) for coroutine in work]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for client in clients:
-                await client.close()
+        options: dict[str, Any] = {"timeout": _SECONDS, "max_retries": _RETRIES}
+        work = (self._work(conversations, journal) for _ in range(self._concurrency))
+        async with AsyncExitStack() as stack:
+            for url in self._urls:
+                client = openai.AsyncOpenAI(base_url=base_url(url), api_key=self._key, **options)
+                self._clients[url] = await stack.enter_async_context(client)
+            tasks = [asyncio.create_task(coroutine) for coroutine in work]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
 
-    async def _work(
-        self, conversations: Iterator[Conversation], journal: Journal, progress: Progress
-    ) -> None:
+    async def _work(self, conversations: Iterator[Conversation], journal: Journal) -> None:
         """Answer conversations until there are no more."""
         for conversation in conversations:
             answers = journal.read(conversation.id)
@@ -175,11 +152,10 @@ class ServerBackend:
                     answer = await self._ask(conversation, answers)
                     journal.add([(conversation.id, len(answers), answer)])
                     answers.append(answer)
-                    progress.answered(answer)
-                progress.complete(resumed)
+                journal.complete(resumed=resumed)
                 self._without_answer = 0
             except Unanswerable as error:
-                progress.fail(conversation, error)
+                journal.fail(conversation, error)
                 self._without_answer += error.retry
                 if self._without_answer >= max(_IN_A_ROW, self._concurrency):
                     raise RunError(
@@ -195,7 +171,7 @@ class ServerBackend:
         if self._target is not None:
             most = self._sampling.max_new_tokens
             expected = len(self._target.prompt(conversation, answers, most)[0])
-        request = request_of(conversation, answers, self._sampling, self._template_kwargs)
+        request = self._request(conversation, answers)
         reason = ""
         for _ in range(_TRIES):
             if not self._clients:
@@ -203,17 +179,16 @@ class ServerBackend:
             url = list(self._clients)[next(self._turns) % len(self._clients)]
             try:
                 completions = self._clients[url].chat.completions.with_raw_response
-                response = await completions.create(model=self._model, **request)
+                response = await completions.create(**request)
                 answer = read_answer(response.content)
             except MalformedBody as error:
                 reason = printable(f"{url}: malformed body: {error}")
             except openai.APIStatusError as error:
                 raise _refusal(url, error) from None
-            except openai.APITimeoutError as error:
-                reason = printable(f"{url}: {_reason(error)}")
-                break
             except openai.APIConnectionError as error:
                 reason = printable(f"{url}: {_reason(error)}")
+                if isinstance(error, openai.APITimeoutError):
+                    break
                 if self._clients.pop(url, None):
                     logger.warning("warning: this server is left out: %s", reason)
             else:
@@ -221,6 +196,30 @@ class ServerBackend:
                     return msgspec.structs.replace(answer, note=OTHER_PROMPT)
                 return answer
         raise Unanswerable("no-answer", reason, retry=True)
+
+    def _request(self, conversation: Conversation, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the arguments of a chat completion for the turn after `answers`.
+
+        Options that not every server knows (top_k, chat_template_kwargs) are sent only where set.
+        """
+        record, sampling = conversation.record, self._sampling
+        text = f"{sampling.seed} {conversation.id} {len(answers)}"
+        request: dict[str, Any] = {
+            "model": self._model,
+            "messages": [_sent(message) for message in conversation.before(answers)],
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": sampling.max_new_tokens,
+            "seed": int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1,
+        }
+        if record.tools:
+            request["tools"] = record.tools
+        extra: dict[str, Any] = {}
+        if sampling.top_k is not None:
+            extra["top_k"] = sampling.top_k or -1  # vLLM and SGLang: -1 is all of them
+        if kwargs := {**self._template_kwargs, **record.template_kwargs}:
+            extra["chat_template_kwargs"] = kwargs
+        return request | ({"extra_body": extra} if extra else {})
 
 
 def _refusal(url: str, error: "openai.APIStatusError") -> Exception:
@@ -247,36 +246,6 @@ def base_url(url: str) -> str:
 
 
 # -- messages --------------------------------------------------------------------------------------
-
-
-def request_of(
-    conversation: Conversation,
-    answers: Sequence[Answer],
-    sampling: Sampling,
-    template_kwargs: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the arguments of a chat completion for the turn after `answers`, without the model.
-
-    Options that not every server knows (top_k, chat_template_kwargs) are sent only where set. The
-    seed of a turn is the same one whenever it is asked for.
-    """
-    record = conversation.record
-    digest = hashlib.sha256(f"{sampling.seed} {conversation.id} {len(answers)}".encode()).digest()
-    request: dict[str, Any] = {
-        "messages": [_sent(message) for message in conversation.before(answers)],
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "max_tokens": sampling.max_new_tokens,
-        "seed": int.from_bytes(digest[:4]) >> 1,
-    }
-    if record.tools:
-        request["tools"] = record.tools
-    extra: dict[str, Any] = {}
-    if sampling.top_k is not None:
-        extra["top_k"] = sampling.top_k or -1  # vLLM and SGLang: -1 is all of them
-    if kwargs := {**template_kwargs, **record.template_kwargs}:
-        extra["chat_template_kwargs"] = kwargs
-    return request | ({"extra_body": extra} if extra else {})
 
 
 def _sent(message: Message) -> Message:

@@ -7,6 +7,7 @@ import resource
 import signal
 import sqlite3
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from spec_data.regeneration.conversations import Answer
 from spec_data.regeneration.journal import Journal, journal_path
 from spec_data.shards.errors import ConfigError, CorpusError, DatasetError, FileError, RunError
 from spec_data.shards.files import atomic_write
+from spec_data.terminal.progress import progress
 from tests.spec_data.regeneration.tools import answered, rows, words
 from tests.spec_data.runs import save_target, write_corpus
 
@@ -47,6 +49,9 @@ def both(out: Path) -> tuple[bytes, bytes]:
 
 class Killed(BaseException):
     """As sudden as a kill, at a moment that the test chooses."""
+
+
+JOURNAL = partial(Journal, settings={}, bar=progress(desc="test"))
 
 
 def stop_after(monkeypatch, batches: int) -> list[str]:
@@ -143,7 +148,7 @@ def test_a_complete_output_is_not_made_again(source, whole, tmp_path, monkeypatc
 
 
 def test_other_settings_are_refused_by_name(source, whole, tmp_path):
-    with Journal(journal_path(tmp_path / "a.jsonl"), {"temperature": 1.0}):
+    with JOURNAL(journal_path(tmp_path / "a.jsonl"), settings={"temperature": 1.0}):
         pass
     for changes, field in (
         ({"temperature": 0.5}, r"temperature: 1\.0 -> 0\.5"),
@@ -214,7 +219,7 @@ def test_an_output_of_others_and_one_of_another_process_are_left_alone(source, t
 @pytest.mark.parametrize("damage", ["text", "a bit of a page"])
 def test_a_damaged_journal_is_refused(tmp_path, damage):
     file = tmp_path / "j"
-    with Journal(file, {}) as journal:
+    with JOURNAL(file) as journal:
         journal.add((NAME, turn, FIRST) for turn in range(200))
     data = bytearray(file.read_bytes())
     if damage == "text":
@@ -222,12 +227,12 @@ def test_a_damaged_journal_is_refused(tmp_path, damage):
     else:
         data[3 * 4096] ^= 1
     file.write_bytes(data)
-    with pytest.raises(DatasetError, match="j: damaged"), Journal(file, {}) as journal:
+    with pytest.raises(DatasetError, match="j: damaged"), JOURNAL(file) as journal:
         journal.read(NAME)
 
 
 def test_a_turn_is_answered_once(tmp_path):
-    with Journal(tmp_path / "j", {}) as journal:
+    with JOURNAL(tmp_path / "j") as journal:
         journal.add([(NAME, 0, FIRST)])
         with pytest.raises(sqlite3.IntegrityError):
             journal.add([(NAME, 1, FIRST), (NAME, 0, FIRST)])
@@ -239,7 +244,7 @@ def test_a_full_disk_keeps_the_answers_before_it(tmp_path):
 
     def work():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        with Journal(file, {}) as journal:
+        with JOURNAL(file) as journal:
             journal.add([(NAME, 0, FIRST)])
             resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
             try:
@@ -252,7 +257,7 @@ def test_a_full_disk_keeps_the_answers_before_it(tmp_path):
     process.start()
     process.join()
     assert process.exitcode == 7
-    with Journal(file, {}) as again:
+    with JOURNAL(file) as again:
         assert again.read(NAME) == [FIRST]
 
 
