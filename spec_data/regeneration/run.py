@@ -55,7 +55,7 @@ class RegenerateResult(Result):
     """
 
     path: Path
-    settings: dict[str, Any]
+    settings: Mapping[str, Any]
     failures: list[dict[str, str]]
     read: int
     written: int

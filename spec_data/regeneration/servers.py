@@ -84,9 +84,11 @@ class ServerBackend:
 
     def settings(self) -> dict[str, Any]:
         """Return what decides the answers beside the options that every backend has."""
-        facts = self._target.facts if self._target is not None else {}
-        names = {name: facts[name] for name in ("target_name", "tokenizer") if name in facts}
-        return {"backend": "server", "server_model": self._model, **names}
+        settings: dict[str, Any] = {"backend": "server", "server_model": self._model}
+        if self._target is not None:
+            facts = self._target.facts
+            settings |= {"target_name": facts["target_name"], "tokenizer": facts["tokenizer"]}
+        return settings
 
     def _check_model(self, wanted: str | None) -> str:
         """Return the model's name; check that each server responds and has it."""
