@@ -1,7 +1,5 @@
 """The commands of `spec-data`. Heavy imports wait until one runs."""
 
-from collections.abc import Sequence
-
 import spec_data
 from spec_data.commands.convert import convert
 from spec_data.commands.estimate import estimate
@@ -48,11 +46,4 @@ PROGRAM.add(
 for _function in (select, merge, join, copy, recode, push, pull):
     PROGRAM.add(_function)
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `spec-data` and return its exit code."""
-    return PROGRAM.main(arguments)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = PROGRAM.main

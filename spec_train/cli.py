@@ -1,7 +1,5 @@
 """The spec-train commands. Work modules are imported by the command that needs them."""
 
-from collections.abc import Sequence
-
 from spec_data import __version__
 from spec_data.terminal.command import Program
 from spec_train.commands.compare import compare
@@ -29,11 +27,4 @@ PROGRAM.add(export)
 PROGRAM.add(doctor)
 PROGRAM.add(write_report, name="report")
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `spec-train` and return its exit code."""
-    return PROGRAM.main(argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = PROGRAM.main

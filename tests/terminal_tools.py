@@ -11,7 +11,7 @@ import termios
 import time
 from pathlib import Path
 
-from spec_data.terminal.command import Program
+from spec_data.terminal.command import COMMON
 
 COLUMNS = 80
 ROOT = Path(__file__).parent.parent
@@ -69,10 +69,7 @@ def drawings(raw: str) -> list[str]:
     return [part for line in raw.replace("\r\n", "\n").split("\n") for part in line.split("\r")]
 
 
-def flag_table(program: Program) -> str:
-    """Every option of every command of a program."""
-    parts = [
-        "\n".join([f"{name}:", *(f"  {flag}" for flag in program.flags(name))])
-        for name in sorted(program.commands())
-    ]
-    return "\n".join(parts) + "\n"
+def flags_of(entry) -> list[str]:
+    """Every option of a command of a program."""
+    names = (name for a in entry.arguments() for name in a.names if name.startswith("--"))
+    return sorted({*names, *(words.split()[0] for words in COMMON)})

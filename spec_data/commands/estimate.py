@@ -1,6 +1,5 @@
 """`spec-data estimate`: what `generate` would write, before any GPU time."""
 
-import inspect
 import logging
 import shutil
 from dataclasses import replace
@@ -101,7 +100,7 @@ def estimate(
     result = estimated(replace(setup, columns=columns), plan, drafts, Path(out), measured)
     if not result.fits:
         return result
-    words = words_of(inspect.unwrap(generate), given)
+    words = words_of(generate, given)
     return replace(result, next_command=("spec-data", "generate", *words))
 
 

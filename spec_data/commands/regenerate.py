@@ -1,7 +1,6 @@
 """`spec-data regenerate`: replace the answers of a corpus by the target's own."""
 
 import dataclasses
-import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
@@ -141,7 +140,7 @@ def regenerate(
         **vars(loading),
     )
     words = words_of(
-        inspect.unwrap(generate),
+        generate,
         {
             "target": str(target or result.settings["server_model"]),
             "corpus": str(out),

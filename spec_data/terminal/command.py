@@ -4,8 +4,6 @@
     def select(data: Dataset, out: NewDataset, *, where: str = "", seed: Count = 0) -> View:
         '''Write a view of some of the documents of a dataset.
 
-        More about it.
-
         Examples:
             spec-data select data/all data/short --where "length < 1024"
 
@@ -14,13 +12,10 @@
             ...
         '''
 
-Its signature declares options, types and defaults, its docstring explains them. In Python it is
-called as it stands, and an editor sees every option. `Program.add` puts it on the command line by
-way of cyclopts: `max_length` becomes --max-length, `for_` --for. What it returns is printed
-(`Result`). Options in the group of `types.more` are shown by --help-all only.
-
-Both ways in check the arguments alike, before any work: types, choices and bounds by msgspec, paths
-by `types.Holds`. Nothing here imports torch, so `--help` is instant.
+Its signature declares options, types and defaults, its docstring explains them, what it returns is
+printed (`Result`). `Program.add` puts it on the command line by way of cyclopts: `max_length`
+becomes --max-length, `for_` --for. Options in the group of `types.more` are shown by --help-all
+only. Nothing here imports torch, so `--help` is instant.
 """
 
 import argparse
@@ -33,7 +28,6 @@ import re
 import shlex
 import sys
 import textwrap
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,13 +35,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Dict
-from cyclopts.exceptions import MissingArgumentError
 
-from spec_data.shards.errors import SpecDataError
 from spec_data.shards.files import write_atomically
-from spec_data.terminal.checks import checked, flag
-from spec_data.terminal.config import read_config_file
-from spec_data.terminal.console import did_you_mean, run_cli, say_next
+from spec_data.terminal.config import checked, flag, read_config_file
+from spec_data.terminal.console import run_cli, say_next
 from spec_data.terminal.paths import check_file_to_write
 from spec_data.terminal.types import comma_list
 
@@ -69,8 +60,11 @@ class Result:
     again: str = ""
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what --json writes: the fields of the result, unless a subclass says more."""
-        return dataclasses.asdict(self) if dataclasses.is_dataclass(self) else vars(self)
+        """Return what --json writes: the fields that `repr` shows, unless a subclass says more."""
+        if not dataclasses.is_dataclass(self):
+            return vars(self)
+        shown = {field.name for field in dataclasses.fields(self) if field.repr}
+        return {name: v for name, v in dataclasses.asdict(self).items() if name in shown}
 
 
 # -- the function -----------------------------------------------------------------------------
@@ -79,7 +73,7 @@ class Result:
 def command(function: Callable[P, R]) -> Callable[P, R]:
     """Check the arguments of a typed function before it is called, by its annotations.
 
-    Errors that name an option (--max-length) name the keyword (max_length) where Python calls.
+    Errors name an argument as on the command line: --max-length.
 
     Raises:
         ConfigError: an argument of another type or out of its bounds; MissingError: a path that
@@ -89,50 +83,21 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError:
-            return function(*args, **kwargs)  # Python's own error names the function
-        try:
-            bound.arguments.update(checked_arguments(function, bound.arguments))
-            return function(*bound.args, **bound.kwargs)
-        except SpecDataError as error:
-            error.args = (_as_keywords(str(error), function), *error.args[1:])
-            raise
+        bound = signature.bind(*args, **kwargs)
+        hints = _hints(called)
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = checked(name, value, hints[name])
+        return function(*bound.args, **bound.kwargs)
 
+    # the parser resolves annotations, and a result may be of a heavy module
+    called.__annotations__ = {k: v for k, v in function.__annotations__.items() if k != "return"}
     return called
-
-
-def _as_keywords(message: str, function: Callable[..., Any]) -> str:
-    names = list(inspect.signature(function).parameters)
-    for options in _option_classes(function):
-        names += [field.name for field in dataclasses.fields(options)]
-    keywords = {flag(name): name for name in names}
-    words = r"`[^`]*`|--[a-z][a-z0-9-]*"  # a command that an error names stays as it is
-    return re.sub(words, lambda match: keywords.get(match[0], match[0]), message)
-
-
-def _option_classes(function: Callable[..., Any]) -> list[Any]:
-    """Return the dataclasses of options that a function takes."""
-    hints = _hints(function).values()
-    kinds = [kind for hint in hints for kind in (hint, *typing.get_args(hint))]
-    return [kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
 
 
 @functools.cache
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations of the arguments of a function."""
-    return typing.get_type_hints(_for_parser(function), include_extras=True)
-
-
-def checked_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given arguments of a function as its annotations want them.
-
-    Raises:
-        ConfigError: a value of another type, out of its bounds, or a text that is empty;
-            MissingError: a path that is not what it should be.
-    """
-    return {name: checked(name, value, _hints(function)[name]) for name, value in given.items()}
+    """Return the annotations of the arguments of a command."""
+    return typing.get_type_hints(function, include_extras=True)
 
 
 def words_of(function: Callable[..., Any], values: Mapping[str, Any]) -> list[str]:
@@ -154,30 +119,9 @@ def words_of(function: Callable[..., Any], values: Mapping[str, Any]) -> list[st
     return words
 
 
-def _for_parser(function: Callable[..., Any], variant: Any = None) -> Callable[..., Any]:
-    """Return a copy of a function without the annotation of its result, for the parser.
-
-    It resolves annotations, and the result may be of a heavy module. `variant` replaces the only
-    positional default, and the type of that parameter.
-    """
-    function = inspect.unwrap(function)
-    assert isinstance(function, types.FunctionType)
-    defaults = function.__defaults__ if variant is None else (variant,)
-    copy = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, defaults, function.__closure__
-    )
-    copy.__kwdefaults__, copy.__doc__ = function.__kwdefaults__, function.__doc__
-    copy.__module__ = function.__module__
-    copy.__annotations__ = {k: v for k, v in function.__annotations__.items() if k != "return"}
-    if variant is not None:
-        last = function.__code__.co_varnames[function.__code__.co_argcount - 1]
-        copy.__annotations__[last] = type(variant)
-    return copy
-
-
 # -- the command line -------------------------------------------------------------------------
 
-_COMMON = {
+COMMON = {
     "--config FILE": "options from a TOML, YAML or JSON table; those typed replace them",
     "--json [FILE]": "write the result as JSON to FILE; without FILE, print it instead of text",
     "--quiet": "results, warnings and errors only: no bars and no log lines",
@@ -185,7 +129,11 @@ _COMMON = {
     "--debug": "show the Python traceback of an error; add it to a bug report",
 }
 """The options of every command."""
-
+_OF_PROGRAM = {
+    "--version": "print the version",
+    "--print-completion bash|zsh|fish": "print a script that completes commands and options in "
+    "this shell",
+}
 
 _DEFAULT = Parameter(negative_bool=(), negative_iterable=(), negative_none=(), allow_repeating=True)
 """Switches that are on by default have the note `types.OnOff`. The last of equal options counts."""
@@ -197,6 +145,7 @@ class _Entry:
 
     function: Callable[..., Any]
     app: App
+    summary: str
     usage: str
     stopped: Callable[[Mapping[str, Any]], str] | None
     epilog: str
@@ -207,10 +156,6 @@ class _Entry:
             default_parameter=_DEFAULT, parse_docstring=True
         )
         return [a for a in every if a.show and not a.children_recursive]
-
-    def flags(self) -> list[str]:
-        """Return the options that --help-all lists."""
-        return [name for a in self.arguments() for name in a.names if name.startswith("--")]
 
     def positional(self) -> list[str]:
         """Return the names of required arguments that are written without their flags.
@@ -224,11 +169,10 @@ class _Entry:
     def usage_line(self) -> str:
         """Return the required arguments as they are written."""
         words, positional = [], self.positional()
-        for argument in self.arguments():
-            name = argument.field_info.name
-            metavar = argument.parameter.metavar or name.upper()
-            metavar = name.upper() if name in positional else metavar
-            metavar += f" [{metavar} ...]" if argument.parameter.consume_multiple else ""
+        for argument in self.arguments() if not self.usage else ():
+            name, parameter = argument.field_info.name, argument.parameter
+            metavar = name.upper() if name in positional else parameter.metavar or name.upper()
+            metavar += f" [{metavar} ...]" if parameter.consume_multiple else ""
             if argument.required:
                 words.append(metavar if name in positional else f"{flag(name)} {metavar}")
         return f"{self.usage or ' '.join(words)} [options]".lstrip()
@@ -240,50 +184,39 @@ class Program:
     def __init__(self, name: str, description: str, epilog: str, version: str) -> None:
         """Make a program; `description` and `epilog` stand around the commands in its help."""
         self.name, self.version = name, version
-        self._description, self._epilog = description, epilog
-        self._entries: dict[tuple[str, ...], _Entry] = {}
-        self._app = self._new_app(name)
-
-    def _new_app(self, name: str) -> App:
-        return App(
-            name=name,
-            help_flags=(),
-            version_flags=(),
-            default_parameter=_DEFAULT,
-            exit_on_error=False,
-            print_error=False,
-        )
+        self._description, self._epilog = description.strip(), epilog.strip()
+        self.entries: dict[tuple[str, ...], _Entry] = {}
+        self._app = _new_app(name)
 
     def add(
         self,
         function: Callable[..., Any],
         *,
         name: str = "",
+        summary: str = "",
         usage: str = "",
         stopped: Callable[[Mapping[str, Any]], str] | None = None,
         epilog: str = "",
-        variant: Any = None,
     ) -> None:
         """Add a function that `command` decorates.
 
         Args:
             function: the command.
             name: of the command; not given: that of the function. "fit eagle3" is one of a group.
+            summary: what it does; not given: the first paragraph of its docstring.
             usage: what follows the name in the usage line; not given: its required arguments.
             stopped: called with the arguments when the command was interrupted; says what is kept.
             epilog: text at the end of the help; its first paragraph is that of -h.
-            variant: the default of the last positional parameter, whose type is then that of
-                `variant`: so one typed `fit` is the command of every kind of draft.
         """
-        words = tuple((name or function.__name__.strip("_").replace("_", "-")).split())
-        inner = _for_parser(function, variant)
+        words = tuple((name or function.__name__).split())
         app = self._app
         for word in words[:-1]:
             if word not in app:
-                app.command(self._new_app(word))
+                app.command(_new_app(word))
             app = app[word]
-        app.command(inner, name=words[-1])
-        self._entries[words] = _Entry(inner, app[words[-1]], usage, stopped, epilog)
+        app.command(function, name=words[-1])
+        summary = summary or _description(function)[0].partition("\n\n")[0]
+        self.entries[words] = _Entry(function, app[words[-1]], summary, usage, stopped, epilog)
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run a command line and return its exit code."""
@@ -303,80 +236,67 @@ class Program:
         if text:
             print(text)
             return 0
-        if chain not in self._entries:
-            return self._refuse(chain, self._no_command(chain, tokens))
-        entry, given = self._entries[chain], dict[str, Any]()
-        names = [word.partition("=")[0] for word in rest if re.match("--.", word)]
-        flags = entry.flags()
-        if unknown := [f"{name}{did_you_mean(name, flags)}" for name in names if name not in flags]:
-            return self._refuse(chain, f"unknown option {', '.join(unknown)}")
+        entry, given = self.entries.get(chain), dict[str, Any]()
+        if entry is None and not tokens:
+            return self._refuse(chain, f"{_kind_of(chain).upper()} is missing")
 
         def stopped() -> str:
-            kept = entry.stopped(given) if entry.stopped and given else "nothing was written yet"
-            return f"stopped: {kept}\nresume:  {shlex.join([self.name, *words])}"
+            if entry is None or entry.stopped is None:
+                return "interrupted"
+            progress = entry.stopped(given) if given else "nothing was written yet"
+            return f"stopped: {progress}\nresume:  {shlex.join([self.name, *words])}"
 
         def run() -> int:
             try:
                 call = self._parsed(entry, rest, common)
             except CycloptsError as error:
                 error.verbose = False
-                message = str(error).strip()
-                if isinstance(error, MissingArgumentError) and error.keyword:
-                    message = f"{error.keyword} needs a value"
-                elif isinstance(error, MissingArgumentError) and error.argument is not None:
-                    message = f"missing option {error.argument.name}"
-                return self._refuse(chain, message[:1].lower() + message[1:])
+                return self._refuse(chain, str(error).strip())
+            assert entry is not None
             given.update(call.arguments)
             result = entry.function(*call.args, **call.kwargs)
             _show(result, common.json)
             return self._finish(result, words)
 
-        return run_cli(run, common, stopped if entry.stopped else None)
+        return run_cli(run, common, stopped)
 
-    def _parsed(self, entry: _Entry, words: list[str], common: Any) -> inspect.BoundArguments:
-        """Return the checked arguments of one command: those typed, over --config's table."""
-        table = read_config_file(Path(common.config)) if common.config else {}
-        typed = dict(zip(words, [*words[1:], ""], strict=True))
-        for options in _option_classes(entry.function):
-            for name in options.replaced(typed) if hasattr(options, "replaced") else ():
-                table.pop(name, None)
-        several = {a.field_info.name for a in entry.arguments() if a.parameter.consume_multiple}
-        for name, value in table.items():  # one text where an option takes one
-            if isinstance(value, dict):
-                table[name] = json.dumps(value)
-            elif isinstance(value, list) and name not in several:
-                table[name] = ",".join(map(str, value))
+    def _parsed(
+        self, entry: _Entry | None, words: list[str], common: Any
+    ) -> inspect.BoundArguments:
+        """Return the arguments of one command: those typed, over --config's table."""
+        table = read_config_file(Path(common.config)) if entry and common.config else {}
+        if entry and table:
+            typed = dict(zip(words, [*words[1:], ""], strict=True))
+            for options in _hints(entry.function).values():
+                for name in options.replaced(typed) if hasattr(options, "replaced") else ():
+                    table.pop(name, None)
+            several = {a.field_info.name for a in entry.arguments() if a.parameter.consume_multiple}
+            for name, value in table.items():  # one text where an option takes one
+                if isinstance(value, dict):
+                    table[name] = json.dumps(value)
+                elif isinstance(value, list) and name not in several:
+                    table[name] = comma_list(value)
         source = f"--config {common.config}"
         config = Dict(table, source=source, use_commands_as_keys=False)
         self._app.config = (config,) if table else ()
         if common.json and common.json != "-":
             check_file_to_write("--json", common.json)
-        _, bound, _ = self._app.parse_args(words)
-        bound.arguments.update(checked_arguments(entry.function, bound.arguments))
-        return bound
+        return self._app.parse_args(words)[1]
 
     def _finish(self, result: Any, words: Sequence[str]) -> int:
         """Name the command to run next; return the exit code."""
         if not isinstance(result, Result):
             return 0
-        ranks = os.environ.get("LOCAL_WORLD_SIZE")
-        torchrun = ["torchrun", "--nproc-per-node", str(ranks), "-m", self.name.replace("-", "_")]
         following = result.next_command
         if result.again and os.environ.get("RANK", "0") == "0":
+            ranks = os.environ.get("LOCAL_WORLD_SIZE")
+            module = self.name.replace("-", "_")
+            torchrun = ["torchrun", "--nproc-per-node", str(ranks), "-m", module]
             left = [word for word in words if word != "--dry-run"]
             following = [*(torchrun if ranks else [self.name]), *left]
         if following:
             say_next(*following, label=result.again or "next")
         return result.exit_code
-
-    def commands(self) -> list[str]:
-        """Return every command, such as "fit eagle3"."""
-        return [" ".join(words) for words in self._entries]
-
-    def flags(self, command: str) -> list[str]:
-        """Return the options of a command, those of every command included."""
-        flags = self._entries[tuple(command.split())].flags()
-        return sorted({*flags, *(words.split()[0] for words in _COMMON)})
 
     def _refuse(self, chain: tuple[str, ...], message: str) -> int:
         print(f"{self._usage(chain)}\nerror: {message}", file=sys.stderr)
@@ -388,39 +308,16 @@ class Program:
 
     def _usage(self, chain: tuple[str, ...]) -> str:
         missing = f"{_kind_of(chain).upper()} [options]"
-        entry = self._entries.get(chain)
+        entry = self.entries.get(chain)
         return f"usage: {self._words(chain)} {entry.usage_line() if entry else missing}"
-
-    def _no_command(self, chain: tuple[str, ...], tokens: Sequence[str]) -> str:
-        kind, names = _kind_of(chain), self._commands_of(chain)
-        if not tokens or tokens[0].startswith("-"):
-            missing = f"{kind.upper()} is missing; write it before the options"
-            return f"{missing}: {', '.join(names)}"
-        hint = did_you_mean(tokens[0], names) or f"; choose from {', '.join(names)}"
-        return f"unknown {kind} {tokens[0]}{hint}"
-
-    def _commands_of(self, chain: tuple[str, ...]) -> list[str]:
-        depth = len(chain)
-        names = [words[depth] for words in self._entries if words[:depth] == chain]
-        return list(dict.fromkeys(names))
 
     # -- help --
 
-    def _summary(self, chain: tuple[str, ...]) -> str:
-        """Return what a command, its variant, or the first command of a group is about."""
-        entries = {w: e.function for w, e in self._entries.items() if w[: len(chain)] == chain}
-        function = next(iter(entries.values()))
-        variant = (getattr(function, "__defaults__", None) or (None,))[-1]
-        text = _description(function)[0]
-        if len(chain) > 1 and dataclasses.is_dataclass(variant):
-            text = inspect.getdoc(variant) or ""
-        return text.partition("\n\n")[0].replace("\n", " ")
-
     def help(self, chain: tuple[str, ...] = (), everything: bool = False) -> str:
         """Return the help of a command: its first options, or with `everything` all of them."""
-        if chain not in self._entries:
+        if chain not in self.entries:
             return self._help_of_group(chain)
-        entry = self._entries[chain]
+        entry = self.entries[chain]
         text, examples = _description(entry.function)
         groups: dict[str, list[str]] = {"options": []}
         hidden, positional = 0, entry.positional()
@@ -432,7 +329,7 @@ class Program:
                 continue
             groups.setdefault(title, []).extend(_option_lines(argument, positional, everything))
         if everything:
-            groups["every command"] = _rows(_COMMON)
+            groups["every command"] = _rows(COMMON)
         lines = [self._usage(chain), "", text if everything else text.partition("\n\n")[0]]
         for title, rows in groups.items():
             lines += ["", f"{title}:", *rows]
@@ -446,16 +343,25 @@ class Program:
         return "\n".join(lines)
 
     def _help_of_group(self, chain: tuple[str, ...]) -> str:
-        texts = {word: self._summary((*chain, word)) for word in self._commands_of(chain)}
-        description = self._summary(chain) if chain else self._description.strip()
-        lines = [self._usage(chain), "", description, "", f"{_kind_of(chain)}s:", *_rows(texts)]
+        texts: dict[str, str] = {}
+        description, depth = self._description, len(chain)
+        for words, entry in self.entries.items():
+            if words[:depth] == chain:
+                about = _description(entry.function)[0].partition("\n\n")[0]
+                texts.setdefault(words[depth], entry.summary if words[depth + 1 :] == () else about)
+                description = about if chain else description
+        lines = [self._usage(chain), "", description]
+        lines += ["", f"{_kind_of(chain)}s:", *_rows(texts)]
         if not chain:
-            completion = "print a script that completes commands and options in this shell"
-            program = {"--version": "print the version"}
-            program["--print-completion bash|zsh|fish"] = completion
-            lines += ["", "every command:", *_rows(_COMMON), "", "of the program:"]
-            lines += [*_rows(program), "", self._epilog.strip()]
+            lines += ["", "every command:", *_rows(COMMON)]
+            lines += ["", "of the program:", *_rows(_OF_PROGRAM), "", self._epilog]
         return "\n".join(lines)
+
+
+def _new_app(name: str) -> App:
+    app = App(name=name, help_flags=(), version_flags=(), default_parameter=_DEFAULT)
+    app.exit_on_error = app.print_error = False
+    return app
 
 
 def _take_common(words: Sequence[str]) -> tuple[Any, list[str]]:
@@ -491,15 +397,14 @@ _NOT_SHOWN = (None, inspect.Parameter.empty, False, "", (), -1)
 """Defaults that --help does not show: they stand for a value that is not given."""
 
 
-def _option_lines(argument: Any, positional: Sequence[str], whole: bool) -> list[str]:
-    """Return the lines of --help about one option; `positional` ones need no flag.
-
-    Not `whole`: the first sentence of its text.
-    """
+def _option_lines(argument: Any, positional: Sequence[str], everything: bool) -> list[str]:
+    """Return the lines of --help about one option; not `everything`: one sentence."""
     names = [name for name in argument.names if name.startswith("--")]
     choices, default = argument.get_choices(), argument.field_info.default
     text = " ".join((argument.parameter.help or "").split())
-    text = (text if whole else re.split(r"[.;:] (?=\D)", text, maxsplit=1)[0]).removesuffix(".")
+    if not everything:
+        text = re.split(r"[.;:] (?=\D)", text, maxsplit=1)[0]
+    text = text.removesuffix(".")
     if choices:
         text += f" (one of {', '.join(choices)})"
     if argument.is_flag():
@@ -527,11 +432,12 @@ def _rows(texts: Mapping[str, str]) -> list[str]:
 
 def _columns(left: str, right: str) -> list[str]:
     """Return a name and its text as lines of two columns, 80 wide."""
-    head, indent = f"  {left}", 24
-    text = textwrap.wrap(right, 80 - indent, break_on_hyphens=False) or [""]
-    if len(head) >= indent - 1:
-        return [head, *(" " * indent + line for line in text)]
-    return [head.ljust(indent) + text[0], *(" " * indent + line for line in text[1:])]
+    indent = 24
+    head = f"  {left}".ljust(indent)
+    lines = textwrap.wrap(right, 80 - indent, break_on_hyphens=False)
+    if not head.endswith(" ") or not lines:
+        lines.insert(0, "")
+    return [(head + lines[0]).rstrip(), *(" " * indent + line for line in lines[1:])]
 
 
 def _show(result: Any, file: str | None) -> None:

@@ -1,17 +1,24 @@
-"""Tables of options: config files, and plain tables of options as JSON has them. No torch here."""
+"""Values of options: checked against their annotations, and read from config files.
+
+Types, choices and bounds are checked by msgspec, paths by the notes `types.Holds`. No torch here.
+"""
 
 import dataclasses
 import json
-from collections.abc import Callable
+import math
+import os
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from cyclopts import Parameter
 
 from spec_data.shards.errors import ConfigError, MissingError
-from spec_data.terminal.checks import checked_values
 from spec_data.terminal.console import did_you_mean
-from spec_data.terminal.paths import check_value
+from spec_data.terminal.paths import check_dataset_location, check_path, check_value
+from spec_data.terminal.types import Holds
 
 T = TypeVar("T")
 
@@ -19,6 +26,99 @@ DOCUMENT_LENGTH = 2048
 """Default of --max-length of `generate` and of --seq-len of `fit`: what one writes, the other reads
 without a cut."""
 
+
+def flag(name: str) -> str:
+    """Return the option of a parameter: --max-length of max_length, --for of for_."""
+    return "--" + name.rstrip("_").replace("_", "-")
+
+
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """Return one value as its annotation wants it; errors name its flag.
+
+    Raises:
+        ConfigError: another type, out of its bounds, or an empty text; MissingError: a path that is
+            not what it should be.
+    """
+    value, notes = _plain(value), list(_notes_of(hint))
+    several = any(isinstance(note, Parameter) and note.consume_multiple for note in notes)
+    if isinstance(value, str) and several:
+        value = [value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f for f in dataclasses.fields(value) if getattr(value, f.name) != f.default]
+        given = {field.name: getattr(value, field.name) for field in fields}
+        return dataclasses.replace(value, **_checked_values(type(value), given)) if given else value
+    value = _converted(name, value, hint)
+    holds = next((note for note in notes if isinstance(note, Holds)), Holds())
+    for text in value if isinstance(value, list) else [value]:
+        if not isinstance(text, str):
+            continue
+        if holds.dataset:
+            check_dataset_location(flag(name), text, holds.dataset == "write")
+        elif not holds.urls:
+            check_value(flag(name), text)
+        if holds.kind is not None:
+            check_path(flag(name), text, holds.kind)
+    return value
+
+
+def check_bounds(options: Any) -> None:
+    """Check types, choices and bounds of all fields of a dataclass of options.
+
+    Raises:
+        ConfigError: a value of another type, out of its bounds, or not finite.
+    """
+    hints = typing.get_type_hints(type(options), include_extras=True)
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        _converted(field.name, _plain(value), hints[field.name])
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{flag(field.name)} {value}: expected a finite number")
+
+
+def _converted(name: str, value: Any, hint: Any) -> Any:
+    """Return a value as its annotation wants it, but for its paths."""
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        reason = str(error).replace("`", "").partition(" - at ")[0]
+        if choices := _choices(hint):
+            reason = f"choose from {', '.join(choices)}{did_you_mean(str(value), choices)}"
+        text = " ".join(repr(value).split())[:100]
+        raise ConfigError(f"{flag(name)} {text}: {reason[0].lower()}{reason[1:]}") from None
+
+
+def _checked_values(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of fields of a dataclass of options as their annotations want them."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {name: checked(name, value, hints[name]) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return paths as texts, scalars of numpy and torch as numbers, and sequences as lists."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, (list, tuple, range)):
+        return [_plain(item) for item in value]
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
+def _notes_of(hint: Any) -> Iterator[Any]:
+    """Yield all notes of an annotation, also of the parts of a union."""
+    yield from getattr(hint, "__metadata__", ())
+    for part in typing.get_args(hint):
+        if typing.get_origin(hint) is not typing.Literal:
+            yield from _notes_of(part)
+
+
+def _choices(hint: Any) -> list[str]:
+    if typing.get_origin(hint) is typing.Literal:
+        return [str(choice) for choice in typing.get_args(hint)]
+    return [choice for part in typing.get_args(hint) for choice in _choices(part)]
+
+
+# -- tables of options ------------------------------------------------------------------------
 
 _DECODE: dict[str, Callable[..., dict[str, Any]]] = {
     ".toml": msgspec.toml.decode,
@@ -57,19 +157,17 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "config") -> T:
         ConfigError: see above; the message names `where` the values are from.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - set(fields))
-    if unknown:
-        hint = did_you_mean(unknown[0], list(fields))
-        known = ", ".join(sorted(fields))
-        raise ConfigError(f"unknown option {', '.join(unknown)} in {where}; known: {known}{hint}")
-    missing = [
-        name
-        for name, field in fields.items()
-        if field.default is dataclasses.MISSING and name not in values
-    ]
-    if missing:
-        raise ConfigError(f"missing option {', '.join(missing)} in {where}")
-    return cls(**checked_values(cls, values, f"{where}: "))
+    required = {n for n, field in fields.items() if field.default is dataclasses.MISSING}
+    for what, names in (("unknown", values.keys() - fields), ("missing", required - values.keys())):
+        if names:
+            options = ", ".join(sorted(fields))
+            raise ConfigError(
+                f"{what} option {', '.join(sorted(names))} in {where}; the options are {options}"
+            )
+    try:
+        return cls(**_checked_values(cls, values))
+    except ConfigError as error:
+        raise type(error)(f"{where}: {error}") from None
 
 
 def to_dict(options: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import logging
 import os
-import re
 import shlex
 import signal
 import sys
@@ -40,16 +39,10 @@ class Terminated(KeyboardInterrupt):
         self.number = number
 
 
-# -- words ------------------------------------------------------------------------------------
-
-
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """Return "; did you mean X?" of the known name that `name` most likely stands for, or ""."""
-    # one digit for another is the likeliest mistake: eagle4 means eagle3, not eagle
-    digitless = {re.sub(r"\d", "0", word): word for word in reversed(known)}
-    wanted = re.sub(r"\d", "0", name).lower()
-    near = difflib.get_close_matches(wanted, digitless, n=1, cutoff=0.65)
-    return f"; did you mean {digitless[near[0]]}?" if near else ""
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    """Return "; did you mean X?" of the one of `names` that is nearest to `name`, or ""."""
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.65)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 # -- logging ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.layer_ids import RECIPES
@@ -19,10 +20,10 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: not a size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if not match:
         raise ConfigError(f"size {text!r}: expected something like 500MB or 2GB")
-    return int(float(found[1]) * _SIZES[found[2].upper()])
+    return int(float(match[1]) * _SIZES[match[2].upper()])
 
 
 def parse_batch_tokens(text: str | int) -> int | None:
@@ -63,17 +64,15 @@ def parse_codecs(text: str, supervision: str) -> dict[str, float]:
 
 
 def _quality(value: str, text: str) -> float:
-    if value in QUALITIES:
-        return QUALITIES[value]
-    try:
-        number = float(value)
-    except ValueError:
-        number = -1.0
-    if not 1e-5 <= number <= 0.5:
-        raise ConfigError(
-            f"--codec {text!r}: {value!r} is none of {', '.join(QUALITIES)}, and no error between "
-            "0.00001 and 0.5"
-        )
+    number = QUALITIES.get(value)
+    if number is None:
+        with suppress(ValueError):
+            number = float(value)
+        if number is None or not 1e-5 <= number <= 0.5:
+            raise ConfigError(
+                f"--codec {text!r}: {value!r} is none of {', '.join(QUALITIES)}, and no error "
+                "between 0.00001 and 0.5"
+            )
     return number
 
 
@@ -83,14 +82,14 @@ def column_qualities(codecs: Mapping[str, float], layers: Sequence[int]) -> dict
     Raises:
         ConfigError: a layer is named that is not captured.
     """
-    own = {f"L{layer}" for layer in layers}
-    if unknown := sorted(codecs.keys() - own - {"aux", "final"}):
+    names = sorted(f"L{layer}" for layer in layers)
+    if unknown := sorted(codecs.keys() - {*names, "aux", "final"}):
         raise ConfigError(
             f"--codec: {', '.join(unknown)} is not captured; the layers are "
             f"{', '.join(map(str, layers))}"
         )
-    found = {f"hidden.{name}": codecs.get(name, codecs["aux"]) for name in sorted(own)}
-    return found | {"hidden.final": codecs["final"]}
+    aux = {f"hidden.{name}": codecs.get(name, codecs["aux"]) for name in names}
+    return aux | {"hidden.final": codecs["final"]}
 
 
 def parse_drafts(text: str) -> tuple[str, ...]:
@@ -106,8 +105,8 @@ def parse_drafts(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in RECIPES:
-            known = ", ".join(RECIPES) + did_you_mean(name, list(RECIPES))
-            raise ConfigError(f"--for {text}: there is no draft {name!r}; known: {known}")
+            drafts = ", ".join(RECIPES) + did_you_mean(name, list(RECIPES))
+            raise ConfigError(f"--for {text}: there is no draft {name!r}; drafts are {drafts}")
     return names
 
 
@@ -124,8 +123,8 @@ def check_drafts(drafts: tuple[str, ...], layers: str, supervision: str, final: 
         )
     if "eagle" not in drafts or (supervision, final) == ("final-hidden", "all"):
         return
-    kept = f"--final {final}" if supervision == "final-hidden" else f"--supervision {supervision}"
+    kind = f"--final {final}" if supervision == "final-hidden" else f"--supervision {supervision}"
     raise ConfigError(
-        f"--for eagle with {kept}: this draft reads hidden.final at every token; use --supervision "
+        f"--for eagle with {kind}: this draft reads hidden.final at every token; use --supervision "
         "final-hidden and --final all, or leave eagle out"
     )

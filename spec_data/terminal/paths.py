@@ -33,7 +33,7 @@ def check_value(flag: str, text: str) -> None:
         raise ConfigError(f"{flag} {text}: {scheme}:// is not supported; {advice}")
 
 
-def check_dataset_place(flag: str, text: str, write: bool = False) -> None:
+def check_dataset_location(flag: str, text: str, write: bool = False) -> None:
     """Check the text of an option that takes a directory or a URL of a dataset.
 
     With `write`, a dataset is written there.
@@ -76,31 +76,28 @@ def check_directory_to_write(flag: str, path: str | Path) -> None:
             user cannot write in; or `check_value` refuses it.
     """
     check_value(flag, str(path))
+    effective = os.access in os.supports_effective_ids
+    problem = ""
     try:
         str(path).encode("utf-8")  # other files and the manifest may name it
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             os.lstat(path)  # raises where a name is too long
-        place = next(p for p in (Path(path), *Path(path).absolute().parents) if os.path.lexists(p))
-        problem = _problem(place, place == Path(path))
+        present = next(
+            p for p in (Path(path), *Path(path).absolute().parents) if os.path.lexists(p)
+        )
+        name = "this" if present == Path(path) else str(present)
+        if present.is_symlink() and not present.exists():
+            problem = f"{name} is a link to {present.readlink()}, which does not exist"
+        elif not present.is_dir():
+            problem = f"{name} is a file"
+        elif not os.access(present, os.W_OK | os.X_OK, effective_ids=effective):
+            problem = f"{name} is read-only for this user"
     except UnicodeEncodeError:
         raise ConfigError(f"{flag} {path!r}: not UTF-8; choose another name") from None
     except OSError as error:
         problem = f"it cannot be used: {error.strerror}"
     if problem:
         raise ConfigError(f"{flag} {path}: {problem}; pass a directory that can be written")
-
-
-def _problem(place: Path, last: bool) -> str:
-    """Return why nothing can be written in `place`, the part of a path that exists; or ""."""
-    this = "this" if last else str(place)
-    if place.is_symlink() and not place.exists():
-        return f"{this} is a link to {place.readlink()}, which does not exist"
-    if not place.is_dir():
-        return f"{this} is a file"
-    effective = os.access in os.supports_effective_ids
-    if not os.access(place, os.W_OK | os.X_OK, effective_ids=effective):
-        return f"{this} is read-only for this user"
-    return ""
 
 
 def check_file_to_write(flag: str, path: str | Path) -> None:
@@ -114,7 +111,7 @@ def check_file_to_write(flag: str, path: str | Path) -> None:
     if not folder.is_dir() or file.is_dir():
         why = "this is a directory" if file.is_dir() else f"there is no directory {folder}"
         raise ConfigError(f"{flag} {path}: pass a file name in an existing directory ({why})")
-    check_directory_to_write(flag, Path(path).parent)
+    check_directory_to_write(flag, folder)
 
 
 def make_directory(flag: str, path: Path) -> None:
@@ -127,7 +124,4 @@ def make_directory(flag: str, path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # such as a file system without new directories
-        raise ConfigError(
-            f"{flag} {path}: cannot be created: {error.strerror}; pass a directory that can be "
-            "written"
-        ) from None
+        raise ConfigError(f"{flag} {path}: cannot be created: {error.strerror}") from None

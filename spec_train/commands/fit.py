@@ -5,6 +5,7 @@ The story: check what was asked (here, before torch is imported), prepare the ru
 page of the run (`reports.run_page`).
 """
 
+import inspect
 import os
 import signal
 from collections.abc import Sequence
@@ -150,28 +151,33 @@ prepare the run, train a few steps that are thrown away, and print what would be
             it takes, and how much memory and disk it needs; write nothing"""
 
 
-def _fit_command(
-    training: Training, draft: AnyDraftOptions = Eagle3Options(), *, dry_run: bool = False
-) -> "Result":
+def _fit_command(training: Training, draft: Any, dry_run: bool) -> Result:
     if dry_run:
         from spec_train.training.run_cost import dry_run as run
 
         return run(*settled(training, draft))
     result = _fit(training, draft)
-    if not _is_main():
-        return _Finished(0 if result.stopped_by is None else 128 + result.stopped_by)
     if result.stopped_by is not None:
         return _Finished(128 + result.stopped_by)
     data = parse_sources(training.data)[0].place
-    return _Finished(next_command=["spec-train", "eval", "--draft", training.out, "--data", data])
-
-
-_fit_command.__doc__ = str(fit.__doc__).replace("Args:\n", f"Args:\n        dry_run: {_DRY_RUN}\n")
+    following = ["spec-train", "eval", "--draft", training.out, "--data", data]
+    return _Finished(next_command=following if _is_main() else ())
 
 
 def add_fit(program: Program) -> None:
     """Add `fit` to a program, with a command for every kind of draft."""
     usage, presets = "--data DIR --out RUN", preset_help()
     for name, options in DRAFT_OPTIONS.items():
-        name = f"fit {name}"
-        program.add(_fit_command, name=name, usage=usage, epilog=presets, variant=options())
+        default = options()
+
+        def fit_one(training: Training, draft: Any = default, *, dry_run: bool = False) -> Result:
+            return _fit_command(training, draft, dry_run)
+
+        fit_one.__annotations__["draft"] = options
+        fit_one.__doc__ = str(fit.__doc__).replace(
+            "Args:\n", f"Args:\n        dry_run: {_DRY_RUN}\n"
+        )
+        summary = inspect.getdoc(options) or ""
+        program.add(
+            command(fit_one), name=f"fit {name}", summary=summary, usage=usage, epilog=presets
+        )

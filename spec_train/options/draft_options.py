@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.layer_ids import chosen_layers
-from spec_data.terminal.checks import check_bounds
+from spec_data.terminal.config import check_bounds
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.types import NO_FLAG, ONE_TOKEN, Count, Positive, more
 

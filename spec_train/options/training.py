@@ -11,8 +11,7 @@ from msgspec import Meta
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
 from spec_data.shards.turn_masks import check_policy
-from spec_data.terminal.checks import check_bounds
-from spec_data.terminal.config import DOCUMENT_LENGTH
+from spec_data.terminal.config import DOCUMENT_LENGTH, check_bounds
 from spec_data.terminal.types import NO_FLAG, Count, Holds, Positive, more
 from spec_train.options.data_option import parse_sources
 from spec_train.options.presets import PRESETS, training_values

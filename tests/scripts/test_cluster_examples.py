@@ -10,21 +10,17 @@ import yaml
 
 from spec_data.cli import PROGRAM
 from spec_data.generation.workers import launched_worker
+from tests.terminal_tools import flags_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCRIPTS = sorted((DOCS / "examples").glob("*.sh"))
-
-
-def flags_of(command: str) -> set[str]:
-    """The options of a command; one that does not exist raises an error."""
-    return set(PROGRAM.flags(command))
 
 
 def check(words: list[str]) -> None:
     """Check the options of a command line."""
     words = [part for word in words for part in word.split("=", 1)]
     used = {word for word in words if word.startswith("--")}
-    assert used <= flags_of(words[0]), words
+    assert used <= set(flags_of(PROGRAM.entries[words[0],])), words
     if words[0] == "generate":
         assert words[words.index("--workers") + 1].startswith("auto")
 
@@ -58,6 +54,6 @@ def test_the_page_names_flags_that_exist_and_every_example():
     page = (DOCS / "clusters.md").read_text()
     for file in (*SCRIPTS, *(DOCS / "examples").glob("*.yaml")):
         assert f"(examples/{file.name})" in page
-    known = set().union(*map(flags_of, PROGRAM.commands()))
+    flags = set().union(*map(flags_of, PROGRAM.entries.values()))
     launchers = {"--nproc-per-node", "--no-python"}
-    assert set(re.findall(r"--[a-z][a-z-]+", page)) - launchers <= known
+    assert set(re.findall(r"--[a-z][a-z-]+", page)) - launchers <= flags

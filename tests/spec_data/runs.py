@@ -1,7 +1,6 @@
 """A tiny target with a real tokenizer, a corpus, and functions that run and compare generate."""
 
 import hashlib
-import inspect
 import json
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import spec_data
 from spec_data.generation.options import CaptureOptions
 from spec_data.models.target_options import EngineOptions
 from spec_data.shards.reader import open_dataset
-from spec_data.terminal.command import checked_arguments
 from spec_data.verification.run import examine
 from tests.families import tiny_model
 from tests.forked import Forked, fork_program
@@ -74,9 +72,8 @@ def arguments(given: dict) -> dict:
 
 
 def call(function, given: dict):
-    """Call a command as the command line does: errors name its flags."""
-    function = inspect.unwrap(function)
-    return function(**checked_arguments(function, arguments(given)))
+    """Call a command with options of `options`."""
+    return function(**arguments(given))
 
 
 def generate_with(**given):
@@ -101,7 +98,7 @@ def prepared(**given):
         raise _Prepared(prepare)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("spec_data.terminal.checks.check_path", lambda *_: None)
+        patch.setattr("spec_data.terminal.config.check_path", lambda *_: None)
         patch.setattr("spec_data.commands.generate.generate_into", stop)
         try:
             call(spec_data.generate, given)

@@ -128,14 +128,9 @@ def test_contradictions_are_refused(change, message):
         prepared(**{"target": "t", "corpus": ("c",), "out": "o"} | change)
 
 
-def test_errors_name_an_option_as_it_was_given(tmp_path, capsys):
-    given = ("c", "o", spec_data.CaptureOptions(max_length=0))
-    with pytest.raises(ConfigError) as caught:
-        spec_data.generate("t", *given)
-    assert "max_length 0" in str(caught.value) and "--" not in str(caught.value)
-    with pytest.raises(MissingError) as gone:  # of the work, after the options were read
-        spec_data.generate("/nowhere", *given[:2])
-    assert "target /nowhere" in str(gone.value) and "--" not in str(gone.value)
+def test_errors_name_the_option(tmp_path, capsys):
+    with pytest.raises(MissingError, match="--target /nowhere"):
+        spec_data.generate("/nowhere", "c", "o")
     file = tmp_path / "run.yaml"
     file.write_text("max-length: 0\n")
     typed = ["generate", "--config", str(file), "--target", "t", "--corpus", "c", "--out", "o"]

@@ -14,6 +14,7 @@ from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.training.setup import default_lr
 from tests.factory import tiny_dataset
 from tests.forked import Forked
+from tests.terminal_tools import flags_of
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def test_help_is_one_screen_and_names_every_flag_on_request(capsys, draft):
     assert main(["fit", draft, "--help-all"]) == 0
     whole = capsys.readouterr().out
     shown = set(re.findall(r"^  (--[a-z0-9-]+)", whole, re.MULTILINE))
-    known = set(PROGRAM.flags(f"fit {draft}"))
+    known = set(flags_of(PROGRAM.entries["fit", draft]))
     assert {name for name in known if f"--no-{name[2:]}" not in known} == shown
     assert max(map(len, whole.splitlines()[1:])) <= 100
 
