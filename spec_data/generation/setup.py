@@ -42,8 +42,7 @@ from spec_data.generation.plan import (
 from spec_data.generation.workers import planning_lock, running_workers
 from spec_data.models.devices import device_type
 from spec_data.models.engines import engine_warnings
-from spec_data.models.families import registered
-from spec_data.models.fitted_shape import check_sizes, fitted_shape
+from spec_data.models.families import config_shape, fitted_shape, registered
 from spec_data.models.identify import TargetFiles, read_target, versions
 from spec_data.models.reading import text_config
 from spec_data.models.rope_factors import check_choice, chosen_factors
@@ -533,7 +532,7 @@ def announce_drafts(setup: Setup) -> Fitting:
     options, names = setup.options, setup.target["architectures"]
     known, shape_problem = registered(names), None
     try:
-        check_sizes(json.loads(config_json(setup, torch.float32)))
+        config_shape(json.loads(config_json(setup, torch.float32)), with_rope=False)
     except DraftError as error:
         shape_problem = str(error)
     problems: dict[str, str | None] = {}

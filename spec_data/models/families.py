@@ -1,17 +1,34 @@
-"""The registry of targets that a draft can be built for: one line per family.
+"""The registry of targets that a draft can be built for, and the shape that the draft takes over.
 
 `architectures` of a target's config.json selects the family; the first registered name wins. Every
 kind of draft supports the same families. A shape function takes sizes and rope settings from a
 config.json; a family needs one of its own if its config has not the keys of Llama or GPT-2.
+
+`generate` reads inverse frequencies and the final norm from the live modules and proves them
+(`shards.position_data`). So a family needs no code to have the right rope. Where config.json says
+otherwise, the data decide, and the difference is logged. Engines compute a draft's rope from its
+config.json. So settings that have the same frequencies are searched first. Where none have, the
+draft stores the frequencies, and an export for engines is refused.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spec_data.models.rope_settings import rope_parameters
+from spec_data.models.rope_settings import (
+    RopeSettings,
+    config_table,
+    rope_parameters,
+    stored_json,
+)
 from spec_data.shards.errors import DraftError
+from spec_data.shards.position_data import ROPE, Positions, RopeTable
 
+log = logging.getLogger(__name__)
+
+_DIGITS = 7  # of a theta that is searched
 _EPS_KEYS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon")
 
 
@@ -130,103 +147,38 @@ def _size(config: dict[str, Any], *names: str) -> int:
 
 # -- registry --------------------------------------------------------------------------------------
 
-TARGETS: dict[str, Callable[[dict[str, Any]], TargetShape]] = {
-    "LlamaForCausalLM": decoder_shape,
-    "MistralForCausalLM": decoder_shape,
-    "Phi3ForCausalLM": decoder_shape,
-    "Qwen2ForCausalLM": decoder_shape,
-    "Qwen3ForCausalLM": decoder_shape,
-    "Qwen3MoeForCausalLM": decoder_shape,
-    "Gemma2ForCausalLM": decoder_shape,
-    "Gemma3ForCausalLM": decoder_shape,
-    "Gemma3ForConditionalGeneration": decoder_shape,
-    "Gemma4ForCausalLM": global_shape,
-    "Gemma4ForConditionalGeneration": global_shape,
-    "GptOssForCausalLM": decoder_shape,
-    "DeepseekV3ForCausalLM": latent_shape,
-    "Glm4ForCausalLM": decoder_shape,
-    "GraniteForCausalLM": decoder_shape,
-    "Olmo2ForCausalLM": decoder_shape,
-    "CohereForCausalLM": decoder_shape,
-    "GPT2LMHeadModel": decoder_shape,
-    "AfmoeForCausalLM": decoder_shape,
-    "ApertusForCausalLM": decoder_shape,
-    "ArceeForCausalLM": decoder_shape,
-    "AXK1ForCausalLM": latent_shape,
-    "AXK2ForCausalLM": latent_shape,
-    "BambaForCausalLM": decoder_shape,
-    "BitNetForCausalLM": decoder_shape,
-    "Cohere2ForCausalLM": decoder_shape,
-    "Cohere2MoeForCausalLM": decoder_shape,
-    "CwmForCausalLM": decoder_shape,
-    "DeepseekV2ForCausalLM": latent_shape,
-    "DeepseekV32ForCausalLM": latent_shape,
-    "Dots1ForCausalLM": decoder_shape,
-    "Ernie4_5ForCausalLM": decoder_shape,
-    "Ernie4_5_MoeForCausalLM": decoder_shape,
-    "Exaone4ForCausalLM": decoder_shape,
-    "ExaoneMoeForCausalLM": decoder_shape,
-    "FalconForCausalLM": decoder_shape,
-    "FalconH1ForCausalLM": decoder_shape,
-    "FlexOlmoForCausalLM": decoder_shape,
-    "GemmaForCausalLM": decoder_shape,
-    "GlmForCausalLM": decoder_shape,
-    "Glm4MoeForCausalLM": decoder_shape,
-    "Glm4MoeLiteForCausalLM": latent_shape,
-    "GlmMoeDsaForCausalLM": latent_shape,
-    "GPTNeoXForCausalLM": decoder_shape,
-    "GraniteMoeForCausalLM": decoder_shape,
-    "GraniteMoeHybridForCausalLM": decoder_shape,
-    "GraniteMoeSharedForCausalLM": decoder_shape,
-    "GraniteMoeSWAForCausalLM": decoder_shape,
-    "GraniteSWAForCausalLM": decoder_shape,
-    "HeliumForCausalLM": decoder_shape,
-    "HunYuanDenseV1ForCausalLM": decoder_shape,
-    "HunYuanMoEV1ForCausalLM": decoder_shape,
-    "HYV3ForCausalLM": decoder_shape,
-    "HyperCLOVAXForCausalLM": decoder_shape,
-    "InternLM3ForCausalLM": decoder_shape,
-    "Jais2ForCausalLM": decoder_shape,
-    "JambaForCausalLM": decoder_shape,
-    "KimiLinearForCausalLM": decoder_shape,
-    "LagunaForCausalLM": decoder_shape,
-    "Lfm2ForCausalLM": decoder_shape,
-    "Lfm2MoeForCausalLM": decoder_shape,
-    "Lfm3ForCausalLM": decoder_shape,
-    "Llama4ForCausalLM": decoder_shape,
-    "Llama4ForConditionalGeneration": decoder_shape,
-    "MellumForCausalLM": decoder_shape,
-    "MiMoV2FlashForCausalLM": decoder_shape,
-    "MiniMaxForCausalLM": decoder_shape,
-    "MiniMaxM2ForCausalLM": decoder_shape,
-    "MiniMaxM3VLForCausalLM": decoder_shape,
-    "MinistralForCausalLM": decoder_shape,
-    "Ministral3ForCausalLM": decoder_shape,
-    "Mistral3ForConditionalGeneration": decoder_shape,
-    "MixtralForCausalLM": decoder_shape,
-    "NanoChatForCausalLM": decoder_shape,
-    "NemotronForCausalLM": decoder_shape,
-    "NemotronHForCausalLM": decoder_shape,
-    "OlmoForCausalLM": decoder_shape,
-    "Olmo3ForCausalLM": decoder_shape,
-    "OlmoHybridForCausalLM": decoder_shape,
-    "OlmoeForCausalLM": decoder_shape,
-    "PhiForCausalLM": decoder_shape,
-    "PhimoeForCausalLM": decoder_shape,
-    "Qwen2MoeForCausalLM": decoder_shape,
-    "Qwen3_5ForCausalLM": decoder_shape,
-    "Qwen3_5ForConditionalGeneration": decoder_shape,
-    "Qwen3_5MoeForCausalLM": decoder_shape,
-    "Qwen3_5MoeForConditionalGeneration": decoder_shape,
-    "Qwen3NextForCausalLM": decoder_shape,
-    "SeedOssForCausalLM": decoder_shape,
-    "SmolLM3ForCausalLM": decoder_shape,
-    "SolarOpenForCausalLM": decoder_shape,
-    "StableLmForCausalLM": decoder_shape,
-    "Starcoder2ForCausalLM": decoder_shape,
-    "VaultGemmaForCausalLM": decoder_shape,
-    "YoutuForCausalLM": latent_shape,
+_SHAPES: dict[Callable[[dict[str, Any]], TargetShape], str] = {
+    decoder_shape: """
+    AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM BambaForCausalLM BitNetForCausalLM
+    Cohere2ForCausalLM Cohere2MoeForCausalLM CohereForCausalLM CwmForCausalLM
+    Dots1ForCausalLM Ernie4_5_MoeForCausalLM Ernie4_5ForCausalLM Exaone4ForCausalLM
+    ExaoneMoeForCausalLM FalconForCausalLM FalconH1ForCausalLM FlexOlmoForCausalLM
+    Gemma2ForCausalLM Gemma3ForCausalLM Gemma3ForConditionalGeneration GemmaForCausalLM
+    Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM GPT2LMHeadModel GPTNeoXForCausalLM
+    GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeHybridForCausalLM
+    GraniteMoeSharedForCausalLM GraniteMoeSWAForCausalLM GraniteSWAForCausalLM
+    HeliumForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
+    HyperCLOVAXForCausalLM HYV3ForCausalLM InternLM3ForCausalLM Jais2ForCausalLM
+    JambaForCausalLM KimiLinearForCausalLM LagunaForCausalLM Lfm2ForCausalLM
+    Lfm2MoeForCausalLM Lfm3ForCausalLM Llama4ForCausalLM Llama4ForConditionalGeneration
+    LlamaForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiniMaxForCausalLM
+    MiniMaxM2ForCausalLM MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM
+    Mistral3ForConditionalGeneration MistralForCausalLM MixtralForCausalLM
+    NanoChatForCausalLM NemotronForCausalLM NemotronHForCausalLM Olmo2ForCausalLM
+    Olmo3ForCausalLM OlmoeForCausalLM OlmoForCausalLM OlmoHybridForCausalLM Phi3ForCausalLM
+    PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3_5ForCausalLM
+    Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
+    Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM SeedOssForCausalLM
+    SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
+    VaultGemmaForCausalLM
+    """,
+    latent_shape: """
+    AXK1ForCausalLM AXK2ForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM
+    DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM YoutuForCausalLM
+    """,
+    global_shape: "Gemma4ForCausalLM Gemma4ForConditionalGeneration",
 }
+TARGETS = {name: shape for shape, names in _SHAPES.items() for name in names.split()}
 """From config.json to the draft's shape, by an entry of `architectures`."""
 
 
@@ -241,10 +193,101 @@ def target_architectures(config: dict[str, Any]) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def target_shape(config: dict[str, Any]) -> TargetShape:
+def config_shape(config: dict[str, Any], *, with_rope: bool = True) -> TargetShape:
     """Return the shape that config.json describes; of an unknown family, with Llama's keys.
 
     Raises:
         DraftError: a size is missing, or the rope is unknown.
     """
-    return TARGETS.get(registered(target_architectures(config)) or "", decoder_shape)(config)
+    shape_of = TARGETS.get(registered(target_architectures(config)) or "", decoder_shape)
+    return shape_of(config if with_rope else _without_rope(config))
+
+
+def _without_rope(config: dict[str, Any]) -> dict[str, Any]:
+    nested = config.get("text_config")
+    tables = {"text_config": _without_rope(nested)} if isinstance(nested, dict) else {}
+    rope = ("rope_parameters", "rope_scaling")
+    return {key: value for key, value in config.items() if key not in rope} | tables
+
+
+# -- what was proven -------------------------------------------------------------------------------
+
+
+def fitted_shape(config: dict[str, Any], positions: Positions | None) -> TargetShape:
+    """Return the shape of a draft; `positions` are those of its dataset, None if not recorded.
+
+    Raises:
+        DraftError: config.json lacks a size, or has a rope that is unknown and not proven.
+    """
+    positions = positions or Positions()
+    table = positions.of_draft if positions.proven else None
+    try:
+        shape = config_shape(config)
+    except DraftError as error:
+        if table is None:
+            raise
+        shape = config_shape(config, with_rope=False)  # raises again if a size is missing
+        log.warning("the rope of config.json is not used: %s", error)
+    eps = positions.norm.get("eps")
+    if eps is not None and not math.isclose(eps, shape.rms_norm_eps, rel_tol=1e-6):
+        log.warning(
+            "warning: config.json leads to eps %g of the norms, the target's final norm has %g, "
+            "which is used",
+            *(shape.rms_norm_eps, eps),
+        )
+        shape = replace(shape, rms_norm_eps=eps)
+    if table is not None:
+        return _with_table(shape, table)
+    if positions.kind == ROPE:
+        log.warning(
+            "warning: the target's rotary frequencies are not proven (%s): those of its "
+            "config.json are used",
+            positions.reason or "no table for full attention",
+        )
+    return shape
+
+
+def _with_table(shape: TargetShape, table: RopeTable) -> TargetShape:
+    """Return the shape with the rotary embedding of a proven table."""
+    shape = replace(shape, head_dim=max(table.size, shape.head_dim))
+    stated = shape.rope_parameters
+    for parameters in (stated, *_candidates(shape, table)):
+        fitted = replace(shape, rope_parameters=parameters)
+        try:
+            expressed = config_table(RopeSettings.of(fitted)).equals(table)
+        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+            continue
+        if expressed:
+            if parameters is not stated:
+                log.warning(
+                    "warning: the rope of the target's config.json, %s, is not what its rotary "
+                    "module computes. The module decides; the draft's config.json has %s",
+                    *(stated, parameters),
+                )
+            return replace(fitted, positions=stored_json(table, expressed=True))
+    log.warning(
+        "warning: the rope of the target's config.json, %s, is not what its rotary module "
+        "computes, and no rope settings are. The draft stores the module's frequencies; engines "
+        "cannot serve it",
+        stated,
+    )
+    return replace(shape, positions=stored_json(table, expressed=False))
+
+
+def _candidates(shape: TargetShape, table: RopeTable) -> Iterator[dict[str, Any]]:
+    """Yield rope settings that may have the frequencies of a table."""
+    share = table.size / shape.head_dim
+    while int(shape.head_dim * share) < table.size:  # readers round down
+        share = math.nextafter(share, 2)
+    partial = {"partial_rotary_factor": share} if share < 1 else {}
+    plain = {k: v for k, v in shape.rope_parameters.items() if k != "partial_rotary_factor"}
+    yield plain | partial
+    count = len(table.inv_freq)
+    if count < 2 or not bool((table.inv_freq > 0).all()):
+        return
+    first, last = float(table.inv_freq[0]), float(table.inv_freq[-1])
+    exact = (first / last) ** (count / (count - 1))
+    for digits in range(1, _DIGITS + 1):
+        theta = {"rope_theta": float(f"{exact:.{digits}g}")}
+        yield {"rope_type": "default"} | theta | partial
+        yield {"rope_type": "linear"} | theta | {"factor": float(f"{1 / first:.6g}")} | partial

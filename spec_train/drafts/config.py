@@ -14,11 +14,11 @@ from spec_data.models.families import (
     TARGETS,
     LayerSizes,
     TargetShape,
+    fitted_shape,
     registered,
     target_architectures,
     text_table,
 )
-from spec_data.models.fitted_shape import fitted_shape
 from spec_data.models.rope_settings import RopeSettings
 from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import Positions
