@@ -17,6 +17,17 @@ DTYPES = {
 """The dtype of every name that an option accepts."""
 
 
+def _resolved(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_type(name: str) -> str:
+    """Return "cpu", "cuda", ... of a --device option, without checking that this machine has it."""
+    return _resolved(name).split(":")[0]
+
+
 def usable_device(name: str, flag: str = "--device") -> torch.device:
     """Return the device of a --device option.
 
@@ -39,11 +50,7 @@ def usable_device(name: str, flag: str = "--device") -> torch.device:
 
 
 def check_devices(name: str, device_map: object = None) -> None:
-    """Check the device of --device, or all those that a --device-map names.
-
-    Raises:
-        ConfigError: one does not exist or cannot be used on this machine.
-    """
+    """Raise ConfigError unless the device of --device, or all of --device-map, can be used here."""
     if not isinstance(device_map, Mapping):
         usable_device(name)
         return
@@ -58,17 +65,6 @@ def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or values.device.type != "cpu":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
-
-
-def device_type(name: str) -> str:
-    """Return "cpu", "cuda", ... of a --device option, without checking that this machine has it."""
-    return _resolved(name).split(":")[0]
-
-
-def _resolved(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def compute_dtype_name(name: str, device: torch.device) -> str:

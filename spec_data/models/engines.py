@@ -24,7 +24,6 @@ TABLE = Path(__file__).with_name("engines.toml")
 CLASSES = TABLE.with_name("engine_targets.json")
 COLUMNS = ("vllm", "sglang", "llama.cpp")
 """The engines of docs/targets.md."""
-_UNKNOWN = "its release has no model class of that name"
 
 
 class Engine(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -100,12 +99,6 @@ def target_classes() -> Classes:
     return msgspec.json.decode(CLASSES.read_bytes(), type=Classes)
 
 
-@cache
-def _classes(engine: str) -> dict[str, frozenset[str]]:
-    lists = target_classes().engines.get(engine, {})
-    return {name: frozenset(text.split()) for name, text in lists.items()}
-
-
 @dataclass(frozen=True)
 class Served:
     """Whether an engine can serve a target with a draft; None: unknown.
@@ -136,12 +129,13 @@ def served(engine: str, draft: str, architectures: Sequence[str]) -> Served:
     An engine without a list, or a kind of draft that it does not serve, needs nothing of the
     target's class. Of several names, the first one that the engine knows counts, as in the engines.
     """
-    classes, row = _classes(engine), engines().engine[engine]
-    if not classes or draft not in row.drafts:
+    lists, row = target_classes().engines.get(engine, {}), engines().engine[engine]
+    if not lists or draft not in row.drafts:
         return Served(True)
+    classes = {kind: names.split() for kind, names in lists.items()}
     name = next((name for name in architectures if name in classes["known"]), None)
     if name is None:
-        return Served(None, ", ".join(architectures), _UNKNOWN)
+        return Served(None, ", ".join(architectures), "its release has no model class of that name")
     lacks = [need for need in row.drafts[draft] if name not in classes[need]]
     return Served(False, name, row.lacks[lacks[0]]) if lacks else Served(True, name)
 
@@ -150,10 +144,12 @@ def engine_warnings(drafts: Sequence[str], architectures: Sequence[str]) -> list
     """Return a line per release that cannot or may not serve a target with some of the drafts."""
     lines = []
     for engine in COLUMNS:
-        answers = {draft: served(engine, draft, architectures) for draft in drafts}
-        for answer in dict.fromkeys(answers.values()):
-            if text := answer.text([draft for draft in drafts if answers[draft] == answer]):
-                lines.append(f"{engines().engine[engine].release}: {text}")
+        by_answer: dict[Served, list[str]] = {}
+        for draft in drafts:
+            by_answer.setdefault(served(engine, draft, architectures), []).append(draft)
+        release = engines().engine[engine].release
+        texts = [answer.text(names) for answer, names in by_answer.items()]
+        lines += [f"{release}: {text}" for text in texts if text]
     return lines
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spec_data.models.rope_settings import (
-    RopeSettings,
     config_table,
     rope_parameters,
     stored_json,
@@ -74,12 +73,18 @@ def decoder_shape(config: dict[str, Any]) -> TargetShape:
             f"num_key_value_heads = {kv_heads}; the file was edited or damaged"
         )
     limit = _size(text, "max_position_embeddings", "n_positions", "model_max_length")
+    kinds = text.get("layer_types") or ()
+    full = {  # head sizes of the full-attention layers, where they have their own (Gemma-4)
+        int(layer["head_dim"])
+        for key, layer in (text.get("per_layer_config") or {}).items()
+        if "head_dim" in layer and kinds[int(key)] == "full_attention"
+    }
     return TargetShape(
         hidden_size=hidden,
         intermediate_size=text.get("intermediate_size") or text.get("n_inner") or 4 * hidden,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=text.get("head_dim") or hidden // heads,
+        head_dim=full.pop() if len(full) == 1 else text.get("head_dim") or hidden // heads,
         rms_norm_eps=next((text[key] for key in _EPS_KEYS if text.get(key) is not None), 1e-6),
         max_position_embeddings=limit,
         num_hidden_layers=block_count(text) or _size(text, "num_hidden_layers", "n_layer"),
@@ -111,24 +116,6 @@ def latent_shape(config: dict[str, Any]) -> TargetShape:
     return replace(decoder_shape(config), head_dim=size)
 
 
-def global_shape(config: dict[str, Any]) -> TargetShape:
-    """Return the shape for a target whose full-attention layers have another head size (Gemma-4).
-
-    The draft uses full attention with the rotary settings of those layers, which depend on that
-    head size.
-    """
-    text = text_table(config)
-    kinds = text.get("layer_types") or ()
-    layers = text.get("per_layer_config") or {}
-    sizes = {
-        int(layer["head_dim"])
-        for key, layer in layers.items()
-        if "head_dim" in layer and kinds[int(key)] == "full_attention"
-    }
-    shape = decoder_shape(config)
-    return replace(shape, head_dim=sizes.pop()) if len(sizes) == 1 else shape
-
-
 def text_table(config: dict[str, Any]) -> dict[str, Any]:
     """Return the language model's part of a target's config.json (multimodal targets nest it)."""
     nested = config.get("text_config")
@@ -149,34 +136,35 @@ def _size(config: dict[str, Any], *names: str) -> int:
 
 _SHAPES: dict[Callable[[dict[str, Any]], TargetShape], str] = {
     decoder_shape: """
-    AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM BambaForCausalLM BitNetForCausalLM
-    Cohere2ForCausalLM Cohere2MoeForCausalLM CohereForCausalLM CwmForCausalLM
-    Dots1ForCausalLM Ernie4_5_MoeForCausalLM Ernie4_5ForCausalLM Exaone4ForCausalLM
-    ExaoneMoeForCausalLM FalconForCausalLM FalconH1ForCausalLM FlexOlmoForCausalLM
-    Gemma2ForCausalLM Gemma3ForCausalLM Gemma3ForConditionalGeneration GemmaForCausalLM
-    Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM GPT2LMHeadModel GPTNeoXForCausalLM
-    GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeHybridForCausalLM
-    GraniteMoeSharedForCausalLM GraniteMoeSWAForCausalLM GraniteSWAForCausalLM
-    HeliumForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
-    HyperCLOVAXForCausalLM HYV3ForCausalLM InternLM3ForCausalLM Jais2ForCausalLM
-    JambaForCausalLM KimiLinearForCausalLM LagunaForCausalLM Lfm2ForCausalLM
-    Lfm2MoeForCausalLM Lfm3ForCausalLM Llama4ForCausalLM Llama4ForConditionalGeneration
-    LlamaForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiniMaxForCausalLM
-    MiniMaxM2ForCausalLM MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM
-    Mistral3ForConditionalGeneration MistralForCausalLM MixtralForCausalLM
-    NanoChatForCausalLM NemotronForCausalLM NemotronHForCausalLM Olmo2ForCausalLM
-    Olmo3ForCausalLM OlmoeForCausalLM OlmoForCausalLM OlmoHybridForCausalLM Phi3ForCausalLM
-    PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3_5ForCausalLM
-    Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
-    Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM SeedOssForCausalLM
-    SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
-    VaultGemmaForCausalLM
+        AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM BambaForCausalLM
+        BitNetForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM CohereForCausalLM
+        CwmForCausalLM Dots1ForCausalLM Ernie4_5_MoeForCausalLM Ernie4_5ForCausalLM
+        Exaone4ForCausalLM ExaoneMoeForCausalLM FalconForCausalLM FalconH1ForCausalLM
+        FlexOlmoForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
+        Gemma3ForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration
+        GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM GlmForCausalLM GPT2LMHeadModel
+        GPTNeoXForCausalLM GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
+        GraniteMoeHybridForCausalLM GraniteMoeSharedForCausalLM GraniteMoeSWAForCausalLM
+        GraniteSWAForCausalLM HeliumForCausalLM HunYuanDenseV1ForCausalLM
+        HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM HYV3ForCausalLM InternLM3ForCausalLM
+        Jais2ForCausalLM JambaForCausalLM KimiLinearForCausalLM LagunaForCausalLM
+        Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM Llama4ForCausalLM
+        Llama4ForConditionalGeneration LlamaForCausalLM MellumForCausalLM
+        MiMoV2FlashForCausalLM MiniMaxForCausalLM MiniMaxM2ForCausalLM
+        MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM
+        Mistral3ForConditionalGeneration MistralForCausalLM MixtralForCausalLM
+        NanoChatForCausalLM NemotronForCausalLM NemotronHForCausalLM Olmo2ForCausalLM
+        Olmo3ForCausalLM OlmoeForCausalLM OlmoForCausalLM OlmoHybridForCausalLM
+        Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM
+        Qwen2MoeForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration
+        Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration Qwen3ForCausalLM
+        Qwen3MoeForCausalLM Qwen3NextForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
+        SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
     """,
     latent_shape: """
-    AXK1ForCausalLM AXK2ForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM
-    DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM YoutuForCausalLM
+        AXK1ForCausalLM AXK2ForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM
+        DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM YoutuForCausalLM
     """,
-    global_shape: "Gemma4ForCausalLM Gemma4ForConditionalGeneration",
 }
 TARGETS = {name: shape for shape, names in _SHAPES.items() for name in names.split()}
 """From config.json to the draft's shape, by an entry of `architectures`."""
@@ -254,7 +242,7 @@ def _with_table(shape: TargetShape, table: RopeTable) -> TargetShape:
     for parameters in (stated, *_candidates(shape, table)):
         fitted = replace(shape, rope_parameters=parameters)
         try:
-            expressed = config_table(RopeSettings.of(fitted)).equals(table)
+            expressed = config_table(fitted).equals(table)
         except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
             continue
         if expressed:

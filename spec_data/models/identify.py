@@ -15,10 +15,10 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 import spec_data
+from spec_data.models.loading import weights_hash
 from spec_data.models.quantisation import check_quantisation
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
-from spec_data.models.weight_files import weights_hash
 from spec_data.shards.errors import SpecDataError, TargetError
 from spec_data.shards.files import read_object, sha256_json
 
@@ -38,42 +38,29 @@ _DECIDING = (
 )
 
 
-def identify(
-    directory: Path,
-    *,
-    config: Any,
-    tokenizer: Any,
-    template_kwargs: dict[str, Any] | None = None,
-    dtype: str | None = None,
-    weights: bool = True,
-) -> dict[str, Any]:
+def identify(directory: Path, config: Any, tokenizer: Any, weights: bool = True) -> dict[str, Any]:
     """Return the identity of the target in a directory, without loading its weights.
 
+    Its weights and its config.json are hashed. How it runs (`dtype`) and what its prompts have
+    (`chat_template_kwargs`) is not in it.
+
     Args:
-        directory: the model directory; its weights and its config.json are hashed.
+        directory: the model directory.
         config, tokenizer: the transformers configuration; the tokenizer with its chat template.
-        template_kwargs: of every prompt; dtype: in which the target runs. None: not known.
         weights: hash the weights; False: their hash is None, and they need not be there.
 
     Raises:
         TargetError: config.json is damaged, or there are no complete safetensors files.
         MissingError: a weight file is absent.
     """
-    facts = {
-        "weights_hash": weights_hash(directory) if weights else None,
-        **_config_facts(directory, config),
-        **_tokenizer_facts(tokenizer),
-    }
-    if template_kwargs is not None:
-        facts["chat_template_kwargs"] = template_kwargs
-    return _plain(facts | ({"dtype": dtype} if dtype else {}))
+    facts = {"weights_hash": weights_hash(directory) if weights else None}
+    return _plain(facts | _config_facts(directory, config) | _tokenizer_facts(tokenizer))
 
 
 def identify_files(directory: Path, trust: bool = False) -> tuple[dict[str, Any], list[str]]:
     """Return the identity of a directory as far as its files allow, and what could not be read.
 
-    A copy in the Hub's cache often lacks the weights; a target may come without a tokenizer. The
-    dtype is not told: it is chosen when the target is loaded.
+    A copy in the Hub's cache often lacks the weights; a target may come without a tokenizer.
     """
     facts: dict[str, Any] = {}
     problems = []
@@ -108,12 +95,7 @@ class TargetFiles:
 
 
 def read_target(
-    name: str,
-    revision: str | None,
-    template_kwargs: dict[str, Any],
-    trust: bool,
-    *,
-    weights: bool,
+    name: str, revision: str | None, template_kwargs: dict[str, Any], trust: bool, weights: bool
 ) -> TargetFiles:
     """Find a target and read its configuration and its tokenizer.
 
@@ -128,13 +110,8 @@ def read_target(
     if weights:
         check_quantisation(name, config)  # before gigabytes are hashed
     text, tokenizer = text_config(config), load_tokenizer(directory, trust)
-    facts = identify(
-        directory,
-        config=config,
-        tokenizer=tokenizer,
-        template_kwargs=template_kwargs,
-        weights=weights,
-    )
+    facts = identify(directory, config, tokenizer, weights)
+    facts["chat_template_kwargs"] = template_kwargs
     target = {
         "name": name if commit else directory.resolve().name,
         "revision": commit,

@@ -2,22 +2,25 @@
 
 transformers fills a missing tensor with random numbers and logs it, and decides by itself whether
 the head is tied to the embedding. Both change the states without an error, so both are refused.
+Other weights (`pytorch_model.bin`, adapters) are never loaded, because they are not hashed: a
+dataset could be captured from a model that its manifest does not name.
 """
 
 import atexit
+import hashlib
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
-)
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
 from spec_data.models.devices import DTYPES, check_devices, usable_device
@@ -26,10 +29,13 @@ from spec_data.models.quantisation import check_quantisation
 from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.models.target_options import Spread
-from spec_data.models.weight_files import weight_files
-from spec_data.shards.errors import ConfigError, TargetError
+from spec_data.shards.errors import ConfigError, MissingError, TargetError
 from spec_data.shards.files import cache_directory
+from spec_data.shards.records import safe_path
 
+_INDEX = "model.safetensors.index.json"
+_FULL_HASH_BYTES = 4 << 30
+_SAMPLE, _SAMPLES = 1 << 16, 256  # bytes per block, blocks per file
 _SHOWN = 5  # tensor names in a message
 
 
@@ -68,13 +74,12 @@ def load_model(
     where = _where(usable_device(device), spread)
     directory, _ = resolve_model(path)
     weight_files(directory)
-    wanted: Any = dtype if dtype == "auto" else DTYPES.get(str(dtype), dtype)
     config = load_config(directory, trust)  # refuses what is no decoder-only model
     check_quantisation(path, config)
     try:
         model, info = _class_for(config, trust, change).from_pretrained(
             directory,
-            dtype=wanted,
+            dtype=DTYPES.get(str(dtype), dtype),
             attn_implementation=None if attn == "auto" else attn,
             trust_remote_code=trust,
             use_safetensors=True,
@@ -84,8 +89,7 @@ def load_model(
         )
     except (ValueError, KeyError, OSError, ImportError, SafetensorError) as error:
         raise TargetError(f"cannot load {path} as a causal language model: {error}") from None
-    _check_complete(path, info)
-    _check_tied(path, model)
+    _check_loaded(path, model, info)
     return model.eval().requires_grad_(False)
 
 
@@ -115,7 +119,8 @@ def _where(device: torch.device, spread: Spread) -> dict[str, Any]:
 def _class_for(config: Any, trust: bool, change: Callable[[Any], None] | None) -> Any:
     """Return the class that loads a model; with `change`, one that changes what it has built."""
     kind, auto = getattr(config, "model_type", None), AutoModelForCausalLM
-    if kind in IMAGE_TEXT and kind not in CAUSAL:  # a few multimodal ones have no text-only class
+    multimodal = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if multimodal and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:  # no text-only class
         auto = AutoModelForImageTextToText
     if change is None:
         return auto
@@ -130,8 +135,8 @@ def _class_for(config: Any, trust: bool, change: Callable[[Any], None] | None) -
     return type(plain.__name__, (plain,), changed | {"_keys_to_ignore_on_load_unexpected": ["."]})
 
 
-def _check_complete(path: str, info: dict[str, Any]) -> None:
-    """Refuse a model of which a tensor was not loaded."""
+def _check_loaded(path: str, model: Any, info: dict[str, Any]) -> None:
+    """Refuse a model that lacks a tensor, or whose head is tied or untied against the config."""
     if missing := info.get("missing_keys"):
         raise TargetError(
             f"{path}: its weight files lack {_names(missing)}, which config.json asks for; "
@@ -143,6 +148,27 @@ def _check_complete(path: str, info: dict[str, Any]) -> None:
             f"{path}: {_names(wrong)} in its weight files has another shape than config.json "
             "describes; use the config.json of these weights"
         )
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if getattr(head, "weight", None) is None or embedding is None:  # a quantised head may have none
+        return
+    configs = model.config, text_config(model.config)
+    asked = any(getattr(config, "tie_word_embeddings", False) for config in configs)
+    if asked and is_offloaded(head) != is_offloaded(embedding):
+        # accelerate would look for a weight of the head, which the files do not hold
+        raise ConfigError(
+            "--device-map puts embedding and head on different devices, but in this target they "
+            "are one tensor (tie_word_embeddings): name the same device for both"
+        )
+    if asked == shares_weight(head, embedding):
+        return
+    contradiction = (
+        "true, but the weight files hold a head that differs from the embedding; set it to false "
+        "if that head is right, or remove the head from the files"
+        if asked
+        else "false, but transformers tied the head to the embedding; set it to true if the model "
+        "has no head of its own, or copy the model again"
+    )
+    raise TargetError(f"{path}: config.json has tie_word_embeddings {contradiction}")
 
 
 def _names(keys: Iterable[str]) -> str:
@@ -151,29 +177,86 @@ def _names(keys: Iterable[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _check_tied(path: str, model: Any) -> None:
-    """Refuse a head that is tied against the config, or untied against it."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if getattr(head, "weight", None) is None or embedding is None:  # a quantised head may have none
-        return
-    configs = model.config, text_config(model.config)
-    asked = any(getattr(config, "tie_word_embeddings", False) for config in configs)
-    tied = shares_weight(head, embedding)
-    if asked and is_offloaded(head) != is_offloaded(embedding):
-        # accelerate would look for a weight of the head, which the files do not hold
-        raise ConfigError(
-            "--device-map puts embedding and head on different devices, but in this target they "
-            "are one tensor (tie_word_embeddings): name the same device for both"
-        )
-    if asked and not tied:
+# -- weight files ----------------------------------------------------------------------------------
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a model directory, sorted; each is checked to be complete.
+
+    Raises:
+        TargetError: there is none, a file is damaged or shorter than its header says, or the
+            directory holds an adapter.
+        MissingError: a file that the index names is absent.
+    """
+    if (adapter := directory / "adapter_config.json").is_file():
         raise TargetError(
-            f"{path}: config.json has tie_word_embeddings true, but the weight files hold a head "
-            "that differs from the embedding; set it to false if that head is right, or remove "
-            "the head from the files"
+            f"{adapter}: transformers adds this adapter to the weights where peft is installed and "
+            "ignores it elsewhere; merge it into the model, or move it away"
         )
-    if tied and not asked:
+    indexed = _indexed(directory / _INDEX)
+    if missing := sorted(str(file) for file in indexed if not file.is_file()):
+        raise MissingError(
+            f"{missing[0]}: no such file, but {_INDEX} names it; copy or download the model again"
+        )
+    files = sorted(indexed | set(directory.glob("*.safetensors")))
+    if not files:
+        others = sorted(p.name for kind in ("*.bin", "*.pt*") for p in directory.glob(kind))
+        advice = "; copy or download the model again"
+        if others:
+            advice = (
+                f", only {', '.join(others[:3])}, which spec-data does not load; convert them: "
+                "load the model with transformers and call save_pretrained on it"
+            )
+        raise TargetError(f"{directory}: no .safetensors weights{advice}")
+    for file in files:
+        try:
+            with safe_open(file, "pt"):  # reads the header alone
+                pass
+        except (SafetensorError, OSError) as error:
+            raise TargetError(
+                f"{file}: truncated or damaged ({file.stat().st_size:,} bytes; {error}); copy or "
+                "download this file again"
+            ) from None
+    return files
+
+
+def _indexed(index: Path) -> set[Path]:
+    """Return the files that an index names; none where there is no index."""
+    if not index.is_file():
+        return set()
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if not all(map(safe_path, names)):
+            raise ValueError("it names files outside its directory, or ones that cannot be")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TargetError(
-            f"{path}: config.json has tie_word_embeddings false, but transformers tied the head to "
-            "the embedding; set it to true if the model has no head of its own, or copy the model "
-            "again"
-        )
+            f"{index}: damaged ({type(error).__name__}: {error}); copy the model again"
+        ) from None
+    return {index.parent / name for name in names}
+
+
+def weights_hash(directory: Path) -> str:
+    """Return the hash of the safetensors files of a model directory.
+
+    Up to 4 GB the whole files are hashed ("sha256:..."), above that 256 blocks of 64 KiB of each
+    file ("sampled-sha256:..."). A sampled hash covers the header, name and size of each file, so
+    renamed, re-sharded or re-quantised weights never count as the same.
+
+    Raises:
+        TargetError, MissingError: as `weight_files`.
+    """
+    files = weight_files(directory)
+    sampled = sum(f.stat().st_size for f in files) > _FULL_HASH_BYTES
+    digest: Any = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(directory).as_posix()}:{size}\n".encode())
+        with file.open("rb") as stream:
+            if not sampled:
+                while block := stream.read(1 << 22):
+                    digest.update(block)
+                continue
+            for index in range(_SAMPLES):
+                stream.seek(index * max(size - _SAMPLE, 0) // (_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE))
+    return ("sampled-sha256:" if sampled else "sha256:") + digest.hexdigest()

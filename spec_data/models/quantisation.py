@@ -11,12 +11,8 @@ from spec_data.shards.schema import Quantised
 
 
 def quantisation_of(config: Any) -> Quantised | None:
-    """Return how a checkpoint is quantised; None if it is not.
-
-    `config` is the transformers configuration, as config.json has it.
-    """
-    table = _table(config)
-    if not table:
+    """Return how a checkpoint with this transformers configuration is quantised, if it is."""
+    if not (table := _table(config)):
         return None
     method = table.get("quant_method")
     return Quantised(method=str(getattr(method, "value", method)))
@@ -33,11 +29,7 @@ def loaded_quantisation(config: Any, model: Any) -> Quantised | None:
 
 
 def check_quantisation(path: str, config: Any) -> None:
-    """Check that this machine can load the quantised weights of `config`, before anything is read.
-
-    Raises:
-        TargetError: a package or a GPU is missing; the message names it.
-    """
+    """Raise TargetError, before anything is read, if this machine cannot load quantised weights."""
     quantised = quantisation_of(config)
     if quantised is None:
         return
@@ -54,10 +46,9 @@ def check_quantisation(path: str, config: Any) -> None:
 
 
 def check_head(head: Any) -> None:
-    """Refuse a quantised LM head: a dataset stores the head, and logits are computed from it.
+    """Raise TargetError for a quantised LM head: logits are computed from the one that is stored.
 
-    Raises:
-        TargetError: the weight of the head is no plain tensor of a floating dtype of 2 or 4 bytes.
+    Its weight must be a plain tensor of a floating dtype of 2 or 4 bytes.
     """
     weight = head.weight
     kind = type(weight.data)

@@ -8,6 +8,10 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from spec_data.shards.errors import TargetError
 from spec_data.shards.files import read_object
 
+# Config keys for the number of residual streams per token, if there are several (hyper-connections:
+# DeepSeek-V4, Hunyuan 4, GLM-5-Next, Qwen4; AltUp: Gemma-3n).
+_STREAMS = ("hc_mult", "hc_count", "altup_num_inputs")
+
 
 def text_config(config: Any) -> Any:
     """Return the configuration of the decoder: the nested one of multimodal models, else `config`.
@@ -15,11 +19,6 @@ def text_config(config: Any) -> Any:
     `config` is a transformers configuration.
     """
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-
-
-# Config keys for the number of residual streams per token, if there are several (hyper-connections:
-# DeepSeek-V4, Hunyuan 4, GLM-5-Next, Qwen4; AltUp: Gemma-3n).
-_STREAMS = ("hc_mult", "hc_count", "altup_num_inputs")
 
 
 def residual_streams(config: Any) -> int:
@@ -32,11 +31,7 @@ def residual_streams(config: Any) -> int:
 
 
 def check_one_stream(name: str, streams: int) -> None:
-    """Refuse a target whose decoder blocks have no state [B, T, H].
-
-    Raises:
-        TargetError: it keeps several residual streams; `name` starts the message.
-    """
+    """Raise TargetError, beginning with `name`, for several residual streams per token."""
     if streams > 1:
         raise TargetError(
             f"{name}: each decoder block outputs {streams} residual streams per token "
@@ -58,17 +53,13 @@ def load_config(directory: Path, trust: bool = False) -> Any:
     try:
         config = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
     except Exception as error:  # a config that does not validate raises an error of its own
-        raise TargetError(
-            f"{directory / 'config.json'}: transformers cannot load it: {error}"
-        ) from None
+        raise TargetError(f"{file}: transformers cannot load it: {error}") from None
     text, sizes = text_config(config), ("num_hidden_layers", "hidden_size", "vocab_size")
     lacking = [name for name in sizes if not getattr(text, name, None)]
     if lacking or getattr(config, "is_encoder_decoder", False):
         why = f"it has no {', '.join(lacking)}" if lacking else "it is an encoder-decoder model"
-        raise TargetError(
-            f"{directory / 'config.json'}: {why}; drafts need a decoder-only language model"
-        )
-    check_one_stream(str(directory / "config.json"), residual_streams(config))
+        raise TargetError(f"{file}: {why}; drafts need a decoder-only language model")
+    check_one_stream(str(file), residual_streams(config))
     return config
 
 

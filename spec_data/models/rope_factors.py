@@ -28,11 +28,7 @@ def short_positions(config: Any) -> int | None:
 
 
 def check_choice(choice: str, config: Any) -> None:
-    """Refuse a choice of --rope-factors other than "auto" for a target without longrope.
-
-    Raises:
-        ConfigError: it has one set only.
-    """
+    """Raise ConfigError for a --rope-factors other than "auto" of a target without longrope."""
     if choice != "auto" and short_positions(config) is None:
         raise ConfigError(
             f"--rope-factors {choice}: this target has no longrope; leave the option out"
@@ -42,11 +38,8 @@ def check_choice(choice: str, config: Any) -> None:
 def chosen_factors(choice: str, config: Any, longest: int) -> str | None:
     """Return the factors of every document, "short" or "long"; None without longrope.
 
-    Args:
-        choice: of --rope-factors, see `check_choice`; "auto" takes the long ones if a document
-            needs them.
-        config: the transformers configuration of the target.
-        longest: tokens of the longest document.
+    The `choice` "auto" of --rope-factors takes the long ones if a document of `longest` tokens
+    needs them.
     """
     limit = short_positions(config)
     if limit is None:

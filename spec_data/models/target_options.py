@@ -13,7 +13,7 @@ from spec_data.terminal.types import JsonObject, Positive, more
 
 RUNNING = more("how the target runs")
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-_POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
+_POLICIES = ("auto", "balanced", "sequential")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,20 +90,15 @@ class EngineOptions(DeviceOptions):
 
     @property
     def spread(self) -> Spread:
-        """How the target lies on devices.
-
-        Raises:
-            ConfigError: the options contradict each other, or --device-map is neither a policy nor
-                JSON.
-        """
+        """How the target lies on devices; ConfigError if the options do not say it."""
         if self.device_map is None and self.max_memory:
             raise ConfigError("--max-memory goes with --device-map; add it")
         if self.device_map is not None and self.tp_plan is not None:
             raise ConfigError("--tp-plan and --device-map exclude each other; choose one")
         table: Any = self.device_map
-        if self.device_map is not None and self.device_map not in _POLICIES:
+        if table not in (None, *_POLICIES):
             try:
-                table = json.loads(self.device_map)
+                table = json.loads(table)
             except ValueError:
                 table = None
             if not isinstance(table, dict):
@@ -117,11 +112,7 @@ class EngineOptions(DeviceOptions):
         )
 
     def check(self) -> None:
-        """Refuse options that contradict each other; their types are checked by the command.
-
-        Raises:
-            ConfigError: see above.
-        """
+        """Raise ConfigError for options that contradict each other."""
         if not self.spread.is_one_device and self.device != "auto":
             name = "--tp-plan" if self.spread.tensor_parallel else "--device-map"
             raise ConfigError(f"{name} chooses the devices; leave --device {self.device} out")

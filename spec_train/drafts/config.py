@@ -19,7 +19,6 @@ from spec_data.models.families import (
     target_architectures,
     text_table,
 )
-from spec_data.models.rope_settings import RopeSettings
 from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import LAYER_CONVENTION
@@ -134,10 +133,6 @@ class DraftConfig(LayerSizes):
     def from_options(cls, options: Any, shape: TargetShape) -> dict[str, Any]:
         """Return the fields of this kind of draft that its options and the target decide."""
         return {}
-
-    @property
-    def rope(self) -> RopeSettings:
-        return RopeSettings.of(self)
 
     @property
     def layer_shape(self) -> LayerShape:

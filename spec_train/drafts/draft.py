@@ -471,7 +471,7 @@ class AuxDraft(LayersDraft):
         self.make_layers()
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        self.rotary = Rotary(config.rope)
+        self.rotary = Rotary(config)
         self.make_vocabulary()
 
     @abstractmethod

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spec_data.models.families import LayerSizes
-from spec_data.models.rope_settings import RopeSettings, rotary_table
+from spec_data.models.rope_settings import rotary_table
 from spec_data.shards.errors import DraftError
 from spec_data.terminal.console import did_you_mean
 
@@ -53,9 +53,10 @@ class Rotary(nn.Module):
     inv_freq: Tensor
     long_inv_freq: Tensor | None
 
-    def __init__(self, settings: RopeSettings) -> None:
+    def __init__(self, config: Any) -> None:
+        """Take the rotary embedding of a draft's configuration, or of a `TargetShape`."""
         super().__init__()
-        table = rotary_table(settings)
+        table = rotary_table(config)
         self._exact, self.factor = table.inv_freq, table.factor
         self._exact_long, self.limit = table.long_inv_freq, table.limit
         self.register_buffer("inv_freq", self._exact.clone(), persistent=False)

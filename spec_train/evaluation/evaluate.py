@@ -191,12 +191,9 @@ def _decode(
     model = load_target(decoding, directory, device, dtype, trained.get("rope_factors"))
     warnings.add(check_draft(draft, model))
     draft.to(device, model.dtype)
-    served = identify(
-        directory,
-        config=load_config(directory, decoding.trust_remote_code),
-        tokenizer=tokenizer,
-        dtype=str(model.dtype).removeprefix("torch."),
-    )
+    config = load_config(directory, decoding.trust_remote_code)
+    served = identify(directory, config, tokenizer)
+    served["dtype"] = str(model.dtype).removeprefix("torch.")
     if prompts.kwargs and tokenizer.chat_template:
         served["template_kwargs_used"] = dict.fromkeys(map(kwargs_text, prompts.kwargs), 1)
     compared = compare(

@@ -138,7 +138,7 @@ class DSparkDraft(LayersDraft):
         if not self.full_vocabulary:
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
             self.lm_head.weight.requires_grad_(False)
-        self.rotary = Rotary(config.rope)
+        self.rotary = Rotary(config)
         self.make_vocabulary()
 
     def head_rows(self, head: TargetHead) -> Tensor:

@@ -114,7 +114,7 @@ class EagleDraft(AutoregressiveDraft):
             self.layers[0].add_module("input_layernorm", nn.Identity())
         if config.use_last_layernorm:
             self.norm = RMSNorm(size, config.rms_norm_eps)
-        self.rotary = Rotary(config.rope)
+        self.rotary = Rotary(config)
 
     # -- as a model -------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from spec_data.capture.live_positions import read_positions, sampled_positions
 from spec_data.models.families import fitted_shape
 from spec_data.models.rope_factors import fix_rope_factors
-from spec_data.models.rope_settings import RopeSettings, rotary_table
+from spec_data.models.rope_settings import rotary_table
 from spec_data.shards.position_data import Positions
 from spec_train.drafts.layers import Rotary
 from tests.current_families import EVERY_DRAFT, WITHOUT_ROPE, current_config
@@ -63,7 +63,7 @@ def test_stored_frequencies_are_those_of_the_live_module(family: str, caplog) ->
     table = found.of_draft
     assert table is not None
     positions = torch.tensor([0, 1, 5, 100, 255])
-    rotary = Rotary(RopeSettings.of(shape))
+    rotary = Rotary(shape)
     lengths = torch.full((1, 5), 256)
     inv_freq = table.inv_freq
     if table.limit is not None and table.limit < 256:
@@ -117,7 +117,7 @@ def test_longrope_has_both_sets_and_the_factors_of_the_capture(factors: str | No
     assert not torch.equal(plain.inv_freq, plain.long_inv_freq)
     shape = fitted_shape(model.config.to_dict(), read_positions(model, 40))
     assert shape.positions == ({} if factors is None else {"factors": factors})
-    own = Rotary(RopeSettings.of(shape))
+    own = Rotary(shape)
     # both documents have the chosen factors, the short and the long one
     mixed = own(torch.tensor([[7, 7]]), torch.tensor([[limit, limit + 1]]))[0][0].double()
     assert torch.equal(mixed[0], mixed[1]) == (factors is not None)
@@ -149,7 +149,7 @@ def test_data_decide_where_the_config_lies_and_settings_that_express_them_are_fo
             shape = fitted_shape(config, found)
         assert shape.rope_parameters == wanted and shape.positions == {}
         assert "'rope_theta': 10000.0" in caplog.text and str(wanted) in caplog.text
-        assert torch.equal(rotary_table(RopeSettings.of(shape)).inv_freq, true)
+        assert torch.equal(rotary_table(shape).inv_freq, true)
 
 
 def test_data_that_no_settings_express_are_stored_bit_for_bit(caplog) -> None:
@@ -160,7 +160,7 @@ def test_data_that_no_settings_express_are_stored_bit_for_bit(caplog) -> None:
     assert "engines cannot serve it" in caplog.text
     assert shape.rope_parameters["rope_theta"] == 1e4  # what the config says
     assert table is not None
-    assert torch.equal(rotary_table(RopeSettings.of(shape)).inv_freq, table.inv_freq)
+    assert torch.equal(rotary_table(shape).inv_freq, table.inv_freq)
 
 
 def test_a_smaller_rotary_part_than_the_config_says_is_expressed() -> None:
@@ -168,7 +168,7 @@ def test_a_smaller_rotary_part_than_the_config_says_is_expressed() -> None:
     found = read_positions(tiny_model("glm4"), 40)  # half of each head
     shape = fitted_shape(config, found)
     assert shape.rope_parameters["partial_rotary_factor"] == 0.5 and shape.positions == {}
-    assert shape.head_dim == 8 and rotary_table(RopeSettings.of(shape)).size == 4
+    assert shape.head_dim == 8 and rotary_table(shape).size == 4
 
 
 def _without_positions(model: Any) -> None:

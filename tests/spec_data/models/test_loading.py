@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spec_data.models.loading import load_model
-from spec_data.models.weight_files import weight_files, weights_hash
+from spec_data.models.loading import load_model, weight_files, weights_hash
 from spec_data.shards.errors import MissingError, TargetError
 from tests.families import tiny_model
 

@@ -11,7 +11,7 @@ from spec_data.models.families import TARGETS
 from spec_data.models.reading import text_config
 from spec_data.shards.errors import TargetError
 from spec_train.drafts import DRAFTS
-from spec_train.drafts.layers import RopeSettings, Rotary
+from spec_train.drafts.layers import Rotary
 from spec_train.training.setup import fit
 from tests.current_families import (
     CURRENT,
@@ -120,7 +120,7 @@ def test_the_drafts_rope_is_the_live_rotary_module(family: str) -> None:
     model = tiny_model(family)
     config = model.config.to_dict()
     shape = TARGETS[config["architectures"][0]](config)
-    ours = Rotary(RopeSettings.of(shape))
+    ours = Rotary(shape)
     found = live_frequencies(model)
     assert bool(found) == (family not in WITHOUT_ROPE)
     for frequencies, factor in found:

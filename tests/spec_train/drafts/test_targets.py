@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_data.models.rope_settings import RopeSettings
 from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.layer_ids import capturable_layer_ids
 from spec_train.drafts import DRAFTS
@@ -64,7 +63,7 @@ def test_more_layers_than_blocks_are_refused(blocks: int, count: int) -> None:
 @pytest.mark.parametrize("family", ROTARY)
 def test_the_drafts_rope_is_the_targets(family: str) -> None:
     model = tiny_model(family)
-    ours = Rotary(RopeSettings.of(target_shape("eagle3", model.config.to_dict(), None)))
+    ours = Rotary(target_shape("eagle3", model.config.to_dict(), None))
     (theirs,) = [m for n, m in model.named_modules() if n.endswith("rotary_emb")]
     prefix = "full_attention_" if hasattr(theirs, "full_attention_inv_freq") else ""
     torch.testing.assert_close(ours.inv_freq, getattr(theirs, prefix + "inv_freq"), rtol=0, atol=0)

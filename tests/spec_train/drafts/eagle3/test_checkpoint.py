@@ -9,7 +9,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from spec_data.models.rope_settings import RopeSettings, rope_parameters
+from spec_data.models.rope_settings import rope_parameters
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import row_layout
 from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Draft
@@ -127,7 +127,7 @@ def test_rope_is_the_targets(rope: dict[str, Any]) -> None:
     expected = LlamaRotaryEmbedding(target)(torch.zeros(1), positions)
     for raw in (shape | rope, target.to_dict()):  # an older file, and a file of transformers 5
         config = _config(raw | {"num_key_value_heads": 4})
-        for found, wanted in zip(Rotary(config.rope)(positions), expected, strict=True):
+        for found, wanted in zip(Rotary(config)(positions), expected, strict=True):
             close(found, wanted, **ANGLES)
         # An engine that reads the draft's config.json gets the same frequencies.
         saved = json.loads(json.dumps(config.to_json(Eagle3Options())))
@@ -148,7 +148,7 @@ def test_longrope_and_partial_rope_are_those_of_phi3(partial: float) -> None:
         rope_scaling={"type": "longrope", **factors},
         pad_token_id=0,
     )
-    rotary, theirs = Rotary(_config(target.to_dict()).rope), Phi3RotaryEmbedding(target)
+    rotary, theirs = Rotary(_config(target.to_dict())), Phi3RotaryEmbedding(target)
     short, long = torch.arange(32)[None], torch.arange(33)[None]
     for positions in (short, long):
         for found, wanted in zip(rotary(positions), theirs(torch.zeros(1), positions), strict=True):
@@ -184,7 +184,6 @@ def test_packed_documents_keep_their_own_rope(longrope: bool) -> None:
     settings = {"hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 64}
     torch.manual_seed(0)
     draft = Eagle3Draft(_config(settings | {"rope_parameters": rope}))
-    assert isinstance(draft.config.rope, RopeSettings)
     document_ids, position_ids = row_layout([LENGTHS], sum(LENGTHS))
     aux, tokens = torch.randn(1, sum(LENGTHS), 32), torch.randint(0, 64, (1, sum(LENGTHS)))
     every = torch.arange(sum(LENGTHS))[None]
