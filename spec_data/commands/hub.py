@@ -9,8 +9,7 @@ from spec_data.terminal.command import command
 from spec_data.terminal.types import Dataset, Directory
 
 if TYPE_CHECKING:
-    from spec_data.hub.pull import Pulled
-    from spec_data.hub.push import Pushed
+    from spec_data.hub.transfer import Pulled, Pushed
 
 _Repo = Annotated[str, Parameter(metavar="REPO")]
 
@@ -19,23 +18,23 @@ _Repo = Annotated[str, Parameter(metavar="REPO")]
 def push(data: Dataset, repo: _Repo, *, private: bool = False, dry_run: bool = False) -> "Pushed":
     """Upload a dataset to the Hub, with its texts for the Hub's viewer.
 
-    Of a view a copy is uploaded. The same command resumes.
+    The same command resumes.
 
     Examples:
         spec-data push data/qwen3-8b me/qwen3-8b-states --private
 
     Args:
-        data: the dataset directory.
+        data: the dataset directory; make one of a view with `spec-data copy`.
         repo: the dataset on the Hub, such as me/qwen3-8b-states.
         private: make the repository private, if it does not exist yet.
         dry_run: print what would be uploaded, then stop.
 
     Raises:
         MissingError, DatasetError: the dataset is not sealed, or damaged.
-        ConfigError: no right to write there, or the repository holds another dataset.
+        ConfigError: a view, no right to write there, or the repository holds another dataset.
         RunError: the Hub cannot be reached.
     """
-    from spec_data.hub.push import push as upload
+    from spec_data.hub.transfer import push as upload
 
     return upload(Path(data), repo, private=private, dry_run=dry_run)
 
@@ -67,6 +66,6 @@ def pull(
         ConfigError: `out` holds something else.
         RunError: the Hub cannot be reached, or the disk is too small.
     """
-    from spec_data.hub.pull import pull as download
+    from spec_data.hub.transfer import pull as download
 
     return download(repo, Path(out), revision=revision or None, dry_run=dry_run)
