@@ -11,6 +11,7 @@ from spec_data.corpus.documents import WITH_SYSTEM, WITHOUT_SYSTEM
 from spec_data.generation.plan import count_warnings
 from spec_data.generation.status import read_status
 from spec_data.models.reading import load_tokenizer
+from spec_data.pages.page import Format, Table, shown
 from spec_data.shards.errors import DatasetError, SpecDataError
 from spec_data.shards.likelihood_text import agreement_rows, contradictions, suspicions
 from spec_data.shards.reader import HiddenStatesDataset
@@ -29,54 +30,52 @@ from spec_data.terminal.text_table import text_table
 _SUPERVISED, _PLAIN, _RESET = "\033[1;32m", "\033[2m", "\033[0m"
 
 
-def column_figures(
-    columns: Sequence[Column], tokens: int, sparse_tokens: int
-) -> list[tuple[str, str, float, int, float | None, float | None, float | None, float | None]]:
-    """Return name, codec, bytes per token, payload bytes and four errors of each column.
+def as_text(table: Table) -> str:
+    """Return a table of a page as aligned lines."""
+    names, formats = zip(*table.columns, strict=True)
+    rows = [[shown(v, f) for v, f in zip(row, formats, strict=True)] for row in table.rows]
+    heads = [names] if any(names) else []
+    align = "".join("<" if form == "text" else ">" for form in formats)
+    return "\n".join(filter(None, (text_table([*heads, *rows], align), table.note)))
 
-    The errors, None where it is exact, are those of the held-out part of the calibration sample:
-    squared error over variance, that of the worst channel, the teacher's KL, and the share escaped.
-    `sparse_tokens` of the `tokens` have a row in columns that hold supervised tokens only.
+
+def columns_table(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> Table:
+    """Return codec and payload of each column; where some are lossy, what they lose.
+
+    The errors are those of the held-out part of the calibration sample. `sparse_tokens` of the
+    `tokens` have a row in columns that hold supervised tokens only.
     """
-    names = ("total", "mse_max", "kl", "escaped")
-    rows = []
-    for column, total in zip(columns, column_payload(columns, tokens, sparse_tokens), strict=True):
-        median, worst, kl, escaped = (getattr(column.error, name, None) for name in names)
-        per_token = total / max(tokens, 1)
-        rows.append((column.name, column.codec, per_token, total, median, worst, kl, escaped))
-    return rows
-
-
-def column_rows(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> str:
-    """One line per column of `column_figures`; where it is lossy, what it loses."""
-    lossy = any(column.error is not None for column in columns)
-    rows: list[Sequence[str]] = [("column", "codec", "bytes/token", "payload")]
-    if lossy:
-        rows[0] = (*rows[0], "error", "worst channel", "teacher KL", "escaped")
-    total = sum(column_payload(columns, tokens, sparse_tokens))
-    lines = column_figures(columns, tokens, sparse_tokens)
-    lines.append(("all token columns", "", total / max(tokens, 1), total, None, None, None, None))
-    for name, codec, per_token, payload, median, worst, kl, escaped in lines:
-        row = [name, codec, f"{per_token:,.1f}", size(payload)]
-        if median is not None:
-            text = "-" if kl is None else f"{kl:.1e}"
-            row += [f"{median:.1e}", f"{worst:.1e}", text, f"{escaped:.2%}"]
-        rows.append(row + [""] * (len(rows[0]) - len(row)))
-    note = "\nerror: squared error over variance; bytes of lossy columns are those of a sample"
-    return text_table(rows) + note * lossy
+    names: list[tuple[str, Format]] = [("column", "text"), ("codec", "text")]
+    names += [("bytes per token", "number"), ("payload", "bytes")]
+    figures, note = (), ""
+    if any(column.error for column in columns):
+        names += [("error", "number"), ("worst channel", "number")]
+        names += [("teacher KL", "number"), ("escaped", "share")]
+        figures = ("total", "mse_max", "kl", "escaped")
+        note = (
+            "Error: mean squared error of a channel over its variance, median over channels, as "
+            "measured on held-out documents. Teacher KL: of the teacher's distribution, in nats."
+        )
+    payload = column_payload(columns, tokens, sparse_tokens)
+    rows = [
+        [c.name, c.codec, count / max(tokens, 1), count]
+        + [getattr(c.error, name, None) for name in figures]
+        for c, count in zip(columns, payload, strict=True)
+    ]
+    return Table(title="Columns", columns=names, rows=rows, note=note)
 
 
 def column_payload(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> list[int]:
-    """Return the payload bytes of each column; tokens are counted as in `column_figures`."""
+    """Return the payload bytes of each column; tokens are counted as in `columns_table`."""
     return [int(c.bytes_per_token * (sparse_tokens if c.sparse else tokens)) for c in columns]
 
 
 def draft_rows(facts: Mapping[str, Mapping[str, Any]]) -> str:
     """One line per draft of --for: its layers, and the payload bytes that it reads."""
     rows: list[Sequence[Any]] = [("draft", "layers", "bytes/token", "payload")]
-    for draft, own in facts.items():
-        layers = ", ".join(map(str, own["layers"])) or "none (hidden.final)"
-        rows.append((draft, layers, f"{own['bytes_per_token']:,.1f}", size(own["bytes"])))
+    for draft, reads in facts.items():
+        layers = ", ".join(map(str, reads["layers"])) or "none (hidden.final)"
+        rows.append((draft, layers, f"{reads['bytes_per_token']:,.1f}", size(reads["bytes"])))
     note = "what each draft reads: columns that several drafts read are stored once"
     return f"{text_table(rows)}\n{note}"
 
@@ -107,21 +106,20 @@ def draft_facts(
 
 def counts_text(counts: dict[str, Any], tokens: int) -> str:
     """Where every corpus row and document went, as text; `tokens` are those that are kept."""
-    lines = [(name, f"{value:,}") for name, value in counts_rows(counts)]
-    examples = counts.get("unrendered_examples", {})
-    texts = [f"not rendered ({reason}): {found[0]}" for reason, found in examples.items()]
+    examples = counts.get("unrendered_examples", {}).items()
+    texts = [f"not rendered ({reason}): {texts[0]}" for reason, texts in examples]
     texts += [f"warning: {warning}" for warning in count_warnings(counts, tokens)]
-    return "\n".join([text_table(lines), *texts])
+    return "\n".join([as_text(counts_table(counts)), *texts])
 
 
-def counts_rows(counts: Mapping[str, Any]) -> list[tuple[str, int]]:
+def counts_table(counts: Mapping[str, Any]) -> Table:
     """Where every corpus row and document went, from the counts of a plan or a manifest."""
     ways = counts["rendering"]
     with_system = ways.get(WITH_SYSTEM, 0)
     others = sum(n for name, n in ways.items() if name.startswith(WITHOUT_SYSTEM))
     share = {WITH_SYSTEM: f" ({with_system / max(with_system + others, 1):.0%})"}
     less = f" ({counts['tokens_cut']:,} tokens less)" if counts["tokens_cut"] else ""
-    return [
+    rows: list[Sequence[Any]] = [
         ("corpus rows read", counts["read"]),
         ("  bad rows", counts["bad_rows"]),
         *((f"  not rendered: {name}", n) for name, n in counts["unrendered"].items()),
@@ -132,6 +130,8 @@ def counts_rows(counts: Mapping[str, Any]) -> list[tuple[str, int]]:
         ("  tail tokens trimmed", counts["tail_tokens_trimmed"]),
         ("documents kept", counts["rendered"] - sum(counts["dropped"].values())),
     ]
+    columns: list[tuple[str, Format]] = [("", "text"), ("", "count")]
+    return Table(title="From rows to documents", columns=columns, rows=rows)
 
 
 def dataset_lines(manifest: Manifest) -> list[tuple[str, str]]:
@@ -171,7 +171,7 @@ def dataset_text(manifest: Manifest) -> str:
     totals = manifest.totals
     parts = [text_table(dataset_lines(manifest), "<")]
     # A document whose very first token is supervised has one row fewer: not worth an index scan.
-    parts.append(column_rows(manifest.columns, totals.tokens, totals.supervised))
+    parts.append(as_text(columns_table(manifest.columns, totals.tokens, totals.supervised)))
     if manifest.documents.rendered:
         parts.append(counts_text(structs.asdict(manifest.documents), totals.tokens))
     return "\n\n".join([*parts, agreement_text(manifest)])
@@ -219,12 +219,11 @@ def agreement_text(manifest: Manifest) -> str:
 
 def refused_label(manifest: Manifest) -> str:
     """Say why the label --on-policy of a sealed dataset was not accepted; empty if it was."""
-    found = contradictions(manifest)
-    if not found:
+    if not (texts := contradictions(manifest)):
         return ""
     return (
         f"--on-policy was not accepted: this target did not write these answers. The dataset is "
-        f"complete, and it is recorded as {manifest.policy}:\n  " + "\n  ".join(found)
+        f"complete, and it is recorded as {manifest.policy}:\n  " + "\n  ".join(texts)
     )
 
 
@@ -238,18 +237,14 @@ def _where(manifest: Manifest) -> str:
     return f"all tokens; {sparse} only at {some}"
 
 
-_FACTS = (
-    *("target", "layers", "draft_layers", "supervision", "final", "teacher", "policy"),
-    *("agreement", "columns", "packing", "fingerprint"),
-)
-
-
 def dataset_facts(dataset: HiddenStatesDataset) -> dict[str, Any]:
     """Return what is inside a sealed dataset as plain values (--json)."""
     manifest = dataset.manifest
+    names = ("target", "layers", "draft_layers", "supervision", "final", "teacher", "policy")
+    names += ("agreement", "columns", "packing", "fingerprint")
     return {
         "path": dataset.location,
-        **{name: plain(getattr(manifest, name)) for name in _FACTS},
+        **{name: plain(getattr(manifest, name)) for name in names},
         "warnings": suspicions(manifest),
         "shards": len(manifest.shards),
         **plain(manifest.totals),
@@ -316,15 +311,15 @@ def fit_words(data: str) -> tuple[str, ...]:
     return ("spec-train", "fit", draft, "--data", data, "--out", f"{run}-{draft}")
 
 
-def kept_text(place: str | Path) -> str:
+def kept_text(out: str | Path) -> str:
     """Say how much of an interrupted run is kept: units, tokens, bytes."""
-    if scheme_of(place):
-        return f"the units that were uploaded are kept in {place}"
+    if scheme_of(out):
+        return f"the units that were uploaded are kept in {out}"
     with suppress(SpecDataError):
-        status = read_status(Path(place))
+        status = read_status(Path(out))
         if status.units:
             return (
                 f"{status.units_done} of {status.units} units are done and kept "
-                f"({status.tokens_done:,} tokens, {size(status.bytes)}) in {place}"
+                f"({status.tokens_done:,} tokens, {size(status.bytes)}) in {out}"
             )
     return "nothing was captured yet"

@@ -111,7 +111,7 @@ def estimated(
     from msgspec import structs
 
     from spec_data.generation.target_files import other_files
-    from spec_data.report import column_rows, counts_text, draft_facts, draft_rows
+    from spec_data.report import as_text, columns_table, counts_text, draft_facts, draft_rows
     from spec_data.results import EstimateResult, skipped_rows
     from spec_data.shards.schema import bits_range
     from spec_data.terminal.progress import size
@@ -172,7 +172,7 @@ def estimated(
             [
                 "drafts that can be fitted\n  " + "\n  ".join(drafts.lines),
                 counts_text(counts, tokens),
-                column_rows(setup.columns, tokens, predicting),
+                as_text(columns_table(setup.columns, tokens, predicting)),
                 *([draft_rows(reads)] if reads else []),
                 text_table(lines),
             ]

@@ -21,7 +21,7 @@ from spec_data.generation.setup import Setup
 from spec_data.models.reading import load_tokenizer
 from spec_data.pages.page import Column, Figures, Note, Page, Part, Section, Table, Viewer, shown
 from spec_data.pages.token_texts import TokenTexts
-from spec_data.report import column_figures, counts_rows, dataset_lines
+from spec_data.report import columns_table, counts_table, dataset_lines
 from spec_data.shards.even_sample import even_sample, sample_documents
 from spec_data.shards.likelihood_text import suspicions
 from spec_data.shards.reader import HiddenStatesDataset
@@ -53,18 +53,18 @@ def dataset_page(data: str | Path, documents: int = DOCUMENTS) -> Page:
     numbers.append(("bytes of all shards", totals.bytes, "bytes"))
     numbers.append(("bytes per token", totals.bytes / tokens, "number"))
     named = {name for name, _, _ in numbers}
-    rows = [[name.strip(), value] for name, value in dataset_lines(manifest) if name not in named]
+    rows = [line for line in dataset_lines(manifest) if line[0] not in named]
     overview: list[Part] = [
         Figures(items=numbers),
         *(Note(text=text, warning=True) for text in suspicions(manifest)),
         Table(title="What it is", columns=[("", "text"), ("", "text")], rows=rows),
     ]
-    sources = dataset.index.column("source")
+    sources, columns = dataset.index.column("source"), manifest.columns
     sections = [
         Section(title="Overview", parts=overview),
         Section(title="Tokens", parts=[_stored_documents(dataset, documents)]),
         _documents(dataset.lengths, dataset.supervised, sources, manifest),
-        _columns(manifest),
+        Section(title="Bytes", parts=[columns_table(columns, totals.tokens, totals.supervised)]),
     ]
     if manifest.documents.rendered:
         sections.append(_left_out(structs.asdict(manifest.documents), totals.tokens))
@@ -76,18 +76,26 @@ def plan_page(setup: Setup, plan: Plan, documents: int = DOCUMENTS) -> Page:
     viewer = TokenViewer(setup.tokenizer)
     for number in shown_documents(plan.lengths, documents):
         one = plan.documents.read(number, number + 1)
-        viewer.add(
-            number,
-            name=one.doc_ids[0],
-            source=one.sources[0],
-            ids=one.tokens["input_ids"],
-            mask=one.tokens["loss_mask"],
-            turns=one.turns[0],
-        )
+        ids, mask = one.tokens["input_ids"], one.tokens["loss_mask"]
+        viewer.add(number, one.doc_ids[0], one.sources[0], ids, mask, one.turns[0])
+    fields = ("source", "kind", "format", "rows", "bad", "unrendered")
+    sources = Table(
+        title="Sources as they were read",
+        columns=[(name, "count" if i > 2 else "text") for i, name in enumerate(fields)],
+        rows=[[source[name] for name in fields] for source in plan.corpus],
+    )
+    supervised = plan.documents.supervised
+    sizes = _sizes(len(plan.lengths), plan.tokens, int(supervised.sum()))
+    overview: list[Part] = [Figures(items=sizes), sources]
+    if 0 < setup.options.limit <= plan.counts.read:
+        overview.append(Note(text=f"Only the first {plan.counts.read:,} rows were read (--limit)."))
+    bad = [[source["source"], text] for source in plan.corpus for text in source["bad_examples"]]
+    overview += _examples("Bad rows", "source", bad)
+    text = "Rendered, masked and cut as spec-data generate does it. Nothing is captured yet."
     sections = [
-        _plan_overview(setup, plan),
+        Section(title="Overview", parts=overview, text=text),
         Section(title="Tokens", parts=[viewer.part(len(plan.lengths))]),
-        _documents(plan.lengths, plan.documents.supervised, pa.array(plan.documents.sources)),
+        _documents(plan.lengths, supervised, pa.array(plan.documents.sources)),
         _left_out(structs.asdict(plan.counts), plan.tokens),
     ]
     names = [Path(source.rstrip("/")).name or source for source in setup.sources]
@@ -115,27 +123,6 @@ def _sizes(documents: int, tokens: int, supervised: int) -> list[Any]:
         ("supervised tokens", supervised, "count"),
         ("share supervised", supervised / max(tokens, 1), "share"),
     ]
-
-
-def _plan_overview(setup: Setup, plan: Plan) -> Section:
-    numbers = _sizes(len(plan.lengths), plan.tokens, int(plan.documents.supervised.sum()))
-    fields = ("source", "kind", "format", "rows", "bad", "unrendered")
-    sources = Table(
-        title="Sources as they were read",
-        columns=[(name, "count" if i > 2 else "text") for i, name in enumerate(fields)],
-        rows=[[source[name] for name in fields] for source in plan.corpus],
-    )
-    parts: list[Part] = [Figures(items=numbers), sources]
-    if 0 < setup.options.limit <= plan.counts.read:
-        parts.append(Note(text=f"Only the first {plan.counts.read:,} rows were read (--limit)."))
-    for source in plan.corpus:  # what of its rows no draft sees
-        name = source["source"]
-        if unused := source["unused_columns"]:
-            parts.append(Note(text=f"{name}: columns that are not used: {', '.join(unused)}."))
-    bad = [[source["source"], text] for source in plan.corpus for text in source["bad_examples"]]
-    parts += _examples("Bad rows", "source", bad)
-    text = "Rendered, masked and cut as spec-data generate does it. Nothing is captured yet."
-    return Section(title="Overview", parts=parts, text=text)
 
 
 def _examples(title: str, name: str, rows: list[list[str]]) -> list[Part]:
@@ -182,31 +169,11 @@ def _documents(
     return Section(title="Documents", parts=[by_source, longest])
 
 
-def _columns(manifest: Manifest) -> Section:
-    table = Table(
-        title="Columns",
-        columns=[
-            *(("column", "text"), ("codec", "text"), ("bytes per token", "number")),
-            *(("payload", "bytes"), ("error", "number"), ("worst channel", "number")),
-            *(("teacher KL", "number"), ("escaped", "share")),
-        ],
-        rows=column_figures(manifest.columns, manifest.totals.tokens, manifest.totals.supervised),
-        note="Error: mean squared error of a channel over its variance, median over channels, as "
-        "measured on held-out documents; a dash: the column is exact. Teacher KL: of the teacher's "
-        "distribution, in nats. Columns that hold only some tokens count as their average.",
-    )
-    return Section(title="Bytes", parts=[table])
-
-
 def _left_out(counts: Mapping[str, Any], tokens: int) -> Section:
     """Return what became of every row and document; `tokens` are those that are kept."""
     warnings = [f"{text[0].upper()}{text[1:]}." for text in count_warnings(counts, tokens)]
-    table = Table(
-        title="From rows to documents",
-        columns=[("", "text"), ("count", "count")],
-        rows=[[name.strip(), value] for name, value in counts_rows(counts)],
-    )
-    parts: list[Part] = [*(Note(text=text, warning=True) for text in warnings), table]
+    parts: list[Part] = [Note(text=text, warning=True) for text in warnings]
+    parts.append(counts_table(counts))
     unrendered = counts.get("unrendered_examples", {})
     examples = [[reason, texts[0]] for reason, texts in unrendered.items() if texts]
     parts += _examples("An example of each reason", "reason", examples)
@@ -228,7 +195,6 @@ class TokenViewer:
     """Documents token by token, in the compact form that `viewer.js` describes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Begin without documents."""
         self._texts = TokenTexts(tokenizer)
         self._rows: dict[int, int] = {}  # of the table of tokens, by id
         self._documents: list[dict[str, Any]] = []
@@ -236,7 +202,6 @@ class TokenViewer:
     def add(
         self,
         number: int,
-        *,
         name: str,
         source: str,
         ids: np.ndarray,
@@ -261,11 +226,11 @@ class TokenViewer:
             "turns": [list(turn) for turn in turns],
         }
         if choice is not None:
-            known, wrong = choice >= 0, np.flatnonzero((choice >= 0) & (choice != ids))
-            document["known"] = spans_of(known)
+            stored, wrong = choice >= 0, np.flatnonzero((choice >= 0) & (choice != ids))
+            document["known"] = spans_of(stored)
             pairs = np.stack([wrong, np.array(self._rows_of(choice[wrong]), np.int64)], 1)
             document["wrong"] = pairs.ravel().tolist()
-            if count := np.count_nonzero(known):
+            if count := np.count_nonzero(stored):
                 share = shown(1 - len(wrong) / count, "share")
                 document["head"] += f" · {share} the target's first choice"
         self._documents.append(document)
@@ -276,12 +241,7 @@ class TokenViewer:
     def part(self, total: int) -> Viewer:
         """Return the viewer; `total` documents are in the dataset."""
         count, tokens = len(self._documents), list(self._rows)
-        note = f"All {total:,} documents are in this page."
-        if count < total:
-            note = (
-                f"This page holds {count:,} of {total:,} documents, evenly spaced. "
-                "--documents N takes another number."
-            )
+        note = f"This page holds {count:,} of {total:,} documents, evenly spaced."
         keys = [["sup", "supervised: learned by drafts"], ["special", "special token"]]
         if any("known" in document for document in self._documents):
             keys.append(["wrong", "the target would choose another token"])
@@ -316,13 +276,6 @@ def _stored_documents(dataset: HiddenStatesDataset, documents: int) -> Viewer:
         mask = row["loss_mask"].numpy()
         choice = np.full(len(mask), -1, np.int64)  # nothing predicts the first token
         choice[1:] = np.where(every | (mask[1:] != 0), row["target_argmax"].numpy()[:-1], -1)
-        viewer.add(
-            number,
-            name=row["doc_id"],
-            source=row["source"],
-            ids=row["input_ids"].numpy(),
-            mask=mask,
-            turns=[(turn["role"], turn["start"], turn["end"]) for turn in row["turns"]],
-            choice=choice,
-        )
+        ids, turns = row["input_ids"].numpy(), opened.turns_of(number)
+        viewer.add(number, row["doc_id"], row["source"], ids, mask, turns, choice)
     return viewer.part(len(dataset))

@@ -14,24 +14,20 @@ page.viewer = function (box, data) {
   const { make, format } = page;
   const GONE = ["rejected", "differs"]; // no part of the text: <del> tells screen readers
   const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/;
-  const MARKS = /(\u27e8[0-9A-F]{2}(?: [0-9A-F]{2})*\u27e9)/; // bytes, as token_texts.py writes them
   const documents = data.documents;
   const state = { at: 0, now: 0, items: [] };
 
-  // Append the text of a token. Line ends, tabs, spaces, characters that cannot be seen and marks
-  // of bytes are set apart; a token that is not part of the text begins no new line.
+  // Append the text of a token. Line ends, tabs, spaces and characters that cannot be seen are set
+  // apart; a token that is not part of the text begins no new line.
   function showText(element, text, inline) {
     const set = (name, part) => element.append(make("span", { class: name }, part));
-    for (const part of text.split(MARKS)) {
-      if (MARKS.test(part)) set("esc", part);
-      else for (const run of part.match(/\n|\t| +|[^\n\t ]+/g) || []) {
-        if (run === "\n") set("nl", inline ? "" : "\n");
-        else if (run === "\t") set("tab", "\t");
-        else if (run[0] === " ") set("sp", run);
-        else for (const one of HIDDEN.test(run) ? run : [run]) {
-          if (one.length < 3 && HIDDEN.test(one)) set("esc", `\\u${one.codePointAt(0).toString(16).padStart(4, "0")}`);
-          else element.append(one);
-        }
+    for (const run of text.match(/\n|\t| +|[^\n\t ]+/g) || []) {
+      if (run === "\n") set("nl", inline ? "" : "\n");
+      else if (run === "\t") set("tab", "\t");
+      else if (run[0] === " ") set("sp", run);
+      else for (const one of HIDDEN.test(run) ? run : [run]) {
+        if (one.length < 3 && HIDDEN.test(one)) set("esc", `\\u${one.codePointAt(0).toString(16).padStart(4, "0")}`);
+        else element.append(one);
       }
     }
   }

@@ -100,43 +100,40 @@ def write_copy(out: Path, copy: Copy) -> Manifest:
         RunError: the disk is too small, or another process writes.
     """
     check_out(out, [copy.dataset])
-    if (out / MANIFEST).is_file():
-        return _complete(out, copy)
     work = ResumableDirectory(out, WORK)
-    advice = "run that command again, or choose another directory"
-    work.begin(plain(copy.draft.provenance), advice)
-    with process_lock(work.work / "lock", f"{out}: another process is writing here; wait for it"):
-        if (out / MANIFEST).is_file():  # another process has finished it since
-            return _complete(out, copy)
-        (out / "shards").mkdir(exist_ok=True)
-        records = _write_shards(work, copy)
-        draft = copy.draft.changed(files=_copy_target(out, copy.dataset))
-        lossy = [column.name for column in copy.columns if column.lossy]
-        if lossy:
-            data = save_tables({name: copy.tables[name] for name in lossy})
-            write_atomically(out / TABLES, data)
-            digest = hashlib.sha256(data).hexdigest()
-            draft = draft.changed(codec=CodecTables(file=TABLES, sha256=digest, **copy.sample))
-        manifest = seal(out, draft, records)
-    work.finish()
-    return manifest
-
-
-def _complete(out: Path, copy: Copy) -> Manifest:
-    """Return the manifest of a finished copy.
-
-    Raises:
-        ConfigError: the directory holds another dataset.
-    """
+    if not (out / MANIFEST).is_file():
+        advice = "run that command again, or choose another directory"
+        work.begin(plain(copy.draft.provenance), advice)
+        busy = f"{out}: another process is writing here; wait for it"
+        with process_lock(work.work / "lock", busy):
+            if not (out / MANIFEST).is_file():  # else another process has finished it since
+                manifest = _write(work, copy)
+                work.finish()
+                return manifest
     manifest = Manifest.read(out / MANIFEST)
     if manifest.provenance != copy.draft.provenance:
         raise ConfigError(
             f"--out {out}: it holds another dataset, or one made with other options; choose "
             "another directory, or delete this one"
         )
-    ResumableDirectory(out, WORK).finish()  # killed after the manifest
+    work.finish()  # killed after the manifest
     check_whole(out)
     return manifest
+
+
+def _write(work: ResumableDirectory, copy: Copy) -> Manifest:
+    """Write what is missing of a copy, and seal it."""
+    out, draft = work.out, copy.draft
+    (out / "shards").mkdir(exist_ok=True)
+    records = _write_shards(work, copy)
+    draft = draft.changed(files=_copy_target(out, copy.dataset))
+    lossy = [column.name for column in copy.columns if column.lossy]
+    if lossy:
+        data = save_tables({name: copy.tables[name] for name in lossy})
+        write_atomically(out / TABLES, data)
+        digest = hashlib.sha256(data).hexdigest()
+        draft = draft.changed(codec=CodecTables(file=TABLES, sha256=digest, **copy.sample))
+    return seal(out, draft, records)
 
 
 def _units(dataset: HiddenStatesDataset) -> Iterator[tuple[str, np.ndarray]]:
@@ -154,11 +151,7 @@ def _units(dataset: HiddenStatesDataset) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _write_shards(work: ResumableDirectory, copy: Copy) -> list[ShardRecord]:
-    """Write the shards that are missing, and return the records of all.
-
-    Raises:
-        RunError: the disk is too small for them. DatasetError: damage.
-    """
+    """Write the shards that are missing, and return the records of all."""
     out, dataset, records = work.out, copy.dataset, dict[str, ShardRecord]()
     units = dict(_units(dataset))
     for name in units:
@@ -186,14 +179,9 @@ def _write_shards(work: ResumableDirectory, copy: Copy) -> list[ShardRecord]:
 
 
 def _unit_of(copy: Copy, documents: Sequence[int]) -> UnitData:
-    """Return documents as a unit of the copy.
-
-    Raises:
-        DatasetError: damage.
-    """
-    dataset = copy.dataset
+    """Return documents as a unit of the copy."""
+    dataset, chosen = copy.dataset, pa.array(documents)
     masks = [dataset.mask_of(document) for document in documents]
-    chosen = pa.array(documents)
     data = UnitData.allocate(
         copy.columns,
         dataset.id_array.take(chosen).to_pylist(),
@@ -202,25 +190,19 @@ def _unit_of(copy: Copy, documents: Sequence[int]) -> UnitData:
         [len(mask) for mask in masks],
         np.concatenate(masks),
     )
-    for column in copy.columns:
-        if column.name != "loss_mask":
-            _fill(data, column, documents, copy)
+    for column in (column for column in copy.columns if column.name != "loss_mask"):
+        bounds = data.row_offsets(column)
+        for number, document in enumerate(documents):
+            rows = dataset.stored_rows(document, column)
+            if column.name in copy.encoders:
+                coded = encode(bf16_tensor(rows.values), copy.encoders[column.name])
+            elif column.lossy:
+                coded = Encoded(compress(rows.values), rows.escape_index, rows.escape)
+            else:
+                data.tokens[column.name][bounds[number] : bounds[number + 1]] = rows.values
+                continue
+            data.coded[column.name][number] = coded
     return data
-
-
-def _fill(data: UnitData, column: Column, documents: Sequence[int], copy: Copy) -> None:
-    """Fill one column of a unit."""
-    bounds = data.row_offsets(column)
-    for number, document in enumerate(documents):
-        rows = copy.dataset.stored_rows(document, column)
-        if column.name in copy.encoders:
-            coded = encode(bf16_tensor(rows.values), copy.encoders[column.name])
-        elif column.lossy:
-            coded = Encoded(compress(rows.values), rows.escape_index, rows.escape)
-        else:
-            data.tokens[column.name][bounds[number] : bounds[number + 1]] = rows.values
-            continue
-        data.coded[column.name][number] = coded
 
 
 def _copy_target(out: Path, dataset: HiddenStatesDataset) -> dict[str, FileRecord]:

@@ -55,10 +55,9 @@ def recoded_copy(dataset: HiddenStatesDataset, codec: str, dry_run: bool) -> Cop
         columns, tables, sample = _fitted(dataset, columns, {c.name for c in encoded})
     digest = sha256_json(save_tables(tables).hex()) if tables else None
     draft = derived("recode", {"codec": codec, "tables": digest}, [dataset.manifest], columns, {})
-    errors = {c.name: c.error for c in columns if c.name in tables}
     declared = tuple(
-        structs.replace(c, exact=False, error=errors[c.name]) if c.name in errors else c
-        for c in draft.columns
+        structs.replace(entry, exact=False, error=column.error) if entry.name in tables else entry
+        for entry, column in zip(draft.columns, columns, strict=True)
     )
     return Copy(
         dataset=dataset,
@@ -120,12 +119,8 @@ def _fitted(
             if table is not None:
                 tables[column.name] = table
         made.append(column)
-    figures = {
-        "documents": len(documents),
-        "tokens": len(numbers),
-        "held_out_tokens": int(held_out.sum()),
-    }
-    return tuple(made), tables, figures
+    counts = {"documents": len(documents), "tokens": len(numbers)}
+    return tuple(made), tables, counts | {"held_out_tokens": int(held_out.sum())}
 
 
 class StoredHead:

@@ -51,14 +51,12 @@ class Rows:
         """Return all documents of a dataset with all its columns."""
         table, view = dataset.index, dataset.view
         groups = view.groups if view else [list(dataset.declared)]
-        if view is None:
-            locations = np.stack([np.zeros(len(dataset), np.int64), np.arange(len(dataset))])[None]
-        else:
-            kinds = ("source_number", "document")
-            locations = np.array(
-                [[index_numbers(table, f"{k}.{g}") for k in kinds] for g in range(len(groups))],
-                np.int64,
-            )
+        names = [[f"source_number.{g}", f"document.{g}"] for g in range(len(groups))]
+        locations = (
+            np.array([[index_numbers(table, name) for name in pair] for pair in names], np.int64)
+            if view
+            else np.stack([np.zeros(len(dataset), np.int64), np.arange(len(dataset))])[None]
+        )
         spans = ["spans"] if view and view.remasked else []
         return cls(
             sources=dataset.sources,
@@ -102,6 +100,11 @@ class Rows:
         return replace(
             self, table=table.append_column("spans", pa.ListArray.from_arrays(offsets, spans))
         )
+
+    def stored_masks(self) -> LossMasks:
+        """Return the loss masks of the sources."""
+        located = self.locations[0].T.tolist()
+        return LossMasks.of([self.sources[s].mask_of(n) for s, n in located])
 
     def with_ids(self, ids: Sequence[str]) -> "Rows":
         """Return the same documents under other ids."""
@@ -156,19 +159,13 @@ def stacked(parts: Sequence[Rows], names: Sequence[str]) -> Rows:
         for group in together
     ]
     if any(part.remasked for part in parts):
-        parts = [part if part.remasked else _with_stored_masks(part) for part in parts]
+        parts = [part if part.remasked else part.with_masks(part.stored_masks()) for part in parts]
     return Rows(
         sources=sources,
         groups=tuple(map(tuple, together.values())),
         locations=np.stack(locations),
         table=pa.concat_tables([part.table for part in parts], promote_options="permissive"),
     )
-
-
-def _with_stored_masks(rows: Rows) -> Rows:
-    """Return rows with the loss masks of their sources, written out."""
-    located = rows.locations[0].T.tolist()
-    return rows.with_masks(LossMasks.of([rows.sources[s].mask_of(n) for s, n in located]))
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -200,23 +197,17 @@ def write_view(out: Path, rows: Rows, draft: Manifest) -> Manifest:
         ConfigError: `out` holds something else.
     """
     rows = rows.used_sources()
-    sources = [
-        Source(
-            path=source.location
-            if scheme_of(source.location)
-            else os.path.relpath(Path(source.location).resolve(), out.resolve()),
-            fingerprint=source.manifest.fingerprint,
-            documents=len(source),
-        )
-        for source in rows.sources
-    ]
+    sources = []
+    for source in rows.sources:
+        path = source.location
+        if not scheme_of(path):
+            path = os.path.relpath(Path(path).resolve(), out.resolve())
+        fingerprint = source.manifest.fingerprint
+        sources.append(Source(path=path, fingerprint=fingerprint, documents=len(source)))
     view = View(sources=sources, groups=[list(g) for g in rows.groups], remasked=rows.remasked)
     index = arrow_stream(_index_of(rows, view))
-    record = FileRecord(
-        bytes=len(index),
-        sha256=hashlib.sha256(index).hexdigest(),
-        xxh3=xxh3_64_hexdigest(index),
-    )
+    digests = {"sha256": hashlib.sha256(index).hexdigest(), "xxh3": xxh3_64_hexdigest(index)}
+    record = FileRecord(bytes=len(index), **digests)
     target = {n: r for n, r in rows.sources[0].manifest.files.items() if n.startswith("target/")}
     sums = {name: int(index_numbers(rows.table, name).sum()) for name in _PLAIN[2:4]}
     manifest = draft.changed(

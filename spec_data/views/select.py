@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_data.shards.identity import usual_kwargs
 from spec_data.shards.layer_ids import chosen_layers
 from spec_data.shards.loss_masks import LossMasks, masks_under
-from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import Manifest, layer_column
+from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.shards.schema import FINAL, Manifest, layer_column, predicts_supervised
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.progress import progress
 from spec_data.views.derive import derived
 from spec_data.views.rows import Rows
-from spec_data.views.scores import document_scores
 
 if TYPE_CHECKING:
     from spec_data.corpus.prompt_overlap import Grams
@@ -116,20 +116,15 @@ def select_rows(
 
 def _where(dataset: HiddenStatesDataset, rows: Rows, left: np.ndarray, sql: str) -> np.ndarray:
     """Return which of the documents `left` meet a condition; likelihoods only if it names them."""
-    table = rows.table.take(pa.array(left))
-    columns = {
-        "number": pa.array(left),
-        **{name: table.column(name) for name in ("doc_id", "source")},
-        "length": table.column("tokens"),
-        "supervised": table.column("supervised"),
-    }
+    table = rows.table.take(pa.array(left)).select(["doc_id", "source", "tokens", "supervised"])
+    table = table.rename_columns(["doc_id", "source", "length", "supervised"])
     names = {n for n in ("nll", "first_choice") if re.search(rf"\b{n}\b", sql, re.IGNORECASE)}
-    scores = (
-        document_scores(dataset, left, "nll" in names) if names else np.full((2, len(left)), np.nan)
-    )
+    scores = np.full((2, len(left)), np.nan)
+    if names:
+        scores = np.stack(document_scores(dataset, left, "nll" in names))
     for name, values in zip(("first_choice", "nll"), scores, strict=True):
-        columns[name] = pa.array(values, from_pandas=True)
-    return matching(pa.table(columns), sql)
+        table = table.append_column(name, pa.array(values, from_pandas=True))
+    return matching(table.add_column(0, "number", pa.array(left)), sql)
 
 
 def matching(table: pa.Table, condition: str) -> np.ndarray:
@@ -160,6 +155,55 @@ def matching(table: pa.Table, condition: str) -> np.ndarray:
                 f'--where "{condition}": {reason}; columns: {", ".join(table.column_names)}'
             ) from None
     return np.isin(table.column("number").to_numpy(), rows["number"])
+
+
+def document_scores(
+    dataset: HiddenStatesDataset, documents: np.ndarray, nll: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return share of first choices and mean NLL (nats) of `documents` int64 [n], float64 [n] each.
+
+    The NLL of token t+1 is logsumexp_t - z_t[x_{t+1}]; the logit z is computed from `hidden.final`
+    and the stored head, or read from `logits`. With a lossy codec of `hidden.final` it has the
+    error of the codec. The masks are the stored ones. A document without a supervised token has
+    nan, as has every NLL where `nll` does not ask for them.
+
+    Raises:
+        ConfigError: an NLL is asked for, and the dataset stores only some of the logits.
+        DatasetError: damage.
+    """
+    manifest, columns = dataset.manifest, ["input_ids", "loss_mask", "target_argmax"]
+    if nll and manifest.supervision.startswith("topk"):
+        raise ConfigError(
+            f"nll: {dataset.location} stores {manifest.supervision}, and the other logits "
+            "cannot be computed from them; use first_choice"
+        )
+    if nll:
+        columns += ["target_logsumexp", *({FINAL, "logits"} & set(dataset.columns))]
+    reader = HiddenStatesDataset(dataset.path, columns)
+    head = load_head_tensors(dataset.path, manifest) if FINAL in columns else {}
+    shares, means = (np.full(len(documents), np.nan) for _ in range(2))
+    bar = progress(documents.tolist(), desc="scores", unit="docs", leave=False)
+    for number, document in enumerate(bar):
+        row = reader[document]
+        mask = row["loss_mask"].numpy()
+        asked = torch.from_numpy(predicts_supervised(mask, np.array([0, len(mask)])))  # [T]
+        following = row["input_ids"].roll(-1)[asked]  # [m]
+        if not len(following):
+            continue
+        shares[number] = float((row["target_argmax"][asked] == following).double().mean())
+        if not nll:
+            continue
+        if head:
+            z = (row[FINAL][asked].double() * head["lm_head"][following].double()).sum(-1)  # [m]
+            if "lm_head_bias" in head:
+                z = z + head["lm_head_bias"][following].double()
+            z = z * manifest.head.scale
+            if (softcap := manifest.head.softcap) is not None:
+                z = softcap * torch.tanh(z / softcap)
+        else:
+            z = row["logits"][asked].gather(-1, following[:, None])[:, 0].double()
+        means[number] = float((row["target_logsumexp"][asked].double() - z).mean())
+    return shares, means
 
 
 # -- --decontaminate -------------------------------------------------------------------------------
@@ -248,11 +292,13 @@ def sample_size(amount: str, count: int) -> int:
     Raises:
         ConfigError: `amount` is no number above 0, or a share above 1.
     """
-    number = re.fullmatch(r" *(\d*\.?\d*) *(%?) *", amount)
-    value = float(number[1]) if number and number[1].strip(".") else 0.0
-    if number and not number[2] and number[1].isdecimal() and value >= 1:
-        return min(int(value), count)
-    share = value / 100 if number and number[2] else value
+    text = amount.strip()
+    if text.isascii() and text.isdigit() and int(text):
+        return min(int(text), count)
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
     if not 0 < share <= 1:
         raise ConfigError(
             f"--sample {amount}: expected a number of documents such as 500, or a share such as "

@@ -33,7 +33,6 @@ from spec_data.terminal.paths import check_file_to_write
 from spec_train.reports.results import (
     Context,
     Evaluation,
-    First,
     Run,
     Sample,
     Simulated,
@@ -51,6 +50,7 @@ log = logging.getLogger(__name__)
 PAGE = "report.html"
 MOST_POINTS = 600
 """Points of a curve that a page holds at most; a longer curve is thinned evenly."""
+Figure = tuple[str, Value, Format]
 _UNSAID = ("data", "out", "config", "track", "keep", "preset", "save_every")
 
 
@@ -113,7 +113,7 @@ def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
     measured = [*(run.held_out for run in runs if run.held_out is not None), *others]
     sections = [_overview(runs, others), _learning(runs)] if runs else []
     sections += [_acceptance(measured, lead=not runs), _drafted_tokens(measured)]
-    sections.append(Section(title="Settings", parts=_settings(runs) if len(runs) > 1 else []))
+    sections.append(Section(title="Settings", parts=_settings(runs)))
     names = list(dict.fromkeys([run.name for run in runs] or [one.name for one in others]))
     return Page(
         title=f"{names[0]} and {len(names) - 1} more" if len(names) > 3 else ", ".join(names),
@@ -149,7 +149,15 @@ def _overview(runs: Sequence[Run], others: Sequence[Evaluation]) -> Section:
             "documents. Tokens per second and waiting for data are medians.",
         )
         parts = [table]
-    parts += [Note(text=text, warning=True) for run in runs for text in _problems(run)]
+    for run in runs:
+        served, steps = (number(run.best, f"serving_like_{name}") for name in ("uncut", "rounds"))
+        problems = [train_serve_gap(run.best, served, int(steps or 0))]
+        if not run.validation:
+            problems.append("nothing was held out or validated yet: there is no held-out curve")
+        if run.best and run.best["step"] == 0 < run.last("step"):
+            problems.append("no validation was better than the draft at step 0")
+        texts = [f"{run.name}: {problem}." for problem in problems if problem]
+        parts += [Note(text=text, warning=True) for text in texts]
     return Section(title="Overview", parts=parts)
 
 
@@ -162,7 +170,7 @@ def _decoded(run: Run, others: Sequence[Evaluation]) -> Evaluation | None:
     return None
 
 
-def _facts(run: Run, decoded: Evaluation | None) -> list[tuple[str, Value, Format]]:
+def _facts(run: Run, decoded: Evaluation | None) -> list[Figure]:
     """Return the figures of a run: first the length by which it is told."""
     best = run.best
     if decoded is None:
@@ -190,28 +198,10 @@ def _facts(run: Run, decoded: Evaluation | None) -> list[tuple[str, Value, Forma
 
 def _length_items(
     length: float | None, interval: Sequence[float] | None, real: bool
-) -> list[tuple[str, Value, Format]]:
+) -> list[Figure]:
     between = "{:.2f} to {:.2f}".format(*interval) if interval else None
     name = "acceptance length, real decoding" if real else "acceptance length, serving-like"
     return [(name, length, "number"), ("its 95 % interval", between, "text")]
-
-
-def _problems(run: Run) -> list[str]:
-    """Return what a reader must know before the figures."""
-    best, problems = run.best, []
-    if not run.validation:
-        problems.append("nothing was held out or validated yet, so there is no held-out curve.")
-    if best and number(best, "step") == 0 and run.last("step") > 0:
-        problems.append("no validation was better than the draft at step 0; training did not help.")
-    if best and number(best, "acceptance_length") is None:
-        problems.append(
-            "no held-out answer is long enough for a chain of every depth, so there is no "
-            "acceptance length; see the product-limit length."
-        )
-    served, rounds = (number(best, f"serving_like_{name}") for name in ("uncut", "rounds"))
-    if text := train_serve_gap(best, served, int(rounds or 0)):
-        problems.append(f"{text}.")
-    return [f"{run.name}: {problem}" for problem in problems]
 
 
 def _learning(runs: Sequence[Run]) -> Section:
@@ -261,10 +251,15 @@ def _lines(
 
 def _settings(runs: Sequence[Run]) -> list[Part]:
     """Return the table of the options in which several runs differ."""
-    tables = [run.options for run in runs]
-    names = [name for name in dict.fromkeys(n for t in tables for n in t) if name not in _UNSAID]
-    names = [name for name in names if len({repr(table.get(name)) for table in tables}) > 1]
-    rows = [[name, *(_option(table.get(name)) for table in tables)] for name in ("data", *names)]
+    if len(runs) < 2:
+        return []
+    tables = [{k: v for k, v in run.options.items() if k not in _UNSAID} for run in runs]
+    names = [
+        name
+        for name in dict.fromkeys(name for table in tables for name in table)
+        if len({repr(table.get(name)) for table in tables}) > 1
+    ]
+    rows = [[name, *(_option(run.options.get(name)) for run in runs)] for name in ("data", *names)]
     return [
         Table(
             title="Options in which the runs differ",
@@ -286,10 +281,10 @@ def _option(value: Any) -> str:
 
 def _acceptance(measured: Sequence[Evaluation], lead: bool) -> Section:
     """Return lengths, and where drafts are accepted; to `lead` a page, it begins with a length."""
-    parts: list[Part] = _evaluations(measured) if measured else []
-    known = [one for one in measured if one.acceptance.acceptance_length is not None]
-    if lead and known:  # the length to trust most: of real decoding, if there is one
-        first = min(known, key=lambda one: one.decoded is None)
+    parts: list[Part] = [_evaluations(measured)] if measured else []
+    lengths = [one for one in measured if one.acceptance.acceptance_length is not None]
+    if lead and lengths:  # the length to trust most: of real decoding, if there is one
+        first = min(lengths, key=lambda one: one.decoded is None)
         length, interval = first.acceptance.acceptance_length, first.acceptance.interval
         parts.insert(0, Figures(items=_length_items(length, interval, first.decoded is not None)))
     for one in measured:
@@ -302,69 +297,75 @@ def _acceptance(measured: Sequence[Evaluation], lead: bool) -> Section:
         "Of the verifications whose earlier drafted tokens were all accepted.",
     )
     for one in measured:
-        if isinstance(one.result, Simulated):
-            parts += _plain_table("By source", one, _SOURCE, one.result.by_source, 1)
-        else:
-            parts += _plain_table("By set of prompts", one, _SET, one.result.by_set, 2)
-            parts += _plain_table("By drafted tokens", one, _SWEEP, one.result.sweep, 2)
+        result = one.result
+        tables = (
+            [("By source", _SOURCE, result.by_source, 1)]
+            if isinstance(result, Simulated)
+            else [
+                ("By set of prompts", _SET, result.by_set, 2),
+                ("By drafted tokens", _SWEEP, result.sweep, 2),
+            ]
+        )
+        parts += [
+            Table(
+                title=f"{title}: {one.name}",
+                columns=[(name, form) for _, name, form in fields],
+                rows=[[line.get(key) for key, _, _ in fields] for line in lines],
+            )
+            for title, fields, lines, fewest in tables
+            if len(lines) >= fewest
+        ]
     text = "As in serving: the draft continues with its own tokens, step after step."
     return Section(title="Acceptance", text=text, parts=parts)
 
 
-def _evaluations(measured: Sequence[Evaluation]) -> list[Part]:
-    rows: list[dict[str, Value]] = []
+_Fields = Sequence[tuple[str, str, Format]]
+_LENGTH: _Fields = (
+    ("rounds", "verifications", "count"),
+    ("acceptance_length", "acceptance length", "number"),
+)
+_SOURCE: _Fields = (
+    ("source", "source", "text"),
+    ("documents", "documents", "count"),
+    ("supervised_tokens", "supervised tokens", "count"),
+    ("on_policy", "on-policy", "share"),
+    *_LENGTH,
+)
+_SET: _Fields = (("set", "set", "text"), ("prompts", "prompts", "count"), *_LENGTH)
+_SWEEP: _Fields = (
+    ("draft_tokens", "drafted tokens", "count"),
+    _LENGTH[1],
+    ("speedup", "speed-up", "number"),
+)
+
+
+def _evaluations(measured: Sequence[Evaluation]) -> Table:
+    rows: list[list[Value]] = []
     for one in measured:
         acceptance, result = one.acceptance, one.result
-        low, high = acceptance.interval or (None, None)
-        row: dict[str, Value] = {"evaluation": one.name, "length": acceptance.acceptance_length}
-        row |= {"from": low, "to": high, "verifications": acceptance.rounds}
+        lossless = None
         if isinstance(result, Simulated):
-            row["on"] = f"{result.path}, {result.split}: {result.documents:,} documents"
-            row |= {"kind": "simulated", "on-policy": result.on_policy}
+            on = f"{result.path}, {result.split}: {result.documents:,} documents"
         else:
-            row["on"] = f"{result.target}: {result.responses:,} responses"
-            row |= {"kind": "real decoding", "speed-up": result.speedup}
+            on = f"{result.target}: {result.responses:,} responses"
             if result.identical is not None:
-                row["lossless"] = f"{result.identical} of {result.responses}"
-        rows.append(row)
-    used = [(n, f) for n, f in _EVALUATION if any(row.get(n) is not None for row in rows)]
-    table = Table(
+                lossless = f"{result.identical} of {result.responses}"
+        row: list[Value] = [one.name, "real decoding" if one.decoded else "simulated", on]
+        row += [acceptance.acceptance_length, *(acceptance.interval or (None, None))]
+        row += [acceptance.rounds, getattr(result, "on_policy", None)]
+        rows.append([*row, lossless, getattr(result, "speedup", None)])
+    return Table(
         title="Evaluations",
-        columns=used,
-        rows=[[row.get(name) for name, _ in used] for row in rows],
+        columns=[
+            *(("evaluation", "text"), ("kind", "text"), ("on", "text"), ("length", "number")),
+            *(("from", "number"), ("to", "number"), ("verifications", "count")),
+            *(("on-policy", "share"), ("lossless", "text"), ("speed-up", "number")),
+        ],
+        rows=rows,
         note="Length: tokens per verification of the target, its own token included; from and to: "
         "its 95 % interval over prompts or documents. Simulated: on stored documents, which "
         "predicts real greedy decoding. Speed-up: of this implementation, one response at a time.",
     )
-    return [table]
-
-
-_Columns = tuple[tuple[str, Format], ...]
-_EVALUATION: _Columns = (
-    *(("evaluation", "text"), ("kind", "text"), ("on", "text"), ("length", "number")),
-    *(("from", "number"), ("to", "number"), ("verifications", "count")),
-    *(("on-policy", "share"), ("lossless", "text"), ("speed-up", "number")),
-)
-_LENGTH: _Columns = (("rounds", "count"), ("acceptance_length", "number"))
-_SOURCE: _Columns = (
-    *(("source", "text"), ("documents", "count"), ("supervised_tokens", "count")),
-    *(("on_policy", "share"), *_LENGTH),
-)
-_SET: _Columns = (("set", "text"), ("prompts", "count"), *_LENGTH)
-_SWEEP: _Columns = (("draft_tokens", "count"), _LENGTH[1], ("speedup", "number"))
-
-
-def _plain_table(
-    title: str, one: Evaluation, fields: _Columns, lines: Sequence[dict[str, Any]], fewest: int
-) -> list[Part]:
-    """Return the table of some fields of lines of JSON, if there are enough lines."""
-    words = {"rounds": "verifications", "speedup": "speed-up"}
-    table = Table(
-        title=f"{title}: {one.name}",
-        columns=[(words.get(name, name.replace("_", " ")), form) for name, form in fields],
-        rows=[[line.get(name) for name, _ in fields] for line in lines],
-    )
-    return [table] if len(lines) >= fewest else []
 
 
 # -- drafted tokens --------------------------------------------------------------------------------
@@ -381,18 +382,13 @@ _KEYS = [
 def _drafted_tokens(measured: Sequence[Evaluation]) -> Section:
     """Return the section with the responses that evaluations have kept."""
     documents = [response(one, sample) for one in measured for sample in one.result.samples]
-    data = {
-        "note": "",
-        "noun": "response",
-        "item": "verification step",
-        "keys": _KEYS if any(one.decoded is None for one in measured) else _KEYS[:3],
-        "documents": documents,
-    }
+    keys = _KEYS if any(one.decoded is None for one in measured) else _KEYS[:3]
+    data = {"note": "", "noun": "response", "item": "verification step", "keys": keys}
     return Section(
         title="Drafted tokens",
-        text="What the draft proposed in a few responses, and what the target made of it. The "
-        "responses are evenly spread over those that were measured.",
-        parts=[Viewer(data=data)] if documents else [],
+        text="What the draft proposed in a few responses, evenly spread over those that were "
+        "measured, and what the target made of it.",
+        parts=[Viewer(data=data | {"documents": documents})] if documents else [],
     )
 
 
@@ -403,24 +399,21 @@ def response(one: Evaluation, sample: Sample) -> dict[str, Any]:
     steps = [part for part in sample.parts if isinstance(part, VerificationStep)]
     position, step = 0, 0
     for part in sample.parts:
-        if isinstance(part, Context):
-            title = f"context, {part.left_out:,} tokens before are not shown" * bool(part.left_out)
-            segments.append({"title": title or "context", "learned": False, "items": []})
-            words = [[_text(token, texts), "context"] for token in part.tokens]
-            about = ["Tokens that are not drafted."]
-            position = 0
-        elif isinstance(part, First):
-            segments.append({"title": "response", "learned": True, "items": []})
-            words = [[_text(token, texts), "target"] for token in part.tokens]
-            about = ["Where the response begins."]
-            position += len(part.tokens)
-        else:
+        if isinstance(part, VerificationStep):
             step += 1
             words, about = _step(part, texts)
-            about[0] = (
-                f"Verification step {step} of {len(steps)}, after {position:,} tokens: {about[0]}"
-            )
+            where = f"Verification step {step} of {len(steps)}, after {position:,} tokens"
+            about[0] = f"{where}: {about[0]}"
             position += len(part.emitted)
+        else:
+            title, kind, about = "response", "target", ["Where the response begins."]
+            position += len(part.tokens)
+            if isinstance(part, Context):
+                title, kind, about = "context", "context", ["Tokens that are not drafted."]
+                title += f", {part.left_out:,} tokens before are not shown" * bool(part.left_out)
+                position = 0
+            segments.append({"title": title, "learned": kind == "target", "items": []})
+            words = [[_text(token, texts), kind] for token in part.tokens]
         segments[-1]["items"].append({"words": words, "about": about})
     emitted, accepted = (sum(len(x.emitted) for x in steps), sum(x.accepted for x in steps))
     head = (
@@ -430,11 +423,8 @@ def response(one: Evaluation, sample: Sample) -> dict[str, Any]:
     )
     if one.decoded is not None and one.decoded.tree_tokens:
         head += " Decoded with trees: of the drafted tokens only the accepted path is kept."
-    return {
-        "head": head,
-        "id": " · ".join(filter(None, (one.name, sample.name, sample.source))),
-        "segments": segments,
-    }
+    name = " · ".join(filter(None, (one.name, sample.name, sample.source)))
+    return {"head": head, "id": name, "segments": segments}
 
 
 def _text(token: int, texts: dict[str, str]) -> str:

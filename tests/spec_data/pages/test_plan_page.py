@@ -55,9 +55,9 @@ def test_the_page_has_the_documents_that_generate_captures(target, corpus, tmp_p
         assert "choice" not in found
     made = dataset.manifest.documents
     counts = dict(part(page, "What was left out", "table", "From rows to documents")["rows"])
-    assert counts["corpus rows read"] == made.read == 17 and counts["bad rows"] == 1
-    assert counts["documents kept"] == len(dataset) and counts["dropped: duplicate"] == 1
-    assert counts[next(name for name in counts if name.startswith("cut at"))] == made.cut > 0
+    assert counts["corpus rows read"] == made.read == 17 and counts["  bad rows"] == 1
+    assert counts["documents kept"] == len(dataset) and counts["  dropped: duplicate"] == 1
+    assert counts[next(name for name in counts if name.startswith("  cut at"))] == made.cut > 0
     items = {n: v for n, v, _ in part(page, "Overview", "figures")["items"]}
     assert items["tokens"] == int(dataset.lengths.sum())
     assert items["supervised tokens"] == int(dataset.supervised.sum())

@@ -55,8 +55,7 @@ def test_a_document_is_shown_with_turns_special_tokens_and_white_space(browser, 
         assert tab.locator(".turn:not(.learned) .tok.sup").count() == 0
         assert tab.locator(".tokens .special").all_inner_texts()[0] == "<|im_start|>"
         whole = tab.evaluate("document.querySelector('.turn.learned .text').textContent")
-        assert whole == "Paris.\n\n\tIt is  Paris ⟨F0⟩⟨9F⟩⟨98⟩⟨80⟩<|im_end|>"
-        assert tab.locator(".turn.learned .esc").count() == 4
+        assert whole == "Paris.\n\n\tIt is  Paris \ufffd\ufffd\ufffd\ufffd<|im_end|>"
         assert tab.locator(".turn.learned .nl").count() == 2
         assert tab.locator(".turn.learned .tab").count() == 1
         assert "46.7\u00a0% the target's first choice" in tab.locator(".head").inner_text()

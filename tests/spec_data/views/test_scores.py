@@ -8,8 +8,7 @@ import pytest
 import spec_data
 from spec_data.corpus.prompt_overlap import Grams
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.views.scores import document_scores
-from spec_data.views.select import read_benchmark
+from spec_data.views.select import document_scores, read_benchmark
 from tests.spec_data.corpus.templates import tokenizer
 from tests.spec_data.runs import write_corpus
 from tests.spec_data.views.view_tools import assert_same_documents, documents_of

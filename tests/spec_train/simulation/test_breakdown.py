@@ -105,17 +105,6 @@ def response(ids, generation, where="p:1"):
     return Response(where=where, group="", ids=ids, generation=generation)
 
 
-def test_texts_of_tokens_keep_their_space_and_their_bytes():
-    """As of a tokenizer that drops the space at a beginning, and of one that cuts characters."""
-    pieces, cut = tokenizer("mistral"), tokenizer("qwen3")
-    ids = pieces.encode("a the", add_special_tokens=False)
-    sample = response(ids, Generation(tokens=ids)).sample()
-    assert " the" in "".join(token_texts([sample], pieces)[str(i)] for i in ids[1:])
-    ids = cut.encode("é", add_special_tokens=False)
-    sample = response(ids, Generation(tokens=ids)).sample()
-    assert [token_texts([sample], cut)[str(i)] for i in ids] == ["⟨C3⟩", "⟨A9⟩"]
-
-
 def test_the_interval_is_that_of_resampled_documents():
     documents = [random_document(k, 0.8, 0.7, length=40) for k in range(9)]
     found = added(documents, "abcabcabc")["simulated"]
