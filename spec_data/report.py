@@ -47,7 +47,8 @@ def columns_table(columns: Sequence[Column], tokens: int, sparse_tokens: int) ->
     """
     names: list[tuple[str, Format]] = [("column", "text"), ("codec", "text")]
     names += [("bytes per token", "number"), ("payload", "bytes")]
-    figures, note = (), ""
+    figures: tuple[str, ...] = ()
+    note = ""
     if any(column.error for column in columns):
         names += [("error", "number"), ("worst channel", "number")]
         names += [("teacher KL", "number"), ("escaped", "share")]
@@ -57,11 +58,10 @@ def columns_table(columns: Sequence[Column], tokens: int, sparse_tokens: int) ->
             "measured on held-out documents. Teacher KL: of the teacher's distribution, in nats."
         )
     payload = column_payload(columns, tokens, sparse_tokens)
-    rows = [
-        [c.name, c.codec, count / max(tokens, 1), count]
-        + [getattr(c.error, name, None) for name in figures]
-        for c, count in zip(columns, payload, strict=True)
-    ]
+    rows: list[list[Any]] = []
+    for column, count in zip(columns, payload, strict=True):
+        errors = [getattr(column.error, name, None) for name in figures]
+        rows.append([column.name, column.codec, count / max(tokens, 1), count, *errors])
     return Table(title="Columns", columns=names, rows=rows, note=note)
 
 
@@ -240,8 +240,8 @@ def _where(manifest: Manifest) -> str:
 def dataset_facts(dataset: HiddenStatesDataset) -> dict[str, Any]:
     """Return what is inside a sealed dataset as plain values (--json)."""
     manifest = dataset.manifest
-    names = ("target", "layers", "draft_layers", "supervision", "final", "teacher", "policy")
-    names += ("agreement", "columns", "packing", "fingerprint")
+    names = ["target", "layers", "draft_layers", "supervision", "final", "teacher", "policy"]
+    names += ["agreement", "columns", "packing", "fingerprint"]
     return {
         "path": dataset.location,
         **{name: plain(getattr(manifest, name)) for name in names},
