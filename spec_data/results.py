@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import structs
 
 from spec_data.generation.probe import Probe
-from spec_data.report import dataset_text, refused_label
+from spec_data.pages.report import dataset_text, refused_label
 from spec_data.shards.likelihood import Agreement
 from spec_data.shards.likelihood_text import suspicions
 from spec_data.shards.schema import Manifest

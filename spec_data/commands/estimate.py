@@ -111,7 +111,7 @@ def estimated(
     from msgspec import structs
 
     from spec_data.generation.target_files import other_files
-    from spec_data.report import as_text, columns_table, counts_text, draft_facts, draft_rows
+    from spec_data.pages.report import as_text, columns_table, counts_text, draft_facts, draft_rows
     from spec_data.results import EstimateResult, skipped_rows
     from spec_data.shards.schema import bits_range
     from spec_data.terminal.progress import size

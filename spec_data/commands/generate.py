@@ -298,6 +298,6 @@ def kept_units(given: Mapping[str, Any]) -> str:
     """Say how much of an interrupted run is kept; `given` are its arguments."""
     if "spec_data.generation.plan" not in sys.modules:
         return "nothing was captured yet"
-    from spec_data.report import kept_text
+    from spec_data.pages.report import kept_text
 
     return kept_text(given["out"])

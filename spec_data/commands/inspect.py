@@ -48,7 +48,7 @@ def inspect(data: Dataset, *, doc: Count | None = None) -> Inspected:
     >>> shown.values["document"], "«" in shown.text
     (0, True)
     """
-    from spec_data.report import (
+    from spec_data.pages.report import (
         dataset_facts,
         dataset_text,
         document_facts,

@@ -41,7 +41,7 @@ def write_report(
     """
     from spec_data.pages.dataset_page import dataset_name, dataset_page
     from spec_data.pages.page import write_page
-    from spec_data.report import fit_words
+    from spec_data.pages.report import fit_words
 
     data = str(path)
     name = dataset_name(data)

@@ -49,7 +49,7 @@ def verify(
     (True, [])
     """
     from spec_data.capture.tensor_parallel import leading
-    from spec_data.report import fit_words
+    from spec_data.pages.report import fit_words
     from spec_data.verification.run import examine
 
     running.check()

@@ -13,7 +13,7 @@ import traceback
 
 import pytest
 
-from spec_data.report import dataset_text
+from spec_data.pages.report import dataset_text
 from spec_data.shards.errors import DatasetError, SpecDataError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset

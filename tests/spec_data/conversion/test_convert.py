@@ -15,7 +15,7 @@ from spec_data.commands.convert import convert
 from spec_data.conversion import export
 from spec_data.conversion import run as conversion
 from spec_data.models.target_options import LoadOptions
-from spec_data.report import dataset_text
+from spec_data.pages.report import dataset_text
 from spec_data.shards.errors import (
     ConfigError,
     CorpusError,
