@@ -16,7 +16,7 @@ from spec_data.shards.errors import ConfigError, DraftError, MissingError, RunEr
 from spec_train.cli import main as train_main
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
 from spec_train.options.training import Training
-from spec_train.training.setup import fit as run_fit
+from spec_train.training.fit import fit as run_fit
 from spec_train.training.trainer import Trainer
 from tests.api_workspace import FIT, make_workspace
 from tests.spec_train import flat

@@ -36,9 +36,9 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL
 from spec_data.terminal.text_table import text_table
 from spec_train.data.order import BatchPlan
+from spec_train.data.splits import make_splits
 from spec_train.data.stream import BatchStream, BufferOptions
 from spec_train.options.training import Training
-from spec_train.training.setup import make_splits
 
 MEAN_TOKENS, LONGEST, PACKS = 300, 1024, 4
 

@@ -15,7 +15,7 @@ from gpu.bench import Bench
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead
-from spec_train.training.failure import arithmetic, cast_draft
+from spec_train.training.loss import arithmetic, cast_draft
 
 TINY = Size(hidden=32, heads=4, head_dim=16, vocab=64, draft_vocab=40, tokens=40)
 SMALL = Size(hidden=256, heads=4, head_dim=64, vocab=4096, draft_vocab=2048, tokens=256)

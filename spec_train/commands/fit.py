@@ -1,8 +1,8 @@
 """`spec-train fit DRAFT`: train a draft on a dataset, without its target.
 
-The story: check what was asked (here, before torch is imported), prepare the run
-(`training.setup`: documents, draft, number of steps), train (`training.trainer`), and write the
-page of the run (`reports.run_page`).
+The story: check what was asked (here, before torch is imported), open the documents and make the
+draft (`training.fit`), take its steps (`training.trainer`: read packs of documents, `data.stream`,
+and lower their loss, `training.loss`), and write the page of the run (`reports.run_page`).
 """
 
 import inspect
@@ -94,16 +94,21 @@ def dry_run(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "Dr
     >>> cost.steps, cost.seconds > 0
     (10, True)
     """
-    from spec_train.training.run_cost import dry_run as run
-
-    return run(*settled(training, draft))
+    return _dry_run(training, draft)
 
 
-def _fit(training: Training, draft: Any) -> "FitResult":
+def _dry_run(training: Training, draft: AnyDraftOptions) -> "DryRun":
+    name, training, draft = settled(training, draft)
+    from spec_train.training.run_cost import dry_run
+
+    return dry_run(name, training, draft)
+
+
+def _fit(training: Training, draft: AnyDraftOptions) -> "FitResult":
     """Train, then write the page of the run."""
     name, training, draft = settled(training, draft)
     from spec_train.reports.run_page import PAGE, leave_page, page_of
-    from spec_train.training.setup import fit as train
+    from spec_train.training.fit import fit as train
 
     result = train(name, training, draft)
     if _is_main():
@@ -116,7 +121,7 @@ def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def settled(training: Training, draft: Any) -> tuple[str, Training, Any]:
+def settled(training: Training, draft: AnyDraftOptions) -> tuple[str, Training, AnyDraftOptions]:
     """Return the name of the draft, and both sets of options with --preset.
 
     Raises:
@@ -153,9 +158,7 @@ prepare the run, train a few steps that are thrown away, and print what would be
 
 def _fit_command(training: Training, draft: Any, dry_run: bool) -> Result:
     if dry_run:
-        from spec_train.training.run_cost import dry_run as run
-
-        return run(*settled(training, draft))
+        return _dry_run(training, draft)
     result = _fit(training, draft)
     if result.stopped_by is not None:
         return _Finished(128 + result.stopped_by)

@@ -247,6 +247,11 @@ Documents = HiddenStatesDataset | FollowedDataset | Mixture
 """What a run reads: one dataset, several as one, or one that is still being generated."""
 
 
+def parts_of(dataset: Documents) -> tuple[HiddenStatesDataset, ...]:
+    """Return the datasets of a mixture, or the dataset alone."""
+    return dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
+
+
 def open_documents(
     sources: Sequence[Source], mask: str | None = None
 ) -> HiddenStatesDataset | Mixture:
@@ -275,15 +280,7 @@ def open_documents(
         )
         for i, source in enumerate(sources)
     )
-    mixture = Mixture(datasets, shares, common_manifest([d.manifest for d in datasets]))
-    copies = len(mixture) - len(mixture.id_array.unique())
-    if copies:
-        log.info(
-            "%s documents are in several datasets: in training their weights add up, and each is "
-            "held out of all datasets or of none",
-            f"{copies:,}",
-        )
-    return mixture
+    return Mixture(datasets, shares, common_manifest([d.manifest for d in datasets]))
 
 
 def unique_names(paths: Sequence[Path]) -> list[str]:

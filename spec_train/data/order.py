@@ -356,15 +356,6 @@ class BatchPlan:
         return int(state["epoch"]), int(state["batches_done"])
 
 
-def rank_slice(batch: Sequence[T], rank: int, world_size: int) -> list[T]:
-    """Return the packs (or micro-batches) of a global batch that one rank reads.
-
-    Rank r takes every world_size-th one from r on, so ranks differ by at most one, and a rank may
-    get none of a short batch. Over all ranks, each appears once.
-    """
-    return list(batch[rank::world_size])
-
-
 # -- following -------------------------------------------------------------------------------------
 
 

@@ -25,11 +25,10 @@ from torch import Tensor
 
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import PADDING
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.shard import CodedRows
 from spec_train.data.batch import DraftBatch
-from spec_train.data.mixture import Documents, Mixture
-from spec_train.data.order import BatchPlan, Pack, rank_slice
+from spec_train.data.mixture import Documents, parts_of
+from spec_train.data.order import BatchPlan, Pack
 
 T = TypeVar("T")
 
@@ -347,7 +346,10 @@ class BatchStream:
         """Return this rank's micro-batches of a global batch: packs before each, and its packs."""
         size, first = self.batch_size, self.plan.packs_before(index)
         parts = [(first + i, packs[i : i + size]) for i in range(0, len(packs), size)]
-        return rank_slice(parts, self.rank, self.world_size) or [(first + len(packs), [[]])]
+        mine = parts[
+            self.rank :: self.world_size
+        ]  # ranks differ by at most one; all have each once
+        return mine or [(first + len(packs), [[]])]
 
     def _read(
         self,
@@ -359,9 +361,7 @@ class BatchStream:
     ) -> None:
         """Run the reading thread: put filled steps on `ready`, then None or an exception."""
         try:
-            steps = self._steps(*position, count)
-            if remote_parts(self.dataset):
-                steps = fetched_ahead(self.dataset, steps, self._my_rows)
+            steps = fetched_ahead(self.dataset, self._steps(*position, count), self._my_rows)
             for epoch, index, share, packs in steps:
                 step = Step(epoch, index, share, free)
                 # Wait for every rank's documents; otherwise ranks block later, in a collective.
@@ -383,18 +383,15 @@ class BatchStream:
 # the run: the reader meets it again, and raises it.
 
 
-def remote_parts(dataset: Documents) -> list[HiddenStatesDataset]:
-    """Return the datasets among the documents that are on remote storage."""
-    parts = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
-    stored = (s for p in parts if isinstance(p, HiddenStatesDataset) for s in p.sources)
-    return [source for source in stored if source.mirror is not None]
-
-
 def fetched_ahead(
     dataset: Documents, steps: Iterable[T], rows: Callable[[T], Iterable[int]]
 ) -> Iterator[T]:
     """Yield `steps`; shards of the documents `rows(step)` of coming ones are downloaded."""
-    mirrors = [part.mirror for part in remote_parts(dataset) if part.mirror]
+    sources = [source for part in parts_of(dataset) for source in part.sources]
+    mirrors = [source.mirror for source in sources if source.mirror is not None]
+    if not mirrors:
+        yield from steps
+        return
     limit = min(mirror.limit for mirror in mirrors) // 4
     waiting: deque[tuple[T, int]] = deque()
     ahead = 0

@@ -8,7 +8,7 @@ from torch import Tensor
 from spec_data.models.engines import engine_warnings
 from spec_data.models.families import target_architectures
 from spec_data.shards.layer_ids import recipe_layers
-from spec_train.data.mixture import Documents, Mixture
+from spec_train.data.mixture import Documents, parts_of
 from spec_train.data.splits import Splits
 from spec_train.drafts import Draft
 from spec_train.drafts.config import special_ids
@@ -32,7 +32,7 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
     `total` is the number of steps of the run, if the trainer only runs some of them.
     """
     dataset, selection, held_out = trainer.dataset, splits.selection, splits.measured
-    for part in dataset.datasets if isinstance(dataset, Mixture) else (dataset,):
+    for part in parts_of(dataset):
         counts = len(part), part.lengths.sum(), part.supervised.sum()
         quantised = part.manifest.target.quantised_as
         log.info(

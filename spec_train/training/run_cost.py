@@ -8,26 +8,24 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from spec_data.models.devices import usable_device
+from spec_data.models.devices import compute_dtype, usable_device
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal.command import Result
 from spec_data.terminal.progress import bars, size
+from spec_train.data.mixture import parts_of
+from spec_train.data.splits import make_splits
+from spec_train.drafts import draft_class
+from spec_train.losses.head import TargetHead
+from spec_train.options.draft_options import DraftOptions
 from spec_train.options.training import Training
 from spec_train.training.announce import announce
+from spec_train.training.fit import count_supervised_tokens, open_data
 from spec_train.training.ranks import Ranks
-from spec_train.training.run_size import with_intervals
-from spec_train.training.setup import (
-    count_supervised_tokens,
-    new_draft,
-    open_for,
-    settle,
-    target_head,
-    total_steps,
-)
+from spec_train.training.settings import resolve_config, sized, total_steps, with_intervals
+from spec_train.training.start_draft import new_draft, with_shape
 from spec_train.training.trainer import Trainer
 
 STEPS = 6
@@ -91,7 +89,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def dry_run(draft_name: str, config: Training, options: Any) -> DryRun:
+def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:
     """Prepare a new run with `config`, run a few of its steps, and return what it will cost.
 
     A run that --out already holds is ignored. One process, no --follow.
@@ -104,11 +102,16 @@ def dry_run(draft_name: str, config: Training, options: Any) -> DryRun:
     with Ranks(usable_device(config.device), config.sharding) as ranks:
         if not ranks.alone:
             raise ConfigError("--dry-run runs in one process; start it without torchrun")
-        kind, dataset, config = open_for(draft_name, config, options)
-        config, options, splits = settle(kind, config, options, dataset, 1, None)
+        dataset = open_data(config)
+        kind = draft_class(draft_name)
+        kind.check_data(options, dataset.manifest)
+        options = with_shape(kind, config, options, dataset, None)
+        config = sized(resolve_config(config, dataset), dataset, 1, None)
+        splits = make_splits(dataset, config)
         total = total_steps(config, splits)
         config = with_intervals(config, total)
-        head = target_head(config, dataset, ranks)
+        dtype = compute_dtype(config.dtype, ranks.device)
+        head = TargetHead.from_dataset(parts_of(dataset)[0], dtype, ranks.device)
         counts = count_supervised_tokens(dataset, splits.train, ranks)
         draft = new_draft(kind, config, options, dataset, head, counts)
         short = dataclasses.replace(config, eval_every=None, save_every=None)

@@ -1,20 +1,22 @@
-"""`--init-from`: the draft that a run starts with, and the shape that it brings."""
+"""The draft that a run starts with: a new one, or that of --init-from, which brings its shape."""
 
 import dataclasses
 import logging
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from spec_data.models.families import block_count
 from spec_data.shards.errors import DraftError
+from spec_data.shards.position_data import UNKNOWN, load_positions
 from spec_data.shards.resumable import differing_settings
 from spec_data.terminal.config import to_dict
-from spec_train.data.mixture import Documents, Mixture
+from spec_train.data.mixture import Documents, parts_of
 from spec_train.drafts import Draft, load_draft
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import VOCABULARY_CHOICES
+from spec_train.options.draft_options import VOCABULARY_CHOICES, DraftOptions
 from spec_train.options.training import Training
 from spec_train.training.run_directory import resolve_draft_dir
 
@@ -32,10 +34,14 @@ _SHAPE = (
 """Options that decide a draft's shape. Biases are not here: "auto" keeps those of the draft."""
 
 
-def with_shape_of_start(
-    name: str, config: Training, options: Any, dataset: Documents, started: dict[str, Any] | None
-) -> Any:
-    """Return the options of the draft `name` with the shape of --init-from.
+def with_shape(
+    kind: type[Draft],
+    config: Training,
+    options: DraftOptions,
+    dataset: Documents,
+    started: dict[str, Any] | None,
+) -> DraftOptions:
+    """Return the options of a draft with every size: that of --init-from, else the target's.
 
     Options that have another value than their default were given by the user, and stay. A run that
     resumes (`started` is its identity) has the shape that it began with.
@@ -43,14 +49,23 @@ def with_shape_of_start(
     Raises:
         MissingError, DraftError: the draft cannot be read, or is of another kind.
     """
-    if config.init_from is None:
-        return options
+    if config.init_from is not None:
+        options = _with_shape_of_start(kind, config, options, dataset, started)
+    blocks = block_count(dataset.target_config()) or 0
+    return options.sized(dataset.manifest.hidden_size, blocks)
+
+
+def _with_shape_of_start(
+    kind: type[Draft],
+    config: Training,
+    options: DraftOptions,
+    dataset: Documents,
+    started: dict[str, Any] | None,
+) -> DraftOptions:
     if started is not None and started.get("init_from") == config.init_from:
         shape = started
     else:
-        first = dataset.datasets[0] if isinstance(dataset, Mixture) else dataset
-        head = TargetHead.from_dataset(first)
-        draft = _load(name, config, dataset, head)
+        draft = _load(kind, config, dataset, TargetHead.from_dataset(parts_of(dataset)[0]))
         shape = to_dict(draft.options) | {key: getattr(draft.config, key) for key in _SIZES}
         if not draft.full_vocabulary:  # its size may have been chosen by coverage or by a file
             shape["draft_vocab_size"] = draft.config.draft_vocab_size
@@ -70,15 +85,46 @@ def with_shape_of_start(
     return dataclasses.replace(options, **changes)
 
 
-def _vocabulary_options(options: Any) -> list[str]:
+def _vocabulary_options(options: DraftOptions) -> list[str]:
     """Return the names of the options by which the user chose the tokens of the vocabulary."""
     return [n for n in VOCABULARY_CHOICES if getattr(options, n, None) is not None]
 
 
-def start_from(
-    name: str,
+def new_draft(
+    kind: type[Draft],
     config: Training,
-    options: Any,
+    options: DraftOptions,
+    dataset: Documents,
+    head: TargetHead,
+    counts: Tensor,
+) -> Draft:
+    """Return a draft that `config.seed` initialises, or that of --init-from.
+
+    `counts` are the supervised tokens of the training documents, int64 [V].
+
+    Raises:
+        MissingError, DraftError: the draft of --init-from cannot be read, is of another kind, shape
+            or target, or has another vocabulary than options ask for.
+    """
+    torch.manual_seed(config.seed)
+    recorded = [load_positions(part) for part in parts_of(dataset)]
+    fresh = kind.build(
+        options,
+        target_config=dataset.target_config(),
+        manifest=dataset.manifest,
+        head=head,
+        token_counts=counts,
+        positions=next((p for p in recorded if p.kind != UNKNOWN), recorded[0]),
+    )
+    if config.init_from is None:
+        return fresh
+    return _start_from(kind, config, options, dataset, head, fresh)
+
+
+def _start_from(
+    kind: type[Draft],
+    config: Training,
+    options: DraftOptions,
     dataset: Documents,
     head: TargetHead,
     fresh: Draft,
@@ -86,12 +132,8 @@ def start_from(
     """Return the draft of --init-from, connected to the dataset's target.
 
     `fresh` is a new draft of these options: its shape must be that of the loaded one.
-
-    Raises:
-        MissingError, DraftError: the draft cannot be read, is of another kind, shape or target, or
-            has another vocabulary than options ask for.
     """
-    loaded = _load(name, config, dataset, head)
+    loaded = _load(kind, config, dataset, head)
     where = f"--init-from {config.init_from}"
     loaded.update_config(**_unlearned(loaded.config, fresh.config))
     ignored: dict[str, Any] = {"dtype": "", "origin": {}}  # of the file; `join` checks the target
@@ -117,7 +159,7 @@ def start_from(
     return loaded
 
 
-def _load(name: str, config: Training, dataset: Documents, head: TargetHead) -> Draft:
+def _load(kind: type[Draft], config: Training, dataset: Documents, head: TargetHead) -> Draft:
     """Read the draft of --init-from; `head` is the target's."""
     folder = resolve_draft_dir(str(config.init_from))
     facts = TargetFacts(  # what a draft of another tool may leave to its target
@@ -126,7 +168,7 @@ def _load(name: str, config: Training, dataset: Documents, head: TargetHead) -> 
         head=head.head_weight,
     )
     loaded = load_draft(folder, facts, accept_edited=config.accept_edited)
-    if loaded.name != name:
+    if loaded.name != kind.name:
         raise DraftError(
             f"--init-from {folder}: holds a draft of the kind {loaded.name}; fit it with "
             f"`spec-train fit {loaded.name}`"

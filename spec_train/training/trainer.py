@@ -37,19 +37,20 @@ from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import Sums, add_sums, shown
 from spec_train.options.training import Training
-from spec_train.training.failure import (
-    FailedStep,
+from spec_train.training.failure import describe_failure
+from spec_train.training.loss import (
+    LossOnRanks,
     arithmetic,
     cast_draft,
-    describe_failure,
-    seed_place,
+    seed_micro_batch,
+    slot_counts,
 )
 from spec_train.training.optimizer import Masters, learning_rate
-from spec_train.training.ranks import LossOnRanks, Ranks
+from spec_train.training.ranks import Ranks
 from spec_train.training.result import BEST_FIGURES, FitResult, better, headline, log_result
 from spec_train.training.run_directory import RunDirectory, Saved
 from spec_train.training.saving import Saver, Tracking
-from spec_train.training.validation import Validation, slot_counts
+from spec_train.training.validation import Validation
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +221,7 @@ class Trainer:
         for i, host in enumerate(step.batches):
             batch = host.to(self.device, self.dtype, non_blocking=True)
             self._pending_tokens += host.tokens
-            seed_place(self.config.seed, "train", step.epoch, step.numbers[i])
+            seed_micro_batch(self.config.seed, "train", step.epoch, step.numbers[i])
             last = i == len(step.batches) - 1
             with self.ranks.gradients(self._loss, last):
                 earlier = losses if last and not self.ranks.alone else None
@@ -251,20 +252,22 @@ class Trainer:
             return
         packs = [batch.rows for batch in step.batches]
         mine = [part for part in zip(step.numbers, packs, losses, strict=True) if any(part[1])]
-        failed = FailedStep(
-            step=self.step + 1,
-            epoch=step.epoch,
-            batch=step.index,
-            parts=sorted(tuple(part) for parts in self.ranks.gather(mine) for part in parts),
-            grad_norm=self._grad_norm,
-            counts=self._counts,
-        )
+        parts = sorted(tuple(part) for parts in self.ranks.gather(mine) for part in parts)
         self.ranks.assemble(self._loss)
-        message = None
-        if self.saver.directory is not None:
-            given = self.draft, self.head, self.stream, self.config.seed
-            message = describe_failure(failed, *given)
-        raise RunError(self.ranks.gather(message)[0])
+        cause = None
+        if self.ranks.is_main:
+            cause = describe_failure(
+                parts,
+                self._grad_norm,
+                self._counts,
+                self.draft,
+                self.head,
+                self.stream,
+                self.config.seed,
+                step.epoch,
+            )
+        cause = self.ranks.gather(cause)[0]
+        raise RunError(f"step {self.step + 1} (epoch {step.epoch}, batch {step.index}): {cause}")
 
     def _log(self, step: Step) -> None:
         """Write a line of metrics for the steps since the last one."""
@@ -304,12 +307,6 @@ class Trainer:
                 {"step": self.step, "split": "validation", "tokens": self.tokens, **figures}
             )
             log.info("validation at step %d: %s", self.step, headline(figures))
-            if self.best is None and figures["acceptance_length"] is None:
-                log.warning(
-                    "warning: no held-out answer is long enough for a chain of every depth, so "
-                    "there is no acceptance length; `best` is the draft with the longest "
-                    "product-limit length, then the lowest loss"
-                )
             length = figures["serving_like_length"]
             self._validated = f"{figures['loss']:.3f} and {shown(length, 2)}"
         # without held-out documents the newest draft counts as the best

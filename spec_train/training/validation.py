@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from spec_data.shards.even_sample import even_sample
 from spec_train.data.splits import Splits
@@ -21,26 +21,11 @@ from spec_train.losses.metrics import Sums, add_sums, summarise_parts
 from spec_train.simulation.breakdown import Breakdown
 from spec_train.simulation.samples import token_texts, tokenizer_of
 from spec_train.simulation.simulated_decoding import documents_of, uncut_length
-from spec_train.training.failure import arithmetic, seed_place
+from spec_train.training.loss import arithmetic, seed_micro_batch, slot_counts
 from spec_train.training.ranks import Ranks
 
 SAMPLES = 6
 """Held-out documents whose drafted tokens are kept."""
-
-
-def slot_counts(draft: Draft, step: Step, kind: str, seed: int, device: torch.device) -> Tensor:
-    """Return the loss denominators of this rank's micro-batches of a step, float64 [S].
-
-    Seeded like the losses, so that a draft that samples slots counts the slots it will use.
-
-    Args:
-        kind: "train" or "validation". seed: of the run. device: where to count.
-    """
-    parts = []
-    for i, batch in enumerate(step.batches):
-        seed_place(seed, kind, step.epoch, step.numbers[i])
-        parts.append(draft.slot_counts(batch.without_hidden().to(device, non_blocking=True)))
-    return torch.stack(parts).sum(0)
 
 
 @dataclass(kw_only=True)
@@ -111,7 +96,7 @@ class Validation:
                 # for the unused loss
                 counts = slot_counts(self.draft, step, "validation", self.seed, device)
                 for number, host in zip(step.numbers, step.batches, strict=True):
-                    seed_place(self.seed, "validation", step.epoch, number)
+                    seed_micro_batch(self.seed, "validation", step.epoch, number)
                     batch = host.to(device, dtype, non_blocking=True)
                     sums = self.loss(batch, self.head, counts)[1]
                     total[part] = add_sums([total.get(part, {}), sums])

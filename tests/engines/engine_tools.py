@@ -20,7 +20,7 @@ from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.factory import tiny_dataset
 
 TOKENS, VOCAB, LAYERS = 48, 192, (1, 2, 4)

@@ -19,7 +19,7 @@ from spec_data.shards.shard import Shard
 from spec_data.verification.run import examine
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.factory import tiny_dataset, tiny_llama
 from tests.faults.tools import report, trials
 from tests.spec_data.runs import ON_CPU

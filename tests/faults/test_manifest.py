@@ -22,7 +22,8 @@ from spec_train.data.mixture import common_manifest
 from spec_train.losses.head import TargetHead
 from spec_train.options.data_option import parse_sources
 from spec_train.options.training import Training
-from spec_train.training.setup import open_data, resolve_config
+from spec_train.training.fit import open_data
+from spec_train.training.settings import resolve_config
 from tests.faults.datasets import linked_copy, use
 from tests.faults.tools import report, trials
 from tests.spec_data.shards import codec_tools

@@ -25,7 +25,8 @@ from spec_train.attention import unrolled as unrolled_backends
 from spec_train.attention.unrolled import default_backend
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
-from spec_train.training import setup, trainer, validation
+from spec_train.training import fit as fitting
+from spec_train.training import trainer, validation
 from tests.gpu.fake_cuda import FakeCuda, Syncs, counting, cuda_autocast, upload
 from tests.spec_train.drafts.any_draft import SMALL
 
@@ -126,7 +127,7 @@ def install(patch: pytest.MonkeyPatch, done: Trained) -> None:
         for parameter in done.trainer.masters.params:
             parameter.grad = upload(torch.full(parameter.shape, 1e-3))
 
-    patch.setattr(setup, "Trainer", watched(done))
+    patch.setattr(fitting, "Trainer", watched(done))
     for module in (trainer, validation):
         patch.setattr(module, "arithmetic", lambda device, dtype: cuda_autocast(dtype))
     patch.setattr(FakeCuda, "backward", staticmethod(backward))
@@ -180,10 +181,10 @@ def fit_on(device: str, name: str, data: Path, out: Path, steps: int = 1) -> Tra
     options = DRAFT_OPTIONS[name](**SMALL[name])
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":
-            patch.setattr(setup, "Trainer", watched(done))
-            setup.fit(name, config, options)
+            patch.setattr(fitting, "Trainer", watched(done))
+            fitting.fit(name, config, options)
             return done
         with gpu() as machine:
             install(machine, done)
-            setup.fit(name, config, options)
+            fitting.fit(name, config, options)
     return done

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.spec_data.runs import run, save_target, write_corpus
 
 ROWS = {"enable_thinking": False}

@@ -11,7 +11,7 @@ import pytest
 
 from spec_train.cli import PROGRAM, main
 from spec_train.options.draft_options import DRAFT_OPTIONS
-from spec_train.training.setup import default_lr
+from spec_train.training.settings import default_lr
 from tests.factory import tiny_dataset
 from tests.forked import Forked
 from tests.terminal_tools import flags_of

@@ -14,7 +14,7 @@ from spec_train.drafts import load_draft
 from spec_train.formats.origin import differing_rows, origin_warnings, require_same_embedding
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.draft_tools import read_json, reseal, write_json
 from tests.spec_data.runs import run, save_target, write_corpus
 from tests.spec_train.evaluation.tools import run_eval

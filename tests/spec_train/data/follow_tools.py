@@ -9,7 +9,7 @@ import pytest
 from spec_data.generation import capture as capture_module
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.forked import Forked, fork_program
 from tests.spec_data.runs import flags, generate_with, options, save_target, write_corpus
 

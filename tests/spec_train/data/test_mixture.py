@@ -14,12 +14,12 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
 from spec_train.data.mixture import Mixture, open_documents, unique_names
 from spec_train.data.order import split_border
-from spec_train.data.splits import even_shares
+from spec_train.data.splits import even_shares, make_splits
 from spec_train.drafts import load_draft
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.options.data_option import Source, parse_source, parse_sources
 from spec_train.options.training import Training
-from spec_train.training.setup import count_supervised_tokens, make_splits
+from spec_train.training.fit import count_supervised_tokens
 from spec_train.training.trainer import Trainer
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_data.runs import generate_with, options, save_target, write_corpus

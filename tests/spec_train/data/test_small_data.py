@@ -11,7 +11,7 @@ from spec_train.evaluation.on_dataset import read_pack
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.spec_data.runs import run, save_target
 from tests.spec_train.evaluation.tools import run_eval
 from tests.tolerance import close, close_in_norm, network

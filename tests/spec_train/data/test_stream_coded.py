@@ -10,7 +10,7 @@ from spec_train.data.stream import BatchStream, BufferOptions
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training import trainer as trainer_module
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.spec_data.runs import run
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.codec_tools import MIXED

@@ -16,7 +16,7 @@ from spec_train.diagnosis.checks import CHECKS, FINDING, OK, UNDECIDED, Diagnosi
 from spec_train.drafts.layers import RMSNorm
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
 from spec_train.options.training import Training
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.spec_train.diagnosis.trained import VOCAB, make_data, train_draft
 
 

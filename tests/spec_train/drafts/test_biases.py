@@ -11,7 +11,7 @@ import spec_train
 from spec_train.drafts import DRAFTS
 from spec_train.formats.preflight import REFUSE, refusing
 from spec_train.options.draft_options import DraftOptions
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.current_families import current_config
 from tests.families import FAMILIES, MORE_FAMILIES
 from tests.spec_data.runs import run, save_target, write_corpus

@@ -21,7 +21,7 @@ from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.draft import Draft, DraftLoss
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
 from tests.spec_train.drafts import any_draft

@@ -12,7 +12,7 @@ from spec_data.models.reading import text_config
 from spec_data.shards.errors import TargetError
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.layers import Rotary
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.current_families import (
     CURRENT,
     EVERY_DRAFT,

@@ -18,7 +18,7 @@ from spec_data.shards.position_data import POSITIONS, Positions, load_positions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, RopeRecord, fingerprint
 from spec_train.drafts import DRAFTS, load_draft
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.spec_data.runs import run, save_target, verify, write_corpus
 from tests.spec_train import flat
 from tests.spec_train.drafts.any_draft import SMALL

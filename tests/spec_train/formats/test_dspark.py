@@ -7,7 +7,7 @@ from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.draft_tools import unseal, write_json
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.formats import own_draft

@@ -18,7 +18,7 @@ from spec_train.evaluation import exporting as export_module
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.draft_tools import reseal
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft

@@ -11,7 +11,7 @@ from spec_train.cli import main
 from spec_train.reports import run_page
 from spec_train.reports.results import evaluations
 from spec_train.reports.run_page import page_of
-from spec_train.training import setup
+from spec_train.training import fit as fitting
 from tests.spec_train import fitted, flat
 
 place = fitted.place
@@ -56,14 +56,14 @@ def test_a_page_that_fails_is_a_warning(place, tmp_path, monkeypatch, caplog):
 
 
 def test_only_the_first_rank_writes_pages(place, tmp_path, monkeypatch):
-    real = setup.fit
+    real = fitting.fit
 
     def as_rank_1(*arguments):
         result = real(*arguments)
         monkeypatch.setenv("RANK", "1")
         return result
 
-    monkeypatch.setattr(setup, "fit", as_rank_1)
+    monkeypatch.setattr(fitting, "fit", as_rank_1)
     flat.fit("eagle3", place / "data", tmp_path / "run", ttt_steps=2, **FIT)
     assert not (tmp_path / "run" / "report.html").exists()
 

@@ -8,10 +8,11 @@ import torch
 
 from spec_data.shards.errors import RunError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.data.splits import make_splits
 from spec_train.drafts import DRAFTS
 from spec_train.options.draft_options import draft_options
 from spec_train.options.training import Training
-from spec_train.training.setup import fit, make_splits
+from spec_train.training.fit import fit
 from tests import factory
 from tests.spec_train.training.tools import change, run
 

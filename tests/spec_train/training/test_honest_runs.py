@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spec_data.shards.errors import DatasetError
-from spec_train.training.run_size import with_intervals
+from spec_train.training.settings import with_intervals
 from spec_train.training.trainer import Trainer
 from tests.factory import random_documents, tiny_dataset
 from tests.spec_train.training import tools as trainer_tools

@@ -14,8 +14,8 @@ from spec_data.shards.errors import ConfigError
 from spec_train.drafts import DRAFTS
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
+from spec_train.training.fit import fit
 from spec_train.training.optimizer import Masters, learning_rate
-from spec_train.training.setup import fit
 from spec_train.training.trainer import Trainer
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.ranks_tools import fit_on_ranks

@@ -12,9 +12,9 @@ import torch
 
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.data.splits import make_splits
 from spec_train.training import ranks
 from spec_train.training.ranks import Ranks
-from spec_train.training.setup import make_splits
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
 from tests.spec_train.training import tools as trainer_tools

@@ -10,11 +10,11 @@ import torch
 
 from spec_data.shards.errors import DatasetError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.data.splits import make_splits
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.draft import DraftLoss
 from spec_train.training import ranks, run_directory
 from spec_train.training.ranks import Ranks
-from spec_train.training.setup import make_splits
 from spec_train.training.trainer import Trainer
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.ranks_tools import fit_on_ranks, on_ranks

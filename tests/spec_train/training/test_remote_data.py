@@ -9,7 +9,7 @@ import pytest
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.storage import Storage
 from spec_train.data.mixture import open_documents
-from spec_train.data.stream import fetched_ahead, remote_parts
+from spec_train.data.stream import fetched_ahead
 from spec_train.evaluation.evaluate import Documents, measure
 from spec_train.evaluation.run_record import read_run
 from spec_train.options.data_option import parse_sources
@@ -56,7 +56,7 @@ def test_shards_of_coming_steps_are_asked_for(remote, monkeypatch):
     monkeypatch.setattr(cache, "fetch_ahead", lambda record: (asked.append(record.file), 10)[1])
     monkeypatch.setattr(cache, "limit", 4 * 39)
     steps = fetched_ahead(dataset, range(60), lambda step: [step])
-    assert next(steps) == 0 and len(asked) == 4 and not list(remote_parts(dataset)[0]._shards)
+    assert next(steps) == 0 and len(asked) == 4 and not list(dataset._shards)
     assert next(steps) == 1 and len(asked) == 5
     stopped = []
     monkeypatch.setattr(cache, "stop", lambda: stopped.append(1))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from spec_train.options.training import Training
-from spec_train.training import run_size
-from spec_train.training.run_size import sized
+from spec_train.training import settings
+from spec_train.training.settings import sized
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import change, run
 
@@ -42,7 +42,7 @@ def size(packs: float, world: int = 1, started=None, **given) -> tuple:
         (4 * 100, {}, (4, 1, 15)),  # 100 steps per epoch: more epochs, and then smaller steps
         (4 * 99, {}, (2, 1, 8)),  # 198 steps
         (108, {}, (1, 1, 14)),
-        (10, {}, (1, 1, run_size.MOST_EPOCHS)),
+        (10, {}, (1, 1, settings.MOST_EPOCHS)),
         (4 * 400, {"world": 4}, (4, 1, 15)),  # processes and accumulation count as packs
         (4 * 399, {"world": 4}, (2, 1, 8)),
         (4 * 399, {"accumulation": 4}, (2, 4, 8)),
@@ -67,14 +67,14 @@ def test_a_mixture_counts_every_document_by_its_weight():
     found = dataset(100)
     half = len(found.lengths) // 2
     shares = (share(first=0, last=half, weight=3), share(first=half, last=2 * half, weight=0.5))
-    mixture = object.__new__(run_size.Mixture)
+    mixture = object.__new__(settings.Mixture)
     for name, value in (*vars(found).items(), ("shares", shares)):
         object.__setattr__(mixture, name, value)
-    assert run_size.packs_of_epoch(options(), mixture) == 50 * 3 + 50 * 0.5
+    assert settings.packs_of_epoch(options(), mixture) == 50 * 3 + 50 * 0.5
 
 
 def test_a_small_run_says_its_size_and_resumes_with_the_same_command(config, caplog, monkeypatch):
-    monkeypatch.setattr(run_size, "LEAST_STEPS", 8)
+    monkeypatch.setattr(settings, "LEAST_STEPS", 8)
     given = change(config, steps=None, epochs=None, batch_size=None, validation=0.2, accumulation=1)
     with caplog.at_level(logging.INFO):
         first = run(given)
@@ -82,6 +82,6 @@ def test_a_small_run_says_its_size_and_resumes_with_the_same_command(config, cap
     table = json.loads((Path(config.out) / "fit.json").read_text())
     assert table["batch_size"] == 1 and table["epochs"] > 1
     assert first.step >= 8 / 2
-    monkeypatch.setattr(run_size, "LEAST_STEPS", 1000)  # as another release
+    monkeypatch.setattr(settings, "LEAST_STEPS", 1000)  # as another release
     again = run(given)
     assert again.finished and again.step == first.step

@@ -11,7 +11,7 @@ from spec_train.drafts import load_draft
 from spec_train.formats.draft_files import read_files
 from spec_train.formats.draft_seal import SECTION
 from spec_train.options.draft_options import DRAFT_OPTIONS
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.factory import tiny_dataset
 from tests.spec_train import flat
 from tests.spec_train.formats.published import tiny

@@ -13,8 +13,8 @@ from spec_train.drafts.eagle3.draft import Eagle3Draft
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.reports.run_page import page_of
+from spec_train.training.fit import fit
 from spec_train.training.run_directory import HELD_OUT
-from spec_train.training.setup import fit
 from spec_train.training.validation import SAMPLES
 from tests.spec_train.drafts.any_draft import SMALL
 from tests.spec_train.evaluation.tools import run_eval

@@ -14,7 +14,7 @@ from spec_data.terminal.command import words_of
 from spec_train.drafts import DRAFTS
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.tolerance import close, close_weights, network
 

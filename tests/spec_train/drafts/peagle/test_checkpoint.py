@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
 from spec_train.options.draft_options import PeagleOptions
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.draft_tools import reseal, write_json
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft

@@ -17,7 +17,7 @@ from spec_train.evaluation.exporting import find_target
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
-from spec_train.training.setup import fit
+from spec_train.training.fit import fit
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.drafts.any_draft import build_draft
 from tests.spec_train.evaluation.tools import run_eval

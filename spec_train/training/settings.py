@@ -1,4 +1,4 @@
-"""How long a run is and how large its steps are, where the user leaves that to the dataset.
+"""The settings of a run: what the user leaves open, and what may not change when it resumes.
 
 With the settings for a large dataset, a small one ends after a few steps. So it gets smaller steps
 first, and then more epochs, until the run has about `LEAST_STEPS` steps.
@@ -7,12 +7,18 @@ first, and then more epochs, until the run has about `LEAST_STEPS` steps.
 import dataclasses
 import logging
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from spec_data.models.devices import compute_dtype_name, usable_device
 from spec_data.shards.errors import ConfigError
+from spec_data.terminal.config import to_dict
 from spec_train.data.mixture import Documents, Mixture
+from spec_train.data.order import SPLIT_RULE
+from spec_train.data.splits import Splits
+from spec_train.options.data_option import parse_sources
+from spec_train.options.draft_options import DraftOptions
 from spec_train.options.presets import PRESETS
 from spec_train.options.training import Training
 
@@ -24,6 +30,39 @@ LEAST_PER_EPOCH = 100
 """A step is made smaller, down to one pack per process, if an epoch has fewer steps than this."""
 TIMES, INTERVAL = 5, 500
 """By default a run validates and saves TIMES times, or after every INTERVAL steps if more often."""
+
+MAY_CHANGE = (
+    "preset",  # the options that it sets are still compared
+    *("data", "out", "device", "log_every", "eval_every", "save_every", "keep", "track"),
+    "accept_edited",  # about the files of --init-from, which is compared
+    *("follow", "follow_timeout"),  # their effect on the order is compared instead
+    *("batch_size", "accumulation"),  # packs_per_step, their product with the ranks, is compared
+    "sharding",
+    "gradient_checkpointing",
+)
+"""Options that a resumed run may change: locations, how often files are written, memory use."""
+
+
+def resolve_config(config: Training, dataset: Documents) -> Training:
+    """Replace each automatic option by its value, so that fit.json alone repeats the run."""
+    device = usable_device(config.device)
+    sources = parse_sources(config.data)
+    return dataclasses.replace(
+        config,
+        data=tuple(str(source.absolute()) for source in sources),  # fit.json is read from anywhere
+        device=str(device),
+        dtype=cast(Any, compute_dtype_name(config.dtype, device)),
+        lr=config.lr if config.lr is not None else default_lr(dataset.manifest.hidden_size),
+    )
+
+
+def default_lr(hidden_size: int) -> float:
+    """Peak learning rate by draft width, to two digits: 1e-4 at 4096, 4e-4 at 1024, at most 4e-3.
+
+    1e-4 is what public trainers use for targets of 4096 and more; the rate of a matrix under Adam
+    goes with 1/width (maximal-update parametrisation, arXiv 2203.03466).
+    """
+    return float(f"{min(4e-3, 1e-4 * 4096 / hidden_size):.1e}")
 
 
 def sized(
@@ -114,3 +153,35 @@ def with_intervals(config: Training, total: int) -> Training:
         eval_every=config.eval_every or steps,
         save_every=config.save_every or steps,
     )
+
+
+def total_steps(config: Training, splits: Splits) -> int:
+    """Return the number of steps of a run."""
+    if config.steps is not None:
+        return config.steps
+    return sum(splits.train.count_batches(epoch) for epoch in range(config.epochs or 0))
+
+
+def run_identity(
+    draft_name: str,
+    dataset: Documents,
+    config: Training,
+    options: DraftOptions,
+    splits: Splits,
+    world_size: int,
+) -> dict[str, Any]:
+    """Return what may not change when a run resumes: run.json holds it."""
+    data: dict[str, Any] = {"dataset": dataset.manifest.fingerprint}
+    if isinstance(dataset, Mixture):
+        data["dataset"] = [share.fingerprint for share in dataset.shares]
+        data["weights"] = [str(share.weight) for share in dataset.shares]
+    table = {**to_dict(config), **to_dict(options)}
+    return {
+        "draft": draft_name,
+        **data,
+        **({"follow": True} if config.follow else {}),
+        "packs_per_step": config.packs_per_step(world_size),
+        "split_rule": SPLIT_RULE,
+        "split_border": splits.border,
+        **{name: value for name, value in table.items() if name not in MAY_CHANGE},
+    }

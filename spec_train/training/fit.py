@@ -1,0 +1,144 @@
+"""`spec-train fit`, top to bottom: from the options to the last step.
+
+The target is never opened: its config, embeddings and head are part of the dataset. Everything here
+happens once, before the first step; the loop is in `trainer`.
+"""
+
+import contextlib
+import logging
+import threading
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spec_data.models.devices import compute_dtype, usable_device
+from spec_data.shards.errors import ConfigError
+from spec_data.shards.follow import FollowedDataset
+from spec_data.terminal.config import to_dict
+from spec_data.terminal.paths import check_directory_to_write
+from spec_train.data.mixture import Documents, count_tokens, open_documents, parts_of
+from spec_train.data.order import BatchPlan
+from spec_train.data.splits import make_splits
+from spec_train.drafts import draft_class
+from spec_train.losses.head import TargetHead
+from spec_train.options.data_option import parse_sources
+from spec_train.options.draft_options import DraftOptions
+from spec_train.options.training import Training
+from spec_train.training.announce import announce, announce_vocabulary
+from spec_train.training.ranks import Ranks
+from spec_train.training.result import FitResult
+from spec_train.training.run_directory import RunDirectory, read_checkpoint
+from spec_train.training.settings import (
+    resolve_config,
+    run_identity,
+    sized,
+    total_steps,
+    with_intervals,
+)
+from spec_train.training.start_draft import new_draft, with_shape
+from spec_train.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def fit(draft_name: str, config: Training, options: DraftOptions) -> FitResult:
+    """Fit the draft `draft_name` with `config` and its own `options`, or resume that run.
+
+    Raises:
+        DraftError: there is no draft `draft_name`.
+        ConfigError: the run directory holds a run with other settings.
+        DatasetError, MissingError: the dataset cannot be read.
+        RunError: training failed, on this rank or on another one.
+    """
+    check_directory_to_write("--out", config.out)
+    with (
+        Ranks(usable_device(config.device), config.sharding) as ranks,
+        contextlib.ExitStack() as at_end,
+    ):
+        dataset = open_data(config)
+        kind = draft_class(draft_name)
+        kind.check_data(options, dataset.manifest)
+        config = resolve_config(config, dataset)
+
+        # a new run, or one to resume: rank 0 knows, and is the only one that writes
+        run = started = None
+        if ranks.is_main:
+            run = at_end.enter_context(contextlib.closing(RunDirectory(config.out, config.keep)))
+            started = run.started()
+        started = ranks.gather(started)[0]
+        options = with_shape(kind, config, options, dataset, started)
+        config = sized(config, dataset, ranks.world_size, started)
+        border = None if started is None else started["split_border"]
+        splits = make_splits(dataset, config, ranks.world_size, border)
+        total, saved = 0, None
+        if run is not None:
+            identity = run_identity(kind.name, dataset, config, options, splits, ranks.world_size)
+            total = run.record(identity, lambda: total_steps(config, splits))
+            run.write_options({**to_dict(with_intervals(config, total)), **to_dict(options)})
+            saved = run.load_newest()
+        total, newest = ranks.gather([total, None if saved is None else str(saved.path)])[0]
+        config = with_intervals(config, total)
+        if newest is not None and saved is None:
+            saved = read_checkpoint(Path(newest))
+        if saved is not None and saved.step >= total:
+            result = FitResult(Path(config.out), saved.step, True, best=saved.state["best"])
+            log.info("%s: nothing to do, %s", result.directory, result)
+            return result
+
+        # the draft: new, of --init-from, or of the checkpoint, which also holds the vocabulary
+        dtype = compute_dtype(config.dtype, ranks.device)
+        head = TargetHead.from_dataset(parts_of(dataset)[0], dtype, ranks.device)
+        counts = None
+        if saved is None:
+            counts = count_supervised_tokens(dataset, splits.train, ranks)
+            draft = new_draft(kind, config, options, dataset, head, counts)
+        else:
+            draft = kind.from_pretrained(saved.path)
+            draft.use_options(options)  # a few of them may change when a run resumes
+            draft.join(head, dataset.manifest, str(saved.path))
+        ranks.gather(None)  # raises if another rank failed before this point
+
+        # the loop, from step 0 or from the checkpoint
+        trainer = Trainer(draft, head, config, dataset, splits, total, run, ranks)
+        if isinstance(dataset, FollowedDataset):  # its validation documents come first
+            dataset.wait_for(splits.measured.tolist(), threading.Event())
+        if saved is not None:
+            trainer.restore(saved)
+        if run is not None:
+            run.begin() if saved is None else run.truncate_metrics(saved.step)
+            announce(trainer, splits)
+            if counts is not None:
+                announce_vocabulary(draft, counts, dataset)
+        return trainer.run()
+
+
+def open_data(config: Training) -> Documents:
+    """Open the data of a run: one dataset, several, or one that is still being generated."""
+    sources = parse_sources(config.data)
+    if not config.follow:
+        return open_documents(sources, config.mask)
+    if sources[0].remote:
+        raise ConfigError(
+            f"--follow --data {sources[0]}: a dataset on remote storage can be trained on once "
+            "it is sealed; leave --follow out then, or generate into a local directory"
+        )
+    return FollowedDataset(sources[0].path, config.follow_timeout, await_start=True)
+
+
+def count_supervised_tokens(
+    dataset: Documents, plan: BatchPlan, ranks: Ranks | None = None
+) -> Tensor:
+    """Count how often each token id is a supervised token of the documents in `plan`.
+
+    With several datasets, each document counts as often as an epoch repeats it on average, times
+    a common factor. Only ids and masks are read, one document at a time. Each rank reads its part.
+
+    Returns:
+        Counts over all ranks, int64 [V].
+    """
+    ranks = ranks or Ranks()
+    repeats = list(zip(plan.rows.tolist(), plan.repeats().tolist(), strict=True))
+    mine = repeats[ranks.rank :: ranks.world_size]
+    documents = ((row, int(plan.lengths[row]), times) for row, times in mine)
+    return ranks.sum(torch.from_numpy(count_tokens(dataset, documents, plan.seq_len)))

@@ -1,0 +1,96 @@
+"""The loss of a micro-batch: its dtype, its random numbers, its part in the step of all ranks."""
+
+import hashlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spec_train.data.batch import DraftBatch
+from spec_train.data.stream import Step
+from spec_train.drafts import Draft
+from spec_train.losses.head import TargetHead
+
+
+def seed_micro_batch(seed: int, split: str, epoch: int, number: int) -> None:
+    """Seed torch for the micro-batch with `number` packs before it in the epoch.
+
+    The numbers depend on nothing else than the run's `seed` and the split: no generator state is
+    saved, and a micro-batch draws the same ones on any rank.
+    """
+    text = repr((seed, split, epoch, number)).encode()
+    torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1)
+
+
+def arithmetic(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Return the autocast context of a run in `dtype`; weights keep their dtype."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+def cast_draft(draft: Draft, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Cast trained parameters to fp32 and frozen ones to `dtype`; return the trained ones."""
+    params = draft.trainable_parameters()
+    trained = {id(p) for p in params}
+    for parameter in draft.parameters():
+        parameter.data = parameter.data.to(torch.float32 if id(parameter) in trained else dtype)
+    return params
+
+
+def slot_counts(draft: Draft, step: Step, split: str, seed: int, device: torch.device) -> Tensor:
+    """Return the loss denominators of this rank's micro-batches of a step, float64 [S].
+
+    Seeded like the losses, so that a draft that samples slots counts the slots it will use.
+    """
+    parts = []
+    for number, batch in zip(step.numbers, step.batches, strict=True):
+        seed_micro_batch(seed, split, step.epoch, number)
+        parts.append(draft.slot_counts(batch.without_hidden().to(device, non_blocking=True)))
+    return torch.stack(parts).sum(0)
+
+
+class LossOnRanks(nn.Module):
+    """A module whose `forward` is `draft.loss`; `Ranks.prepare` wraps it."""
+
+    def __init__(self, draft: Draft) -> None:
+        """Register the draft as the only submodule."""
+        super().__init__()
+        self.draft = draft
+
+    def forward(
+        self,
+        batch: DraftBatch,
+        head: TargetHead,
+        counts: Tensor,
+        earlier: list[Tensor] | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a micro-batch, a scalar, and its sums (see `DraftLoss`).
+
+        A plain tuple, because wrappers look for tensors in the result.
+
+        `earlier` holds the previous losses of this rank in the step; it is passed with the last
+        micro-batch when there are several ranks. The loss is then connected to every parameter, so
+        that each parameter joins the all-reduce even if this rank's packs did not use it. If any
+        loss is not finite, every gradient is non-finite too, and all ranks refuse the step.
+        """
+        result = self.draft.loss(batch, head, counts)
+        if earlier is None:
+            return result.loss, result.sums
+        total = torch.stack([*earlier, result.loss.detach()]).sum()
+        connected = _Connected.apply(result.loss, total * 0, *self.draft.trainable_parameters())
+        return connected, result.sums
+
+
+class _Connected(torch.autograd.Function):
+    """Return the loss; give every parameter the gradient `zero` (nan if a loss is not finite)."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, zero: Tensor, *params: Tensor) -> Tensor:
+        ctx.save_for_backward(zero)
+        ctx.params = [(p.shape, p.dtype) for p in params]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (zero,) = ctx.saved_tensors
+        return grads[0], None, *(zero.to(dtype).expand(shape) for shape, dtype in ctx.params)
