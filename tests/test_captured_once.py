@@ -11,7 +11,7 @@ import spec_data
 from spec_data.generation.setup import make_plan
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.object_store import object_store
-from tests.spec_data.runs import ON_CPU, options, run, save_target, setup_of, write_corpus
+from tests.spec_data.runs import ON_CPU, inputs_of, options, run, save_target, write_corpus
 from tests.spec_train import flat
 from tests.spec_train.training.tools import metrics
 
@@ -53,8 +53,8 @@ def test_a_capture_travels_and_trains_the_same_draft(store, corpora, tmp_path):
     both, small, url = tmp_path / "both", tmp_path / "small", "s3://bucket"
 
     given = {"layers": "0,2,4", "max_shard_size": "40KB"}
-    setup = setup_of(**options(target, corpora[0], tmp_path / "none", **given))
-    plan = make_plan(setup)
+    rows, setup = inputs_of(**options(target, corpora[0], tmp_path / "none", **given))
+    plan = make_plan(rows, setup)
     planned = sum(plan.unit_bytes(unit, setup.columns) for unit in range(len(plan.units)))
     run(target, corpora[0], f"{url}/a", **given)
     assert bytes_of(f"{url}/a") == planned

@@ -44,6 +44,7 @@ from spec_data.generation.setup import (
     Setup,
     backend_options,
     make_plan,
+    open_corpus,
     set_up,
 )
 from spec_data.shards.files import unit_name
@@ -62,7 +63,7 @@ class Bench:
         given = {name: getattr(args, name) for name in names}
         options = CaptureOptions(packing=packing, **given)
         self.setup: Setup = set_up(args.target, [args.corpus], options)
-        self.plan: Plan = make_plan(self.setup)
+        self.plan: Plan = make_plan(open_corpus([args.corpus], options), self.setup)
         (work / WORK).mkdir(parents=True)
         start = clock()
         target = load_target(self.setup, self.plan)

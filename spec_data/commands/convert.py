@@ -75,9 +75,9 @@ def convert(
     >>> made.documents, made.layers
     (12, (0, 2, 4))
     """
-    from spec_data.commands.generate import generate_into
     from spec_data.conversion.run import keep_evidence, set_up_conversion
     from spec_data.generation.output import LocalOutput
+    from spec_data.generation.run import write_dataset
     from spec_data.generation.workers import Worker
     from spec_data.results import WrittenDataset
 
@@ -93,11 +93,10 @@ def convert(
         num_proc=1,
         **vars(loading),
     )
-    setup, evidence = set_up_conversion(
+    corpus, setup, load, evidence = set_up_conversion(
         *(from_, str(target), Path(str(out)), str(source), options), every_token=mask == "all"
     )
     keep_evidence(Path(str(out)), evidence)
-    manifest = generate_into(
-        lambda: setup, LocalOutput(Path(str(out))), Worker(device=loading.device)
-    )
+    output, worker = LocalOutput(Path(str(out))), Worker(device=loading.device)
+    manifest = write_dataset(corpus, setup, output, worker, load=load)
     return WrittenDataset.of(str(out), manifest, str(target))

@@ -71,6 +71,7 @@ def estimate(
         announce_drafts,
         check_outside_corpus,
         make_plan,
+        open_corpus,
         set_up,
     )
     from spec_data.models.devices import check_devices
@@ -86,16 +87,17 @@ def estimate(
             "are the same"
         )
     check_directory_to_write("--out", str(out))
-    check_outside_corpus(str(out), path_list(corpus))
+    sources = path_list(corpus)
+    check_outside_corpus(str(out), sources)
     if page is not None:
         check_file_to_write("--page", str(page))
     if probe:
         check_devices(options.device, options.spread.device_map)  # before the corpus is read
-    setup = set_up(str(target), path_list(corpus), options, weights=probe)
+    setup = set_up(str(target), sources, options, weights=probe)
     drafts = announce_drafts(setup)
-    plan = make_plan(setup)
+    plan = make_plan(open_corpus(sources, setup.options), setup)
     if page is not None:
-        logger.info("page: %s", write_page(str(page), plan_page(setup, plan)).path)
+        logger.info("page: %s", write_page(str(page), plan_page(sources, setup, plan)).path)
     measured, columns = run_probe(setup, plan) if probe else (None, setup.columns)
     result = estimated(replace(setup, columns=columns), plan, drafts, Path(out), measured)
     if not result.fits:
@@ -110,7 +112,7 @@ def estimated(
     """Return the sizes of the dataset of a plan; `out` says which disk is meant."""
     from msgspec import structs
 
-    from spec_data.generation.target_files import other_files
+    from spec_data.generation.probe import other_files
     from spec_data.pages.report import as_text, columns_table, counts_text, draft_facts, draft_rows
     from spec_data.results import EstimateResult, skipped_rows
     from spec_data.shards.schema import bits_range

@@ -2,13 +2,13 @@
 
     out/.generate/evidence.json     what was found about the states
 
-The samples are the corpus, and a backend that reads their states is the target (`StoredStates` of
-a setup). Everything else is what `generate` does: a plan, units, resuming, and a sealed dataset.
+The samples are the corpus, and a backend that reads their states is the target. Everything else is
+what `generate` does: a plan, units, resuming, and a sealed dataset.
 """
 
 import hashlib
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.capture.backend import ForwardBatch
+from spec_data.capture.backend import ForwardBatch, TargetBackend
 from spec_data.capture.hooks import States
 from spec_data.capture.mask_forms import REQUESTS
 from spec_data.capture.proofs import FLOOR
@@ -29,13 +29,14 @@ from spec_data.conversion.samples import Samples
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.corpus.documents import Document
 from spec_data.corpus.file_rows import Row
+from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sources import Source
 from spec_data.generation.options import CaptureOptions
 from spec_data.generation.plan import Plan, truncate
 from spec_data.generation.setup import (
     Setup,
-    StoredStates,
     context_length,
+    open_corpus,
     refuse_other_files,
     set_up,
 )
@@ -64,8 +65,8 @@ def set_up_conversion(
     options: CaptureOptions,
     *,
     every_token: bool = False,
-) -> tuple[Setup, Evidence]:
-    """Find what stored states are, and return the setup of a `generate` that reads them.
+) -> tuple[CorpusReader, Setup, Callable[[Setup, Plan], TargetBackend], Evidence]:
+    """Find what stored states are; return corpus, setup and target of a `generate` of them.
 
     What was found is taken from `out` if shards were written with it; nothing is written.
 
@@ -109,12 +110,9 @@ def set_up_conversion(
     setup = set_up(target, [directory], options)
     samples.frame = evidence.mask_frame
     how = {name: getattr(evidence, name) for name in ("stored_layers", "final_norm", "mask_frame")}
-    source = StoredStates(
-        find=partial(_sources, samples, setup),
-        load=partial(StoredBackend, samples, evidence),
-        settings={"from": tool, **how},
-    )
-    return replace(setup, stored=source), evidence
+    setup = replace(setup, converted={"from": tool, **how})
+    corpus = open_corpus([directory], setup.options, partial(_sources, samples, setup))
+    return corpus, setup, partial(StoredBackend, samples, evidence), evidence
 
 
 def keep_evidence(out: Path, evidence: Evidence) -> None:

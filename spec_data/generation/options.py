@@ -1,6 +1,8 @@
 """What is captured of a corpus, and how: options of two commands. No torch: `--help` is instant."""
 
 import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
@@ -10,13 +12,8 @@ from msgspec import Meta
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.models.target_options import RUNNING, EngineOptions, LoadOptions
 from spec_data.shards.errors import ConfigError
-from spec_data.terminal.option_values import (
-    check_drafts,
-    parse_batch_tokens,
-    parse_codecs,
-    parse_drafts,
-    parse_size,
-)
+from spec_data.shards.layer_ids import RECIPES
+from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.types import (
     Count,
     JsonObject,
@@ -30,6 +27,9 @@ from spec_data.terminal.types import (
 AUTO: Final = "auto"
 STORED, DOCUMENTS = more("what is captured"), more("documents")
 WORKERS = more("shards and workers")
+QUALITIES = {"bf16": 0.0, "fine": 0.01, "default": 0.02, "small": 0.05}
+"""Values of --codec by name: the error that a column may have, see `calibrate`."""
+_SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 Packing = Literal[
     "auto", "rows", "per-document", "mask-per-layer-type", "block-causal-window", "block-causal",
@@ -127,7 +127,7 @@ class CaptureOptions(LoadOptions, EngineOptions):
                 f"--final {self.final} is about hidden.final, which --supervision "
                 f"{self.supervision} does not store"
             )
-        check_drafts(self.drafts, comma_list(self.layers), self.supervision, self.final)
+        self._check_drafts()
         if self.sampling_temperature is not None and not self.on_policy:
             raise ConfigError(
                 "--sampling-temperature describes --on-policy responses; add that flag"
@@ -144,10 +144,34 @@ class CaptureOptions(LoadOptions, EngineOptions):
                 "packs requests itself; leave both auto"
             )
 
+    def _check_drafts(self) -> None:
+        """Refuse --for beside --layers, or beside options without what one of its drafts reads."""
+        layers, drafts = comma_list(self.layers), self.drafts
+        if drafts and layers != AUTO:
+            raise ConfigError(
+                f"--layers {layers} and --for {','.join(drafts)}: --for chooses the layers; give "
+                "one or the other"
+            )
+        final_states = self.supervision == "final-hidden"
+        if "eagle" in drafts and not (final_states and self.final == "all"):
+            given = f"--final {self.final}" if final_states else f"--supervision {self.supervision}"
+            raise ConfigError(
+                f"--for eagle with {given}: this draft reads hidden.final at every token; use "
+                "--supervision final-hidden and --final all, or leave eagle out"
+            )
+
     @property
     def drafts(self) -> tuple[str, ...]:
-        """The drafts of --for."""
-        return parse_drafts(comma_list(self.for_))
+        """The drafts of --for, each once."""
+        text = comma_list(self.for_).strip()
+        if text in ("", "all"):
+            return tuple(RECIPES) if text else ()
+        names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+        for name in names:
+            if name not in RECIPES:
+                drafts = ", ".join(RECIPES) + did_you_mean(name, list(RECIPES))
+                raise ConfigError(f"--for {text}: there is no draft {name!r}; drafts are {drafts}")
+        return names
 
     @property
     def codecs(self) -> dict[str, float]:
@@ -157,9 +181,79 @@ class CaptureOptions(LoadOptions, EngineOptions):
     @property
     def tokens_per_forward(self) -> int | None:
         """The number of --batch-tokens; None for auto."""
-        return parse_batch_tokens(str(self.batch_tokens))
+        text = str(self.batch_tokens)
+        if text == AUTO:
+            return None
+        if not re.fullmatch(r"0*[1-9]\d*", text):
+            raise ConfigError(f"--batch-tokens {text}: expected a number of tokens, or auto")
+        return int(text)
 
     @property
-    def own_temperature(self) -> float:
-        """The temperature at which the target's own samples are imagined."""
+    def temperature(self) -> float:
+        """The temperature at which the target's samples are imagined."""
         return 1.0 if self.sampling_temperature is None else self.sampling_temperature
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 500MB, 2GB or 1000000.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise ConfigError(f"size {text!r}: expected something like 500MB or 2GB")
+    return int(float(match[1]) * _SIZES[match[2].upper()])
+
+
+def parse_codecs(text: str, supervision: str) -> dict[str, float]:
+    """Return the qualities (0: bf16) of "aux" and "final", and of layers named like "L3".
+
+    `text` is one value for all, NAME=VALUE, or both, separated by commas: fine,final=bf16. What is
+    not named keeps the default; hidden.final is bf16 where `supervision` stores none.
+
+    Raises:
+        ConfigError: an unknown value or column, or one of hidden.final where there is none.
+    """
+    parts = [part.strip().rpartition("=")[::2] for part in text.split(",")]
+    named = {name.strip().removeprefix("hidden."): _quality(value, text) for name, value in parts}
+    if len(named) < len(parts) or not all(re.fullmatch(r"|aux|final|L-?\d+", n) for n in named):
+        raise ConfigError(
+            f"--codec {text!r}: expected one of {', '.join(QUALITIES)}, a number, or such values "
+            "per column, as in fine,final=bf16,L3=0.03"
+        )
+    base = named.pop("", QUALITIES["default"])
+    if supervision != "final-hidden":
+        if "final" in named:
+            raise ConfigError(f"--codec {text}: --supervision {supervision} stores no hidden.final")
+        named["final"] = 0.0
+    return {"aux": base, "final": base} | named
+
+
+def _quality(value: str, text: str) -> float:
+    number = QUALITIES.get(value)
+    if number is None:
+        with suppress(ValueError):
+            number = float(value)
+        if number is None or not 1e-5 <= number <= 0.5:
+            raise ConfigError(
+                f"--codec {text!r}: {value!r} is none of {', '.join(QUALITIES)}, and no error "
+                "between 0.00001 and 0.5"
+            )
+    return number
+
+
+def column_qualities(codecs: Mapping[str, float], layers: Sequence[int]) -> dict[str, float]:
+    """Return the quality of each column of hidden states by its name, of `parse_codecs`.
+
+    Raises:
+        ConfigError: a layer is named that is not captured.
+    """
+    names = sorted(f"L{layer}" for layer in layers)
+    if unknown := sorted(codecs.keys() - {*names, "aux", "final"}):
+        raise ConfigError(
+            f"--codec: {', '.join(unknown)} is not captured; the layers are "
+            f"{', '.join(map(str, layers))}"
+        )
+    qualities = {f"hidden.{name}": codecs.get(name, codecs["aux"]) for name in names}
+    return qualities | {"hidden.final": codecs["final"]}

@@ -26,7 +26,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from spec_data.generation.finalize import finalize
+from spec_data.corpus.record_reader import CorpusReader
 from spec_data.generation.plan import (
     ALSO,
     PLAN,
@@ -44,7 +44,7 @@ from spec_data.generation.setup import (
     refuse_changes,
     refuse_other_files,
 )
-from spec_data.generation.units import SHARDS, finished_unit, read_unit_record
+from spec_data.generation.units import SHARDS, finalize, finished_unit, read_unit_record
 from spec_data.shards.codec_tables import TABLES
 from spec_data.shards.errors import DatasetError, RunError
 from spec_data.shards.files import (
@@ -94,9 +94,9 @@ class LocalOutput:
         shutil.rmtree(self.directory / WORK, ignore_errors=True)  # left by a kill after sealing
         return manifest
 
-    def plan(self, setup: Setup) -> Plan:
+    def plan(self, corpus: CorpusReader, setup: Setup) -> Plan:
         """Return the plan of all workers; see `setup.find_plan`."""
-        return find_plan(setup, self.directory)
+        return find_plan(corpus, setup, self.directory)
 
     def share_proof(self) -> bool:
         """Return False if another worker's proof of the target has replaced the one here."""
@@ -106,7 +106,7 @@ class LocalOutput:
         """Bring a unit that is finished on the local disk to where it stays."""
 
     def finalize(self, checked: set[int], others: bool) -> Manifest | None:
-        """Turn finished units into a dataset, see `finalize.finalize`."""
+        """Turn finished units into a dataset, see `units.finalize`."""
         return finalize(self.directory, checked, others)
 
 
@@ -275,20 +275,20 @@ class RemoteOutput(LocalOutput):
                 )
         return True
 
-    def plan(self, setup: Setup) -> Plan:
+    def plan(self, corpus: CorpusReader, setup: Setup) -> Plan:
         """Return the plan of the storage, or make and publish one.
 
         Raises:
             ConfigError: the plan of the storage was made with other settings.
         """
         if not (self.directory / WORK / PLAN).is_file():
-            plan = find_plan(setup, self.directory)
+            plan = find_plan(corpus, setup, self.directory)
             if self.publish(BEGUN, [f"{WORK}/plan.arrow", f"{WORK}/{PLAN}"]):
                 return plan
             self.pull_records()
         record = read_plan_record(self.directory / WORK)
         assert record is not None
-        refuse_changes(changed_settings(setup, record.settings), self.name)
+        refuse_changes(changed_settings(corpus, setup, record.settings), self.name)
         return load_plan(self.directory / WORK)
 
     def share_proof(self) -> bool:

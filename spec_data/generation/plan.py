@@ -48,7 +48,7 @@ from spec_data.corpus.record_reader import (
 )
 from spec_data.corpus.records import parse_row
 from spec_data.corpus.sources import expected_rows
-from spec_data.generation.options import AUTO
+from spec_data.generation.options import AUTO, parse_size
 from spec_data.shards.checksums import numbers
 from spec_data.shards.errors import CorpusError, DatasetError, TargetError
 from spec_data.shards.files import dump_json, read_object, sha256_file, write_atomically
@@ -62,7 +62,6 @@ from spec_data.shards.schema import (
     predicts_supervised,
 )
 from spec_data.shards.writer import ShardStream, UnitData, shard_bytes
-from spec_data.terminal.option_values import parse_size
 from spec_data.terminal.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -352,7 +351,7 @@ def render_corpus(
     max_length: int,
     processes: int = 0,
     folder: Path | None = None,
-) -> tuple[CorpusDocuments, CountsRecord, dict[str, int], list[dict[str, Any]]]:
+) -> tuple[CorpusDocuments, CountsRecord, dict[str, int], list[SourceRecord]]:
     """Render all rows of `reader`.
 
     Args:
@@ -397,7 +396,9 @@ def render_corpus(
     for warning in count_warnings(msgspec.structs.asdict(counts), int(planned.offsets[-1])):
         logger.warning("warning: %s", warning)
     kwargs_used = count_kwargs(rendered.kwargs_used)
-    return planned, counts, kwargs_used, [corpus_entry(r) for r in reader.reports]
+    # A path is one of this machine.
+    corpus = [msgspec.structs.replace(report, path="") for report in reader.reports]
+    return planned, counts, kwargs_used, corpus
 
 
 def end_token_ids(directory: Path) -> list[int]:
@@ -408,13 +409,6 @@ def end_token_ids(directory: Path) -> list[int]:
         if ids is not None:
             return [ids] if isinstance(ids, int) else list(ids)
     return []
-
-
-def corpus_entry(report: SourceRecord) -> dict[str, Any]:
-    """Return the manifest's entry of one source."""
-    entry = msgspec.structs.asdict(report)
-    del entry["path"]  # a path of this machine
-    return entry
 
 
 # -- plan ------------------------------------------------------------------------------------------
@@ -439,7 +433,7 @@ class Plan:
     units: list[tuple[int, int]]
     counts: CountsRecord
     kwargs_used: dict[str, int]
-    corpus: list[dict[str, Any]]
+    corpus: list[SourceRecord]
     settings: dict[str, Any]
 
     @cached_property
@@ -542,7 +536,7 @@ class PlanRecord(msgspec.Struct, forbid_unknown_fields=True):
     units: list[tuple[int, int]]
     counts: CountsRecord
     kwargs_used: dict[str, int]
-    corpus: list[dict[str, Any]]
+    corpus: list[SourceRecord]
 
 
 def save_plan(work: Path, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""`estimate --probe`: run the target on a sample, to tell speed, time, memory and bytes."""
+"""What `generate` would take: bytes beside the shards, and of --probe speed, time and memory."""
 
 import resource
 import sys
@@ -9,13 +9,22 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from spec_data.generation.batch_size import choose_batch_tokens
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.plan import Plan
-from spec_data.generation.proof import documents_to_prove, load_target
-from spec_data.generation.sample_check import LONGEST, measure_documents
-from spec_data.generation.setup import Setup, find_positions
+from spec_data.generation.proof import (
+    GENERATION_CONFIG,
+    LONGEST,
+    choose_batch_tokens,
+    documents_to_prove,
+    load_target,
+    measure_documents,
+    tokenizer_files,
+)
+from spec_data.generation.setup import Setup, config_json, find_positions
+from spec_data.models.devices import DTYPES
+from spec_data.models.reading import text_config
 from spec_data.shards.even_sample import sample_documents
+from spec_data.shards.files import dump_json
 from spec_data.shards.schema import Column
 from spec_data.terminal.progress import size
 
@@ -72,7 +81,7 @@ def run_probe(setup: Setup, plan: Plan) -> tuple[Probe, tuple[Column, ...]]:
         asked = options.tokens_per_forward
         batch_tokens = choose_batch_tokens(target, plan, form, setup.columns, asked)
         sample = sample_documents(plan.lengths, _BATCHES * batch_tokens)
-        given = (batch_tokens, options.own_temperature)
+        given = (batch_tokens, options.temperature)
         measure_documents(plan, target, form, sample[:1], *given)  # warm-up
         start = time.perf_counter()
         measure_documents(plan, target, form, sample, *given)
@@ -96,3 +105,34 @@ def _memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+# -- disk bytes ------------------------------------------------------------------------------------
+# What a dataset needs on disk beside its shards, from config and tokenizer files alone: to within
+# 1 % and 64 KB. Manifest and card are approximated, everything else is sized as it will be.
+
+
+_INDEX_ROW = 4 + 4 + 5 * 4 + 8  # two text offsets, five int32, a checksum
+_MANIFEST, _OF_A_SHARD, _CARD = 9_000, 330, 3_000
+_SAFETENSORS_ENTRY, _ARROW_SCHEMA = 110, 2_000
+
+
+def other_files(setup: Setup, plan: Plan) -> dict[str, int]:
+    """Return the bytes of everything but the shards, by kind: head, target, index, rest."""
+    documents, configs = plan.documents, (setup.model_config, text_config(setup.model_config))
+    stored = next((c.dtype for c in configs if getattr(c, "dtype", None)), torch.float32)
+    name = setup.options.dtype if setup.options.dtype != "auto" else str(stored)
+    dtype = DTYPES.get(name.removeprefix("torch."), torch.float32)
+    matrices = 1 if getattr(configs[1], "tie_word_embeddings", False) else 2  # and a norm
+    head = (matrices * setup.vocab_size + 1) * setup.target["hidden_size"] * dtype.itemsize
+    generation = setup.model_dir / GENERATION_CONFIG
+    target = sum(map(len, tokenizer_files(setup).values())) + len(config_json(setup, dtype))
+    widths = [c.width or 1 for c in setup.columns if c.lossy]
+    tables = sum(10 * width + width**2 + 4 * _SAFETENSORS_ENTRY for width in widths)
+    shards = len(plan.units) * _OF_A_SHARD
+    return {
+        "head": head + 3 * _SAFETENSORS_ENTRY,
+        "target": target + (generation.stat().st_size if generation.is_file() else 0),
+        "index": documents.text_bytes + len(documents) * _INDEX_ROW + _ARROW_SCHEMA,
+        "rest": tables + shards + _MANIFEST + _CARD + len(dump_json(plan.settings)),
+    }

@@ -1,54 +1,81 @@
 """What is proven about a loaded target before the first shard, once per directory.
 
 It is stored in OUT/.generate/target.json, so that every worker, every replica of Ray and every
-resumed run captures in the same way.
+resumed run captures in the same way. Hours of capture must not pass before a wrong head, a leaking
+mask, too large a batch or token ids of another tokenizer are noticed.
 """
 
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from spec_data.capture.backend import TargetBackend, open_backend
+from spec_data.capture.backend import ForwardBatch, TargetBackend, open_backend
+from spec_data.capture.mask_forms import ROWS, SINGLE
 from spec_data.capture.proofs import proof_documents, proof_length, proof_text
-from spec_data.generation.batch_size import choose_batch_tokens
 from spec_data.generation.calibrate import calibrate
-from spec_data.generation.capture import CaptureSettings, forward_batches
-from spec_data.generation.plan import ALSO, PROOF, WITNESS, Plan
-from spec_data.generation.sample_check import check_agreement
-from spec_data.generation.setup import Setup, backend_options, find_positions
-from spec_data.generation.target_files import manifest_draft, save_target_files
+from spec_data.generation.capture import (
+    CaptureSettings,
+    add_figures,
+    forward_batches,
+    forward_columns,
+    supervised_next,
+)
+from spec_data.generation.plan import ALSO, BATCH_TOKENS, PROOF, WITNESS, Plan
+from spec_data.generation.setup import Setup, backend_options, config_json, find_positions
 from spec_data.generation.transfers import copy_stream
 from spec_data.models.identify import versions
 from spec_data.shards.codec_tables import TABLES, load_tables
-from spec_data.shards.errors import RunError
-from spec_data.shards.files import dump_json, write_once
+from spec_data.shards.errors import ConfigError, CorpusError, RunError
+from spec_data.shards.even_sample import even_sample
+from spec_data.shards.files import dump_json, write_atomically, write_once, writing
 from spec_data.shards.follow import WORK
+from spec_data.shards.likelihood import DocumentFigures, places_by_name, summarise
+from spec_data.shards.likelihood_text import (
+    above_random_text,
+    contradiction_text,
+    figures_text,
+    warnings,
+)
+from spec_data.shards.position_data import POSITIONS, Positions
 from spec_data.shards.records import read_json
-from spec_data.shards.schema import Manifest
+from spec_data.shards.schema import (
+    CodecTables,
+    Column,
+    Manifest,
+    PackingRecord,
+    TargetRecord,
+    predicts_supervised,
+)
 from spec_data.shards.seal import file_records, target_file_names
 
 logger = logging.getLogger(__name__)
 
 _REFERENCE_DOCUMENTS, _REFERENCE_TOKENS = 8, 256  # and tokens of each of them
+SAFE = 0.85
+"""Largest share of a device's memory that a forward may take: batches differ in shape."""
+_MOST = 131_072  # tokens per forward
+_FEWEST, _PER_SOURCE, _OF_ALL_SOURCES = 2, 16, 256  # documents
+LONGEST = 2048  # tokens of a document whose likelihood is measured
+GENERATION_CONFIG = "generation_config.json"
 
 
 def load_target(setup: Setup, plan: Plan) -> TargetBackend:
-    """Load the target with the backend and the options of the run, or open what was stored.
+    """Load the target with the backend and the options of the run.
 
     Raises:
         TargetError: the target cannot be loaded.
     """
-    if setup.stored is not None:
-        return setup.stored.load(setup, plan)
     return open_backend(setup.options.backend, backend_options(setup, plan))
 
 
@@ -61,8 +88,7 @@ def prepare_capture(
 ) -> CaptureSettings:
     """Prove a loaded target, or read what was proven in `out`; return how units are captured.
 
-    `share` is called after the proof; it returns False if it has replaced the proof in `out` by
-    that of another worker.
+    `share` publishes the proof; it returns False if that of another worker has replaced it.
 
     Raises:
         TargetError, RunError, CorpusError, ConfigError: as `prove_target`; or this run captures
@@ -81,7 +107,7 @@ def prepare_capture(
         form=form,
         batch_tokens=batch_tokens or proven["batch_tokens"],
         tables=load_tables(out / TABLES, lossy, codec.sha256 if codec else None) if lossy else {},
-        temperature=setup.options.own_temperature,
+        temperature=setup.options.temperature,
         stream=copy_stream(target.device, [c.name for c in columns]),
     )
     _check_running(setup, plan, target, out, draft, settings.batch_tokens)
@@ -89,7 +115,7 @@ def prepare_capture(
 
 
 def documents_to_prove(setup: Setup, plan: Plan) -> tuple[list[int], list[Tensor]]:
-    """Return the documents of the proofs: their numbers in the plan, and their ids int64 [T_d]."""
+    """Return the numbers in the plan of the documents of the proofs, and their ids int64 [T_d]."""
     limit = proof_length(setup.model_config, plan.pack_length)
     chosen = proof_documents(plan.lengths.tolist(), plan.pack_length, limit=limit)
     offsets, tokens = plan.documents.beginnings(chosen)
@@ -98,10 +124,7 @@ def documents_to_prove(setup: Setup, plan: Plan) -> tuple[list[int], list[Tensor
 
 
 def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> Manifest:
-    """Return what was proven about a target in `out`; prove it, if nobody has.
-
-    The proof: head and packing; a sample of the corpus; the codecs and their tables; reference
-    states. The files of the target are saved. The result is a manifest without shards.
+    """Return what was proven about a target in `out`, a manifest without shards; else prove it.
 
     Raises:
         TargetError, RunError: a proof fails.
@@ -123,15 +146,273 @@ def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> 
     check_agreement(setup, plan, target, proof.form, batch_tokens, chosen)
     save_target_files(setup, target, positions, out / "target")
     columns, codec = calibrate(setup, plan, target, proof.form, batch_tokens, out)
-    setup = replace(setup, columns=columns)
     reference = reference_states(documents, target, proof.form, plan.pack_length, batch_tokens)
     write_once(out / WORK / WITNESS, save(reference))
-    draft = manifest_draft(setup, plan, target, proof, head_error, positions, codec).changed(
+    draft = manifest_draft(
+        setup, plan, target, proof, head_error, positions, columns, codec
+    ).changed(
         captured_with=running_facts(target, batch_tokens),
         files=file_records(out, target_file_names(out)),
     )
     write_once(file, dump_json(draft.to_json()))
     return Manifest.of(read_json(file), str(file))
+
+
+# -- tokens per forward ----------------------------------------------------------------------------
+
+
+def choose_batch_tokens(
+    target: TargetBackend,
+    plan: Plan,
+    form: str,
+    columns: tuple[Column, ...],
+    asked: int | None,
+) -> int:
+    """Return the tokens per forward: those of --batch-tokens, or as many as are safe.
+
+    Args:
+        target: the loaded target.
+        plan: its longest documents are captured.
+        form: the proven mask form.
+        columns: the columns of a shard.
+        asked: of --batch-tokens; None for auto.
+
+    Raises:
+        RunError: the longest document, or `asked` tokens, do not fit.
+    """
+    idle = target.peak_memory(lambda: None)
+    if idle is None:  # nothing can be measured
+        return asked or BATCH_TOKENS
+    best, share = 0, idle
+    for size in _sizes(plan, form, asked):
+        # Memory grows with the tokens at most linearly beyond the weights.
+        if best and idle + (share - idle) * size / best > SAFE and size != asked:
+            break
+        peak = _peak(target, largest_batch(plan, form, size), form, columns)
+        if peak is None or (peak > SAFE and size != asked):
+            break
+        best, share = size, peak
+    if best == asked:
+        return best
+    if asked is not None:
+        advice = f"the largest safe size here is {best}" if best else "use --batch-tokens auto"
+        raise RunError(f"--batch-tokens {asked}: out of memory on {target.device}; {advice}")
+    if not best:
+        raise RunError(
+            f"out of memory on {target.device}: the longest document has {plan.lengths.max():,} "
+            "tokens, and one forward of it takes too much. Lower --max-length, or spread the "
+            "target over several GPUs (--device-map auto, or --tp-plan auto under torchrun); a "
+            "document is never split over GPUs by its tokens"
+        )
+    logger.info(
+        "batch: %s tokens per forward, with %.0f %% of the device's memory at the peak",
+        *(f"{best:,}", 100 * share),
+    )
+    return best
+
+
+def _sizes(plan: Plan, form: str, asked: int | None) -> Iterator[int]:
+    """Yield the batch sizes to try, ascending: from one row on, up to `asked` if it is given."""
+    longest = int(plan.lengths.max())
+    size = longest if form in (ROWS, SINGLE) else max(plan.pack_length, longest)
+    most = asked or _MOST
+    while size < most:
+        yield size
+        if asked is None and size >= plan.tokens:
+            return
+        size *= 2
+    yield most if asked else size
+
+
+def largest_batch(plan: Plan, form: str, size: int) -> ForwardBatch:
+    """Return the forward of the longest documents with the most slots that `size` tokens allow."""
+    order = np.argsort(-plan.lengths, kind="stable")
+    count = int(np.searchsorted(np.cumsum(plan.lengths[order]), size)) + 1
+    offsets, tokens = plan.documents.beginnings(order[:count].tolist())
+    batches = forward_batches(offsets, tokens["input_ids"], form, plan.pack_length, size)
+    return max(batches, key=lambda batch: batch.input_ids.numel())
+
+
+def _peak(
+    target: TargetBackend, batch: ForwardBatch, form: str, columns: tuple[Column, ...]
+) -> float | None:
+    """Return the share of memory that a batch takes; None if it does not fit."""
+    following = np.zeros(batch.tokens, np.int64)  # the most: every token has a supervised next one
+
+    def run() -> None:
+        values, _ = forward_columns(target, batch, form, columns, following)
+        for value in values.values():
+            if value.is_floating_point():
+                _ = value.float().abs()  # what encoding a column takes: two copies in float32
+
+    try:
+        return target.peak_memory(run)
+    except torch.OutOfMemoryError:
+        return None
+
+
+# -- could the target have written the corpus? -----------------------------------------------------
+
+
+def check_agreement(
+    setup: Setup,
+    plan: Plan,
+    target: TargetBackend,
+    form: str,
+    batch_tokens: int,
+    proven: Iterable[int],
+) -> None:
+    """Measure a sample of every source and refuse what cannot be right; log what is suspicious.
+
+    Args:
+        setup, plan, target: what is captured.
+        form: the proven mask form.
+        batch_tokens: tokens per forward.
+        proven: indices of the documents of the proofs, which join the sample.
+
+    Raises:
+        CorpusError: the NLL of a source is clearly above ln V, and --allow-high-nll is not set.
+        ConfigError: --on-policy, and a source that the target did not write.
+    """
+    options, vocabulary = setup.options, setup.vocab_size
+    temperature = options.sampling_temperature
+    chosen = sample_of_sources(plan.documents.sources, proven)
+    figures = measure_documents(plan, target, form, chosen, batch_tokens, options.temperature)
+    sources = summarise(figures, [plan.documents.sources[d] for d in chosen]).judged()
+    for name, agreement in sources.items():
+        if agreement.above_random(vocabulary) and not options.allow_high_nll:
+            raise CorpusError(
+                f"{name}: on a sample, {figures_text(agreement)}. {above_random_text(vocabulary)}. "
+                "Give the target that these ids or this text were made for; pass --allow-high-nll "
+                "to capture them all the same"
+            )
+    contradictions = [
+        contradiction_text(name, agreement, temperature)
+        for name, agreement in sources.items()
+        if options.on_policy and agreement.contradicts_on_policy(temperature)
+    ]
+    if contradictions:
+        at_known = "; for samples at a known temperature, pass --sampling-temperature T"
+        raise ConfigError(
+            "--on-policy: this target did not write these answers. On a sample:\n  "
+            + "\n  ".join(contradictions)
+            + "\nCheck the template, BOS and order of the answers, and that this is the target "
+            "that wrote them. Otherwise leave --on-policy out"
+            + (at_known if temperature is None else "")
+        )
+    for message in warnings(sources, vocabulary, temperature, options.on_policy):
+        logger.warning("on a sample of %d documents, %s", len(chosen), message)
+
+
+def sample_of_sources(sources: Sequence[str], proven: Iterable[int]) -> list[int]:
+    """Return indices of documents, ascending: `proven`, and some spread evenly over each source.
+
+    Of more sources than the sample may have pairs of documents, some are chosen, evenly as well.
+    """
+    places = list(places_by_name(sources).values())
+    most = max(_FEWEST, min(_PER_SOURCE, _OF_ALL_SOURCES // len(places)))
+    chosen = set(proven)
+    for documents in even_sample(places, _OF_ALL_SOURCES // _FEWEST):
+        chosen |= set(even_sample(documents.tolist(), most))
+    return sorted(chosen)
+
+
+def measure_documents(
+    plan: Plan,
+    target: TargetBackend,
+    form: str,
+    chosen: list[int],
+    batch_tokens: int,
+    temperature: float,
+) -> DocumentFigures:
+    """Measure the first tokens of the documents `chosen`, indices into the plan."""
+    offsets, tokens = plan.documents.beginnings(chosen, LONGEST)
+    following = supervised_next(
+        tokens["input_ids"], predicts_supervised(tokens["loss_mask"], offsets)
+    )
+    figures = DocumentFigures.zeros(len(chosen))
+    for batch in forward_batches(
+        offsets, tokens["input_ids"], form, plan.pack_length, batch_tokens
+    ):
+        asked = following[batch.token_index(offsets)]
+        _, measured = forward_columns(target, batch, form, (), asked, temperature)
+        add_figures(measured.cpu().numpy(), asked, batch, figures)
+    return figures
+
+
+# -- files of the target ---------------------------------------------------------------------------
+
+
+def save_target_files(
+    setup: Setup, target: TargetBackend, positions: Positions, folder: Path
+) -> None:
+    """Write config, tokenizer, head.safetensors and positions.safetensors, each atomically."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = config_json(setup, target.dtype, target.architecture)
+    write_atomically(folder / "config.json", made)
+    generation = setup.model_dir / GENERATION_CONFIG
+    if generation.is_file():
+        write_atomically(folder / GENERATION_CONFIG, generation.read_bytes())
+    for name, content in tokenizer_files(setup).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / name, content)
+    write_atomically(folder / "head.safetensors", save(target.head_tensors()))
+    if positions.tables:
+        write_atomically(folder / Path(POSITIONS).name, save(positions.tensors()))
+
+
+def tokenizer_files(setup: Setup) -> dict[Path, bytes]:
+    """Return the files of the tokenizer as they are saved."""
+    with tempfile.TemporaryDirectory() as scratch:
+        with writing(Path(scratch)):
+            setup.tokenizer.save_pretrained(scratch)
+        files = sorted(p for p in Path(scratch).rglob("*") if p.is_file())
+        return {file.relative_to(scratch): file.read_bytes() for file in files}
+
+
+def manifest_draft(
+    setup: Setup,
+    plan: Plan,
+    target: TargetBackend,
+    proof: PackingRecord,
+    head_error: float | None,
+    positions: Positions,
+    columns: tuple[Column, ...],
+    codec: CodecTables | None,
+) -> Manifest:
+    """Return the manifest without shards and totals; its arguments are what was proven."""
+    about, options = target.describe(), setup.options
+    facts = {k: about[k] for k in ("dtype", "rope_factors") if k in about}
+    described = {
+        k: v for k, v in setup.target.items() if k not in setup.identity or k == "architectures"
+    }
+    return Manifest(
+        settings=plan.settings,
+        target=msgspec.convert(described | about, TargetRecord),
+        identity=setup.identity | facts | {"template_kwargs_used": plan.kwargs_used},
+        corpus=plan.corpus,
+        mask=options.mask,
+        layers=tuple(setup.layers),
+        draft_layers=setup.draft_layers,
+        supervision=options.supervision,
+        final=options.final,
+        teacher=options.teacher,
+        codec=codec,
+        columns=tuple(
+            structs.replace(
+                c, exact=not c.lossy and (c.codec != "bf16" or target.dtype == torch.bfloat16)
+            )
+            for c in columns
+        ),
+        head=target.head,
+        head_error=head_error,
+        positions=positions.record(),
+        packing=structs.replace(
+            proof, pack_length=plan.pack_length, utilisation=round(plan.utilisation(), 4)
+        ),
+        policy="on-policy" if options.on_policy else "off-policy",
+        documents=plan.counts,
+    )
 
 
 # -- runs with other settings ----------------------------------------------------------------------
@@ -216,8 +497,3 @@ def largest_difference(before: dict[str, Tensor], now: dict[str, Tensor]) -> flo
         relative = (a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-30)  # [N]
         worst = max(worst, float(relative.nan_to_num(torch.inf).mean()))  # NaN never passes
     return worst
-
-
-def also_captured_with(work: Path) -> list[dict[str, Any]]:
-    """Return the other settings that units were captured with, in a fixed order."""
-    return [read_json(file) for file in sorted(work.glob(ALSO))]

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from spec_data.generation.capture import CaptureSettings, capture_unit
 from spec_data.generation.options import CaptureOptions
 from spec_data.generation.plan import Plan, load_plan
 from spec_data.generation.proof import load_target, prepare_capture
-from spec_data.generation.setup import Setup, differences, settings
+from spec_data.generation.setup import differences, set_up, settings
 from spec_data.generation.status import FAILED, ProgressFile, read_progress
 from spec_data.generation.units import explained_failures, finish_unit
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
@@ -36,19 +36,16 @@ _AT_ONCE = 2  # units per replica: one is captured while the other is written
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many replicas share a cluster, with how many GPUs each, and their --device."""
+    """How many replicas of a target share a cluster, with how many GPUs each; their --device."""
 
+    target: str
     count: int
     gpus: int
     device: str
 
 
 def import_ray() -> Any:
-    """Return the module.
-
-    Raises:
-        ConfigError: Ray is not installed.
-    """
+    """Return the module; raise ConfigError where Ray is not installed."""
     try:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
         import ray
@@ -58,12 +55,13 @@ def import_ray() -> Any:
 
 
 @contextmanager
-def connected(replicas: int, options: CaptureOptions) -> Iterator[Replicas]:
+def connected(target: str, replicas: int, options: CaptureOptions) -> Iterator[Replicas]:
     """Connect to the cluster of RAY_ADDRESS or start one; yield the replicas that fit it.
 
     A cluster that was started here ends with the block; a connection of the caller stays.
 
     Args:
+        target: its name.
         replicas: of --replicas; 0: one per free GPU; one per machine without GPUs, or with
             --device-map.
         options: how each of them runs its target.
@@ -73,7 +71,7 @@ def connected(replicas: int, options: CaptureOptions) -> Iterator[Replicas]:
     """
     ray = import_ray()
     if ray.is_initialized():
-        yield place_replicas(ray, replicas, options)
+        yield place_replicas(ray, target, replicas, options)
         return
     address = os.environ.get("RAY_ADDRESS") or "local"
     given: dict[str, Any] = {"logging_level": logging.ERROR, "configure_logging": False}
@@ -82,7 +80,7 @@ def connected(replicas: int, options: CaptureOptions) -> Iterator[Replicas]:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, **given)
-        yield place_replicas(ray, replicas, options)
+        yield place_replicas(ray, target, replicas, options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         if ray.is_initialized():
             raise
@@ -95,25 +93,24 @@ def connected(replicas: int, options: CaptureOptions) -> Iterator[Replicas]:
             signal.signal(signal.SIGTERM, handler)
 
 
-def place_replicas(ray: Any, replicas: int, options: CaptureOptions) -> Replicas:
+def place_replicas(ray: Any, target: str, replicas: int, options: CaptureOptions) -> Replicas:
     """Return how many replicas share the cluster, with how many GPUs; see `connected`."""
     machines = sum(node["Alive"] for node in ray.nodes())
     free, every = ray.available_resources().get("GPU", 0), ray.cluster_resources().get("GPU", 0)
     if not every or options.device not in ("auto", "cuda"):
-        return Replicas(replicas or machines, 0, options.device)
+        return Replicas(target, replicas or machines, 0, options.device)
     alone = options.spread.device_map is None  # Ray shows each actor its own GPUs only
     replicas = replicas or max(1, int(free) if alone else machines)
     if replicas > every:
         raise ConfigError(f"--replicas {replicas}: the cluster has {every:.0f} GPUs")
-    return Replicas(replicas, 1 if alone else int(every) // replicas, "cuda" if alone else "auto")
+    gpus, device = (1, "cuda") if alone else (int(every) // replicas, "auto")
+    return Replicas(target, replicas, gpus, device)
 
 
 def capture_on_ray(
-    prepare: Callable[[], Setup], replicas: Replicas, plan: Plan, out: Path, todo: list[int]
+    options: CaptureOptions, replicas: Replicas, plan: Plan, out: Path, todo: list[int]
 ) -> None:
     """Capture the units `todo` on the replicas of a cluster that is connected already.
-
-    `prepare` sets up the target on the machine of a replica.
 
     Raises:
         SpecDataError: what the proof of the target, or a unit, raised; at once.
@@ -130,7 +127,8 @@ def capture_on_ray(
         max_concurrency=_AT_ONCE,
     )(RayReplica)
     threads = torch.get_num_threads()
-    actors = [actor.remote(prepare, str(out), n, threads) for n in range(replicas.count)]
+    given = (replicas.target, options, str(out))
+    actors = [actor.remote(*given, n, threads) for n in range(replicas.count)]
     pool = ActorPool(actors * _AT_ONCE)
     left = plan.unit_set_tokens(todo)
     with progress(total=plan.tokens, initial=plan.tokens - left, desc="capture", unit="tok") as bar:
@@ -159,12 +157,14 @@ class RayReplica:
     Its methods run in threads: the shard of one unit is written while the next one is captured.
     """
 
-    def __init__(self, prepare: Callable[[], Setup], out: str, number: int, threads: int) -> None:
+    def __init__(
+        self, target: str, options: CaptureOptions, out: str, number: int, threads: int
+    ) -> None:
         """Take what a run needs; the target is loaded with the first unit.
 
         So whatever fails there is an error of a task, which Ray counts and hands on.
         """
-        self.prepare, self.out, self.threads = prepare, Path(out), threads
+        self.target, self.options, self.out, self.threads = target, options, Path(out), threads
         self.name = f"ray-{number}"
         self._capturing, self._writing = threading.Lock(), threading.Lock()
         self._loaded: tuple[TargetBackend, Plan, CaptureSettings] | None = None
@@ -175,7 +175,7 @@ class RayReplica:
     def _load(self) -> tuple[TargetBackend, Plan, CaptureSettings]:
         """Load the target and prove it."""
         torch.set_num_threads(self.threads)
-        setup, plan = self.prepare(), load_plan(self.out / WORK)
+        setup, plan = set_up(self.target, (), self.options), load_plan(self.out / WORK)
         here = settings(setup, []) | {"corpus": plan.settings["corpus"]}
         if changed := differences(here, plan.settings):
             raise ConfigError(

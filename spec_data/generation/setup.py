@@ -1,9 +1,7 @@
-"""What a dataset is made of: the target and tokenizer on disk, its columns, its settings, its plan.
+"""What is captured: the target and tokenizer on disk, the columns, the settings, the plan.
 
-`set_up` identifies target and tokenizer; no weights are loaded. `settings` is the table of
-everything that decides the bytes of the dataset: two runs with equal tables may share a directory;
-otherwise every field that differs is named in the error. `find_plan` makes the plan of a directory
-once. `Fitting` says which drafts can be fitted.
+`settings` is the table of everything that decides the bytes of a dataset: two runs with equal
+tables may share a directory; otherwise the error names every field that differs.
 """
 
 import json
@@ -22,7 +20,7 @@ from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sampling_record import read_record
 from spec_data.corpus.sources import Source, corpus_directory, resolve
-from spec_data.generation.options import AUTO, CaptureOptions
+from spec_data.generation.options import AUTO, CaptureOptions, column_qualities, parse_size
 from spec_data.generation.plan import (
     ALSO,
     BATCH_TOKENS,
@@ -66,18 +64,12 @@ from spec_data.shards.schema import (
     data_problem,
     token_columns,
 )
-from spec_data.terminal.option_values import column_qualities, parse_size
 from spec_data.terminal.progress import progress
 from spec_data.terminal.types import comma_list
 
 logger = logging.getLogger(__name__)
 
-# -- recorded sampling -----------------------------------------------------------------------------
-# A corpus that `regenerate` wrote says which model sampled its answers, and how
-# (`corpus/sampling_record.py`). --on-policy is checked against it before the corpus is read, and
-# takes its temperature from it. The measurement of every token follows all the same.
-
-_FACTS = {  # of the identity of a target, by where a record has them
+_SAMPLING_FACTS = {  # of the identity of a target, by where a record of sampling has them
     "weights": ("target", "weights_hash", "weights_hash"),
     "tokenizer": ("tokenizer", "hash", "tokenizer_hash"),
     "chat template": ("tokenizer", "chat_template_hash", "chat_template_hash"),
@@ -90,7 +82,8 @@ def with_recorded_sampling(
 ) -> CaptureOptions:
     """Return the options of --on-policy with the temperature that the records of the corpora have.
 
-    `identity` is the target's, as `identify` makes it; facts that are None are not compared.
+    `regenerate` writes beside a corpus which target sampled its answers, and how. `identity` is the
+    target's, as `identify` makes it; facts that are None are not compared.
 
     Raises:
         ConfigError: a record has another target, template or temperature.
@@ -104,7 +97,7 @@ def with_recorded_sampling(
         made, beside = record["settings"], f"{corpus} ({corpus.name}.sampling)"
         pairs = {
             words: ((made.get(table) or {}).get(name), identity.get(fact))
-            for words, (table, name, fact) in _FACTS.items()
+            for words, (table, name, fact) in _SAMPLING_FACTS.items()
         }
         differences = [
             f"{words}: {there} there, {here} here"
@@ -130,24 +123,6 @@ def with_recorded_sampling(
     return options
 
 
-# -- setup -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredStates:
-    """What stands for corpus and target where another tool stored the states (`convert`).
-
-    Attributes:
-        find: returns the stored samples as sources of a corpus, as `corpus.sources.resolve` does.
-        load: returns the backend that reads their states, of a setup and a plan.
-        settings: how they are read.
-    """
-
-    find: Callable[..., list[Source]]
-    load: Callable[..., TargetBackend]
-    settings: dict[str, Any]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Setup(TargetFiles):
     """The target and tokenizer on disk, the columns of the dataset, and the options.
@@ -155,35 +130,23 @@ class Setup(TargetFiles):
     Attributes:
         layers: layer ids, ascending.
         draft_layers: those that each draft of --for reads.
-        sources: the corpus.
         options: with --max-length limited to the context of the target, and the temperature that
             the corpus records.
-        stored: the states that are read instead of captured; None: none.
+        converted: how states that another tool stored are read; None: they are captured.
     """
 
     layers: tuple[int, ...]
     draft_layers: dict[str, tuple[int, ...]]
     columns: tuple[Column, ...]
     vocab_size: int
-    sources: tuple[str, ...]
     options: CaptureOptions
-    stored: StoredStates | None = None
-
-    def reader(self) -> CorpusReader:
-        """Return a reader of the corpus, or of the samples that were stored."""
-        return CorpusReader(
-            list(self.sources),
-            limit=self.options.limit or None,
-            max_bad_rows=parse_limit(str(self.options.max_bad_rows)),
-            max_row_bytes=parse_size(str(self.options.max_row_bytes)),
-            find=self.stored.find if self.stored else resolve,
-        )
+    converted: dict[str, Any] | None = None
 
 
 def set_up(
     target: str, sources: Sequence[str], options: CaptureOptions, *, weights: bool = True
 ) -> Setup:
-    """Resolve a target and tokenizer without loading any weights.
+    """Find a target and tokenizer for a corpus, without loading any weights.
 
     Without `weights` (for `estimate`) they need not be there: they are neither downloaded nor
     hashed, and nothing can be captured with the result.
@@ -222,8 +185,26 @@ def set_up(
             teacher_tokens=options.teacher,
         ),
         vocab_size=text.vocab_size,
-        sources=tuple(sources),
         options=with_recorded_sampling(options, sources, files.identity),
+    )
+
+
+def open_corpus(
+    sources: Sequence[str],
+    options: CaptureOptions,
+    find: Callable[..., list[Source]] = resolve,
+) -> CorpusReader:
+    """Return a reader of a corpus; `find` returns what is behind each source, as `resolve` does.
+
+    Raises:
+        MissingError, CorpusError: a source does not exist, or cannot be read.
+    """
+    return CorpusReader(
+        sources,
+        limit=options.limit or None,
+        max_bad_rows=parse_limit(str(options.max_bad_rows)),
+        max_row_bytes=parse_size(str(options.max_row_bytes)),
+        find=find,
     )
 
 
@@ -338,7 +319,7 @@ def settings(setup: Setup, reports: Iterable[SourceRecord]) -> dict[str, Any]:
         "tensor_parallel": options.vllm_tensor_parallel,
         "on_policy": options.on_policy,
         "sampling_temperature": options.sampling_temperature,
-        "converted": setup.stored.settings if setup.stored else None,
+        "converted": setup.converted,
         "versions": versions(),
     }
     return {name: value for name, value in table.items() if value is not None}
@@ -355,13 +336,12 @@ def data_settings(table: Mapping[str, Any]) -> dict[str, Any]:
     return data | {"versions": versions}
 
 
-def changed_settings(setup: Setup, saved: dict[str, Any]) -> list[str]:
-    """Return one line per field in which a setup differs from saved settings.
+def changed_settings(corpus: CorpusReader, setup: Setup, saved: dict[str, Any]) -> list[str]:
+    """Return one line per field in which a corpus and a setup differ from saved settings.
 
     The files of the corpus are hashed, but not parsed. With --limit, those that the plan read.
     """
-    reader = setup.reader()
-    sources = reader.sources[: len(saved["corpus"]) if reader.limit else None]
+    sources = corpus.sources[: len(saved["corpus"]) if corpus.limit else None]
     reports = [
         SourceRecord(source=s.name, path=s.path, kind=s.kind, sha256=s.digest())
         for s in progress(sources, desc="compare the corpus", unit="files", leave=False)
@@ -400,8 +380,8 @@ def refuse_changes(changed: list[str], where: Path | str) -> None:
 # looks whether its plan is still there, so none is replaced while a worker uses it.
 
 
-def make_plan(setup: Setup, folder: Path | None = None) -> Plan:
-    """Read, render and cut the corpus, and return the plan.
+def make_plan(corpus: CorpusReader, setup: Setup, folder: Path | None = None) -> Plan:
+    """Read, render and cut a corpus, and return the plan.
 
     Its documents are in plan.arrow of `folder`, or in a temporary file that is removed with them.
 
@@ -409,7 +389,7 @@ def make_plan(setup: Setup, folder: Path | None = None) -> Plan:
         CorpusError: the corpus cannot be read, or no document is left.
         RunError: a process that rendered documents ended.
     """
-    reader, options = setup.reader(), setup.options
+    options = setup.options
     renderer = Renderer(
         setup.tokenizer,
         mask=options.mask,
@@ -418,8 +398,8 @@ def make_plan(setup: Setup, folder: Path | None = None) -> Plan:
         vocab_size=setup.vocab_size,
     )
     renderer.template.warn_of_the_date()
-    documents, counts, kwargs_used, corpus = render_corpus(
-        reader, renderer, options.max_length, options.num_proc, folder
+    documents, counts, kwargs_used, sources = render_corpus(
+        corpus, renderer, options.max_length, options.num_proc, folder
     )
     most = unit_tokens(
         str(options.max_shard_size),
@@ -428,11 +408,11 @@ def make_plan(setup: Setup, folder: Path | None = None) -> Plan:
         options.tokens_per_forward or BATCH_TOKENS,
     )
     units = cut_units(np.diff(documents.offsets), most)
-    facts = settings(setup, reader.reports)
-    return Plan(documents, units, counts, kwargs_used, corpus, facts)
+    facts = settings(setup, corpus.reports)
+    return Plan(documents, units, counts, kwargs_used, sources, facts)
 
 
-def find_plan(setup: Setup, out: Path) -> Plan:
+def find_plan(corpus: CorpusReader, setup: Setup, out: Path) -> Plan:
     """Load the plan of `out`, or make and save it, or wait for the process that makes it.
 
     A plan with other settings is replaced if nothing was captured with it.
@@ -444,12 +424,12 @@ def find_plan(setup: Setup, out: Path) -> Plan:
     """
     work = out / WORK
     saved = read_plan_record(work)
-    if saved is not None and not changed_settings(setup, saved.settings):
+    if saved is not None and not changed_settings(corpus, setup, saved.settings):
         return load_plan(work)
     with planning_lock(out):
         saved = read_plan_record(work)
         if saved is not None:
-            changed = changed_settings(setup, saved.settings)
+            changed = changed_settings(corpus, setup, saved.settings)
             if not changed:
                 return load_plan(work)
             if any(work.glob("unit-*.json")) or running_workers(work):
@@ -461,7 +441,7 @@ def find_plan(setup: Setup, out: Path) -> Plan:
             discard_plan(work)
         refuse_other_files(out)
         remove_left_of(work / DOCUMENTS)
-        plan = make_plan(setup, work)
+        plan = make_plan(corpus, setup, work)
         save_plan(work, plan)
         return plan
 

@@ -71,7 +71,7 @@ def dataset_page(data: str | Path, documents: int = DOCUMENTS) -> Page:
     return _page(dataset_name(data).name, "Dataset", sections)
 
 
-def plan_page(setup: Setup, plan: Plan, documents: int = DOCUMENTS) -> Page:
+def plan_page(corpus: Sequence[str], setup: Setup, plan: Plan, documents: int = DOCUMENTS) -> Page:
     """Return the page of what `generate` would capture; the viewer holds `documents` at most."""
     viewer = TokenViewer(setup.tokenizer)
     for number in shown_documents(plan.lengths, documents):
@@ -82,14 +82,14 @@ def plan_page(setup: Setup, plan: Plan, documents: int = DOCUMENTS) -> Page:
     sources = Table(
         title="Sources as they were read",
         columns=[(name, "count" if i > 2 else "text") for i, name in enumerate(fields)],
-        rows=[[source[name] for name in fields] for source in plan.corpus],
+        rows=[[getattr(source, name) for name in fields] for source in plan.corpus],
     )
     supervised = plan.documents.supervised
     sizes = _sizes(len(plan.lengths), plan.tokens, int(supervised.sum()))
     overview: list[Part] = [Figures(items=sizes), sources]
     if 0 < setup.options.limit <= plan.counts.read:
         overview.append(Note(text=f"Only the first {plan.counts.read:,} rows were read (--limit)."))
-    bad = [[source["source"], text] for source in plan.corpus for text in source["bad_examples"]]
+    bad = [[source.source, text] for source in plan.corpus for text in source.bad_examples]
     overview += _examples("Bad rows", "source", bad)
     text = "Rendered, masked and cut as spec-data generate does it. Nothing is captured yet."
     sections = [
@@ -98,7 +98,7 @@ def plan_page(setup: Setup, plan: Plan, documents: int = DOCUMENTS) -> Page:
         _documents(plan.lengths, supervised, pa.array(plan.documents.sources)),
         _left_out(structs.asdict(plan.counts), plan.tokens),
     ]
-    names = [Path(source.rstrip("/")).name or source for source in setup.sources]
+    names = [Path(source.rstrip("/")).name or source for source in corpus]
     return _page(", ".join(names), "Plan of a dataset", sections)
 
 

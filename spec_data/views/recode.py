@@ -16,6 +16,7 @@ from msgspec import structs
 from torch import Tensor
 
 from spec_data.generation.calibrate import Sample, fitted, sample_budget, sample_documents
+from spec_data.generation.options import column_qualities, parse_codecs
 from spec_data.shards.codec_tables import save_tables
 from spec_data.shards.codecs import ROTATED, Tables
 from spec_data.shards.errors import ConfigError, DatasetError
@@ -28,7 +29,6 @@ from spec_data.shards.schema import (
     Manifest,
     predicts_supervised,
 )
-from spec_data.terminal.option_values import column_qualities, parse_codecs
 from spec_data.terminal.progress import progress
 from spec_data.views.copy import Copy
 from spec_data.views.derive import derived

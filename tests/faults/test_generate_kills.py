@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from spec_data.cli import main as generate
-from spec_data.generation.finalize import finalize
+from spec_data.generation.units import finalize
 from spec_train.cli import main as fit
 from tests import forked
 from tests.faults.tools import report, trials

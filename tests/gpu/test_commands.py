@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from spec_data.generation import capture as capturing
+from spec_data.generation import run as generation_run
 from spec_data.shards.codec_tables import Basis
 from spec_data.shards.codecs import decompress, encode
 from spec_data.shards.reader import HiddenStatesDataset
@@ -52,7 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     target, corpus = save_target(folder / "target"), write_corpus(folder / "chats.jsonl", 12)
     given = {"codec": "aux=default,final=fine", "batch_tokens": 4096, "max_shard_size": "1GB"}
     run(target, corpus, folder / "cpu", **given)
-    capture, found = capturing.capture_unit, []
+    capture, found = generation_run.capture_unit, []
 
     def counted(target: Any, plan: Any, unit: int, settings: Any, *more: Any) -> Any:
         with counting() as syncs:
@@ -61,7 +61,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return captured
 
     with gpu() as patch:
-        patch.setattr(capturing, "capture_unit", counted)
+        patch.setattr(generation_run, "capture_unit", counted)
         run(target, corpus, folder / "gpu", device="cuda", **given)
     return folder, found[-1]
 

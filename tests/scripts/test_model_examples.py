@@ -44,8 +44,7 @@ def test_generate(name: str) -> None:
     path = FOLDER / f"{name}-generate.yaml"
     table = read_config_file(path)
     given = {name.replace("-", "_").replace("for", "for_"): v for name, v in table.items()}
-    setup = prepared(**given | {"out": "DIR"})
-    options = setup.args[2]
+    _, _, options = prepared(**given | {"out": "DIR"})
     model = config(name)
     assert registered(model.architectures) is not None  # every draft can be built for it
     drafts = options.drafts

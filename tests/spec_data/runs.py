@@ -11,6 +11,7 @@ import torch
 
 import spec_data
 from spec_data.generation.options import CaptureOptions
+from spec_data.generation.setup import open_corpus, set_up
 from spec_data.models.target_options import EngineOptions
 from spec_data.shards.reader import open_dataset
 from spec_data.verification.run import examine
@@ -92,24 +93,31 @@ class _Prepared(BaseException):
 
 
 def prepared(**given):
-    """Check options as `generate` does, but no paths; return the function that makes the setup."""
+    """Check options as `generate` does, but no paths; return target, corpus and options."""
 
-    def stop(prepare, *_rest):
-        raise _Prepared(prepare)
+    def stop(*args):
+        raise _Prepared(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("spec_data.terminal.config.check_path", lambda *_: None)
-        patch.setattr("spec_data.commands.generate.generate_into", stop)
+        patch.setattr("spec_data.generation.setup.set_up", stop)
         try:
             call(spec_data.generate, given)
-        except _Prepared as found:
-            return found.args[0]
+        except _Prepared as stopped:
+            return stopped.args
     raise AssertionError("generate did not come so far")
+
+
+def inputs_of(**given):
+    """Return the corpus and the setup of a `generate` with these options."""
+    target, sources, asked = prepared(**given)
+    setup = set_up(target, sources, asked)
+    return open_corpus(sources, setup.options), setup
 
 
 def setup_of(**given):
     """Return the setup of a `generate` with these options."""
-    return prepared(**given)()
+    return set_up(*prepared(**given))
 
 
 def estimate_with(**given):
@@ -140,13 +148,13 @@ import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # as the program sets it before its imports
 from spec_data.cli import main
-from spec_data.generation import capture as capturing
-capture, held = capturing.capture_unit, int(sys.argv.pop(1))
+from spec_data.generation import run as generation_run
+capture, held = generation_run.capture_unit, int(sys.argv.pop(1))
 def paused(target, plan, unit, *args, **kwargs):
     while unit >= held:
         time.sleep(0.01)
     return capture(target, plan, unit, *args, **kwargs)
-capturing.capture_unit = paused
+generation_run.capture_unit = paused
 sys.exit(main())
 """
 

@@ -6,9 +6,9 @@ import pytest
 
 import spec_data
 from spec_data import cli
+from spec_data.generation.options import parse_size
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.terminal.config import from_dict, read_config_file, to_dict
-from spec_data.terminal.option_values import parse_size
 from tests.spec_data.runs import prepared
 
 

@@ -10,21 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-import spec_data.generation.capture as capture_module
-import spec_data.generation.proof as proof_module
+import spec_data.generation.run as generation_run
 from spec_data.capture.backend import States
 from spec_data.capture.mask_forms import ROWS
 from spec_data.capture.model import Target
-from spec_data.generation.batch_size import SAFE, choose_batch_tokens, largest_batch
-from spec_data.generation.proof import load_target
+from spec_data.generation.proof import SAFE, choose_batch_tokens, largest_batch, load_target
 from spec_data.generation.setup import make_plan
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.schema import Manifest
 from tests.spec_data.runs import (
     digests,
     generate_with,
+    inputs_of,
     options,
-    setup_of,
     write_corpus,
 )
 
@@ -70,7 +68,7 @@ def gpu(monkeypatch):
     def load(setup, plan):
         return pretended(setup, plan)
 
-    monkeypatch.setattr(proof_module, "load_target", load)
+    monkeypatch.setattr(generation_run, "load_target", load)
     monkeypatch.setattr(PretendedGPU, "room", 1 << 30)
     monkeypatch.setattr(PretendedGPU, "measures", True)
     return PretendedGPU
@@ -78,8 +76,8 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def planned(files, tmp_path):
-    setup = setup_of(**options(*files, tmp_path / "out"))
-    return setup, make_plan(setup)
+    corpus, setup = inputs_of(**options(*files, tmp_path / "out"))
+    return setup, make_plan(corpus, setup)
 
 
 @pytest.mark.parametrize("room", [150, 1000, 5000])
@@ -129,14 +127,14 @@ def test_out_of_memory_in_the_middle_ends_the_run_and_keeps_finished_shards(
 ):
     given = options(*files, tmp_path / "out", packing="rows", batch_tokens=512)
     monkeypatch.setattr(gpu, "measures", False)
-    capture = capture_module.capture_unit
+    capture = generation_run.capture_unit
 
     def fails_later(target, plan, unit, *rest):  # as if another process had taken memory
         monkeypatch.setattr(gpu, "room", 1 << 30 if unit == 0 else 300)
         return capture(target, plan, unit, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(capture_module, "capture_unit", fails_later)
+        patch.setattr(generation_run, "capture_unit", fails_later)
         with pytest.raises(RunError, match=r"out of device memory .*fewer --batch-tokens"):
             generate_with(**given)
     kept = digests(tmp_path / "out" / "shards")
@@ -151,7 +149,7 @@ def test_out_of_memory_in_the_middle_ends_the_run_and_keeps_finished_shards(
 
 def interrupted(given: dict, monkeypatch) -> None:
     """Run generate until its first unit is finished."""
-    capture = capture_module.capture_unit
+    capture = generation_run.capture_unit
 
     def stops(target, plan, unit, *rest):
         if unit:
@@ -159,7 +157,7 @@ def interrupted(given: dict, monkeypatch) -> None:
         return capture(target, plan, unit, *rest)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(capture_module, "capture_unit", stops)
+        patch.setattr(generation_run, "capture_unit", stops)
         generate_with(**given)
 
 

@@ -8,17 +8,16 @@ from safetensors.torch import load_file, save_file
 
 import spec_data.generation.calibrate as calibrate_module
 from spec_data.commands.estimate import estimated
-from spec_data.generation.options import CaptureOptions
+from spec_data.generation.options import CaptureOptions, column_qualities
 from spec_data.generation.setup import announce_drafts, make_plan
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.terminal.option_values import column_qualities
 from tests import forked
 from tests.spec_data.runs import (
     estimate_with,
+    inputs_of,
     options,
     run,
-    setup_of,
     verify,
     write_corpus,
 )
@@ -33,8 +32,8 @@ target, corpus, mixed = codec_tools.target, codec_tools.corpus, codec_tools.mixe
 @pytest.mark.parametrize("given", [{"final": "supervised", "codec": "bf16"}, MIXED])
 def test_estimate_is_exact_without_a_lossy_codec_and_bounds_one(target, corpus, tmp_path, given):
     run(target, corpus, tmp_path / "data", **given)
-    setup = setup_of(**options(target, corpus, tmp_path / "none", **given))
-    plan = make_plan(setup)
+    rows, setup = inputs_of(**options(target, corpus, tmp_path / "none", **given))
+    plan = make_plan(rows, setup)
     predicted = [plan.unit_bytes(u, setup.columns) for u in range(len(plan.units))]
     manifest = HiddenStatesDataset(tmp_path / "data").manifest
     found = [s.bytes for s in manifest.shards]

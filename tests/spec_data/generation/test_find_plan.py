@@ -15,7 +15,7 @@ from spec_data.generation.setup import (
     refuse_changes,
 )
 from spec_data.shards.errors import ConfigError
-from tests.spec_data.runs import digests, options, run, setup_of, write_corpus
+from tests.spec_data.runs import digests, inputs_of, options, run, write_corpus
 
 
 class Process:
@@ -29,11 +29,11 @@ class Process:
         saying.close()
 
     def _work(self, given, held, saying):
-        def slow(setup, work):
+        def slow(*args):
             saying.send("making")
             if held is not None:
                 held.wait()
-            return make_plan(setup, work)
+            return make_plan(*args)
 
         class Saying(logging.Handler):
             def emit(self, record):
@@ -43,7 +43,7 @@ class Process:
         logging.getLogger().addHandler(Saying())
         logging.getLogger().setLevel(logging.INFO)
         generation_setup.make_plan = slow
-        find_plan(setup_of(**given), Path(given["out"]))
+        find_plan(*inputs_of(**given), Path(given["out"]))
         saying.send("planned")
 
     def next(self):
@@ -84,21 +84,21 @@ def test_resuming_hashes_the_corpus_without_parsing_it(target, tmp_path, monkeyp
     (folder / "b.jsonl").write_text((folder / "b.jsonl").read_text().replace("question", "q"))
     for limit in (0, 8, 6):
         out = tmp_path / f"data{limit}"
-        setup = setup_of(**options(target, folder, out, limit=limit))
-        plan = find_plan(setup, out)
+        rows, setup = inputs_of(**options(target, folder, out, limit=limit))
+        plan = find_plan(rows, setup, out)
         assert len(plan.corpus) == {0: 3, 8: 2, 6: 1}[limit]
         with monkeypatch.context() as patch:
             patch.setattr("spec_data.corpus.sources.json_lines", None)
             patch.setattr(CorpusReader, "results", None)
-            assert changed_settings(setup, plan.settings) == []
+            assert changed_settings(rows, setup, plan.settings) == []
         second = folder / "b.jsonl"
         before = second.read_text()
         second.write_text(before + " ")
-        changed = changed_settings(setup, plan.settings)
+        changed = changed_settings(rows, setup, plan.settings)
         assert bool(changed) == (limit != 6), "the second file was not read with --limit 6"
         assert all(line.startswith("corpus") for line in changed)
         second.write_text(before)
     with pytest.raises(ConfigError, match="limit: 8 -> 7"):
         settings = plan.settings | {"limit": 8}
-        setup = setup_of(**options(target, folder, out, limit=7))
-        refuse_changes(changed_settings(setup, settings), out)
+        given = options(target, folder, out, limit=7)
+        refuse_changes(changed_settings(*inputs_of(**given), settings), out)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_data.generation.finalize import finalize
+from spec_data.generation.units import finalize
 from spec_data.generation.workers import worker_lock
 from spec_data.shards.errors import DatasetError
 from tests.spec_data.runs import digests, run, write_corpus

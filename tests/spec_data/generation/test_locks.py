@@ -11,12 +11,12 @@ import pytest
 from filelock import FileLock
 
 from spec_data.generation import setup
-from spec_data.generation.finalize import finalize
 from spec_data.generation.setup import find_plan
+from spec_data.generation.units import finalize
 from spec_data.generation.workers import running_workers, worker_lock
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
-from tests.spec_data.runs import digests, options, run, setup_of
+from tests.spec_data.runs import digests, inputs_of, options, run
 
 HOLDER = """
 import os, sys, time
@@ -32,7 +32,7 @@ with worker_lock(Path(sys.argv[1]), sys.argv[2]):
 def test_a_worker_lock_holds_between_processes_and_ends_with_a_kill(target, corpus, tmp_path):
     """Also where a process that the worker forked lives on, such as one that renders."""
     out = tmp_path / "data"
-    find_plan(setup_of(**options(target, corpus, out)), out)
+    find_plan(*inputs_of(**options(target, corpus, out)), out)
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(out), "1/2"], stdout=subprocess.PIPE, text=True
     )
@@ -45,12 +45,12 @@ def test_a_worker_lock_holds_between_processes_and_ends_with_a_kill(target, corp
         ):
             pass
         with pytest.raises(ConfigError, match="other settings"):
-            find_plan(setup_of(**options(target, corpus, out, layers="1,3")), out)
+            find_plan(*inputs_of(**options(target, corpus, out, layers="1,3")), out)
     finally:
         process.kill()  # SIGKILL: the process has no chance to release anything
         process.wait()
     try:
-        find_plan(setup_of(**options(target, corpus, out, layers="1,3")), out)
+        find_plan(*inputs_of(**options(target, corpus, out, layers="1,3")), out)
     finally:
         os.kill(child, signal.SIGKILL)
         process.stdout.close()
@@ -61,7 +61,7 @@ def test_workers_that_start_together_replace_a_plan_that_nothing_was_captured_wi
 ):
     caplog.set_level("INFO")
     out, given = tmp_path / "data", {"layers": "1,3", "max_shard_size": "20KB"}
-    find_plan(setup_of(**options(target, corpus, out)), out)
+    find_plan(*inputs_of(**options(target, corpus, out)), out)
     ended, original = [], setup.make_plan
     other = threading.Thread(
         target=lambda: ended.append(run(target, corpus, out, workers="1/2", **given))

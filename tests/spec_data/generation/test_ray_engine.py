@@ -153,8 +153,8 @@ class Cluster:
 def test_replicas_take_the_gpus_of_the_cluster(given, replicas, gpus, device):
     given = dict(given)
     count = given.pop("replicas", 0)
-    placed = ray_engine.place_replicas(Cluster, count, CaptureOptions(**given))
-    assert placed == ray_engine.Replicas(replicas, gpus, device)
+    placed = ray_engine.place_replicas(Cluster, "t", count, CaptureOptions(**given))
+    assert placed == ray_engine.Replicas("t", replicas, gpus, device)
 
 
 def test_what_ray_cannot_do_is_refused(source, tmp_path, monkeypatch):
@@ -163,7 +163,7 @@ def test_what_ray_cannot_do_is_refused(source, tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="--engine ray"):
             prepared(**given | change)
     with pytest.raises(ConfigError, match="the cluster has 8 GPUs"):
-        ray_engine.place_replicas(Cluster, 9, CaptureOptions())
+        ray_engine.place_replicas(Cluster, "t", 9, CaptureOptions())
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'ray\[default\]'"):
         run(*source, tmp_path / "data", engine="ray")

@@ -6,10 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from spec_data.generation import finalize as finalize_module
 from spec_data.generation import units
-from spec_data.generation.finalize import finalize
-from spec_data.generation.units import check_free_space
+from spec_data.generation.units import check_free_space, finalize
 from spec_data.shards.errors import (
     ConfigError,
     DatasetError,
@@ -93,7 +91,7 @@ def test_a_crash_while_sealing_is_finished_by_the_same_command(
     def crash(*_):
         raise OSError("no power")
 
-    monkeypatch.setattr(finalize_module, "temporary_files", crash)
+    monkeypatch.setattr(units, "temporary_files", crash)
     with pytest.raises(OSError, match="no power"):
         run(target, corpus, out)
     monkeypatch.undo()

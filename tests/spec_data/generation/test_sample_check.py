@@ -1,6 +1,6 @@
 """The sample of the corpus that is measured before the first shard, and the sums per source."""
 
-from spec_data.generation.sample_check import sample_of_sources
+from spec_data.generation.proof import sample_of_sources
 from spec_data.shards.likelihood import (
     DocumentFigures,
     places_by_name,

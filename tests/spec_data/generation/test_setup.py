@@ -7,17 +7,29 @@ from dataclasses import replace
 
 import pytest
 
-import spec_data.generation.capture as capture_module
+import spec_data.generation.run as generation_run
 from spec_data.generation.setup import make_plan
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.files import remove
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.spec_data.corpus.templates import CHATML, GEMMA2, tokenizer
-from tests.spec_data.runs import digests, options, run, save_target, setup_of, write_corpus
+from tests.spec_data.runs import (
+    digests,
+    inputs_of,
+    options,
+    run,
+    save_target,
+    setup_of,
+    write_corpus,
+)
 
 
 def setup_at(target, corpus, out, **changes):
     return setup_of(**options(target, corpus, out, **changes))
+
+
+def plan_at(target, corpus, out, **changes):
+    return make_plan(*inputs_of(**options(target, corpus, out, **changes)))
 
 
 # --- rows that the template refuses ---
@@ -49,16 +61,16 @@ def test_the_plan_counts_what_the_template_leaves_out(target, tmp_path, caplog):
     ]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with caplog.at_level(logging.INFO):
-        setup = setup_at(deaf, tmp_path / "c.jsonl", tmp_path / "out")
-        plan = make_plan(setup)
+        rows, setup = inputs_of(**options(deaf, tmp_path / "c.jsonl", tmp_path / "out"))
+        plan = make_plan(rows, setup)
     assert "the chat template leaves out 17 developer messages" in caplog.text
     assert "c.jsonl: columns that are not used: id" in caplog.text
     (source,) = plan.corpus
-    assert source["unused_columns"] == ["id"]
+    assert source.unused_columns == ["id"]
     assert plan.counts.rendering["left out by the template: developer messages"] == 17
     changed = replace(setup.options, chat_template_kwargs={"enable_thinking": False})
     with pytest.raises(ConfigError, match="does not read enable_thinking"):
-        make_plan(replace(setup, options=changed))
+        make_plan(rows, replace(setup, options=changed))
 
 
 def chats(path, good, refused):
@@ -74,13 +86,13 @@ def test_a_template_that_refuses_many_rows_stops_the_plan(target, tmp_path):
     strict = strict_target(target, tmp_path / "strict")
     file = chats(tmp_path / "c.jsonl", good=6, refused=54)
     with pytest.raises(CorpusError, match=r"54 of 60 rows(.|\n)*c\.jsonl:7: .*System role"):
-        make_plan(setup_at(strict, file, tmp_path / "out"))
+        plan_at(strict, file, tmp_path / "out")
     file = chats(tmp_path / "c.jsonl", good=299, refused=1)
-    plan = make_plan(setup_at(strict, file, tmp_path / "out"))
-    assert plan.counts.unrendered == {"template-error": 1} and plan.corpus[0]["unrendered"] == 1
+    plan = plan_at(strict, file, tmp_path / "out")
+    assert plan.counts.unrendered == {"template-error": 1} and plan.corpus[0].unrendered == 1
     assert plan.counts.unrendered_examples["template-error"][0].startswith("c.jsonl:300: ")
     with pytest.raises(CorpusError, match=r"c\.jsonl:300: .*System role"):
-        make_plan(setup_at(strict, file, tmp_path / "out", max_bad_rows=0))
+        plan_at(strict, file, tmp_path / "out", max_bad_rows=0)
 
 
 # --- options against the target and the corpus ---
@@ -93,9 +105,8 @@ def test_documents_end_where_the_targets_context_ends(tmp_path, caplog, family):
     file = tmp_path / "long.jsonl"
     file.write_text(json.dumps({"messages": [{"role": "user", "content": "q"}, long]}) + "\n")
     caplog.set_level(logging.INFO)
-    setup = setup_at(target, file, tmp_path / "out", max_length=1000)
+    plan = plan_at(target, file, tmp_path / "out", max_length=1000)
     assert "cut to 256 tokens, not 1000" in caplog.text
-    plan = make_plan(setup)
     assert plan.lengths.tolist() == [256]
     assert plan.counts.cut == 1 and plan.counts.tokens_cut > 300
     assert plan.settings["max_length"] == 256
@@ -160,7 +171,7 @@ def test_the_plan_of_a_run_that_captured_nothing_is_replaced(
     target, corpus, tmp_path, monkeypatch, caplog
 ):
     out = tmp_path / "data"
-    monkeypatch.setattr(capture_module, "capture_unit", failing)
+    monkeypatch.setattr(generation_run, "capture_unit", failing)
     with pytest.raises(RunError, match="does not fit"):
         run(target, corpus, out, codec="fine")
     monkeypatch.undo()
@@ -175,7 +186,7 @@ def test_the_plan_of_a_run_that_captured_nothing_is_replaced(
 def test_removing_a_plan_is_finished_after_a_crash(target, corpus, tmp_path, monkeypatch, layers):
     """With the new settings, or with the old ones."""
     out = tmp_path / "data"
-    monkeypatch.setattr(capture_module, "capture_unit", failing)
+    monkeypatch.setattr(generation_run, "capture_unit", failing)
     with pytest.raises(RunError):
         run(target, corpus, out, codec="fine")
     monkeypatch.undo()

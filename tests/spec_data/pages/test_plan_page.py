@@ -9,7 +9,7 @@ from spec_data.generation.setup import make_plan
 from spec_data.pages.dataset_page import plan_page
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.spec_data.pages.reading_pages import part, read_document
-from tests.spec_data.runs import run, save_target, setup_of, write_corpus
+from tests.spec_data.runs import inputs_of, run, save_target, write_corpus
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
 
@@ -35,8 +35,8 @@ def corpus(tmp_path_factory):
 
 def page_of(target, corpus, out, documents=1000, **options):
     given = {"target": str(target), "corpus": (str(corpus),), "out": str(out), "layers": "0,1,2"}
-    setup = setup_of(**given, **options)
-    return plan_page(setup, make_plan(setup), documents)
+    rows, setup = inputs_of(**given, **options)
+    return plan_page(given["corpus"], setup, make_plan(rows, setup), documents)
 
 
 @pytest.mark.parametrize("mask", ["assistant", "all"])
