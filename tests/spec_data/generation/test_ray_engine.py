@@ -89,7 +89,7 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # 15: other tests would starve its workers
         handler = signal.getsignal(signal.SIGTERM)
-        with ray_engine.connected(2, CaptureOptions()):
+        with ray_engine.connected("", 2, CaptureOptions()):
             yield
         assert signal.getsignal(signal.SIGTERM) == handler  # Ray replaces it
 
