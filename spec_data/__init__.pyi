@@ -2,16 +2,17 @@
 
 from .capture.model import Target as Target
 from .capture.target_batch import TargetBatch as TargetBatch
-from .commands.convert import convert as convert
+from .commands.convert import convert as convert, export_dataset as export_dataset
 from .commands.estimate import estimate as estimate
-from .commands.export import export_dataset as export_dataset
 from .commands.generate import generate as generate
 from .commands.hub import pull as pull, push as push
-from .commands.inspect import inspect as inspect
+from .commands.inspect import (
+    inspect as inspect,
+    status as status,
+    verify as verify,
+    write_report as write_report,
+)
 from .commands.regenerate import regenerate as regenerate
-from .commands.report import write_report as write_report
-from .commands.status import status as status
-from .commands.verify import verify as verify
 from .commands.views import (
     copy as copy,
     join as join,
@@ -22,8 +23,7 @@ from .commands.views import (
 from .conversion.export import ExportedStates as ExportedStates
 from .generation.options import CaptureOptions as CaptureOptions
 from .generation.status import Status as Status
-from .hub.pull import Pulled as Pulled
-from .hub.push import Pushed as Pushed
+from .hub.transfer import Pulled as Pulled, Pushed as Pushed
 from .models.target_options import EngineOptions as EngineOptions, LoadOptions as LoadOptions
 from .regeneration.run import RegenerateResult as RegenerateResult
 from .results import (

@@ -1,16 +1,12 @@
 """The commands of `spec-data`. Heavy imports wait until one runs."""
 
 import spec_data
-from spec_data.commands.convert import convert
+from spec_data.commands.convert import convert, export_dataset
 from spec_data.commands.estimate import estimate
-from spec_data.commands.export import export_dataset
 from spec_data.commands.generate import generate, kept_units
 from spec_data.commands.hub import pull, push
-from spec_data.commands.inspect import inspect
+from spec_data.commands.inspect import inspect, status, verify, write_report
 from spec_data.commands.regenerate import regenerate
-from spec_data.commands.report import write_report
-from spec_data.commands.status import status
-from spec_data.commands.verify import verify
 from spec_data.commands.views import copy, join, merge, recode, select
 from spec_data.terminal.command import Program
 

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,9 @@ class EstimateResult(Result):
     layers: tuple[int, ...]
     fitting: dict[str, str | None]
     """By draft, why it cannot be fitted on the dataset; None if it can."""
-    drafts: dict[str, dict[str, Any]]
-    """What each draft of `for_` reads: "layers", "bytes_per_token" and "bytes" of payload."""
     documents: int
     tokens: int
     supervised_tokens: int
-    longest_document: int
     shards: int
     bytes: int
     """Of all shards: at most, or with a probe as measured, where a lossy codec stores states."""
@@ -53,10 +50,6 @@ class EstimateResult(Result):
     """Tokens per second, time and memory, where a probe was asked for."""
     text: str = field(repr=False)
     next_command: Sequence[str] = field(default=(), repr=False)
-
-    def facts(self) -> dict[str, Any]:
-        """Return the figures without the text."""
-        return {k: v for k, v in asdict(self).items() if k not in ("text", "next_command")}
 
     @property
     def exit_code(self) -> int:  # type: ignore[override]
@@ -151,11 +144,6 @@ class WrittenDataset(Result):
     def exit_code(self) -> int:  # type: ignore[override]
         """1 where the data contradict the label --on-policy."""
         return int(bool(self.refused_policy))
-
-    def facts(self) -> dict[str, Any]:
-        """Return the figures without the text."""
-        hidden = ("text", "next_command", "refused_policy")
-        return {k: v for k, v in asdict(self).items() if k not in hidden}
 
     def __str__(self) -> str:
         return "\n".join(filter(None, (self.text, self.refused_policy)))

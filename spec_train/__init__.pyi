@@ -7,9 +7,8 @@ from .api import (
     load_draft as load_draft,
     simulate_acceptance as simulate_acceptance,
 )
-from .commands.compare import compare as compare
 from .commands.doctor import doctor as doctor
-from .commands.eval import evaluate as evaluate
+from .commands.eval import compare as compare, evaluate as evaluate
 from .commands.export import export as export
 from .commands.fit import dry_run as dry_run, fit as fit
 from .commands.report import write_report as write_report

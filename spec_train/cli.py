@@ -2,9 +2,8 @@
 
 from spec_data import __version__
 from spec_data.terminal.command import Program
-from spec_train.commands.compare import compare
 from spec_train.commands.doctor import doctor
-from spec_train.commands.eval import evaluate
+from spec_train.commands.eval import compare, evaluate
 from spec_train.commands.export import export
 from spec_train.commands.fit import add_fit
 from spec_train.commands.report import write_report

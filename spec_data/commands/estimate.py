@@ -113,7 +113,7 @@ def estimated(
     from msgspec import structs
 
     from spec_data.generation.probe import other_files
-    from spec_data.pages.report import as_text, columns_table, counts_text, draft_facts, draft_rows
+    from spec_data.pages.report import as_text, columns_table, counts_text
     from spec_data.results import EstimateResult, skipped_rows
     from spec_data.shards.schema import bits_range
     from spec_data.terminal.progress import size
@@ -127,7 +127,6 @@ def estimated(
     needed = shards + sum(other.values())
     existing = next(p for p in [out, *out.absolute().parents] if p.exists())
     free = shutil.disk_usage(existing).free
-    reads = draft_facts(setup.draft_layers, setup.columns, tokens, predicting)
     least, unknown = shards, ""
     for column in (c for c in setup.columns if c.lossy and c.error is None):
         low, high = bits_range(column.quality)
@@ -155,11 +154,9 @@ def estimated(
         target=setup.target["name"],
         layers=setup.layers,
         fitting=drafts.problems,
-        drafts=reads,
         documents=len(plan.lengths),
         tokens=tokens,
         supervised_tokens=supervised,
-        longest_document=int(plan.lengths.max()),
         shards=len(plan.units),
         bytes=shards,
         bytes_least=least,
@@ -175,7 +172,6 @@ def estimated(
                 "drafts that can be fitted\n  " + "\n  ".join(drafts.lines),
                 counts_text(counts, tokens),
                 as_text(columns_table(setup.columns, tokens, predicting)),
-                *([draft_rows(reads)] if reads else []),
                 text_table(lines),
             ]
         ),

@@ -1,11 +1,26 @@
-"""`spec-data inspect`: what is inside a dataset."""
+"""`spec-data inspect`, `status`, `verify` and `report`: what is in a dataset; is it intact?"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+from cyclopts import Parameter
+
+from spec_data.models.target_options import EngineOptions
+from spec_data.shards.path_kinds import Kind
+from spec_data.shards.storage import scheme_of
 from spec_data.terminal.command import Result, command
-from spec_data.terminal.types import Count, Dataset
+from spec_data.terminal.paths import check_file_to_write
+from spec_data.terminal.types import AnyPath, Count, Dataset, File, Holds, Positive, Target
+
+if TYPE_CHECKING:
+    from spec_data.generation.status import Status
+    from spec_data.pages.page import WrittenPage
+    from spec_data.verification.findings import VerifyReport
+
+Unfinished = Annotated[AnyPath, Holds(Kind.UNFINISHED), Parameter(metavar="DIR")]
+"""A directory that is being generated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,3 +86,125 @@ def inspect(data: Dataset, *, doc: Count | None = None) -> Inspected:
         values=document,
         next_command=fit_words(str(data)),
     )
+
+
+@command
+def status(path: Unfinished) -> "Status":
+    """Read how far `generate` is in a directory; nothing is changed.
+
+    Finished units, tokens per second, the time that is left, and what each worker does or why
+    it ended. Any machine that sees the directory can ask.
+
+    Examples:
+        spec-data status data/qwen3-8b
+        watch spec-data status data/qwen3-8b
+        spec-data status data/qwen3-8b --json
+
+    Args:
+        path: the directory that is being generated, or a dataset.
+
+    Returns:
+        Units, tokens, speed, time left and workers.
+
+    Raises:
+        MissingError: there is no dataset, and none is being generated.
+        DatasetError: the plan or the manifest is damaged.
+
+    >>> state = spec_data.status("data")
+    >>> state.sealed, state.units_done == state.units
+    (True, True)
+    """
+    from spec_data.generation.status import read_status
+
+    return read_status(Path(path))
+
+
+@command
+def verify(
+    data: Dataset,
+    target: Target | None = None,
+    *,
+    samples: Positive = 16,
+    running: EngineOptions = EngineOptions(),
+) -> "VerifyReport":
+    """Prove a dataset, from the checksums up to a fresh forward of its target.
+
+    Checks every file and every stored chunk against its checksum, every state for broken values,
+    and logits of sampled documents against the stored head. With --target, what the dataset says of
+    its target is compared fact by fact, and sampled documents are computed again. The exit code is
+    1 if anything failed.
+
+    Examples:
+        spec-data verify DIR
+        spec-data verify DIR --target MODEL --samples 32
+
+    Args:
+        data: the dataset: a directory or a URL.
+        target: also run this target on the sampled documents and compare every stored column: the
+            strongest check, and the only one that loads a model.
+        samples: documents whose logits, and with --target whose states, are computed again. Raise
+            it for more certainty.
+        running: how the target runs, and the device that computes logits.
+
+    Returns:
+        What was proven and what failed; `ok` is True if nothing failed.
+
+    Raises:
+        SpecDataError: the dataset cannot be opened, or `target` is no model. Damage inside a
+            dataset is no error: it is in `failures`.
+
+    >>> report = spec_data.verify("data", target="target", samples=4)
+    >>> report.ok, report.failures
+    (True, [])
+    """
+    from spec_data.capture.tensor_parallel import leading
+    from spec_data.pages.report import fit_words
+    from spec_data.verification.run import examine
+
+    running.check()
+    with leading(running.spread):  # of the processes of --tp-plan, only the first comes here
+        path = None if target is None else str(target)
+        report = examine(str(data), path, samples=samples, running=running)
+    if report.ok:
+        report.next_command = fit_words(str(data))
+    return report
+
+
+@command
+def write_report(
+    path: Dataset,
+    *,
+    out: File | None = None,
+    documents: Positive = 1000,
+) -> "WrittenPage":
+    """Write one HTML page of a dataset, which needs no network and no other file.
+
+    It shows the documents token by token (supervised tokens, turns, special tokens, the target's
+    first choice), sources and their agreement with the target, lengths, bytes by column and their
+    measured error, and what was left out. It contains texts of the dataset.
+    `spec-data estimate --page` writes such a page before any capture.
+
+    Examples:
+        spec-data report data/qwen3-8b
+        spec-data report data/qwen3-8b --documents 20 --out sample.html
+
+    Args:
+        path: the dataset, or its URL.
+        out: the HTML file; not given: DIR.html beside the dataset, or NAME.html here for a URL.
+        documents: documents that the page shows token by token at most, evenly spaced, and about
+            4,000,000 tokens at most. Figures are of all documents.
+
+    Raises:
+        MissingError, DatasetError: the dataset is not sealed, or damaged.
+        ConfigError: the file cannot be written.
+    """
+    from spec_data.pages.dataset_page import dataset_name, dataset_page
+    from spec_data.pages.page import write_page
+    from spec_data.pages.report import fit_words
+
+    data = str(path)
+    name = dataset_name(data)
+    file = str(out) if out is not None else f"{name.name if scheme_of(data) else name}.html"
+    check_file_to_write("--out", file)
+    page = dataset_page(data, documents)
+    return write_page(file, page, next_command=fit_words(data))

@@ -21,7 +21,6 @@ from spec_data.shards.schema import (
     Column,
     Manifest,
     PositionsRecord,
-    layer_column,
 )
 from spec_data.shards.storage import scheme_of
 from spec_data.terminal.progress import size
@@ -68,40 +67,6 @@ def columns_table(columns: Sequence[Column], tokens: int, sparse_tokens: int) ->
 def column_payload(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> list[int]:
     """Return the payload bytes of each column; tokens are counted as in `columns_table`."""
     return [int(c.bytes_per_token * (sparse_tokens if c.sparse else tokens)) for c in columns]
-
-
-def draft_rows(facts: Mapping[str, Mapping[str, Any]]) -> str:
-    """One line per draft of --for: its layers, and the payload bytes that it reads."""
-    rows: list[Sequence[Any]] = [("draft", "layers", "bytes/token", "payload")]
-    for draft, reads in facts.items():
-        layers = ", ".join(map(str, reads["layers"])) or "none (hidden.final)"
-        rows.append((draft, layers, f"{reads['bytes_per_token']:,.1f}", size(reads["bytes"])))
-    note = "what each draft reads: columns that several drafts read are stored once"
-    return f"{text_table(rows)}\n{note}"
-
-
-def draft_facts(
-    draft_layers: Mapping[str, Sequence[int]],
-    columns: Sequence[Column],
-    tokens: int,
-    sparse_tokens: int,
-) -> dict[str, dict[str, Any]]:
-    """Return the layers and payload bytes of the columns that each draft of --for reads.
-
-    These are the captured layers of its recipe and every column that is no captured layer, as a
-    dataset for this draft alone would have them. Tokens are counted as in `column_figures`.
-    """
-    payload = dict(
-        zip((c.name for c in columns), column_payload(columns, tokens, sparse_tokens), strict=True)
-    )
-    captured = {layer_column(k) for layers in draft_layers.values() for k in layers}
-    facts = {}
-    for draft, layers in draft_layers.items():
-        others = captured.difference(map(layer_column, layers))
-        total = sum(count for name, count in payload.items() if name not in others)
-        per_token = total / max(tokens, 1)
-        facts[draft] = {"layers": list(layers), "bytes_per_token": per_token, "bytes": total}
-    return facts
 
 
 def counts_text(counts: dict[str, Any], tokens: int) -> str:

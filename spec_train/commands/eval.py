@@ -1,4 +1,4 @@
-"""`spec-train eval`: acceptance of a draft, on a dataset or by real decoding."""
+"""`spec-train eval` and `compare`: acceptance of a draft, and of one against another."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -16,6 +16,7 @@ from spec_data.terminal.types import (
     Count,
     Dataset,
     Draft,
+    File,
     JsonObject,
     Positive,
     Share,
@@ -24,6 +25,7 @@ from spec_data.terminal.types import (
 )
 
 if TYPE_CHECKING:
+    from spec_train.evaluation.compare import ComparedDrafts
     from spec_train.results import EvalResult
 
 Prompts = Annotated[AnyPath, Parameter(metavar="PATH[,PATH]")]
@@ -178,3 +180,28 @@ def draft_depths(text: str) -> list[int]:
     if len(depths) > 1 and not depths[0]:
         raise ConfigError(f"--draft-tokens {text}: 0 stands alone; name the length instead")
     return depths
+
+
+@command
+def compare(first: File, second: File, *, seed: Count = 0) -> "ComparedDrafts":
+    """Compare two evaluations by real decoding, prompt by prompt.
+
+    Prints both acceptance lengths, the difference with its 95 % interval, and a p-value.
+
+    Examples:
+        spec-train eval --draft A --target MODEL --prompts prompts.jsonl --json a.json
+        spec-train eval --draft B --target MODEL --prompts prompts.jsonl --json b.json
+        spec-train compare a.json b.json
+
+    Args:
+        first: file of `eval --json`, of one draft.
+        second: that of the other one, on equal prompts.
+        seed: seed of the resamples.
+
+    Raises:
+        MissingError: a file does not exist.
+        ConfigError: not evaluations with a target, or fewer than two prompts in common.
+    """
+    from spec_train.evaluation.compare import compare_files
+
+    return compare_files(str(first), str(second), seed)

@@ -5,8 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from spec_data.commands.convert import convert
-from spec_data.commands.export import export_dataset
+from spec_data.commands.convert import convert, export_dataset
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from tests.spec_data.conversion import layouts
 
