@@ -23,7 +23,7 @@ from spec_train.drafts.drafting import ChainDrafter, KVCache
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy, Sampled
 from tests.families import FAMILIES, VOCAB, tiny_model
-from tests.spec_train.drafts.eagle.tools import make_eagle
+from tests.spec_train.drafts.any_draft import draft_for
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.tolerance import close, network, tolerance
 
@@ -94,7 +94,7 @@ def test_a_tree_holds_the_likeliest_nodes(target, trained, kind: str, shape) -> 
     elif kind == "eagle3 of few tokens":
         draft = evaluate_tools.make_draft(target, draft_vocab=7)
     else:
-        draft = make_eagle(target, num_layers=layers)
+        draft = draft_for("eagle", target, depth=4, num_layers=layers)
     size = TreeShape(nodes=shape[0], topk=shape[1])
     drafter = TreeDrafter.of(draft, head, size)
     generator = torch.Generator().manual_seed(0)

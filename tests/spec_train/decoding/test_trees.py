@@ -19,14 +19,19 @@ from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy, make_sampler
 from tests.families import FAMILIES, VOCAB, WINDOW, tiny_model
 from tests.spec_train.decoding.test_chains import COLUMNS, FORWARD, prompt_of, states
-from tests.spec_train.drafts.eagle import tools as eagle_tools
+from tests.spec_train.drafts.any_draft import draft_for, teach
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import LIMIT, config_of, decodes_alike_everywhere, run_eval
 from tests.tolerance import close, same_but_for_a_tie
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
 trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
-trained_eagle = eagle_tools.trained_eagle
+
+
+@pytest.fixture(scope="module")
+def trained_eagle(target: Any, prompts: list[list[int]]) -> Any:
+    draft = draft_for("eagle", target, depth=4)
+    return teach(draft, target, prompts[:12], steps=100, lr=5e-3)
 
 
 class ScriptedTrees:

@@ -2,11 +2,20 @@
 
 Nothing here comes from the fast code. `state` holds the tensors of a checkpoint. There is a bias or
 a norm of heads where the checkpoint has one.
+
+A reference is a float64 oracle: no batch, no packing, no mask tensor, no shifted frame, no chunk.
+Everything is indexed by the token positions of ONE document, so an error of the fast code in a
+shift, mask or boundary cannot occur in it. Gradients come from autograd. Weights have the
+checkpoint's keys, so the names are tested too.
+
+T tokens of a document, n captured layers, H hidden size, V / Vd target / draft vocabulary, d head
+size.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +37,81 @@ class Sizes:
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms(x, weight, self.rms_norm_eps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One document: nothing shifted, nothing padded."""
+
+    x: Sequence[int]  # token ids, [T]
+    m: Sequence[int]  # loss mask, [T]
+    aux: Tensor  # the states that the draft reads, [T, n*H] float64
+    z: Tensor | None = None  # [T, V] float64; z[t] are the target's logits for token t+1
+    noise: Tensor | None = None  # [T, H], added to the input of EAGLE-1/2
+    picks: Sequence[Any] = ()  # anchors of blocks; (anchor, depth) of the elements of P-EAGLE
+
+
+def slot_counts(m: Sequence[int], slot: int) -> bool:
+    """Whether the slot that knows token slot+1 and drafts token slot+2 counts; m: the loss mask."""
+    return all(t < len(m) and bool(m[t]) for t in (slot + 1, slot + 2))
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A drafted token against the target's logits: nothing outside the vocabulary is drafted."""
+
+    log_q: Tensor  # of the draft [Vd]
+    p: Tensor  # the target's probabilities, renormalised over the draft vocabulary [Vd]
+    full: list[Tensor]  # the target's own probabilities of these tokens
+    wanted: int  # the target's choice
+    label: int | None  # its draft index; None: outside the draft vocabulary, a miss
+    hit: bool
+
+    @property
+    def acceptance(self) -> Tensor:
+        pairs = zip(self.full, self.log_q.exp(), strict=True)
+        return sum((torch.minimum(p, q) for p, q in pairs), torch.zeros(())).detach()
+
+
+def judge(logits: Tensor, teacher: Tensor, ids: Sequence[int]) -> Judged:
+    """Judge draft logits [Vd] of the target tokens `ids` by the target's logits [V]."""
+    wanted, full = int(teacher.argmax()), torch.softmax(teacher, 0)
+    label = ids.index(wanted) if wanted in ids else None
+    p = torch.softmax(teacher[list(ids)], 0)
+    hit = label is not None and int(logits.argmax()) == label
+    return Judged(torch.log_softmax(logits, 0), p, [full[v] for v in ids], wanted, label, hit)
+
+
+class Sums(dict[str, Any]):
+    """Sums of a loss, most of them by depth, under the names of the fast code."""
+
+    def __init__(self, depth: int) -> None:
+        names = "loss supervised drafted hits acceptance survive at_risk kept"
+        super().__init__({name: [0.0] * depth for name in names.split()} | {"chains": 0.0})
+
+    def add(self, depth: int, judged: Judged, loss: Tensor | None = None) -> None:
+        """Add a draft that counts; `loss`, if it is trained."""
+        self["drafted"][depth] += 1
+        self["supervised"][depth] += judged.label is not None
+        self["hits"][depth] += judged.hit
+        self["acceptance"][depth] += float(judged.acceptance)
+        self["loss"][depth] += 0.0 if loss is None else float(loss.detach())
+
+    def add_chains(self, hits: Mapping[tuple[int, int], bool]) -> None:
+        """Add the chains of a document: hits of the drafts that count, by (anchor, depth)."""
+        depths = range(len(self["hits"]))
+        for t in {t for t, _ in hits}:
+            for d in depths:
+                if (t, d) not in hits:
+                    break
+                self["at_risk"][d] += 1
+                if not hits[t, d]:
+                    break
+                self["kept"][d] += 1
+            if all((t, d) in hits for d in depths):
+                self["chains"] += 1
+                for d in depths:
+                    self["survive"][d] += all(hits[t, e] for e in range(d + 1))
 
 
 def linear(state: State, name: str, x: Tensor) -> Tensor:
@@ -135,16 +219,19 @@ def finish(state: State, layer: str, residual: Tensor, heads: Tensor, sizes: Siz
     return middle + mlp(state, f"{layer}.mlp", normed, sizes.act)
 
 
-Shape = tuple[tuple[str, object], ...]
-"""Options of a draft's shape, as pairs: a case is hashable."""
-
-EVERY: Shape = (
-    ("hidden_act", "gelu_pytorch_tanh"),
-    ("attention_bias", "true"),
-    ("mlp_bias", "true"),
-    ("intermediate_size", 14),
-    ("num_attention_heads", 6),
-    ("num_key_value_heads", 3),
-    ("head_dim", 4),
-)
-"""A layer that differs from the target's in everything but the norms of heads."""
+def causal(
+    state: State,
+    layer: str,
+    inputs: Sequence[Tensor],
+    residuals: Sequence[Tensor],
+    window: int | None,
+    sizes: Sizes,
+) -> list[Tensor]:
+    """Return a causal layer's outputs at positions 0, 1, ... of the inputs of its attention."""
+    rows = [keys_values(state, layer, x, i, sizes) for i, x in enumerate(inputs)]
+    out = []
+    for i, x in enumerate(inputs):
+        first = 0 if window is None else max(0, i - window + 1)
+        heads = attend(state, layer, x, i, rows[first : i + 1], sizes)
+        out.append(finish(state, layer, residuals[i], heads, sizes))
+    return out

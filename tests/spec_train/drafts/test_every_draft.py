@@ -1,6 +1,6 @@
 """What holds for every kind of draft: files, sums over micro-batches, low precision, resumed runs.
 
-What a loss computes is compared with slow loops in the `test_reference` of each kind.
+What a loss computes is compared with slow loops in the `test_references`.
 """
 
 import json
@@ -142,6 +142,7 @@ def test_another_target_is_refused_and_the_same_one_shares_its_embedding(
     ("name", "wrong"),
     [
         ("eagle", {"depth": 0}),
+        ("eagle3", {"ttt_steps": 0}),
         ("eagle3", {"draft_vocab_size": -1}),
         ("peagle", {"cod_ratio": 1.5}),
         ("peagle", {"mask_token_id": -2}),
@@ -154,6 +155,13 @@ def test_another_target_is_refused_and_the_same_one_shares_its_embedding(
 def test_options_out_of_range_are_refused(name: str, wrong: Options) -> None:
     with pytest.raises(DraftError, match=next(iter(wrong)).replace("_", ".")):
         DRAFT_OPTIONS[name](**wrong)
+
+
+def test_options_that_the_dataset_cannot_serve_are_refused(dataset, head):
+    for layers, message in (("0,7", r"no layer \[7\]"), ("0;1", "commas")):
+        with pytest.raises(DraftError, match=message):
+            build_draft("eagle3", dataset, head, layers=layers)
+    assert build_draft("eagle3", dataset, head, layers="2,0,2").config.layers == (0, 2)
 
 
 # --- batches -------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from spec_train.drafts.eagle3.draft import Eagle3Config
 from spec_train.options.draft_options import Eagle3Options
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
-from tests.spec_train.drafts.shared import small_target
+from tests.spec_train.drafts.cases import small_target
 
 dataset, head = any_draft.dataset, any_draft.head
 

@@ -1,79 +1,43 @@
-"""A slow DSpark training loss: one document, block, slot and head at a time.
+"""A slow DSpark loss: one document, block, slot and head at a time (see `slow_layer`).
 
-A float64 oracle for the fast implementation. It shares no code with it: no batch, no packing, no
-mask tensor, no chunk, no manual gradient. Everything is indexed by the token positions of ONE
-document. Weights come as a state dict with the checkpoint's keys, so the test covers the names too.
-Gradients come from autograd.
-
-T tokens of a document, n captured layers, H hidden size, V / Vd target / draft vocabulary, B slots
-of a block, D drafts of a block, r Markov rank, d head size.
+B slots of a block, D drafts of a block, r Markov rank.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tests.spec_train.drafts import slow_layer
 from tests.spec_train.drafts.slot_loss import SlotLoss
-
-State = Mapping[str, Tensor]
+from tests.spec_train.drafts.slow_layer import Document, State, Sums, judge
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig(slow_layer.Sizes):
     """Settings from the checkpoint's config.json and the training options."""
 
+    head_rows: Tensor  # of the target's head, for the draft vocabulary [Vd, H]
     block_size: int
     mask_token_id: int
     sample_from_anchor: bool
     windows: tuple[int | None, ...]  # per layer: positions that a slot sees back; None: all
-    non_causal: bool  # slots of a layer with a window see later slots of their block
-    kind: str  # none, vanilla, gated, rnn
-    confidence: bool
-    confidence_reads_markov: bool
-    gamma: float
-    ce_weight: float
-    l1_weight: float
-    confidence_weight: float
-    ce_target: str  # tokens or teacher
+    non_causal: bool = False  # slots of a layer with a window see later slots of their block
+    kind: str = "none"  # none, vanilla, gated, rnn
+    confidence_reads_markov: bool = True
+    gamma: float = 4.0
+    ce_weight: float = 0.1
+    l1_weight: float = 0.9
+    confidence_weight: float = 1.0
     loss: SlotLoss | None = None  # another loss in place of cross-entropy and L1
-    against: str = "soft"  # what that loss compares with: soft, hard or tokens
+    against: str = "soft"  # what that loss, or the cross-entropy, compares with: or hard, tokens
     weights: tuple[float, ...] = ()  # of the drafts of a block, instead of exp(-d / gamma)
 
     @property
     def depth(self) -> int:
         return self.block_size if self.sample_from_anchor else self.block_size - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """One document: nothing shifted, nothing padded."""
-
-    x: Sequence[int]  # token ids, [T]
-    m: Sequence[int]  # loss mask, [T]
-    aux: Tensor  # [T, n*H] float64
-    z: Tensor  # [T, V] float64; z[t] are the target's logits for token t+1
-
-
-@dataclass(kw_only=True)
-class Reference:
-    """The loss of blocks and its parts."""
-
-    loss: Tensor
-    terms: list[float]  # weighted sums of cross-entropy, L1, confidence's BCE
-    weights: list[float]  # sums of their weights
-    tau: float  # summed over blocks
-    drafted: list[int]  # [D] drafts that count
-    hits: list[int]  # [D]
-    acceptance: list[float]  # [D]
-    survivors: list[int]  # [D] whole blocks hit at every depth so far
-    chains: int
-    forecasts: list[float]  # by tenths of the confidence: weighted sums of it
-    accepted: list[float]  # the same of the acceptance
-    trained: int = field(default=0)
 
 
 def draft_counts(m: Sequence[int], anchor: int, d: int) -> bool:
@@ -84,109 +48,98 @@ def draft_counts(m: Sequence[int], anchor: int, d: int) -> bool:
 
 def reference_loss(
     state: State,
-    head: Tensor,
     config: ReferenceConfig,
-    blocks: Sequence[tuple[Document, Sequence[int]]],
+    documents: Sequence[Document],
     counts: Sequence[float] | None = None,
-) -> Reference:
-    """Compute the loss of documents with their anchors; `head` is the target's [V, H].
+) -> tuple[Tensor, Sums]:
+    """Compute the loss of documents, whose `picks` are the anchors of their blocks.
 
     `counts` replaces the denominators: of the cross-entropy, and of the other two terms.
     """
-    ids = slow_layer.draft_ids(state, len(head))
-    zero = torch.zeros((), dtype=torch.float64)
-    sums, weights = [zero, zero, zero], [0.0, 0.0, 0.0]
-    out = Reference(
-        loss=zero, terms=[], weights=weights, tau=0.0, chains=0,
-        forecasts=[0.0] * 10, accepted=[0.0] * 10,
-        **{k: [0] * config.depth for k in ("drafted", "hits", "acceptance", "survivors")},
-    )  # fmt: skip
-    for document, anchors in blocks:
-        for anchor in anchors:
-            logits, confidences = block_logits(state, head, config, document, anchor)
-            product, alive, expected = 1.0, True, 1.0
+    ids, confident = slow_layer.draft_ids(state, len(config.head_rows)), "confidence_head.proj.bias"
+    sums, zero = Sums(config.depth), torch.zeros((), dtype=torch.float64)
+    terms, term_weights, kind = [zero, zero, zero], [0.0, 0.0, 0.0], zero
+    tau, blocks, tenths = 0.0, 0, torch.zeros(3, 10, dtype=torch.float64)
+    for document in documents:
+        hits = {}
+        for anchor in document.picks:
+            logits, confidences = block_logits(state, config, document, anchor)
+            product, expected = 1.0, 1.0
             for d in range(config.depth):
                 if not draft_counts(document.m, anchor, d):
                     break
-                out.drafted[d] += 1
-                wanted = int(document.z[anchor + d].argmax())
-                token = document.x[anchor + 1 + d]
-                log_q = torch.log_softmax(logits[d], 0)
-                full = torch.softmax(document.z[anchor + d], 0)  # over the full vocabulary
-                rate = sum(  # tokens outside the draft vocabulary are never drafted
-                    torch.minimum(full[v], log_q[i].exp()).detach() for i, v in enumerate(ids)
-                )
-                accepted = float(rate)
-                if wanted in ids:
-                    out.trained += 1
-                    w = math.exp(-d / config.gamma)
-                    w = config.weights[d] if config.weights else w
-                    p = torch.softmax(document.z[anchor + d][ids], 0)  # renormalised
-                    distance = (log_q.exp() - p).abs().sum()
-                    if config.loss is not None:
-                        label = token if config.against == "tokens" else wanted
-                        if config.against != "tokens" or token in ids:
-                            inside = [full[v] for v in ids]
-                            sums[0] = sums[0] + w * config.loss(
-                                p, inside, log_q, ids.index(label) if label in ids else 0
-                            )
-                            weights[0] += w
-                    elif config.ce_target == "teacher":
-                        sums[0] = sums[0] - w * (p * log_q).sum()
-                        weights[0] += w
-                    elif token in ids:
-                        sums[0] = sums[0] - w * log_q[ids.index(token)]
-                        weights[0] += w
-                    sums[1] = sums[1] + w * distance
-                    weights[1] += w
-                    if config.confidence:
-                        c = confidences[d]
-                        bce = -(rate * torch.log(c) + (1 - rate) * torch.log(1 - c))
-                        sums[2] = sums[2] + w * bce
-                        weights[2] += w
-                        forecast = float(c.detach())
-                        tenth = min(int(forecast * 10), 9)
-                        out.forecasts[tenth] += w * forecast
-                        out.accepted[tenth] += w * accepted
-                hit = wanted in ids and ids[int(logits[d].argmax())] == wanted
-                out.hits[d] += hit
-                out.acceptance[d] += accepted
-                product *= accepted
+                judged = judge(logits[d], document.z[anchor + d], ids)
+                accepted = judged.acceptance
+                product *= float(accepted)
                 expected += product
-            out.tau += expected
-            whole = draft_counts(document.m, anchor, config.depth - 1)
-            out.chains += whole
-            for d in range(config.depth if whole else 0):
-                wanted = int(document.z[anchor + d].argmax())
-                alive = alive and wanted in ids and ids[int(logits[d].argmax())] == wanted
-                out.survivors[d] += alive
-    denominators = weights if counts is None else [counts[0], counts[1], counts[1]]
+                hits[anchor, d] = judged.hit
+                entropy = None
+                if judged.label is not None:
+                    w = config.weights[d] if config.weights else math.exp(-d / config.gamma)
+                    token = document.x[anchor + 1 + d]
+                    label = {"tokens": token, "hard": judged.wanted, "soft": None}[config.against]
+                    if label is None or label in ids:
+                        at = 0 if label is None else ids.index(label)
+                        entropy = -judged.log_q[at]
+                        if label is None:
+                            entropy = -(judged.p * judged.log_q).sum()
+                        terms[0] = terms[0] + w * entropy
+                        term_weights[0] += w
+                        if config.loss is not None:
+                            loss = config.loss(judged.p, judged.full, judged.log_q, at)
+                            kind = kind + w * loss
+                    terms[1] = terms[1] + w * (judged.log_q.exp() - judged.p).abs().sum()
+                    term_weights[1] += w
+                    if confident in state:
+                        c = confidences[d]
+                        bce = -(accepted * torch.log(c) + (1 - accepted) * torch.log(1 - c))
+                        terms[2] = terms[2] + w * bce
+                        term_weights[2] += w
+                        forecast = float(c.detach())
+                        tenth = tenths[:, min(int(forecast * 10), 9)]
+                        tenth += tenth.new_tensor([w, w * forecast, w * float(accepted)])
+                sums.add(d, judged, entropy)
+            if draft_counts(document.m, anchor, 0):
+                tau, blocks = tau + expected, blocks + 1
+        sums.add_chains(hits)
+    sums |= {"terms": [float(x.detach()) for x in terms], "term_weights": term_weights}
+    sums |= {"tau": tau, "blocks": float(blocks)}
+    if config.loss is not None:
+        sums |= {"kind": float(kind.detach()), "kind_weight": term_weights[0]}
+    if confident in state:
+        names = ("confidence_number", "confidence_sum", "confidence_accepted")
+        sums |= dict(zip(names, tenths.tolist(), strict=True))
     alphas = config.ce_weight, config.l1_weight, config.confidence_weight
     if config.loss is not None:
-        alphas = 1.0, 0.0, config.confidence_weight
-    for alpha, total, weight in zip(alphas, sums, denominators, strict=True):
-        if weight:
-            out.loss = out.loss + alpha * total / weight
-    out.terms = [float(s.detach()) for s in sums]
-    return out
+        terms[0], alphas = kind, (1.0, 0.0, config.confidence_weight)
+    divisors = term_weights if counts is None else [counts[0], counts[1], counts[1]]
+    parts = zip(alphas, terms, divisors, strict=True)
+    return sum((a * x / n for a, x, n in parts if n), zero), sums
+
+
+def reference_logits(
+    state: State, config: ReferenceConfig, document: Document, anchors: Iterable[int], depth: int
+) -> dict[tuple[int, int], Tensor]:
+    """Return the logits [Vd] of drafts 0, 1, ... after known tokens at `anchors`, 1 or more."""
+    made = {a: block_logits(state, config, document, a)[0] for a in anchors}
+    return {(a, d): z for a, logits in made.items() for d, z in enumerate(logits[:depth])}
 
 
 def block_logits(
-    state: State, head: Tensor, config: ReferenceConfig, document: Document, anchor: int
+    state: State, config: ReferenceConfig, document: Document, anchor: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return logits [Vd] and confidences of a block's D drafts, after the document's own tokens.
 
     The lists end before the first draft whose previous token does not exist.
     """
     states = block_states(state, config, document, anchor)
-    rows = head[slow_layer.draft_ids(state, len(head))]
     memory = None
     logits, confidences = [], []
     for d in range(config.depth):
         if anchor + d >= len(document.x):
             break
         y = states[d if config.sample_from_anchor else d + 1]
-        z = rows @ y
+        z = config.head_rows @ y
         features = y
         if config.kind != "none":
             e = state["markov_head.markov_w1.weight"][document.x[anchor + d]]
@@ -194,7 +147,7 @@ def block_logits(
             z = z + bias
             features = torch.cat([y, e]) if config.confidence_reads_markov else y
         logits.append(z)
-        if config.confidence:
+        if "confidence_head.proj.bias" in state:
             forecast = slow_layer.linear(state, "confidence_head.proj", features)
             confidences.append(torch.sigmoid(forecast[0]))
     return logits, confidences

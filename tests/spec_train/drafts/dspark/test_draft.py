@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, row_layout
 from spec_train.data.batch import padding_batch
 from spec_train.drafts.dspark.blocks import (
@@ -23,16 +22,8 @@ from spec_train.drafts.dspark.draft import (
     dspark_loss,
 )
 from tests.spec_train.drafts import any_draft
-from tests.spec_train.drafts.any_draft import packed
-from tests.spec_train.drafts.dspark.cases import (
-    LAYERS,
-    VOCAB,
-    WIDTH,
-    Case,
-    build,
-    make_draft,
-    make_head,
-)
+from tests.spec_train.drafts.any_draft import build_draft, packed
+from tests.spec_train.drafts.cases import STATES, VOCAB, WIDTH, case, make_draft, make_head
 from tests.tolerance import close, close_gradients, network
 
 dataset, head = any_draft.dataset, any_draft.head
@@ -41,7 +32,12 @@ COUNTS = {"terms": 320, "dtype": torch.float32}  # a sum of the weights of all s
 FORWARD = {"terms": network(2), "dtype": torch.float32}  # two layers; sums are kept in float64
 BACKWARD = {"terms": network(2, backward=True, slots=320)}
 
-KINDS = (Case(), Case(kind="rnn", layout="mask"), Case(kind="gated"), Case(dflash=True))
+KINDS = {
+    "vanilla": case("dspark"),
+    "rnn": case("dspark", markov_head_type="rnn", layout="mask"),
+    "gated": case("dspark", markov_head_type="gated"),
+    "dflash": case("dflash"),
+}
 
 
 # --- which blocks --------------------------------------------------------------------------------
@@ -114,7 +110,9 @@ def walk_logits(draft: DSparkDraft, batch: dict[str, Tensor], blocks: Blocks) ->
     ids, documents, positions = (batch[name] for name in names)
     context = draft.context(batch["aux"], positions, documents)
     walk = BlockTokens(
-        draft, make_head(), draft.block_states(context, ids, documents, positions, blocks)
+        draft,
+        make_head(KINDS["vanilla"]),
+        draft.block_states(context, ids, documents, positions, blocks),
     )
     places = blocks.slots(draft.config.depth).clamp_max(ids.shape[1] - 1)
     previous = ids.gather(1, places.flatten(1)).view_as(places)
@@ -122,13 +120,13 @@ def walk_logits(draft: DSparkDraft, batch: dict[str, Tensor], blocks: Blocks) ->
     return torch.stack(parts, dim=2)
 
 
-@pytest.mark.parametrize("case", KINDS, ids=str)
-def test_a_block_sees_its_anchor_and_the_states_before_it_and_nothing_else(case: Case) -> None:
-    draft = make_draft(case)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_block_sees_its_anchor_and_the_states_before_it_and_nothing_else(name: str) -> None:
+    draft = make_draft(KINDS[name])
     document_ids, position_ids = row_layout([[6, 9, 5]], 22)
     generator = torch.Generator().manual_seed(0)
     batch = {
-        "aux": torch.randn(1, 22, LAYERS * WIDTH, generator=generator, dtype=torch.float64),
+        "aux": torch.randn(1, 22, STATES * WIDTH, generator=generator, dtype=torch.float64),
         "input_ids": torch.randint(VOCAB, (1, 22), generator=generator),
         "document_ids": document_ids,
         "position_ids": position_ids,
@@ -172,46 +170,15 @@ def test_a_block_sees_its_anchor_and_the_states_before_it_and_nothing_else(case:
         assert changed[n].tolist() == (wanted if 0 <= d < depth else [False] * depth)
 
 
-@pytest.mark.parametrize("longrope", [False, True])
-def test_packed_documents_keep_their_own_rope_and_context(longrope: bool) -> None:
-    """The blocks of a document are the same in a pack as in a row of its own."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 50.0}
-    if longrope:
-        factors = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0]}
-        rope |= {"rope_type": "longrope", "original_max_position_embeddings": 12, **factors}
-    draft = make_draft(Case(), rope=rope)
-    lengths = (9, 16, 4)
-    document_ids, position_ids = row_layout([lengths], sum(lengths))
-    generator = torch.Generator().manual_seed(0)
-    shape = 1, sum(lengths)
-    aux = torch.randn(*shape, LAYERS * WIDTH, generator=generator, dtype=torch.float64)
-    ids = torch.randint(VOCAB, shape, generator=generator)
-    every = torch.arange(sum(lengths))[None]
-
-    def states(aux: Tensor, ids: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
-        context = draft.context(aux, positions, documents)
-        anchors = every[:, : ids.shape[1]]
-        blocks = Blocks(anchors, torch.ones_like(anchors, dtype=torch.bool))
-        return draft.block_states(context, ids, documents, positions, blocks)
-
-    with torch.no_grad():
-        packed = states(aux, ids, document_ids, position_ids)
-        for d, length in enumerate(lengths):
-            own = document_ids[0] == d
-            alone = torch.arange(length)[None]
-            expected = states(aux[:, own], ids[:, own], 0 * alone, alone)
-            close(packed[:, own], expected, terms=network(2))
-
-
-@pytest.mark.parametrize("case", KINDS, ids=str)
-def test_blocks_that_are_not_kept_change_nothing(case: Case) -> None:
-    draft, head = make_draft(case), make_head()
+@pytest.mark.parametrize("name", KINDS)
+def test_blocks_that_are_not_kept_change_nothing(name: str) -> None:
+    draft, head = make_draft(KINDS[name]), make_head(KINDS[name])
     mask, document_ids, position_ids = make_layout([[[0, 1, 1, 1, 1, 1], [0, 1, 1, 1]], [[0, 0]]])
     generator = torch.Generator().manual_seed(0)
     shape = mask.shape
     arguments: dict[str, Any] = {
         "aux_hidden_states": torch.randn(
-            *shape, LAYERS * WIDTH, generator=generator, dtype=torch.float64
+            *shape, STATES * WIDTH, generator=generator, dtype=torch.float64
         ),
         "input_ids": torch.randint(VOCAB, shape, generator=generator),
         "logits": torch.randn(*shape, VOCAB, generator=generator, dtype=torch.float64),
@@ -244,29 +211,18 @@ def test_blocks_that_are_not_kept_change_nothing(case: Case) -> None:
     assert all((p.grad == 0).all() for p in draft.trainable_parameters())
 
 
-def test_wrong_arguments_are_refused() -> None:
-    draft, head = make_draft(Case()), make_head()
-    aux = torch.zeros(1, 4, LAYERS * WIDTH, dtype=torch.float64)
-    ids = torch.zeros(1, 4, dtype=torch.long)
-    arguments: dict[str, Any] = dict(aux_hidden_states=aux, input_ids=ids, loss_mask=ids, head=head)
-    with pytest.raises(DraftError, match="exactly one of final_hidden and logits"):
-        dspark_loss(draft, anchors=ids[:, :1], **arguments)
-    with pytest.raises(DraftError, match=r"slots in 0\.\.3, found 4 to 4"):
-        dspark_loss(draft, anchors=ids[:, :1] + 4, logits=aux, **arguments)
-
-
 # --- batches -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 40, "layout": "mask"}], ids=str)
 def test_counts_are_the_weights_of_all_blocks_or_their_expectation(dataset, head, changes):
     batch = packed(dataset, 96)
-    draft = build(dataset, head, "dspark", **changes)
+    draft = build_draft("dspark", dataset, head, **changes)
     counts = draft.slot_counts(batch)
     sums = draft.loss(batch, head, counts).sums
     close(counts, sums["term_weights"][:2].to(counts.dtype), **COUNTS)
     assert (counts[0] < counts[1]) == bool(changes)
-    few = build(dataset, head, "dspark", num_anchors=6, **changes)
+    few = build_draft("dspark", dataset, head, num_anchors=6, **changes)
     drawn = torch.stack([few.loss(batch, head, counts).sums["term_weights"] for _ in range(100)])
     # a mean of 100 samples of blocks: the tolerance is their spread, not rounding
     torch.testing.assert_close(drawn.mean(0)[:2], few.slot_counts(batch), rtol=0.04, atol=0)
@@ -278,7 +234,7 @@ def test_counts_are_the_weights_of_all_blocks_or_their_expectation(dataset, head
 @pytest.mark.parametrize("kind", ["dspark", "dflash"])
 def test_a_rank_without_a_batch_counts_nothing(dataset, head, kind):
     """Every stop of a run sums these counts, also where a block is longer than the padding."""
-    draft = build(dataset, head, kind, block_size=16)
+    draft = build_draft(kind, dataset, head, block_size=16)
     assert draft.slot_counts(padding_batch()).tolist() == [0, 0]
 
 

@@ -1,6 +1,6 @@
 """The P-EAGLE draft: batches against plain tensors, segments, precision, one gradient.
 
-The loss itself is compared with slow loops in `test_reference`.
+The loss itself is compared with slow loops in `test_references`.
 """
 
 from pathlib import Path
@@ -11,10 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import pack_documents
 from spec_train.drafts.peagle.draft import PeagleDraft
+from spec_train.losses import menu
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import batch_of, build_draft, packed
+from tests.spec_train.drafts.cases import LAYOUTS, expectation, lay_out, loss_of, make_draft
+from tests.spec_train.drafts.test_references import CASES, check
 from tests.tolerance import close, close_gradients, network
 
 dataset, head = any_draft.dataset, any_draft.head
@@ -90,3 +94,18 @@ def test_a_distributed_wrapper_reduces_every_gradient_once(dataset, head, one_ra
         assert sum(calls) == sum(p.numel() for p in draft.trainable_parameters())
         reduced.append({n: p.grad for n, p in draft.named_parameters() if p.requires_grad})
     close_gradients(*reduced, **BACKWARD)
+
+
+def test_small_chunks_of_the_head_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks may end between elements of one slot: the teacher is then computed again, the same."""
+    default = menu.head_loss.__defaults__
+    assert default is not None
+    monkeypatch.setattr(menu.head_loss, "__defaults__", (2, *default[1:]))
+    check(CASES["peagle"], "one row")
+
+
+def test_a_sample_of_another_shape_is_refused() -> None:
+    made = CASES["peagle"]
+    inputs = lay_out(made, expectation(made)[0], LAYOUTS["one row"])
+    with pytest.raises(DraftError, match=r"sample is \[1, 4, \d+\]: expected \[1, depths, \d+\]"):
+        loss_of(made, make_draft(made), **inputs | {"sample": inputs["sample"][..., 1:]})

@@ -1,4 +1,4 @@
-"""EAGLE-3 checkpoints: the files, and the shapes and rope taken from the target."""
+"""Sizes and rope of a draft are those of its target, in every pack."""
 
 import json
 from typing import Any
@@ -11,38 +11,23 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from spec_data.models.rope_settings import rope_parameters
 from spec_data.shards.errors import DraftError
-from spec_data.shards.packing import row_layout
-from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Draft
+from spec_train.drafts import DRAFTS
+from spec_train.drafts.eagle3.draft import Eagle3Config
 from spec_train.drafts.layers import Rotary
 from spec_train.drafts.slots import document_lengths, document_offsets
-from spec_train.drafts.unroll import Unroll
 from spec_train.options.draft_options import Eagle3Options
-from tests.spec_train.drafts import any_draft
-from tests.spec_train.drafts.any_draft import build_draft
+from tests.spec_train.drafts.cases import (
+    DEFAULT_ROPE,
+    case,
+    lay_out,
+    loss_of,
+    make_documents,
+    make_draft,
+)
 from tests.tolerance import close, network
-
-LENGTHS = (9, 23, 4, 1, 12, 17)
-
-dataset, head = any_draft.dataset, any_draft.head
-
-# --- files ---------------------------------------------------------------------------------------
-
-
-def test_options_that_the_dataset_cannot_serve_are_refused(dataset, head):
-    for changes, message in (
-        ({"layers": "0,7"}, r"no layer \[7\]"),
-        ({"layers": "0;1"}, "commas"),
-        ({"ttt_steps": 0}, "ttt-steps"),
-    ):
-        with pytest.raises(DraftError, match=message):
-            build_draft("eagle3", dataset, head, **changes)
-    assert build_draft("eagle3", dataset, head, layers="2,0,2").config.layers == (0, 2)
-
 
 # Cosines and sines of equal angles, times a factor; they depend on the place in a block.
 ANGLES = {"terms": 4, "magnitude": 2.0}
-
-# --- shapes and rope from the target -------------------------------------------------------------
 
 
 def test_document_offsets_and_lengths() -> None:
@@ -175,24 +160,14 @@ def test_per_layer_type_settings_give_those_of_full_attention() -> None:
         rope_parameters({"rope_scaling": {"type": "mrope"}})
 
 
-@pytest.mark.parametrize("longrope", [False, True])
-def test_packed_documents_keep_their_own_rope(longrope: bool) -> None:
-    """The unroll uses each document's own length, so the batch does not matter."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 50.0}
-    if longrope:
-        rope |= {"rope_type": "longrope", "original_max_position_embeddings": 12, **_FACTORS}
-    settings = {"hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 64}
-    torch.manual_seed(0)
-    draft = Eagle3Draft(_config(settings | {"rope_parameters": rope}))
-    document_ids, position_ids = row_layout([LENGTHS], sum(LENGTHS))
-    aux, tokens = torch.randn(1, sum(LENGTHS), 32), torch.randint(0, 64, (1, sum(LENGTHS)))
-    every = torch.arange(sum(LENGTHS))[None]
-    with torch.no_grad():
-        packed = Unroll(draft, aux, tokens, document_ids, position_ids, every).advance(tokens)
-        for d, length in enumerate(LENGTHS):
-            own = document_ids[0] == d
-            alone = torch.arange(length)[None]
-            state = Unroll(draft, aux[:, own], tokens[:, own], 0 * alone, alone, alone).advance(
-                tokens[:, own]
-            )
-            close(packed[:, own], state, terms=network(1))
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_packed_documents_keep_their_own_rope(kind: str) -> None:
+    """Each document has the factors of its own length, so the pack does not matter."""
+    factors = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0]}
+    rope = DEFAULT_ROPE | {"rope_type": "longrope", "original_max_position_embeddings": 12}
+    made = case(kind, rope=rope | factors, **({"cod_ratio": 1.0} if kind == "peagle" else {}))
+    draft, documents = make_draft(made), make_documents(made, [[1] * n for n in (9, 16, 4)])
+    together = loss_of(made, draft, **lay_out(made, documents, [[0, 1, 2]])).sums
+    alone = [loss_of(made, draft, **lay_out(made, [d], [[0]])).sums for d in documents]
+    for name, value in together.items():
+        close(sum(sums[name] for sums in alone), value, terms=network(4), name=name)

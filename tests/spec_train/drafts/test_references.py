@@ -1,0 +1,426 @@
+"""Every loss against its slow reference: values, sums and gradients, in float64; and its serving.
+
+The plain loops of `lay_out` lay out the documents for the fast function. The reference takes them
+one by one. The two must agree for every layout.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_data.shards.errors import DraftError
+from spec_train.attention import masked
+from tests import tolerance
+from tests.spec_train.drafts.cases import (
+    BLOCKS,
+    DEFAULT_ROPE,
+    EVERY,
+    HIDDEN,
+    REFERENCES,
+    Case,
+    case,
+    each_in_one_layout,
+    expectation,
+    gradients,
+    lay_out,
+    layouts_of,
+    loss_of,
+    make_documents,
+    make_draft,
+    make_head,
+    only_the_past_counts,
+    reference_config,
+    reference_state,
+    same_gradients,
+)
+from tests.spec_train.drafts.slot_loss import LOSSES, SlotLoss
+from tests.spec_train.drafts.slow_layer import slot_counts
+from tests.tolerance import network
+
+# up to seven layers or steps; gradients are sums over up to 100 slots of each depth
+TERMS = network(7, backward=True, slots=500)
+close = functools.partial(tolerance.close, terms=TERMS)
+
+MIXED = "sliding_attention,full_attention"
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+PARTIAL = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.67}
+NORMS = {"norm_before_fc": True, "norm_before_residual": True}
+RELU = {"hidden_act": "relu"}
+WEIGHTS = (1.0, 0.25, 0.5, 0.0)
+
+eagle = functools.partial(case, "eagle")
+eagle3 = functools.partial(case, "eagle3", True)
+peagle = functools.partial(case, "peagle", True)
+dspark = functools.partial(case, "dspark")
+dflash = functools.partial(case, "dflash")
+
+CASES: dict[str, Case] = {
+    "eagle": eagle(),
+    "eagle: two layers": eagle(num_layers=2),
+    "eagle: window": eagle(sliding_window=3),
+    "eagle: window of two": eagle(sliding_window=2),
+    "eagle: mixed layers": eagle(num_layers=2, sliding_window=2, layer_types=MIXED, steps=3),
+    "eagle: another shape": eagle(num_layers=2, **EVERY),
+    "eagle: q/k norm": eagle(qk_norm=True, **RELU),
+    "eagle: noise": eagle(noise=True, kv_heads=1),
+    "eagle: scaled head": eagle(head={"scale": 0.25}),
+    "eagle: softcap": eagle(head={"scale": 0.5, "softcap": 2.0, "has_bias": True}, steps=3),
+    "eagle: weights": eagle(terms=(0.3, 2.0), kv_heads=4),
+    "eagle: regression alone": eagle(terms=(1.0, 0.0)),
+    "eagle: hard": eagle(loss=SlotLoss(hard=True), head={"softcap": 2.0}),
+    **{f"eagle: {n}": eagle(loss=SlotLoss(name=n), terms=(1.0, 1.0)) for n in LOSSES[1:]},
+    "eagle: partial linear rope": eagle(rope=DEFAULT_ROPE | PARTIAL),
+    "eagle: three steps": eagle(num_layers=2, steps=3),
+    "eagle3": eagle3(),
+    "eagle3: whole vocabulary": case("eagle3"),
+    "eagle3: alpha": eagle3(loss=SlotLoss(name="lk-alpha")),
+    "eagle3: lambda": case("eagle3", loss=SlotLoss(name="lk-lambda")),
+    "eagle3: scaled lambda": eagle3(loss=SlotLoss(name="lk-lambda", scale=0.9)),
+    "eagle3: kl": eagle3(loss=SlotLoss(name="kl", weights=WEIGHTS)),
+    "eagle3: reverse kl": eagle3(loss=SlotLoss(name="reverse-kl")),
+    "eagle3: jsd": eagle3(loss=SlotLoss(name="jsd", hard=True)),
+    "eagle3: tv": eagle3(loss=SlotLoss(name="tv")),
+    "eagle3: hard": case("eagle3", loss=SlotLoss(hard=True)),
+    "eagle3: no GQA": eagle3(heads=2, kv_heads=2),
+    "eagle3: one kv head": eagle3(heads=3, kv_heads=1),
+    "eagle3: 3.1": eagle3(fc_norm=True, norm_output=True),
+    "eagle3: fc_norm": eagle3(fc_norm=True),
+    "eagle3: norm_output": eagle3(norm_output=True, loss=SlotLoss(name="lk-alpha")),
+    "eagle3: window": eagle3(sliding_window=3),
+    "eagle3: window shorter than the unroll": eagle3(sliding_window=2, ttt_steps=5),
+    "eagle3: long window": eagle3(sliding_window=50),
+    "eagle3: seven steps": eagle3(ttt_steps=7, step_decay=0.5),
+    "eagle3: one step": eagle3(ttt_steps=1),
+    "eagle3: norms before fc and residual": eagle3(fc_norm=True, **NORMS),
+    "eagle3: two layers": eagle3(num_layers=2, qk_norm=True),
+    "eagle3: mixed layers": eagle3(ttt_steps=3, sliding_window=2, num_layers=2, layer_types=MIXED),
+    "eagle3: three layers, another shape": eagle3(ttt_steps=3, num_layers=3, **EVERY),
+    "eagle3: q/k norm": eagle3(qk_norm=True, mlp_bias="true", **RELU),
+    "eagle3: yarn": eagle3(rope=DEFAULT_ROPE | YARN),
+    "eagle3: recomputed": eagle3(gradient_checkpointing=True),
+    "eagle3: 3.1, recomputed": eagle3(
+        fc_norm=True, norm_output=True, sliding_window=3, gradient_checkpointing=True
+    ),
+    "peagle": peagle(),
+    "peagle: whole vocabulary": case("peagle"),
+    "peagle: fc_norm": peagle(fc_norm=True),
+    "peagle: one kv head": peagle(heads=3, kv_heads=1),
+    "peagle: one layer": peagle(num_layers=1),
+    "peagle: window": peagle(sliding_window=3),
+    "peagle: window of two": peagle(sliding_window=2),
+    "peagle: mixed layers": peagle(
+        sliding_window=2, layer_types=f"{MIXED},sliding_attention", cod_ratio=1.0
+    ),
+    "peagle: another shape": peagle(num_layers=2, **EVERY),
+    "peagle: norms": peagle(num_layers=2, qk_norm=True, **NORMS),
+    "peagle: one depth": peagle(depths=1),
+    "peagle: everything kept": peagle(cod_ratio=1.0, depths=5),
+    "peagle: ce, weighted": peagle(loss=SlotLoss(weights=WEIGHTS)),
+    "peagle: reverse kl": peagle(loss=SlotLoss(name="reverse-kl", weights=(0.1, 0.1, 0.2, 0.01))),
+    "peagle: jsd": peagle(loss=SlotLoss(name="jsd")),
+    "peagle: tv": case("peagle", loss=SlotLoss(name="tv")),
+    "peagle: alpha": peagle(loss=SlotLoss(name="lk-alpha")),
+    "peagle: lambda": peagle(loss=SlotLoss(name="lk-lambda", hard=True)),
+    "peagle: hard": peagle(loss=SlotLoss(name="kl", hard=True)),
+    "peagle: hardly anything kept": peagle(cod_ratio=0.3, floor=0.1),
+    "peagle: segments": peagle(segments=3),
+    "peagle: a segment per slot": peagle(segments=1000, cod_ratio=1.0, depths=5),
+    "peagle: segments, mixed layers": peagle(
+        sliding_window=2, layer_types=f"{MIXED},sliding_attention", cod_ratio=1.0, segments=3
+    ),
+    "peagle: recomputed": peagle(gradient_checkpointing=True),
+    "peagle: segments, recomputed": peagle(gradient_checkpointing=True, segments=3),
+    "dspark": dspark(),
+    "dspark: gated": dspark(markov_head_type="gated"),
+    "dspark: rnn": dspark(markov_head_type="rnn"),
+    "dspark: no Markov head": dspark(markov_rank=0),
+    "dspark: no heads": dspark(markov_rank=0, confidence_weight=0.0),
+    "dspark: confidence of the state": dspark(confidence_head_with_markov=False),
+    "dspark: rnn, mask": dspark(
+        markov_head_type="rnn", layout="mask", confidence_head_with_markov=False
+    ),
+    "dspark: mask, reduced": dspark(True, layout="mask"),
+    "dspark: gated, reduced": dspark(True, markov_head_type="gated"),
+    "dspark: soft, weighted": dspark(True, loss_target="soft", position_weights="1,1,1,1"),
+    "dspark: one slot": dspark(block_size=1, num_layers=1),
+    "dspark: seven slots": dspark(block_size=7, num_layers=1, loss_target="soft"),
+    "dspark: window": dspark(sliding_window=4),
+    "dspark: window, mask": dspark(True, sliding_window=5, layout="mask"),
+    "dspark: non-causal": dspark(
+        sliding_window=4, sliding_window_non_causal=True, layer_types=MIXED
+    ),
+    "dspark: mixed layers": dspark(
+        sliding_window=7, block_size=7, layer_types="full_attention,sliding_attention"
+    ),
+    "dspark: ce": dspark(True, loss=SlotLoss(hard=True), markov_head_type="gated"),
+    "dspark: kl": dspark(True, loss=SlotLoss(name="kl"), position_weights="1,0.5,0,0.25"),
+    "dspark: jsd": dspark(
+        loss=SlotLoss(name="jsd", hard=True), loss_target="tokens", confidence_weight=0.0
+    ),
+    "dspark: tv": dspark(True, loss=SlotLoss(name="tv"), layout="mask"),
+    "dspark: alpha": dspark(loss=SlotLoss(name="lk-alpha"), markov_rank=0),
+    "dspark: lambda": dspark(True, loss=SlotLoss(name="lk-lambda", hard=True), loss_target="hard"),
+    "dspark: another shape": dspark(**EVERY),
+    "dspark: no q/k norm": dspark(markov_rank=0, num_layers=1, qk_norm=False, **RELU),
+    "dspark: recomputed": dspark(gradient_checkpointing=True),
+    "dflash: mask": dflash(layout="mask"),
+    "dflash": dflash(),
+    "dflash: non-causal": dflash(layout="mask", sliding_window=6, sliding_window_non_causal=True),
+    "dflash: reverse kl": dflash(True, loss=SlotLoss(name="reverse-kl")),
+}
+
+
+def in_layouts() -> list[tuple[str, str]]:
+    found = []
+    for kinds, first in ((("eagle", "eagle3", "peagle"), "eagle"), (BLOCKS, "dspark")):
+        names = [name for name, made in CASES.items() if made.kind in kinds]
+        found += each_in_one_layout(names, layouts_of(CASES[first]))
+    return found
+
+
+def check(made: Case, layout: str, backend: str = "auto") -> None:
+    """Compare the loss, every sum and every gradient."""
+    documents, state, loss, sums = expectation(made)
+    draft = make_draft(made)
+    draft.attention_backend = backend
+    inputs: Any = lay_out(made, documents, layouts_of(made)[layout])
+    if made.kind == "eagle" and layout != "unpacked":  # the target's stored choices, or the head's
+        inputs["target_argmax"] = make_head(made).logits(inputs["final_hidden"]).argmax(-1)
+    calls: list[None] = []
+    layer = draft.midlayer if hasattr(draft, "midlayer") else draft.layers[0]
+    layer.mlp.register_forward_pre_hook(lambda *_: calls.append(None))
+    found = loss_of(made, draft, **inputs)
+    first = len(calls)
+    close(found.loss.detach(), loss)
+    for name, value in sums.items():
+        close(found.sums[name], torch.tensor(value, dtype=torch.float64), name=name)
+    found.loss.backward()
+    if getattr(made.settings, "segments", 1) == 1:
+        assert len(calls) == first * (1 + getattr(draft.options, "gradient_checkpointing", False))
+    same_gradients(draft, state, TERMS)
+    figures = draft.summarise(found.sums)
+    close(figures["loss"], float(loss))
+
+
+@pytest.mark.parametrize(("name", "layout"), in_layouts())
+def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> None:
+    check(CASES[name], layout)
+
+
+ON_BACKENDS = ("eagle: two layers", "eagle3", "eagle3: one kv head", "eagle3: 3.1, recomputed")
+ON_BACKENDS += ("eagle3: seven steps", "eagle3: one step", "eagle3: window shorter than the unroll")
+ON_BACKENDS += ("peagle", "peagle: mixed layers", "dspark", "dspark: non-causal")
+
+
+@pytest.mark.parametrize("backend", ["dense", "merged"])
+@pytest.mark.parametrize("name", ON_BACKENDS)
+def test_every_attention_backend_matches_the_reference(name, backend, monkeypatch):
+    monkeypatch.setattr(masked, "CHUNK", 5)  # several blocks per row, edges inside documents
+    check(CASES[name], "two rows" if CASES[name].kind in BLOCKS else "one row", backend)
+
+
+@pytest.mark.parametrize(
+    "name", ["eagle: three steps", "eagle3", "peagle", "dspark: gated, reduced"]
+)
+def test_the_comparison_meets_every_situation(name: str) -> None:
+    """There are hits, survivors and misses by the vocabulary: else equal sums prove little."""
+    sums = expectation(CASES[name])[-1]
+    assert all(hits > 0 for hits in sums["hits"]) and sums["drafted"][-1] < sums["drafted"][0]
+    assert sums["hits"][0] < sums["drafted"][0]
+    assert sums["survive"][1] > 0 and sums["survive"][-1] < sums["chains"]
+    missed = sum(sums["drafted"]) - sum(sums["supervised"])
+    assert (missed > 0) == CASES[name].reduced
+
+
+LAST = {
+    ("eagle", "x"): 4,  # token 5 is the last of the answer, token 4 the last known one
+    ("eagle", "aux"): 4,  # whose state is the last teacher
+    **{(kind, what): 4 for kind in ("eagle3", "peagle") for what in ("x", "z")},
+    **{(kind, "aux"): 3 for kind in ("eagle3", "peagle", "dspark")},
+    ("dspark", "x"): 5,  # the label of the cross-entropy
+    ("dspark", "z"): 4,
+}
+"""The last token of the answer's document whose token, state or logits count, by kind."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "changes"),
+    [
+        *((*pair, changes) for pair in LAST for changes in ({}, {"num_layers": 2})),
+        *(("peagle", what, {"segments": 3}) for what in ("x", "aux", "z")),
+    ],
+    ids=str,
+)
+def test_other_documents_and_later_tokens_change_nothing(kind, what, changes) -> None:
+    made = case(kind, **({"cod_ratio": 1.0} if kind == "peagle" else {}) | changes)
+    draft = make_draft(made)
+    documents = make_documents(made, [[0] * 6, [0, 0, 1, 1, 1, 1, 0, 0, 0, 0], [0] * 5])
+    if kind == "dspark":
+        anchors = ([2], [2, 3, 4], [3])
+        documents = [replace(d, picks=a) for d, a in zip(documents, anchors, strict=True)]
+    only_the_past_counts(
+        lambda changed: loss_of(made, draft, **lay_out(made, changed, [[0, 1, 2]])),
+        *(draft, documents, what, LAST[kind, what]),
+    )
+
+
+# A chat of two turns, 12 tokens: question (2), answer (3), question (2), answer (4), a line break.
+TWO_TURNS = [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]
+# Slot t of step s counts if tokens t+1+s and t+2+s are part of an answer.
+SERVING = [
+    [0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0],
+    [1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0],
+    [1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0],
+    [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0],
+]
+
+
+@pytest.mark.parametrize("name", ["eagle: three steps", "eagle3: whole vocabulary"])
+def test_slot_masks_of_two_turns_are_those_written_by_hand(name: str) -> None:
+    """A changed teacher row changes exactly the steps whose slot for that token counts."""
+    length, made = len(TWO_TURNS), CASES[name]
+    assert [
+        [int(slot_counts(TWO_TURNS, t + s)) for t in range(length)] for s in range(4)
+    ] == SERVING
+    what = "aux" if made.kind == "eagle" else "z"
+    draft, documents = make_draft(made), make_documents(made, [[1, 1], TWO_TURNS, [1, 1, 1]])
+
+    def losses(second: Any) -> Tensor:
+        inputs = lay_out(made, [documents[0], second, documents[2]], [[0, 1, 2]])
+        if made.kind == "eagle":  # the draft reads the states, so only its teachers change here
+            inputs["noise"] = inputs["noise"] + kept["final_hidden"] - inputs["final_hidden"]
+        return loss_of(made, draft, **inputs).sums["loss"]
+
+    kept = lay_out(made, documents, [[0, 1, 2]])
+    before = losses(documents[1])
+    for p in range(length):
+        values = getattr(documents[1], what).clone()
+        values[p] += torch.linspace(0, 1, values.shape[1])
+        changed = (losses(replace(documents[1], **{what: values})) - before).abs() > 1e-9
+        slots = [p - 1 - s for s in range(len(changed))]  # at step s, teacher p is at slot p-1-s
+        wanted = [bool(SERVING[s][t]) if t >= 0 else False for s, t in enumerate(slots)]
+        assert changed.tolist() == wanted, f"teacher of token {p}"
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        *itertools.product(
+            ("eagle3", "eagle3: whole vocabulary"), ("final_hidden", "logsumexp", "target_probs")
+        ),
+        *(("dspark: gated, reduced", given) for given in ("final_hidden", "logsumexp")),
+    ],
+)
+def test_every_form_of_a_teacher_gives_the_same_loss(name: str, given: str) -> None:
+    made = CASES[name]
+    draft, (documents, *_) = make_draft(made), expectation(made)
+    inputs: Any = lay_out(made, documents, list(layouts_of(made).values())[-2])
+    head, generator = make_head(made), torch.Generator().manual_seed(5)
+    if given != "target_probs":
+        shape = *inputs["input_ids"].shape, HIDDEN
+        states = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        inputs["logits"] = head.logits(states)
+    expected = loss_of(made, draft, **inputs)
+    expected.loss.backward()
+    wanted = gradients(draft)
+    logits = inputs.pop("logits")
+    inputs["target_argmax"] = logits.argmax(-1)
+    if given == "target_probs":
+        everything = torch.softmax(logits, -1)
+        inputs["target_mass"] = everything[..., draft.draft_ids].sum(-1)
+        inputs["target_probs"] = torch.softmax(logits[..., draft.draft_ids], -1)
+        inputs["position_mask"] = torch.isin(logits.argmax(-1), draft.draft_ids)
+    else:
+        inputs["final_hidden"] = states
+        if made.kind not in BLOCKS:
+            inputs["head"] = head
+        if given == "logsumexp":  # without it, all rows of the head are used
+            inputs["target_logsumexp"] = logits.logsumexp(-1)
+    result = loss_of(made, draft, **inputs)
+    result.loss.backward()
+    close(result.loss, expected.loss)
+    for key, value in expected.sums.items():
+        close(result.sums[key], value, name=key)
+    tolerance.close_gradients(gradients(draft), wanted, terms=TERMS)
+
+
+SOME = torch.zeros(3, 13, HIDDEN, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        *((name, {"final_hidden": SOME}, "exactly one of") for name in ("eagle3", "dspark")),
+        *((name, {"logits": None}, "exactly one of") for name in ("eagle3", "dspark")),
+        ("eagle3", {"logits": None, "final_hidden": SOME}, "needs head"),
+        ("eagle3", {"logits": None, "target_probs": SOME}, "needs position_mask"),
+        # the planted failure: acceptance would be that of a renormalised target
+        (
+            "eagle3",
+            {"logits": None, "target_probs": SOME, "position_mask": SOME[..., 0]},
+            "need target_mass",
+        ),
+        ("dspark", {"anchors": torch.tensor([[99]])}, r"slots in 0\.\.\d+, found 99 to 99"),
+    ],
+)
+def test_contradictory_arguments_are_refused(name: str, wrong: Any, message: str) -> None:
+    made = CASES[name]
+    inputs = lay_out(made, expectation(made)[0], layouts_of(made)["unpacked"])
+    with pytest.raises(DraftError, match=message):
+        loss_of(made, make_draft(made), **inputs | wrong)
+
+
+# -- serving ---------------------------------------------------------------------------------------
+
+
+class Forced:
+    """A sampler that drafts given tokens and records the logits that it receives."""
+
+    def __init__(self, tokens: Iterator[int]) -> None:
+        self.tokens, self.seen = tokens, []
+
+    def draft(self, logits: Tensor, draft_ids: Tensor, vocab_size: int) -> tuple[Tensor, None]:
+        self.seen.append(logits)
+        return torch.tensor(next(self.tokens)), None
+
+
+SERVED = [
+    *("eagle", "eagle: two layers", "eagle: partial linear rope", "eagle: mixed layers"),
+    *("eagle3", "eagle3: 3.1", "eagle3: norm_output", "eagle3: one kv head", "eagle3: yarn"),
+    *("eagle3: window", "eagle3: window shorter than the unroll", "eagle3: mixed layers"),
+    *("eagle3: three layers, another shape", "eagle3: norms before fc and residual"),
+    *("peagle: fc_norm", "peagle: window", "peagle: mixed layers", "dspark", "dspark: one slot"),
+    *("dspark: gated", "dspark: rnn", "dspark: rnn, mask", "dspark: no Markov head"),
+    *("dspark: window", "dspark: window, mask", "dspark: mixed layers", "dflash", "dflash: mask"),
+    *("dspark: seven slots", "dflash: non-causal"),
+]
+
+
+@pytest.mark.parametrize("pieces", [[4, 1, 3, 2], [10]], ids=str)
+@pytest.mark.parametrize("name", SERVED)
+@torch.no_grad()
+def test_decoding_has_the_logits_of_training_at_every_slot(name: str, pieces: list[int]) -> None:
+    """With caches, for verified positions in chunks of any size; the reference is training's."""
+    made = CASES[name]
+    draft, config = make_draft(made), reference_config(made)
+    (document,) = make_documents(made, [[1] * 20])
+    state, reference = reference_state(draft), REFERENCES[made.kind].reference_logits
+    drafter, start = draft.drafter(make_head(made)), 0
+    # no norm before EAGLE-1's first layer: differences grow from step to step
+    terms = network(4**3 if made.kind == "eagle" else 7)
+    for piece in pieces:
+        anchor = start + piece
+        sampler: Any = Forced(iter(document.x[anchor + 1 :]))
+        known, states = document.x[start + 1 : anchor + 1], document.aux[None, start:anchor]
+        drafted, _ = drafter.propose(known, states, draft.depth, sampler)
+        start, depths = anchor, range(draft.depth)
+        assert drafted.tolist() == document.x[anchor + 1 : anchor + 1 + draft.depth]
+        expected = reference(state, config, document, [anchor], draft.depth)
+        wanted = torch.stack([expected[anchor, d] for d in depths])
+        tolerance.close(torch.stack(sampler.seen), wanted, terms=terms)
