@@ -15,7 +15,6 @@ _AUTO_SHARE = Fraction(1, 100)
 _AUTO_ROWS, _AUTO_SMALL = 10, Fraction(1, 10)
 _EARLY = 100  # with more bad rows than this, the run stops as soon as most rows are bad
 _LONGEST = 400  # characters of a message about a row; rows can hold text of any length
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class BadRow(ValueError):
@@ -72,11 +71,8 @@ def parse_limit(text: str) -> BadRowLimit:
 class BadRows:
     """The bad rows of one corpus source as the user named it, such as a directory as a whole.
 
-    Attributes:
-        source: as the user wrote it.
-        limit: how many rows may be bad; 0 stops at the first.
-        read: rows read so far, good and bad; the caller counts them.
-        bad: bad rows so far; examples: the first few messages of different reasons.
+    `read` rows so far, good and bad, are counted by the caller. `examples` are the first few
+    messages of different reasons.
     """
 
     source: str
@@ -120,10 +116,7 @@ class BadRows:
 
 
 def add_example(examples: list[str], message: str) -> bool:
-    """Add a message, with a place and a reason, to a few of different reasons.
-
-    Return whether it was added.
-    """
+    """Add a message `place: reason` to a few of different reasons; return whether it was added."""
     message = printable(message)
     reasons = [example.partition(": ")[2] for example in examples]
     if len(examples) == EXAMPLES or message.partition(": ")[2] in reasons:
@@ -135,14 +128,10 @@ def add_example(examples: list[str], message: str) -> bool:
 def printable(message: str) -> str:
     """Return a message that UTF-8, a terminal and a manifest can hold.
 
-    Half surrogate pairs and control characters are written as escapes, and the middle of a long
-    message is left out: a message can quote any text of a row.
+    A message can quote any text of a row: what is not printable is written as an escape, and the
+    middle of a long message is left out.
     """
     if len(message) > _LONGEST:
         half = _LONGEST // 2
         message = f"{message[:half]} ... {message[-half:]}"
-    return _UNPRINTABLE.sub(lambda match: _escape(ord(match[0])), message)
-
-
-def _escape(code: int) -> str:
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in message)

@@ -72,15 +72,13 @@ class Renderer:
     """Render records with one tokenizer.
 
     Args:
-        tokenizer: the tokenizer of the target; its chat template is used unchanged.
-        mask: the turns that are supervised: "assistant" (all of them), "last-turn", or "all"
-            (every token).
+        tokenizer: of the target; its chat template is used unchanged.
+        mask: "assistant" (every turn is supervised), "last-turn", or "all" (every token).
         template_kwargs: passed to the template (`enable_thinking`, ...); those of a record override
             them.
-        eot_token_ids: the tokens that end generation: pass `generation_config.eos_token_id`. The
-            tokenizer's and the template's end-of-turn tokens are added to them.
-        vocab_size: vocabulary size of the target; every token id must be below it. Default: the
-            size of the tokenizer.
+        eot_token_ids: `generation_config.eos_token_id`; the tokenizer's and the template's
+            end-of-turn tokens are added.
+        vocab_size: every token id must be below it. Default: the size of the tokenizer.
 
     Raises:
         ConfigError: an unknown `mask`, or a template kwarg that cannot be set or is not read.
@@ -130,8 +128,6 @@ class Renderer:
         ids = text_ids(self.tokenizer, record, record.text or "")
         document = self._document(record, ids, [(0, len(ids))], record.where, role="text")
         return Rendering("text", [document])
-
-    # --- conversations ---
 
     def _conversation(self, record: Record) -> Rendering:
         messages = record.messages or []
@@ -195,10 +191,7 @@ class Renderer:
     def _spans_of_whole(
         self, chat: Chat, answers: list[int], result: Rendering
     ) -> list["_Span"] | None:
-        """Return the supervised span of every answer in the whole, or None if a check fails.
-
-        `answers` are the indices of the assistant messages. Spans index the tokens of the whole.
-        """
+        """Return the span of every answer in the tokens of the whole, or None if a check fails."""
         whole = chat.through(answers[-1])
         spans = []
         for k in answers:
@@ -244,10 +237,9 @@ class Renderer:
     def _closed(
         self, chat: Chat, k: int, ids: list[int], spans: list["_Span"], result: Rendering
     ) -> list[int]:
-        """Return the tokens of a document with an end-of-turn token after its last turn.
+        """Return the tokens of a document with an end-of-turn token after its last turn, answer k.
 
-        Serving ends the turn with one even where the template writes none. Answer k is the last
-        turn; the token is added to its span.
+        Serving ends it with one even where the template writes none; the span grows with it.
         """
         ended = not spans or spans[-1][1] < len(ids) or ids[-1] in self.eot_token_ids
         if ended or _is_truncated(chat.messages[k]) or not self._ends.generation:
@@ -274,8 +266,6 @@ class Renderer:
                 break
         result.counts[EMPTY_THOUGHTS] += after > start
         return after if after < end else start
-
-    # --- other records, and parts that all records share ---
 
     def _given(self, record: Record) -> Document:
         ids = record.input_ids or []
@@ -320,15 +310,11 @@ _Span = tuple[int, int]
 
 
 def _is_truncated(answer: Message) -> bool:
-    """Return whether an answer was cut at a limit of tokens."""
     return bool(answer.get("finish_reason") == "length")
 
 
 def _tagged(tags: list[int] | None, start: int, end: int) -> list[_Span]:
-    """Return the span [first tagged token, end) as a list, empty if no token is tagged.
-
-    Without tags (None), return the whole span [start, end).
-    """
+    """Return the span from the first tagged token, [] if none is; without tags, all of it."""
     if tags is None:
         return [(start, end)]
     first = next((i for i in range(start, min(end, len(tags))) if tags[i]), None)

@@ -2,13 +2,13 @@
 
 The turns are stored beside the mask, so that a trainer can apply another mask policy later without
 the target: `loss_mask == loss_mask_from_turns(len(input_ids), turns, policy)` holds for every
-document that was not cut. Only supervisable turns are stored: a document that was rendered turn by
-turn has one. This module does no input or output.
+document that was not cut. A document that was rendered turn by turn has one turn.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.turn_masks import supervised_spans
@@ -32,8 +32,7 @@ class RenderError(CorpusError):
         return self.reason not in _NOTHING_TO_LEARN
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turn:
+class Turn(NamedTuple):
     """The supervisable tokens [start, end) of a turn, including its end-of-turn token.
 
     `role` is "assistant" in conversations, "text" for plain text, and "given" for a run of ones in
@@ -67,8 +66,7 @@ def loss_mask_from_turns(length: int, turns: Sequence[Turn], policy: str) -> lis
         ConfigError: the policy is unknown, or a turn lies outside the document.
     """
     mask = [0] * length
-    plain = [(turn.role, turn.start, turn.end) for turn in turns]
-    for start, end in supervised_spans(length, plain, policy):
+    for start, end in supervised_spans(length, turns, policy):
         mask[start:end] = [1] * (end - start)
     return mask
 
@@ -107,12 +105,9 @@ class Rendering:
 
 @dataclass
 class RenderCounts:
-    """Sums over records, in the order in which each kind first occurred.
+    """Sums of the fields of `Rendering` over records, in the order of their first occurrence.
 
-    Attributes:
-        methods: records by method; systems: by their `system`.
-        counts, dropped: sums of those of `Rendering`.
-        kwargs_used: documents by the template kwargs that rendered them.
+    `kwargs_used` are documents by the template kwargs that rendered them.
     """
 
     methods: Counter[str] = field(default_factory=Counter)

@@ -35,7 +35,7 @@ def _opened(name: str, path: Path) -> Iterator[IO[bytes]]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield file  # type: ignore[misc]
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, csv.Error) as error:
         raise CorpusError(f"{name}: cannot be read, or no complete gzip file: {error}") from None
 
 
@@ -74,8 +74,6 @@ def json_list(name: str, path: Path, limit: int) -> Generator[Row]:
         )
     try:
         elements = json.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise CorpusError(f"{name}: not UTF-8: {error}") from None
     except (RecursionError, ValueError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise CorpusError(
@@ -94,36 +92,31 @@ def json_list(name: str, path: Path, limit: int) -> Generator[Row]:
 def csv_rows(name: str, path: Path, limit: int) -> Generator[Row]:
     """Yield one row per record of a CSV file with a header; an empty cell is null.
 
-    `where` has the line on which the record ends. A cell ends after `limit` characters.
+    `where` has the line on which the record ends. A cell ends after `limit` characters. What is not
+    UTF-8 becomes half of a surrogate pair, which makes the row bad when it is parsed.
     """
     csv.field_size_limit(limit)
     with _opened(name, path) as file:
         text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-        reader, header = csv.reader(text), None
+        reader = csv.reader(text)
+        header = next(reader, [])
         while True:
+            row: Any
             try:
-                cells = next(reader, None)
-                if cells is None:
+                if (cells := next(reader, None)) is None:
                     return
-                size = len(",".join(cells).encode())
-            except (csv.Error, UnicodeEncodeError) as error:
-                cells, size = None, 0
-                problem = f"{error} (--max-row-bytes), or a quote that nothing closes"
-                if isinstance(error, UnicodeError):
-                    problem = "not UTF-8"
-            where = f"{name}:{reader.line_num}"
-            if header is None:
-                if cells is None:
-                    raise CorpusError(f"{where}: not a CSV header: {problem}")
-                header = cells
-            elif cells is None:
-                yield where, BadRow(problem)
-            elif size > limit:
-                yield where, too_long(size, limit)
-            elif len(cells) == len(header):
-                yield where, {n: cell for n, cell in zip(header, cells, strict=True) if cell}
-            elif cells:
-                yield where, BadRow(f"{len(cells)} cells under a header of {len(header)}")
+                if not cells:  # a blank line
+                    continue
+                size = len(",".join(cells).encode("utf-8", "surrogateescape"))
+                if size > limit:
+                    row = too_long(size, limit)
+                elif len(cells) != len(header):
+                    row = BadRow(f"{len(cells)} cells under a header of {len(header)}")
+                else:
+                    row = {n: cell for n, cell in zip(header, cells, strict=True) if cell}
+            except csv.Error as error:
+                row = BadRow(f"{error} (--max-row-bytes), or a quote that nothing closes")
+            yield f"{name}:{reader.line_num}", row
 
 
 def paragraphs(name: str, path: Path, limit: int) -> Generator[Row]:
@@ -131,14 +124,13 @@ def paragraphs(name: str, path: Path, limit: int) -> Generator[Row]:
     with _opened(name, path) as file:
         for filled, group in groupby(enumerate(file, 1), key=lambda line: bool(line[1].strip())):
             if filled:
-                lines = list(group)
-                content = b"".join(line for _, line in lines)
-                row = too_long(len(content), limit) if len(content) > limit else _text(content)
-                yield f"{name}:{lines[0][0]}", row
-
-
-def _text(content: bytes) -> dict[str, str] | BadRow:
-    try:
-        return {"text": content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")}
-    except UnicodeDecodeError as error:
-        return BadRow(f"not UTF-8: {error}")
+                numbers, lines = zip(*group, strict=True)
+                content = b"".join(lines)
+                row: Any = too_long(len(content), limit)
+                if len(content) <= limit:
+                    try:
+                        text = content.decode("utf-8-sig")
+                        row = {"text": text.removesuffix("\n").removesuffix("\r")}
+                    except UnicodeDecodeError as error:
+                        row = BadRow(f"not UTF-8: {error}")
+                yield f"{name}:{numbers[0]}", row

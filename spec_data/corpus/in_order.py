@@ -2,7 +2,7 @@
 
 One process reads, counts and writes; the others parse, render and tokenise, which takes some twenty
 times as long. Rows go out in chunks, and only a few chunks are under way, so memory is bounded. The
-first rows are mapped here: a small corpus is finished before other processes would have started.
+first rows are mapped in a thread: a small corpus is finished before processes would have started.
 
 `datasets.map` does the same for tables whose columns have types. Rows of a corpus have none before
 they are parsed, and a bad row must be counted where it stands.
@@ -46,12 +46,10 @@ def default_processes() -> int:
 def in_order(
     rows: Iterator[RawRow], work: Work, processes: int
 ) -> Generator[tuple[RawRow, RowResult]]:
-    """Yield every row with its result, in order.
+    """Yield every row with its result, in order; `processes` map rows.
 
-    Args:
-        rows: the rows. An exception that they raise is raised after the results before it.
-        work: is inherited by forked processes and copied to any other.
-        processes: how many processes map rows.
+    An exception that `rows` raise is raised after the results before it. `work` is inherited by
+    forked processes and copied to any other.
 
     Raises:
         RunError: a process ended.
@@ -59,10 +57,31 @@ def in_order(
     """
     chunks, count = _chunks(rows), 0
     for chunk in chunks:
-        yield from zip(chunk, map(work, chunk), strict=True)
+        # The results of this thread are waited for no longer than those of a process.
+        future: Future[list[RowResult]] = Future()
+        threading.Thread(target=_map_here, args=(work, chunk, future), daemon=True).start()
+        yield from _results(chunk, future)
         count += len(chunk)
         if processes > 1 and count >= _FEW:
             yield from _in_pool(chunks, work, processes)
+
+
+def _map_here(work: Work, chunk: Chunk, future: "Future[list[RowResult]]") -> None:
+    try:
+        future.set_result(list(map(work, chunk)))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _results(
+    chunk: Chunk, future: "Future[list[RowResult]]"
+) -> Generator[tuple[RawRow, RowResult]]:
+    if not wait([future], _SECONDS).done:
+        raise CorpusError(
+            f"{chunk[0].where} to {chunk[-1].where}: not rendered in {_SECONDS:g} s; the "
+            "chat template of the target's tokenizer may not end at one of these rows"
+        )
+    yield from zip(chunk, future.result(), strict=True)
 
 
 def _in_pool(
@@ -77,16 +96,9 @@ def _in_pool(
     try:
         under_way.extend(islice(submitted, 2 * processes + 2))
         while under_way:
-            chunk, future = under_way[0]
-            if not wait([future], _SECONDS).done:
-                raise CorpusError(
-                    f"{chunk[0].where} to {chunk[-1].where}: not rendered in {_SECONDS:g} s; the "
-                    "chat template of the target's tokenizer may not end at one of these rows"
-                )
-            results = future.result()
+            yield from _results(*under_way[0])
             under_way.popleft()
             under_way.extend(islice(submitted, 1))
-            yield from zip(chunk, results, strict=True)
     except BrokenProcessPool:
         raise RunError(
             "a process that rendered documents ended: out of memory, or killed. Run the same "

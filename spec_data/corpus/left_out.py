@@ -24,10 +24,8 @@ def left_out(
 ) -> Counter[str]:
     """Count the parts of a conversation that are in none of its documents, by kind.
 
-    Args:
-        messages: the conversation up to its last supervised answer.
-        ends: the documents: each renders `messages[:end]`. Ascending.
-        text: renders messages. If it raises a RenderError because of the marks, nothing is counted.
+    Each document renders `messages[:end]`, of ascending `ends`. If `text`, which renders messages,
+    raises a RenderError because of the marks, nothing is counted.
     """
     marks: dict[str, str] = {}
     marked = [_marked(message, marks) for message in messages]

@@ -29,11 +29,9 @@ _BITS = 22
 
 @dataclass
 class Grams:
-    """The n-grams of the prompts of a benchmark or an evaluation.
+    """The n-grams of prompts; texts shorter than n (`size`) are n-grams of their own length.
 
-    Attributes:
-        size: n; shorter prompts are n-grams of their own length.
-        prompts: how many prompts were added; short: those that were too short to compare.
+    `prompts` were added, `short` of them were too short to compare.
     """
 
     size: int = NGRAM
@@ -44,10 +42,7 @@ class Grams:
     _tables: dict[int, np.ndarray] = field(default_factory=dict)
 
     def add(self, texts: Iterable[Sequence[int]], whole: Sequence[int] = ()) -> None:
-        """Add a prompt: the token ids of each of its texts, and of all that serving sends.
-
-        The latter are compared with the beginnings of documents if every text is too short.
-        """
+        """Add a prompt: the token ids of each of its texts, and of all that serving sends."""
         number, self.prompts = self.prompts, self.prompts + 1
         added = False
         for ids in texts:

@@ -13,8 +13,8 @@ Some records turn out to be broken only when they are rendered: `refuse` counts 
 and those with nothing to learn from by their reason.
 
 The dataset stores the names of sources, and the examples of bad rows, without the directories of
-this machine. Messages name files as the user wrote them. Hashes cover the bytes on disk (the
-compressed ones for .gz), in a pass of their own after the rows, also where `limit` ends the rows.
+this machine. Hashes cover the bytes on disk, in a pass of their own after the rows, also where
+`limit` ends the rows.
 """
 
 import functools
@@ -25,14 +25,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from spec_data.corpus.bad_rows import (
-    AUTO,
-    BadRow,
-    BadRowLimit,
-    BadRows,
-    add_example,
-    printable,
-)
+from spec_data.corpus.bad_rows import AUTO, BadRow, BadRowLimit, BadRows, add_example, printable
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.file_rows import JsonText
 from spec_data.corpus.records import COLUMNS, Record, parse_json, parse_row
@@ -46,36 +39,23 @@ _NAMES = 100  # unused columns that are named, per source
 
 
 class RawRow(NamedTuple):
-    """One row of a corpus source, not recognised yet.
+    """One row of a corpus source, not recognised yet; `arrow`: of an Arrow table."""
 
-    Attributes:
-        source: the number of its source in the reader; name: the name that the dataset stores.
-        where: names the row in messages.
-        value: the row, see `file_rows.Row`.
-        arrow: it comes from an Arrow table.
-    """
-
-    source: int
-    name: str
-    where: str
-    value: Any
+    source: int  # its number in the reader
+    name: str  # of the source, as the dataset stores it
+    where: str  # names the row in messages
+    value: Any  # see `file_rows.Row`
     arrow: bool = False
 
 
 @dataclass(kw_only=True)
 class RowResult:
-    """What became of a row.
-
-    Attributes:
-        bad: why it is bad; None for a good row.
-        kind: the format of a good row; unused: the columns that were not used.
-        made: the record, or what was made of it.
-    """
+    """What became of a row: why it is bad, or facts of the good row."""
 
     bad: str | None = None
-    kind: str = ""
-    unused: tuple[str, ...] = ()
-    made: Any = None
+    kind: str = ""  # its format
+    unused: tuple[str, ...] = ()  # columns
+    made: Any = None  # the record, or what was made of it
 
 
 def parsed_row(row: RawRow, parse: Callable[..., Record]) -> RowResult:
@@ -100,10 +80,9 @@ class CorpusReader:
     """Iterate over the records of several sources.
 
     Args:
-        sources: files, directories, or Hub dataset names (`name`, `name:config`, `name@split`).
+        sources: as `resolve` takes them.
         limit: stop after this many records over all sources; later sources are not opened.
-        split: the split to read, unless the source has an `@split`. In a plain directory, files
-            whose path names another split (`test-00000.parquet`) are left out with a warning.
+        split: the split to read, unless the source has an `@split`.
         max_bad_rows: how many rows of each of `sources` may be bad; 0 stops at the first.
         max_row_bytes: a row of more bytes is a bad row.
         parse: returns the record of a row, as `parse_row` does.
@@ -216,10 +195,9 @@ class CorpusReader:
         counts = f"{report.kind}, {report.rows} rows ({formats}), {report.bad} bad"
         logger.info("%s: %s", report.path, counts)
         for example in report.bad_examples:
-            shown = printable(report.path) + example.removeprefix(report.source)
-            logger.warning("bad row skipped: %s", shown)
+            logger.warning("bad row skipped: %s", report.path + example.removeprefix(report.source))
         if report.unused_columns:
-            names = printable(", ".join(report.unused_columns))
+            names = ", ".join(report.unused_columns)
             logger.info("%s: columns that are not used: %s", report.path, names)
 
     def _count(self, row: RawRow, result: RowResult) -> None:

@@ -14,8 +14,8 @@ Rows are normalised, so that the same template call renders every source in the 
   they apply the template. Null fields are left out (`apply_chat_template` does the same). In Arrow
   sources this is done at every depth, because an Arrow struct has every key that any row has.
 - Columnar files often store nested columns as JSON text, which is parsed.
-- A `system` column is not used if the conversation has another system message. Such columns, and
-  those that the format does not use, are in `Record.unused`; the reader names them per source.
+- A `system` column is not used if the conversation has another system message. It is then in
+  `Record.unused`, with the columns that no format uses; the reader names them per source.
 """
 
 import json
@@ -35,17 +35,9 @@ _NEEDS = {name: tuple(name.split("+")) for name in FORMATS} | {
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _FINISH = ("finish_reason", "stop_reason")
 _CUT = ("length", "max_tokens")  # in any case: OpenAI, vLLM, SGLang, TGI; Anthropic, Gemini
-_OF_CHATS = frozenset(("system", "tools", "chat_template_kwargs", *_FINISH, *_MEDIA))
-_OTHERS: dict[str, frozenset[str]] = {
-    "input_ids": frozenset(("loss_mask",)),
-    "text": frozenset(),
-    "instruction": _OF_CHATS | {"input", "history"},
-    "prompt": _OF_CHATS | {"completion", "response"},
-    "question": _OF_CHATS | {"answer"},
-}
 COLUMNS = frozenset(
-    {*(c for needs in _NEEDS.values() for c in needs), "turns", *_OF_CHATS}
-    | {"input", "history", "loss_mask"}
+    {*(c for needs in _NEEDS.values() for c in needs), *_MEDIA, *_FINISH, "turns", "system"}
+    | {"tools", "chat_template_kwargs", "input", "history", "loss_mask"}
 )
 """Every column that is used; readers of columnar files read only these."""
 
@@ -98,13 +90,9 @@ def recognise(row: Any) -> str | None:
 
 
 def parse_row(row: Any, *, source: str, where: str, arrow: bool = False) -> Record:
-    """Return the record of one row.
+    """Return the record of one parsed row; `source` and `where` are those of `Record`.
 
-    Args:
-        row: the parsed row; anything but a dict is a bad row.
-        source: see `Record`.
-        where: see `Record`.
-        arrow: the row comes from an Arrow table, where a null inside a struct means "no such key".
+    `arrow`: the row comes from an Arrow table, where a null inside a struct means "no such key".
 
     Raises:
         BadRow: the row has no known format, or is broken.
@@ -127,8 +115,7 @@ def _record(
     for column in _MEDIA:
         if row.get(column):
             raise BadRow(f"the row has '{column}'; only text can be rendered")
-    used = set(kind.split("+")) | _OTHERS.get(kind, _OF_CHATS) | set(_NEEDS.get(kind, ()))
-    unused = [c for c, v in row.items() if c not in used and v not in (None, "", [], {})]
+    unused = [c for c, v in row.items() if c not in COLUMNS and v not in (None, "", [], {})]
     facts: dict[str, Any]
     if kind == "text":
         facts = {"text": _text(row["text"], "text")}
@@ -178,10 +165,7 @@ def _conversation(kind: str, row: dict[str, Any]) -> tuple[list[Message], tuple[
 
 
 def _side(value: Any, column: str, role: str) -> list[Message]:
-    """Return the messages of one side of a row of two columns, such as prompt+completion.
-
-    `value` is a string, one message or a list of messages.
-    """
+    """Return the messages of one side of prompt+completion: a string, a message or a list."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     return _messages([value] if isinstance(value, dict) else value, column)
@@ -266,20 +250,18 @@ def _with_finish(messages: list[Message], row: dict[str, Any]) -> list[Message]:
 
     Logs of APIs have the reason of the last answer beside the messages.
     """
+    reasons = [_finish(message) for message in messages]
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
-    result = []
-    for i, message in enumerate(messages):
-        reason = _finish(message)
-        if reason is None and i == last:
-            reason = _finish(row)
-        if message["role"] == "assistant" and reason is not None and reason.lower() in _CUT:
-            message = {**message, "finish_reason": "length"}
-        result.append(message)
-    return result
+    if last is not None:
+        reasons[last] = reasons[last] or _finish(row)
+    return [
+        m | {"finish_reason": "length"} if m["role"] == "assistant" and reason in _CUT else m
+        for m, reason in zip(messages, reasons, strict=True)
+    ]
 
 
-def _finish(table: dict[str, Any]) -> str | None:
-    return next((table[name] for name in _FINISH if isinstance(table.get(name), str)), None)
+def _finish(table: dict[str, Any]) -> str:
+    return next((table[n].lower() for n in _FINISH if isinstance(table.get(n), str)), "")
 
 
 def _tools(value: Any) -> list[Any] | None:
@@ -302,11 +284,7 @@ def _template_kwargs(value: Any) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text; bytes must be UTF-8.
-
-    Raises:
-        BadRow: not UTF-8, not JSON, nested too deeply for Python, or an integer that is too long.
-    """
+    """Return the value of a JSON text; bytes must be UTF-8. What Python cannot read is a BadRow."""
     try:
         return json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
     except UnicodeDecodeError as error:
@@ -326,16 +304,8 @@ def is_text(text: str) -> bool:
 
 def _check_text(value: Any, name: str) -> None:
     """Refuse half of a surrogate pair, in a text or a key of a nested value."""
-    left = [value]
-    while left:
-        item = left.pop()
-        if isinstance(item, str):
-            if not is_text(item):
-                raise BadRow(f"{name} has half of a surrogate pair, which is no character")
-        elif isinstance(item, dict):
-            left += [*map(str, item), *item.values()]
-        elif isinstance(item, (list, tuple)):
-            left += item
+    if not is_text(json.dumps(value, ensure_ascii=False, default=str)):
+        raise BadRow(f"{name} has half of a surrogate pair, which is no character")
 
 
 def _from_json(value: Any, column: str) -> Any:

@@ -1,17 +1,9 @@
 """The record beside a corpus that `regenerate` wrote: which model sampled its answers, and how.
 
-`answers.jsonl` has its record in `answers.jsonl.sampling`, a JSON file. `regenerate` writes it, and
-`generate --on-policy` reads it. The suffix is none of a corpus file, so that a directory of corpora
-may hold such files.
-
-    format       FORMAT
-    settings     everything that decides the answers: the target or the servers' model, temperature,
-                 top_p, top_k, max_new_tokens, seed, turns, chat_template_kwargs, ...
-    sha256       of the corpus file
-    corpus       the sources that the prompts come from, with their hashes
-    counts       rows read, written, failed and skipped; answers, tokens and finish reasons
-    failed       the conversations without an answer: row, id and reason; the first FAILURES
-    versions     of the programs
+`answers.jsonl` has its record in `answers.jsonl.sampling`, a JSON file: everything that decides the
+answers (`settings`), the hashes of the corpus file and of the sources of its prompts, counts, and
+the conversations without an answer. `regenerate` writes it, and `generate --on-policy` reads it.
+The suffix is none of a corpus file, so that a directory of corpora may hold such files.
 """
 
 from pathlib import Path

@@ -12,7 +12,6 @@ set, so such files are left out, with a warning that names each of them.
 import gzip
 import hashlib
 import logging
-import os
 import re
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -77,7 +76,7 @@ class Source:
 
 
 def expected_rows(sources: Sequence[Source], limit: int | None = None) -> int | None:
-    """Return about how many rows the sources have, at most `limit`; None where it is not known.
+    """Return about how many rows the sources have, at most `limit`; None: not known.
 
     Only progress bars use it.
     """
@@ -153,29 +152,24 @@ def _file_source(name: str, path: Path, root: Path, limit: int) -> Source:
         )
     if kind == "jsonl" and _suffix(path) == ".json" and first_character(path) == b"[":
         kind = "json"
-    name = representable(name)
-    source = Source(
-        name=representable(path.relative_to(root).as_posix()),
-        path=name,
-        kind=kind,
-        rows=lambda columns: _arrow_rows(name, _parquet(path, columns), limit),
-        digest=lambda: sha256_file(path),
-        licence=_licence(path.parent) or _licence(root),
-    )
+    facts: dict[str, Any] = {
+        "name": path.relative_to(root).as_posix(),
+        "path": name,
+        "kind": kind,
+        "digest": lambda: sha256_file(path),
+        "licence": _licence(path.parent) or _licence(root),
+    }
     if kind == "parquet":
-        return replace(
-            source,
+        return Source(
+            rows=lambda columns: _arrow_rows(name, _parquet(path, columns), limit),
+            columns=lambda: pq.read_schema(path).names,
             arrow=True,
-            columns=lambda: pq.read_schema(pa.OSFile(os.fsencode(path))).names,
             count=lambda: pq.read_metadata(path).num_rows,
+            **facts,
         )
-    source = replace(source, rows=lambda _: _READERS[kind](name, path, limit))
-    return replace(source, count=lambda: _count_lines(path)) if kind == "jsonl" else source
-
-
-def representable(name: str) -> str:
-    """Return a file name as UTF-8 can hold it; bytes that are not UTF-8 become `\\xe9`."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
+    if kind == "jsonl":
+        facts["count"] = lambda: _count_lines(path)
+    return Source(rows=lambda _: _READERS[kind](name, path, limit), **facts)
 
 
 def _count_lines(path: Path) -> int:
@@ -210,15 +204,17 @@ def _directory(path: Path, split: str, limit: int) -> list[Source]:
             continue
         words = set(re.split(r"[^a-z]+", inside.as_posix().lower())) & _SPLITS
         if words and not any(word.startswith(split) or split.startswith(word) for word in words):
-            logger.warning(
-                "%s: left out: by its name it belongs to split '%s', not '%s'",
-                *(representable(str(file)), min(words), split),
-            )
+            reason = "left out: by its name it belongs to split"
+            logger.warning("%s: %s '%s', not '%s'", file, reason, min(words), split)
             continue
         sources.append(_file_source(str(file), file, path, limit))
     if not sources:
         raise CorpusError(f"corpus {path}: no file of split '{split}' ({', '.join(SUFFIXES)})")
     return sources
+
+
+# -- the Hub, and datasets of the `datasets` library -----------------------------------------------
+# The libraries raise a different class for each cause.
 
 
 def _hub_file(name: str, hub: str, file: str, split: str, limit: int) -> Source:
@@ -227,7 +223,7 @@ def _hub_file(name: str, hub: str, file: str, split: str, limit: int) -> Source:
         raise CorpusError(f"corpus {name}: a file has no splits; leave out @{split}")
     try:
         path = Path(hf_hub_download(hub, file, repo_type="dataset"))
-    except Exception as error:  # the library raises a different class for each cause
+    except Exception as error:
         raise CorpusError(
             f"corpus {name}: no such file or directory, and loading {file} of the HF dataset {hub} "
             f"failed: {error}"
@@ -235,31 +231,28 @@ def _hub_file(name: str, hub: str, file: str, split: str, limit: int) -> Source:
     return replace(_file_source(name, path, path.parent, limit), name=name)
 
 
-# -- datasets of the `datasets` library ------------------------------------------------------------
-
-
 def _saved_dataset(name: str, path: Path, split: str, limit: int) -> Source:
     """Return the source of a directory that `datasets`' `save_to_disk` wrote."""
-    shown = representable(name)
     last = path.name if path.name not in ("", "..") else path.resolve().name
     try:
         dataset = datasets.load_from_disk(str(path))
-    except Exception as error:  # the library raises a different class for each cause
+    except Exception as error:
         raise CorpusError(
-            f"corpus {shown}: datasets cannot open it: {type(error).__name__}: {error}"
+            f"corpus {name}: datasets cannot open it: {type(error).__name__}: {error}"
         ) from error
     if isinstance(dataset, datasets.DatasetDict):
         if split not in dataset:
             raise CorpusError(
-                f"corpus {shown}: no split '{split}'; write {path}@SPLIT with one of: "
+                f"corpus {name}: no split '{split}'; write {path}@SPLIT with one of: "
                 f"{', '.join(dataset)}"
             )
         dataset, last = dataset[split], f"{last}@{split}"
+
     return _dataset_source(
         dataset,
         limit,
-        name=representable(last),
-        path=shown,
+        name=last,
+        path=name,
         kind="hf dataset directory",
         digest=lambda: _hash_of([Path(file["filename"]) for file in dataset.cache_files]),
         licence=dataset.info.license or _licence(path),
@@ -268,36 +261,30 @@ def _saved_dataset(name: str, path: Path, split: str, limit: int) -> Source:
 
 def _hash_of(files: Sequence[Path]) -> str:
     """Return one hash over the names and contents of the Arrow files of a dataset."""
-    state = hashlib.sha256()
-    for file in files:
-        state.update(f"{file.name}\0{sha256_file(file)}\n".encode())
-    return state.hexdigest()
+    text = "".join(f"{file.name}\0{sha256_file(file)}\n" for file in files)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _hub_dataset(name: str, hub: str, config: str | None, split: str, limit: int) -> Source:
     """Return the source of a dataset that `datasets` downloads and caches."""
     try:
         dataset = datasets.load_dataset(hub, config, split=split)
-    except Exception as error:  # the library raises a different class for each cause
+    except Exception as error:
         raise CorpusError(
             f"corpus {name}: no such file or directory, and loading it as an HF dataset failed: "
             f"{error}\nwrite a Hub name as NAME, NAME:CONFIG, NAME@SPLIT or NAME:CONFIG@SPLIT"
         ) from error
-    return _dataset_source(
-        dataset,
-        limit,
-        name=name,
-        path=name,
-        kind="hf dataset",
-        digest=lambda: str(dataset._fingerprint),
-        licence=dataset.info.license or None,
-    )
+    facts = {"digest": lambda: str(dataset._fingerprint), "licence": dataset.info.license or None}
+    return _dataset_source(dataset, limit, name=name, path=name, kind="hf dataset", **facts)
 
 
 def _dataset_source(dataset: datasets.Dataset, limit: int, **facts: Any) -> Source:
-    """Return the source of a dataset that the library has opened."""
+    def batches(columns: Collection[str]) -> Iterator[pa.Table]:
+        narrow = dataset.select_columns(_present(dataset.column_names, columns))
+        yield from narrow.with_format("arrow").iter(_ROWS_PER_BATCH)
+
     return Source(
-        rows=lambda columns: _arrow_rows(facts["path"], _dataset(dataset, columns), limit),
+        rows=lambda columns: _arrow_rows(facts["path"], batches(columns), limit),
         columns=lambda: dataset.column_names,
         arrow=True,
         count=lambda: dataset.num_rows,
@@ -327,18 +314,13 @@ def _arrow_rows(
 
 def _parquet(path: Path, columns: Collection[str]) -> Iterator[pa.RecordBatch]:
     """Yield those of `columns` that a file has, with one row group in memory."""
-    with pa.OSFile(os.fsencode(path)) as raw, pq.ParquetFile(raw) as file:
+    with pq.ParquetFile(path) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         average = max((g.total_byte_size // max(1, g.num_rows) for g in groups), default=0)
         yield from file.iter_batches(
             batch_size=max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES // max(1, average))),
             columns=_present(file.schema_arrow.names, columns),
         )
-
-
-def _dataset(dataset: datasets.Dataset, columns: Collection[str]) -> Iterator[pa.Table]:
-    narrow = dataset.select_columns(_present(dataset.column_names, columns))
-    yield from narrow.with_format("arrow").iter(_ROWS_PER_BATCH)
 
 
 def _present(names: Sequence[str], columns: Collection[str]) -> list[str]:
@@ -348,19 +330,18 @@ def _present(names: Sequence[str], columns: Collection[str]) -> list[str]:
 
 def _rows(batch: pa.RecordBatch | pa.Table, limit: int) -> Iterator[Any]:
     """Yield the rows of a batch as dicts, with a BadRow for each that cannot be one."""
+    rows: list[Any] = []
     try:
         batch.validate(full=True)
-        rows = batch.to_pylist() if batch.nbytes <= limit else None
-    except (pa.ArrowException, ValueError, TypeError, OverflowError):
-        rows = None  # row by row, to find out which
-    yield from rows if rows is not None else _one_by_one(batch, limit)
-
-
-def _one_by_one(batch: pa.RecordBatch | pa.Table, limit: int) -> Iterator[Any]:
+        if batch.nbytes <= limit:
+            rows = batch.to_pylist()
+        elif batch.num_rows == 1:
+            rows = [too_long(batch.nbytes, limit)]
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        if batch.num_rows == 1:
+            rows = [BadRow(f"Arrow cannot convert it: {type(error).__name__}: {error}")]
+    if rows:
+        yield from rows
+        return
     for number in range(batch.num_rows):
-        one = batch.slice(number, 1)
-        try:
-            one.validate(full=True)
-            yield too_long(one.nbytes, limit) if one.nbytes > limit else one.to_pylist()[0]
-        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-            yield BadRow(f"Arrow cannot convert it: {type(error).__name__}: {error}")
+        yield from _rows(batch.slice(number, 1), limit)

@@ -40,11 +40,11 @@ _DATES = ("date", "today", "time")  # parts of the names of kwargs that fix a da
 
 
 def names_read(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
-    """Return the names that the tokenizer's chat templates look up; None if that is not known.
+    """Return the names that any of the tokenizer's chat templates looks up; None: not known.
 
-    With several named templates, return the names of all of them. The names are not known if a
-    template has a syntax error, or if the tokenizer renders in Python code of its own. A template
-    that prints the date (`strftime_now`) reads `date_string` at least through `fixed_date`.
+    They are not known if a template has a syntax error, or if the tokenizer renders in Python code
+    of its own. A template that prints the date (`strftime_now`) reads `date_string` at least
+    through `fixed_date`.
     """
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
         return None
@@ -61,10 +61,7 @@ def names_read(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
 
 
 def refused_kwargs(kwargs: Iterable[str], read: frozenset[str] | None) -> str | None:
-    """Return why template kwargs cannot be used, or None if they can.
-
-    `kwargs` are their names, `read` the result of `names_read`.
-    """
+    """Return why template kwargs of these names cannot be used, or None; `read`: `names_read`."""
     given = set(kwargs)
     if reserved := sorted(RESERVED & given):
         return f"{', '.join(reserved)} cannot be set here"
@@ -96,15 +93,9 @@ def fixed_date(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) ->
 
 
 @contextlib.contextmanager
-def _on_date(
-    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] | None, fixed: date | None
-) -> Iterator[None]:
-    """Let the template render as on a date; None: today."""
-    if fixed is None:
-        yield
-        return
-    text = tokenizer.get_chat_template(None, list(tools) if tools else None)
-    names = _compile_jinja_template(text).globals
+def _on_date(template: str, fixed: date) -> Iterator[None]:
+    """Let a template render as on a date."""
+    names = _compile_jinja_template(template).globals
     clock = names[_CLOCK]
     names[_CLOCK] = fixed.strftime
     try:
@@ -119,15 +110,9 @@ _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class Template:
-    """The chat template of a tokenizer, with the kwargs of a run.
+    """The chat template of a tokenizer, with the kwargs of a run; those of a record override them.
 
-    Args:
-        tokenizer: the tokenizer of the target.
-        kwargs: passed to the template; those of a record override them.
-
-    Attributes:
-        names: the names that the template reads, None if not known.
-        tokens: tokenises rendered texts.
+    `names` are those that the template reads (None: not known), `tokens` tokenises rendered texts.
 
     Raises:
         ConfigError: a kwarg that cannot be set, or that the template does not read.
@@ -162,8 +147,8 @@ class Template:
     def kwargs_of(self, record: Record) -> dict[str, Any]:
         """Return the kwargs that render a record: those of the run, overridden by its own.
 
-        Some corpora have every kwarg of their own template in each row, most of them empty. An
-        empty one (null, "", [] or {}) that this template does not read is left out.
+        Some corpora have every kwarg of their own template in each row. An empty one that this
+        template does not read is left out.
         """
         return self.kwargs | {
             name: value
@@ -182,24 +167,15 @@ class Template:
         kwargs: Mapping[str, Any],
         **options: Any,
     ) -> Any:
-        """Return what `apply_chat_template` returns.
-
-        Raises:
-            TemplateError: the template raised an exception.
-        """
-        try:
-            with _on_date(self.tokenizer, tools, fixed_date(self.tokenizer, kwargs)):
-                return self.tokenizer.apply_chat_template(
-                    list(messages), tools=list(tools) if tools else None, **kwargs, **options
-                )
-        except MemoryError:  # says nothing about the template
-            raise
-        except Exception as error:  # templates are programs: they can raise anything
-            raise TemplateError(f"{type(error).__name__}: {error}") from error
-
-
-class TemplateError(Exception):
-    """What a template raised, in words."""
+        """Return what `apply_chat_template` returns; a template can raise any exception."""
+        given = list(tools) if tools else None
+        with contextlib.ExitStack() as stack:
+            if (fixed := fixed_date(self.tokenizer, kwargs)) is not None:
+                text = self.tokenizer.get_chat_template(None, given)
+                stack.enter_context(_on_date(text, fixed))
+            return self.tokenizer.apply_chat_template(
+                list(messages), tools=given, **kwargs, **options
+            )
 
 
 # -- conversations ---------------------------------------------------------------------------------
@@ -249,8 +225,10 @@ class Chat:
     def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
         try:
             return self._template.apply(messages, self.record.tools, self._kwargs, **options)
-        except TemplateError as error:
-            message = f"the chat template fails: {error}"
+        except MemoryError:  # says nothing about the template
+            raise
+        except Exception as error:
+            message = f"the chat template fails: {type(error).__name__}: {error}"
             raise render_error(self.record, "template-error", message) from error
 
     def prompt(self, k: int) -> list[int]:
@@ -307,8 +285,7 @@ class Chat:
     def spliced(self, k: int) -> list[int]:
         """Return prompt_k, then the tokens of the rest of the text of through_k, tokenised alone.
 
-        Return [] if the text of through_k does not begin with that of prompt_k, or if the joined
-        tokens decode to another text.
+        Return [] if that text does not begin with the prompt, or the tokens decode to another one.
         """
         prompt, through = self._text(k, True), self._text(k + 1)
         if not through.startswith(prompt) or through == prompt:
@@ -319,10 +296,7 @@ class Chat:
         return ids if same else []
 
     def left_out(self, answers: Sequence[int]) -> Counter[str]:
-        """Count what is in none of the documents, by kind.
-
-        `answers` are the last messages of the documents, ascending.
-        """
+        """Count what is in none of the documents, by kind; they end with `answers`, ascending."""
         ends = [k + 1 for k in answers]
         counts = left_out(self.messages[: ends[-1]], ends, self._text_of)
         names = self._template.names
@@ -382,16 +356,12 @@ _PROBE = "Qzv7probe"  # an answer that no template contains
 
 
 class EndTokens:
-    """The end-of-turn tokens of a target: those that stop generation, and those of its template.
-
-    Args:
-        template: the chat template, with its tokenizer.
-        generation: the ids that end generation (`generation_config.eos_token_id`), in their order.
+    """The end-of-turn tokens of a target.
 
     Attributes:
-        generation: see above.
+        generation: the ids that end generation (`generation_config.eos_token_id`), in their order.
         stops: the ids at which serving stops: `generation` and the tokenizer's eos.
-        all: `stops`, known end-of-turn tokens, and the one that this template writes. A template
+        all: `stops`, usual end-of-turn tokens, and the one that this template writes. A template
             may write them inside a turn too (gpt-oss ends each channel with <|end|>).
     """
 

@@ -13,28 +13,18 @@ first. Up to the end of a cut token of the whole, a text that is the beginning o
 same candidates, less those that end beyond it. A text that differs from the whole after some
 character has the same candidates up to there, less the length of the longest added token.
 
-This holds for tokenizers of the `tokenizers` library whose parts treat each piece alone. Their
-kinds are listed here, the result is compared with plain tokenisation on probes when `Tokens` is
+This holds for tokenizers of the `tokenizers` library whose parts treat each piece alone, as all
+parts of the library do. The result is compared with plain tokenisation on probes when `Tokens` is
 made, and any other tokenizer tokenises every text by itself.
 """
 
 import bisect
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-_NORMALIZERS = {
-    *("Sequence", "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt"),
-    *("Precompiled", "Prepend", "Replace", "Strip", "StripAccents"),
-}
-_PRE_TOKENIZERS = {
-    *("Sequence", "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Delimiter", "Digits"),
-    *("FixedLength", "Metaspace", "Punctuation", "Split", "UnicodeScripts", "Whitespace"),
-    "WhitespaceSplit",
-}
 _PROBED = 32  # cut tokens; some tokenizers have thousands
 _PROBES = (("a b", "c d\n"), (" x ", "  y z "), ("Ü\n\n", "\n1,2"), ("", "w"), ("q", ""))
 
@@ -72,9 +62,8 @@ class TokenisedText:
 class Tokens:
     """Token ids of rendered texts, without the tokens that a tokenizer adds.
 
-    Attributes:
-        direct: texts can be tokenised here; if False, only `apply_chat_template` knows their ids.
-        cut_tokens: the cut tokens by id; empty if every text is tokenised by itself.
+    `direct`: texts can be tokenised here, else only `apply_chat_template` knows their ids.
+    `cut_tokens` by id are empty if every text is tokenised by itself.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -147,22 +136,13 @@ def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def _treats_pieces_alone(backend: Any) -> bool:
     """Return whether the tokens of a piece between two cut tokens depend on this piece only."""
-    if backend.encode_special_tokens or getattr(backend.model, "dropout", None):
-        return False
-    return _kinds(backend.normalizer, "normalizers") <= _NORMALIZERS and (
-        _kinds(backend.pre_tokenizer, "pretokenizers") <= _PRE_TOKENIZERS
-    )
-
-
-def _kinds(part: Any, inner: str) -> set[str]:
-    """Return the kinds of a normaliser or pre-tokeniser and of those in it; empty for None."""
     try:
-        tables = [] if part is None else [json.loads(part.__getstate__())]
-    except Exception:  # written in Python: it cannot be stored
-        return {"unknown"}
-    for table in tables:  # it grows
-        tables += table.get(inner, [])
-    return {str(table.get("type")) for table in tables}
+        for part in (backend.normalizer, backend.pre_tokenizer):
+            if part is not None:
+                part.__getstate__()
+    except Exception:  # one written in Python cannot be stored; it may do anything
+        return False
+    return not (backend.encode_special_tokens or getattr(backend.model, "dropout", None))
 
 
 def common(a: Sequence[Any], b: Sequence[Any]) -> int:

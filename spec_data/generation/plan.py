@@ -116,7 +116,7 @@ def truncate(document: Document, max_length: int) -> TruncatedDocument:
         tail += len(mask) - length
     ids = np.asarray(document.input_ids[:length], np.int32).tobytes()
     mask_bytes = mask[:length].tobytes()
-    turns = ((t.role, t.start, min(t.end, length)) for t in document.turns if t.start < length)
+    turns = ((role, a, min(b, length)) for role, a, b in document.turns if a < length)
     digest = hashlib.sha256(ids + mask_bytes).digest()[:16]
     return TruncatedDocument(
         document.source, None, cut, tail, digest, ids, mask_bytes, tuple(turns)

@@ -1,7 +1,6 @@
 """Rows and files that once ended a run: each is one counted bad row, in bounded memory."""
 
 import json
-import os
 import re
 import tracemalloc
 
@@ -65,22 +64,6 @@ def test_what_no_check_foresees_is_a_bad_row_and_named_with_its_type(tmp_path):
     records, (report,) = read(path, parse=parse)
     assert len(records) == 20
     assert report.bad_examples == ["a.jsonl:21: ZeroDivisionError: by a row"]
-
-
-# --- names ---
-
-
-def test_file_names_that_are_not_utf8_have_a_name_that_a_dataset_can_hold(tmp_path, caplog):
-    def odd(name: bytes) -> str:
-        return os.fsdecode(os.fsencode(tmp_path) + b"/" + name)
-
-    write_jsonl(odd(b"caf\xe9.jsonl"), [*rows(30), "{cut"])
-    write_jsonl(odd(b"caf\xe9-test.jsonl"), rows(1))
-    for name in (tmp_path, odd(b"caf\xe9.jsonl")):
-        records, (report,) = read(name)
-        assert len(records) == 30 and report.source == r"caf\xe9.jsonl"
-        assert report.bad_examples[0].startswith(r"caf\xe9.jsonl:31: not valid JSON")
-        "".join([records[0].source, records[0].where, str(report), caplog.text]).encode()
 
 
 # --- long rows ---

@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import os
 
 import datasets
 import pandas
@@ -84,14 +83,14 @@ def test_a_large_element_is_a_bad_row_and_a_large_list_is_refused(tmp_path, monk
 
 
 def test_parquet_is_read_in_order_and_projected(tmp_path):
-    path = tmp_path / os.fsdecode(b"\xe9.parquet")  # a name that is not UTF-8
+    path = tmp_path / "a.parquet"
     table = [{"messages": pair(i), "blob": b"unused"} for i in range(600)]
     table[9]["messages"] = [dict(m, name="x") for m in pair(9)]
     with path.open("wb") as file:
         pq.write_table(pa.Table.from_pylist(table), file, row_group_size=100)
     records, (report,) = read(path)
     assert [r.messages for r in records] == [row["messages"] for row in table]
-    assert records[599].where == f"{tmp_path}/\\xe9.parquet row 599"
+    assert records[599].where == f"{path} row 599"
     assert (report.kind, report.rows, report.sha256) == ("parquet", 600, sha(path))
     path.write_bytes(b"not parquet")
     with pytest.raises(CorpusError, match="its rows cannot be read"):
@@ -143,20 +142,10 @@ def test_csv_rows_are_those_of_pandas_and_bad_ones_are_counted(tmp_path):
     assert (report.kind, report.format) == ("csv", "question+answer")
     assert (report.rows, report.bad, report.unused_columns) == (6, 3, ["id"])
     reasons = [example.partition(": ")[2] for example in report.bad_examples]
-    assert [r[:11] for r in reasons] == ["2 cells und", "not UTF-8", "field large"]
+    assert [r[:11] for r in reasons] == ["2 cells und", "messages ha", "field large"]
     table = pandas.read_csv(io.BytesIO(CSV[: CSV.index(b"short")]), dtype=str)
     pandas_rows = table.where(table.notna(), None).to_dict("records")
     assert [[r["question"], r["answer"]] for r in pandas_rows] == [f[-2:] for f in found[:2]]
-
-
-def test_a_csv_file_without_a_header_is_refused_in_words(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_bytes(b"\xff\n")
-    with pytest.raises(CorpusError, match=r"a\.csv:1: not a CSV header"):
-        read(path)
-    path.write_bytes(b"")
-    with pytest.raises(CorpusError, match="no usable row"):
-        read(path)
 
 
 def test_a_directory_is_read_sorted_and_without_other_splits(tmp_path, caplog):

@@ -120,14 +120,14 @@ def test_no_family_leaves_anything_out_of_a_plain_chat():
 def test_columns_that_no_format_uses_are_named_once_per_source(tmp_path, caplog):
     rows = [{"messages": list(TWO), "system_prompt": "s", "id": i, "empty": ""} for i in range(3)]
     rows.append({"messages": [system("own"), *TWO], "system": "other"})
-    rows.append({"text": "t", "tools": [1]})
+    rows.append({"text": "t"})
     name = write_jsonl(tmp_path / "a.jsonl", rows)
     with caplog.at_level(logging.INFO):
         reader = CorpusReader([name])
         assert len(list(reader)) == 5
     (line,) = [r.getMessage() for r in caplog.records if "not used" in r.getMessage()]
-    assert line == f"{name}: columns that are not used: system_prompt, id, system, tools"
-    assert reader.reports[0].unused_columns == ["system_prompt", "id", "system", "tools"]
+    assert line == f"{name}: columns that are not used: system_prompt, id, system"
+    assert reader.reports[0].unused_columns == ["system_prompt", "id", "system"]
     table = pa.table({"text": ["a", "b"], "system_prompt": ["s", None], "id": [1, 2]})
     pq.write_table(table, tmp_path / "a.parquet")
     reader = CorpusReader([str(tmp_path / "a.parquet")])

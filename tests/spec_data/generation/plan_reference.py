@@ -90,7 +90,7 @@ def _add(found: Reference, document: Document, max_length: int) -> None:
     found.seen.add(doc_id)
     found.ids.append(document.input_ids)
     found.masks.append(document.loss_mask)
-    found.turns.append([(t.role, t.start, t.end) for t in document.turns])
+    found.turns.append(list(document.turns))
     found.doc_ids.append(doc_id)
     found.sources.append(document.source)
 
@@ -109,5 +109,5 @@ def _cut(document: Document, length: int) -> Document:
         document,
         input_ids=document.input_ids[:length],
         loss_mask=document.loss_mask[:length],
-        turns=tuple(replace(t, end=min(t.end, length)) for t in document.turns if t.start < length),
+        turns=tuple(t._replace(end=min(t.end, length)) for t in document.turns if t.start < length),
     )

@@ -171,6 +171,9 @@ def test_a_template_that_never_ends_and_a_storage_that_does_not_answer(monkeypat
     rows = (RawRow(0, "", f"row {i}", i) for i in range(100))
     with pytest.raises(CorpusError, match=r"row 10 to row 14: not rendered in 0\.3 s"):
         list(pool.in_order(rows, never, 2))
+    rows = (RawRow(0, "", f"row {i}", i + 10) for i in range(100))
+    with pytest.raises(CorpusError, match=r"row 0 to row 4: not rendered in 0\.3 s"):
+        list(pool.in_order(rows, never, 1))  # among the rows that no process renders
     with pytest.raises(TimeoutError, match="does not answer"):
         list(pool.in_order(broken_off(8), never, 2))
     assert not set(psutil.Process().children()) - before
