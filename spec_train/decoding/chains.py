@@ -47,14 +47,11 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def begin(self) -> None:
-        """Leave what was done since the last call out of the parts."""
-        self._last = self._now()
-
-    def add(self, part: str) -> None:
-        """Count the time since the last call to a part."""
+    def add(self, part: str = "") -> None:
+        """Count the time since the last call to a part; "": to none."""
         now = self._now()
-        self._seconds[part] += now - self._last
+        if part:
+            self._seconds[part] += now - self._last
         self._last = now
 
     def parts(self) -> dict[str, Any]:
@@ -74,11 +71,6 @@ def decoder_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def num_target_layers(model: Any) -> int:
-    """Return the number of decoder blocks of an HF model."""
-    return int(decoder_config(model).num_hidden_layers)
-
-
 def check_target(model: Any, layers: Iterable[int]) -> None:
     """Refuse a target whose cache cannot be rolled back, and layers that HF does not return.
 
@@ -93,7 +85,7 @@ def check_target(model: Any, layers: Iterable[int]) -> None:
             f"{type(model).__name__} has layers with {strange}: rejected drafts cannot be removed "
             "from its cache. Evaluate on the dataset instead (--data)"
         )
-    last = num_target_layers(model) - 1
+    last = decoder_config(model).num_hidden_layers - 1
     for layer in layers:
         if layer == last:
             raise DraftError(
@@ -113,11 +105,11 @@ class TargetSession:
     def __init__(self, model: Any, columns: Sequence[str] = ()) -> None:
         """Start empty. With `columns` (dataset names), `forward` also returns their states."""
         self._model = model
-        blocks = num_target_layers(model)
+        self._blocks = blocks = decoder_config(model).num_hidden_layers
         # HF's states[k] is the input of block k, so the output of block k is states[k + 1]; the
         # last entry is the input of the head
-        place = {layer_column(k): k + 1 for k in range(-1, blocks - 1)} | {FINAL: blocks}
-        self._places = [place[name] for name in columns]
+        entry = {layer_column(k): k + 1 for k in range(-1, blocks - 1)} | {FINAL: blocks}
+        self._entries = [entry[name] for name in columns]
         self._unproven = FINAL in columns  # that the last state enters the head, until a forward
         # a prompt's logits are [n, V]; where the model can, it computes only the last position
         accepted = inspect.signature(model.forward).parameters
@@ -152,18 +144,17 @@ class TargetSession:
                 input_ids=ids,
                 past_key_values=self._cache,
                 use_cache=True,
-                output_hidden_states=bool(self._places),
+                output_hidden_states=bool(self._entries),
                 **(self._last_only if last_only else {}),
                 **layout,
             )
-        if not self._places:
+        if not self._entries:
             return output.logits[0], None
         states, name = output.hidden_states, type(self._model).__name__
-        if len(states) != num_target_layers(self._model) + 1:
+        if len(states) != self._blocks + 1:
             raise TargetError(
-                f"{name} returns {len(states)} hidden states for "
-                f"{num_target_layers(self._model)} decoder blocks, so its layers cannot be "
-                "identified; evaluate on the dataset instead (--data)"
+                f"{name} returns {len(states)} hidden states for {self._blocks} decoder blocks, so "
+                "its layers cannot be identified; evaluate on the dataset instead (--data)"
             )
         for entered in read_by_head:  # [1, k, H] of the last k tokens
             if not torch.equal(entered, states[-1][:, -entered.shape[1] :]):
@@ -173,13 +164,12 @@ class TargetSession:
                     "(--data)"
                 )
         self._unproven = False
-        return output.logits[0], torch.cat([states[k] for k in self._places], dim=-1)
+        return output.logits[0], torch.cat([states[k] for k in self._entries], dim=-1)
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> Any:
         """Where the target runs."""
-        device: torch.device = self._model.device
-        return device
+        return self._model.device
 
     def rollback(self, count: int) -> None:
         """Remove the last `count` tokens from the cache."""
@@ -274,8 +264,8 @@ def decode_speculative(
 
     def verify(last: int, proposal: tuple[Tensor, list[Any]]) -> Verified:
         drafted, q = proposal
-        known = torch.tensor([last], device=model.device)
-        logits, states = session.forward(torch.cat([known, drafted]))
+        first = torch.tensor([last], device=model.device)
+        logits, states = session.forward(torch.cat([first, drafted]))
         tokens, accepted, chosen = sampler.verify(drafted, q, logits)
         session.rollback(len(drafted) - accepted)
         return Verified(
@@ -317,7 +307,7 @@ def decode_steps(
     steps: list[VerificationStep] = []
     times.add("prefill")
     while tokens[-1] not in request.stop and len(tokens) < request.limit:
-        times.begin()
+        times.add()
         proposal = draft(unread, states, min(depth, request.limit - len(tokens) - 1))
         times.add("draft")
         verified = verify(tokens[-1], proposal)
@@ -355,7 +345,6 @@ class Difference:
     plain: int
     speculative: int
     gap: float  # logit of `plain` minus logit of `speculative`, decoding token by token
-    noise: float  # largest difference of any logit between two plain forwards of other shapes
     tolerance: float  # largest gap that counts as a tie
 
     @property
@@ -381,9 +370,7 @@ def examine_difference(
     if index is None:  # one is a prefix of the other: rounding cannot explain that
         index = min(len(plain), len(speculative))
         a, b = ((*t[index : index + 1], -1)[0] for t in (plain, speculative))
-        return Difference(
-            index=index, plain=a, speculative=b, gap=math.inf, noise=0.0, tolerance=0.0
-        )
+        return Difference(index=index, plain=a, speculative=b, gap=math.inf, tolerance=0.0)
     session = TargetSession(model)
     logits, _ = session.forward(prompt, last_only=True)
     for token in plain[:index]:
@@ -397,6 +384,5 @@ def examine_difference(
         plain=plain[index],
         speculative=speculative[index],
         gap=float(stepwise[plain[index]] - stepwise[speculative[index]]),
-        noise=noise,
         tolerance=min(4 * noise + 2 * rounding, 64 * rounding),
     )

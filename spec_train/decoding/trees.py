@@ -6,6 +6,7 @@ a verification the target's cache keeps only the positions of the accepted path.
 Shapes: n nodes of a tree, V target vocabulary, A captured layers times the target's hidden size.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,12 +40,9 @@ from spec_train.losses.sampling import Sampler
 # or a sample of its distribution). The path continues at the child with exactly this token; if
 # there is none, the token ends the step. So the output is the target's own for every tree: greedy
 # equals plain greedy decoding, and sampling consumes one random number per token like plain
-# sampling. A child x is accepted with probability p(x). The multi-round rejection sampling of
-# EAGLE-2 results in the same: its candidates are selected, not sampled, so each one is tried as a
-# draft distribution with probability 1 for it: accept with p(x); otherwise remove x from p,
-# normalise, try the next. (Sampling children from the draft and keeping the likeliest would be
-# different: which children are kept then depends on the sample, and the acceptance rule for sampled
-# candidates does not hold.)
+# sampling. The multi-round rejection sampling of EAGLE-2 results in the same: its candidates are
+# selected, not sampled, so each is a draft distribution with probability 1: accept x with p(x);
+# otherwise remove x from p, normalise, try the next.
 #
 # Shapes: n nodes, m expanded nodes, k children of each, V / Vd target / draft vocabulary, H hidden
 # size of the draft, T entries of the draft's cache.
@@ -334,7 +332,7 @@ class TreeMasks:
             return False  # the model does not accept a mask of this form
         alone = []
         for path in tree.ancestry().tolist():
-            tokens = [t for t, on in zip([root, *tree.tokens], path, strict=True) if on]
+            tokens = list(itertools.compress([root, *tree.tokens], path))
             alone.append(run([*prompt, *tokens], DynamicCache())[-1])
         expected = torch.stack(alone)
         scale = expected.std(-1, keepdim=True).expand_as(expected).norm()
@@ -365,17 +363,17 @@ class TreeSession(TargetSession):
         tokens = [root, *tree.tokens]
         return self.forward(tokens, **self._masks.layout(tree, self._before))
 
-    def keep(self, kept: Sequence[int]) -> None:
-        """Keep only the entries `kept` of the last verification, ascending (0: the root).
+    def keep(self, entries: Sequence[int]) -> None:
+        """Keep only these entries of the last verification, ascending (0: the root).
 
         DynamicCache can only drop its last positions, so the layers' tensors are replaced.
         """
         for layer in self._cache.layers:
             if layer.is_initialized:  # in some models several layers share one cache
-                places = torch.tensor(kept, device=layer.keys.device) + self._before  # [k]
+                accepted = torch.tensor(entries, device=layer.keys.device) + self._before  # [k]
                 for name in ("keys", "values"):
                     cached = getattr(layer, name)  # [1, heads, T, head_dim]
-                    first, last = cached[..., : self._before, :], cached.index_select(-2, places)
+                    first, last = cached[..., : self._before, :], cached.index_select(-2, accepted)
                     setattr(layer, name, torch.cat([first, last], dim=-2))
 
 

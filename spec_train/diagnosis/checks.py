@@ -155,8 +155,6 @@ class Diagnosis(Result):
     tried: tuple[Tried, ...] = ()
     documents: int = 0
     """Documents that the conventions were tried on."""
-    which_documents: str = ""
-    """Which these are, if other ones were to be expected: such as those that it was trained on."""
     acceptance_length: float | None = None
     """Of the draft as its files declare it, over all supervised slots; None: not measured."""
     next_command: Sequence[str] = ()
@@ -179,20 +177,15 @@ class Diagnosis(Result):
         """Return plain values of everything."""
         facts = asdict(self)
         del facts["next_command"]
-        checks = [{**asdict(check), "fix": check.fix} for check in self.checks]
-        return facts | {"checks": checks, "findings": [check.name for check in self.findings]}
+        facts["checks"] = [asdict(check) | {"fix": check.fix} for check in self.checks]
+        return facts | {"findings": [check.name for check in self.findings]}
 
     def __str__(self) -> str:
-        head = f"{self.draft}: {self.kind or 'not readable as a draft'}"
+        head, length = f"{self.draft}: {self.kind or 'not readable as a draft'}", ""
+        if self.acceptance_length is not None:
+            length = f"acceptance length {self.acceptance_length:.2f} over all slots, "
         if self.documents:
-            which = f" ({self.which_documents})" if self.which_documents else ""
-            length = self.acceptance_length
-            head += (
-                f", tried on {self.documents} documents{which}"
-                if length is None
-                else f", acceptance length {length:.2f} over all slots of {self.documents} "
-                f"documents{which}"
-            )
+            head += f", {length}tried on {self.documents} documents"
         count = len(self.findings)
         last = f"{self.draft}: {count or 'no'} finding{'' if count == 1 else 's'}"
         return "\n".join([head, *self._lines(), last])
@@ -201,7 +194,7 @@ class Diagnosis(Result):
         width = max(map(len, _MARKS.values()))
         indent = " " * (width + 2)
         for check in sorted(self.checks, key=lambda check: [*_MARKS].index(check.state)):
-            yield f"{_MARKS[check.state].ljust(width)}  {check.name}: {check.text}"
+            yield f"{_MARKS[check.state]:{width}}  {check.name}: {check.text}"
             label = "evidence: " if check.state == FINDING else ""
             yield from (f"{indent}{label}{line}" for line in check.evidence)
             if check.fix:

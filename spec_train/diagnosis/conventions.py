@@ -280,14 +280,14 @@ def _vocabulary_map(setting: Setting) -> Iterator[Neighbour]:
 
 def _embedding(setting: Setting) -> Iterator[Neighbour]:
     rows = setting.sample.head.embed_weight
-    yield from _weights(setting, "embed_tokens.weight", rows, "the target's embedding")
+    return _weights(setting, "embed_tokens.weight", rows, "the target's embedding")
 
 
 def _head(setting: Setting) -> Iterator[Neighbour]:
     draft, rows = setting.draft, setting.sample.head.head_weight
     if not draft.full_vocabulary:
         rows = rows[draft.draft_ids.to(rows.device)]
-    yield from _weights(setting, "lm_head.weight", rows, "the target's LM head")
+    return _weights(setting, "lm_head.weight", rows, "the target's LM head")
 
 
 def _weights(setting: Setting, name: str, value: Tensor, text: str) -> Iterator[Neighbour]:
@@ -299,16 +299,13 @@ def _weights(setting: Setting, name: str, value: Tensor, text: str) -> Iterator[
         yield Neighbour(text=text, tensors={name: value})
 
 
-_JOINED = {
-    "eagle": ("fc.weight",),
-    "eagle3": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
-}
-"""Weights of inputs [token ; state] of equal width."""
-
-
 def _input_order(setting: Setting) -> Iterator[Neighbour]:
     draft = setting.draft
-    endings = _JOINED.get("eagle3" if draft.name == "peagle" else draft.name)
+    joined = {  # weights of inputs [token ; state] of equal width
+        "eagle": ("fc.weight",),
+        "eagle3": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
+    }
+    endings = joined.get("eagle3" if draft.name == "peagle" else draft.name)
     if endings is None:
         return
     width = draft.config.hidden_size
@@ -372,17 +369,17 @@ def mask_tokens_to_try(
         return {}
     raw, config = dataset.target_config(), draft.config
     tables: dict[str, Any] = {**text_table(raw), **raw}
-    theirs = head.embed_weight  # [V, H]
-    usual = usual_mask_tokens(dataset.target_dir, tables, theirs, counts)
-    own = draft.embed_tokens.weight.detach()  # [V, H]
-    if config.train_embeddings and own.shape == theirs.shape:
-        moved = (own.float() - theirs.to(own.device).float()).norm(dim=-1)  # [V]
+    targets = head.embed_weight  # [V, H]
+    usual = usual_mask_tokens(dataset.target_dir, tables, targets, counts)
+    rows = draft.embed_tokens.weight.detach()  # [V, H]
+    if config.train_embeddings and rows.shape == targets.shape:
+        moved = (rows.float() - targets.to(rows.device).float()).norm(dim=-1)  # [V]
         moved[counts.to(moved.device) > 0] = 0
         furthest = "of the tokens that no answer contains, the one that training changed most"
         usual = {int(moved.argmax()): furthest} | usual
-    rows, tokens = [own[config.mask_token_id]], {}
+    different, tokens = [rows[config.mask_token_id]], {}
     for token, why in usual.items():
-        if not any(torch.equal(own[token], row) for row in rows):
-            rows.append(own[token])
+        if not any(torch.equal(rows[token], row) for row in different):
+            different.append(rows[token])
             tokens[token] = why
     return tokens

@@ -118,7 +118,6 @@ def examine(
                 trust=trust,
             )
             checks += more
-    sample = None if trials is None else trials.current.setting.sample
     merged = one_per_name(checks)
     findings = {check.name for check in merged if check.state == FINDING}
     next_command: tuple[str, ...] = ("spec-train", "export", "--draft", draft)
@@ -132,8 +131,7 @@ def examine(
         kind=None if loaded is None else loaded.name,
         checks=tuple(merged),
         tried=() if trials is None else tuple(trials.tried),
-        documents=0 if sample is None else sample.documents,
-        which_documents="" if sample is None else sample.which,
+        documents=0 if trials is None else trials.current.setting.sample.documents,
         acceptance_length=None if trials is None else trials.declared,
         next_command=next_command,
     )
@@ -257,15 +255,15 @@ def _target_checks(
     """
     stored = dataset.manifest.identity if dataset is not None else {}
     served = target.identity if target is not None else {}
-    pairs = (
+    pairs = [
         (origin, stored, "the draft was fitted with", "the dataset has"),
         (origin, served, "the draft was fitted with", "the target has"),
         (stored, served, "the dataset was captured with", "the target has"),
-    )
+    ]
+    pairs = [pair for pair in pairs if pair[0] and pair[1]]
     problems: dict[str, list[str]] = {name: [] for name in _TARGET_CHECKS}
     notes: dict[str, list[str]] = {name: [] for name in _TARGET_CHECKS}
-    possible = [pair for pair in pairs if pair[0] and pair[1]]
-    for recorded, given, of_recorded, of_given in possible:
+    for recorded, given, of_recorded, of_given in pairs:
         compared = compare(recorded, given, of_recorded=of_recorded, of_found=of_given)
         for difference in compared.differences:
             lines = notes if difference.name == "dtype" else problems
@@ -278,23 +276,19 @@ def _target_checks(
     if target is not None:
         notes["target"] += [f"not compared: {problem}" for problem in target.problems]
     for name, sound in _TARGET_CHECKS.items():
-        more = dict.fromkeys(notes[name])
-        if possible:
-            sound = _ROUNDED if more and name == "quantised" else sound
-            yield judged(name, problems[name], *more, sound=sound)
-        elif origin:
-            yield undecided(name, "give --target")
+        if pairs:
+            sound = _ROUNDED if notes[name] and name == "quantised" else sound
+            yield judged(name, problems[name], *dict.fromkeys(notes[name]), sound=sound)
         else:
-            missing = "--data" if target is not None else "--target"
-            missing += " and --data" if target is None and dataset is None else ""
-            yield undecided(name, f"give {missing}: the draft does not record its target")
+            more = "" if origin else " and --data, for the draft does not record its target"
+            yield undecided(name, f"give --target{more}")
 
 
 # -- the dataset -----------------------------------------------------------------------------------
 
 
-def _data_checks(dataset: HiddenStatesDataset, place: str, device: str) -> list[Check]:
-    """Verify the dataset at `place`, and judge how its answers agree with the target."""
+def _data_checks(dataset: HiddenStatesDataset, data: str, device: str) -> list[Check]:
+    """Verify the dataset named `data`, and judge how its answers agree with the target."""
     manifest = dataset.manifest
     total = None if manifest.agreement is None else manifest.agreement.total
     if total is None:
@@ -305,15 +299,15 @@ def _data_checks(dataset: HiddenStatesDataset, place: str, device: str) -> list[
         agreement = judged("on-policy", suspicions(manifest), sound=figures_text(total))
     size = manifest.totals.bytes
     if size > _VERIFIED_BYTES:
-        text = f"run `spec-data verify {place}`: {size / 1e9:.0f} GB"
+        text = f"run `spec-data verify {data}`: {size / 1e9:.0f} GB"
         return [undecided("data", text), agreement]
     try:
-        found = verify_dataset(place, running=EngineOptions(device=device))
+        report = verify_dataset(data, running=EngineOptions(device=device))
     except SpecDataError as error:
         return [judged("data", [str(error)]), agreement]
-    warnings = [] if found.failures else [w for w in found.warnings if "first choice" not in w]
+    warnings = [] if report.failures else [w for w in report.warnings if "first choice" not in w]
     sound = f"{len(dataset):,} documents verified"
-    return [judged("data", found.failures[:20], *warnings, sound=sound), agreement]
+    return [judged("data", report.failures[:20], *warnings, sound=sound), agreement]
 
 
 # -- the conventions -------------------------------------------------------------------------------

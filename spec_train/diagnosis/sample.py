@@ -48,26 +48,27 @@ class Reading:
 
 @dataclass(frozen=True)
 class Sample:
-    """Some documents of a dataset, read once."""
+    """Some documents of a dataset, read once.
+
+    Attributes:
+        blocks: decoder blocks of the target; None: not known.
+        columns: of states that can be read.
+        teachers: columns of the batches that a loss reads beside the states; empty: none can be
+            computed.
+    """
 
     batches: tuple[DraftBatch, ...]
     head: TargetHead
     documents: int
     blocks: int | None
-    """Decoder blocks of the target; None: not known."""
     columns: frozenset[str]
-    """Columns of states that can be read."""
     teachers: tuple[str, ...] = ()
-    """Columns of the batches that a loss reads beside the states; empty: none can be computed."""
-    which: str = ""
-    """Which documents these are, where the user might expect others."""
 
     def read(self, batch: DraftBatch, reading: Reading, draft: Draft) -> DraftBatch:
         """Return a batch whose states are those of `reading`, under the names of the draft."""
-        pairs = zip(draft.state_columns, reading.columns, strict=True)
         hidden = {
             name: _moved(batch.hidden[source], batch.document_ids, reading.shift)
-            for name, source in pairs
+            for name, source in zip(draft.state_columns, reading.columns, strict=True)
         }
         taught = {name: batch.hidden[name] for name in self.teachers if name not in hidden}
         return dataclasses.replace(batch, hidden=hidden | taught)
@@ -123,7 +124,7 @@ def read_sample(
     columns = [*_TOKEN_COLUMNS, *dict.fromkeys((*states, *teachers))]
     columns += [LOGSUMEXP] if LOGSUMEXP in needed else []
     opened = open_with_mask(dataset.location, policy, columns)
-    chosen, which = _chosen(opened, run, documents)
+    chosen = _chosen(opened, run, documents)
     if len(chosen) < LEAST_DOCUMENTS:
         raise TooFewDocuments(f"{len(chosen)} can decide nothing")
     weight = draft.embed_tokens.weight
@@ -138,51 +139,40 @@ def read_sample(
         batches=tuple(batches),
         head=TargetHead.from_dataset(dataset, weight.dtype, weight.device),
         documents=len(chosen),
-        which=which,
         blocks=blocks,
         columns=frozenset(batches[0].hidden) - set(TOPK) - {LOGITS},
         teachers=teachers,
     )
 
 
-def _chosen(
-    dataset: HiddenStatesDataset, run: dict[str, Any] | None, wanted: int
-) -> tuple[list[int], str]:
-    """Return at most `wanted` documents, and in words which these are, if that is not expected.
+def _chosen(dataset: HiddenStatesDataset, run: dict[str, Any] | None, wanted: int) -> list[int]:
+    """Return at most `wanted` documents: those that the run held out, on the data that it used.
 
-    They are those that the draft's run held out, on the dataset that it was trained on. If these
-    are too few, others are taken too: a wrong convention shows on them as well.
+    If these are too few, others are taken too: a wrong convention shows on them as well.
     """
-    held_out, split = choose_documents(dataset, "auto", run)
-    if split == "all" or len(held_out) >= wanted:
-        return held_out[:wanted], ""
+    held_out, _ = choose_documents(dataset, "auto", run)
     if len(held_out) >= LEAST_DOCUMENTS:
-        return held_out, f"the run held out no more, {wanted} were asked for"
-    others = sorted(set(choose_documents(dataset, "all", run)[0]) - set(held_out))
-    trained = others[: wanted - len(held_out)]
-    few = f"{len(held_out)} that the run held out, which are too few, and {len(trained)} that it "
-    return sorted(held_out + trained), f"{few}was trained on"
+        return held_out[:wanted]
+    others = set(choose_documents(dataset, "all", run)[0]) - set(held_out)
+    return sorted(held_out + sorted(others)[: wanted - len(held_out)])
 
 
 def _with_target_states(
     batches: Sequence[DraftBatch], target: Path, blocks: int, trust: bool
 ) -> list[DraftBatch]:
     """Add the layers that a dataset does not have, computed by the target in float32."""
-    spans = []
-    for number, batch in enumerate(batches):
-        for document in range(int(batch.document_ids.max()) + 1):
-            spans.append((number, batch.document_ids[0] == document))
-    ids = [batches[number].input_ids[0, span].cpu() for number, span in spans]
-    added: list[dict[str, Tensor]] = [{} for _ in batches]
-    computed = target_states(target, ids, blocks, dtype="float32", trust=trust)
-    for (number, span), states in zip(spans, computed, strict=True):
-        stored = batches[number].hidden
-        like = next(iter(stored.values()))
-        for layer, values in states.layers.items():
-            if (name := layer_column(layer)) not in stored:
-                table = added[number].setdefault(name, torch.zeros_like(like))
-                table[0, span] = values.to(like)
-    return [
-        dataclasses.replace(batch, hidden={**batch.hidden, **more})
-        for batch, more in zip(batches, added, strict=True)
+    spans = [
+        (batch, batch.document_ids[0] == document)
+        for batch in batches
+        for document in range(int(batch.document_ids.max()) + 1)
     ]
+    ids = [batch.input_ids[0, span].cpu() for batch, span in spans]
+    hidden = {id(batch): dict(batch.hidden) for batch in batches}
+    computed = target_states(target, ids, blocks, dtype="float32", trust=trust)
+    for (batch, span), states in zip(spans, computed, strict=True):
+        like = next(iter(batch.hidden.values()))
+        for layer, values in states.layers.items():
+            if (name := layer_column(layer)) not in batch.hidden:
+                column = hidden[id(batch)].setdefault(name, torch.zeros_like(like))
+                column[0, span] = values.to(like)
+    return [dataclasses.replace(batch, hidden=hidden[id(batch)]) for batch in batches]

@@ -21,13 +21,7 @@ from spec_data.shards.errors import SpecDataError
 from spec_data.terminal.progress import progress
 from spec_train.data.batch import DraftBatch, one_document
 from spec_train.diagnosis.checks import FINDING, Check, Tried, judged, undecided
-from spec_train.diagnosis.conventions import (
-    KINDS,
-    Neighbour,
-    Setting,
-    neighbours_of,
-    reads_mask_token,
-)
+from spec_train.diagnosis.conventions import KINDS, Neighbour, Setting, neighbours_of
 from spec_train.drafts import Draft
 from spec_train.simulation.intervals import Comparison, compare
 from spec_train.simulation.simulated_decoding import documents_of, judge_chains
@@ -174,21 +168,18 @@ def run_trials(setting: Setting) -> Trials:
             trials.missing.setdefault(neighbour.check, []).extend(lacks)
         else:
             possible.append(neighbour)
-    better: list[tuple[Tried, Measured]] = []  # of the others, no copy of a draft is kept
+    better: list[tuple[Tried, Measured]] = []  # of the others, no copy of a draft stays
     for neighbour in progress(possible, desc="conventions", unit="tried", leave=False):
         try:
             other = Measured(neighbour.applied(setting))
         except (SpecDataError, ValueError, RuntimeError) as error:  # there can be no such draft
             log.debug("%s cannot be tried: %s", neighbour.text, error)
             continue
-        tried = _try(base, other, neighbour, len(possible))
-        trials.tried.append(tried)
+        trials.tried.append(tried := _try(base, other, neighbour, len(possible)))
         if tried.better:
             better.append((tried, other))
     trials.best = best_of([tried for tried, _ in better])
-    for tried, other in better:
-        if tried is trials.best:
-            trials.current = other
+    trials.current = next((other for tried, other in better if tried is trials.best), base)
     if not trials.current.lacks:
         trials.control = _against_control(trials.current)
     return trials
@@ -297,8 +288,6 @@ def trial_checks(trials: Trials) -> Iterator[Check]:
             yield judged(name, [], *more)
         elif lacks:
             yield undecided(name, *more)
-        elif name == "mask-token" and (why := _no_mask_token(trials)):
-            yield judged(name, [], sound=why)
 
 
 def _describe(best: Tried, trials: Trials) -> Check:
@@ -308,31 +297,19 @@ def _describe(best: Tried, trials: Trials) -> Check:
         against = (
             "with the states of other tokens, because the declared ones are not in the dataset"
         )
-    losses = []
-    if best.loss is not None:
-        losses = [
-            f"teacher-forced loss {best.loss:.3f}, {best.loss_before:.3f} {against} (p = "
-            f"{best.loss_p_value:.2g})"
-        ]
-    return judged(
-        best.check,
-        [f"not as declared; what fits is: {best.text}"],
+    evidence = [
         f"acceptance length {best.length:.2f}, {best.before:.2f} {against} (difference "
         f"{best.length - best.before:+.2f}, 95 % interval {low:+.2f} to {high:+.2f}, p = "
-        f"{best.p_value:.2g})",
-        *losses,
-        *(f"fits about as well: {other.text}" for other in fitting_as_well(trials.tried, best)),
-    )
-
-
-def _no_mask_token(trials: Trials) -> str | None:
-    """Return why no other mask token was tried; None: the draft has none, or nothing was tried."""
-    draft = trials.current.setting.draft
-    if trials.declared is None or getattr(draft.config, "mask_token_id", None) is None:
-        return None
-    if not reads_mask_token(draft):
-        return "no mask token is read: the draft proposes one token, from the known one"
-    return "the usual mask tokens have the embedding of the declared one"
+        f"{best.p_value:.2g})"
+    ]
+    if best.loss is not None:
+        evidence.append(
+            f"teacher-forced loss {best.loss:.3f}, {best.loss_before:.3f} {against} (p = "
+            f"{best.loss_p_value:.2g})"
+        )
+    others = fitting_as_well(trials.tried, best)
+    evidence += [f"fits about as well: {other.text}" for other in others]
+    return judged(best.check, [f"not as declared; what fits is: {best.text}"], *evidence)
 
 
 def _judge_training(trials: Trials) -> Check:
@@ -341,12 +318,6 @@ def _judge_training(trials: Trials) -> Check:
     if control is None:
         lacks = ", ".join(trials.current.lacks)
         return undecided("trained", f"give --target, or a dataset with {lacks}")
-    low, high = control.interval
-    figures = (
-        f"acceptance length {control.lengths[1]:.2f}, {control.lengths[0]:.2f} with the states of "
-        f"other tokens (difference {control.difference:+.2f}, 95 % interval {low:+.2f} to "
-        f"{high:+.2f})"
-    )
     problems = []
     if untouched(trials.current.setting.draft):
         problems = ["untrained: every norm still has its initial weight of 1"]
@@ -355,4 +326,10 @@ def _judge_training(trials: Trials) -> Check:
             "the states of this target make little or no difference: the draft was trained on "
             "those of another target, or under a convention that is not among the tried ones"
         ]
+    low, high = control.interval
+    figures = (
+        f"acceptance length {control.lengths[1]:.2f}, {control.lengths[0]:.2f} with the states of "
+        f"other tokens (difference {control.difference:+.2f}, 95 % interval {low:+.2f} to "
+        f"{high:+.2f})"
+    )
     return judged("trained", problems, figures, sound="the draft uses the states of the target")

@@ -78,8 +78,8 @@ class ExportResult(Result):
 
     def of(self, engine: str = "") -> list[Finding]:
         """Return the findings about one engine in all its releases, such as "vllm"; "": all."""
-        found = (finding for findings in self.findings.values() for finding in findings)
-        return [f for f in found if f.engine.lower().startswith(engine.lower())]
+        every = (finding for findings in self.findings.values() for finding in findings)
+        return [f for f in every if f.engine.lower().startswith(engine.lower())]
 
 
 def export_draft(
@@ -103,8 +103,8 @@ def export_draft(
         check_directory_to_write("--out", str(out))
     facts, folder = find_target(target), resolve_draft_dir(draft)
     loaded, files = read_draft(folder, facts, accept_edited)
-    own = own_files(loaded, str(folder))
-    section = own.config[SECTION]
+    trained = own_files(loaded, str(folder))
+    section = trained.config[SECTION]
     if facts.name is None and (name := (section.get("origin") or {}).get("target_name")):
         if form == "speculators":
             log.warning(
@@ -113,41 +113,37 @@ def export_draft(
                 name,
             )
         facts = dataclasses.replace(facts, name=name)
-    subject = Subject(own, with_facts_in(files, facts), form or "vllm", tuple(unread_keys(files)))
+    subject_facts = with_facts_in(files, facts)
+    subject = Subject(trained, subject_facts, form or "vllm", tuple(unread_keys(files)))
     findings = preflight(subject, formed=form is not None)
-    place = str(out) if out is not None else folder.resolve().name
-    serve = servings(subject, findings, place, loaded.depth)
+    served_from = str(out) if out is not None else folder.resolve().name
+    serve = servings(subject, findings, served_from, loaded.depth)
     card = draft_card(subject, serve, loaded.depth, _validation(folder))
-    written = own
+    written = trained
     if form is not None:
         if refused := refusals(findings, form):
             lines = "\n  ".join(f"{finding.engine}: {finding.text}" for finding in refused)
             raise DraftError(f"{folder} cannot be exported as {form}:\n  {lines}")
-        written = write_form(own, form, facts)
+        written = write_form(trained, form, facts)
     if form is None or out is None:
-        form = form or next(
-            (name for name in ("vllm", "sglang", "speculators") if not refusals(findings, name)),
-            "hf",
-        )
+        forms = ("vllm", "sglang", "speculators")
+        form = form or next((name for name in forms if not refusals(findings, name)), "hf")
         to = f"{draft.rstrip('/')}-{form}"
         command = ["spec-train", "export", "--draft", draft, "--format", form, "--out", to]
         command += ["--target", target] if target else []
     else:
-        _write_once(written, own, facts, card, out)
+        _write_once(written, trained, facts, card, out)
         for finding in (f for engine in (SPEC_TRAIN, *readers(form)) for f in findings[engine]):
             if finding.level == WARN:
                 log.warning("warning: %s: %s", finding.engine, finding.text)
             elif finding.level == NOTE:
                 log.info("%s: %s", finding.engine, finding.text)
-        command = ["spec-train", "export", "--draft", str(out)]
-        for serving in serve:
-            if serving.language == "sh":
-                command = shlex.split(serving.lines[-1])
-                break
+        shell = [serving.lines[-1] for serving in serve if serving.language == "sh"]
+        command = shlex.split(shell[0]) if shell else ["spec-train", "export", "--draft", str(out)]
     layers = section.get("layers")
     reads = f"layers {layers} (outputs of decoder blocks)" if layers else "final hidden states"
     return ExportResult(
-        title=f"{own.where}: {section['draft']}, reads {reads}",
+        title=f"{trained.where}: {section['draft']}, reads {reads}",
         path=out,
         format=None if out is None else form,
         findings=findings,
@@ -160,16 +156,13 @@ def export_draft(
 
 
 def _validation(folder: Path) -> dict[str, Any]:
-    """Return the figures of the last validation of a draft; empty if none can be read."""
+    """Return the figures of the last validation of a draft; empty if there are none."""
     path = folder / "validation.json"
-    if not path.is_file():
-        return {}
     try:
-        figures = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    except (OSError, ValueError, TypeError) as error:
         log.warning("warning: %s: cannot be read (%s); the card has no acceptance", path, error)
         return {}
-    return figures if isinstance(figures, dict) else {}
 
 
 def find_target(name: str | None) -> TargetFacts:
@@ -186,15 +179,15 @@ def find_target(name: str | None) -> TargetFacts:
     if folder is None:
         problem = f"{name} is no directory here and not in the local Hub cache"
         return TargetFacts(name=name, problems=(problem,))
-    facts, problems = identify_files(folder)
-    found = read_target(folder, name)
-    if found.dtype:  # in which an engine serves it, if it is not told otherwise
-        facts["dtype"] = found.dtype
-    return dataclasses.replace(found, identity=facts, problems=tuple(problems))
+    identity, problems = identify_files(folder)
+    facts = read_target(folder, name)
+    if facts.dtype:  # in which an engine serves it, if it is not told otherwise
+        identity["dtype"] = facts.dtype
+    return dataclasses.replace(facts, identity=identity, problems=tuple(problems))
 
 
 def _write_once(
-    written: DraftFiles, own: DraftFiles, target: TargetFacts, card: str, out: Path
+    written: DraftFiles, trained: DraftFiles, target: TargetFacts, card: str, out: Path
 ) -> None:
     """Write next to `out`, check that it reads back bit for bit, then rename."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -202,13 +195,13 @@ def _write_once(
     make_directory("--out", out.parent)
     remove_left_of(out)
     if target.embedding is None:  # a form without an embedding uses the target's, equal to this
-        target = dataclasses.replace(target, embedding=own.tensors.get("embed_tokens.weight"))
+        target = dataclasses.replace(target, embedding=trained.tensors.get("embed_tokens.weight"))
     with atomic_write(out) as temporary:
         write_files(written, temporary)
         back = own_files(load_draft(temporary, target), str(temporary))
-        names = own.tensors.keys() | back.tensors.keys()
-        wrong = [n for n in sorted(names) if not _same(own.tensors.get(n), back.tensors.get(n))]
-        if wrong or back.config != own.config:
+        names = sorted(trained.tensors.keys() | back.tensors.keys())
+        wrong = [n for n in names if not _same(trained.tensors.get(n), back.tensors.get(n))]
+        if wrong or back.config != trained.config:
             raise RunError(
                 f"{temporary}: the export reads back as another draft ("
                 f"{', '.join(wrong) or 'its config differs'}); this is a bug in spec-train, please "

@@ -22,20 +22,17 @@ T = TypeVar("T")
 # The part of a file of `eval --json` that a page shows or `compare` reads.
 
 
-class Tokens(msgspec.Struct, tag_field="kind", tag=str.lower):
-    """Tokens of a sample that no draft has proposed."""
-
-    tokens: list[int]
-
-
-class Context(Tokens):
+class Context(msgspec.Struct, tag_field="kind", tag="context"):
     """Tokens before a response; `left_out` more before them are not part of the sample."""
 
+    tokens: list[int]
     left_out: int = 0
 
 
-class First(Tokens):
+class First(msgspec.Struct, tag_field="kind", tag="first"):
     """The tokens that a response begins with."""
+
+    tokens: list[int]
 
 
 class VerificationStep(msgspec.Struct, tag_field="kind", tag="round"):
@@ -141,9 +138,9 @@ def evaluations(raw: Any, where: str, name: str) -> list[Evaluation]:
     if "target" in report:
         result = convert(report, Decoded, where)
         measured.append(Evaluation(name=name, result=result, warnings=warnings))
+        name, warnings = f"{name}, dataset", ()
     if "data" in report:
         data = convert(report["data"], Simulated, where)
-        name, warnings = (f"{name}, dataset", ()) if measured else (name, warnings)
         measured.append(Evaluation(name=name, result=data, warnings=warnings))
     if not measured:
         raise ConfigError(f"{where}: holds no evaluation; pass RUN directories and files of --json")
@@ -182,7 +179,6 @@ def convert(raw: Any, kind: type[T], where: str) -> T:
 # -- runs ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """A run directory, which may still be training.
 
@@ -193,15 +189,31 @@ class Run:
         held_out: simulated decoding of the best draft on the held-out documents, if there is one.
     """
 
-    name: str
-    path: Path
-    draft: str
-    steps: int | None
-    options: dict[str, Any]
-    training: list[dict[str, Any]]
-    validation: list[dict[str, Any]]
-    best: dict[str, Any]
-    held_out: Evaluation | None
+    def __init__(self, path: Path, name: str) -> None:
+        """Read a run directory.
+
+        Raises:
+            RunError: one of its files is damaged.
+        """
+        self.path, self.name = path, name
+        result = FitResult(path, 0, finished=False)
+        self.training, self.validation = result.training, result.validation
+        run = read_run_json(path) if (path / "run.json").is_file() else {}
+        self.options = _object(path / OPTIONS)
+        self.draft = run.get("identity", {}).get("draft", "draft")
+        self.steps: int | None = run.get("total_steps") or self.options.get("steps")
+        self.best: dict[str, Any] = {}
+        for line in self.validation:
+            if number(line, "loss") is not None and (not self.best or better(line, self.best)):
+                self.best = line
+        self.held_out: Evaluation | None = None
+        if figures := _object(path / HELD_OUT):
+            try:
+                simulated = msgspec.convert(figures, Simulated)
+            except msgspec.ValidationError as error:
+                raise RunError(f"{path / HELD_OUT}: damaged ({error}); remove it") from None
+            held_out = f"{name}, step {simulated.step:,}"
+            self.held_out = Evaluation(name=held_out, result=simulated)
 
     def curve(self, name: str, held_out: bool = False) -> list[Point]:
         """Return (trained tokens, metric) of every line that has both."""
@@ -225,39 +237,6 @@ def number(line: dict[str, Any], name: str) -> float | None:
 def is_run(folder: Path) -> bool:
     """Return whether a directory is a run of `fit`."""
     return (folder / OPTIONS).is_file() or (folder / METRICS).is_file()
-
-
-def read_run(folder: Path, name: str) -> Run:
-    """Read a run directory.
-
-    Raises:
-        RunError: one of its files is damaged.
-    """
-    result = FitResult(folder, 0, finished=False)
-    run = read_run_json(folder) if (folder / "run.json").is_file() else {}
-    options = _object(folder / OPTIONS)
-    held_out = None
-    if figures := _object(folder / HELD_OUT):
-        try:
-            simulated = msgspec.convert(figures, Simulated)
-        except msgspec.ValidationError as error:
-            raise RunError(f"{folder / HELD_OUT}: damaged ({error}); remove it") from None
-        held_out = Evaluation(name=f"{name}, step {simulated.step:,}", result=simulated)
-    best: dict[str, Any] = {}
-    for line in result.validation:
-        if number(line, "loss") is not None and (not best or better(line, best)):
-            best = line
-    return Run(
-        name=name,
-        path=folder,
-        draft=run.get("identity", {}).get("draft", "draft"),
-        steps=run.get("total_steps") or options.get("steps"),
-        options=options,
-        training=result.training,
-        validation=result.validation,
-        best=best,
-        held_out=held_out,
-    )
 
 
 def _object(file: Path) -> dict[str, Any]:

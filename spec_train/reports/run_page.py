@@ -27,7 +27,7 @@ from spec_data.pages.page import (
     WrittenPage,
     write_page,
 )
-from spec_data.shards.errors import ConfigError, MissingError
+from spec_data.shards.errors import ConfigError
 from spec_data.shards.even_sample import even_sample
 from spec_data.terminal.paths import check_file_to_write
 from spec_train.reports.results import (
@@ -41,7 +41,6 @@ from spec_train.reports.results import (
     is_run,
     number,
     read_json,
-    read_run,
 )
 from spec_train.simulation.simulated_decoding import train_serve_gap
 
@@ -54,26 +53,25 @@ Figure = tuple[str, Value, Format]
 _UNSAID = ("data", "out", "config", "track", "keep", "preset", "save_every")
 
 
-def write_report(places: Sequence[str | Path], out: str | Path | None = None) -> WrittenPage:
+def write_report(paths: Sequence[Path], out: Path | None = None) -> WrittenPage:
     """Write the page about run directories and files of `eval --json`, and return it.
 
     Args:
-        places: at least one; runs may still train. out: the HTML file; None: report.html in the
-            run directory, or beside the file with its name, if there is one place.
+        paths: at least one; runs may still train. out: the HTML file; None: report.html in the run
+            directory, or beside the file with its name, if there is one path.
 
     Raises:
-        MissingError: a place does not exist. ConfigError: a place is neither a run nor such a file,
+        MissingError: a path does not exist. ConfigError: a path is neither a run nor such a file,
             or the page cannot be written there. RunError: a run's files are damaged.
     """
-    paths = [Path(place) for place in places]
-    if not paths or (out is None and len(paths) > 1):
+    if not paths:
+        raise ConfigError("nothing to report: name run directories, or files of `eval --json`")
+    if out is None and len(paths) > 1:
         raise ConfigError(
             f"--out is needed for a page about {len(paths)} places: name an HTML file"
-            if paths
-            else "nothing to report: name run directories, or files of `eval --json`"
         )
     beside = paths[0] / PAGE if paths[0].is_dir() else paths[0].with_suffix(".html")
-    file = beside if out is None else Path(out)
+    file = beside if out is None else out
     check_file_to_write("--out", file)
     return write_page(file, page_of(paths))
 
@@ -88,17 +86,15 @@ def page_of(paths: Sequence[Path]) -> Page:
     measured: list[Evaluation] = []
     paths = list(dict.fromkeys(paths))
     for path, name in zip(paths, short_names(paths), strict=True):
-        if not path.exists():
-            raise MissingError(f"{path}: no such file or run directory; check the path")
-        if path.is_file():
-            measured += evaluations(read_json(path), str(path), name)
-        elif is_run(path):
-            runs.append(read_run(path, name))
-        else:
+        if is_run(path):
+            runs.append(Run(path, name))
+        elif path.is_dir():
             raise ConfigError(
                 f"{path}: not a run of `spec-train fit` (it has no fit.json and no metrics.jsonl); "
                 "pass the directory of --out"
             )
+        else:
+            measured += evaluations(read_json(path), str(path), name)
     return report_page(runs, measured)
 
 

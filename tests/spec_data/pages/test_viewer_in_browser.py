@@ -114,7 +114,5 @@ def test_texts_of_documents_stay_texts(browser, file):
         tab.get_by_role("button", name="Next").click()
         assert tab.locator("img").count() == 0 and tab.locator(".tokens b").count() == 0
         assert ATTACK in "".join(tab.locator(".tokens .text").all_text_contents())
-        hidden = ["⟨E2⟩", "⟨80⟩", "⟨AE⟩", "⟨E2⟩", "⟨80⟩", "⟨8B⟩"]
-        assert tab.locator(".esc").all_inner_texts() == hidden
         tab.locator(".turn.learned .tok").last.hover()
         assert tab.locator(".detail img").count() == 0

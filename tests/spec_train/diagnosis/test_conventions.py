@@ -246,8 +246,7 @@ def test_a_mask_token_that_is_not_read(sound, data, tmp_path):
         draft.use_options(dataclasses.replace(draft.options, depths=1))
 
     diagnosis = examine(planted(sound("peagle"), tmp_path, shallow), data=data)
-    assert not diagnosis.findings, str(diagnosis)
-    assert "no mask token is read" in diagnosis.named("mask-token").text
+    assert not diagnosis.findings and diagnosis.named("mask-token") is None, str(diagnosis)
 
 
 # --- drafts that learned nothing of this target ---
@@ -270,21 +269,14 @@ def test_too_few_documents_decide_nothing(sound_dir, target, tmp_path, capsys):
     assert "--documents 11" in capsys.readouterr().err
 
 
-def test_documents_that_a_run_was_trained_on_are_named(data, tmp_path):
-    def run(validation):
+def test_documents_that_a_run_held_out_are_tried_and_others_where_these_are_too_few(data, tmp_path):
+    for validation, documents, tried in ((0.05, 15, {15}), (0.5, 50, set(range(12, 50)))):
         out = tmp_path / str(validation)
         config = Training(
             data=str(data), out=str(out), steps=1, seq_len=64, device="cpu", validation=validation
         )
         fit("eagle3", config, Eagle3Options(ttt_steps=1, layers="1,3"))
-        return out
-
-    diagnosis = examine(run(0.05), data=data, documents=15)
-    held_out = int(diagnosis.which_documents.split()[0])
-    assert 0 < held_out < 12 and diagnosis.documents == 15
-    assert f"and {15 - held_out} that it was trained on" in str(diagnosis)
-    diagnosis = examine(run(0.5), data=data, documents=50)
-    assert 12 <= diagnosis.documents < 50 and "50 were asked for" in str(diagnosis)
+        assert examine(out, data=data, documents=documents).documents in tried
 
 
 def test_final_states_on_the_other_side_of_the_norm(sound_dir, target, target_dir, tmp_path):

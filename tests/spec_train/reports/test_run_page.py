@@ -11,7 +11,7 @@ from spec_data.pages.page import Page, page_bytes
 from spec_data.shards.errors import ConfigError, MissingError, RunError
 from spec_train.cli import main
 from spec_train.reports import run_page
-from spec_train.reports.results import evaluations, read_run
+from spec_train.reports.results import Run, evaluations
 from spec_train.reports.run_page import page_of, short_names
 from spec_train.training.result import better
 from tests.spec_train.reports.written import (
@@ -69,7 +69,7 @@ def first_tiles(page):
 def test_a_page_leads_with_real_decoding_else_with_the_length_as_in_serving(tmp_path):
     """Of four lengths, the first tile once had the most flattering one, the teacher-forced."""
     run, file = tmp_path / "run", tmp_path / "result.json"
-    best = read_run(run, "run").best if write_run(run) else {}
+    best = Run(run, "run").best if write_run(run) else {}
     served = ("acceptance length, serving-like", best["serving_like_length"])
     assert first_tiles(page_of([run])) == [served, ("its 95 % interval", "1.25 to 1.75")]
 
@@ -115,7 +115,7 @@ def test_a_run_that_trains_or_was_damaged_is_shown_as_far_as_it_goes(tmp_path):
     file = tmp_path / "run" / "metrics.jsonl"
     text = file.read_text()
     file.write_text(text + '{"step": 42, "split": "tra')  # a line that is being written
-    assert len(read_run(tmp_path / "run", "run").training) == 20
+    assert len(Run(tmp_path / "run", "run").training) == 20
     file.write_text(text.replace('{"step": 2,', '{"st\0p": 2,}', 1))
     with pytest.raises(RunError, match=r"metrics\.jsonl: damaged"):
         page_of([tmp_path / "run"])
