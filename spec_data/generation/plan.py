@@ -4,14 +4,10 @@ A unit is a fixed list of documents that becomes one shard. The plan is a pure f
 corpus, the tokenizer and the settings. The bytes of a unit depend on nothing else, so units can be
 captured on any machine, in any order, and after any crash.
 
-    render_corpus           rows -> documents, truncated and without duplicates: plan.arrow
-    cut_units               documents -> units of a Plan
-    save_plan, load_plan    the rest of it: plan.json
+Several processes render; one counts rows and compares and writes documents, in the order of the
+rows. So the plan is the same for any number of them.
 
-Several processes render; one process counts rows and compares and writes documents, in the order of
-the rows. So the plan is the same for any number of them.
-
-Shapes: D documents of the plan, N tokens of all documents.
+Shapes: D documents of the plan.
 """
 
 import hashlib
@@ -22,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,11 +161,7 @@ def count_warnings(counts: Mapping[str, Any], tokens: int) -> list[str]:
 
 
 class CorpusDocuments(PlannedDocuments):
-    """The documents of a plan file with their texts; `sha256` is the hash of the file."""
-
-    def __init__(self, file: Path, sha256: str) -> None:
-        super().__init__(file)
-        self.sha256 = sha256
+    """The documents of a plan file with their texts."""
 
     @cached_property
     def predicting(self) -> int:
@@ -230,18 +222,17 @@ class CorpusDocuments(PlannedDocuments):
 
 
 class PlanWriter:
-    """Write truncated documents to a plan file, without duplicates, and count them.
+    """Write truncated documents to a plan file, without duplicates.
 
     Attributes:
-        rendered: documents; cut: those that were cut to the maximum length.
-        tokens_cut: tokens lost by it; tail_tokens_trimmed: those after the last supervised token.
+        counts: documents rendered, and those cut; tokens cut off and trimmed.
         dropped: documents that were dropped, by reason.
+        sha256: of the file, when it is complete.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         """Write to `folder`; None: to a temporary one, removed with the documents."""
-        self.rendered = self.cut = self.tokens_cut = self.tail_tokens_trimmed = 0
-        self.dropped: Counter[str] = Counter()
+        self.counts, self.dropped = Counter[str](), Counter[str]()
         self._digests: set[bytes] = set()
         self._waiting: list[TruncatedDocument] = []
         self._bytes = 0
@@ -250,20 +241,12 @@ class PlanWriter:
         self._stream = ShardStream(self._file, PLAN_COLUMNS)
 
     def add(self, document: TruncatedDocument) -> None:
-        """Add one document, or count it as dropped.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        self.rendered += 1
-        self.cut += document.cut > 0
-        self.tokens_cut += document.cut
-        self.tail_tokens_trimmed += document.tail
-        if document.dropped is not None:
-            self.dropped[document.dropped] += 1
-            return
-        if document.digest in self._digests:
-            self.dropped["duplicate"] += 1
+        """Add one document, or count it as dropped."""
+        cut, tail = document.cut, document.tail
+        self.counts.update(rendered=1, cut=cut > 0, tokens_cut=cut, tail_tokens_trimmed=tail)
+        dropped = "duplicate" if document.digest in self._digests else document.dropped
+        if dropped is not None:
+            self.dropped[dropped] += 1
             return
         self._digests.add(document.digest)
         self._waiting.append(document)
@@ -294,33 +277,11 @@ class PlanWriter:
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def counts(self, reader: CorpusReader, rendering: RenderCounts) -> CountsRecord:
-        """Return all counts, with what `reader` has read and how its rows were rendered.
-
-        Documents that were dropped while rendering were never passed to `add`.
-        """
-        return CountsRecord(
-            read=sum(r.rows for r in reader.reports),
-            bad_rows=sum(r.bad for r in reader.reports),
-            unrendered=dict(sorted(reader.refused.items())),
-            unrendered_examples=dict(sorted(reader.refused_examples.items())),
-            rendered=self.rendered + sum(rendering.dropped.values()),
-            dropped=dict(sorted((self.dropped + rendering.dropped).items())),
-            cut=self.cut,
-            tokens_cut=self.tokens_cut,
-            tail_tokens_trimmed=self.tail_tokens_trimmed,
-            rendering=dict(rendering.methods + rendering.systems + rendering.counts),
-        )
-
     def finish(self) -> CorpusDocuments:
-        """Complete the file and return the documents, at least one.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Complete the file and return the documents, at least one."""
         self._write()
-        record = self._stream.finish()
-        documents = CorpusDocuments(self._file, record.sha256)
+        self.sha256 = self._stream.finish().sha256
+        documents = CorpusDocuments(self._file)
         if self._temporary is not None:
             weakref.finalize(documents, shutil.rmtree, self._temporary, ignore_errors=True)
         return documents
@@ -351,7 +312,7 @@ def render_corpus(
     max_length: int,
     processes: int = 0,
     folder: Path | None = None,
-) -> tuple[CorpusDocuments, CountsRecord, dict[str, int], list[SourceRecord]]:
+) -> tuple[CorpusDocuments, dict[str, Any]]:
     """Render all rows of `reader`.
 
     Args:
@@ -362,8 +323,7 @@ def render_corpus(
         folder: receives plan.arrow; None: a temporary folder, removed with the documents.
 
     Returns:
-        The documents, their counts, how many of them were rendered with which template kwargs (see
-        `shards.identity`), and the manifest's entry of each source.
+        The documents, and what a `PlanRecord` says of them.
 
     Raises:
         CorpusError: the corpus cannot be read, too many rows are bad, or no document is left.
@@ -383,7 +343,17 @@ def render_corpus(
                 rendered.count(rendering, len(documents))
                 for document in documents:
                     writer.add(document)
-        counts = writer.counts(reader, rendered)
+        writer.counts.update(rendered=rendered.dropped.total())
+        # Documents that were dropped while rendering were never added.
+        counts = CountsRecord(
+            **writer.counts,
+            read=sum(r.rows for r in reader.reports),
+            bad_rows=sum(r.bad for r in reader.reports),
+            unrendered=dict(sorted(reader.refused.items())),
+            unrendered_examples=dict(sorted(reader.refused_examples.items())),
+            dropped=dict(sorted((writer.dropped + rendered.dropped).items())),
+            rendering=dict(rendered.methods + rendered.systems + rendered.counts),
+        )
         if counts.rendered == sum(counts.dropped.values()):
             raise CorpusError(
                 f"no document is left to capture: {counts.read} rows read, {counts.bad_rows} bad, "
@@ -395,10 +365,13 @@ def render_corpus(
         raise
     for warning in count_warnings(msgspec.structs.asdict(counts), int(planned.offsets[-1])):
         logger.warning("warning: %s", warning)
-    kwargs_used = count_kwargs(rendered.kwargs_used)
-    # A path is one of this machine.
-    corpus = [msgspec.structs.replace(report, path="") for report in reader.reports]
-    return planned, counts, kwargs_used, corpus
+    return planned, {
+        "documents_sha256": writer.sha256,
+        "counts": counts,
+        "kwargs_used": count_kwargs(rendered.kwargs_used),
+        # A path is one of this machine.
+        "corpus": [msgspec.structs.replace(report, path="") for report in reader.reports],
+    }
 
 
 def end_token_ids(directory: Path) -> list[int]:
@@ -419,27 +392,36 @@ with the square of its length, and so does its mask; longer documents have rows 
 _UNIT_BYTES, _UNIT_TOKENS, _UNITS = 500_000_000, 262_144, 16
 
 
-@dataclass
-class Plan:
-    """The documents, the units [first, last) that partition them, and how they came about.
+@dataclass(kw_only=True)
+class PlanRecord:
+    """plan.json: a plan without its documents.
 
     Attributes:
-        documents, counts, kwargs_used, corpus: see `render_corpus`.
-        units: of consecutive documents.
         settings: everything that decides the bytes of the dataset.
+        documents_sha256: of plan.arrow.
+        units: [first, last) of consecutive documents, which partition them.
+        counts, corpus: what was read, rendered and dropped, in all and of each source.
+        kwargs_used: documents by the template kwargs that rendered them, see `shards.identity`.
     """
 
-    documents: CorpusDocuments
+    settings: dict[str, Any]
+    documents_sha256: str
     units: list[tuple[int, int]]
     counts: CountsRecord
     kwargs_used: dict[str, int]
     corpus: list[SourceRecord]
-    settings: dict[str, Any]
 
-    @cached_property
+
+@dataclass(kw_only=True)
+class Plan(PlanRecord):
+    """The documents of a corpus, cut into units."""
+
+    documents: CorpusDocuments
+
+    @property
     def lengths(self) -> np.ndarray:
         """Tokens per document, int64 [D]."""
-        return np.diff(self.documents.offsets)
+        return self.documents.lengths
 
     @cached_property
     def pack_length(self) -> int:
@@ -528,25 +510,9 @@ PLAN, PROOF, WITNESS, ALSO = "plan.json", "target.json", "witness.safetensors", 
 that proved it; the settings of runs that capture with others (see `generation.proof`)."""
 
 
-class PlanRecord(msgspec.Struct, forbid_unknown_fields=True):
-    """plan.json: a plan without its documents."""
-
-    settings: dict[str, Any]
-    documents_sha256: str
-    units: list[tuple[int, int]]
-    counts: CountsRecord
-    kwargs_used: dict[str, int]
-    corpus: list[SourceRecord]
-
-
 def save_plan(work: Path, plan: Plan) -> None:
-    """Write plan.json beside plan.arrow: the plan is complete if it exists.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    facts = plan.units, plan.counts, plan.kwargs_used, plan.corpus
-    record = PlanRecord(plan.settings, plan.documents.sha256, *facts)
+    """Write plan.json beside plan.arrow: the plan is complete if it exists."""
+    record = {field.name: getattr(plan, field.name) for field in fields(PlanRecord)}
     write_atomically(work / PLAN, dump_json(msgspec.to_builtins(record)))
 
 
@@ -584,5 +550,4 @@ def load_plan(work: Path) -> Plan:
         raise DatasetError(
             f"{file}: damaged; delete {work.parent} and run `spec-data generate` again"
         )
-    facts = msgspec.structs.asdict(record)
-    return Plan(CorpusDocuments(file, facts.pop("documents_sha256")), **facts)
+    return Plan(documents=CorpusDocuments(file), **vars(record))

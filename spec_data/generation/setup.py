@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from spec_data.capture.backend import BackendOptions, TargetBackend, vllm_version
@@ -398,7 +397,7 @@ def make_plan(corpus: CorpusReader, setup: Setup, folder: Path | None = None) ->
         vocab_size=setup.vocab_size,
     )
     renderer.template.warn_of_the_date()
-    documents, counts, kwargs_used, sources = render_corpus(
+    documents, record = render_corpus(
         corpus, renderer, options.max_length, options.num_proc, folder
     )
     most = unit_tokens(
@@ -407,9 +406,8 @@ def make_plan(corpus: CorpusReader, setup: Setup, folder: Path | None = None) ->
         int(documents.offsets[-1]),
         options.tokens_per_forward or BATCH_TOKENS,
     )
-    units = cut_units(np.diff(documents.offsets), most)
-    facts = settings(setup, corpus.reports)
-    return Plan(documents, units, counts, kwargs_used, sources, facts)
+    units, facts = cut_units(documents.lengths, most), settings(setup, corpus.reports)
+    return Plan(documents=documents, units=units, settings=facts, **record)
 
 
 def find_plan(corpus: CorpusReader, setup: Setup, out: Path) -> Plan:

@@ -38,7 +38,7 @@ def test_columns_are_those_of_plain_lists(monkeypatch, tmp_path, rows):
     for document in [*documents, documents[3]]:
         writer.add(document)
     found = writer.finish()
-    assert writer.dropped == {"duplicate": 1} and writer.rendered == 24
+    assert writer.dropped == {"duplicate": 1} and writer.counts["rendered"] == 24
     ids = [np.frombuffer(d.ids, np.int32).tolist() for d in documents]
     masks = [np.frombuffer(d.mask, np.uint8).tolist() for d in documents]
     doc_ids, sources = [d.digest.hex() for d in documents], [d.source for d in documents]
@@ -60,7 +60,7 @@ def test_columns_are_those_of_plain_lists(monkeypatch, tmp_path, rows):
         assert np.diff(offsets).tolist() == [len(ids[d][:4]) for d in some]
     mask = np.array(joined(masks), np.uint8)
     found.tokens(0, 23)["input_ids"][:] = 0  # a copy: the file is not written to
-    assert found.sha256 == sha256_file(tmp_path / "plan.arrow")
+    assert writer.sha256 == sha256_file(tmp_path / "plan.arrow")
     assert found.supervised.sum() == mask.sum()
     assert found.predicting == predicts_supervised(mask, found.offsets).sum()
     assert found.text_bytes == sum(len(text.encode()) for text in doc_ids + sources)

@@ -21,7 +21,7 @@ from spec_data.corpus import in_order as pool
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import CorpusReader, RawRow, RowResult
-from spec_data.generation.plan import corpus_entry, render_corpus, render_row
+from spec_data.generation.plan import render_corpus, render_row
 from spec_data.shards.errors import CorpusError, RunError
 from tests.faults.odd_rows import as_json, broken_bytes, changed, good_row, ids_row
 from tests.spec_data.corpus.templates import tokenizer
@@ -66,7 +66,7 @@ def corpus(rng, folder):
 
 def plain_counts(counts, kwargs_used, reports):
     """Return all counts as JSON text, so that their order is compared as well."""
-    return json.dumps([structs.asdict(counts), kwargs_used, [corpus_entry(r) for r in reports]])
+    return json.dumps([structs.asdict(counts), kwargs_used, [structs.asdict(r) for r in reports]])
 
 
 def reader_of(path, **options):
@@ -83,14 +83,14 @@ def slow(reader, family, mask, length):
 
 def fast(reader, family, mask, length, processes):
     tok = tokenizer(family)
-    found, *counts, _ = render_corpus(reader, Renderer(tok, mask=mask), length, processes)
+    found, record = render_corpus(reader, Renderer(tok, mask=mask), length, processes)
     unit = found.read(0, len(found))
     flat = [
         [unit.tokens[name][a:b].tolist() for a, b in pairwise(found.offsets.tolist())]
         for name in ("input_ids", "loss_mask")
     ]
     flat += [unit.turns, unit.doc_ids, unit.sources]
-    return flat, plain_counts(*counts, reader.reports)
+    return flat, plain_counts(record["counts"], record["kwargs_used"], reader.reports)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "tagged"])
@@ -136,7 +136,7 @@ def test_errors_come_after_the_same_rows(tmp_path, caplog):
 
 
 def plain_counts_of(reader):
-    return [corpus_entry(r) for r in reader.reports], reader.refused, reader.refused_examples
+    return [structs.asdict(r) for r in reader.reports], reader.refused, reader.refused_examples
 
 
 def dying(renderer, max_length, row):
