@@ -13,7 +13,6 @@ from msgspec import structs
 from spec_data.generation.probe import Probe
 from spec_data.pages.report import dataset_text, refused_label
 from spec_data.shards.likelihood import Agreement
-from spec_data.shards.likelihood_text import suspicions
 from spec_data.shards.schema import Manifest
 from spec_data.shards.storage import scheme_of
 from spec_data.terminal.command import Result
@@ -132,7 +131,7 @@ class WrittenDataset(Result):
             policy=manifest.policy,
             refused_policy=refused_label(manifest) if target else "",
             agreement=manifest.agreement.sources if manifest.agreement else {},
-            warnings=tuple(suspicions(manifest)),
+            warnings=tuple(manifest.suspicions),
             text=dataset_text(manifest),
             next_command=(
                 *("spec-data", "verify", str(out)),

@@ -26,8 +26,7 @@ from pathlib import Path
 import torch
 
 import spec_data
-from spec_data.shards.codec_tables import Basis
-from spec_data.shards.codecs import CODECS, compress, decode_into, decompress, encode_tensors
+from spec_data.shards.codecs import CODECS, Basis, compress, decode_into, decompress, encode_tensors
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.schema import Column, Manifest
 from spec_data.terminal.text_table import text_table

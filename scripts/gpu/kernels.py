@@ -9,8 +9,7 @@ import torch
 
 from gpu.bench import Bench
 from gpu.target import dataset_of
-from spec_data.shards.codec_tables import Basis
-from spec_data.shards.codecs import bf16_bits, decode, encode_tensors
+from spec_data.shards.codecs import Basis, bf16_bits, decode, encode_tensors
 from spec_data.shards.shard import CodedRows, StoredRows
 from spec_train.attention.flex import Case, flex_works
 from spec_train.attention.unrolled import default_backend, unrolled_case

@@ -28,8 +28,16 @@ from spec_data.capture.backend import TargetBackend
 from spec_data.generation.capture import forward_batches
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
-from spec_data.shards.codec_tables import TABLES, Basis, error_text, load_tables, save_tables
-from spec_data.shards.codecs import Tables, compress, decode, encode_tensors
+from spec_data.shards.codecs import (
+    TABLES,
+    Basis,
+    Tables,
+    compress,
+    decode,
+    encode_tensors,
+    load_tables,
+    save_tables,
+)
 from spec_data.shards.errors import RunError
 from spec_data.shards.even_sample import sample_documents
 from spec_data.shards.files import sha256_file, write_once
@@ -115,7 +123,9 @@ def calibrate(
         return tuple(columns), None
     file = folder / TABLES
     write_once(file, save_tables(tables))
-    load_tables(file, [c for c in columns if c.lossy], None)  # perhaps another worker's
+    load_tables(
+        file, {c.name: c.width or 1 for c in columns if c.lossy}, None
+    )  # perhaps another worker's
     return tuple(columns), CodecTables(
         file=TABLES,
         sha256=sha256_file(file),
@@ -247,12 +257,12 @@ def fitted(column: Column, sample: Sample, target: HasHead) -> tuple[Column, Tab
         step *= min(4.0, max(0.2, (_AIM / max(excess, 1e-9)) ** 0.5))
     if best is not None:
         if best[0].error is not None:
-            logger.info("codec: %s %s", column.name, error_text(column.codec, best[0].error))
+            logger.info("codec: %s %s", column.name, best[0].error)
         return best
     logger.warning(
         "warning: %s is stored in bf16, because --codec cannot reach a quality of %g with few bits "
         "(%s)",
-        *(column.name, column.quality, error_text(column.codec, error)),
+        *(column.name, column.quality, str(error)),
     )
     return structs.replace(column, codec="bf16", quality=0.0), None
 

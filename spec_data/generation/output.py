@@ -45,7 +45,7 @@ from spec_data.generation.setup import (
     refuse_other_files,
 )
 from spec_data.generation.units import SHARDS, finalize, finished_unit, read_unit_record
-from spec_data.shards.codec_tables import TABLES
+from spec_data.shards.codecs import TABLES
 from spec_data.shards.errors import DatasetError, RunError
 from spec_data.shards.files import (
     MANIFEST,
@@ -237,9 +237,9 @@ class RemoteOutput(LocalOutput):
         """
         table = {name: sha256_file(self.directory / name) for name in names}
         for name, digest in table.items():
-            self.storage.upload(f"{WORK}/blobs/{digest}", self.directory / name)
+            self.storage.write(f"{WORK}/blobs/{digest}", self.directory / name)
         content = dump_json(table).encode()
-        if self.storage.create(f"{WORK}/{step}.json", content):
+        if self.storage.write(f"{WORK}/{step}.json", content, create=True):
             return True
         if self.storage.read(f"{WORK}/{step}.json") == content:
             return True  # created by a try whose answer was lost, or the same by another worker
@@ -308,13 +308,14 @@ class RemoteOutput(LocalOutput):
         """
         for file in sorted((self.directory / WORK).glob(ALSO)):
             if file.name not in self._uploaded:
-                self.storage.create(f"{WORK}/{file.name}", file.read_bytes())
+                self.storage.write(f"{WORK}/{file.name}", file, create=True)
                 self._uploaded.add(file.name)
         finished = finished_unit(self.directory, unit)
         assert finished is not None
         record, name = finished.record, f"{WORK}/{unit_name(unit)}.json"
         shard = self.directory / record.file
-        if not self.storage.create(record.file, shard) and not self._is_stored(record):
+        created = self.storage.write(record.file, shard, create=True)
+        if not created and not self._is_stored(record):
             raise RunError(
                 f"{self.storage.where(record.file)}: another worker, or a killed run on another "
                 "kind of machine, has written other bytes for this unit. If no other worker is "
@@ -368,7 +369,7 @@ class RemoteOutput(LocalOutput):
         files = (p.relative_to(self.directory) for p in self.directory.rglob("*") if p.is_file())
         names = {str(p) for p in files if p.parts[0] not in (SHARDS, WORK)} - {MANIFEST}
         for name in progress([*sorted(names), MANIFEST], desc="upload", unit="files", leave=False):
-            self.storage.upload(name, self.directory / name)
+            self.storage.write(name, self.directory / name)
         return self.manifest()
 
     def _finalize_stage(self) -> None:

@@ -35,17 +35,16 @@ from spec_data.generation.plan import ALSO, BATCH_TOKENS, PROOF, WITNESS, Plan
 from spec_data.generation.setup import Setup, backend_options, config_json, find_positions
 from spec_data.generation.transfers import copy_stream
 from spec_data.models.identify import versions
-from spec_data.shards.codec_tables import TABLES, load_tables
+from spec_data.shards.codecs import TABLES, load_tables
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.even_sample import even_sample
 from spec_data.shards.files import dump_json, write_atomically, write_once, writing
 from spec_data.shards.follow import WORK
-from spec_data.shards.likelihood import DocumentFigures, places_by_name, summarise
-from spec_data.shards.likelihood_text import (
+from spec_data.shards.likelihood import (
+    DocumentFigures,
     above_random_text,
-    contradiction_text,
-    figures_text,
-    warnings,
+    indices_by_name,
+    summarise,
 )
 from spec_data.shards.position_data import POSITIONS, Positions
 from spec_data.shards.records import read_json
@@ -98,7 +97,7 @@ def prepare_capture(
     if not share():
         draft = prove_target(setup, plan, target, out)
     columns, codec, form = draft.columns, draft.codec, draft.packing.form
-    lossy = [c for c in columns if c.lossy]
+    widths = {c.name: c.width or 1 for c in columns if c.lossy}
     proven, batch_tokens = draft.captured_with, setup.options.tokens_per_forward
     if proven != running_facts(target, proven["batch_tokens"]):  # other devices
         batch_tokens = choose_batch_tokens(target, plan, form, columns, batch_tokens)
@@ -106,7 +105,7 @@ def prepare_capture(
         columns=columns,
         form=form,
         batch_tokens=batch_tokens or proven["batch_tokens"],
-        tables=load_tables(out / TABLES, lossy, codec.sha256 if codec else None) if lossy else {},
+        tables=load_tables(out / TABLES, widths, codec.sha256 if codec else None) if widths else {},
         temperature=setup.options.temperature,
         stream=copy_stream(target.device, [c.name for c in columns]),
     )
@@ -278,29 +277,24 @@ def check_agreement(
     temperature = options.sampling_temperature
     chosen = sample_of_sources(plan.documents.sources, proven)
     figures = measure_documents(plan, target, form, chosen, batch_tokens, options.temperature)
-    sources = summarise(figures, [plan.documents.sources[d] for d in chosen]).judged()
-    for name, agreement in sources.items():
+    measured = summarise(figures, [plan.documents.sources[d] for d in chosen])
+    for name, agreement in measured.judged().items():
         if agreement.above_random(vocabulary) and not options.allow_high_nll:
             raise CorpusError(
-                f"{name}: on a sample, {figures_text(agreement)}. {above_random_text(vocabulary)}. "
+                f"{name}: on a sample, {agreement}. {above_random_text(vocabulary)}. "
                 "Give the target that these ids or this text were made for; pass --allow-high-nll "
                 "to capture them all the same"
             )
-    contradictions = [
-        contradiction_text(name, agreement, temperature)
-        for name, agreement in sources.items()
-        if options.on_policy and agreement.contradicts_on_policy(temperature)
-    ]
-    if contradictions:
+    if options.on_policy and (wrong := measured.contradictions(temperature)):
         at_known = "; for samples at a known temperature, pass --sampling-temperature T"
         raise ConfigError(
             "--on-policy: this target did not write these answers. On a sample:\n  "
-            + "\n  ".join(contradictions)
+            + "\n  ".join(wrong)
             + "\nCheck the template, BOS and order of the answers, and that this is the target "
             "that wrote them. Otherwise leave --on-policy out"
             + (at_known if temperature is None else "")
         )
-    for message in warnings(sources, vocabulary, temperature, options.on_policy):
+    for message in measured.suspicions(vocabulary, temperature, options.on_policy, False):
         logger.warning("on a sample of %d documents, %s", len(chosen), message)
 
 
@@ -309,10 +303,10 @@ def sample_of_sources(sources: Sequence[str], proven: Iterable[int]) -> list[int
 
     Of more sources than the sample may have pairs of documents, some are chosen, evenly as well.
     """
-    places = list(places_by_name(sources).values())
-    most = max(_FEWEST, min(_PER_SOURCE, _OF_ALL_SOURCES // len(places)))
+    by_source = list(indices_by_name(sources).values())
+    most = max(_FEWEST, min(_PER_SOURCE, _OF_ALL_SOURCES // len(by_source)))
     chosen = set(proven)
-    for documents in even_sample(places, _OF_ALL_SOURCES // _FEWEST):
+    for documents in even_sample(by_source, _OF_ALL_SOURCES // _FEWEST):
         chosen |= set(even_sample(documents.tolist(), most))
     return sorted(chosen)
 

@@ -23,7 +23,6 @@ from spec_data.pages.page import Column, Figures, Note, Page, Part, Section, Tab
 from spec_data.pages.report import columns_table, counts_table, dataset_lines
 from spec_data.pages.token_texts import TokenTexts
 from spec_data.shards.even_sample import even_sample, sample_documents
-from spec_data.shards.likelihood_text import suspicions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import ALL, Manifest
 from spec_data.terminal.progress import progress
@@ -56,7 +55,7 @@ def dataset_page(data: str | Path, documents: int = DOCUMENTS) -> Page:
     rows = [line for line in dataset_lines(manifest) if line[0] not in named]
     overview: list[Part] = [
         Figures(items=numbers),
-        *(Note(text=text, warning=True) for text in suspicions(manifest)),
+        *(Note(text=text, warning=True) for text in manifest.suspicions),
         Table(title="What it is", columns=[("", "text"), ("", "text")], rows=rows),
     ]
     sources, columns = dataset.index.column("source"), manifest.columns

@@ -13,7 +13,6 @@ from spec_data.generation.status import read_status
 from spec_data.models.reading import load_tokenizer
 from spec_data.pages.page import Format, Table, shown
 from spec_data.shards.errors import DatasetError, SpecDataError
-from spec_data.shards.likelihood_text import agreement_rows, contradictions, suspicions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.records import plain
 from spec_data.shards.schema import (
@@ -177,18 +176,21 @@ def agreement_text(manifest: Manifest) -> str:
     notes = [
         "first choice: supervised tokens that are the target's arg max; NLL: mean, in nats; own: "
         f"those of text that the target samples at temperature {temperature:g}",
-        *(f"warning: {message}" for message in suspicions(manifest)),
+        *(f"warning: {message}" for message in manifest.suspicions),
     ]
-    return "\n".join([text_table(agreement_rows(manifest.agreement)), *notes])
+    return "\n".join([text_table(manifest.agreement.rows()), *notes])
 
 
 def refused_label(manifest: Manifest) -> str:
     """Say why the label --on-policy of a sealed dataset was not accepted; empty if it was."""
-    if not (texts := contradictions(manifest)):
+    if manifest.agreement is None or not manifest.on_policy:
+        return ""
+    wrong = manifest.agreement.contradictions(manifest.sampling_temperature)
+    if not wrong:
         return ""
     return (
         f"--on-policy was not accepted: this target did not write these answers. The dataset is "
-        f"complete, and it is recorded as {manifest.policy}:\n  " + "\n  ".join(texts)
+        f"complete, and it is recorded as {manifest.policy}:\n  " + "\n  ".join(wrong)
     )
 
 
@@ -209,8 +211,8 @@ def dataset_facts(dataset: HiddenStatesDataset) -> dict[str, Any]:
     names += ["agreement", "columns", "packing", "fingerprint"]
     return {
         "path": dataset.location,
-        **{name: plain(getattr(manifest, name)) for name in names},
-        "warnings": suspicions(manifest),
+        **{name: plain(getattr(manifest, name)) for name in _FACTS},
+        "warnings": manifest.suspicions,
         "shards": len(manifest.shards),
         **plain(manifest.totals),
         "counts": plain(manifest.documents),

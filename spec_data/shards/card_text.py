@@ -33,12 +33,12 @@ def _one_line(value: Any) -> Any:
 
 def licence_fields(licences: Iterable[str | None]) -> dict[str, str]:
     """Return the fields of the header for the licences of all corpora."""
-    found = sorted({licence for licence in licences if licence})
-    if len(found) != 1:
+    stated = sorted({licence for licence in licences if licence})
+    if len(stated) != 1:
         return {"license": "other"}
-    if _LICENCE.fullmatch(found[0]):
-        return {"license": found[0]}
-    return {"license": "other", "license_name": found[0]}
+    if _LICENCE.fullmatch(stated[0]):
+        return {"license": stated[0]}
+    return {"license": "other", "license_name": stated[0]}
 
 
 def plain(text: object) -> str:

@@ -51,8 +51,8 @@ def list_views(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 def chunk_checksums(arrays: Sequence[pa.Array]) -> np.ndarray:
     """Return the checksum of every chunk of these fields, uint64 [rows, fields]."""
-    found = [np.fromiter(map(checksum, _chunks(array)), np.uint64) for array in arrays]
-    return np.stack(found, axis=1)
+    sums = [np.fromiter(map(checksum, _chunks(array)), np.uint64) for array in arrays]
+    return np.stack(sums, axis=1)
 
 
 def _chunks(array: pa.Array) -> Iterator[np.ndarray | bytes]:

@@ -4,8 +4,6 @@ import re
 from typing import Any
 
 from spec_data.shards.card_text import code, front_matter, licence_fields, plain, table
-from spec_data.shards.codec_tables import error_text
-from spec_data.shards.likelihood_text import agreement_rows, suspicions
 from spec_data.shards.schema import LAYER_CONVENTION, Manifest
 
 CARD = "README.md"
@@ -32,7 +30,7 @@ def dataset_card(manifest: Manifest) -> str:
         (
             (
                 *(code(c.name), c.codec, f"{c.bytes_per_token:,.0f}"),
-                plain(error_text(c.codec, c.error) if c.error else "none"),
+                plain(c.error if c.error else "none"),
             )
             for c in manifest.columns
         ),
@@ -99,14 +97,14 @@ def _facts(manifest: Manifest) -> str:
 def _agreement(manifest: Manifest) -> str:
     if manifest.agreement is None:
         return ""
-    head, *rows = agreement_rows(manifest.agreement)
+    head, *rows = manifest.agreement.rows()
     return "\n".join(
         [
             "How often supervised tokens are the target's first choice, and their mean NLL in nats "
             "(own: of text that the target samples):",
             "",
             table(head, (list(map(plain, row)) for row in rows)),
-            *(f"\nWarning: {plain(message)}" for message in suspicions(manifest)),
+            *(f"\nWarning: {plain(message)}" for message in manifest.suspicions),
             "",
         ]
     )

@@ -59,8 +59,7 @@ def is_temporary(path: Path) -> bool:
 
 def temporary_files(directory: Path) -> list[Path]:
     """Return the temporary files below a directory, sorted; killed processes leave them."""
-    paths = directory.rglob(".*.tmp")
-    return sorted(path for path in paths if is_temporary(path) and path.is_file())
+    return sorted(p for p in directory.rglob(".*.tmp") if is_temporary(p) and p.is_file())
 
 
 def remove_left_of(path: Path) -> None:
@@ -130,8 +129,8 @@ def writing(path: Path) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, OSError) and error.errno in REFUSALS:
             raise file_error(error, path) from error
-        if found := re.search(r"\(os error (\d+)\)", str(error)):
-            number = int(found[1])
+        if match := re.search(r"\(os error (\d+)\)", str(error)):
+            number = int(match[1])
             raise file_error(OSError(number, os.strerror(number)), path) from error
         raise
 
@@ -202,19 +201,6 @@ def write_once(path: Path, data: bytes | str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def link_or_copy(source: Path, path: Path) -> None:
-    """Give a file a second name by a hard link, or copy it where that is not possible.
-
-    Raises:
-        OSError: it cannot be copied either; nothing is left behind.
-    """
-    with atomic_write(path) as temporary:
-        try:
-            os.link(source, temporary)
-        except OSError:  # another file system, or one without hard links
-            shutil.copyfile(source, temporary)
-
-
 def use_default_mode(path: Path) -> None:
     """Set the permissions of a file to those of a new file that `open` makes in its directory.
 
@@ -223,12 +209,10 @@ def use_default_mode(path: Path) -> None:
     """
     probe = temporary_name(path)
     try:
-        descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        mode = os.fstat(descriptor).st_mode & 0o777
-        os.close(descriptor)
+        probe.touch(exist_ok=False)
+        path.chmod(probe.stat().st_mode & 0o777)
     finally:
         probe.unlink(missing_ok=True)
-    path.chmod(mode)
 
 
 # -- JSON and hashes -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ of another tokenizer have a clearly higher one, as a trained model is sure of ot
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +33,16 @@ _OWN_NLL_SLACK, _OWN_SHARE_SLACK = 0.1, 0.05
 GREEDY_SHARE = 0.95
 # Samples of instruction-tuned targets lie above, answers of people and other models below.
 ON_POLICY_SHARE = 0.75
+_LOW_SHARE = 0.7
+_MOST_SOURCES = 20  # that are listed by name
+_CAUSES = (
+    "likely causes: another chat template than the one that the answers were made with, a doubled "
+    "BOS token, answers shuffled between prompts, or a target with missing or wrongly configured "
+    "weights"
+)
 
 
-def places_by_name(names: Sequence[str]) -> dict[str, np.ndarray]:
+def indices_by_name(names: Sequence[str]) -> dict[str, np.ndarray]:
     """Return the indices at which each name occurs, ascending, int64 [n], in order of appearance.
 
     The time is linear: in a directory of text files, every document is a source of its own.
@@ -127,7 +134,7 @@ class Agreement(Record, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, figures: DocumentFigures) -> "Agreement":
-        """Summarise documents; the order of summation is that of the documents."""
+        """Summarise documents, in their order."""
         tokens = int(figures.tokens.sum())
         first, *sums = (math.fsum(s) for s in figures.sums.T)
         nll, own_nll, own_share = (_rounded(s / max(tokens, 1)) for s in sums)
@@ -145,6 +152,13 @@ class Agreement(Record, frozen=True, kw_only=True):
             own_nll=own_nll,
             excess_error=excess_error,
             own_share=own_share,
+        )
+
+    def __str__(self) -> str:
+        """Share and NLL in words."""
+        return (
+            f"{self.share:.1%} of {self.tokens:,} supervised tokens are the target's first choice, "
+            f"mean NLL {self.nll:.2f} nats"
         )
 
     @property
@@ -175,9 +189,48 @@ class Agreement(Record, frozen=True, kw_only=True):
             or self.share < self.own_share - _OWN_SHARE_SLACK - _ERRORS * noise
         )
 
-    def nearly_own(self) -> bool:
-        """Return whether the tokens are first choices more often than samples, but not greedy."""
-        return self.enough and self.own_share + _OWN_SHARE_SLACK < self.share < GREEDY_SHARE
+    def contradiction(self, temperature: float | None) -> str:
+        """Say why these tokens are not on-policy."""
+        at = "1" if temperature is None else f"{temperature:g}"
+        return (
+            f"{self}; samples of this target at temperature {at} would have "
+            f"{self.own_share:.1%} and {self.own_nll:.2f} nats"
+        )
+
+    def suspicion(self, vocab_size: int, temperature: float | None, on_policy: bool) -> str | None:
+        """Return the strongest suspicion about these tokens, in words; None: there is none."""
+        if not self.enough:
+            return None
+        if self.above_random(vocab_size):
+            return f"{self}. {above_random_text(vocab_size)}"
+        if self.nll > 0.9 * math.log(vocab_size):
+            return (
+                f"{self}. The target behaves like a random model, which has an NLL of about ln V = "
+                f"{math.log(vocab_size):.2f}: its weights are untrained, or these are not its "
+                "token ids"
+            )
+        if temperature is None and self.own_share + _OWN_SHARE_SLACK < self.share < GREEDY_SHARE:
+            return (
+                f"{self}. Samples of this target at temperature 1 would have {self.own_share:.1%}, "
+                f"its greedy answers {GREEDY_SHARE:.0%} or more. If these are its greedy answers, "
+                f"the share is too low; {_CAUSES}"
+            )
+        if not on_policy and self.share < _LOW_SHARE:
+            return (
+                f"{self}, which is low. Answers of people or of other models often have no more; "
+                "drafts are accepted longer when the target writes its own. Otherwise, "
+                f"{_CAUSES}"
+            )
+        return None
+
+
+def above_random_text(vocab_size: int) -> str:
+    """Say what an NLL above ln V means."""
+    return (
+        f"A random model has an NLL of about ln V = {math.log(vocab_size):.2f}. A higher one means "
+        "that these token ids are not this tokenizer's, or that the target never learned such text "
+        "(another language)"
+    )
 
 
 def _standard_error(sums: np.ndarray, counts: np.ndarray, squares: np.ndarray) -> float:
@@ -219,9 +272,37 @@ class AgreementTable(Record, frozen=True, kw_only=True):
             judged[ALL_SOURCES] = self.total
         return judged
 
-    def contradicting(self, temperature: float | None) -> list[str]:
-        """Return the sources that cannot be samples of the target at a temperature."""
-        return [n for n, found in self.judged().items() if found.contradicts_on_policy(temperature)]
+    def contradictions(self, temperature: float | None) -> list[str]:
+        """Return, in words, which sources cannot be samples of the target at a temperature."""
+        return [
+            f"{name}: {agreement.contradiction(temperature)}"
+            for name, agreement in self.judged().items()
+            if agreement.contradicts_on_policy(temperature)
+        ]
+
+    def suspicions(
+        self, vocab_size: int, temperature: float | None, on_policy: bool, claimed: bool
+    ) -> list[str]:
+        """Return what is suspicious, in words; `claimed`: --on-policy was given."""
+        refused = self.contradictions(temperature) if claimed else []
+        texts = [f"--on-policy was not accepted: {text}" for text in refused]
+        for name, agreement in self.judged().items():
+            if text := agreement.suspicion(vocab_size, temperature, on_policy):
+                texts.append(f"{name}: {text}")
+        more = len(texts) - _MOST_SOURCES  # a folder of files is many sources
+        return [*texts[:_MOST_SOURCES], *([f"and {more:,} more such lines"] if more > 0 else [])]
+
+    def rows(self) -> Iterator[Sequence[str]]:
+        """Yield the cells of a table, header first. Of many sources, the largest are listed."""
+        yield ("source", "supervised", "first choice", "NLL", "own first choice", "own NLL")
+        largest = set(sorted(self.sources, key=lambda n: -self.sources[n].tokens)[:_MOST_SOURCES])
+        rows = {name: a for name, a in self.sources.items() if name in largest}
+        if len(self.sources) != 1:
+            more = len(self.sources) - len(rows)
+            rows[f"{ALL_SOURCES}, {more:,} more of them" if more else ALL_SOURCES] = self.total
+        for name, a in rows.items():
+            own = (f"{a.own_share:.1%}", f"{a.own_nll:.3f}")
+            yield (name, f"{a.tokens:,}", f"{a.share:.1%}", f"{a.nll:.3f}", *own)
 
     def policy(self, on_policy: bool, temperature: float | None) -> str:
         """Return the label that the measurement allows: "on-policy" or "off-policy".
@@ -231,7 +312,7 @@ class AgreementTable(Record, frozen=True, kw_only=True):
         """
         sources = self.judged().values()
         if on_policy:
-            return "off-policy" if self.contradicting(temperature) else "on-policy"
+            return "off-policy" if self.contradictions(temperature) else "on-policy"
         greedy = bool(sources) and all(a.share >= GREEDY_SHARE for a in sources)
         return "on-policy" if greedy else "off-policy"
 
@@ -241,7 +322,7 @@ def summarise(figures: DocumentFigures, sources: Sequence[str]) -> AgreementTabl
     return AgreementTable(
         total=Agreement.of(figures),
         sources={
-            name: Agreement.of(figures.select(places))
-            for name, places in places_by_name(sources).items()
+            name: Agreement.of(figures.select(indices))
+            for name, indices in indices_by_name(sources).items()
         },
     )

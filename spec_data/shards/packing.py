@@ -51,11 +51,6 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return sorted(sorted(pack) for pack in packs)
 
 
-def utilisation(lengths: Sequence[int], packs: Sequence[Sequence[int]], capacity: int) -> float:
-    """Return the share of all slots that hold a token, 0..1."""
-    return sum(lengths) / (len(packs) * capacity) if packs else 0.0
-
-
 def row_layout(row_lengths: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
     """Return `(document_ids, position_ids)`, int64 [B, width], of packs of document lengths."""
     document_ids = torch.full((len(row_lengths), width), PADDING)

@@ -20,8 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spec_data.shards.codec_tables import TABLES, load_tables
-from spec_data.shards.codecs import Tables
+from spec_data.shards.codecs import TABLES, Tables, load_tables
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.files import MANIFEST, read_object, xxh3_file
 from spec_data.shards.index import index_column, index_numbers, read_index, spans_of
@@ -192,14 +191,14 @@ class HiddenStatesDataset:
     @cached_property
     def tables(self) -> dict[str, Tables]:
         """Decoding tables of the lossy columns; of a view, those of its first document."""
-        lossy = [c for c in self.manifest.columns if c.lossy]
+        widths = {c.name: c.width or 1 for c in self.manifest.columns if c.lossy}
         if self.view is not None:
-            first = {c.name: self.sources[self._references[c.name][0][0]] for c in lossy}
+            first = {name: self.sources[self._references[name][0][0]] for name in widths}
             return {name: source.tables[name] for name, source in first.items()}
-        if not lossy:
+        if not widths:
             return {}
         file = self.mirror.fetch(TABLES) if self.mirror else self.path / TABLES
-        return load_tables(file, lossy, self.manifest.codec.sha256 if self.manifest.codec else "")
+        return load_tables(file, widths, self.manifest.codec.sha256 if self.manifest.codec else "")
 
     def columns_of_several_tables(self) -> list[str]:
         """Return the lossy columns of a view whose documents have other tables in other sources."""

@@ -21,7 +21,7 @@ Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Xxh3 = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
 
 _LONGEST_NAME = 255  # bytes of a file's name on usual file systems
-_PLACE = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
+_AT_KEY = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
 _T = TypeVar("_T")
 
 
@@ -56,8 +56,8 @@ def as_record(value: Any, kind: type[_T], where: object, advice: str) -> _T:
 def in_words(error: msgspec.ValidationError) -> str:
     """Say which key is wrong: "shards[0].rows: expected int, got str"."""
     text = str(error)
-    if found := _PLACE.match(text):
-        text = f"{found[2]}: {found[1][0].lower()}{found[1][1:]}" if found[2] else found[1]
+    if match := _AT_KEY.match(text):
+        text = f"{match[2]}: {match[1][0].lower()}{match[1][1:]}" if match[2] else match[1]
     return text.replace("`", "").encode("ascii", "backslashreplace").decode()
 
 

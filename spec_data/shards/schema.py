@@ -126,6 +126,14 @@ class CodecError(Record, frozen=True, kw_only=True):
     logit_q99: Share | None = None
     logit_max: Share | None = None
 
+    def __str__(self) -> str:
+        """In one line."""
+        kl = f", teacher KL {self.kl:.1e}" if self.kl is not None else ""
+        return (
+            f"{ROTATED}: {self.bits:.2f} bits a value, error / variance {self.total:.1e} (worst "
+            f"channel {self.mse_max:.1e}){kl}, {self.escaped:.2%} of tokens escape"
+        )
+
 
 class Column(Record, frozen=True, kw_only=True, dict=True):
     """A token column: `width` values per token (None: one number, not a vector).
@@ -650,6 +658,14 @@ class Manifest(Record, frozen=True, kw_only=True, dict=True):
     def sampling_temperature(self) -> float | None:
         """The temperature at which the target wrote the responses; None: not stated."""
         return self.settings.get("sampling_temperature")
+
+    @property
+    def suspicions(self) -> list[str]:
+        """What is suspicious about the texts of a sealed dataset, in words."""
+        if self.agreement is None:
+            return []
+        settings = self.vocab_size, self.sampling_temperature, self.policy == "on-policy"
+        return self.agreement.suspicions(*settings, self.on_policy)
 
 
 def fingerprint(raw: Mapping[str, Any]) -> str:

@@ -45,10 +45,10 @@ def scheme_of(text: str | Path) -> str | None:
     `Path("s3://bucket/data")` is the path `s3:/bucket/data`, so one slash is accepted as well,
     unless there is such a directory.
     """
-    found = _SCHEME.match(str(text))
-    if not found or not (found[2] or not Path(f"{found[1]}:").is_dir()):
+    match = _SCHEME.match(str(text))
+    if not match or (not match[2] and Path(f"{match[1]}:").is_dir()):
         return None
-    return found[1].lower()
+    return match[1].lower()
 
 
 def check_dataset_url(flag: str, url: str | Path, write: bool = False) -> None:
@@ -59,8 +59,8 @@ def check_dataset_url(flag: str, url: str | Path, write: bool = False) -> None:
     """
     scheme = scheme_of(url) or ""
     if scheme not in SCHEMES:
-        known = ", ".join(f"{name}://" for name in SCHEMES if name != "memory")
-        advice = _ADVICE.get(scheme, f"use one of {known}, or the local path of a mount")
+        usual = ", ".join(f"{name}://" for name in SCHEMES if name != "memory")
+        advice = _ADVICE.get(scheme, f"use one of {usual}, or the local path of a mount")
         raise ConfigError(f"{flag} {url}: {scheme}:// is not supported; {advice}")
     if write and scheme not in _WRITABLE:
         raise ConfigError(
@@ -135,39 +135,32 @@ class Storage:
         """Return the objects below a folder with their sizes; empty: there are none."""
         prefix = self._path(folder)
         try:
-            found = self._tried(folder, lambda: self._system.find(prefix, detail=True))
+            objects = self._tried(folder, lambda: self._system.find(prefix, detail=True))
         except FileNotFoundError:
             return {}
         root = len(self._root) + 1
-        return {path[root:]: info["size"] for path, info in found.items()}
+        return {path[root:]: info["size"] for path, info in objects.items()}
 
-    def write(self, name: str, data: bytes | str) -> None:
-        """Write an object; others see the old one or the new one, whole."""
-        content = data.encode() if isinstance(data, str) else data
-        self._tried(name, lambda: self._system.pipe_file(self._path(name), content))
+    def write(self, name: str, content: bytes | str | Path, create: bool = False) -> bool:
+        """Write an object from bytes, text or a local file; others see the old one or the new one.
 
-    def upload(self, name: str, file: Path) -> None:
-        """Write an object from a local file, and compare its size afterwards."""
+        With `create`, it is not replaced: False if it exists, perhaps by a try of this call whose
+        answer was lost.
+        """
+        path, mode = self._path(name), {"mode": "create"} if create else {}
+        data = content.encode() if isinstance(content, str) else content
 
         def put() -> None:
-            self._system.put_file(str(file), self._path(name))
-            arrived, size = self._system.info(self._path(name))["size"], file.stat().st_size
-            if arrived != size:
-                raise EOFError(f"{arrived:,} of {size:,} bytes arrived")
-
-        self._tried(name, put)
-
-    def create(self, name: str, content: bytes | Path) -> bool:
-        """Write an object from bytes or a local file, unless it exists; return False if it does.
-
-        After a try whose answer was lost, the object may be one's own.
-        """
-        path = self._path(name)
-        try:
-            if isinstance(content, Path):
-                self._tried(name, lambda: self._system.put_file(str(content), path, mode="create"))
+            if isinstance(data, bytes):
+                self._system.pipe_file(path, data, **mode)
             else:
-                self._tried(name, lambda: self._system.pipe_file(path, content, mode="create"))
+                self._system.put_file(str(data), path, **mode)
+                size = data.stat().st_size
+                if not create and (arrived := self._system.info(path)["size"]) != size:
+                    raise EOFError(f"{arrived:,} of {size:,} bytes arrived")
+
+        try:
+            self._tried(name, put)
             return True
         except FileExistsError:
             return False
@@ -225,13 +218,14 @@ class Storage:
 
 def _refused(error: Exception) -> bool:
     """Tell whether the storage refused the user, and not only this try."""
-    status = getattr(error, "status", None) or getattr(
-        getattr(error, "response", None), "status_code", None
-    )
+    response = getattr(error, "response", None)
+    status = getattr(error, "status", None) or getattr(response, "status_code", None)
+    # S3 says EINVAL where it may not say why, as to HEAD with expired credentials
+    invalid = isinstance(error, OSError) and error.errno == errno.EINVAL
+    name = type(error).__name__
     return (
         isinstance(error, PermissionError)
-        # S3 answers so where it may not say why, as to HEAD with expired credentials
-        or (isinstance(error, OSError) and error.errno == errno.EINVAL)
+        or invalid
         or status in (401, 403)
-        or "Credential" in type(error).__name__
+        or "Credential" in name
     )

@@ -43,8 +43,8 @@ def check_policy(policy: str) -> str:
 
 def roles_of(policy: str) -> tuple[str, ...]:
     """Return the roles that a policy names; none unless it is roles=A,B."""
-    found = _FORM.fullmatch(policy)
-    return tuple(found[2].split(",")) if found and found[2] else ()
+    match = _FORM.fullmatch(policy)
+    return tuple(match[2].split(",")) if match and match[2] else ()
 
 
 def supervised_spans(length: int, turns: Sequence[Turn], policy: str) -> list[tuple[int, int]]:

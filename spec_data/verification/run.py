@@ -27,9 +27,7 @@ from spec_data.capture.backend import BackendOptions, open_backend
 from spec_data.models.devices import check_devices, usable_device
 from spec_data.models.resolve import local_directory, resolve_model
 from spec_data.models.target_options import EngineOptions
-from spec_data.shards.codec_tables import error_text
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.likelihood_text import figures_text, suspicions
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import FINAL, apply_head, logit_error
 from spec_data.terminal.progress import progress
@@ -138,7 +136,7 @@ def _check_codecs(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
     for column in dataset.manifest.columns:
         if column.error:
             findings.passed(
-                f"{column.name}: {error_text(column.codec, column.error)} (measured during "
+                f"{column.name}: {column.error} (measured during "
                 "generation; the tables are unchanged)"
             )
 
@@ -223,10 +221,10 @@ def _compare_first_choices(
                 f"{first} first choices of {tokens} supervised tokens; generate the dataset again"
             )
         else:
-            findings.passed(f"{name}: {figures_text(stated)} (first choices counted again)")
+            findings.passed(f"{name}: {stated} (first choices counted again)")
     for name in sorted(measured.keys() - counts.keys()):
         findings.fail(f"manifest.json, agreement: {name} is no source of this dataset")
-    for message in suspicions(dataset.manifest):
+    for message in dataset.manifest.suspicions:
         findings.warn(message)
 
 

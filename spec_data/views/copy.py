@@ -20,10 +20,17 @@ import numpy as np
 import pyarrow as pa
 from msgspec import structs
 
-from spec_data.shards.codec_tables import TABLES, save_tables
-from spec_data.shards.codecs import Encoded, Tables, bf16_tensor, compress, encode
+from spec_data.shards.codecs import (
+    TABLES,
+    Encoded,
+    Tables,
+    bf16_tensor,
+    compress,
+    encode,
+    save_tables,
+)
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
-from spec_data.shards.files import link_or_copy, unit_name, write_atomically
+from spec_data.shards.files import atomic_write, unit_name, write_atomically
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset, check_whole
 from spec_data.shards.records import plain
 from spec_data.shards.resumable import ResumableDirectory, process_lock
@@ -37,7 +44,6 @@ from spec_data.views.rows import check_out
 logger = logging.getLogger(__name__)
 
 WORK = ".view"
-_HEAD = "target/head.safetensors"
 _MOST_TOKENS = 1 << 20  # of a shard, where no source says how large its shards are
 
 
@@ -209,12 +215,9 @@ def _copy_target(out: Path, dataset: HiddenStatesDataset) -> dict[str, FileRecor
     """Copy the files of the target, and return their records."""
     names = [name for name in dataset.manifest.files if name.startswith("target/")]
     for name in names:
-        source = dataset.file(name)
         (out / name).parent.mkdir(parents=True, exist_ok=True)
-        if name == _HEAD:
-            link_or_copy(source, out / name)
-        else:
-            write_atomically(out / name, source.read_bytes())
+        with atomic_write(out / name) as temporary:
+            shutil.copyfile(dataset.file(name), temporary)
     extra = {p for p in (out / "target").rglob("*") if p.is_file()} - {out / n for n in names}
     if extra:
         raise DatasetError(f"{min(extra)}: not a file of this copy; delete it and run again")

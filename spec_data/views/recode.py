@@ -17,8 +17,7 @@ from torch import Tensor
 
 from spec_data.generation.calibrate import Sample, fitted, sample_budget, sample_documents
 from spec_data.generation.options import column_qualities, parse_codecs
-from spec_data.shards.codec_tables import save_tables
-from spec_data.shards.codecs import ROTATED, Tables
+from spec_data.shards.codecs import ROTATED, Tables, save_tables
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.files import sha256_json
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors

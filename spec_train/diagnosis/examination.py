@@ -20,7 +20,6 @@ from spec_data.models.resolve import cached_model, local_directory
 from spec_data.models.target_options import EngineOptions
 from spec_data.shards.errors import DatasetError, DraftError, SpecDataError
 from spec_data.shards.identity import compare
-from spec_data.shards.likelihood_text import figures_text, suspicions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine as verify_dataset
 from spec_train.data.mixture import count_dataset
@@ -296,7 +295,7 @@ def _data_checks(dataset: HiddenStatesDataset, data: str, device: str) -> list[C
     elif not total.enough:
         agreement = undecided("on-policy", f"give more documents: {total.tokens} supervised tokens")
     else:
-        agreement = judged("on-policy", suspicions(manifest), sound=figures_text(total))
+        agreement = judged("on-policy", manifest.suspicions, sound=str(total))
     size = manifest.totals.bytes
     if size > _VERIFIED_BYTES:
         text = f"run `spec-data verify {data}`: {size / 1e9:.0f} GB"

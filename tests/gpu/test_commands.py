@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from spec_data.generation import run as generation_run
-from spec_data.shards.codec_tables import Basis
-from spec_data.shards.codecs import decompress, encode
+from spec_data.shards.codecs import Basis, decompress, encode
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.shard import CodedRows, StoredRows
 from spec_train.drafts import DRAFTS

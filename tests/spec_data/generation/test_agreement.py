@@ -14,7 +14,6 @@ import spec_data
 from spec_data.cli import main
 from spec_data.shards.errors import ConfigError, CorpusError
 from spec_data.shards.likelihood import Agreement, DocumentFigures
-from spec_data.shards.likelihood_text import warnings
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_data.verification.run import examine
@@ -262,6 +261,5 @@ def agreement(**changes) -> Agreement:
     ],
 )
 def test_what_the_figures_mean(found, words):
-    texts = warnings({"s": found}, 3000, None, on_policy=False)
-    assert len(texts) == (words is not None)
-    assert not words or words in texts[0]
+    text = found.suspicion(3000, None, on_policy=False)
+    assert (text is None) == (words is None) and (words or "") in (text or "")

@@ -89,18 +89,16 @@ def test_killed_after_a_write_and_resumed_on_another_machine(
     wrote: list[str] = []
 
     def until(function):
-        def call(self, name, *args):
+        def call(self, name, *args, **more):
             if last in wrote:
                 raise Killed
-            found = function(self, name, *args)
             wrote.append(name)
-            return found
+            return function(self, name, *args, **more)
 
         return call
 
     with monkeypatch.context() as patch:
-        for name in ("write", "upload", "create"):
-            patch.setattr(Storage, name, until(getattr(Storage, name)))
+        patch.setattr(Storage, "write", until(Storage.write))
         with pytest.raises(Killed):
             run(*source, URL, **LOSSY)
     assert last in wrote and "manifest.json" not in remote_digests()

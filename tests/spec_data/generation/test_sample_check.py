@@ -3,7 +3,7 @@
 from spec_data.generation.proof import sample_of_sources
 from spec_data.shards.likelihood import (
     DocumentFigures,
-    places_by_name,
+    indices_by_name,
     summarise,
 )
 
@@ -24,4 +24,4 @@ def test_a_sample_has_documents_of_every_source_spread_over_it():
     chosen = sample_of_sources(names, [])
     assert 100 in chosen and len(chosen) == 17
     assert chosen[0] < 20 and chosen[-1] > 180
-    assert [p.tolist() for p in places_by_name(["b", "a", "b"]).values()] == [[0, 2], [1]]
+    assert [p.tolist() for p in indices_by_name(["b", "a", "b"]).values()] == [[0, 2], [1]]

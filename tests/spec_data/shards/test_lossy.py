@@ -7,10 +7,19 @@ import torch
 from safetensors.torch import load, save
 
 from spec_data.shards import codecs
-from spec_data.shards.codec_tables import Basis, load_tables, save_tables
-from spec_data.shards.codecs import Tables, bf16_tensor, compress, decode, decompress, encode
+from spec_data.shards.codecs import (
+    Basis,
+    Tables,
+    bf16_tensor,
+    compress,
+    decode,
+    decompress,
+    encode,
+    load_tables,
+    save_tables,
+)
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.schema import Column, bits_range, predicts_supervised
+from spec_data.shards.schema import bits_range, predicts_supervised
 from spec_data.shards.shard import CodedRows, StoredRows, decode_rows, runs
 
 H = 48
@@ -274,8 +283,7 @@ def test_tables_survive_the_disk(tmp_path):
     tables = Basis(correlated(100)).tables(0.5)
     file = tmp_path / "codec.safetensors"
     file.write_bytes(save_tables({"hidden.L0": tables}))
-    column = Column(name="hidden.L0", codec="rotated", width=H, quality=0.02)
-    found = load_tables(file, [column], None)["hidden.L0"]
+    found = load_tables(file, {"hidden.L0": H}, None)["hidden.L0"]
     states = correlated(40, seed=1)
     assert encode(states, found).blob.tobytes() == encode(states, tables).blob.tobytes()
     assert file.stat().st_size < 1.5 * H * H + 2000
@@ -299,9 +307,8 @@ def test_tables_that_decode_nothing_are_refused(tmp_path, part, value, message):
         tensors[f"hidden.L0.{part}"] = value
     file = tmp_path / "codec.safetensors"
     file.write_bytes(save(tensors))
-    column = Column(name="hidden.L0", codec="rotated", width=H, quality=0.02)
     with pytest.raises(DatasetError, match=message):
-        load_tables(file, [column], None)
+        load_tables(file, {"hidden.L0": H}, None)
 
 
 def test_bits_that_are_not_measured_are_bounded():

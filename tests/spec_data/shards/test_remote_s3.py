@@ -34,7 +34,7 @@ def store(local):
         target = Storage(URL, write=True)
         for file in local.rglob("*"):
             if file.is_file():
-                target.upload(str(file.relative_to(local)), file)
+                target.write(str(file.relative_to(local)), file)
         yield faults
 
 
