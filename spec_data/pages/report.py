@@ -211,7 +211,7 @@ def dataset_facts(dataset: HiddenStatesDataset) -> dict[str, Any]:
     names += ["agreement", "columns", "packing", "fingerprint"]
     return {
         "path": dataset.location,
-        **{name: plain(getattr(manifest, name)) for name in _FACTS},
+        **{name: plain(getattr(manifest, name)) for name in names},
         "warnings": manifest.suspicions,
         "shards": len(manifest.shards),
         **plain(manifest.totals),
