@@ -37,7 +37,7 @@ from spec_data.capture.proofs import (
     prove_isolation,
     why_no_chunks,
 )
-from spec_data.capture.target_batch import TargetBatch, document_starts, layout_of
+from spec_data.capture.target_batch import TargetBatch, layout_of
 from spec_data.models.devices import sent
 from spec_data.models.loading import load_model
 from spec_data.models.placement import device_of, devices_of, in_place, whole
@@ -46,10 +46,8 @@ from spec_data.models.reading import load_config
 from spec_data.models.resolve import resolve_model
 from spec_data.models.rope_factors import fix_rope_factors
 from spec_data.models.target_options import Spread
-from spec_data.shards import packing
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import choose_layers
-from spec_data.shards.packing import shift_left
 from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import PackingRecord, Quantised, apply_head
 
@@ -353,56 +351,40 @@ class Target:
         input_ids: Tensor,
         attention_mask: Tensor,
         loss_mask: Tensor,
-        position_ids: Tensor | None = None,
         seq_lens: Sequence[Sequence[int]] | Tensor | None = None,
-        doc_remaining: Tensor | None = None,
     ) -> TargetBatch:
         """Run the target and return the tensors that a trainer needs.
 
         Args:
-            input_ids: int64 [B, T], unshifted, right-padded.
+            input_ids: int64 [B, T], right-padded.
             attention_mask: bool or int [B, T], nonzero at real tokens.
-            loss_mask: bool or int [B, T], unshifted.
-            position_ids: int64 [B, T], restarting at 0 in each document. Default: derived.
+            loss_mask: bool or int [B, T], nonzero at supervised tokens.
             seq_lens: document lengths per row, for packed rows with a block-causal mask; a [B, D]
                 tensor may be zero-padded. None: one document per row with the plain 2-D mask.
-            doc_remaining: int64 [B, T], real tokens after each slot in its document. Default:
-                derived.
 
         Raises:
             TargetError: shapes that do not match, documents that do not fill the attention mask,
                 rows that are not right-padded, or a target that leaks between packed documents.
         """
         lengths, document_ids, positions = layout_of(input_ids, attention_mask, seq_lens)
-        positions = positions if position_ids is None else position_ids
         form = self._packed_form(input_ids, lengths) if seq_lens is not None else None
         states = self.forward(
             input_ids, document_ids, positions, form, full_logits=self.supervision == "logits"
         )
-        document_ids = document_ids.to(self.device)
-        remaining = packing.doc_remaining(document_ids) if doc_remaining is None else doc_remaining
-        token_frame = {
-            "input_ids": input_ids.to(self.device),
-            "loss_mask": loss_mask.to(self.device).bool(),
-            **self._supervise(states),
-        }
-        shifted = {name: shift_left(x, document_ids) for name, x in token_frame.items()}
+        document_ids, teacher = document_ids.to(self.device), self._supervise(states)
         if self.draft_vocabulary is not None:
-            inside = torch.isin(shifted["target_argmax"], self.draft_vocabulary.to(self.device))
-            shifted["position_mask"] = inside & shift_left(document_ids >= 0, document_ids)
-        first = document_starts(document_ids)
+            inside = torch.isin(teacher["target_argmax"], self.draft_vocabulary.to(self.device))
+            teacher["position_mask"] = inside & (document_ids >= 0)
         return TargetBatch(
             # without any layer, an empty tensor like the final states
             aux_hidden_states=torch.cat(
                 [states.final[..., :0], *(states.layers[k] for k in self.layers)], -1
             ),
-            attention_mask=document_ids >= 0,
-            position_ids=positions.to(self.device),
+            input_ids=input_ids.to(self.device),
+            loss_mask=loss_mask.to(self.device).bool(),
             document_ids=document_ids,
-            doc_remaining=remaining.to(self.device),
-            seq_lens=lengths if seq_lens is not None else None,
-            starts={name: x[first] for name, x in token_frame.items()},
-            **shifted,
+            position_ids=positions.to(self.device),
+            **teacher,
         )
 
     def _packed_form(self, input_ids: Tensor, lengths: list[list[int]]) -> str:

@@ -1,9 +1,9 @@
 """TargetBatch: one target forward, as the inputs of a trainer's loss.
 
-Its fields are in the shifted frame (B rows, T slots): aux states and packing metadata stay where
-they are; `input_ids`, the loss mask and the teacher are moved left by one inside each document, and
-its last slot is zero. So slot t pairs the state a_t with the known token x_{t+1} and the teacher
-z_{t+1}. In the token frame nothing is moved: slot t holds a_t, x_t, m_t and z_t.
+In the token frame (B rows, T slots), slot t holds the state a_t, the token x_t, its loss mask m_t
+and the teacher z_t. In the shifted frame, all but states and layout is moved left by one inside
+each document, and its last slot is zero: slot t pairs the state a_t with the known token x_{t+1}
+and the teacher z_{t+1}.
 
 A loss reads one of the two frames. Data of the other frame has the same shapes and would train
 another, wrong objective, so `to_trainer_inputs` names the frame and every loss refuses the other.
@@ -17,84 +17,44 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import TargetError
-from spec_data.shards.packing import PADDING, row_layout
+from spec_data.shards.packing import PADDING, row_layout, shift_left
 
-Frame = Literal["shifted", "token"]
-
-_SHIFTED = (
-    *("input_ids", "loss_mask", "target_argmax", "target_logsumexp"),
-    *("logits", "final_hidden"),
-)
-_SHIFTED_ONLY = ("target_probs", "position_mask", "target_mass")
 _UNMOVED = ("aux_hidden_states", "document_ids", "position_ids")
-
-
-def document_starts(document_ids: Tensor) -> Tensor:
-    """Return the first slot of every document, bool [B, T]; document_ids int64 [B, T]."""
-    first = document_ids != PADDING
-    first[:, 1:] &= document_ids[:, 1:] != document_ids[:, :-1]
-    return first
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetBatch:
-    """Aux states with exactly one supervision encoding, validated when it is built.
+    """Aux states with one supervision encoding, in the token frame; padding means nothing.
 
     Attributes:
-        aux_hidden_states: [B, T, n*H], captured layers in ascending layer id, unshifted.
-        input_ids: int64 [B, T], shifted. loss_mask: bool [B, T], shifted.
-        attention_mask: bool [B, T], True at real tokens. position_ids: int64 [B, T].
-        document_ids: int64 [B, T], -1 in padding. doc_remaining: int64 [B, T], real tokens after
-            each slot in its document.
-        seq_lens: document lengths per row when packed, else None.
-        logits: [B, T, V], shifted; or
-        target_probs: float32 [B, T, Vd] over a draft vocabulary, shifted, with position_mask:
-            bool [B, T], True where the target's argmax lies inside it, and target_mass: float32
-            [B, T], the target's probability of the draft vocabulary; or
-        final_hidden: [B, T, H], shifted: the head's input, with target_logsumexp: float32 [B, T],
-            shifted, that of the logits over the full vocabulary.
-        target_argmax: int64 [B, T], shifted, over the full vocabulary.
-        starts: what the shift moves out of each of the D documents: the value at its first token,
-            [D, ...] by name. The token frame is made with it; None: there is no token frame.
+        aux_hidden_states: [B, T, n*H], captured layers in ascending layer id.
+        input_ids: int64 [B, T]. loss_mask: bool [B, T].
+        document_ids: int64 [B, T], -1 in padding. position_ids: int64 [B, T].
+        target_argmax: int64 [B, T], over the full vocabulary.
+        logits: [B, T, V]; or
+        target_probs: float32 [B, T, Vd] over a draft vocabulary, with position_mask: bool [B, T],
+            True where the target's argmax lies inside it, and target_mass: float32 [B, T], the
+            target's probability of the draft vocabulary; or
+        final_hidden: [B, T, H], the head's input, with target_logsumexp: float32 [B, T], that of
+            the logits over the full vocabulary.
     """
 
     aux_hidden_states: Tensor
     input_ids: Tensor
     loss_mask: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
     document_ids: Tensor
-    doc_remaining: Tensor
+    position_ids: Tensor
     target_argmax: Tensor
-    seq_lens: list[list[int]] | None = None
     logits: Tensor | None = None
     target_probs: Tensor | None = None
     position_mask: Tensor | None = None
     target_mass: Tensor | None = None
     final_hidden: Tensor | None = None
     target_logsumexp: Tensor | None = None
-    starts: dict[str, Tensor] | None = None
 
-    def __post_init__(self) -> None:
-        given = [k for k in ("logits", "target_probs", "final_hidden") if self._has(k)]
-        if len(given) != 1:
-            raise TargetError(
-                "a TargetBatch carries exactly one of logits, target_probs (with position_mask) "
-                f"and final_hidden; got {', '.join(given) or 'none'}"
-            )
-        if len({self._has(name) for name in ("target_probs", "position_mask", "target_mass")}) > 1:
-            raise TargetError("target_probs, position_mask and target_mass go together")
-        shape = self.input_ids.shape
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor) and value.shape[:2] != shape:
-                raise TargetError(
-                    f"{name} has shape {tuple(value.shape)}; rows and slots must be {tuple(shape)}"
-                )
-
-    def _has(self, name: str) -> bool:
-        return getattr(self, name) is not None
-
-    def to_trainer_inputs(self, frame: Frame = "shifted", *, aux: bool = True) -> dict[str, Any]:
+    def to_trainer_inputs(
+        self, frame: Literal["shifted", "token"] = "shifted", *, aux: bool = True
+    ) -> dict[str, Any]:
         """Return the keyword arguments of a plain-tensor loss, with the `frame` they are in.
 
         | loss | arguments |
@@ -104,44 +64,35 @@ class TargetBatch:
         | `eagle_loss` | `to_trainer_inputs("token", aux=False)` |
 
         `head`, and what a loss draws at random, are passed beside them. Each loss raises DraftError
-        for inputs of the frame that is not its own.
+        for inputs of the frame that is not its own. In both frames, padding is zero.
 
         Args:
             frame: "shifted" or "token", see the module.
             aux: whether to include `aux_hidden_states`; `eagle_loss` reads the final states alone.
 
         Raises:
-            TargetError: an unknown frame, or a batch that has no token frame: one with
-                `target_probs`, or one that was built without `starts`.
+            TargetError: an unknown frame, or the token frame of a batch with `target_probs`.
         """
         if frame not in ("shifted", "token"):
             raise TargetError(f"frame {frame!r}: shifted or token")
-        names = [name for name in _UNMOVED if aux or name != "aux_hidden_states"]
-        inputs = {"frame": frame} | {name: getattr(self, name) for name in names}
-        if frame == "token":
-            return inputs | self._token_frame()
-        moved = (*_SHIFTED, *_SHIFTED_ONLY)
-        return inputs | {name: getattr(self, name) for name in moved if self._has(name)}
-
-    def _token_frame(self) -> dict[str, Tensor]:
-        """Undo the shift: new tensors, zero in padding."""
-        if self.starts is None:
-            raise TargetError(
-                "this TargetBatch was built without `starts`, so its first tokens are unknown: "
-                "make it with Target.generate_batch, or use frame='shifted'"
-            )
-        if self._has("target_probs"):
+        if frame == "token" and self.target_probs is not None:
             raise TargetError(
                 "target_probs exist in the shifted frame alone; losses of the token frame read "
                 "final_hidden or logits: make the Target with one of these as supervision"
             )
-        first, padding = document_starts(self.document_ids), self.document_ids == PADDING
-        moved = {}
-        for name in filter(self._has, _SHIFTED):
-            values = moved[name] = getattr(self, name).roll(1, 1)
-            values[first] = self.starts[name]
-            values[padding] = 0
-        return moved
+        inputs: dict[str, Any] = {"frame": frame}
+        padding = self.document_ids == PADDING  # [B, T]
+        for name, value in vars(self).items():
+            if name in _UNMOVED:
+                inputs[name] = value
+            elif value is not None and frame == "shifted":
+                inputs[name] = shift_left(value, self.document_ids)
+            elif value is not None:
+                empty = padding.view(*padding.shape, *[1] * (value.ndim - 2))
+                inputs[name] = value.masked_fill(empty, 0)
+        if not aux:
+            del inputs["aux_hidden_states"]
+        return inputs
 
 
 def layout_of(
@@ -159,10 +110,8 @@ def layout_of(
             f"{tuple(attention_mask.shape)} must have the same shape"
         )
     used = attention_mask.bool().sum(1).tolist()
-    if seq_lens is None:
-        lengths = [[int(n)] if n else [] for n in used]
-    else:
-        lengths = [[int(n) for n in row if int(n) > 0] for row in seq_lens]
+    rows = [[n] for n in used] if seq_lens is None else seq_lens
+    lengths = [[int(n) for n in row if int(n) > 0] for row in rows]
     totals = [sum(row) for row in lengths]
     if totals != used:
         raise TargetError(f"seq_lens add up to {totals}, the attention mask has {used} tokens")

@@ -77,15 +77,6 @@ def shift_left(values: Tensor, document_ids: Tensor) -> Tensor:
     return out.masked_fill_(crosses.view(*crosses.shape, *[1] * (values.ndim - 2)), 0)
 
 
-def doc_remaining(document_ids: Tensor) -> Tensor:
-    """Return how many tokens follow each slot in its document, int64 [B, T]; 0 in padding."""
-    remaining = torch.zeros_like(document_ids)
-    for t in range(document_ids.shape[1] - 2, -1, -1):
-        same = (document_ids[:, t] == document_ids[:, t + 1]) & (document_ids[:, t] != PADDING)
-        remaining[:, t] = torch.where(same, remaining[:, t + 1] + 1, 0)
-    return remaining
-
-
 def block_causal_mask(document_ids: Tensor, window: int | None = None) -> Tensor:
     """Return the attention mask, bool [B, 1, T, T]: True where query slot i sees key slot j.
 

@@ -6,7 +6,6 @@ import torch
 
 from spec_data.shards.packing import (
     block_causal_mask,
-    doc_remaining,
     pack_documents,
     row_layout,
     shift_left,
@@ -59,17 +58,6 @@ def test_shift_moves_inside_documents_only():
             assert shifted[b, t] == (values[b, t + 1] if inside else 0)
     wide = torch.stack([values, values * 2], dim=-1).float()
     assert torch.equal(shift_left(wide, documents)[..., 1], shifted.float() * 2)
-
-
-def test_doc_remaining_counts_what_follows():
-    documents, _ = row_layout(ROWS, 9)
-    expected = torch.zeros_like(documents)
-    for b, row in enumerate(ROWS):
-        start = 0
-        for n in row:
-            expected[b, start : start + n] = torch.arange(n - 1, -1, -1)
-            start += n
-    assert torch.equal(doc_remaining(documents), expected)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
