@@ -100,14 +100,8 @@ def needs_chunks(config: Any, attn: str) -> bool:
     sdpa's causal kernels need none, but a window needs a mask, and the CPU has no kernel for values
     of another head size than the keys'.
     """
-    if attn == "sdpa":
-        return view_of(config) is not None or _uneven(text_config(config))
-    return attn == "eager"
-
-
-def _uneven(text: Any) -> bool:
-    """Whether values have a head size of their own (multi-head latent attention)."""
-    return getattr(text, "v_head_dim", None) is not None
+    uneven = getattr(text_config(config), "v_head_dim", None) is not None
+    return attn == "eager" or (attn == "sdpa" and (uneven or view_of(config) is not None))
 
 
 def spans_of(document_ids: Tensor) -> list[list[tuple[int, int]]]:
@@ -165,7 +159,7 @@ def _make_sdpa_mask(**options: Any) -> RuleMask | None:
         return _make_mask(**options, always=False)
     reach, skippable = options.get("local_size"), options.get("allow_is_causal_skip", True)
     within = reach is None or reach > options["q_length"]
-    if skippable and within and not _uneven(options.get("config")):
+    if skippable and within and getattr(options.get("config"), "v_head_dim", None) is None:
         return None
     return _make_mask(**options)
 

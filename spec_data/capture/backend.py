@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spec_data.capture.hooks import States
 from spec_data.models.target_options import Spread
-from spec_data.shards.errors import ConfigError, MissingError
+from spec_data.shards.errors import MissingError
 from spec_data.shards.packing import row_layout
 from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import HeadSpec, PackingRecord
@@ -87,9 +87,7 @@ class ForwardBatch:
         return sum(self.lengths)
 
     def token_index(self, offsets: np.ndarray) -> np.ndarray:
-        """Return, for each real token in the order of the batch, its index in the documents that
-        the batch was made from, int64 [N]; `offsets` is int64 [D + 1].
-        """
+        """Return the index of each real token in all documents, int64 [N]; `offsets` [D + 1]."""
         return np.concatenate([np.arange(offsets[d], offsets[d + 1]) for d in self.documents])
 
 
@@ -151,28 +149,16 @@ class TargetBackend(Protocol):
     def prove(
         self, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
     ) -> PackingRecord:
-        """Prove that packing changes no captured state, see `proofs.prove_isolation`.
-
-        Raises:
-            TargetError, RunError: nothing is proven.
-        """
+        """Prove that packing changes no captured state, see `proofs.prove_isolation`."""
 
     def prove_head(self, documents: Sequence[Tensor]) -> float:
-        """Compare the head as data with the model's own logits, see `proofs.prove_head`.
-
-        Raises:
-            TargetError: they differ by more than rounding.
-        """
+        """Compare the head as data with the model's own logits, see `proofs.prove_head`."""
 
     def capture(self, batch: ForwardBatch, form: str, *, full_logits: bool = False) -> States:
-        """Run one forward and return the states [N, H] of its real tokens.
+        """Run one forward and return the states [N, H] of its real tokens, finite or not.
 
-        Non-finite states are returned as they are.
-
-        Args:
-            batch: the documents.
-            form: a proven mask form, or "rows" or "single": each row holds one document.
-            full_logits: return the model's own logits too.
+        `form` is a proven mask form, or "rows" or "single": each row holds one document. With
+        `full_logits` the model's own logits are returned too.
 
         Raises:
             TargetError, RunError: the target does not produce the states.
@@ -190,10 +176,7 @@ class TargetBackend(Protocol):
         """Return the tensors of `head_form.head_parts` on the CPU, in the dtype of the target."""
 
     def positions(self, length: int) -> Positions:
-        """Read rotary frequencies and final norm, and prove them up to `length` tokens.
-
-        A failed proof is part of the result.
-        """
+        """Read rotary frequencies and final norm, and say whether `length` tokens prove them."""
 
     def peak_memory(self, run: Callable[[], None]) -> float | None:
         """Run something; return the share of the fullest device's memory that was in use at its
@@ -211,14 +194,10 @@ def open_backend(name: str, options: BackendOptions) -> TargetBackend:
     """Load a target with the backend of this name.
 
     Raises:
-        ConfigError: there is no such backend, or the device is not usable here.
+        ConfigError: the device is not usable here.
         MissingError: there is no such model, or a package of the backend is missing.
         TargetError: the target cannot be loaded, or does not have these layers.
     """
-    if name not in BACKENDS:
-        raise ConfigError(f"--backend {name}: expected {' or '.join(BACKENDS)}")
-    sharded = (options.spread or Spread()).tensor_parallel
-    if sharded and name != "hf":
-        raise ConfigError(f"--tp-plan is for --backend hf, not {name}")
+    sharded = options.spread is not None and options.spread.tensor_parallel
     module, _, kind = (_SHARDED if sharded else BACKENDS[name]).rpartition(".")
     return getattr(import_module(module), kind).open(options)

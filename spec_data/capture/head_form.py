@@ -28,18 +28,13 @@ _MULTIPLIED = {"hyperclovax"}  # model types whose logits_scaling is a factor; e
 
 
 def _final_norm(model: Any) -> nn.Module | None:
-    """Return the norm before the LM head, None if it is in no known place."""
     modules = (module_at(model, path) for path in _NORM_PATHS)
     return next((m for m in modules if getattr(m, "weight", None) is not None), None)
 
 
 @torch.no_grad()
 def read_norm(model: Any) -> dict[str, Any]:
-    """Return `kind`, `eps` and `offset` of the final norm, as its outputs prove them; else {}.
-
-    The norm is called with random vectors. A form is proven if it computes the same, but for
-    rounding.
-    """
+    """Return `kind`, `eps` and `offset` of the final norm, as its outputs prove them; else {}."""
     module = _final_norm(model)
     numbers = (getattr(module, name, None) for name in _EPS)
     eps = next((number for number in numbers if isinstance(number, float)), None)

@@ -43,20 +43,14 @@ def module_at(model: Any, path: str) -> Any:
 def decoder_layers(model: Any) -> list[nn.Module]:
     """Return the decoder blocks of a causal LM in order.
 
-    They are found in a ModuleList, or in a ModuleDict whose keys are numbers.
-
     Raises:
         TargetError: no known layout matches with as many blocks as the config has.
     """
     expected = getattr(text_config(getattr(model, "config", None)), "num_hidden_layers", None)
     for path in _LAYER_PATHS:
-        container, blocks = module_at(model, path), []
-        if isinstance(container, nn.ModuleList):
-            blocks = list(container)
-        elif isinstance(container, nn.ModuleDict) and all(k.isdigit() for k in container):
-            blocks = [container[k] for k in sorted(container, key=int)]
-        if blocks and expected in (None, len(blocks)):
-            return blocks
+        blocks = module_at(model, path)
+        if isinstance(blocks, nn.ModuleList) and blocks and expected in (None, len(blocks)):
+            return list(blocks)
     raise TargetError(
         f"{type(model).__name__}: no decoder blocks found (looked for {', '.join(_LAYER_PATHS)}"
         f" with {expected} blocks); only decoder-only causal language models can be captured"
@@ -64,11 +58,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def output_head(model: Any) -> Any:
-    """Return the LM head module; its input is the final hidden state.
-
-    Raises:
-        TargetError: the model has none.
-    """
+    """Return the LM head module, whose input is the final hidden state; TargetError without one."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None or getattr(head, "weight", None) is None:
         raise TargetError(f"{type(model).__name__} has no LM head; is it a causal language model?")
@@ -146,11 +136,7 @@ def capturing(
 
 
 def check_captured(captured: States, layers: Sequence[int], shape: tuple[int, int, int]) -> None:
-    """Check that every layer was captured and that all states have the shape (B, T, H).
-
-    Raises:
-        TargetError: a layer is missing, or its states have another shape.
-    """
+    """Raise TargetError unless every layer was captured, in the shape (B, T, H)."""
     missing = [k for k in layers if k not in captured.layers]
     if missing or not captured.final.numel():
         raise TargetError(

@@ -17,16 +17,7 @@ from torch import Tensor, nn
 from spec_data.capture.head_form import read_norm
 from spec_data.models.placement import device_of
 from spec_data.models.reading import text_config
-from spec_data.shards.position_data import (
-    FULL,
-    LEARNED,
-    LONG,
-    ROPE,
-    SHORT,
-    UNKNOWN,
-    Positions,
-    RopeTable,
-)
+from spec_data.shards.position_data import FULL, LEARNED, LONG, ROPE, SHORT, Positions, RopeTable
 
 _TOKENS = 4  # of the short forward
 _FREQUENCIES = "inv_freq"
@@ -81,22 +72,22 @@ def read_positions(model: Any, length: int) -> Positions:
         model: a causal LM in evaluation mode, with the longrope factors of the capture.
         length: tokens of the longest document.
     """
-    norm = read_norm(model)
+    positions = Positions(norm=read_norm(model))
     limit = getattr(text_config(model.config), "max_position_embeddings", None) or 0
     count = max(length, int(limit))
     try:
         calls, without, learned = _calls(model)
     except Exception as error:  # a family whose forward needs more than token ids
         reason = f"a forward of {_TOKENS} tokens failed ({type(error).__name__}: {error})"
-        return Positions(reason=reason, norm=norm)
-    if not calls and without:
-        reason = f"{without[0]} has inverse frequencies, but is called without positions"
-        return Positions(kind=ROPE, reason=reason, norm=norm)
-    if not calls and learned:
-        return Positions(kind=LEARNED, proven=True, norm=norm)
+        return replace(positions, reason=reason)
+    if not calls and not without:
+        if learned:
+            return replace(positions, kind=LEARNED, proven=True)
+        return replace(positions, reason="no module with inverse frequencies ran")
+    positions = replace(positions, kind=ROPE)
     if not calls:
-        return Positions(kind=UNKNOWN, reason="no module with inverse frequencies ran", norm=norm)
-    unproven = Positions(kind=ROPE, norm=norm)
+        reason = f"{without[0]} has inverse frequencies, but is called without positions"
+        return replace(positions, reason=reason)
     worst, tables = 0.0, dict[str, RopeTable]()
     try:
         for call in calls:
@@ -106,11 +97,11 @@ def read_positions(model: Any, length: int) -> Positions:
                 raise _NotProvenError(f"two modules for {name} have different frequencies")
             tables[name], worst = table, max(worst, difference)
     except _NotProvenError as error:
-        return replace(unproven, reason=str(error))
+        return replace(positions, reason=str(error))
     except Exception as error:
         reason = f"a rotary module cannot be called with sampled positions ({error})"
-        return replace(unproven, reason=reason)
-    return replace(unproven, proven=True, proven_to=count, difference=worst, tables=tables)
+        return replace(positions, reason=reason)
+    return replace(positions, proven=True, proven_to=count, difference=worst, tables=tables)
 
 
 def _calls(model: Any) -> tuple[list[_Call], list[str], bool]:
@@ -221,8 +212,7 @@ def _halves(result: Any, size: int) -> list[Tensor]:
     if isinstance(result, Tensor) and result.is_complex():
         result = (result.real, result.imag)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
-        kind = type(result).__name__
-        raise _NotProvenError(f"its rotary module returns a {kind}, no cos and sin")
+        raise _NotProvenError(f"its rotary module returns {type(result).__name__}, no cos and sin")
     halves = []
     for part in result:
         rows = part.reshape(-1, *part.shape[-2:])  # of a batch, or of mrope

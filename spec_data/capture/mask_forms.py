@@ -26,8 +26,7 @@ PER_DOCUMENT = "per-document"
 ROWS = "rows"
 SINGLE = "single"
 REQUESTS = "requests"
-_WINDOWED = {"sliding_attention"}
-_PLAIN = {"full_attention"}
+_WINDOWED, _PLAIN = "sliding_attention", "full_attention"  # types of layers
 
 
 def view_of(config: Any) -> int | None:
@@ -52,7 +51,7 @@ def mask_forms(config: Any, attn: str, device: str = "cpu") -> list[str]:
         if device == "cpu":
             forms.append(PER_DOCUMENT)
         types = set(getattr(text, "layer_types", None) or ())
-        if types and types <= _WINDOWED | _PLAIN:
+        if types and types <= {_WINDOWED, _PLAIN}:
             forms.append("mask-per-layer-type")
         if getattr(text, "sliding_window", None):
             forms.append("block-causal-window")
@@ -79,9 +78,6 @@ def packed_mask(form: str, config: Any, attn: str, document_ids: Tensor, dtype: 
     Returns:
         A mask [B, 1, T, T]; a dict of such masks by attention type; or None for position ids alone
         and for attention per document.
-
-    Raises:
-        ValueError: `form` is not a packed form.
     """
     text = text_config(config)
     window = getattr(text, "sliding_window", None)
@@ -92,9 +88,7 @@ def packed_mask(form: str, config: Any, attn: str, document_ids: Tensor, dtype: 
 
     if form == "mask-per-layer-type":
         types = sorted(set(text.layer_types))
-        return {kind: mask(window if kind in _WINDOWED else None) for kind in types}
-    if form in ("block-causal-window", "block-causal"):
-        return mask(window if form == "block-causal-window" else None)
+        return {kind: mask(window if kind == _WINDOWED else None) for kind in types}
     if form in (PER_DOCUMENT, "position-ids"):
         return None
-    raise ValueError(f"{form!r} is not a packed mask form")
+    return mask({"block-causal-window": window, "block-causal": None}[form])

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from spec_data.capture.attention_in_parts import LONG_ROW, attention_in_parts, needs_chunks
 from spec_data.capture.backend import BackendOptions, ForwardBatch
@@ -31,12 +31,7 @@ from spec_data.capture.mask_forms import (
     packed_mask,
     view_of,
 )
-from spec_data.capture.proofs import (
-    head_error,
-    prove_head,
-    prove_isolation,
-    why_no_chunks,
-)
+from spec_data.capture.proofs import head_error, prove_head, prove_isolation, why_no_chunks
 from spec_data.capture.target_batch import TargetBatch, layout_of
 from spec_data.models.devices import sent
 from spec_data.models.loading import load_model
@@ -88,8 +83,7 @@ class Target:
                 "spread:5", "1,3,5".
             for_drafts: drafts to capture for, such as ("eagle3", "dspark"), instead of `layers`:
                 the layers that any of their recipes reads. `draft_layers` has those of each.
-            supervision: see the class.
-            draft_vocabulary: see the class.
+            supervision, draft_vocabulary: see the class.
             rope_factors: see `from_pretrained`.
             quantisation: of the checkpoint, see `quantisation_of`.
 
@@ -149,11 +143,10 @@ class Target:
         Raises:
             TargetError: the model cannot be loaded, or does not have these layers.
         """
-        trust = trust_remote_code
         model = load_model(
-            str(path), dtype=dtype, device=device, attn=attn, trust=trust, spread=spread
+            str(path), dtype=dtype, device=device, attn=attn, trust=trust_remote_code, spread=spread
         )
-        config = load_config(resolve_model(str(path))[0], trust)
+        config = load_config(resolve_model(str(path))[0], trust_remote_code)
         options["quantisation"] = loaded_quantisation(config, model)
         return cls(model, layers, rope_factors=rope_factors, **options)
 
@@ -163,10 +156,6 @@ class Target:
         names = ("dtype", "device", "attn", "trust_remote_code", "rope_factors", "spread")
         given = {name: getattr(options, name) for name in names}
         return cls.from_pretrained(options.path, options.layers, **given)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the input embedding module of the target."""
-        return self.model.get_input_embeddings()
 
     def describe(self) -> dict[str, Any]:
         chosen = {"rope_factors": self.rope_factors, "quantised_as": self.quantisation}
@@ -257,8 +246,7 @@ class Target:
         self, ids: Tensor, given: dict[str, Any], full_logits: bool, attention: Any
     ) -> States:
         """Run the model on int64 [B, T], with `attention_in_parts` or its own attention."""
-        skip_head = not full_logits
-        hooks = capturing(self.model, self.layers, skip_head=skip_head, device=self.device)
+        hooks = capturing(self.model, self.layers, skip_head=not full_logits, device=self.device)
         with hooks as captured, attention:
             output = self.model(input_ids=ids, use_cache=False, **given)
         check_captured(captured, self.layers, (*ids.shape, self.head.hidden_size))

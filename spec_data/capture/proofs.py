@@ -72,12 +72,9 @@ def proof_length(config: Any, pack_length: int) -> int:
     """
     rope = getattr(text_config(config), "rope_parameters", None) or {}
     switch, window = rope.get("original_max_position_embeddings") or 0, view_of(config) or 0
-    needed = [_PROOF_TOKENS]
-    if window < pack_length:
-        needed.append(2 * window)
-    if switch < pack_length:
-        needed.append(switch + _BEYOND_SWITCH)
-    return min(pack_length, max(needed))
+    beyond_window = 2 * window if window < pack_length else 0
+    beyond_switch = switch + _BEYOND_SWITCH if switch < pack_length else 0
+    return min(pack_length, max(_PROOF_TOKENS, beyond_window, beyond_switch))
 
 
 def proof_documents(
@@ -237,14 +234,9 @@ def why_no_chunks(
 ) -> str | None:
     """Compare a forward that attends in chunks with a plain one; return why they cannot be used.
 
-    Args:
-        run: captures int64 [1, n], in chunks if the second argument is True.
-        ids: a document, int64 [1, T]; its first tokens are compared, beyond a sliding window.
-        config: of the model.
-        dtype: of the model; it decides how far rounding may go.
-
-    Returns:
-        None: the states agree.
+    `run` captures int64 [1, n], in chunks if its second argument is True. The first tokens of the
+    document `ids`, int64 [1, T], are compared, beyond a sliding window. `dtype` decides how far
+    rounding may go.
     """
     view = view_of(config) or 0
     beyond = view + _BEYOND_VIEW if view < ids.shape[1] else 0

@@ -27,17 +27,14 @@ _TOKENS = 2  # of the forward that shows what blocks return
 
 
 class IdentityBlock(nn.Module):
-    """A decoder block that returns its input, and has the plain attributes of the block.
+    """A decoder block that returns its input, and has the plain attributes of the block."""
 
-    Attributes:
-        as_tuple: whether it returns a tuple, as the blocks of some families do.
-    """
+    as_tuple = False  # whether it returns a tuple, as the blocks of some families do
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         plain = {n: v for n, v in vars(block).items() if n[0] != "_" and n != "training"}
         self.__dict__.update(plain)  # such as `attention_type`, which models read of their blocks
-        self.as_tuple = False
 
     def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
         """Return `hidden_states` [B, T, H]."""
@@ -45,20 +42,20 @@ class IdentityBlock(nn.Module):
 
 
 def load_skeleton(
-    path: str | Path, kept: Collection[int], *, dtype: str | torch.dtype, trust: bool = False
+    path: str | Path, blocks: Collection[int], *, dtype: str | torch.dtype, trust: bool = False
 ) -> Any:
-    """Load a target on the CPU with only the decoder blocks `kept`.
+    """Load a target on the CPU with only these decoder `blocks`.
 
     Raises:
         MissingError, TargetError: see `load_model`; or its blocks cannot be left out.
     """
 
     def strip(model: Any) -> None:
-        """Replace the decoder blocks that are not kept, wherever the model holds them."""
-        blocks = {id(b) for k, b in enumerate(decoder_layers(model)) if k not in kept}
+        """Replace the other decoder blocks, wherever the model holds them."""
+        others = {id(b) for k, b in enumerate(decoder_layers(model)) if k not in blocks}
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if id(child) in blocks:  # code of families finds their class in its module
+                if id(child) in others:  # code of families finds their class in its module
                     kind = type(child)
                     named = type(kind.__name__, (IdentityBlock,), {"__module__": kind.__module__})
                     setattr(parent, name, named(child))
@@ -144,11 +141,7 @@ class SkeletonTarget(Target):
     def __init__(
         self, path: str | Path, layers: Sequence[int], dtype: str, trust: bool, **options: Any
     ) -> None:
-        """Load them from a model directory; `layers` are the ids to capture.
-
-        Raises:
-            MissingError, TargetError: see `load_skeleton`.
-        """
+        """Load them as `load_skeleton` does; `layers` are the ids to capture."""
         skeleton = load_skeleton(path, (), dtype=dtype, trust=trust)
         super().__init__(skeleton, sorted(layers), **options)
 
@@ -170,8 +163,6 @@ class SkeletonTarget(Target):
 
 
 # -- block proof -----------------------------------------------------------------------------------
-# Prove that the states of an engine are what their names say, with transformers, block by block.
-#
 # The engine's input of a block, run through that block of transformers with the weights from disk,
 # must be the engine's output of the block: that proves the layer id, the weights, the mask and the
 # rotary positions. The error is relative to what the block adds to its input, because layers next
@@ -213,7 +204,6 @@ def prove_states(
             of the LM head [T, H].
         layers: the layers to prove; blocks: the number of decoder blocks.
         dtype: of the engine; quantised: whether it runs quantised weights.
-        trust: run code that comes with the model.
 
     Returns:
         The error by name: "layer k", "embedding" and "final".

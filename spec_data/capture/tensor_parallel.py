@@ -142,12 +142,7 @@ class ShardedTarget(Target):
 
     @classmethod
     def open(cls, options: BackendOptions) -> "ShardedTarget":
-        """Load the shards of this process, and let the others load theirs.
-
-        Raises:
-            ConfigError: the command does not run inside `leading`.
-            TargetError: the target cannot be loaded, or its family has no plan.
-        """
+        """Load the shards of this process, and let the others load theirs."""
         if _commands is None:
             raise ConfigError("--tp-plan is an option of `spec-data generate`, estimate and verify")
         path = Path(options.path)

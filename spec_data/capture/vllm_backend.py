@@ -149,12 +149,7 @@ class VLLMBackend(SkeletonTarget):
     def prove(
         self, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
     ) -> PackingRecord:
-        """Prove that documents of one forward do not see each other, and what the states are.
-
-        Raises:
-            TargetError: `packing` is a mask of transformers.
-            RunError: the states are not those of transformers' blocks.
-        """
+        """Prove that documents of one forward do not see each other, and what the states are."""
         if packing not in ("auto", ROWS, REQUESTS, SINGLE):
             raise TargetError(f"--packing {packing}: vLLM packs requests itself; use auto")
         batch = ForwardBatch.of([[d] for d in range(len(documents))], documents.__getitem__)
@@ -164,11 +159,11 @@ class VLLMBackend(SkeletonTarget):
         )
         tolerance = FLOOR.get(self.dtype, 3e-2)
         shared = max(largest_difference(a, b) for a, b in zip(alone, together, strict=True))
-        measured = shared if isfinite(shared) else "not finite"
-        differences: dict[str, float | str] = {} if packing == SINGLE else {REQUESTS: measured}
-        form = REQUESTS
-        if packing == SINGLE or not shared <= tolerance:
-            form, differences[SINGLE] = SINGLE, 0.0
+        differences: dict[str, float | str] = {SINGLE: 0.0}
+        if packing != SINGLE:
+            measured = shared if isfinite(shared) else "not finite"
+            differences = {REQUESTS: measured} | ({} if shared <= tolerance else differences)
+        form = list(differences)[-1]
         self._prove_states(documents)
         return PackingRecord(
             form=form,
@@ -180,7 +175,6 @@ class VLLMBackend(SkeletonTarget):
         )
 
     def _prove_states(self, documents: Sequence[Tensor]) -> None:
-        """Prove layers and final state with transformers, see `prove_states`."""
         self._record(needed_layers(self.layers, self.num_layers))
         try:
             states = [(ids, self._run([ids])[0]) for ids in documents]
@@ -202,11 +196,7 @@ class VLLMBackend(SkeletonTarget):
         )
 
     def prove_head(self, documents: Sequence[Tensor]) -> float:
-        """Compare the head as data with vLLM's logits, and with the tokens that vLLM chooses.
-
-        Raises:
-            TargetError: they differ by more than rounding.
-        """
+        """Compare the head as data with vLLM's logits, and with the tokens that vLLM chooses."""
 
         def error(ids: Tensor) -> float:
             states, (chosen,) = self._run([ids], full_logits=True)
@@ -219,12 +209,6 @@ class VLLMBackend(SkeletonTarget):
         return prove_head(error, documents, self.dtype, "vLLM's")
 
     def capture(self, batch: ForwardBatch, form: str, *, full_logits: bool = False) -> States:
-        """Run the documents of a batch as requests, and return the states of their tokens.
-
-        Raises:
-            RunError: vLLM did not compute every token.
-            TargetError: a document is longer than what the engine was opened for.
-        """
         real = batch.input_ids[batch.document_ids >= 0]  # int64 [N]
         documents = real.split(batch.lengths)
         groups = [[ids] for ids in documents] if form == SINGLE else self._groups(documents)
@@ -235,11 +219,6 @@ class VLLMBackend(SkeletonTarget):
         groups: list[list[Tensor]] = []
         left = 0
         for ids in documents:
-            if len(ids) > self._most_tokens:
-                raise TargetError(
-                    f"a document has {len(ids)} tokens, but the engine was opened for "
-                    f"{self._most_tokens}"
-                )
             if len(ids) > left:
                 groups.append([])
                 left = self._most_tokens
@@ -292,8 +271,7 @@ class VLLMBackend(SkeletonTarget):
 
     def close(self) -> None:
         """Free the memory of the engine, unless another one is open in this process."""
-        llm = vars(self).pop("_llm", None)
-        if llm is None:
+        if (llm := vars(self).pop("_llm", None)) is None:
             return
         _open.remove(llm)
         _closed.append(llm)

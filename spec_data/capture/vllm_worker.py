@@ -11,6 +11,7 @@ the block is the sum. Tensors are copied at once, because later layers write int
 Shapes: n tokens of a forward, H hidden size, V vocabulary size.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class Recorder:
             if k == EMBEDDING:
                 hook = blocks[0].register_forward_pre_hook(self._keep_input, with_kwargs=True)
             else:
-                hook = blocks[k].register_forward_hook(self._keep_output(k))
+                hook = blocks[k].register_forward_hook(partial(self._keep_output, k))
             self._handles.append(hook)
 
     def remove(self) -> None:
@@ -58,11 +59,8 @@ class Recorder:
         tensors = (v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         self._layers[EMBEDDING] = next(v for v in tensors if v.is_floating_point()).detach().clone()
 
-    def _keep_output(self, layer: int) -> Any:
-        def keep(_module: nn.Module, _args: tuple, output: Any) -> None:
-            self._layers[layer] = block_output(output)
-
-        return keep
+    def _keep_output(self, layer: int, _module: nn.Module, _args: tuple, output: Any) -> None:
+        self._layers[layer] = block_output(output)
 
     def _finish(self, model: nn.Module, _args: tuple, kwargs: dict, output: Any) -> None:
         """Record a forward when the model returns; `output` are states [n, H], after the norm."""
@@ -89,9 +87,7 @@ def block_output(output: Any) -> Tensor:
     Raises:
         TargetError: the block returns something else than states, or states and residual.
     """
-    parts = list(output) if isinstance(output, (tuple, list)) else [output]
-    states = parts[0]
-    residual = parts[1] if len(parts) > 1 else None
+    states, residual, *_ = (*output, None) if isinstance(output, (tuple, list)) else (output, None)
     if not isinstance(states, Tensor) or not states.is_floating_point():
         raise TargetError(f"a block of vLLM returns {type(states).__name__}; use --backend hf")
     if isinstance(residual, Tensor) and residual.shape == states.shape:
@@ -136,8 +132,7 @@ class CaptureWorker:
 
     def capture_layers(self, layers: tuple[int, ...]) -> dict[str, Any]:
         """Record these layers from now on; return facts about the model in this worker."""
-        old = vars(self).pop("_recorder", None)
-        if old is not None:
+        if (old := vars(self).pop("_recorder", None)) is not None:
             old.remove()
         model = self.model_runner.get_model()
         self._recorder = Recorder(model, tuple(layers))

@@ -11,10 +11,7 @@ import torch
 from spec_data.capture.backend import BACKENDS, BackendOptions, open_backend
 from spec_data.capture.model import Target
 from spec_data.generation.options import CaptureOptions
-from tests.spec_data.capture.backend_contract import (
-    BackendContract,
-    test_a_backend_that_does_not_exist_is_refused,  # noqa: F401 (collected here)
-)
+from tests.spec_data.capture.backend_contract import BackendContract
 
 
 class TestTransformers(BackendContract):
