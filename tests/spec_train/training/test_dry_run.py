@@ -1,17 +1,13 @@
 """`fit --dry-run`: what a run will cost, without a trace of it."""
 
 import logging
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from spec_data.shards.errors import ConfigError
 from spec_train.cli import main
-from spec_train.training import run_cost as module
-from spec_train.training.run_cost import STEPS, dry_run, probe
+from spec_train.training.run_cost import STEPS, dry_run
 from tests.spec_train.training import tools
 from tests.spec_train.training.tools import OPTIONS, change, run
 
@@ -42,29 +38,6 @@ def test_a_run_that_exists_is_left_alone(config) -> None:
     files = {p: p.stat().st_mtime_ns for p in Path(config.out).rglob("*")}
     assert dry_run("eagle3", change(config, steps=40), OPTIONS).steps == 40
     assert files == {p: p.stat().st_mtime_ns for p in Path(config.out).rglob("*")}
-
-
-def test_the_figures(monkeypatch) -> None:
-    """Six steps that end at planted times; the last of them also validates."""
-    times = iter([5.0, 9.0, 10.0, 11.0, 12.0, 16.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
-    monkeypatch.setattr(module, "_peak_bytes", lambda: 3_000_000_000)
-    trainer = SimpleNamespace(
-        device=torch.device("cpu"),
-        run=lambda after_step: [after_step() for _ in range(6)],
-        masters=SimpleNamespace(
-            params=[torch.zeros(10, 100)], moments=lambda: [("m", torch.zeros(2, 1000))]
-        ),
-        saver=SimpleNamespace(draft_bytes=lambda: 500),
-    )
-    options = SimpleNamespace(eval_every=40, keep=2)
-    cost = probe(trainer, options, total=100)
-    assert (cost.step_seconds, cost.validation_seconds) == (1.0, 3.0)
-    assert cost.validations == 4  # at steps 0, 40, 80 and 100
-    assert cost.seconds == 112.0
-    assert (cost.draft_bytes, cost.checkpoint_bytes) == (500, 12_500)
-    assert "about 2 min: 100 steps of 1 s and 4 validations" in str(cost)
-    assert "3.00 GB at most of this process" in str(cost)
 
 
 def test_following_is_refused(config) -> None:

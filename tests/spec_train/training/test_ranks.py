@@ -190,7 +190,7 @@ def test_the_rank_that_holds_the_store_leaves_last(tmp_path, failing):
             if rank == failing:
                 raise RunError("damaged")
 
-    ended = on_ranks(tmp_path / "said", body, 3, agent=False)
+    ended = on_ranks(body, 3, agent=False)
     if failing is None:
         assert_all_well(ended)
         return

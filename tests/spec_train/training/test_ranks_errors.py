@@ -128,7 +128,7 @@ def test_a_rank_that_hears_of_nothing_is_ended_too(tmp_path, monkeypatch):
                 raise RunError("damaged")
             time.sleep(1000)
 
-    ended = on_ranks(tmp_path / "said", body)
+    ended = on_ranks(body)
     assert [end.code for end in ended] == [1, 1]
     assert ended[0].text == "error: rank 1: damaged\n"
 

@@ -1,53 +1,13 @@
 """Saving in a thread: files hold the state at the save, are complete, and no error is lost."""
 
 import pytest
-import torch
-from safetensors.torch import save_file
-from torch import nn
 
 from spec_data.shards.errors import ConfigError
 from spec_train.training import saving as tracking
-from spec_train.training.run_directory import RunDirectory
-from spec_train.training.saving import Saver
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import change, metrics, run
 
 data, config = trainer_tools.data, trainer_tools.config
-
-
-class Draft(nn.Module):
-    """The smallest draft: one weight, one frozen weight, one buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(64))
-        self.embed = nn.Parameter(torch.ones(8), requires_grad=False)
-        self.register_buffer("ids", torch.arange(4), persistent=False)
-
-    def save_pretrained(self, folder, dtype):
-        (folder / "config.json").write_text("{}")
-        save_file({"w": self.w.detach().to(dtype)}, folder / "model.safetensors")
-
-
-@pytest.fixture
-def directory(tmp_path):
-    opened = RunDirectory(tmp_path / "run")
-    opened.record({}, lambda: 1)
-    yield opened
-    opened.close()
-
-
-def save(saver: Saver, draft: Draft, step: int, best: bool = False) -> None:
-    """Save as the trainer does at a step; the weights change directly after it."""
-    saver.check(wait=True)
-    with torch.no_grad():
-        draft.w.fill_(step)
-    held = saver.hold([("master.w", draft.w), ("optimizer.m.w", draft.w * 2)])
-    if best:
-        saver.best(step, {"acceptance_length": 1.0 * step}, {})
-    saver.checkpoint(step, held, {"best": None})
-    with torch.no_grad():
-        draft.w.fill_(-1)
 
 
 # -- trackers -------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Training: what determines the result of a run, and what does not change it."""
 
 import dataclasses
-import itertools
 import json
 import shutil
 import subprocess
@@ -12,13 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.splits import make_splits
 from spec_train.drafts import DRAFTS, load_draft
-from spec_train.options.training import Training
-from spec_train.training import trainer as trainer_module
-from spec_train.training.result import BEST_FIGURES
 from spec_train.training.trainer import Trainer
 from spec_train.training.validation import Validation
 from tests.factory import tiny_dataset
@@ -30,30 +25,11 @@ from tests.spec_train.training.tools import (
     change,
     command,
     environment,
-    learnable_dataset,
     metrics,
     run,
 )
 
 data, config = trainer_tools.data, trainer_tools.config
-
-
-def test_training_teaches(tmp_path):
-    """Compares validation metrics with those of the untrained draft."""
-    data = learnable_dataset(tmp_path / "set")
-    config = Training(
-        data=str(data), out=str(tmp_path / "run"), steps=120, seq_len=80, validation=0.2,
-        lr=3e-3, eval_every=60, save_every=1000, batch_size=4,
-    )  # fmt: skip
-    result = run(config)
-    held_out = [m for m in metrics(config.out) if m["split"] == "validation"]
-    assert [m["step"] for m in held_out] == [0, 60, 120]
-    assert held_out[-1]["loss"] < 0.8 * held_out[0]["loss"]
-    assert held_out[-1]["acceptance_length"] > held_out[0]["acceptance_length"] + 0.3
-    best = max(held_out, key=lambda m: (m["product_limit_length"], -m["loss"]))
-    assert result.best == {k: best[k] for k in ("step", *BEST_FIGURES)}
-    kept = json.loads((Path(config.out) / "best" / "validation.json").read_text())
-    assert kept["acceptance_length"] == best["acceptance_length"]
 
 
 def test_metrics_say_what_they_should(config):
@@ -74,15 +50,11 @@ def test_metrics_say_what_they_should(config):
 
 
 def test_micro_batches_do_not_change_the_result(config, tmp_path):
-    """4, 2 + 2 and 1 + 1 + 1 + 1 packs per step; the last step of an epoch is uneven."""
-    shapes = [(4, 1), (2, 2), (1, 4)]
-    results = []
-    for size, count in shapes:
-        out = str(tmp_path / f"{size}x{count}")
+    """4 and 1 + 1 + 1 + 1 packs per step; the last step of an epoch is uneven."""
+    for size, count in ((4, 1), (1, 4)):
+        out = str(tmp_path / str(size))
         run(change(config, out=out, batch_size=size, accumulation=count, lr=1e-4))
-        results.append(out)
-    for a, b in itertools.combinations(results, 2):
-        assert_close_runs(a, b)
+    assert_close_runs(tmp_path / "4", tmp_path / "1")
 
 
 def test_held_out_documents_are_never_trained_on(config, monkeypatch):
@@ -120,17 +92,10 @@ def test_the_saved_embedding_is_the_targets_bit_for_bit(config):
     assert own.dtype == target.dtype and torch.equal(own, target)
 
 
-def test_masters_are_fp32_and_only_matrices_decay(config):
-    captured = []
-    original = trainer_module.Trainer.run
-
-    def spy(self):
-        captured.append(self)
-        return original(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module.Trainer, "run", spy)
-        run(change(config, dtype="bf16", weight_decay=0.1, steps=6))
+def test_masters_are_fp32_and_only_matrices_decay(config, monkeypatch):
+    captured, original = [], Trainer.run
+    monkeypatch.setattr(Trainer, "run", lambda self: captured.append(self) or original(self))
+    run(change(config, dtype="bf16", weight_decay=0.1, steps=6))
     trainer = captured[0]
     assert {p.dtype for p in trainer.masters.params} == {torch.float32}
     decays = {
@@ -205,12 +170,6 @@ def test_fit_never_opens_the_target(config, tmp_path):
     done = subprocess.run(arguments, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "60 documents" in done.stderr and "trainable" not in done.stdout
-
-
-def test_a_run_records_its_split_and_takes_no_other(config):
-    run(change(config, steps=2, split_seed=5))
-    with pytest.raises(ConfigError, match="split_seed: 5 -> 0"):
-        run(change(config, steps=2))
 
 
 def test_seeds_are_compared_on_the_same_documents(config):

@@ -51,7 +51,7 @@ def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
     assert best["serving_like_rounds"] == pytest.approx(walk["rounds"], abs=TIES)
     assert best["serving_like_length"] == pytest.approx(walk["acceptance_length"], abs=0.05)
     assert walk["rounds"] > 20
-    assert best["serving_like_length"] > 1.2
+    assert best["serving_like_length"] > 1.2 and lines[-1]["loss"] < 0.9 * lines[0]["loss"]
     kept = json.loads((Path(config.out) / HELD_OUT).read_text())
     assert kept["step"] == result.best["step"] and len(kept["samples"]) == SAMPLES
     same = ("path", "split", "documents", "supervised_tokens", "on_policy")
