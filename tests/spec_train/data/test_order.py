@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -137,11 +136,10 @@ def test_split_never_changes_under_the_same_name():
     assert hashlib.sha256(mask.tobytes()).hexdigest()[:16] == "51fdf44da82b744c"
 
 
-@pytest.mark.parametrize("fraction", [1e-9, 0.02, 0.5, 0.999999])
-@pytest.mark.parametrize("count", [2, 3, 10])
-def test_neither_side_is_empty_once_there_are_two_documents(fraction, count):
-    mask = split_documents(IDS[:count], fraction, seed=0)
-    assert 0 < mask.sum() < count
+@pytest.mark.parametrize("fraction", [1e-9, 0.5, 0.999999])
+def test_neither_side_is_empty_once_there_are_two_documents(fraction):
+    for count in (2, 10):
+        assert 0 < split_documents(IDS[:count], fraction, seed=0).sum() < count
 
 
 @pytest.mark.parametrize("count, fraction, expected", [(300, 0.02, 8), (50, 0.02, 5), (9, 0.02, 1)])
@@ -156,16 +154,6 @@ def test_a_least_number_of_documents_is_held_out(count, fraction, expected):
     assert not (side & ~split_documents(ids, 0.4, seed)).any()
     assert split_border(ids, 0.4, seed, least=8) == split_border(ids, 0.4, seed)
     assert split_border(ids, 0.0, seed, least=8) == 0
-
-
-def test_a_quarter_of_a_million_documents_plan_in_seconds():
-    lengths = lengths_of(250_000, median=300)
-    started = time.process_time()
-    plan = BatchPlan(lengths, np.ones(len(lengths), bool), seq_len=2048, packs_per_batch=8)
-    batches = plan.batches(0)
-    assert time.process_time() - started < 5
-    packs = sum(map(len, batches))
-    assert np.minimum(lengths, 2048).sum() / (packs * 2048) > 0.97
 
 
 # --- the order beside generation ---

@@ -7,10 +7,6 @@ import torch
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.order import BatchPlan
 from spec_train.data.stream import BatchStream, BufferOptions
-from spec_train.options.draft_options import Eagle3Options
-from spec_train.options.training import Training
-from spec_train.training import trainer as trainer_module
-from spec_train.training.fit import fit
 from tests.spec_data.runs import run
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.codec_tools import MIXED
@@ -81,25 +77,3 @@ def test_only_codes_cross_the_bus(lossy):
         if columns[name].sparse:
             assert rows.count < batch.tokens
     assert not batch.without_hidden().coded
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_training_is_the_same_wherever_states_are_decoded(
-    target, corpus, tmp_path, monkeypatch, device
-):
-    run(target, corpus, tmp_path / "data", **MIXED)
-    losses = {}
-    for place in (None, device):
-
-        def made(place=place, **given):
-            return BufferOptions(**(given | {"decode_on": place}))
-
-        monkeypatch.setattr(trainer_module, "BufferOptions", made)
-        config = Training(
-            data=str(tmp_path / "data"), out=str(tmp_path / f"run-{place}"), steps=3, seq_len=128,
-            device=device, validation=0.2,
-        )  # fmt: skip
-        fit("eagle3", config, Eagle3Options(draft_vocab_size=0, ttt_steps=3))
-        lines = (tmp_path / f"run-{place}" / "metrics.jsonl").read_text()
-        losses[place] = [line.split('"loss":')[1].split(",")[0] for line in lines.splitlines()]
-    assert losses[None] == losses[device] and len(losses[None]) > 2

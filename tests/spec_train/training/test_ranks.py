@@ -181,7 +181,7 @@ def assert_all_well(ended) -> None:
 
 
 @pytest.mark.parametrize("failing", [None, 0, 1])
-def test_the_rank_that_holds_the_store_leaves_last(tmp_path, failing):
+def test_the_rank_that_holds_the_store_leaves_last(failing):
     """The store lives in rank 0 if the launcher has no agent."""
 
     def body(rank):

@@ -9,13 +9,13 @@ import pytest
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.training import ranks
 from spec_train.training.trainer import Trainer
-from tests.spec_train.data import follow_tools, test_mixture
+from tests.spec_train.data import test_mixture
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.ranks_tools import fit_well
 from tests.spec_train.training.tools import assert_close_runs, change, make_noisy, metrics, run
 
 data, config = trainer_tools.data, trainer_tools.config
-place, source = test_mixture.place, follow_tools.source
+place = test_mixture.place
 
 
 @pytest.fixture(autouse=True)
@@ -35,19 +35,6 @@ def test_a_mixture_on_two_ranks_is_that_on_one(place, tmp_path, sharding, monkey
     fit_well(two)
     assert_close_runs(one.out, two.out)
     assert "loss/a" in metrics(two.out)[0]
-
-
-def test_two_ranks_wait_for_generation(source, tmp_path):
-    beside = tmp_path / "beside"
-    follow_tools.generate_units(source, beside, follow_tools.HELD)
-    (tmp_path / "gate").touch()
-    generator = follow_tools.start_generate(follow_tools.made(source, beside), tmp_path / "gate")
-    two = follow_tools.config_of(beside, tmp_path / "two", lr=1e-4)
-    fit_well(two)
-    generator.communicate(timeout=100)
-    one = change(two, out=str(tmp_path / "one"), batch_size=4)  # the dataset is whole by now
-    run(one)
-    assert_close_runs(one.out, two.out)
 
 
 @pytest.mark.parametrize("waiting", [{0}, {1}])

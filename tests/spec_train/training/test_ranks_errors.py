@@ -118,7 +118,7 @@ def test_a_killed_rank_ends_the_others(config):
     assert "error: " in ended[0].text
 
 
-def test_a_rank_that_hears_of_nothing_is_ended_too(tmp_path, monkeypatch):
+def test_a_rank_that_hears_of_nothing_is_ended_too(monkeypatch):
     """As in a collective on GPUs, which does not notice that another rank has ended."""
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.4)
 
