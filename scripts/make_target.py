@@ -31,8 +31,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -290,21 +288,6 @@ def write_chats(path: Path, chats: list[Chat]) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def show_samples(directory: Path, chats: list[Chat]) -> None:
-    """Load the saved target with `from_pretrained` and print its answers to `chats`."""
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    for chat in chats:
-        inputs = tokenizer.apply_chat_template(
-            chat[:-1], add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
-        output = model.generate(**inputs, max_new_tokens=60, do_sample=False)
-        answer = tokenizer.decode(
-            output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-        )
-        print(f"\n> {chat[-2]['content']}\n{answer}")
-
-
 def main() -> None:
     """Parse the command line, make the target and print its held-out loss."""
     parser = argparse.ArgumentParser(
@@ -346,7 +329,6 @@ def main() -> None:
     tokenizer.save_pretrained(options.out)
     write_chats(options.out / "corpus.jsonl", trained)
     write_chats(options.out / "prompts.jsonl", held_out)
-    show_samples(options.out, held_out[:3])
     print(f"\ntarget, corpus.jsonl and prompts.jsonl are in {options.out}")
 
 

@@ -1,6 +1,6 @@
 """What generate costs beside the forward of its target, and where the time goes.
 
-    python scripts/bench/generate.py --target MODEL --corpus FILE [--limit 64] [--workers 2]
+    python scripts/bench/generate.py --target MODEL --corpus FILE [--limit 64]
 
 Rounds are interleaved in one process, on the same documents:
 
@@ -11,16 +11,12 @@ Rounds are interleaved in one process, on the same documents:
 - with --against FORM: bare and generate in another mask form.
 
 Figures are CPU-seconds of the process (on a GPU, seconds), medians with the smallest and largest
-round. Then follow the parts of one run, the proofs before it, and several workers, each a process
-with a share of the units.
+round. Then follow the parts of one run, and the proofs before it.
 """
 
 import argparse
 import itertools
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -211,32 +207,6 @@ def print_rounds(found: dict[str, list[float]], tokens: int) -> None:
         )
 
 
-def share(bench: Bench, part: str) -> None:
-    """Capture a share I/N of the units and print what it took, as JSON."""
-    index, count = map(int, part.split("/"))
-    bench.units = range(index, len(bench.plan.units), count)
-    cpu, wall = time.process_time(), time.perf_counter()
-    bench.generate()
-    took = {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
-    print(json.dumps(took | {"tokens": bench.plan.unit_set_tokens(list(bench.units))}))
-
-
-def print_workers(count: int) -> None:
-    """Run `count` processes at the same time, each with a share of the units."""
-    command = [sys.executable, *sys.argv, "--share"]
-    running = [
-        subprocess.Popen([*command, f"{i}/{count}"], stdout=subprocess.PIPE, text=True)
-        for i in range(count)
-    ]
-    found = [json.loads(process.communicate()[0].splitlines()[-1]) for process in running]
-    tokens, cpu = (sum(f[name] for f in found) for name in ("tokens", "cpu"))
-    longest = max(f["wall"] for f in found)
-    print(
-        f"{count} worker{'s' * (count > 1)}  {1e6 * cpu / tokens:,.0f} CPU-s per 1M tokens, "
-        f"{tokens / longest:,.0f} tokens/s (wall time)"
-    )
-
-
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -244,7 +214,6 @@ def main() -> None:
     parser.add_argument("--corpus", required=True)
     parser.add_argument("--limit", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=1, help="also measure 1 to this many")
     parser.add_argument("--codec", default="default")
     parser.add_argument("--teacher", default="supervised")
     parser.add_argument("--batch-tokens", type=int, default=8192)
@@ -253,13 +222,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--packing", default="auto", help="a mask form; auto: as generate chooses")
     parser.add_argument("--against", help="another mask form, in the same rounds")
-    parser.add_argument("--share", help=argparse.SUPPRESS)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         bench = Bench(args, Path(work) / "data", args.packing)
-        if args.share:
-            share(bench, args.share)
-            return
         plan = bench.plan
         print(
             f"{plan.tokens:,} tokens, {plan.documents.predicting:,} with a teacher, in "
@@ -272,9 +237,6 @@ def main() -> None:
         for name, seconds in parts.items():
             print(f"{name:36}{seconds:10.2f} s {seconds / sum(parts.values()):8.1%}")
         print(f"{'proofs, checks, codec tables':36}{bench.proofs:10.2f} s")
-    if args.workers > 1:
-        for count in range(1, args.workers + 1):
-            print_workers(count)
 
 
 if __name__ == "__main__":

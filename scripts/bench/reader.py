@@ -2,7 +2,6 @@
 
     python scripts/bench/reader.py                    the table, on synthetic data
     python scripts/bench/reader.py --data DIR ...     and on these datasets too, any codec
-    python scripts/bench/reader.py --open 100000      first batch, against files per document
 
 Every pass delivers the same documents once. Passes are interleaved, files are in the page cache,
 figures are medians of rounds, and ratios are medians of the ratios inside a round. Processor time
@@ -11,11 +10,8 @@ includes child processes; everything runs with one torch thread.
 
 import argparse
 import json
-import os
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,19 +22,27 @@ from pathlib import Path
 import datasets
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from synthetic import log_normal_lengths, synthetic_dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import FINAL
+from spec_data.shards.records import plain
+from spec_data.shards.schema import (
+    FINAL,
+    FORMAT,
+    FORMAT_VERSION,
+    Column,
+    HeadSpec,
+    Manifest,
+    ShardRecord,
+    token_columns,
+)
+from spec_data.shards.seal import seal
+from spec_data.shards.writer import UnitData, write_shard
 from spec_data.terminal.text_table import text_table
 from spec_train.data.order import BatchPlan
-from spec_train.data.splits import make_splits
 from spec_train.data.stream import BatchStream, BufferOptions
-from spec_train.options.training import Training
 
 MEAN_TOKENS, LONGEST, PACKS = 300, 1024, 4
 
@@ -52,19 +56,11 @@ def main() -> None:
     parser.add_argument("--size", type=float, default=0.6, help="GB of states per pass")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--open", type=int, metavar="N", help="documents of the first batch")
-    parser.add_argument("--first-batch", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
-    if args.first_batch:
-        first_batch(*args.first_batch)
-        return
     with tempfile.TemporaryDirectory(prefix="bench_reader_") as folder:
-        if args.open:
-            bench_open(Path(folder), args.open)
-        else:
-            bench_passes(Path(folder), args)
+        bench_passes(Path(folder), args)
 
 
 def cpu_seconds() -> float:
@@ -268,45 +264,133 @@ def timed(one: Pass) -> tuple[float, float]:
     return tokens / (time.perf_counter() - wall), tokens / (cpu_seconds() - cpu)
 
 
-# -- the first batch ------------------------------------------------------------------------------
+# -- sealed datasets of random states: no target is run, everything else is real -------------------
+
+SHARD_TOKENS = 1 << 14
 
 
-def bench_open(work: Path, documents: int) -> None:
-    """CPU-seconds to the first batch: one dataset against one file per document."""
-    length, hidden, files = 64, 16, work / "files"
-    synthetic_dataset(work / "data", np.full(documents, length), hidden=hidden, layers=(1,))
-    files.mkdir()
-    item = {"input_ids": torch.zeros(length, dtype=torch.int64)}
-    item["hidden"] = torch.zeros(length, hidden, dtype=torch.bfloat16)
-    for number in range(documents):
-        save_file(item, files / f"{number:08d}.safetensors")
-    for layout in ("data", "files"):
-        command = [sys.executable, __file__, "--first-batch", layout, str(work / layout)]
-        runs = [subprocess.run(command, stdout=subprocess.PIPE, check=True) for _ in range(3)]
-        seconds = statistics.median(json.loads(run.stdout) for run in runs)
-        print(f"{layout:6} {documents:,} documents: {seconds:.3f} CPU-s to the first batch")
+def log_normal_lengths(count: int, mean: float, longest: int, seed: int = 0) -> np.ndarray:
+    """Return lengths of `count` documents with about this mean, from 2 to `longest`."""
+    spread = 0.7
+    rng = np.random.default_rng(seed)
+    lengths = np.exp(rng.normal(np.log(mean) - spread**2 / 2, spread, count))
+    return np.clip(lengths, 2, longest).astype(np.int64)
 
 
-def first_batch(layout: str, path: str) -> None:
-    """Print the CPU-seconds from an open process to the first batch."""
-    start = cpu_seconds()
-    if layout == "data":  # as `spec-train fit`: open, split, plan, read
-        dataset = HiddenStatesDataset(path)
-        options = Training(data=path, out="none", seq_len=2048, batch_size=PACKS)
-        columns = [c for c in dataset.columns if c.startswith(("hidden.", "target_"))]
-        plan = make_splits(dataset, options).train
-        next(iter(BatchStream(dataset, plan, columns, batch_size=PACKS).take(1)))
-    else:  # list the files, read every length, pack, load
-        files = sorted(entry.path for entry in os.scandir(path))
-        lengths = []
-        for name in files:
-            with safe_open(name, "pt") as file:
-                lengths.append(file.get_slice("input_ids").get_shape()[0])
-        usable = np.ones(len(files), bool)
-        plan = BatchPlan(np.array(lengths), usable, seq_len=2048, packs_per_batch=PACKS)
-        parts = [load_file(files[row]) for pack in next(plan.iter_batches(0)) for row in pack]
-        {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    print(cpu_seconds() - start)
+def synthetic_dataset(
+    path: Path,
+    lengths: np.ndarray,
+    *,
+    hidden: int,
+    layers: tuple[int, ...] = (1, 2, 3),
+    vocab: int = 1024,
+    shard_tokens: int = SHARD_TOKENS,
+    seed: int = 0,
+) -> Path:
+    """Write and seal a dataset of documents with these `lengths`; return `path`."""
+    (path / "shards").mkdir(parents=True)
+    columns = token_columns(layers, hidden, "final-hidden", vocab)
+    noise = _noise(columns, shard_tokens + int(lengths.max()), seed)
+    records: list[ShardRecord] = []
+    first = 0
+    while first < len(lengths):
+        last = first + int(np.searchsorted(np.cumsum(lengths[first:]), shard_tokens)) + 1
+        unit = _unit(columns, noise, lengths[first:last], first, vocab, seed)
+        file = path / "shards" / f"unit-{len(records):05d}.arrow"
+        records.append(write_shard(file, unit, columns))
+        first = last
+    head = _head(path / "target", layers, vocab, hidden, seed)
+    seal(path, _manifest(columns, layers, head, len(lengths)), records)
+    return path
+
+
+def _noise(columns: tuple[Column, ...], tokens: int, seed: int) -> dict[str, np.ndarray]:
+    """Encoded random states of every wide column; shards share them, shifted."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        c.name: c.coder.encode(torch.randn(tokens, c.width, generator=generator))
+        for c in columns
+        if c.width
+    }
+
+
+def _unit(
+    columns: tuple[Column, ...],
+    noise: dict[str, np.ndarray],
+    lengths: np.ndarray,
+    first: int,
+    vocab: int,
+    seed: int,
+) -> UnitData:
+    rng = np.random.default_rng((seed, first))
+    count = len(lengths)
+    ids = [f"{value:032x}" for value in rng.integers(0, 2**62, count).tolist()]
+    turns = [
+        [("user", 0, length // 2), ("assistant", length // 2, length)]
+        for length in lengths.tolist()
+    ]
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    total = int(offsets[-1])
+    unit = UnitData(ids, ["synthetic"] * count, turns, offsets)
+    inside = np.arange(total) - np.repeat(offsets[:-1], lengths)
+    random = {
+        "input_ids": rng.integers(0, vocab, total, dtype=np.int32),
+        "loss_mask": (inside >= np.repeat(lengths // 2, lengths)).astype(np.uint8),
+        "target_argmax": rng.integers(0, vocab, total, dtype=np.int32),
+        "target_logsumexp": np.full(total, np.log(vocab), np.float32),
+    }
+    unit.tokens = {c.name: noise[c.name][:total] if c.width else random[c.name] for c in columns}
+    return unit
+
+
+def _head(folder: Path, layers: tuple[int, ...], vocab: int, hidden: int, seed: int) -> HeadSpec:
+    """Write target/ of a Llama of this shape: config.json and head.safetensors."""
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": max(layers) + 2,
+        "num_attention_heads": max(1, hidden // 64),
+        "num_key_value_heads": max(1, hidden // 128),
+        "head_dim": min(64, hidden),
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        "embed_tokens": torch.randn(vocab, hidden, generator=generator),
+        "lm_head": torch.randn(vocab, hidden, generator=generator) / hidden**0.5,
+        "norm": torch.ones(hidden),
+    }
+    save_file({k: v.to(torch.bfloat16) for k, v in tensors.items()}, folder / "head.safetensors")
+    return HeadSpec(vocab_size=vocab, hidden_size=hidden, tied=False)
+
+
+def _manifest(
+    columns: tuple[Column, ...], layers: tuple[int, ...], head: HeadSpec, documents: int
+) -> Manifest:
+    draft = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "settings": {},
+        "target": {"name": "random states", "dtype": "bfloat16", "num_layers": max(layers) + 2},
+        "corpus": [{"source": "synthetic"}],
+        "layers": list(layers),
+        "supervision": "final-hidden",
+        "columns": plain(columns),
+        "head": plain(head),
+        "packing": {"form": "rows"},
+        "policy": "off-policy",
+        "documents": {"read": documents},
+    }
+    return Manifest.of(draft)
 
 
 if __name__ == "__main__":

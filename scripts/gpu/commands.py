@@ -19,7 +19,7 @@ from spec_train.training.result import FitResult
 
 STATE_ERROR = {"cuda": 3e-2, "cpu": 1e-4}
 """Largest relative difference of states that were captured packed and one document per row."""
-_RATE = re.compile(r"^(bare forward|generate)\s+([\d,]+) tokens/s", re.MULTILINE)
+_COST = re.compile(r"^(bare|generate) +([\d,]+) \(", re.MULTILINE)  # seconds per million tokens
 BENCH = Path(__file__).resolve().parents[1] / "bench" / "generate.py"
 
 
@@ -69,15 +69,15 @@ def _capture_speed(bench: Bench) -> tuple[bool, dict[str, Any]]:
     done = subprocess.run(
         command, capture_output=True, text=True, env=bench.environment(), timeout=bench.left()
     )
-    rates = {k: float(v.replace(",", "")) for k, v in _RATE.findall(done.stdout)}
+    rates = {k: 1e6 / float(v.replace(",", "")) for k, v in _COST.findall(done.stdout)}
     if len(rates) < 2:
         raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr else "no table")
     flops = 2 * bench.facts["parameters"]
     return True, {
-        "bare_tokens_s": rates["bare forward"],
+        "bare_tokens_s": rates["bare"],
         "capture_tokens_s": rates["generate"],
-        "capture_of_bare": rates["generate"] / rates["bare forward"],
-        "bare_share_of_peak": bench.share_of_peak(flops * rates["bare forward"], 1),
+        "capture_of_bare": rates["generate"] / rates["bare"],
+        "bare_share_of_peak": bench.share_of_peak(flops * rates["bare"], 1),
         "capture_share_of_peak": bench.share_of_peak(flops * rates["generate"], 1),
     }
 
