@@ -1,9 +1,4 @@
-"""Small random P-EAGLE drafts in the layouts of other trainers, and an independent forward.
-
-A round drafts K tokens: the row of the last known token drafts the first one. K - 1 rows with the
-mask token and the learned states `mask_hidden` follow it at the next positions, and draft the
-others. Attention is causal over all rows.
-"""
+"""Small random P-EAGLE drafts in the layouts of other trainers, compared with the reference."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +9,8 @@ from torch import Tensor
 
 from spec_train.drafts import load_draft
 from spec_train.formats.target_facts import TargetFacts
+from tests.spec_train.drafts.peagle.reference import ReferenceConfig, reference_logits
+from tests.spec_train.drafts.slow_layer import Document
 from tests.spec_train.formats.published import blocks, tiny
 from tests.spec_train.formats.published.blocks import IDS, MASK, Recorder
 from tests.spec_train.formats.published.tiny import VD, H, V, gain
@@ -63,31 +60,26 @@ def compare(
     ids: Tensor,
     *,
     lengths: tuple[int, ...] = (6, 3),
-    depth: int = DEPTHS,
-    **how: Any,
+    window: int | None = None,
+    **norms: bool,
 ) -> None:
-    """Compare two rounds of drafting with the independent forward: tokens and logits.
+    """Compare two rounds of drafting with the slow reference: tokens and logits.
 
-    `state` has the names of the speculators library, `how` are arguments of `eagle3_logits`.
+    `state` has the names of the speculators library; `norms`: `norm_before_residual`.
     """
     drafter = draft.drafter(blocks.head_of(tiny.target()))
     aux = torch.randn(sum(lengths), len(IDS) * H, dtype=torch.float64)
     known = torch.randint(0, V - 1, (sum(lengths),)).tolist()
-    unknown = state["mask_hidden"].reshape(1, -1).expand(depth - 1, -1)
-    done = 0
+    state, fields = {**state, "embed_tokens.weight": embedding}, {"windows": (window,) * BLOCKS}
+    fields |= {"mask_token_id": MASK, "depths": DEPTHS, **norms}
+    config, done = ReferenceConfig(**vars(tiny.LAYER) | fields), 0
     for length in lengths:
         recorder, new = Recorder(), slice(done, done + length)
         with torch.no_grad():
-            drafted, _ = drafter.propose(known[new], aux[None, new], depth, recorder)
+            drafted, _ = drafter.propose(known[new], aux[None, new], DEPTHS, recorder)
         done += length
-        logits, _ = tiny.eagle3_logits(
-            state,
-            "layers.0.",
-            [*known[:done], *[MASK] * (depth - 1)],
-            torch.cat([aux[:done], unknown]),
-            embedding,
-            layers=BLOCKS,
-            **how,
-        )
-        tiny.assert_same(torch.stack(recorder.logits), logits[-depth:])
-        assert drafted.tolist() == ids[logits[-depth:].argmax(-1)].tolist()
+        document = Document(x=[0, *known[:done]], m=[], aux=aux)
+        found = reference_logits(state, config, document, [done], DEPTHS)
+        logits = torch.stack([found[done, d] for d in range(DEPTHS)])
+        tiny.assert_same(torch.stack(recorder.logits), logits)
+        assert drafted.tolist() == ids[logits.argmax(-1)].tolist()

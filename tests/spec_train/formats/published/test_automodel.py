@@ -84,7 +84,7 @@ def test_eagle3_has_the_logits_of_its_own_class(tmp_path, name, form):
         config["draft_vocab_size"] = V
     else:
         tensors |= tiny.maps(ids)
-    how = {"tensors": tensors, "prefix": "layers.0.", "ids": ids, "norm_output": new}
+    how = {"tensors": tensors, "ids": ids, "norm_output": new}
     draft = tiny.eagle3_as_defined(tmp_path, config, in_its_form(tensors), facts, **how)
     assert draft.config.layers == (1, L // 2 - 1, L - 4)
     assert draft.config.layer_types == () and draft.config.sliding_window is None

@@ -82,13 +82,13 @@ def test_dspark_drafts_as_defined(tmp_path, markov):
     }
     copies = {"embed_tokens.weight": facts.embedding, "lm_head.weight": facts.head}
     folder = tiny.write(tmp_path, config, tensors | copies)
-    blocks.drafts_as_defined(folder, tensors, facts, markov=markov)
+    blocks.drafts_as_defined(folder, tensors, facts, kind=markov)
 
 
 def test_dflash_drafts_as_defined(tmp_path):
     facts, tensors = tiny.target(), blocks.block_tensors()
     folder = tiny.write(tmp_path, DFLASH, tensors)
-    draft = blocks.drafts_as_defined(folder, tensors, facts, anchor=False)
+    draft = blocks.drafts_as_defined(folder, tensors, facts, sample_from_anchor=False)
     assert draft.name == "dflash" and not draft.config.sample_from_anchor
 
 

@@ -62,7 +62,7 @@ def test_eagle3_has_the_logits_of_its_own_class(tmp_path, form):
         for part in ("q", "k", "v", "o"):
             name = f"layers.0.self_attn.{part}_proj"
             tensors[f"{name}.bias"] = torch.randn(len(tensors[f"{name}.weight"])).double()
-    how = {"tensors": tensors, "prefix": "layers.0.", "states": 5}
+    how = {"tensors": tensors, "states": 5}
     draft = tiny.eagle3_as_defined(tmp_path, config, files, facts, **how)
     assert draft.config.qk_norm and draft.config.layers == tuple(LAYERS)
     assert (draft.options.ttt_steps, draft.options.step_decay) == (5, 0.9)

@@ -44,7 +44,7 @@ def test_dspark_and_dflash_draft_as_defined(tmp_path):
             config["confidence_head_with_markov"] = width > H
         copies = {"embed_tokens.weight": facts.embedding, "lm_head.weight": facts.head}
         folder = tiny.write(tmp_path / str(number), config, tensors | copies)
-        draft = blocks.drafts_as_defined(folder, tensors, facts, markov=markov)
+        draft = blocks.drafts_as_defined(folder, tensors, facts, kind=markov or "none")
         assert draft.name == "dspark" and draft.config.layers == tuple(IDS)
         if width:
             assert draft.config.confidence_head_with_markov == (width > H)

@@ -23,7 +23,7 @@ def test_states_in_the_order_of_the_file_give_the_same_logits(tmp_path, ids, cap
     states = {k: torch.randn(5, H).double() for k in ids}  # by the key's ids
     in_file = torch.cat([states[k] for k in ids], -1)
     ascending = torch.cat([states[k] for k in sorted(ids)], -1)
-    want, _ = tiny.eagle3_logits(tensors, "midlayer.", tokens, in_file, facts.embedding)
+    want, _ = tiny.eagle3_logits(tensors, tokens, in_file, facts.embedding)
     config = CONFIG | {KEY: ids, "fc_norm": True}
     with caplog.at_level(logging.WARNING):
         folder = tiny.write(tmp_path / "draft", config, tensors)

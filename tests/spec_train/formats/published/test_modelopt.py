@@ -51,7 +51,7 @@ def test_eagle3_has_the_logits_of_the_engines(tmp_path, full, order):
         tensors["d2t"] = tiny.offsets(ids)
     nested = EAGLE_CONFIG | {"eagle_aux_hidden_state_layer_ids": order}
     config = CONFIG | {"draft_vocab_size": len(ids), "eagle_config": nested}
-    draft = tiny.eagle3_as_defined(tmp_path, config, tensors, facts, prefix="layers.0.", ids=ids)
+    draft = tiny.eagle3_as_defined(tmp_path, config, tensors, facts, ids=ids)
     assert draft.config.layers == (1, 5, 8)
 
 

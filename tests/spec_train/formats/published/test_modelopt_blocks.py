@@ -50,7 +50,7 @@ def test_dspark_drafts_as_defined(tmp_path, markov, confidence):
         "use_confidence_head": confidence,
     }
     folder = tiny.write(tmp_path, CONFIG | {"dflash_config": table}, heads_at_the_top(tensors))
-    draft = blocks.drafts_as_defined(folder, tensors, facts, markov=markov)
+    draft = blocks.drafts_as_defined(folder, tensors, facts, kind=markov)
     assert draft.name == "dspark" and draft.config.sample_from_anchor
 
 
@@ -58,7 +58,7 @@ def test_a_released_dspark_nests_its_heads(tmp_path):
     facts, tensors = tiny.target(), blocks.block_tensors(markov="vanilla")
     table = TABLE | {"projector_type": "dspark", "shift_label": True, "markov_rank": RANK}
     folder = tiny.write(tmp_path / "a", CONFIG | {"dflash_config": table}, tensors)
-    blocks.drafts_as_defined(folder, tensors, facts, markov="vanilla")
+    blocks.drafts_as_defined(folder, tensors, facts, kind="vanilla")
     both = tensors | {"markov_w1.weight": tensors["markov_head.markov_w1.weight"]}
     folder = tiny.write(tmp_path / "b", CONFIG | {"dflash_config": table}, both)
     with pytest.raises(DraftError, match=r"markov_w1\.weight is there twice"):
@@ -70,10 +70,10 @@ def test_a_window_on_every_layer_beside_layer_types_without_one(tmp_path, causal
     facts, tensors, window = tiny.target(), blocks.block_tensors(), 5
     table = TABLE | {"use_swa": True, "swa_window_size": window, "causal": causal}
     config = CONFIG | {"sliding_window": window, "dflash_config": table}
-    how = {"types": ("sliding_attention",) * LAYERS, "causal": (causal,) * LAYERS}
+    how = {"windows": (window,) * LAYERS, "non_causal": not causal}
     folder = tiny.write(tmp_path, config, tensors)
     draft = blocks.drafts_as_defined(
-        folder, tensors, facts, (9, 4), anchor=False, window=window, **how
+        folder, tensors, facts, (9, 4), sample_from_anchor=False, **how
     )
     assert draft.name == "dflash" and not draft.config.sample_from_anchor
 

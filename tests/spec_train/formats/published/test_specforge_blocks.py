@@ -46,7 +46,7 @@ def test_dspark_drafts_as_defined(tmp_path, markov, with_markov, nested):
         for name, value in tensors.items()
     }
     folder = tiny.write(tmp_path, config, saved)
-    draft = blocks.drafts_as_defined(folder, tensors, facts, markov=markov)
+    draft = blocks.drafts_as_defined(folder, tensors, facts, kind=markov)
     assert draft.name == "dspark" and draft.config.sample_from_anchor
 
 

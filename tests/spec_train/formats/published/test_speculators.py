@@ -115,8 +115,7 @@ def published(form: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 def as_defined(folder: Path, config: dict[str, Any], tensors: Any, facts: Any, **how: Any) -> Any:
     layer = config["transformer_layer_config"]
     given = {name: config.get(name, True) for name in ("norm_before_residual", "norm_output")}
-    given |= {"layers": layer["num_hidden_layers"], "window": layer.get("sliding_window")}
-    given |= {"prefix": "layers.0.", "act": layer["hidden_act"]}
+    given |= {"window": layer.get("sliding_window"), "act": layer["hidden_act"]}
     return tiny.eagle3_as_defined(folder, config, tensors, facts, **given | how)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from spec_data.shards.errors import DraftError
 from tests.spec_train.formats.published import blocks, parallel, tiny
-from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, RANK, SIZE, Reading
+from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, RANK, SIZE
 from tests.spec_train.formats.published.tiny import VD, H, V
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -84,10 +84,10 @@ def block_config(kind: str, layer: dict[str, Any] | None = None, **own: Any) -> 
 
 
 def heads_of(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of `block_tensors` and of `Reading` for a kind of draft."""
+    """Arguments of `block_tensors` and of `reference_config` for a kind of draft."""
     if kind == "dflash":
-        return {}, {"anchor": False}
-    return {"markov": "vanilla", "confidence": H + RANK}, {"markov": "vanilla"}
+        return {}, {"sample_from_anchor": False}
+    return {"markov": "vanilla", "confidence": H + RANK}, {"kind": "vanilla"}
 
 
 @pytest.mark.parametrize("layer", ["qwen3", "llama"])
@@ -95,7 +95,7 @@ def test_dflash_drafts_as_defined(tmp_path, layer):
     """Its layers are Qwen3's in both cases, with norms of queries and keys."""
     facts, tensors = tiny.target(), blocks.block_tensors()
     folder = tiny.write(tmp_path, block_config("dflash", layer_config(layer)), tensors)
-    draft = blocks.drafts_as_defined(folder, tensors, facts, anchor=False)
+    draft = blocks.drafts_as_defined(folder, tensors, facts, sample_from_anchor=False)
     assert draft.name == "dflash" and draft.config.layers == tuple(IDS)
 
 
@@ -116,7 +116,7 @@ def test_dspark_drafts_as_defined(tmp_path, markov, with_markov, anchor):
         with pytest.raises(DraftError, match="advances the head's state over the anchor's slot"):
             blocks.read_block(folder, facts)
         return
-    draft = blocks.drafts_as_defined(folder, tensors, facts, anchor=anchor, markov=markov)
+    draft = blocks.drafts_as_defined(folder, tensors, facts, sample_from_anchor=anchor, kind=markov)
     assert draft.name == "dspark" and draft.config.sample_from_anchor == anchor
 
 
@@ -135,8 +135,8 @@ def test_a_reduced_vocabulary_has_rows_of_its_own(tmp_path, kind, order):
     draft = blocks.read_block(
         tiny.write(tmp_path, block_config(kind, draft_vocab_size=VD), saved), facts
     )
-    it = Reading(state, facts.embedding, head[rows], ids=ids[rows].tolist(), **how)
-    blocks.compare(draft, facts, it)
+    config = blocks.reference_config(facts, state, head_rows=head[rows], **how)
+    blocks.compare(draft, facts, state, config, ids=ids[rows].tolist())
 
 
 def test_rows_that_are_not_the_targets_are_kept(tmp_path, caplog):
@@ -144,7 +144,9 @@ def test_rows_that_are_not_the_targets_are_kept(tmp_path, caplog):
     tensors, head = blocks.block_tensors(rows=VD), tiny.noise(VD, H)
     saved = tensors | {"lm_head.weight": head} | tiny.maps(ids)
     folder = tiny.write(tmp_path, block_config("dflash", draft_vocab_size=VD), saved)
-    blocks.drafts_as_defined(folder, tensors, facts, head=head, ids=ids.tolist(), anchor=False)
+    blocks.drafts_as_defined(
+        folder, tensors, facts, ids=ids.tolist(), head_rows=head, sample_from_anchor=False
+    )
     assert "lm_head is not made of the target's rows" in caplog.text
 
 
@@ -159,8 +161,8 @@ def test_windows_are_those_of_its_training_defaults(tmp_path, kind, types, non_c
     layer = layer_config(layer_types=list(types), sliding_window=window, use_sliding_window=True)
     raw = block_config(kind, layer, sliding_window_non_causal=non_causal)
     folder = tiny.write(tmp_path / "a", raw, tensors)
-    causal = tuple(type_ == SLIDING and not non_causal for type_ in types)
-    how |= {"types": types, "window": window, "causal": causal}
+    windows = tuple(window if type_ == SLIDING else None for type_ in types)
+    how |= {"windows": windows, "non_causal": non_causal}
     for lengths in ((9, 4), (2,)):  # with two, all positions are in the window
         blocks.drafts_as_defined(folder, tensors, facts, lengths, **how)
     del raw["sliding_window_non_causal"]
@@ -262,5 +264,5 @@ def test_layer_ids_in_another_order_leave_the_parts_of_fc(tmp_path):
     facts, tensors = tiny.target(), blocks.block_tensors()
     raw = block_config("dflash", aux_hidden_state_layer_ids=[9, 2, 5])
     folder = tiny.write(tmp_path / "block", raw, tensors)
-    draft = blocks.drafts_as_defined(folder, tensors, facts, anchor=False)
+    draft = blocks.drafts_as_defined(folder, tensors, facts, sample_from_anchor=False)
     assert draft.config.layers == tuple(IDS)

@@ -41,7 +41,7 @@ def test_dflash_drafts_as_defined(tmp_path, native, listed):
     saved = own_names(tensors) if native else tensors
     config = CONFIG | {"block_size": SIZE} | ({} if listed else {"target_layer_ids": None})
     folder = tiny.write(tmp_path, config, saved | {"embed_tokens.weight": facts.embedding})
-    draft = blocks.drafts_as_defined(folder, tensors, facts, anchor=False)
+    draft = blocks.drafts_as_defined(folder, tensors, facts, sample_from_anchor=False)
     assert draft.name == "dflash" and draft.config.num_target_layers == L
     assert draft.config.layers == (tuple(IDS) if listed else (1, 5, 9))
 
@@ -60,7 +60,7 @@ def test_dspark_drafts_as_defined(tmp_path, with_markov):
         "confidence_head_with_markov": with_markov,
     }
     folder = tiny.write(tmp_path, config, own_names(tensors))
-    draft = blocks.drafts_as_defined(folder, tensors, facts, markov="vanilla")
+    draft = blocks.drafts_as_defined(folder, tensors, facts, kind="vanilla")
     assert draft.name == "dspark" and draft.config.sample_from_anchor
 
 

@@ -8,7 +8,7 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.cache_utils import DFlashCache
 
 from tests.spec_train.formats.published import blocks, tiny
-from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, SIZE, Reading
+from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, SIZE
 from tests.spec_train.formats.published.tiny import EPS, GROUPS, HEADS, INNER, THETA, D, H, V
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -72,13 +72,7 @@ def test_it_is_read_as_transformers_runs_it(tmp_path, types):
         name.replace("encoder.fc", "fc").replace("encoder.output_norm_enc", "hidden_norm"): value
         for name, value in model.state_dict().items()
     }
-    kinds = tuple(types or [SLIDING] * LAYERS)
-    reading = Reading(
-        state,
-        facts.embedding,
-        facts.head,
-        anchor=False,
-        types=kinds,
-        window=window + 1,  # it lets a position see those up to `sliding_window` before it
-    )
-    blocks.compare(draft, facts, reading)
+    # it lets a position see those up to `sliding_window` before it
+    windows = tuple(window + 1 if kind == SLIDING else None for kind in types or [SLIDING] * LAYERS)
+    how = {"sample_from_anchor": False, "windows": windows, "non_causal": True}
+    blocks.compare(draft, facts, state, blocks.reference_config(facts, state, **how))

@@ -43,7 +43,7 @@ def write(folder: Path, tensors: Any, **changes: Any) -> Path:
 def test_a_published_draft_drafts_as_defined(tmp_path):
     facts, tensors = tiny.target(), blocks.block_tensors()
     folder = write(tmp_path / "draft", tensors)
-    draft = blocks.drafts_as_defined(folder, tensors, facts, anchor=False)
+    draft = blocks.drafts_as_defined(folder, tensors, facts, sample_from_anchor=False)
     assert draft.name == "dflash" and not draft.config.sample_from_anchor
     assert draft.config.layers == tuple(IDS) and draft.depth == SIZE - 1
 
@@ -55,8 +55,8 @@ def test_sliding_layers_are_causal_unless_the_file_says_otherwise(tmp_path, type
     changes = {"layer_types": list(types), "sliding_window": 5, "use_sliding_window": True}
     if is_causal is not None:
         changes["is_causal"] = is_causal
-    causal = tuple(kind == SLIDING and is_causal is None for kind in types)
-    how = {"anchor": False, "types": types, "window": 5, "causal": causal}
+    windows = tuple(5 if kind == SLIDING else None for kind in types)
+    how = {"sample_from_anchor": False, "windows": windows, "non_causal": is_causal is False}
     folder = write(tmp_path / "draft", tensors, **changes)
     blocks.drafts_as_defined(folder, tensors, tiny.target(), (9, 4), **how)
 

@@ -1,8 +1,7 @@
 """Small random drafts in the layouts of other trainers, and what independent forwards need.
 
 A layout test makes tensors and a config.json as one project writes them, reads them with
-`load_draft`, and compares logits with a forward that the test writes from that project's
-definition. All numbers are float64.
+`load_draft`, and compares logits with the slow reference of the draft. All numbers are float64.
 
 H hidden size, D head size, V / Vd target / draft vocabulary, L blocks of the target.
 """
@@ -10,7 +9,6 @@ H hidden size, D head size, V / Vd target / draft vocabulary, L blocks of the ta
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,8 @@ from torch import Tensor
 from spec_train.drafts import load_draft
 from spec_train.formats.target_facts import TargetFacts
 from tests.spec_train.drafts import slow_layer
+from tests.spec_train.drafts.eagle import reference as eagle
+from tests.spec_train.drafts.eagle3 import reference as eagle3
 
 H, INNER, HEADS, GROUPS, D = 16, 24, 4, 2, 4
 V, VD, L = 48, 20, 12
@@ -143,7 +143,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-# --- an independent forward ----------------------------------------------------------------------
+# --- the slow references ----------------------------------------------------------------------
 
 
 LAYER = slow_layer.Sizes(
@@ -156,60 +156,32 @@ LAYER = slow_layer.Sizes(
 )
 
 
-def run_layer(
-    state: Mapping[str, Tensor],
-    layer: str,
-    inputs: list[Tensor],
-    residuals: list[Tensor],
-    window: int | None = None,
-    act: str = "silu",
-) -> list[Tensor]:
-    """Outputs of a causal layer; `inputs` are those of its attention, one per position from 0."""
-    sizes, out = replace(LAYER, act=act), []
-    rows = [slow_layer.keys_values(state, layer, x, i, sizes) for i, x in enumerate(inputs)]
-    for i, x in enumerate(inputs):
-        first = 0 if window is None else max(0, i - window + 1)
-        heads = slow_layer.attend(state, layer, x, i, rows[first : i + 1], sizes)
-        out.append(slow_layer.finish(state, layer, residuals[i], heads, sizes))
-    return out
-
-
 def eagle3_logits(
     state: Mapping[str, Tensor],
-    prefix: str,
     tokens: list[int],
     aux: Tensor,
     embedding: Tensor,
     *,
-    layers: int = 1,
-    norm_before_residual: bool = False,
-    norm_output: bool = False,
     window: int | None = None,
     act: str = "silu",
+    **norms: bool,
 ) -> tuple[Tensor, Tensor]:
-    """EAGLE-3 as its trainers define it: logits [T, rows of lm_head] and carried states [T, H].
+    """Logits [T, rows of lm_head] and carried states [T, H] of an EAGLE-3, by its slow reference.
 
     Args:
-        state: tensors with the project's names; `prefix` is that of layer 0, and later layers have
-            the names `layers.N.`.
+        state: tensors with the project's names.
         tokens: the known token of each row.
         aux: states of the target [T, n*H], in the order in which the trainer concatenates them.
         embedding: [V, H].
+        norms: `norm_before_residual` and `norm_output`.
     """
-    carried = [slow_layer.project(state, row, EPS) for row in aux]
-    inputs, residuals, norm = [], [], LAYER.norm
-    for token, feature in zip(tokens, carried, strict=True):
-        normed = norm(feature, state[f"{prefix}hidden_norm.weight"])
-        e = norm(embedding[token], state[f"{prefix}input_layernorm.weight"])
-        inputs.append(torch.cat([e, normed]))
-        residuals.append(normed if norm_before_residual else feature)
-    x = run_layer(state, prefix[:-1], inputs, residuals, window, act)
-    for i in range(1, layers):
-        inputs = [norm(row, state[f"layers.{i}.input_layernorm.weight"]) for row in x]
-        x = run_layer(state, f"layers.{i}", inputs, x, window, act)
-    final = [norm(row, state["norm.weight"]) for row in x]
-    logits = torch.stack([state["lm_head.weight"] @ row for row in final])
-    return logits, torch.stack(final if norm_output else x)
+    state = {**state, "embed_tokens.weight": embedding}
+    windows = (window,) * sum(name.endswith("o_proj.weight") for name in state)
+    sizes = vars(LAYER) | {"act": act}
+    config = eagle3.ReferenceConfig(**sizes, windows=windows, steps=1, **norms)
+    rows = eagle3.unrolled(state, config, [0, *tokens], aux)
+    logits, carried = zip(*(rows[t, 0] for t in range(len(tokens))), strict=True)
+    return torch.stack(logits), torch.stack(carried)
 
 
 def eagle_tensors(blocks: int = 1, *, first_norm: bool = False) -> dict[str, Tensor]:
@@ -225,15 +197,11 @@ def eagle_tensors(blocks: int = 1, *, first_norm: bool = False) -> dict[str, Ten
 def eagle_states(
     state: Mapping[str, Tensor], tokens: list[int], states: Tensor, embedding: Tensor
 ) -> Tensor:
-    """EAGLE-1/2 as its trainers define it: predicted states [T, H] of final states [T, H]."""
-    pairs = zip(tokens, states, strict=True)
-    x = [slow_layer.linear(state, "fc", torch.cat([embedding[t], row])) for t, row in pairs]
-    for i in range(sum(name.endswith("self_attn.o_proj.weight") for name in state)):
-        norm = state.get(f"layers.{i}.input_layernorm.weight")
-        inputs = x if norm is None else [LAYER.norm(row, norm) for row in x]
-        x = run_layer(state, f"layers.{i}", inputs, x)
-    norm = state.get("norm.weight")
-    return torch.stack(x if norm is None else [LAYER.norm(row, norm) for row in x])
+    """Predicted states [T, H] of final states [T, H] of an EAGLE-1/2, by its slow reference."""
+    state = {**state, "embed_tokens.weight": embedding}
+    windows = (None,) * sum(name.endswith("o_proj.weight") for name in state)
+    rows = zip(tokens, states, strict=True)
+    return torch.stack(eagle.predict(state, LAYER, windows, rows))
 
 
 def served(folder: Path, facts: TargetFacts, tokens: list[int], aux: Tensor) -> Any:
@@ -252,20 +220,19 @@ def eagle3_as_defined(
     facts: TargetFacts,
     *,
     tensors: Mapping[str, Tensor] | None = None,
-    prefix: str = "midlayer.",
     ids: Tensor | None = None,
     states: int = 3,
     embedding: Tensor | None = None,
     **how: Any,
 ) -> Any:
-    """Write a draft, compare it with the independent forward, and return it as it is read.
+    """Write a draft, compare it with the slow reference, and return it as it is read.
 
     `tensors` are those of the forward where other names are `saved`; `ids` are the target tokens of
     the file's rows, and `how` arguments of `eagle3_logits`.
     """
     tokens, aux = rows_of(states=states)
     known = facts.embedding if embedding is None else embedding
-    want, carried = eagle3_logits(tensors or saved, prefix, tokens, aux, known, **how)
+    want, carried = eagle3_logits(tensors or saved, tokens, aux, known, **how)
     draft, found, state = served(write(folder, config, saved), facts, tokens, aux)
     rows = draft.draft_ids
     assert_same(by_token(found, rows), by_token(want, rows if ids is None else ids))
