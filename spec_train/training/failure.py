@@ -1,18 +1,15 @@
 """What is said of a step whose loss or gradient is not finite, so that its cause is found.
 
 When a step's loss is read, its buffers already hold other documents, so the responsible micro-batch
-is read from the dataset again, and run again up to the first module whose values are not finite. If
-only the gradient of the whole step is not finite, its micro-batches run again one by one. With
-several ranks, rank 0 does this for all: a micro-batch is the same on every rank.
+is read from the dataset again. If only the gradient of the whole step is not finite, its
+micro-batches run again one by one. With several ranks, rank 0 does this for all: a micro-batch is
+the same on every rank.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from spec_train.data.batch import DraftBatch
 from spec_train.data.mixture import Documents
@@ -30,46 +27,42 @@ Part = tuple[int, list[Pack], float]
 
 def describe_failure(
     parts: Sequence[Part],
+    epoch: int,
     grad_norm: float,
     counts: Tensor,
     draft: Draft,
     head: TargetHead,
     stream: BatchStream,
     seed: int,
-    epoch: int,
 ) -> str:
     """Say which documents, states and module it was.
 
     Args:
         parts: the micro-batches of all ranks.
-        grad_norm, counts: gradient norm and slot counts, float64 [S], of the whole step.
+        epoch, grad_norm, counts: of the whole step; slot counts are float64 [S].
         draft: with the complete weights from before the step.
-        head, stream, seed: of the run. epoch: of the step.
+        head, stream, seed: of the run.
     """
-    losses = [loss for _, _, loss in parts]
-    modules: list[list[str]] = []
-    norms: list[float] = []
-    for first, packs, _ in parts:
-        seed_micro_batch(seed, "train", epoch, first)
-        with _non_finite_modules(draft) as names:
+    bad = [i for i, (_, _, loss) in enumerate(parts) if not math.isfinite(loss)]
+    what = f"loss is {parts[bad[0]][2]}" if bad else f"gradient norm is {grad_norm}"
+    if not bad:
+        norms = []
+        for first, packs, _ in parts:
+            seed_micro_batch(seed, "train", epoch, first)
             norms.append(_gradient_norm(draft, head, stream.read(packs), counts))
-        modules.append(names)
-    bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
-    what = f"loss is {losses[bad[0]]}" if bad else f"gradient norm is {grad_norm}"
-    bad += [i for i, norm in enumerate(norms) if not math.isfinite(norm)]
-    index = bad[0] if bad else norms.index(max(norms))  # or only their sum overflows
-    dataset, batch = stream.dataset, stream.read(parts[index][1])
+        infinite = [i for i, norm in enumerate(norms) if not math.isfinite(norm)]
+        bad = infinite or [norms.index(max(norms))]  # or only their sum overflows
+    dataset, batch = stream.dataset, stream.read(parts[bad[0]][1])
     rows = [document for pack in batch.rows for document in pack]
     documents = [f"{dataset.id_array[row].as_py()} in {dataset.shard_of(row)}" for row in rows]
     more = f"; and {len(documents) - _SHOWN} more" if len(documents) > _SHOWN else ""
     causes = [_non_finite_states(batch, dataset) or "Their stored states are finite"]
     weights = [name for name, p in draft.named_parameters() if not bool(p.isfinite().all())]
     causes += [f"the weights of {name} are not finite" for name in weights[:1]]
-    causes += [f"the first values that are not finite: {name}" for name in modules[index][:1]]
     return (
-        f"the {what}; the step was not applied. Documents of micro-batch {index + 1} of "
-        f"{len(losses)}: {'; '.join(documents[:_SHOWN])}{more}. {'; '.join(causes)}. Check the "
-        f"data with `spec-data verify {dataset.path}`; if they are correct, lower --lr. The same "
+        f"the {what}; the step was not applied. Documents of micro-batch {bad[0] + 1} of "
+        f"{len(parts)}: {'; '.join(documents[:_SHOWN])}{more}. {'; '.join(causes)}. Check the data "
+        f"with `spec-data verify {dataset.path}`; if they are correct, lower --lr. The same "
         "command resumes from the last checkpoint and comes to this step again"
     )
 
@@ -98,26 +91,3 @@ def _non_finite_states(batch: DraftBatch, dataset: Documents) -> str:
                         f"at {len(tokens)} tokens, first at token {tokens[0]}"
                     )
     return ""
-
-
-@contextmanager
-def _non_finite_modules(model: nn.Module) -> Iterator[list[str]]:
-    """Yield a list that collects, in order, the modules with values that are not finite."""
-    modules: list[str] = []
-
-    def hook(name: str, inputs: Any, output: Any) -> None:
-        for what, values in (("input", inputs), ("output", output)):
-            for x in tree_leaves(values):
-                if isinstance(x, Tensor) and x.is_floating_point() and not bool(x.isfinite().all()):
-                    modules.append(f"the {what} of {name}")
-
-    handles = [
-        module.register_forward_hook(lambda m, i, o, name=name: hook(name, i, o))
-        for name, module in model.named_modules()
-        if name
-    ]
-    try:
-        yield modules
-    finally:
-        for handle in handles:
-            handle.remove()

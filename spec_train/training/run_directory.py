@@ -15,7 +15,6 @@ how a run resumes is verified before it is used. No pickle anywhere.
 import contextlib
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,9 +54,6 @@ STATE_TENSORS, STATE = "training_state.safetensors", "training_state.json"
 HELD_OUT = "held-out.json"
 """Simulated decoding of the best draft over the held-out documents, as `eval --data` reports it."""
 
-SaveDraft = Callable[[Path], None]
-"""Writes a draft's files into an empty folder."""
-
 # -- reading ---------------------------------------------------------------------------------------
 
 
@@ -75,17 +71,12 @@ def resolve_draft_dir(path: str | Path) -> Path:
     """Return the draft directory for `path`: `path` itself, or the best draft of a run directory.
 
     A run without a best draft falls back to its last checkpoint. A best draft that lacks a file
-    does not: another draft would be used without a word. A checkpoint may be named without leading
-    zeros, RUN/checkpoint-150.
+    does not: another draft would be used without a word.
 
     Raises:
         MissingError: `path` does not exist, is neither a draft nor a run, or lacks a file.
     """
     path = Path(path)
-    step = re.fullmatch(r"checkpoint-(\d+)", path.name)
-    if step and not path.exists():
-        padded = path.with_name(checkpoint_name(int(step[1])))
-        path = padded if padded.exists() else path
     if _has_draft(path):
         expect(path, Kind.DRAFT)
         return path
@@ -189,20 +180,14 @@ class RunDirectory:
 
     # -- settings ---------------------------------------------------------------------------------
 
-    @property
-    def _has_learned(self) -> bool:
-        return bool(checkpoints_of(self.path) or list(self.path.glob("damaged-*")))
-
     def started(self) -> dict[str, Any] | None:
         """Return the identity of the run that has checkpoints here; None if there is none.
 
         Raises:
             RunError: run.json is damaged.
         """
-        if not (self._has_learned and (self.path / RUN).is_file()):
-            return None
-        identity: dict[str, Any] = read_run_json(self.path)["identity"]
-        return identity
+        learned = bool(checkpoints_of(self.path) or list(self.path.glob("damaged-*")))
+        return read_run_json(self.path)["identity"] if learned else None
 
     def record(self, identity: dict[str, Any], count_steps: Callable[[], int]) -> int:
         """Write run.json, or compare with an existing one; return the number of steps of the run.
@@ -216,7 +201,7 @@ class RunDirectory:
         if (self.path / RUN).is_file():
             run = read_run_json(self.path)
             differing = differing_settings(run["identity"], identity)
-            if differing and self._has_learned:
+            if differing and self.started() is not None:
                 raise ConfigError(
                     f"--out {self.path} holds a run with other settings:\n  "
                     + "\n  ".join(differing)
@@ -264,9 +249,16 @@ class RunDirectory:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def save(
-        self, step: int, save_draft: SaveDraft, tensors: dict[str, Tensor], state: dict[str, Any]
+        self,
+        step: int,
+        save_draft: Callable[[Path], None],
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
     ) -> Path:
-        """Write checkpoint `step`, point `last` at it, and delete the oldest beyond `keep`."""
+        """Write checkpoint `step`, point `last` at it, and delete the oldest beyond `keep`.
+
+        `save_draft` writes the files of the draft into an empty folder.
+        """
         final = self.path / checkpoint_name(step)
         remove(final)  # it was damaged, or this step is saved a second time
         with self._written(final) as folder:
@@ -325,7 +317,7 @@ class RunDirectory:
     def save_best(
         self,
         step: int,
-        save_draft: SaveDraft,
+        save_draft: Callable[[Path], None],
         metrics: dict[str, Any],
         simulated: dict[str, Any],
     ) -> Path:

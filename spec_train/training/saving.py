@@ -11,6 +11,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ class Tracking:
         wanted = [name.strip() for name in names.split(",") if name.strip()]
         for name in wanted:
             if name not in LOGGER_TYPE_TO_CLASS:
-                known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
-                raise ConfigError(f"--track {name}: unknown; known: {known}")
+                choices = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+                raise ConfigError(f"--track {name}: unknown; known: {choices}")
             if name not in map(str, get_available_trackers()):
                 raise ConfigError(f"--track {name}: not installed; run: pip install {name}")
         self._accelerator = Accelerator(
@@ -62,7 +63,7 @@ class Tracking:
         self._accelerator.log(numbers, step=line["step"])
 
     def close(self) -> None:
-        """Finish all trackers."""
+        """Finish all trackers; `Accelerator.end_training` would end the ranks' group as well."""
         for tracker in self._accelerator.trackers:
             tracker.finish()
 
@@ -133,12 +134,12 @@ class Saver:
     def checkpoint(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write checkpoint `step` from held tensors."""
         if self.directory is not None:
-            self._submit(self.directory.save, step, self._save_draft, tensors, state)
+            self._submit(self.directory.save, step, tensors, state)
 
     def best(self, step: int, figures: dict[str, Any], simulated: dict[str, Any]) -> None:
         """Write the held weights as the best draft, with the results of `Validation.measure`."""
         if self.directory is not None:
-            self._submit(self.directory.save_best, step, self._save_draft, figures, simulated)
+            self._submit(self.directory.save_best, step, figures, simulated)
 
     def metrics(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl and send it to the trackers."""
@@ -160,9 +161,7 @@ class Saver:
         if self._tracking is not None:
             self._tracking.close()
 
-    def _submit(self, write: Callable[..., Any], *arguments: Any) -> None:
-        self._writes.append(self._writer.submit(write, *arguments))
-
-    def _save_draft(self, folder: Path) -> None:
-        """Write the draft in the target's dtype, so that frozen weights keep their bits."""
-        self.draft.save_pretrained(folder, self._dtype)
+    def _submit(self, write: Callable[..., Any], step: int, *arguments: Any) -> None:
+        # in the target's dtype, so that frozen weights keep their bits
+        save_draft = partial(self.draft.save_pretrained, dtype=self._dtype)
+        self._writes.append(self._writer.submit(write, step, save_draft, *arguments))

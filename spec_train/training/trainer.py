@@ -1,11 +1,10 @@
-"""The training loop: fit any draft to a dataset, without its target.
+"""The training loop: steps, validations, checkpoints.
 
 One optimizer step uses one global batch, split into micro-batches that are distributed over the
 ranks. The supervised slots of the whole batch are counted first, and the loss of each micro-batch
 is divided by that count. So k micro-batches on any number of ranks produce the gradient of one
-batch. Weights and optimizer state are fp32; bf16 is used only in the forward pass. Random numbers
-depend only on the micro-batch's place (seed, epoch, packs before it), so a resumed run equals an
-uninterrupted one bit for bit on the CPU.
+batch. Weights and optimizer state are fp32; bf16 is used only in the forward pass. A resumed run
+equals an uninterrupted one bit for bit on the CPU.
 
 Every rank executes the same calls in the same order. `Saver` writes files on rank 0 only.
 """
@@ -89,11 +88,10 @@ class Trainer:
         The draft moves to the rank's device. Trained parameters become fp32, frozen ones get the
         dtype of the forward pass. `run` is None on every rank except rank 0.
         """
-        self.head, self.config, self.dataset = head, config, dataset
-        self.ranks = ranks
+        self.head, self.config, self.dataset, self.ranks = head, config, dataset, ranks
         self.total, self.step, self.tokens = total, 0, 0
         self.best: dict[str, Any] | None = None
-        self.device = self.ranks.device
+        self.device = ranks.device
         self.dtype = compute_dtype(config.dtype, self.device)
         self.draft: Draft = draft.to(self.device)
         cast_draft(self.draft, self.dtype)
@@ -103,17 +101,12 @@ class Trainer:
         if run is not None and config.track:
             tracking = Tracking(config.track, run.path, self.device.type == "cpu")
         self.saver = Saver(run, self.draft, dtype, tracking)
-        self._loss = self.ranks.prepare(LossOnRanks(self.draft))
+        self._loss = ranks.prepare(LossOnRanks(self.draft))
         self.masters = Masters(self.draft, config)
         self.stream = self._make_stream(splits.train)
+        held_out = self._make_stream(next(iter(splits.validation.values())))
         self._validation = Validation(
-            draft=self.draft,
-            loss=self._loss,
-            head=head,
-            splits=splits,
-            stream=self._make_stream(next(iter(splits.validation.values()))),
-            ranks=self.ranks,
-            seed=config.seed,
+            self.draft, self._loss, head, splits, held_out, ranks, config.seed
         )
         self._pending: Sums = {}  # sums since the last line of metrics
         self._pending_tokens = 0
@@ -256,16 +249,8 @@ class Trainer:
         self.ranks.assemble(self._loss)
         cause = None
         if self.ranks.is_main:
-            cause = describe_failure(
-                parts,
-                self._grad_norm,
-                self._counts,
-                self.draft,
-                self.head,
-                self.stream,
-                self.config.seed,
-                step.epoch,
-            )
+            of_run = self.draft, self.head, self.stream, self.config.seed
+            cause = describe_failure(parts, step.epoch, self._grad_norm, self._counts, *of_run)
         cause = self.ranks.gather(cause)[0]
         raise RunError(f"step {self.step + 1} (epoch {step.epoch}, batch {step.index}): {cause}")
 

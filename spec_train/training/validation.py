@@ -28,7 +28,7 @@ SAMPLES = 6
 """Held-out documents whose drafted tokens are kept."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Validation:
     """Measures the held-out documents of `splits`.
 

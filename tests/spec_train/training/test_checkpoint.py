@@ -202,16 +202,14 @@ def test_best_can_be_replaced_again_and_again_even_by_the_same_step(run):
 def test_resolve_draft_dir(run):
     with pytest.raises(MissingError, match="neither a draft"):
         resolve_draft_dir(run.path)
-    for name in ("nowhere", "checkpoint-7"):
-        with pytest.raises(MissingError, match=f"{name}: no such draft"):
-            resolve_draft_dir(run.path / name)
+    with pytest.raises(MissingError, match="nowhere: no such draft"):
+        resolve_draft_dir(run.path / "nowhere")
     first, second = save(run, 1), save(run, 2)
     assert resolve_draft_dir(run.path).resolve() == second.resolve()
     run.save_best(1, save_draft_of(1), {}, {})
     assert resolve_draft_dir(run.path) == run.path / "best"
     assert resolve_draft_dir(first) == first
     assert resolve_draft_dir(run.path / "last") == run.path / "last"
-    assert resolve_draft_dir(first.with_name("checkpoint-1")) == first  # without leading zeros
     shutil.copytree(run.path, run.path.parent / "moved", symlinks=True)
     assert resolve_draft_dir(run.path.parent / "moved").name == "best"
 
