@@ -11,7 +11,7 @@ whole sums.
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -36,7 +36,7 @@ _COLLECTIVE = timedelta(hours=2)  # a collective of a forward, or of sharded loa
 
 
 class _Commands:
-    """The channel from the first process to the others: JSON, then tensors."""
+    """The channel of JSON from the first process to the others."""
 
     def __init__(self) -> None:
         cuda = torch.cuda.is_available()
@@ -47,15 +47,13 @@ class _Commands:
         self.group = dist.new_group(backend="gloo", timeout=_WAITING)
         self.leads = dist.get_rank() == 0
 
-    def announce(self, name: str, values: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        """Send a command to the others; `tensors` are int64, of one shape."""
-        block = torch.stack([t.cpu() for t in tensors]) if tensors else torch.zeros(0).long()
-        text = json.dumps({"name": name, "values": values, "shape": list(block.shape)}).encode()
-        body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        for part in (torch.tensor([len(body)]), body, *([block] if tensors else [])):
+    def announce(self, name: str, values: dict[str, Any]) -> None:
+        """Send a command to the others."""
+        text = bytearray(json.dumps([name, values]).encode())
+        for part in (torch.tensor([len(text)]), torch.frombuffer(text, dtype=torch.uint8)):
             dist.broadcast(part, 0, group=self.group)
 
-    def receive(self) -> tuple[str, dict[str, Any], Tensor]:
+    def receive(self) -> tuple[str, dict[str, Any]]:
         """Wait for the next command."""
         length = torch.zeros(1, dtype=torch.int64)
         try:
@@ -64,11 +62,8 @@ class _Commands:
             raise SystemExit(1) from None  # the first process has ended, and said why
         body = torch.zeros(int(length), dtype=torch.uint8)
         dist.broadcast(body, 0, group=self.group)
-        message = json.loads(bytes(body.tolist()))
-        block = torch.zeros(message["shape"], dtype=torch.int64)
-        if len(block):
-            dist.broadcast(block, 0, group=self.group)
-        return message["name"], message["values"], block
+        name, values = json.loads(body.numpy().tobytes())
+        return name, values
 
 
 _commands: _Commands | None = None
@@ -110,21 +105,21 @@ def _follow(commands: _Commands) -> None:
     transformers.utils.logging.disable_progress_bar()
     target: ShardedTarget | None = None
     while True:
-        name, values, tensors = commands.receive()
+        name, values = commands.receive()
         if name == _OPEN:
             spread = Spread(**values.pop("spread"))
             target = ShardedTarget.load(BackendOptions(**values, spread=spread))
         elif target is None or name == _END:
             return
         elif name == _FORWARD:
-            target.forward(*tensors, **values)
+            target.forward(*map(torch.tensor, values.pop("inputs")), **values)
         else:
             target.positions(values["length"])
 
 
-def _announced(name: str, values: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
+def _announced(name: str, values: dict[str, Any]) -> None:
     if _commands is not None and _commands.leads:
-        _commands.announce(name, values, tensors)
+        _commands.announce(name, values)
 
 
 class ShardedTarget(Target):
@@ -168,7 +163,8 @@ class ShardedTarget(Target):
     ) -> States:
         """Run one forward on all processes; see `Target.forward`."""
         tensors = (input_ids, document_ids, position_ids)
-        _announced(_FORWARD, {"form": form, "full_logits": full_logits}, tensors)
+        inputs = [tensor.tolist() for tensor in tensors]
+        _announced(_FORWARD, {"inputs": inputs, "form": form, "full_logits": full_logits})
         try:
             return super().forward(*tensors, form, full_logits=full_logits)
         except torch.OutOfMemoryError:
