@@ -164,10 +164,8 @@ class TargetBackend(Protocol):
             TargetError, RunError: the target does not produce the states.
         """
 
-    def logits_of(self, final: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Compute logits [..., V] of final hidden states [..., H] with the head as data, in its
-        dtype; with `ids`, int64 [Vd], only those of these token ids, [..., Vd].
-        """
+    def logits_of(self, final: Tensor) -> Tensor:
+        """Compute logits [..., V] of final states [..., H] with the head as data, in its dtype."""
 
     def logit_chunks(self, tokens: int) -> list[slice]:
         """Return slices of an axis of `tokens` tokens whose float32 logits fit in memory."""

@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from spec_data.capture.hooks import module_at, output_head
-from spec_data.models.placement import shares_weight, whole
-from spec_data.models.quantisation import check_head
+from spec_data.models.loading import shares_weight, whole
 from spec_data.models.reading import text_config
+from spec_data.shards.errors import TargetError
 from spec_data.shards.schema import HeadSpec
 
 _NORM_PATHS = (
@@ -61,6 +62,22 @@ def read_norm(model: Any) -> dict[str, Any]:
         if bool(((actual - expected).abs() <= allowed * scale).all()):
             return {"kind": kind, "eps": eps, "offset": offset}
     return {}
+
+
+def check_head(head: Any) -> None:
+    """Raise TargetError for a quantised LM head: logits are computed from the one that is stored.
+
+    Its weight must be a plain tensor of a floating dtype of 2 or 4 bytes.
+    """
+    weight = head.weight
+    kind = type(weight.data)
+    plain = weight.is_floating_point() and weight.element_size() > 1
+    wrapped = is_traceable_wrapper_subclass(weight.data)  # as of torchao; torch's own are DTensors
+    if not plain or (wrapped and kind.__module__.partition(".")[0] != "torch"):
+        raise TargetError(
+            f"the LM head of this target is quantised ({kind.__name__}, {weight.dtype}); a dataset "
+            "holds the head as it is served, so quantise the checkpoint without lm_head"
+        )
 
 
 def describe_head(model: Any) -> HeadSpec:

@@ -34,10 +34,8 @@ from spec_data.capture.mask_forms import (
 from spec_data.capture.proofs import head_error, prove_head, prove_isolation, why_no_chunks
 from spec_data.capture.target_batch import TargetBatch, layout_of
 from spec_data.models.devices import sent
-from spec_data.models.loading import load_model
-from spec_data.models.placement import device_of, devices_of, in_place, whole
-from spec_data.models.quantisation import loaded_quantisation
-from spec_data.models.reading import load_config
+from spec_data.models.loading import device_of, devices_of, load_model, whole
+from spec_data.models.reading import load_config, loaded_quantisation
 from spec_data.models.resolve import resolve_model
 from spec_data.models.rope_factors import fix_rope_factors
 from spec_data.models.target_options import Spread
@@ -113,7 +111,7 @@ class Target:
         self.dtype: torch.dtype = output_head(model).weight.dtype
         self.input_device: torch.device = device_of(model.get_input_embeddings())
         self.device: torch.device = device_of(output_head(model))
-        self._head_tensors: dict[str, Tensor | None] = {}  # of a head that is not in place
+        self._head_tensors: dict[str, Tensor | None] = {}
         # Whether long documents attend in chunks, once proven; by whether they exceed a window.
         self._chunks: dict[bool, bool] = {}
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -279,26 +277,15 @@ class Target:
                 )
         return self._chunks[beyond]
 
-    def logits_of(self, final: Tensor, ids: Tensor | None = None) -> Tensor:
+    def logits_of(self, final: Tensor) -> Tensor:
         weight, bias = self.head_tensor("weight"), self.head_tensor("bias")
-        if weight is None:
-            raise TargetError("the LM head has no weight")
-        if ids is not None:
-            ids = ids.to(weight.device)
-            weight = weight[ids]
-            bias = bias[ids] if bias is not None else None
+        assert weight is not None
         return apply_head(final.to(weight.device, weight.dtype), weight, bias, self.head)
 
     def head_tensor(self, name: str) -> Tensor | None:
-        """Return `weight` or `bias` of the head; one that is not in place is fetched once and kept.
-
-        Of a target in shards, all processes must call it together the first time.
-        """
-        head = output_head(self.model)
-        if in_place(head, name):
-            return getattr(head, name, None)
+        """Return `weight` or `bias` of the head; all processes must call it together at first."""
         if name not in self._head_tensors:
-            self._head_tensors[name] = whole(head, name)
+            self._head_tensors[name] = whole(output_head(self.model), name)
         return self._head_tensors[name]
 
     def logit_chunks(self, tokens: int) -> list[slice]:
@@ -330,6 +317,7 @@ class Target:
 
     def close(self) -> None:
         vars(self).pop("model", None)  # the last reference to it
+        self._head_tensors.clear()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -401,31 +389,25 @@ class Target:
         The argmax covers the full vocabulary, and so do the sums from which a loss over a reduced
         draft vocabulary takes the target's probabilities.
         """
-        final, logits = states.final, states.logits
-        shape = final.shape[:2]
-        # [B * T, H], or [B * T, V] where the logits exist already
-        flat = final.flatten(0, 1) if logits is None else logits.flatten(0, 1)
-        argmax = flat.new_zeros(flat.shape[0], dtype=torch.long)
-        probs, sums = [], []
-        for part in self.logit_chunks(len(flat)):
-            block = flat[part] if logits is not None else self.logits_of(flat[part])  # [n, V]
-            argmax[part] = block.argmax(-1)
+        if states.logits is not None:
+            return {"target_argmax": states.logits.argmax(-1), "logits": states.logits}
+        final, shape = states.final.flatten(0, 1), states.final.shape[:2]
+        choices, sums, probs = [], [], []
+        for part in self.logit_chunks(len(final)):
+            logits = self.logits_of(final[part])  # [n, V]
+            choices.append(logits.argmax(-1))
+            sums.append(logits.float().logsumexp(-1))
             if self.draft_vocabulary is not None:
-                chosen = block[:, self.draft_vocabulary.to(block.device)].float()  # [n, Vd]
+                chosen = logits[:, self.draft_vocabulary.to(logits.device)].float()  # [n, Vd]
                 probs.append(chosen.softmax(-1))
-                sums.append((chosen.logsumexp(-1) - block.float().logsumexp(-1)).exp())
-            elif logits is None:
-                sums.append(block.float().logsumexp(-1))  # [n]
-        teacher = {"target_argmax": argmax.view(shape)}
-        if logits is not None:
-            return teacher | {"logits": logits}
-        total = torch.cat(sums).view(shape)
+                sums[-1] = (chosen.logsumexp(-1) - sums[-1]).exp()
+        argmax, total = torch.cat(choices).view(shape), torch.cat(sums).view(shape)
         if self.draft_vocabulary is None:
-            return teacher | {"final_hidden": final, "target_logsumexp": total}
-        return teacher | {
-            "target_probs": torch.cat(probs).view(*shape, -1),
-            "target_mass": total,
-        }
+            teacher = {"final_hidden": states.final, "target_logsumexp": total}
+        else:
+            probabilities = torch.cat(probs).view(*shape, -1)
+            teacher = {"target_probs": probabilities, "target_mass": total}
+        return {"target_argmax": argmax} | teacher
 
 
 def _peak_share(device: torch.device) -> float:

@@ -112,7 +112,8 @@ def _follow(commands: _Commands) -> None:
         elif target is None or name == _END:
             return
         elif name == _FORWARD:
-            target.forward(*map(torch.tensor, values.pop("inputs")), **values)
+            inputs = torch.tensor(values.pop("inputs"))  # int64 [3, B, T]
+            target.forward(*inputs, **values)
         else:
             target.positions(values["length"])
 

@@ -37,8 +37,7 @@ from spec_data.capture.proofs import (
 )
 from spec_data.capture.skeleton import SkeletonTarget, needed_layers, prove_states
 from spec_data.models.devices import DTYPES, usable_device
-from spec_data.models.quantisation import quantisation_of
-from spec_data.models.reading import load_config, text_config
+from spec_data.models.reading import load_config, quantisation_of, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.shards.errors import ConfigError, MissingError, RunError, TargetError
 from spec_data.shards.layer_ids import choose_layers

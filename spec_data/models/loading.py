@@ -11,12 +11,14 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -24,9 +26,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from spec_data.models.devices import DTYPES, check_devices, usable_device
-from spec_data.models.placement import is_offloaded, shares_weight
-from spec_data.models.quantisation import check_quantisation
-from spec_data.models.reading import load_config, text_config
+from spec_data.models.reading import check_quantisation, load_config, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.models.target_options import Spread
 from spec_data.shards.errors import ConfigError, MissingError, TargetError
@@ -37,6 +37,7 @@ _INDEX = "model.safetensors.index.json"
 _FULL_HASH_BYTES = 4 << 30
 _SAMPLE, _SAMPLES = 1 << 16, 256  # bytes per block, blocks per file
 _SHOWN = 5  # tensor names in a message
+_META = torch.device("meta")
 
 
 def load_model(
@@ -175,6 +176,73 @@ def _names(keys: Iterable[str]) -> str:
     names = sorted(keys)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+# -- where the parts of a loaded model lie ---------------------------------------------------------
+# On one device, on several, partly in memory or on disk until a part runs (accelerate's hooks), or
+# in shards on several processes (tensor parallelism).
+
+
+def device_of(module: Any) -> torch.device:
+    """Return the device on which a module computes; a module has tensors, or a hook names it."""
+    for hook in _hooks(module):
+        if getattr(hook, "execution_device", None) is not None:
+            return torch.device(hook.execution_device)
+    first = next(module.parameters(), None)
+    if first is None:
+        first = next(module.buffers())
+    return first.device
+
+
+def devices_of(model: Any) -> list[torch.device]:
+    """Return every device on which a part of a model computes, in a fixed order."""
+    devices = {device_of(m) for m in model.modules() if any(True for _ in m.parameters(False))}
+    return sorted(devices, key=str)
+
+
+def whole(module: Any, name: str) -> Tensor | None:
+    """Return the tensor `name` of a module: the parameter itself if all of it is in place.
+
+    One that is offloaded is read from memory or disk, to the device on which the module computes.
+    One in shards is gathered, which all processes must do together. None if it has none.
+    """
+    value = getattr(module, name, None)
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if value is None or value.device != _META:
+        return value
+    for hook in _hooks(module):
+        if getattr(hook, "weights_map", None) is not None:
+            return hook.weights_map[name].to(device_of(module), value.dtype)
+    return value
+
+
+def is_offloaded(module: Any) -> bool:
+    """Whether the tensors of a module are in memory or on disk until it runs."""
+    return any(getattr(hook, "weights_map", None) is not None for hook in _hooks(module))
+
+
+def shares_weight(head: Any, embedding: Any) -> bool:
+    """Whether the weight of a head is that of an embedding.
+
+    Offloading and shards keep no common tensor, so the values are compared there.
+    """
+    weights = head.weight, embedding.weight
+    if weights[0] is weights[1]:
+        return True
+    if not any(isinstance(w, DTensor) or w.device == _META for w in weights):
+        return weights[0].data_ptr() == weights[1].data_ptr()
+    one, other = whole(head, "weight"), whole(embedding, "weight")
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    return torch.equal(one, other.to(one.device))
+
+
+def _hooks(module: Any) -> Iterator[Any]:
+    """The hooks of accelerate on a module."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        yield from getattr(hook, "hooks", (hook,))
 
 
 # -- weight files ----------------------------------------------------------------------------------

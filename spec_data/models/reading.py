@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from spec_data.shards.errors import TargetError
 from spec_data.shards.files import read_object
+from spec_data.shards.schema import Quantised
 
 # Config keys for the number of residual streams per token, if there are several (hyper-connections:
 # DeepSeek-V4, Hunyuan 4, GLM-5-Next, Qwen4; AltUp: Gemma-3n).
@@ -81,3 +83,50 @@ def load_tokenizer(directory: Path, trust: bool = False) -> PreTrainedTokenizerB
             "tokenizer.json (or tokenizer.model) and tokenizer_config.json there"
         )
     return tokenizer
+
+
+# -- quantised checkpoints -------------------------------------------------------------------------
+
+
+def quantisation_of(config: Any) -> Quantised | None:
+    """Return how a checkpoint with this transformers configuration is quantised, if it is."""
+    if not (table := _table(config)):
+        return None
+    method = table.get("quant_method")
+    return Quantised(method=str(getattr(method, "value", method)))
+
+
+def loaded_quantisation(config: Any, model: Any) -> Quantised | None:
+    """Return the quantisation of a checkpoint (`config`) as `model` runs it, with `dequantised`.
+
+    transformers runs some checkpoints in the dtype of their other weights where the device has no
+    kernel (fp8 on a CPU). The states are then not those of a GPU, which rounds activations too.
+    """
+    quantised = quantisation_of(config)
+    return quantised and replace(quantised, dequantised=not _table(model.config))
+
+
+def check_quantisation(path: str, config: Any) -> None:
+    """Raise TargetError, before anything is read, if this machine cannot load quantised weights."""
+    quantised = quantisation_of(config)
+    if quantised is None:
+        return
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    try:
+        quantizer = AutoHfQuantizer.from_config(_table(config), pre_quantized=True)
+        quantizer.validate_environment(device_map=None)
+    except (ImportError, RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())
+        raise TargetError(
+            f"{path}: its weights are quantised ({quantised}), and cannot be loaded here: {reason}"
+        ) from None
+
+
+def _table(config: Any) -> dict[str, Any]:
+    """Return `quantization_config` as a dict, empty if there is none."""
+    for holder in (config, text_config(config)):
+        table = getattr(holder, "quantization_config", None)
+        if table:
+            return table.to_dict() if hasattr(table, "to_dict") else dict(table)
+    return {}

@@ -150,12 +150,10 @@ class BackendContract:
 
     def test_the_head_is_proven_and_its_logits_are_the_models(self, model, backend, documents):
         assert backend.prove_head(documents) < tolerance(torch.float32, network(self.blocks))
-        ids = torch.tensor([3, 11, 40])
         for document in documents[:3]:
             _, final, logits = self.plain(model, document)
             final = final.to(backend.device, backend.dtype)
             self.close_to(backend.logits_of(final), logits, "logits")
-            self.close_to(backend.logits_of(final, ids.to(backend.device)), logits[:, ids], "some")
 
     def test_the_stored_head_is_that_of_the_model(self, model, backend):
         tensors = backend.head_tensors()

@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from spec_data.capture.backend import BackendOptions, open_backend
+from spec_data.capture.head_form import check_head
 from spec_data.capture.model import Target
 from spec_data.generation import setup as generation_setup
 from spec_data.models.loading import load_model
-from spec_data.models.quantisation import check_head, quantisation_of
+from spec_data.models.reading import quantisation_of
 from spec_data.shards.errors import TargetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Quantised
