@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import os
 import re
 import shlex
 import sys
@@ -288,12 +287,8 @@ class Program:
         if not isinstance(result, Result):
             return 0
         following = result.next_command
-        if result.again and os.environ.get("RANK", "0") == "0":
-            ranks = os.environ.get("LOCAL_WORLD_SIZE")
-            module = self.name.replace("-", "_")
-            torchrun = ["torchrun", "--nproc-per-node", str(ranks), "-m", module]
-            left = [word for word in words if word != "--dry-run"]
-            following = [*(torchrun if ranks else [self.name]), *left]
+        if result.again:
+            following = [self.name, *(word for word in words if word != "--dry-run")]
         if following:
             say_next(*following, label=result.again or "next")
         return result.exit_code
@@ -371,8 +366,8 @@ def _take_common(words: Sequence[str]) -> tuple[Any, list[str]]:
         parser.add_argument(name, action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--json", nargs="?", const="-")
-    for name in ("--log-file", "--config"):
-        parser.add_argument(name)
+    parser.add_argument("--log-file")
+    parser.add_argument("--config")
     parser.add_argument("--print-completion", choices=("bash", "zsh", "fish"))
     words = list(words)
     for at, word in enumerate(words[:-1]):

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from cyclopts import Parameter
 
-from spec_data.shards.errors import ConfigError, MissingError
+from spec_data.shards.errors import ConfigError, MissingError, SpecDataError
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.paths import check_dataset_location, check_path, check_value
 from spec_data.terminal.types import Holds
@@ -151,22 +151,16 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def from_dict(cls: type[T], values: dict[str, Any], where: str = "config") -> T:
-    """Build a dataclass of options from plain values; unknown keys and wrong types are errors.
+    """Build a dataclass of options, which checks its values; unknown keys are errors.
 
     Raises:
-        ConfigError: see above; the message names `where` the values are from.
+        SpecDataError: see above; the message names `where` the values are from.
     """
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    required = {n for n, field in fields.items() if field.default is dataclasses.MISSING}
-    for what, names in (("unknown", values.keys() - fields), ("missing", required - values.keys())):
-        if names:
-            options = ", ".join(sorted(fields))
-            raise ConfigError(
-                f"{what} option {', '.join(sorted(names))} in {where}; the options are {options}"
-            )
     try:
-        return cls(**_checked_values(cls, values))
-    except ConfigError as error:
+        return cls(**values)
+    except TypeError as error:  # an unknown or a missing one
+        raise ConfigError(f"{where}: {error}") from None
+    except SpecDataError as error:
         raise type(error)(f"{where}: {error}") from None
 
 

@@ -34,18 +34,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 class Terminated(KeyboardInterrupt):
     """A stop signal as an exception in the main thread: code that handles Ctrl-C handles it too."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
     """Return "; did you mean X?" of the one of `names` that is nearest to `name`, or ""."""
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.65)
     return f"; did you mean {near[0]}?" if near else ""
-
-
-# -- logging ----------------------------------------------------------------------------------
 
 
 class _ConsoleHandler(logging.StreamHandler):
@@ -89,18 +82,17 @@ def console_logging(quiet: bool, log_file: str | None, debug: bool) -> Iterator[
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         handlers.append(file)
     root = logging.getLogger()
-    level = root.level
-    root.setLevel(min(logging.INFO, level or logging.INFO))
-    for handler in handlers:
-        root.addHandler(handler)
+    level, before = root.level, root.handlers
+    root.handlers = [*root.handlers, *handlers]
+    root.setLevel(min(logging.INFO, root.level or logging.INFO))
     try:
         with bars(quiet=quiet, lines=log_file is not None):
             yield
     finally:
-        for handler in handlers:
-            root.removeHandler(handler)
-            handler.close()
+        root.handlers = before
         root.setLevel(level)
+        for handler in handlers:
+            handler.close()
 
 
 def use_colour() -> bool:
@@ -109,13 +101,10 @@ def use_colour() -> bool:
     return not plain and sys.stdout.isatty()
 
 
-# -- running ----------------------------------------------------------------------------------
-
-
 def run_cli(
     main: Callable[[], int | None],
     options: argparse.Namespace,
-    when_stopped: Callable[[], str] | None = None,
+    when_stopped: Callable[[], str] = lambda: "interrupted",
 ) -> int:
     """Run one command and return its exit code; report every error in one message.
 
@@ -148,13 +137,11 @@ def run_cli(
         return error.exit_code
 
 
-def _in_words(
-    error: BaseException, when_stopped: Callable[[], str] | None = None
-) -> tuple[int, str]:
+def _in_words(error: BaseException, when_stopped: Callable[[], str]) -> tuple[int, str]:
     """Return the exit code and the message of an error; raise what is no error."""
     if isinstance(error, KeyboardInterrupt):
-        code = 128 + (error.number if isinstance(error, Terminated) else signal.SIGINT)
-        return code, when_stopped() if when_stopped else "interrupted"
+        number = error.args[0] if isinstance(error, Terminated) else signal.SIGINT
+        return 128 + number, when_stopped()
     if isinstance(error, SpecDataError):
         return error.exit_code, f"error: {error}"
     refused = isinstance(error, OSError) and error.errno in REFUSALS

@@ -1,14 +1,12 @@
 """Progress of long work: a bar on a terminal or in a notebook, lines in a log.
 
-Both programs make their bars with `progress`. On a terminal the bar is redrawn in place and always
-fits the width. Elsewhere no bar is drawn; what it would show is logged, so that a log file never
-holds carriage returns. The first lines are ten seconds apart, later ones up to five minutes: a day
-of work is some three hundred lines. They also reach the file of --log-file. No torch here.
+A bar is redrawn in place and always fits the width. Elsewhere what it would show is logged: the
+first lines ten seconds apart, later ones up to five minutes, so that a day of work is some three
+hundred lines. They also reach the file of --log-file. No torch here.
 """
 
 import contextlib
 import logging
-import math
 import os
 import sys
 import threading
@@ -69,18 +67,17 @@ class Bar(tqdm):
     initial = 0  # tqdm sets it only on a bar that is drawn
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        logged = _lines_wanted or options.get("file") is _NOWHERE
+        self._logged = _lines_wanted or options.get("file") is _NOWHERE
         self._pause = LINE_SECONDS
-        self._next_line = time.monotonic() + self._pause if logged else math.inf
-        self._logged = logged
+        self._next_line = time.monotonic() + self._pause
         super().__init__(*args, **options)
 
     @staticmethod
     def format_meter(n: Any, total: Any, elapsed: Any, ncols: Any = None, **options: Any) -> str:
         """Format the bar; drop the last parts of the postfix where the line would be too long."""
-        known = bool(total) and n <= total
-        options |= {"n": n, "total": total if known else None, "elapsed": elapsed}
-        options["bar_format"] = _WITH_TOTAL if known else _WITHOUT_TOTAL
+        total = total if total and n <= total else None
+        options |= {"n": n, "total": total, "elapsed": elapsed}
+        options["bar_format"] = _WITH_TOTAL if total else _WITHOUT_TOTAL
         parts = (options.pop("postfix", None) or "").split(", ")
         while parts:
             options["postfix"] = ", ".join(parts)
@@ -103,7 +100,7 @@ class Bar(tqdm):
     def close(self) -> None:
         """End the bar; a bar that stays on the screen leaves its last line in the log too."""
         if not self.disable and self.leave is not False and self._logged:
-            self._next_line = math.inf
+            self._logged = False
             logger.info("%s", self.line())
         super().close()
 
@@ -117,9 +114,9 @@ class Bar(tqdm):
         else:
             parts = [f"{n:,}{unit}"]
         parts += [f"{rate:,.{0 if rate >= 10 else 2}f}{unit}/s"]
-        parts += [f"{tqdm.format_interval(elapsed)} elapsed"]
+        parts += [f"{self.format_interval(elapsed)} elapsed"]
         if total and rate > 0 and n < total:
-            parts += [f"{tqdm.format_interval((total - n) / rate)} left"]
+            parts += [f"{self.format_interval((total - n) / rate)} left"]
         return f"{facts['prefix']}: {', '.join([*parts, *filter(None, [facts['postfix']])])}"
 
 

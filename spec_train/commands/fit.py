@@ -144,7 +144,7 @@ class _Finished(Result):
 
     def __init__(self, exit_code: int = 0, next_command: Sequence[str] = ()) -> None:
         self.exit_code, self.next_command = exit_code, next_command
-        if exit_code:
+        if exit_code and "RANK" not in os.environ:  # torchrun starts a run again
             self.again = "resume"
 
     def __str__(self) -> str:
