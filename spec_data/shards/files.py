@@ -44,9 +44,6 @@ def unit_name(unit: int) -> str:
     return f"unit-{unit:05d}"
 
 
-# -- temporary names -------------------------------------------------------------------------------
-
-
 def temporary_name(path: Path) -> Path:
     """Return a unique name beside `path`, for a file or directory that is not complete yet."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
@@ -79,8 +76,6 @@ def remove(path: Path) -> None:
     else:
         path.unlink(missing_ok=True)
 
-
-# -- writing ---------------------------------------------------------------------------------------
 
 _INTACT = "Every file that was complete is intact"
 _ROOM = f"{_INTACT}; free some space and run the same command again"
@@ -137,7 +132,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary name for a file or a folder, which gets the name `path` if no error occurs.
+    """Yield a temporary name for a file or a folder, which then gets the name `path`.
 
     What was written is fsynced before. A folder replaces only an empty one; a file replaces a file.
 
@@ -202,10 +197,9 @@ def write_once(path: Path, data: bytes | str) -> None:
 
 
 def use_default_mode(path: Path) -> None:
-    """Set the permissions of a file to those of a new file that `open` makes in its directory.
+    """Set the permissions of a file of a library that ignores the umask to those of a new one.
 
-    For files of libraries that ignore the umask. A new file is made to find them, because only
-    that respects the directory's ACL, and `os.umask` cannot read the umask without setting it.
+    One is made to find them: so the directory's ACL counts, and `os.umask` would set the umask.
     """
     probe = temporary_name(path)
     try:
@@ -213,9 +207,6 @@ def use_default_mode(path: Path) -> None:
         path.chmod(probe.stat().st_mode & 0o777)
     finally:
         probe.unlink(missing_ok=True)
-
-
-# -- JSON and hashes -------------------------------------------------------------------------------
 
 
 def read_object(file: Path, error: type[SpecDataError] = DatasetError) -> dict[str, Any]:

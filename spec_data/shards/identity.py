@@ -24,7 +24,7 @@ from typing import Any
 
 REFUSE, WARN = "refuse", "warn"
 OTHERS = "others"  # in template_kwargs_used: documents whose kwargs are not listed
-_KEPT = 16  # different kwargs that are listed; rows may have any number
+_MOST_KWARGS = 16  # that are listed; rows may have any number
 
 _STATES = (
     *("weights_hash", "config_hash", "architectures", "quantization", "config.", "rope."),
@@ -93,8 +93,8 @@ def count_kwargs(counts: Mapping[str, int]) -> dict[str, int]:
     """Return `template_kwargs_used` of kwargs as JSON text, with the rarest joined as OTHERS."""
     listed = [item for item in counts.items() if item[0] != OTHERS]
     ranked = sorted(listed, key=lambda item: (-item[1], item[0]))
-    rest = sum(count for _, count in ranked[_KEPT:]) + counts.get(OTHERS, 0)
-    return dict(ranked[:_KEPT]) | ({OTHERS: rest} if rest else {})
+    rest = sum(count for _, count in ranked[_MOST_KWARGS:]) + counts.get(OTHERS, 0)
+    return dict(ranked[:_MOST_KWARGS]) | ({OTHERS: rest} if rest else {})
 
 
 def joined(identities: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -124,69 +124,66 @@ def usual_kwargs(identity: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def compare(
     recorded: Mapping[str, Any],
-    found: Mapping[str, Any],
+    current: Mapping[str, Any],
     *,
     of_recorded: str,
-    of_found: str,
+    of_current: str,
     states: bool = False,
 ) -> Comparison:
     """Compare two identities fact by fact.
 
     Args:
         recorded: what a draft or a dataset was made with.
-        found: what it is used with now.
+        current: what it is used with now.
         of_recorded: the subject and verb of the first, such as "the draft was fitted with".
-        of_found: the same of the second, such as "this target has".
+        of_current: the same of the second, such as "this target has".
         states: the states of both are compared or mixed, so a fact that decides states refuses.
             Otherwise every difference is a warning: people serve fine-tuned targets on purpose.
     """
     differing, unknown = {}, []
-    for name in sorted(recorded.keys() | found.keys()):
-        ours, theirs = recorded.get(name), found.get(name)
-        if name in _PROMPTS or name in _OF_A_DRAFT or _same_file(name, recorded, found):
+    for name in sorted(recorded.keys() | current.keys()):
+        before, now = recorded.get(name), current.get(name)
+        if name in _PROMPTS or name in _OF_A_DRAFT or _same_file(name, recorded, current):
             continue
-        if not (_tells(name, recorded) and _tells(name, found)):
+        if not (_tells(name, recorded) and _tells(name, current)):
             if name not in ("dtype", "rope_factors"):
                 unknown.append(name)
         elif name == "dtype":
-            if _COARSE.get(str(theirs), 0) < _COARSE.get(str(ours), 0):
-                differing[name] = ours, theirs
-        elif ours != theirs:
-            differing[name] = ours, theirs
+            if _COARSE.get(str(now), 0) < _COARSE.get(str(before), 0):
+                differing[name] = before, now
+        elif before != now:
+            differing[name] = before, now
     lines = []
-    for name, (ours, theirs) in differing.items():
+    for name, (before, now) in differing.items():
         if _explained(name, differing):
             continue
         shown = name.removeprefix("config.").removeprefix("rope.")
-        text = f"{shown}: {of_recorded} {_shown(ours)}, {of_found} {_shown(theirs)}"
+        text = f"{shown}: {of_recorded} {_shown(before)}, {of_current} {_shown(now)}"
         text += f": {_MEANING[name]}" if name in _MEANING else ""
         severity = REFUSE if states and name.startswith(_STATES) else WARN
         lines.append(Difference(name, severity, text))
-    used, asked = _kwargs_used(recorded), _kwargs_used(found)
+    used, asked = _kwargs_used(recorded), _kwargs_used(current)
     other = [text for text in asked if text not in used]
     if used and other and OTHERS not in used:  # rows' own kwargs included
         name = "chat_template_kwargs"
-        text = f"{name}: {of_recorded} {' or '.join(used)}, {of_found} {' or '.join(other)}"
+        text = f"{name}: {of_recorded} {' or '.join(used)}, {of_current} {' or '.join(other)}"
         lines.append(Difference(name, WARN, f"{text}: prompts are rendered in another way"))
     return Comparison(tuple(lines), tuple(unknown))
 
 
 def _tells(name: str, identity: Mapping[str, Any]) -> bool:
-    """Whether an identity tells a fact; a rope setting or tokenizer part may be absent from it."""
+    """Whether an identity tells a fact: rope settings and tokenizer parts may be absent."""
     group = name.partition(".")[0] + "."
     return name in identity or (
         group in ("rope.", "tokenizer.") and any(other.startswith(group) for other in identity)
     )
 
 
-def _same_file(name: str, recorded: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
-    """Whether a fact comes from a file that is the same in both.
-
-    Its value may differ all the same: releases of transformers have other defaults.
-    """
-    for whole, parts in _HASHED.items():
+def _same_file(name: str, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    """Whether a fact is of an equal file: its value may differ by defaults of transformers."""
+    for file_hash, parts in _HASHED.items():
         if name.startswith(parts) and name not in _SPECIAL:
-            return whole in recorded and bool(recorded[whole] == found.get(whole))
+            return file_hash in recorded and bool(recorded[file_hash] == current.get(file_hash))
     return False
 
 

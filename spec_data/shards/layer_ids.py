@@ -1,12 +1,11 @@
 """Layer ids: how they are written, which ones exist, and how other tools count them.
 
 Everywhere in this project, layer id k is the OUTPUT of decoder block k, counted from 0, and -1 is
-the output of the embedding. Some engines and libraries name the INPUT of a block instead: the
-output of block k is the input of block k + 1. `as_block_inputs` and `from_block_inputs` are the
-only places that convert between the two.
+the output of the embedding. vLLM, llama.cpp and speculators name the block whose INPUT it is: layer
+1 is their 2. Only `as_block_inputs` and `from_block_inputs` convert between the two.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from spec_data.shards.errors import DraftError, TargetError
 
@@ -21,10 +20,7 @@ AUTO_DRAFTS = ("eagle3",)
 
 
 def as_block_inputs(layers: Iterable[int]) -> list[int]:
-    """Convert layer ids (outputs of blocks) to the numbers of the blocks that take them as input.
-
-    vLLM, llama.cpp and the speculators library count like this: layer 1 becomes 2, -1 becomes 0.
-    """
+    """Convert layer ids (outputs of blocks) to the numbers of the blocks that read them."""
     return [layer + 1 for layer in layers]
 
 
@@ -66,41 +62,35 @@ def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
     return 1, num_layers // 2 - 1, num_layers - 4
 
 
-def _checked_eagle3_layers(num_layers: int, option: str) -> tuple[int, ...]:
-    ids = eagle3_layers(num_layers)
-    if not 0 <= ids[0] < ids[1] < ids[2]:
-        last = max(num_layers - 2, 0)
-        raise TargetError(
-            f"{option} takes blocks 1, L/2-1 and L-4, which are {ids} for a target of "
-            f"L={num_layers} blocks; name three different ones, e.g. --layers "
-            f"{','.join(map(str, sorted({0, last // 2, last})))}"
-        )
-    return ids
+RECIPES = {"eagle": 0, "eagle3": 3, "peagle": 3, "dspark": BLOCK_LAYERS, "dflash": BLOCK_LAYERS}
+"""How many layers each draft reads by its recipe; EAGLE-1/2 read the final hidden states alone."""
 
 
-def _block_layers(num_layers: int, option: str) -> tuple[int, ...]:
-    if num_layers < 3:
+def _recipe(draft: str, num_layers: int, option: str) -> tuple[int, ...]:
+    """Return the layers of a draft's recipe; TargetError: the target has too few blocks."""
+    last = max(num_layers - 2, 0)
+    if RECIPES[draft] == 3:
+        ids = eagle3_layers(num_layers)
+        if not 0 <= ids[0] < ids[1] < ids[2]:
+            raise TargetError(
+                f"{option} takes blocks 1, L/2-1 and L-4, which are {ids} for a target of "
+                f"L={num_layers} blocks; name three different ones, e.g. --layers "
+                f"{','.join(map(str, sorted({0, last // 2, last})))}"
+            )
+        return ids
+    if RECIPES[draft] and num_layers < 3:
         raise TargetError(
             f"{option} spreads its layers over blocks 1 to L-2, and the target has only "
             f"L={num_layers} blocks; name the layers, e.g. --layers 0"
         )
-    return tuple(capturable_layer_ids(num_layers, min(BLOCK_LAYERS, num_layers - 2)))
-
-
-RECIPES: dict[str, Callable[[int, str], tuple[int, ...]]] = {
-    "eagle": lambda num_layers, option: (),  # it reads the final hidden states alone
-    "eagle3": _checked_eagle3_layers,
-    "peagle": _checked_eagle3_layers,
-    "dspark": _block_layers,
-    "dflash": _block_layers,
-}
-"""The layers that each draft reads by its recipe, of the number of blocks and an option's name."""
+    count = min(RECIPES[draft], last)
+    return tuple(capturable_layer_ids(num_layers, count)) if count else ()
 
 
 def recipe_layers(draft: str, num_layers: int) -> tuple[int, ...] | None:
     """Return the layers that a draft reads by its recipe; None if the target has too few blocks."""
     try:
-        return RECIPES[draft](num_layers, f"--for {draft}")
+        return _recipe(draft, num_layers, f"--for {draft}")
     except TargetError:
         return None
 
@@ -125,10 +115,10 @@ def choose_layers(
             )
         if unknown := [draft for draft in drafts if draft not in RECIPES]:
             raise TargetError(f"unknown drafts {', '.join(unknown)}; known: {', '.join(RECIPES)}")
-        by_draft = {draft: RECIPES[draft](num_layers, f"--for {draft}") for draft in drafts}
+        by_draft = {draft: _recipe(draft, num_layers, f"--for {draft}") for draft in drafts}
         return tuple(sorted(set().union(*by_draft.values()))), by_draft
     if layers == "auto":
-        return _checked_eagle3_layers(num_layers, "--layers auto"), {}
+        return _recipe("eagle3", num_layers, "--layers auto"), {}
     if isinstance(layers, str):
         text = layers
         if text.startswith("spread:") and text[7:].isdecimal():

@@ -1,7 +1,7 @@
 """What a path is: a corpus, a dataset, a target, a draft, a run, or something else.
 
-Every command takes several paths, and they are easily exchanged. `what_is` looks at names and
-small files alone and imports no library, so a wrong path is known before torch is loaded.
+Paths of a command are easily exchanged. Only names and config.json are read, and no library is
+imported, so a wrong path is refused before torch is loaded.
 """
 
 import json
@@ -78,33 +78,18 @@ def _holds_rows(name: str) -> bool:
 
 
 def _kind_of_model(path: Path) -> Kind:
-    """Tell a draft from a target: by keys, by the name of the class, then by the weights."""
+    """Tell a draft from a target by keys of its config and by the name of its class."""
     try:
         config = json.loads((path / "config.json").read_bytes())
         names = [str(n) for n in config.get("architectures") or () if n]
         if config.keys() & _DRAFT_KEYS or any(map(_DRAFT_NAME.search, names)):
             return Kind.DRAFT
-        weights = _weight_names(path)
+        layers = config.get("num_hidden_layers")
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return Kind.MODEL  # who reads it says what is wrong
-    if any(name.removeprefix("model.") == "fc.weight" for name in weights):
-        return Kind.DRAFT  # SafeAILab's EAGLE-1 has the class of its target
-    whole = any(map(_WHOLE_NAME.search, names))
-    return (
-        Kind.TARGET if whole and (weights or config.get("num_hidden_layers") != 1) else Kind.MODEL
-    )
-
-
-def _weight_names(path: Path) -> list[str]:
-    """Return the names of tensors in model.safetensors or its index; none where there is none."""
-    file, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if index.is_file():
-        return list(json.loads(index.read_bytes())["weight_map"])
-    if not file.is_file():
-        return []
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        return list(json.loads(stream.read(size))) if size < 1 << 26 else []
+    # one layer: SafeAILab's EAGLE-1 has the class of its target
+    whole = any(map(_WHOLE_NAME.search, names)) and layers != 1
+    return Kind.TARGET if whole else Kind.MODEL
 
 
 _WANTED: dict[Kind, tuple[str, str, str]] = {

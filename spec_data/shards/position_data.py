@@ -1,10 +1,8 @@
 """What a dataset records of its target's positions and final norm: target/positions.safetensors.
 
-`generate` reads inverse frequencies, with all their bits, from the modules of the loaded target,
-and proves that cosines and sines computed from them are those of the modules. So a draft needs no
-code for the target's family. Where nothing is proven, it takes the rope settings of config.json.
-
-r rotary dimensions.
+`generate` reads inverse frequencies from the modules of the loaded target, and proves that cosines
+and sines computed from them are those of the modules. So a draft needs no code for the target's
+family. Where nothing is proven, it takes the rope settings of config.json. r rotary dimensions.
 """
 
 from dataclasses import dataclass, field
@@ -52,12 +50,12 @@ class RopeTable:
 
     def equals(self, other: "RopeTable") -> bool:
         """Return whether both have the same frequencies, bit for bit, and the same factor."""
-        tables = (self, other)
-        short = [table.inv_freq.cpu() for table in tables]
-        long = [t.inv_freq[:0] if t.long_inv_freq is None else t.long_inv_freq for t in tables]
+        parts = (
+            (t.inv_freq, t.inv_freq if t.long_inv_freq is None else t.long_inv_freq)
+            for t in (self, other)
+        )
         return (
-            torch.equal(*short)
-            and torch.equal(*(values.cpu() for values in long))
+            all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*parts, strict=True))
             and abs(self.factor - other.factor) <= 1e-6 * abs(self.factor)
             and self.limit == other.limit
         )
@@ -88,10 +86,9 @@ class Positions:
 
     def record(self) -> PositionsRecord:
         """Return the manifest's `positions`."""
-        fields = ("factor", "limit", "factors")
         tables = {
-            name: RopeRecord(dimensions=table.size, **{f: getattr(table, f) for f in fields})
-            for name, table in self.tables.items()
+            name: RopeRecord(dimensions=t.size, factor=t.factor, limit=t.limit, factors=t.factors)
+            for name, t in self.tables.items()
         }
         return PositionsRecord(**vars(self) | {"tables": tables})
 
@@ -128,11 +125,7 @@ def load_positions(dataset: HiddenStatesDataset) -> Positions:
                         "the manifest says; generate the dataset again"
                     )
             assert short is not None
-            tables[name] = RopeTable(
-                inv_freq=short,
-                long_inv_freq=long,
-                factor=row.factor,
-                limit=row.limit,
-                factors=row.factors,
-            )
+            fields = structs.asdict(row)
+            del fields["dimensions"]
+            tables[name] = RopeTable(inv_freq=short, long_inv_freq=long, **fields)
     return Positions(**record | {"tables": tables})

@@ -254,7 +254,7 @@ class Mirror:
                 f"{self.storage.where(record.file)} has {record.bytes:,} bytes, more than "
                 f"{SIZE_VARIABLE} ({self.limit:,}); raise it"
             )
-        shards, total = [], record.bytes
+        files, total = [], record.bytes
         for file in self._folder.iterdir():
             try:
                 state = file.stat()
@@ -262,10 +262,10 @@ class Mirror:
                 continue  # another process has just deleted it
             total += state.st_size
             if is_temporary(file) and time.time() - state.st_mtime > _LEFT_OVER:
-                shards.append((0, state.st_size, file))  # of a killed process: the first to go
+                files.append((0, state.st_size, file))  # of a killed process: the first to go
             elif file.suffix == ".arrow":
-                shards.append((state.st_mtime_ns, state.st_size, file))
-        for used, size, file in sorted(shards):
+                files.append((state.st_mtime_ns, state.st_size, file))
+        for used, size, file in sorted(files):
             if used and total <= self.limit:
                 return
             file.unlink(missing_ok=True)

@@ -19,8 +19,8 @@ from spec_data.shards.files import (
     write_atomically,
 )
 
-CHECKSUM = "checksum"
-"""Key of the SHA-256 of the other keys of a record."""
+CHECKSUM = "checksum"  # key of the SHA-256 of the other keys of a record
+_SETTINGS = "begun"
 PATIENCE = 0.5  # seconds; another process may hold a lock for an instant, to see whether it can
 
 
@@ -39,14 +39,10 @@ def process_lock(file: Path, busy: str, patience: float = PATIENCE) -> Iterator[
         yield
 
 
-# -- settings --------------------------------------------------------------------------------------
-
-
 def differing_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return one line per field in which two tables of settings differ: `name: old -> new`."""
-    absent = "(absent)"
-    pairs = [(n, old.get(n, absent), new.get(n, absent)) for n in sorted({*old, *new})]
-    return [f"{name}: {before!r} -> {after!r}" for name, before, after in pairs if before != after]
+    pairs = {n: (old.get(n, "(absent)"), new.get(n, "(absent)")) for n in sorted({*old, *new})}
+    return [f"{name}: {a!r} -> {b!r}" for name, (a, b) in pairs.items() if a != b]
 
 
 def refuse_other_settings(
@@ -63,9 +59,6 @@ def refuse_other_settings(
             + "\n  ".join(changed)
             + f"\n{advice}"
         )
-
-
-# -- records ---------------------------------------------------------------------------------------
 
 
 def write_record(file: Path, record: Mapping[str, Any]) -> None:
@@ -89,16 +82,9 @@ class ResumableDirectory:
     Its folder `work` holds the settings and a record of each finished part, and is deleted last.
     """
 
-    _SETTINGS = "begun"
-
     def __init__(self, out: Path, work: str) -> None:
         """Use the folder named `work` in `out`; nothing is read or written."""
         self.out, self.work = out, out / work
-
-    @property
-    def settings(self) -> dict[str, Any] | None:
-        """What was begun here; None: nothing was."""
-        return self.load(self._SETTINGS)
 
     def begin(self, settings: Mapping[str, Any], advice: str) -> None:
         """Begin with `settings`, or go on with the same; remove half-written files.
@@ -108,7 +94,7 @@ class ResumableDirectory:
             DatasetError: the directory holds files of something else.
         """
         settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
-        if (old := self.settings) is not None:
+        if (old := self.load(_SETTINGS)) is not None:
             refuse_other_settings(old, settings, self.out, advice)
         else:
             if self.out.exists() and not all(
@@ -116,7 +102,7 @@ class ResumableDirectory:
             ):
                 raise DatasetError(f"{self.out} is not empty; choose another (nothing was changed)")
             self.work.mkdir(parents=True, exist_ok=True)
-            self.save(self._SETTINGS, settings)
+            self.save(_SETTINGS, settings)
         for file in temporary_files(self.out):
             file.unlink()
 

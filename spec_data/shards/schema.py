@@ -1,9 +1,8 @@
 """The manifest and the columns: how a dataset describes itself. Both are validated when read.
 
 FORMAT.md explains the fields. A token column holds one value (width None) or one vector (width W)
-per token of a document, as `large_list<storage>` or `large_list<fixed_size_list<storage>[W]>`. A
-lossy column has bytes under its own name, and two more such fields for tokens that are stored in
-bf16. A sparse column stores only tokens whose next token is supervised.
+per token of a document. A lossy column has two more fields for tokens that are stored in bf16. A
+sparse column stores only tokens whose next token is supervised.
 """
 
 import itertools
@@ -41,13 +40,14 @@ from spec_data.shards.records import (
     read_json,
 )
 
-# -- head spec -------------------------------------------------------------------------------------
-# The target's LM head as data: logits = softcap(scale * (W f + b)). Generation proves `apply_head`
-# against the model, and training and verification then use the same function.
+# -- head ------------------------------------------------------------------------------------------
 
 
 class HeadSpec(Record, frozen=True, kw_only=True):
-    """The head without its tensors: `scale` multiplies logits z, `softcap` c is c * tanh(z / c)."""
+    """The LM head without its tensors: z = scale * (W f + b), then softcap * tanh(z / softcap).
+
+    Generation proves `apply_head` against the model; training and verification use it, too.
+    """
 
     vocab_size: Size
     hidden_size: Size
@@ -58,15 +58,10 @@ class HeadSpec(Record, frozen=True, kw_only=True):
 
 
 def apply_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSpec) -> Tensor:
-    """Compute logits [..., V'] of final hidden states [..., H].
+    """Compute logits [..., V'] of final hidden states [..., H], in their dtype.
 
-    The dtype is that of the inputs, and the order of operations is that of the models.
-
-    Args:
-        hidden: final hidden states [..., H].
-        weight: rows of the head [V', H]: all of them, or those of a draft vocabulary.
-        bias: [V'] or None.
-        spec: scale and softcap.
+    `weight` [V', H] and `bias` [V'] are rows of the head: all, or those of a draft vocabulary. The
+    order of operations is that of the models.
     """
     logits = F.linear(hidden, weight, bias)
     if spec.scale != 1.0:
@@ -79,8 +74,7 @@ def apply_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSp
 def logit_error(logits: Tensor, argmax: Tensor, logsumexp: Tensor) -> Tensor:
     """Return the error of argmax (int64 [T]) and logsumexp (float32 [T]) against logits [T, V].
 
-    It is float32 [T], relative to the largest |logit| of the token. `generate` measures it of what
-    a codec leaves of the final states, and `verify` compares it with that.
+    It is float32 [T], relative to the largest |logit| of the token.
     """
     scale = logits.abs().amax(-1).clamp_min(1e-6)
     gap = logits.amax(-1) - logits.gather(-1, argmax[:, None])[:, 0]
@@ -153,7 +147,7 @@ class Column(Record, frozen=True, kw_only=True, dict=True):
 
     @property
     def layout(self) -> tuple[str, str, int | None, str]:
-        """What decides how it is stored: name, codec, width, tokens."""
+        """What decides how it is stored."""
         return self.name, self.codec, self.width, self.tokens
 
     @property
@@ -163,11 +157,7 @@ class Column(Record, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def lossy(self) -> bool:
-        """Whether encoding loses something.
-
-        Raises:
-            DatasetError: this release has no such codec.
-        """
+        """Whether encoding loses something. DatasetError: this release has no such codec."""
         return self.codec == ROTATED or not self.coder
 
     @property
@@ -193,7 +183,7 @@ class Column(Record, frozen=True, kw_only=True, dict=True):
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of one stored token: of a lossy column as measured on a sample, or at most so."""
+        """Bytes of one stored token: of a lossy column as measured, or at most so."""
         width = self.width or 1
         if not self.lossy:
             return self.coder.storage.itemsize * width
@@ -219,10 +209,9 @@ class Column(Record, frozen=True, kw_only=True, dict=True):
 
 
 def bits_range(quality: float) -> tuple[float, float]:
-    """Return how many bits a value takes with an error of `quality`, before it is measured.
+    """Return how many bits a value takes at least and at most with an error of `quality`.
 
-    Half as many bits again as any target measured so far are allowed for; an error four times
-    smaller takes one more.
+    The most is half as many again as of any target so far; a quarter of the error takes one more.
     """
     more = math.log2(0.02 / quality) / 2
     return max(0.5, 1 + more), max(1.0, 4 + more)
@@ -250,44 +239,41 @@ def token_columns(
         codec = ROTATED if quality else "bf16"
         return Column(name=name, codec=codec, width=hidden_size, tokens=tokens, quality=quality)
 
+    def teacher(name: str, codec: str, width: int | None = None) -> Column:
+        return Column(name=name, codec=codec, width=width, tokens=teacher_tokens)
+
     kind, _, k = supervision.partition(":")
     if kind == "final-hidden":
         given = [states(FINAL, final_tokens)]
     elif kind == "topk":
-        given = [
-            Column(name="topk_ids", codec="int32", width=int(k), tokens=teacher_tokens),
-            Column(name="topk_logits", codec="float32", width=int(k), tokens=teacher_tokens),
-        ]
+        given = [teacher("topk_ids", "int32", int(k)), teacher("topk_logits", "float32", int(k))]
     else:
-        given = [Column(name="logits", codec="bf16", width=vocab_size, tokens=teacher_tokens)]
+        given = [teacher("logits", "bf16", vocab_size)]
     return (
         Column(name="input_ids", codec="int32"),
         Column(name="loss_mask", codec="bool8"),
         *(states(layer_column(k)) for k in layers),
         *given,
-        Column(name="target_argmax", codec="int32", tokens=teacher_tokens),
-        Column(name="target_logsumexp", codec="float32", tokens=teacher_tokens),
+        teacher("target_argmax", "int32"),
+        teacher("target_logsumexp", "float32"),
     )
 
 
 def predicts_supervised(loss_mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """Return which tokens sparse columns store: those whose next token is supervised, bool [N].
 
-    Args:
-        loss_mask: of D documents one after another, [N].
-        offsets: int64 [D+1]; document d has tokens offsets[d] to offsets[d + 1].
+    `loss_mask` [N] is of D documents; document d has tokens offsets[d] to offsets[d + 1].
     """
-    kept = np.zeros(len(loss_mask), dtype=bool)
-    kept[:-1] = loss_mask[1:] != 0
-    kept[offsets[1:] - 1] = False  # the last token of a document has no next one
-    return kept
+    stored = np.zeros(len(loss_mask), dtype=bool)
+    stored[:-1] = loss_mask[1:] != 0
+    stored[offsets[1:] - 1] = False  # the last token of a document has no next one
+    return stored
 
 
 def mask_counts(loss_mask: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Count the supervised tokens of D documents, and find their first; int64 [D] each.
 
-    Where there is none, the first is the length. `loss_mask` [N] and `offsets` int64 [D+1] are as
-    for `predicts_supervised`.
+    Where there is none, the first is the length. The arguments are those of `predicts_supervised`.
     """
     total = np.concatenate([[0], np.cumsum(loss_mask, dtype=np.int64)])
     before = total[offsets[:-1]]
@@ -331,20 +317,15 @@ class Quantised(Record, frozen=True, kw_only=True):
     dequantised: bool = False
 
     def __str__(self) -> str:
-        """In words, such as "fp8, dequantised when it was loaded"."""
         return f"{self.method}{', dequantised when it was loaded' * self.dequantised}"
 
 
 class Evidence(Record, frozen=True, kw_only=True):
-    """What states stored by another tool are, and how it was found.
+    """What states stored by another tool are, and how that was measured.
 
-    Attributes:
-        stored_layers: layer ids (outputs of blocks), in the order in which they are stored.
-        final_norm: whether the last state is the one "after" or "before" the final norm.
-        mask_frame: whether entry t of a mask is about "token" t or the "next" one.
-        documents, tokens: that the target was run on.
-        differences: the relative difference from the target's own states, by chunk.
-        masks: how the masks agree with the chat template, in words.
+    `stored_layers` are layer ids in the stored order. The last state is the one "after" or "before"
+    the final norm, and entry t of a mask is about "token" t or the "next" one. `differences`:
+    relative, from the target's own states, by chunk; `masks`: how they agree with the template.
     """
 
     tool: str
@@ -380,15 +361,9 @@ class TargetRecord(Record, frozen=True, kw_only=True):
 class SourceRecord(Record, frozen=False, kw_only=True):  # type: ignore[misc]
     """A source of the corpus: what was read of it, counted while it is read.
 
-    Attributes:
-        path: as the user wrote it; the manifest has none.
-        kind: "jsonl", "json", "csv", "parquet", "text", "hf dataset directory" or "hf dataset".
-        format: that of most good rows; formats: good rows by format.
-        rows: rows read, good and bad.
-        unrendered: good rows that turned out to be broken when they were rendered.
-        bad_examples: "file:line: reason" of the first few bad rows.
-        sha256: of the bytes on disk; of a Hub dataset: its fingerprint.
-        unused_columns: the first 100 that no format of a row uses.
+    `path` is not in manifests. `format` is that of most good rows, `rows` counts good and bad ones,
+    and `unrendered` good ones that were broken when they were rendered. `sha256` is that of the
+    bytes on disk; of a Hub dataset, its fingerprint.
     """
 
     source: str
@@ -442,13 +417,9 @@ class PositionsRecord(Record, frozen=True, kw_only=True):
 class PackingRecord(Record, frozen=True, kw_only=True):
     """The mask form of capture, and the measurements that it was chosen by (`capture.proofs`).
 
-    Attributes:
-        tolerance: largest allowed relative difference.
-        noise: measured relative difference between two batch shapes of the plain forward; None: the
-            usual noise of the dtype was enough.
-        differences: per candidate, the largest relative difference of a document, or the reason
-            why the form could not run.
-        documents: number of proof documents; longest: tokens of the longest one.
+    All differences are relative. `tolerance`: the largest allowed; `noise`: between two batch
+    shapes of the plain forward (None: not measured); `differences`: the largest of a document by
+    candidate, or why it could not run. `documents` and `longest` (tokens) are those of the proof.
     """
 
     form: str = explicit("unknown")
@@ -478,7 +449,7 @@ class CountsRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class LeftOut(Record, frozen=True, kw_only=True):
-    """What left_out.arrow holds: numbers of documents in the plan, and the unit of each."""
+    """The documents of left_out.arrow: their numbers in the plan, and the unit of each."""
 
     places: list[Count] = []
     units: list[Count] = []
@@ -522,12 +493,9 @@ class Source(Record, frozen=True, kw_only=True):
 
 
 class View(Record, frozen=True, kw_only=True):
-    """The manifest's `view`.
+    """The manifest's `view`: what it refers to, and names of columns that are read together.
 
-    Attributes:
-        sources: what it refers to.
-        groups: the token columns that are read at one location, by name.
-        remasked: whether the index has loss masks of its own; False: those of the sources.
+    `remasked`: the index has loss masks of its own, instead of those of the sources.
     """
 
     sources: list[Source]
@@ -589,8 +557,7 @@ class Manifest(Record, frozen=True, kw_only=True, dict=True):
     def of(cls, raw: Mapping[str, Any], where: str = MANIFEST) -> "Manifest":
         """Return the manifest that plain values describe.
 
-        Raises:
-            DatasetError: not a manifest, of another version, incomplete, or with a wrong value.
+        DatasetError: not a manifest, of another version, incomplete, or with a wrong value.
         """
         if raw.get("format") != FORMAT:
             raise DatasetError(f"{where}: not a spec-data manifest (format {raw.get('format')!r})")
@@ -675,12 +642,8 @@ def fingerprint(raw: Mapping[str, Any]) -> str:
 
 def totals_of(shards: Sequence[ShardRecord]) -> Totals:
     """Return the sums over shards."""
-    return Totals(
-        documents=sum(shard.rows for shard in shards),
-        tokens=sum(shard.tokens for shard in shards),
-        supervised=sum(shard.supervised for shard in shards),
-        bytes=sum(shard.bytes for shard in shards),
-    )
+    fields = {"documents": "rows", "tokens": "tokens", "supervised": "supervised", "bytes": "bytes"}
+    return Totals(**{name: sum(getattr(s, of) for s in shards) for name, of in fields.items()})
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
@@ -715,15 +678,8 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
             yield f"columns has {stored}; layers, supervision and codecs make {made}"
 
 
-# -- draft needs -----------------------------------------------------------------------------------
-# Which drafts a dataset can train: one rule for `generate`, which warns, and `fit`.
-
-
 def data_problem(draft: str, supervision: str, final: str) -> str | None:
-    """Return why a draft cannot be fitted on a dataset, and what to do; None if it can.
-
-    `supervision` and `final` are those of the manifest.
-    """
+    """Return why a draft cannot be fitted on a dataset, and what to do; None if it can."""
     if draft != "eagle" or (supervision == "final-hidden" and final == ALL):
         return None
     return (

@@ -41,11 +41,9 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
 
 # -- coded -----------------------------------------------------------------------------------------
-# Stored tokens of a lossy column become states in two ways with equal bits: `decode_rows` decodes
-# into a CPU buffer; `CodedRows` gathers codes, moves them to the training device and decodes there.
-#
-# A row here is one stored token of the column. Shapes: n, N rows, H channels.
-
+# Stored tokens ("rows" here, n or N of them, H channels) of a lossy column become states in two
+# ways with equal bits: `decode_rows` decodes into a CPU buffer; `CodedRows` gathers codes, moves
+# them to the training device and decodes there.
 
 DECODED_AT_ONCE = 1 << 24
 """Elements decoded together on a device: bounds the extra memory of decoding."""
@@ -53,11 +51,10 @@ DECODED_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class StoredRows:
-    """One document's part of a column.
+    """One document's part of a column: `values` [n, W] (or [n]), which must not be written to.
 
-    `values` is [n, W] (or [n]), a view of the mapped file, which must not be written to. In a lossy
-    column these are codes, int8 [n, H]; `escape_index` int32 [k] lists the rows that escaped,
-    ascending, and `escape` uint16 [k, H] has the bits of their bfloat16 states.
+    In a lossy column these are codes, int8 [n, H]; `escape_index` int32 [k], ascending, lists the
+    rows that are stored in bf16, and `escape` uint16 [k, H] has their bits.
     """
 
     values: np.ndarray
@@ -68,14 +65,14 @@ class StoredRows:
         return len(self.values)
 
     def cut(self, start: int, stop: int) -> "StoredRows":
-        """Return rows [start, stop), with their escaped tokens numbered from `start`."""
+        """Return rows [start, stop)."""
         a, b = np.searchsorted(self.escape_index, [start, stop])
         return StoredRows(
             self.values[start:stop], self.escape_index[a:b] - np.int32(start), self.escape[a:b]
         )
 
     def take(self, rows: np.ndarray) -> "StoredRows":
-        """Return some rows, int64 [n] ascending, with their escaped tokens numbered anew."""
+        """Return some rows, int64 [n] ascending."""
         _, here, there = np.intersect1d(
             rows, self.escape_index, assume_unique=True, return_indices=True
         )
@@ -93,8 +90,7 @@ def decode_rows(stored: StoredRows, tables: Tables, out: Tensor) -> None:
 class CodedRows:
     """The stored rows of a lossy column for one micro-batch, gathered document by document.
 
-    `codes` int8 [N, H] and `slots` int64 [N], the slot of the micro-batch that a row belongs to,
-    are allocated once for N slots. Documents of different datasets have different tables.
+    `codes` int8 [N, H], and `slots` int64 [N] of the micro-batch, are allocated once for N slots.
     """
 
     def __init__(self, width: int, slots: int, pin: bool) -> None:
@@ -133,7 +129,7 @@ class CodedRows:
         """Decode on `device` to states [slots, H] of `dtype`; zero where no row was added."""
         width = self.codes.shape[1]
         out = torch.zeros(slots, width, dtype=dtype, device=device)
-        codes, places = (
+        codes, targets = (
             values[: self.count].to(device, non_blocking=non_blocking)
             for values in (self.codes, self.slots)
         )
@@ -141,17 +137,11 @@ class CodedRows:
         for tables, first, last in self._parts:
             for a in range(first, last, step):
                 part = slice(a, min(a + step, last))
-                out[places[part]] = decode(codes[part], tables).to(dtype)
+                out[targets[part]] = decode(codes[part], tables).to(dtype)
         for rows, bits in self._escaped:
-            where = places[torch.from_numpy(rows).to(device, non_blocking=non_blocking)]
+            where = targets[torch.from_numpy(rows).to(device, non_blocking=non_blocking)]
             out[where] = bf16_tensor(bits).to(device, non_blocking=non_blocking).to(dtype)
         return out
-
-
-def runs(kept: np.ndarray) -> list[tuple[int, int]]:
-    """Return the stretches [start, stop) of consecutive True in `kept`, bool [n]."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], kept.astype(np.int8), [0]])))
-    return list(zip(edges[0::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 # -- shard -----------------------------------------------------------------------------------------
@@ -167,8 +157,7 @@ _draw = random.Random().random  # processes leave out different reads, and no ca
 class IndexRows:
     """What the index says about the documents of one shard.
 
-    A dataset that is still being generated has no index, so no `checksums`; the SHA-256 of the
-    whole shard is compared instead, and the ids of its documents.
+    While it is generated, a dataset has no `checksums`: the SHA-256 of the shard is compared.
     """
 
     first: int  # number of the shard's first document in the dataset
@@ -261,9 +250,11 @@ class Shard:
             column.coder.decode_into(self._values(column, row)[: len(out)], out)
             return
         values = out if isinstance(out, Tensor) else tensor_of(out)
-        stored, spans = self._stored(column, row), [(0, len(values))]
+        stored, spans = self._stored(column, row), [[0, len(values)]]
         if column.sparse:
-            spans = runs(self._sparse_tokens(row)[: len(values)])
+            tokens = self._sparse_tokens(row)[: len(values)].astype(np.int8)
+            edges = np.flatnonzero(np.diff(tokens, prepend=0, append=0)).reshape(-1, 2)
+            spans = edges.tolist()
         first, done = 0, 0
         for a, b in spans:
             part = stored.cut(first, first + b - a)

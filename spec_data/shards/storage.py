@@ -1,8 +1,8 @@
 """A folder on remote storage: whole objects are read and written, with retries, through fsspec.
 
 An error that may pass (a reset connection, status 500, a read that ends early) is tried again with
-growing pauses. A missing object and refused credentials are not: they raise at once. No library is
-imported before a storage is used, so `--help` is instant.
+growing pauses; a missing object and refused credentials raise at once. No library is imported
+before a storage is used.
 """
 
 import contextlib
@@ -28,8 +28,6 @@ _FINAL = (
     *(TypeError, AttributeError, NotImplementedError, MemoryError),
 )
 
-# -- URLs ---------------------------------------------------------------------------------------
-
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")  # two letters at least: C:/ is a drive
 
 
@@ -42,8 +40,7 @@ _ADVICE = {"file": "write the local path without it", "gcs": "write gs://"}
 def scheme_of(text: str | Path) -> str | None:
     """Return the scheme of a URL in lower case; None: the text is a local path.
 
-    `Path("s3://bucket/data")` is the path `s3:/bucket/data`, so one slash is accepted as well,
-    unless there is such a directory.
+    A `Path` of a URL has one slash, which is accepted unless there is such a directory.
     """
     match = _SCHEME.match(str(text))
     if not match or (not match[2] and Path(f"{match[1]}:").is_dir()):
@@ -82,9 +79,6 @@ def normal_url(url: str | Path) -> str:
     """Return a URL in one form: lower-case scheme, two slashes, none at the end."""
     scheme, _, rest = str(url).partition(":")
     return f"{scheme.lower()}://{rest.strip('/')}"
-
-
-# -- objects ------------------------------------------------------------------------------------
 
 
 class Storage:

@@ -37,7 +37,7 @@ def check_identity(manifest: Manifest, path: Path, trust: bool, findings: Verify
         manifest.identity,
         facts,
         of_recorded="the dataset was captured with",
-        of_found="this target has",
+        of_current="this target has",
         states=True,
     )
     for line in found.refused:

@@ -117,7 +117,7 @@ def check_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset) ->
         ours.identity,
         theirs.identity,
         of_recorded=f"{first.location} has",
-        of_found=f"{other.location} has",
+        of_current=f"{other.location} has",
         states=True,
     )
     differing = [d.text for d in compared.differences if d.name != _KWARGS]

@@ -336,7 +336,7 @@ def _require_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset)
         ours.identity,
         theirs.identity,
         of_recorded=f"{first.path} has",
-        of_found=f"{other.path} has",
+        of_current=f"{other.path} has",
         states=True,
     )
     differing = compared.refused + differing_settings(plain(ours.head), plain(theirs.head))

@@ -263,7 +263,7 @@ def _target_checks(
     problems: dict[str, list[str]] = {name: [] for name in _TARGET_CHECKS}
     notes: dict[str, list[str]] = {name: [] for name in _TARGET_CHECKS}
     for recorded, given, of_recorded, of_given in pairs:
-        compared = compare(recorded, given, of_recorded=of_recorded, of_found=of_given)
+        compared = compare(recorded, given, of_recorded=of_recorded, of_current=of_given)
         for difference in compared.differences:
             lines = notes if difference.name == "dtype" else problems
             of = (c for begin, c in _CHECK_OF.items() if difference.name.startswith(begin))

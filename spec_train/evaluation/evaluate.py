@@ -197,7 +197,7 @@ def _decode(
     if prompts.kwargs and tokenizer.chat_template:
         served["template_kwargs_used"] = dict.fromkeys(map(kwargs_text, prompts.kwargs), 1)
     compared = compare(
-        trained, served, of_recorded="the draft was fitted with", of_found="this target has"
+        trained, served, of_recorded="the draft was fitted with", of_current="this target has"
     )
     warnings.add([f"{line}; expect lower acceptance" for line in compared.texts])
     if compared.not_compared:

@@ -93,5 +93,5 @@ def origin_warnings(origin: dict[str, Any], manifest: Manifest) -> list[str]:
         origin,
         manifest.identity,
         of_recorded="the draft was fitted with",
-        of_found=f"{manifest.where} has",
+        of_current=f"{manifest.where} has",
     ).texts

@@ -324,7 +324,7 @@ def _of_identity(subject: Subject) -> _Rows:
     if not origin or not target.identity:
         return
     fitted, name = "the draft was fitted with", f"{target.name} has"
-    compared = compare(origin, target.identity, of_recorded=fitted, of_found=name)
+    compared = compare(origin, target.identity, of_recorded=fitted, of_current=name)
     for line in compared.texts:
         yield WARN, line
     if compared.unknown:

@@ -35,7 +35,7 @@ IDENTITY = {
 
 
 def compared(found: dict, recorded: dict = IDENTITY, states: bool = False):
-    words = {"of_recorded": "the draft was fitted with", "of_found": "this target has"}
+    words = {"of_recorded": "the draft was fitted with", "of_current": "this target has"}
     return compare(recorded, found, **words, states=states)
 
 
@@ -144,7 +144,7 @@ def test_many_different_kwargs_are_counted_and_then_not_compared():
 def test_special_tokens_are_named_where_the_tokenizer_itself_was_compared():
     """The hash of tokenizer.json does not cover them."""
     older = {k: v for k, v in IDENTITY.items() if not k.startswith("tokenizer.")}
-    assert compare(older, IDENTITY, of_recorded="a", of_found="b").not_compared == "bos_token"
+    assert compare(older, IDENTITY, of_recorded="a", of_current="b").not_compared == "bos_token"
 
 
 def test_what_only_one_side_tells_is_unknown_and_no_difference():

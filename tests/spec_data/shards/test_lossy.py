@@ -20,7 +20,7 @@ from spec_data.shards.codecs import (
 )
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import bits_range, predicts_supervised
-from spec_data.shards.shard import CodedRows, StoredRows, decode_rows, runs
+from spec_data.shards.shard import CodedRows, StoredRows, decode_rows
 
 H = 48
 
@@ -319,8 +319,6 @@ def test_bits_that_are_not_measured_are_bounded():
     assert bf16_tensor(np.array([0x3F80], np.uint16)).item() == 1
 
 
-def test_runs_and_sparse_tokens():
-    kept = np.array([0, 1, 1, 0, 0, 1, 0], bool)
-    assert runs(kept) == [(1, 3), (5, 6)] and runs(~kept) == [(0, 1), (3, 5), (6, 7)]
+def test_sparse_tokens():
     mask, offsets = np.array([0, 1, 1, 1, 0, 1]), np.array([0, 3, 6])
     assert predicts_supervised(mask, offsets).tolist() == [True, True, False, False, True, False]
