@@ -12,9 +12,9 @@ from spec_data.shards.packing import pack_documents
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.dspark.blocks import sample_blocks
 from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft, dspark_loss
-from spec_train.drafts.eagle.draft import eagle_loss
-from spec_train.drafts.eagle3.draft import eagle3_loss
-from spec_train.drafts.peagle.draft import peagle_loss
+from spec_train.drafts.eagle import eagle_loss
+from spec_train.drafts.eagle3 import eagle3_loss
+from spec_train.drafts.peagle import peagle_loss
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions
 from tests.factory import random_documents, tiny_dataset, tiny_llama

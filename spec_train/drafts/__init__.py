@@ -1,6 +1,6 @@
-"""The drafts, one folder per kind, and what they share.
+"""The drafts, one module or folder per kind, and what they share.
 
-A draft is a subclass of `draft.Draft`; `DRAFTS` lists them by name. To add a kind, add a folder,
+A draft is a subclass of `draft.Draft`; `DRAFTS` lists them by name. To add a kind, add a module,
 its files in `formats/`, and one line here.
 """
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from spec_data.shards.errors import DraftError, SpecDataError
 from spec_train.drafts.draft import Draft, DraftLoss
 from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft
-from spec_train.drafts.eagle.draft import EagleDraft
-from spec_train.drafts.eagle3.draft import Eagle3Draft
-from spec_train.drafts.peagle.draft import PeagleDraft
+from spec_train.drafts.eagle import EagleDraft
+from spec_train.drafts.eagle3 import Eagle3Draft
+from spec_train.drafts.peagle import PeagleDraft
 from spec_train.formats.contradictions import refuse_contradictions
 from spec_train.formats.draft_files import DraftFiles, read_files
 from spec_train.formats.draft_seal import SECTION

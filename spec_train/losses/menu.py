@@ -85,6 +85,9 @@ class LossKind:
         return cls(name=options.loss, hard=hard)
 
 
+CROSS_ENTROPY, KL = LossKind(), LossKind(name="kl")
+
+
 def wide(x: Tensor) -> Tensor:
     """Return `x` (any shape) in float32, or unchanged if it is float64."""
     return x if x.dtype == torch.float64 else x.float()

@@ -36,7 +36,7 @@ def chain_sums(hits: Tensor, drafted: Tensor) -> Sums:
     """Count chains, given hits and slot masks: both bool [S, ...], with any dimensions of slots.
 
     Entry s of a slot is the token drafted at depth s + 1 of the chain that starts at this slot.
-    Returns "chains" [], "survive", "at_risk" and "kept" [S], float64.
+    Returns "drafted", "hits", "survive", "at_risk", "kept" [S] and "chains" [], float64.
     """
     hits, drafted = hits.flatten(1), drafted.flatten(1)  # [S, n], n chains
     whole = drafted.all(0)  # [n]
@@ -44,6 +44,8 @@ def chain_sums(hits: Tensor, drafted: Tensor) -> Sums:
     alive = torch.cumprod((hits & reached).to(torch.int8), dim=0).bool()  # [S, n], hit so far
     before = torch.cat([torch.ones_like(alive[:1]), alive[:-1]])  # [S, n], hit before this depth
     return {
+        "drafted": drafted.sum(1).double(),
+        "hits": hits.sum(1).double(),
         "chains": whole.sum().double(),
         "survive": (alive & whole).sum(1).double(),
         "at_risk": (reached & before).sum(1).double(),

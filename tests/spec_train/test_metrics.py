@@ -15,10 +15,8 @@ def _sums(hits: list[list[int]], drafted: list[list[int]]) -> dict[str, torch.Te
         "loss": count * torch.tensor([2.0, 3.0], dtype=torch.float64),
         "supervised": count,
         "weighted": count * torch.tensor([0.6, 0.4], dtype=torch.float64),
-        "drafted": count,
-        "hits": (h & m).sum(1).double(),
         "acceptance": count / 2,
-        **chain_sums(h, m),
+        **chain_sums(h & m, m),
     }
 
 

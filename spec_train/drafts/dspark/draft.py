@@ -528,8 +528,6 @@ def _sums(
         "loss": by_depth(cross_entropy * chosen.has_token),
         "supervised": supervised,
         "weighted": supervised * weights,
-        "drafted": drafted.sum((0, 1)).double(),
-        "hits": by_depth(hit),
         "acceptance": by_depth(acceptance),
         "terms": torch.stack(terms),
         "term_weights": term_weights,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts.eagle3.draft import Eagle3Draft
+from spec_train.drafts.eagle3 import Eagle3Draft
 from spec_train.evaluation.on_dataset import read_pack
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import Eagle3Options

@@ -18,9 +18,9 @@ from spec_data.shards.schema import HeadSpec
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.draft import DraftLoss
 from spec_train.drafts.dspark.draft import dspark_loss
-from spec_train.drafts.eagle.draft import eagle_loss
-from spec_train.drafts.eagle3.draft import eagle3_loss
-from spec_train.drafts.peagle.draft import peagle_loss
+from spec_train.drafts.eagle import eagle_loss
+from spec_train.drafts.eagle3 import eagle3_loss
+from spec_train.drafts.peagle import peagle_loss
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind
 from spec_train.options.draft_options import DRAFT_OPTIONS

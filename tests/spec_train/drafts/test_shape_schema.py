@@ -3,7 +3,7 @@
 import pytest
 
 from spec_data.shards.errors import ConfigError, DraftError
-from spec_train.drafts.eagle3.draft import Eagle3Config
+from spec_train.drafts.eagle3 import Eagle3Config
 from spec_train.options.draft_options import Eagle3Options
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft

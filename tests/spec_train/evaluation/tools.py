@@ -15,7 +15,7 @@ from spec_data.shards.packing import row_layout
 from spec_data.shards.schema import HeadSpec, layer_column
 from spec_train.data.batch import DraftBatch
 from spec_train.decoding.chains import Request, decode_plain
-from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Draft
+from spec_train.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy
 from spec_train.options.draft_options import Eagle3Options

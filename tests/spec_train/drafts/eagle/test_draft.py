@@ -9,7 +9,7 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_train.decoding.chains import Request, decode_plain, decode_speculative
-from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss
+from spec_train.drafts.eagle import EagleDraft, eagle_loss
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy
 from spec_train.options.draft_options import EagleOptions

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import pack_documents
-from spec_train.drafts.peagle.draft import PeagleDraft
+from spec_train.drafts.peagle import PeagleDraft
 from spec_train.losses import menu
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import batch_of, build_draft, packed

@@ -41,7 +41,7 @@ from spec_train.drafts.unroll import AutoregressiveDraft, Unroll
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import EAGLE3, WITH_QK_NORM, named_class
 from spec_train.losses.head import TargetHead
-from spec_train.losses.menu import LossKind, RowStats, TeacherRows, head_loss, wide
+from spec_train.losses.menu import CROSS_ENTROPY, LossKind, RowStats, TeacherRows, head_loss, wide
 from spec_train.losses.metrics import chain_sums
 from spec_train.options.draft_options import Eagle3Options
 
@@ -194,7 +194,7 @@ def eagle3_loss(
     *,
     steps: int = 7,
     decay: float = 0.8,
-    kind: str | LossKind = "ce",
+    kind: LossKind = CROSS_ENTROPY,
     position_weights: Sequence[float] | None = None,
     counts: Tensor | None = None,
     **inputs: Any,
@@ -205,15 +205,14 @@ def eagle3_loss(
         draft: the weights, as `Eagle3Draft.from_pretrained` reads them.
         steps: S.
         decay: step s has weight decay ** s, normalised over the S steps.
-        kind: a name of `losses.KINDS`, or a `LossKind` with its target and numbers.
+        kind: the loss of a slot.
         position_weights: weights of the S steps instead of powers of `decay`.
         counts: denominators [S] over the whole optimizer step; None: those of this batch.
         **inputs: the arguments of `frames.shifted_frame`.
 
     Raises:
-        DraftError: an unknown `kind`, or inputs that `shifted_frame` refuses.
+        DraftError: inputs that `shifted_frame` refuses.
     """
-    kind = kind if isinstance(kind, LossKind) else LossKind(name=kind)
     frame, shares = shifted_frame(draft, **inputs), step_shares(steps, decay, position_weights)
     return unrolled_loss(draft, frame, shares=shares, kind=kind, counts=counts)
 
@@ -325,8 +324,6 @@ def _sums(stats: RowStats, teachers: Teachers, drafted: Tensor, share: Tensor) -
         "loss": (stats.loss.double() * teachers.trained).sum(0),
         "supervised": supervised,
         "weighted": supervised * share,
-        "drafted": drafted.flatten(1).sum(1).double(),
-        "hits": hit.sum(0).double(),
         "acceptance": (stats.acceptance.double() * valid).sum(0),
         **chain_sums(hits.view_as(drafted), drafted),
     }

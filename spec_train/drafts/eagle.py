@@ -45,7 +45,7 @@ from spec_train.drafts.unroll import AutoregressiveDraft, Unroll
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import EAGLE
 from spec_train.losses.head import TargetHead
-from spec_train.losses.menu import LossKind, RowStats, TeacherRows, head_loss, wide
+from spec_train.losses.menu import CROSS_ENTROPY, LossKind, RowStats, TeacherRows, head_loss, wide
 from spec_train.losses.metrics import chain_sums, summarise
 from spec_train.options.draft_options import EagleOptions
 
@@ -186,7 +186,7 @@ class EagleDraft(AutoregressiveDraft):
         """
         options, states, noise = self.options, batch.hidden[FINAL], None
         if self.training and options.noise > 0:
-            noise = input_noise(states, options.noise)
+            noise = (torch.rand(states.shape, device=states.device) * 2 - 1) * options.noise
         return eagle_loss(
             self,
             final_hidden=states,
@@ -216,11 +216,6 @@ class EagleDraft(AutoregressiveDraft):
         return summarise(sums) | parts
 
 
-def input_noise(states: Tensor, width: float) -> Tensor:
-    """Return uniform noise in (-width, width), float32, of the shape and device of `states`."""
-    return (torch.rand(states.shape, device=states.device) * 2 - 1) * width
-
-
 def supervised_slots(loss_mask: Tensor, document_ids: Tensor, steps: int = 1) -> Tensor:
     """Return the slot masks of all steps, bool [S, B, T], of a `loss_mask` [B, T] of tokens."""
     mask = slot_masks(shift_left(loss_mask, document_ids), document_ids)
@@ -242,7 +237,7 @@ def eagle_loss(
     steps: int = 1,
     regression_weight: float = 1.0,
     ce_weight: float = 0.1,
-    kind: str | LossKind = "ce",
+    kind: LossKind = CROSS_ENTROPY,
     counts: Tensor | None = None,
     frame: str = "token",
 ) -> DraftLoss:
@@ -262,7 +257,7 @@ def eagle_loss(
         steps: S; steps after the first have metrics but no loss.
         regression_weight: weight of the smooth L1 term.
         ce_weight: weight of the second term.
-        kind: loss of the second term: a name of `losses.KINDS`, or a `LossKind`.
+        kind: loss of the second term.
         counts: denominators [S] over the whole optimizer step, of which the first is used; None:
             those of this batch.
         frame: as `TargetBatch.to_trainer_inputs` names it; another one is refused.
@@ -271,7 +266,6 @@ def eagle_loss(
         DraftError: inputs of the other frame.
     """
     require_frame(frame, "token")
-    kind = kind if isinstance(kind, LossKind) else LossKind(name=kind)
     weights = regression_weight, ce_weight
     document_ids, position_ids = settle_documents(input_ids, document_ids, position_ids)
     masks = supervised_slots(loss_mask, document_ids, steps)  # [S, B, T]
@@ -310,8 +304,6 @@ def eagle_loss(
         "cross_entropy" if kind.name == "ce" else "distribution_loss": entropies,
         "supervised": supervised,
         "weighted": supervised * first,
-        "drafted": supervised,
-        "hits": hits.sum(1).double(),
         "acceptance": acceptance,
         **chain_sums(hits.view_as(masks), masks),
     }

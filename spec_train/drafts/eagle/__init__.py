@@ -1,1 +1,0 @@
-"""EAGLE-1/2, which predicts the target's next final hidden state."""
