@@ -49,14 +49,8 @@ def target_states(
     """Compute the states [T, H] of documents, int64 [T] each, on the CPU, block after block.
 
     The output of each block is the input of the next one, so the weights of the target are read
-    from disk once, and it need not fit in memory.
-
-    Args:
-        path: the model directory.
-        documents: token ids.
-        blocks: the number of decoder blocks.
-        dtype: in which the target runs; "auto" is that of the checkpoint.
-        trust: run code that comes with the model.
+    from disk once, and it need not fit in memory. `dtype` "auto" is that of the checkpoint; `trust`
+    runs code that comes with the model.
 
     Raises:
         MissingError, TargetError: the target cannot be loaded, or its blocks cannot be left out.
@@ -119,16 +113,8 @@ def matches(
     """Compare every chunk of some documents with every state of the target.
 
     The output of the last block is recognised by what the final norm makes of it, because its
-    length does not matter.
-
-    Args:
-        stored: the stored states of the documents.
-        normed: what the final norm makes of their last states, [T, H] each.
-        computed: what the target computes for them.
-        blocks: the number of decoder blocks.
-
-    Returns:
-        One for each layer, in the stored order, and one for the last state.
+    length does not matter: `normed`, [T, H] each. Return a match for each layer, in the stored
+    order, and one for the last state.
     """
     states: dict[int | str, list[Tensor]] = {
         k: [document.layers[k] for document in computed] for k in computed[0].layers
@@ -173,30 +159,24 @@ def _differences(chunks: list[Tensor], expected: list[Tensor], shift: int) -> Te
 
 
 def check_matches(
-    found: Sequence[Match], recorded: Sequence[int] | None, tool: str, blocks: int
+    chunks: Sequence[Match], recorded: Sequence[int] | None, tool: str, blocks: int
 ) -> tuple[list[int], str]:
     """Return the layer ids in the stored order, and the side of the final norm.
-
-    Args:
-        found: of `matches`.
-        recorded: layer ids that the tool recorded; None: it recorded none.
-        tool: its name.
-        blocks: the number of decoder blocks.
 
     Raises:
         RunError: the chunks are no states from which a dataset can be made, or not the recorded
             ones.
     """
-    *layers, last = [match.convention.state for match in found]
+    *layers, last = [match.convention.state for match in chunks]
     norms = {FINAL_STATE: AFTER, blocks - 1: BEFORE}
     unusable = FINAL_STATE in layers or len(set(layers)) < len(layers) or last not in norms
     problem = None
-    if any(match.worst > _ALLOWED for match in found):
+    if any(match.worst > _ALLOWED for match in chunks):
         problem = (
             "At least one is no state of this target: give the --target that was captured, with "
             "the same weights, or another --from"
         )
-    elif any(match.convention.shift for match in found):
+    elif any(match.convention.shift for match in chunks):
         problem = (
             "The states are shifted against the token ids, so each token has those of a "
             "neighbour. Write them again with the ids that the target was given"
@@ -215,7 +195,7 @@ def check_matches(
         lines = [
             f"{match.chunk}: nearest to {match.convention.text(blocks)} (relative difference "
             f"{match.difference:.2g}, at most {match.worst:.2g} of a sample)"
-            for match in found
+            for match in chunks
         ]
         raise RunError(
             "the stored states are not what a dataset needs. Compared with what the target "
@@ -259,9 +239,7 @@ def mask_frame(
 ) -> tuple[str, str]:
     """Return the frame of stored masks, and in words how it was found.
 
-    Args:
-        documents: token ids int64 [T] and stored mask [T].
-        prompt: of `generation_prompt`.
+    `documents` are token ids int64 [T] and the stored mask [T], `prompt` is `generation_prompt`.
 
     Raises:
         RunError: most runs of ones begin one token too late.
@@ -304,14 +282,7 @@ def find_conventions(
     dtype: str,
     trust: bool,
 ) -> Evidence:
-    """Find what the states of samples are.
-
-    Args:
-        samples: what was stored.
-        path, dtype, trust: of the target, see `target_states`.
-        tokenizer: of the target.
-        normed: applies the final norm of the target: of ids [T] and the last block's output [T, H].
-        blocks, vocabulary: sizes of the target.
+    """Find what the states of samples are; `normed` applies the final norm to states [T, H].
 
     Raises:
         CorpusError: no sample can be read.
@@ -330,8 +301,8 @@ def find_conventions(
     pairs = zip(documents, stored, strict=True)
     after_norm = [normed(ids, states.last).cpu() for ids, states in pairs]
     opened = samples.opened
-    found = matches(stored, after_norm, computed, blocks)
-    layers, norm = check_matches(found, opened.layers, opened.tool, blocks)
+    chunks = matches(stored, after_norm, computed, blocks)
+    layers, norm = check_matches(chunks, opened.layers, opened.tool, blocks)
     names = [*(f"layer {layer}" for layer in layers), "final"]
     evidence = Evidence(
         tool=opened.tool,
@@ -341,7 +312,8 @@ def find_conventions(
         documents=len(few),
         tokens=sum(map(len, documents)),
         differences={
-            name: float(f"{match.difference:.2g}") for name, match in zip(names, found, strict=True)
+            name: float(f"{match.difference:.2g}")
+            for name, match in zip(names, chunks, strict=True)
         },
         masks=masks,
     )
@@ -352,7 +324,7 @@ def find_conventions(
         max(evidence.differences.values()),
     )
     logger.info("masks: %s", masks)
-    worst = max(found, key=lambda match: match.difference)
+    worst = max(chunks, key=lambda match: match.difference)
     if worst.difference > _ROUNDING:
         logger.warning(
             "warning: %s differs from what the target computes by %.2g, and rounding to bf16 or "

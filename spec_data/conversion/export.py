@@ -5,7 +5,6 @@ A file is complete if it exists, so an interrupted run goes on with the first do
 """
 
 import io
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.resumable import ResumableDirectory
 from spec_data.shards.schema import ALL, FINAL, layer_column
 from spec_data.terminal.command import Result
-from spec_data.terminal.progress import progress, size
+from spec_data.terminal.progress import progress
 
 _ROWS = 1024  # of a part of the token dataset
 _GROUP = 2000  # files of a folder
@@ -126,8 +125,7 @@ def _undone_norm(dataset: HiddenStatesDataset) -> Callable[[Tensor], tuple[Tenso
     """Return a function that makes states before the final norm of a dataset's target.
 
     It takes final states [T, H], and returns bf16 [T, H] of which the norm makes them, with the
-    mean relative difference. It raises RunError where that is above rounding, and above what a
-    lossy codec changes of the length of a state.
+    mean relative difference. It raises RunError where that is above rounding and a codec's error.
     """
     norm = load_positions(dataset).norm
     weight = load_head_tensors(dataset).get("norm")
@@ -181,11 +179,7 @@ def write_dataset(
 ) -> ExportedStates:
     """Write a dataset for another trainer, or resume a run that was interrupted.
 
-    Args:
-        data: the dataset.
-        to: "speculators" or "specforge".
-        out: the directory to write.
-        layers: layer ids of the dataset; None: all of them.
+    `to` is "speculators" or "specforge"; `layers` None are all of the dataset.
 
     Raises:
         MissingError, DatasetError: the dataset cannot be read, or lacks what the layout needs.
@@ -209,13 +203,6 @@ def write_dataset(
     begun = {"to": to, "fingerprint": manifest.fingerprint, "layers": chosen}
     work.begin(begun, "Use another --out")
     left = [number for number in range(len(dataset)) if not (out / writer.file(number)).is_file()]
-    needed = int(dataset.lengths[left].sum()) * len(writer.columns) * manifest.hidden_size * 2
-    free = shutil.disk_usage(out).free
-    if needed > free:
-        raise RunError(
-            f"{out}: {size(needed)} are to be written, but only {size(free)} are free. Free some "
-            "space, or write fewer --layers"
-        )
     columns = list(dict.fromkeys(["input_ids", "loss_mask", *writer.columns]))
     reader = HiddenStatesDataset(data, columns)
     with explained_failures(out):

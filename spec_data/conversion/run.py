@@ -71,10 +71,9 @@ def set_up_conversion(
     What was found is taken from `out` if shards were written with it; nothing is written.
 
     Args:
-        tool: what wrote the samples, a key of `samples.READERS`.
+        tool: what wrote the samples in `directory`, a key of `samples.READERS`.
         target: whose states they are.
         out: the dataset to write.
-        directory: of the samples.
         options: of `generate`; layers, mask and length are those that are found.
         every_token: supervise every token, and read no stored mask.
 
@@ -126,10 +125,10 @@ def _saved_evidence(out: Path) -> Evidence | None:
     """Return what was found when the shards in `out` were begun; None if there is no shard."""
     file = out / WORK / _EVIDENCE
     if (out / MANIFEST).is_file():
-        found = Manifest.read(out / MANIFEST).target.converted
-        if found is None:
+        evidence = Manifest.read(out / MANIFEST).target.converted
+        if evidence is None:
             raise ConfigError(f"{out} holds a dataset that was not converted; use another --out")
-        return found
+        return evidence
     if file.is_file() and next((out / WORK).glob("unit-*.json"), None) is not None:
         return as_record(read_json(file), Evidence, file, f"Delete {out} and convert again")
     return None
@@ -175,11 +174,7 @@ class StoredBackend(SkeletonTarget):
     """
 
     def __init__(self, samples: Samples, evidence: Evidence, setup: Setup, plan: Plan) -> None:
-        """Load what the target's weights tell; `samples` are those of the plan.
-
-        Raises:
-            MissingError, TargetError, ConfigError: the target or the device cannot be used.
-        """
+        """Load what the target's weights tell; `samples` are those of the plan."""
         options = setup.options
         super().__init__(setup.model_dir, setup.layers, options.dtype, options.trust_remote_code)
         self.move_to(usable_device(options.device))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import datasets
 import msgspec
@@ -36,17 +36,16 @@ TOKEN, NEXT = "token", "next"
 
 
 class Stored(NamedTuple):
-    """A sample as its tool stored it; `None` where it stored nothing.
+    """A sample as its tool stored it: mapped tensors, perhaps with an axis of 1 before the others.
 
-    ids, mask: [T] or [1, T]; aux: [T, n * H] or [1, T, n * H]; last: [T, H] or [1, T, H]; states of
-    8-bit floats are multiplied by `scale` [T, 1]. They are mapped, and read where they are used.
+    `None` where it stored nothing.
     """
 
-    ids: object
-    mask: object
-    aux: object
-    last: object
-    scale: Tensor | None = None
+    ids: object  # [T]
+    mask: object  # [T]
+    aux: object  # [T, n * H]
+    last: object  # [T, H]
+    scale: Tensor | None = None  # [T, 1], which states of 8-bit floats are multiplied by
 
 
 class SampleStates(NamedTuple):
@@ -58,21 +57,13 @@ class SampleStates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """The directory of a tool.
-
-    Attributes:
-        tool: its name.
-        names: of every sample, for messages: its file below the directory.
-        files: that hold the samples.
-        read: returns a sample by its number. It raises BadRow.
-        layers: layer ids (outputs of blocks) that the tool recorded; None: it records none.
-    """
+    """The directory of a tool; `read` returns a sample by its number, or raises BadRow."""
 
     tool: str
-    names: Sequence[str]
-    files: Sequence[Path]
+    names: Sequence[str]  # of every sample, for messages: its file below the directory
+    files: Sequence[Path]  # that hold the samples
     read: Callable[[int], Stored]
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | None = None  # ids (outputs of blocks) that the tool recorded
 
 
 class Samples:
@@ -86,9 +77,7 @@ class Samples:
     def __init__(
         self, tool: str, root: Path, hidden_size: int, *, every_token: bool = False
     ) -> None:
-        """Open the directory that a tool (a key of `READERS`) wrote for a target.
-
-        With `every_token`, no stored mask is read: every token is supervised.
+        """Open the directory that a tool (a key of `READERS`) wrote; `every_token` is supervised.
 
         Raises:
             MissingError, DatasetError: it is no such directory, or of a release that is not read.
@@ -118,11 +107,7 @@ class Samples:
         return sha256_json([[f.relative_to(self.root).as_posix(), f.stat().st_size] for f in files])
 
     def tokens(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return ids and mask, int64 [T], entry t about token t; check the shapes of the states.
-
-        Raises:
-            BadRow: the sample is malformed, or has no mask.
-        """
+        """Return ids and mask, int64 [T], entry t about token t; check the shapes of the states."""
         stored, ids, _, _ = self._read(number)
         if self.every_token:
             return ids, torch.ones_like(ids)
@@ -134,11 +119,7 @@ class Samples:
         return ids, mask if self.frame == TOKEN else torch.cat([mask.new_zeros(1), mask[:-1]])
 
     def states(self, number: int) -> SampleStates:
-        """Return the states of a sample.
-
-        Raises:
-            BadRow: the sample is malformed.
-        """
+        """Return the states of a sample."""
         stored, _, aux, last = self._read(number)
         if stored.scale is not None:
             aux, last = (x.float() * stored.scale.float() for x in (aux, last))
@@ -217,8 +198,6 @@ def _manifest(file: Path, kind: type[_Record], tool: str) -> _Record:
 
 def load_table(file: Path) -> dict[str, Any]:
     """Return the table of tensors in a .pt, .ckpt or .ckpt.gz file: memory-mapped, or decompressed.
-
-    Only `torch.load(weights_only=True)` is used, which builds tensors and plain values.
 
     Raises:
         BadRow: the file is missing, damaged, holds code, or holds no table.
@@ -474,10 +453,11 @@ def _deepspec(root: Path) -> Opened:
 
 class _AutoModel(msgspec.Struct):
     format_version: Literal[1]
-    num_samples: int
-    shard_size: int
+    num_samples: Annotated[int, msgspec.Meta(ge=1)]
+    shard_size: Annotated[int, msgspec.Meta(ge=1)]
     target_layer_ids: tuple[int, ...]
     complete: bool = True
+    target_probs_topk: None = None  # the EAGLE-3 cache has it: no final state
 
 
 def _automodel(root: Path) -> Opened:
@@ -489,21 +469,12 @@ def _automodel(root: Path) -> Opened:
     the left stays, because the target attended to it. The cache of its EAGLE-3 recipe holds
     probabilities over a draft vocabulary and no final state: it cannot be converted.
     """
-    manifest = root / "manifest.json"
-    if b"target_probs_topk" in (manifest.read_bytes() if manifest.is_file() else b""):
-        raise DatasetError(
-            f"{root}: this is the EAGLE-3 cache of AutoModel. It holds probabilities over a draft "
-            "vocabulary instead of the final state, so no dataset can be made from it; capture "
-            "with `spec-data generate`"
-        )
-    about = _manifest(manifest, _AutoModel, "AutoModel")
+    about = _manifest(root / "manifest.json", _AutoModel, "AutoModel's DSpark cache")
     if not about.complete:
         raise DatasetError(
-            f"{manifest}: marked as not complete: AutoModel was stopped, or is still writing. Run "
-            "its precompute to the end first"
+            f"{root}: marked as not complete: AutoModel was stopped, or is still writing. Run its "
+            "precompute to the end first"
         )
-    if min(about.num_samples, about.shard_size) < 1:
-        raise DatasetError(f"{manifest}: {about.num_samples} samples, {about.shard_size} per shard")
     count = -(-about.num_samples // about.shard_size)
     shards = [root / f"shard-{number:06d}.safetensors" for number in range(count)]
     _expect_files(shards)

@@ -24,7 +24,7 @@ def find(target, root, tool):
     """Find what a tool stored, as `convert` does before it writes."""
     return set_up_conversion(
         *(tool, str(target), root.with_name("out"), str(root), CaptureOptions(device="cpu"))
-    )[1]
+    )[-1]
 
 
 def shifted(samples: list[Sample], by: int) -> list[Sample]:

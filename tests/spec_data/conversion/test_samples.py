@@ -192,7 +192,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, samples):
         opened("speculators", old)
     cache = write.automodel(tmp_path / "cache", samples)
     change(cache / "manifest.json", target_probs_topk=0)
-    with pytest.raises(DatasetError, match="EAGLE-3 cache"):
+    with pytest.raises(DatasetError, match="DSpark cache"):
         opened("automodel", cache)
     raw = write.deepspec(tmp_path / "raw", samples)
     with pytest.raises(TargetError, match="width 96"):
