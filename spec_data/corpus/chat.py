@@ -36,9 +36,9 @@ Every choice follows what serving generates:
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from spec_data.corpus.documents import (
@@ -46,8 +46,6 @@ from spec_data.corpus.documents import (
     EMPTY_THOUGHTS,
     LEFT_OUT,
     UNENDED,
-    WITH_SYSTEM,
-    WITHOUT_SYSTEM,
     Document,
     RenderError,
     Rendering,
@@ -161,8 +159,6 @@ class Renderer:
             raise render_error(record, "nothing-supervised", "no answer is in generation tags")
         ends = [d.input_ids[turn.end - 1] for d in result.documents for turn in d.turns]
         result.counts[UNENDED] = sum(token not in self.eot_token_ids for token in ends)
-        system = any(m.get("role") in ("system", "developer") for m in messages)
-        result.system = WITH_SYSTEM if system else WITHOUT_SYSTEM
         for kind, count in chat.left_out(whole).items():
             result.counts[f"{LEFT_OUT}{kind}"] = count
         return result
@@ -276,9 +272,8 @@ class Renderer:
             )
         if set(mask) - {0, 1}:
             raise render_error(record, "bad-loss-mask", "the loss mask holds more than 0 and 1")
-        # Indices at which the mask changes, and both ends: runs are between two of them.
-        edges = [i for i in range(len(mask) + 1) if mask[i - 1 : i] != mask[i : i + 1] or i == 0]
-        spans = [(a, b) for a, b in pairwise(edges) if mask[a]]
+        edges = np.flatnonzero(np.diff([0, *mask, 0])).tolist()  # where runs of ones begin and end
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
         if not spans and self.mask != "all":
             raise render_error(record, "nothing-supervised", "the loss mask is zero everywhere")
         return self._document(record, list(ids), spans, record.where, role="given")

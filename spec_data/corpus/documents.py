@@ -73,8 +73,6 @@ def loss_mask_from_turns(length: int, turns: Sequence[Turn], policy: str) -> lis
 
 # -- counts ----------------------------------------------------------------------------------------
 
-WITH_SYSTEM = "conversations with a system message"
-WITHOUT_SYSTEM = "conversations without a system message"
 CUT_ANSWERS = "answers cut at a limit of tokens, their end not supervised"
 UNENDED = "turns without an end-of-turn token"
 EMPTY_THOUGHTS = "empty think blocks, not supervised"
@@ -91,7 +89,6 @@ class Rendering:
         documents: one, or one per assistant turn.
         counts: messages and turns that were left out, cut or completed, by what happened to them.
         dropped: turns without a document, by reason; a record without any document is an error.
-        system: how a conversation is counted by its system message; "" for other records.
         kwargs: the template kwargs of a conversation, its own included, as JSON text.
     """
 
@@ -99,7 +96,6 @@ class Rendering:
     documents: list[Document] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
-    system: str = ""
     kwargs: str | None = None
 
 
@@ -111,7 +107,6 @@ class RenderCounts:
     """
 
     methods: Counter[str] = field(default_factory=Counter)
-    systems: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     kwargs_used: Counter[str] = field(default_factory=Counter)
@@ -121,7 +116,5 @@ class RenderCounts:
         self.methods[result.method] += 1
         self.counts.update(result.counts)
         self.dropped.update(result.dropped)
-        if result.system:
-            self.systems[result.system] += 1
         if result.kwargs is not None:
             self.kwargs_used[result.kwargs] += documents

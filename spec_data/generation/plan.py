@@ -352,7 +352,7 @@ def render_corpus(
             unrendered=dict(sorted(reader.refused.items())),
             unrendered_examples=dict(sorted(reader.refused_examples.items())),
             dropped=dict(sorted((writer.dropped + rendered.dropped).items())),
-            rendering=dict(rendered.methods + rendered.systems + rendered.counts),
+            rendering=dict(rendered.methods + rendered.counts),
         )
         if counts.rendered == sum(counts.dropped.values()):
             raise CorpusError(

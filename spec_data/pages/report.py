@@ -7,7 +7,6 @@ from typing import Any
 
 from msgspec import structs
 
-from spec_data.corpus.documents import WITH_SYSTEM, WITHOUT_SYSTEM
 from spec_data.generation.plan import count_warnings
 from spec_data.generation.status import read_status
 from spec_data.models.reading import load_tokenizer
@@ -78,16 +77,12 @@ def counts_text(counts: dict[str, Any], tokens: int) -> str:
 
 def counts_table(counts: Mapping[str, Any]) -> Table:
     """Where every corpus row and document went, from the counts of a plan or a manifest."""
-    ways = counts["rendering"]
-    with_system = ways.get(WITH_SYSTEM, 0)
-    others = sum(n for name, n in ways.items() if name.startswith(WITHOUT_SYSTEM))
-    share = {WITH_SYSTEM: f" ({with_system / max(with_system + others, 1):.0%})"}
     less = f" ({counts['tokens_cut']:,} tokens less)" if counts["tokens_cut"] else ""
     rows: list[Sequence[Any]] = [
         ("corpus rows read", counts["read"]),
         ("  bad rows", counts["bad_rows"]),
         *((f"  not rendered: {name}", n) for name, n in counts["unrendered"].items()),
-        *((f"  {name}{share.get(name, '')}", n) for name, n in ways.items()),
+        *((f"  {name}", n) for name, n in counts["rendering"].items()),
         ("documents rendered", counts["rendered"]),
         *((f"  dropped: {name}", n) for name, n in counts["dropped"].items()),
         (f"  cut at the maximal length{less}", counts["cut"]),

@@ -43,15 +43,6 @@ def test_gzip_is_read_and_its_bytes_hashed(tmp_path, suffix):
         read(path)
 
 
-def test_a_json_list_is_read(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text("\ufeff [\n" + ",\n\n".join(json.dumps(r, indent=1) for r in rows(5)) + "\n]\n")
-    records, (report,) = read(path)
-    assert [r.messages for r in records] == [pair(i) for i in range(5)]
-    assert [r.where for r in records] == [f"{path} row {number}" for number in range(5)]
-    assert (report.kind, report.sha256) == ("json", sha(path))
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -259,14 +250,6 @@ def test_bad_rows_are_counted_named_and_tolerated_where_they_are_few(tmp_path, c
     broken, damaged = report.bad_examples
     assert broken.startswith("a.jsonl:200: not valid JSON") and ":201: not UTF-8" in damaged
     assert f"bad row skipped: {path}:200: not valid JSON" in caplog.text
-
-
-def test_mixed_formats_are_recognised_per_row_and_reported(tmp_path):
-    path = tmp_path / "a.jsonl"
-    write_jsonl(path, [*rows(3), {"text": "hi"}])
-    records, (report,) = read(path)
-    assert records[3].text == "hi"
-    assert (report.format, report.formats) == ("messages", {"messages": 3, "text": 1})
 
 
 def refused(path, reason, every, **options):

@@ -111,12 +111,6 @@ def test_a_template_may_rewrite_what_it_keeps(form):
         assert left_out(tok, system(words[0]), *map(user, words[1:3]), answer(words[3])) == {}
 
 
-def test_no_family_leaves_anything_out_of_a_plain_chat():
-    for family in TEMPLATES:
-        if family != "r1":  # nothing of it can be rendered
-            assert left_out(tokenizer(family), *TWO) == {}, family
-
-
 def test_columns_that_no_format_uses_are_named_once_per_source(tmp_path, caplog):
     rows = [{"messages": list(TWO), "system_prompt": "s", "id": i, "empty": ""} for i in range(3)]
     rows.append({"messages": [system("own"), *TWO], "system": "other"})
@@ -165,19 +159,6 @@ def test_an_empty_kwarg_of_a_row_that_the_template_does_not_read_is_left_out():
     for full in (False, 0, "x", [1]):
         with pytest.raises(RenderError, match="does not read xml_tools"):
             renderer.render(chat(*TWO, template_kwargs={"xml_tools": full}))
-
-
-@pytest.mark.parametrize(
-    "reads",
-    [
-        "{% if date_string is not defined %}{% set date_string = 1 %}{% endif %}{{ date_string }}",
-        "{% macro f(a, b=date_string) %}{{ b }}{% endmacro %}{{ f(1) }}",
-        "{% set ns = namespace(d=date_string | default('x')) %}{{ ns.d }}",
-        "{% for m in messages %}{% generation %}{{ date_string }}{% endgeneration %}{% endfor %}",
-    ],
-)
-def test_every_way_of_reading_a_kwarg_counts(reads):
-    assert Template(template(reads + CHATML), {"date_string": "1 Jan"}).names >= {"date_string"}
 
 
 def test_named_templates_read_what_any_of_them_reads():

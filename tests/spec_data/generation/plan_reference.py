@@ -60,7 +60,7 @@ def one_by_one(
         unrendered=dict(sorted(reader.refused.items())),
         unrendered_examples=dict(sorted(reader.refused_examples.items())),
         dropped=dict(sorted(found.dropped.items())),
-        rendering=dict(rendered.methods + rendered.systems + rendered.counts),
+        rendering=dict(rendered.methods + rendered.counts),
         **found.sums,
     )
     found.counts = counts, count_kwargs(rendered.kwargs_used)

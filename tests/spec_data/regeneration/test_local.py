@@ -243,13 +243,3 @@ def test_on_policy_is_checked_against_the_record(target, trained, corpus, tmp_pa
     (tmp_path / "own.jsonl.sampling").write_text("{")
     with pytest.raises(CorpusError, match=r"own\.jsonl\.sampling: not valid JSON"):
         run(trained.path, out, tmp_path / "data", layers="0,1", on_policy=True)
-
-
-def test_the_record_is_no_corpus(trained, tmp_path, capsys):
-    folder = tmp_path / "corpora"
-    folder.mkdir()
-    corpus = trained.corpus("questions", trained.rows[:4])
-    answered(corpus, folder / "own.jsonl", target=str(trained.path))
-    words = ["--layers", "0,1", "--device", "cpu", "--out", str(tmp_path / "data")]
-    assert main(["estimate", "--target", str(trained.path), *words, "--corpus", str(folder)]) == 0
-    assert "own.jsonl.sampling" not in capsys.readouterr().out

@@ -5,7 +5,6 @@ import multiprocessing as mp
 import os
 import resource
 import signal
-import sqlite3
 import time
 from functools import partial
 from pathlib import Path
@@ -229,14 +228,6 @@ def test_a_damaged_journal_is_refused(tmp_path, damage):
     file.write_bytes(data)
     with pytest.raises(DatasetError, match="j: damaged"), JOURNAL(file) as journal:
         journal.read(NAME)
-
-
-def test_a_turn_is_answered_once(tmp_path):
-    with JOURNAL(tmp_path / "j") as journal:
-        journal.add([(NAME, 0, FIRST)])
-        with pytest.raises(sqlite3.IntegrityError):
-            journal.add([(NAME, 1, FIRST), (NAME, 0, FIRST)])
-        assert journal.read(NAME) == [FIRST]
 
 
 def test_a_full_disk_keeps_the_answers_before_it(tmp_path):

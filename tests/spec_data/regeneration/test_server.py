@@ -15,7 +15,7 @@ from spec_data.corpus.records import parse_json, parse_row
 from spec_data.regeneration import servers
 from spec_data.regeneration.conversations import Unanswerable
 from spec_data.regeneration.journal import journal_path
-from spec_data.regeneration.servers import MalformedBody, base_url, read_answer
+from spec_data.regeneration.servers import MalformedBody, read_answer
 from spec_data.shards.errors import ConfigError, RunError
 from tests.spec_data.regeneration.chat_server import (
     ChatServer,
@@ -327,12 +327,3 @@ def test_a_running_event_loop_is_no_obstacle(corpus, tmp_path):
 
     with ChatServer() as server:
         check(out, corpus, asyncio.run(notebook(server.url)))
-
-
-def test_addresses():
-    for url, base in (
-        ("http://h:1/", "http://h:1/v1"),
-        ("http://h:1/api/v2/", "http://h:1/api/v2"),
-        ("http://h:1/v1/chat/completions", "http://h:1/v1"),
-    ):
-        assert base_url(url) == base
