@@ -48,7 +48,6 @@ from spec_data.shards.schema import (
     Column,
     HeadSpec,
     apply_head,
-    layer_column,
     logit_error,
     predicts_supervised,
 )
@@ -92,11 +91,7 @@ def calibrate(
 ) -> tuple[tuple[Column, ...], CodecTables | None]:
     """Choose how each column is stored, measure it, and make codec.safetensors in `folder`.
 
-    Args:
-        setup, plan, target: what is captured.
-        form: the proven mask form.
-        batch_tokens: tokens per forward.
-        folder: the dataset directory; None: nothing is written.
+    `form` is the proven mask form. Without a `folder` nothing is written.
 
     Returns:
         The columns, with what was measured of them; and the tables, None if no column is lossy or
@@ -108,7 +103,11 @@ def calibrate(
     lossy = [c for c in setup.columns if c.lossy]
     if not lossy:
         return setup.columns, None
-    documents = sample_documents(plan.lengths, _budget(plan, setup, target))
+    size = torch.empty(0, dtype=target.dtype).element_size()
+    per_token = size * sum(c.width or 1 for c in lossy)
+    complete = plan.tokens <= _WHOLE and plan.tokens * per_token <= _BYTES
+    budget = plan.tokens if complete else sample_budget(plan.tokens, per_token)
+    documents = sample_documents(plan.lengths, budget)
     states, numbers = capture_sample(plan, target, form, documents, lossy, batch_tokens)
     held_out = numbers % 4 == 3 if len(documents) > 3 else np.ones(len(numbers), bool)  # [N]
     columns, tables = [], {}
@@ -135,15 +134,6 @@ def calibrate(
     )
 
 
-def _budget(plan: Plan, setup: Setup, target: TargetBackend) -> int:
-    """Return the tokens of the sample."""
-    size = torch.empty(0, dtype=target.dtype).element_size()
-    per_token = size * sum(c.width or 1 for c in setup.columns if c.lossy)
-    if plan.tokens <= _WHOLE and plan.tokens * per_token <= _BYTES:
-        return plan.tokens
-    return sample_budget(plan.tokens, per_token)
-
-
 def sample_budget(tokens: int, bytes_per_token: int) -> int:
     """Return the tokens of a sample of `tokens`: 1/16 of them within limits, and as memory allows.
 
@@ -161,14 +151,7 @@ def capture_sample(
     columns: Sequence[Column],
     batch_tokens: int,
 ) -> tuple[dict[str, Tensor], np.ndarray]:
-    """Capture the sampled documents.
-
-    Args:
-        plan, target: what is captured.
-        form: the proven mask form.
-        documents: indices of the sampled documents in the plan.
-        columns: the columns to capture.
-        batch_tokens: tokens per forward.
+    """Capture some documents, by their indices in the plan, in the proven mask form.
 
     Returns:
         The states [N, H] of each column, on the CPU in the dtype of the target, and for each token
@@ -181,12 +164,10 @@ def capture_sample(
     for batch in forward_batches(
         offsets, tokens["input_ids"], form, plan.pack_length, batch_tokens
     ):
-        captured = target.capture(batch, form)
-        found = {layer_column(k): value for k, value in captured.layers.items()}  # [n, H] each
-        found[FINAL] = captured.final
-        order = batch.token_index(offsets)
+        captured = target.capture(batch, form).columns  # [n, H] each
+        order = torch.from_numpy(batch.token_index(offsets))
         for name, value in states.items():
-            value[torch.from_numpy(order)] = found[name].to(target.dtype).cpu()
+            value[order] = captured[name].to(target.dtype).cpu()
     not_stored = ~torch.from_numpy(predicts_supervised(tokens["loss_mask"], offsets))  # bool [N]
     for column in columns:
         if column.sparse:
@@ -236,10 +217,7 @@ class Sample:
 def fitted(column: Column, sample: Sample, target: HasHead) -> tuple[Column, Tables | None]:
     """Return a lossy column with its error, and its tables; or a bf16 column, and None.
 
-    Args:
-        column: a lossy column.
-        sample: of its states.
-        target: its head turns hidden.final into logits; the work is done on its device.
+    The head of `target` turns hidden.final into logits; the work is done on its device.
     """
     documents = [part.to(target.device) for part in sample.measured()]
     basis = Basis(sample.fitted().to(target.device))
@@ -269,24 +247,16 @@ def fitted(column: Column, sample: Sample, target: HasHead) -> tuple[Column, Tab
 
 def _excess(column: Column, error: CodecError) -> float:
     """Return the largest of a column's errors, over what its quality allows."""
-    found = (error.total, error.mse_median / 3, (error.kl or 0.0) / 2.5)
-    return max(found) / column.quality
+    return max(error.total, error.mse_median / 3, (error.kl or 0.0) / 2.5) / column.quality
 
 
 def measure(
     column: Column, documents: Sequence[Tensor], tables: Tables, target: HasHead
 ) -> CodecError:
-    """Measure the error of encoding a column.
+    """Measure the error of encoding the held-out states [T, H] of documents, with three digits.
 
-    Args:
-        column: a lossy column.
-        documents: states [T, H] of held-out documents, on the device of `target`.
-        tables: what encodes them.
-        target: its head turns hidden.final into logits.
-
-    Returns:
-        The errors of tokens that do not escape; `kl` and `logit_*` (hidden.final only): see
-        `head_errors`. Figures have three digits.
+    It is that of tokens that do not escape; `kl` and `logit_*` (hidden.final only) are those of
+    `head_errors`, by the head of `target`, on whose device the documents are.
     """
     states = torch.cat(list(documents))
     codes, away = encode_tensors(states, tables)

@@ -29,9 +29,8 @@ from spec_data.shards.schema import FINAL, TEACHERS, Column, layer_column, predi
 from spec_data.shards.writer import UnitData
 
 # -- logits ----------------------------------------------------------------------------------------
-# What a draft learns from, out of final states or logits, and what the target thinks of the
-# supervised tokens. The head is the widest matrix of a target, so it runs only on the tokens that
-# are asked for, some at a time: no logits [N, V] exist unless the target returned them.
+# The head is the widest matrix of a target, so it runs only on the tokens that are asked for, some
+# at a time: no logits [N, V] exist unless the target returned them.
 #
 # Shapes: n tokens, m of them with a supervised next token, H hidden size, V vocabulary size.
 
@@ -42,9 +41,8 @@ _LARGEST_NLL = 1e4  # nats, where a target masks part of its vocabulary
 def supervised_next(ids: np.ndarray, predicting: np.ndarray) -> np.ndarray:
     """Return the next token of each token where it is supervised, else -1: int64 [N].
 
-    Args:
-        ids: token ids of documents one after another, integers [N].
-        predicting: which tokens have a supervised next token in their document, bool [N].
+    `ids` [N] are those of documents one after another; `predicting`, bool [N]: which tokens have a
+    supervised next token in their document.
     """
     following = np.full(len(ids), NOT_SUPERVISED, np.int64)
     following[:-1] = ids[1:]
@@ -63,27 +61,25 @@ def token_figures(
     """Return the `FIGURES` of tokens with a supervised next token, float32 [m, 4].
 
     Args:
-        logits: float32 [m, V].
-        exponentials: exp(logits - largest), float32 [m, V].
-        logsumexp: of the logits, float32 [m].
-        argmax: of the logits, int64 [m].
+        logits, exponentials: float32 [m, V]; the second is exp(logits - largest).
+        logsumexp, argmax: of the logits, float32 and int64 [m].
         following: the next token, int64 [m].
-        temperature: the one of the target's own samples; 0 is greedy.
+        temperature: the one of the target's samples; 0 is greedy.
     """
     chosen = logits.gather(-1, following[:, None])[:, 0]  # [m]
     largest = logits.gather(-1, argmax[:, None])[:, 0]  # [m]
     if temperature == 0:
-        own_logit, own_first = largest, torch.ones_like(largest)
+        sampled_logit, sampled_first = largest, torch.ones_like(largest)
     elif temperature == 1:
-        own_first = (largest - logsumexp).exp()
-        own_logit = _expectation(exponentials, logits) * own_first
+        sampled_first = (largest - logsumexp).exp()
+        sampled_logit = _expectation(exponentials, logits) * sampled_first
     else:
         probabilities = torch.softmax(logits / temperature, -1)
-        own_first = probabilities.gather(-1, argmax[:, None])[:, 0]
-        own_logit = _expectation(probabilities, logits)
+        sampled_first = probabilities.gather(-1, argmax[:, None])[:, 0]
+        sampled_logit = _expectation(probabilities, logits)
     nll = (logsumexp - chosen).clamp(max=_LARGEST_NLL)
     first = (argmax == following).float()
-    return torch.stack([first, nll, logsumexp - own_logit, own_first], -1)
+    return torch.stack([first, nll, logsumexp - sampled_logit, sampled_first], -1)
 
 
 def _expectation(probabilities: Tensor, logits: Tensor) -> Tensor:
@@ -113,8 +109,8 @@ def logit_columns(
         final: final states [n, H].
         logits: the target's own logits [n, V]; None: computed from `final`, in blocks of tokens.
         names: the columns of the dataset, by name.
-        following: the next token of each token, -1 where it is not supervised, int64 [n]. It is on
-            the host, so that nothing waits for the device.
+        following: the next token of each token, -1 where it is not supervised, int64 [n], on the
+            host, so that nothing waits for the device.
         temperature: see `token_figures`.
 
     Returns:
@@ -156,7 +152,6 @@ def logit_columns(
 
 # -- capture ---------------------------------------------------------------------------------------
 
-
 _FIGURES = "figures"  # moved to the host with the columns
 
 
@@ -165,11 +160,10 @@ class CaptureSettings:
     """How units are captured; the same for every unit of a run.
 
     Attributes:
-        columns: the columns of a shard.
         form: the proven mask form.
         batch_tokens: tokens per target forward.
         tables: the codec tables of each lossy column, by column name.
-        temperature: at which the target's own samples are imagined, see `shards.likelihood`.
+        temperature: at which the target's samples are imagined, see `shards.likelihood`.
         stream: copies the result of a forward to the host, one batch late; None: at once.
     """
 
@@ -186,10 +180,9 @@ class CapturedUnit:
     """The arrays of a unit, ready to write, and the documents that were left out of it.
 
     Attributes:
-        data: the arrays, without the documents that were left out.
+        figures: how well the documents of `data` agree with the target.
         dropped: number of documents that were left out, by reason.
         left_out: their indices in the unit, ascending.
-        figures: how well the documents of `data` agree with the target.
     """
 
     data: UnitData
@@ -263,11 +256,11 @@ def unit_batches(
 ) -> list[list[list[int]]]:
     """Return the forwards of one unit: a list of batches, each a list of rows.
 
-    A row is a list of document indices in the unit. In packed forms it is a pack, filled by best
-    fit. In the form "rows" it is one document; documents are sorted by length, so that there is
-    little padding. In the form "single" a batch is one document, and in the other forms, too, if
-    the document is longer than a pack: its row then needs neither padding nor a mask. In the form
-    "requests" a row is one document, and the rows of a batch have `batch_tokens` tokens together.
+    A row is a list of document indices in the unit: a pack, filled by best fit. In the form "rows"
+    it is one document; documents are sorted by length, so that there is little padding. In the form
+    "single", and for a document that is longer than a pack, a batch is one document, which needs
+    neither padding nor a mask. In the form "requests" a row is one document, and the rows of a
+    batch have `batch_tokens` tokens together.
     """
     if form == SINGLE:
         return [[[d]] for d in range(len(lengths))]
@@ -303,14 +296,12 @@ def unit_batches(
 def forward_batches(
     offsets: np.ndarray, ids: np.ndarray, form: str, pack_length: int, batch_tokens: int
 ) -> Iterator[ForwardBatch]:
-    """Yield the forwards of D documents; T is the length of the longest row of each batch.
+    """Yield the forwards of D documents in a mask form; T is the longest row of each batch.
 
     Args:
         offsets: int64 [D + 1]; document d has the tokens offsets[d]:offsets[d + 1].
         ids: token ids of all documents, integers [N].
-        form: the mask form.
-        pack_length: tokens that a pack holds.
-        batch_tokens: tokens per forward.
+        form, pack_length, batch_tokens: see `unit_batches`.
     """
 
     def tokens(d: int) -> Tensor:
@@ -331,18 +322,15 @@ def forward_columns(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Run one forward and return every column but the loss mask, at the tokens that it stores.
 
-    Args:
-        target, batch, form, columns: what is run, and what is wanted.
-        following: the next token of each of the N real tokens where it is supervised, else -1,
-            int64 [N]. Sparse columns store the m tokens that have one.
-        temperature: see `token_figures`.
+    `following` is the next token of each of the N real tokens where it is supervised, else -1,
+    int64 [N]; sparse columns store the m tokens that have one.
 
     Returns:
         Tensors on the device of the target, in the order of `batch.documents`, with n = N rows, or
         n = m in a sparse column: `input_ids` and `target_argmax` int64 [n], `target_logsumexp`
         float32 [n], `hidden.*` [n, H], `topk_ids` int64 [n, K] and `topk_logits` float32 [n, K],
         `logits` [n, V]. States and logits have the dtype of the target. And the figures of the m
-        tokens, float32 [m, 4].
+        tokens, float32 [m, 4], see `token_figures`.
 
     Raises:
         RunError, TargetError: the target does not produce the states.

@@ -75,7 +75,6 @@ class LocalOutput:
 
     Attributes:
         directory: where files are written. name: of the output, for messages.
-        remote: whether files are uploaded from there.
         units_at_once: most units that are on the local disk at a time; 0: all.
     """
 
@@ -208,10 +207,8 @@ class RemoteOutput(LocalOutput):
                 self.storage.download(name, self.directory / name)
         missing = []
         for unit in range(len(read_units(self.directory / WORK))):
-            if finished_unit(self.directory, unit) is not None:
-                continue
             name = f"{WORK}/{unit_name(unit)}.json"
-            if by_name or name in listed:
+            if finished_unit(self.directory, unit) is None and (by_name or name in listed):
                 self._pull_record(unit, name)
             if finished_unit(self.directory, unit) is None:
                 missing.append(unit)
@@ -221,12 +218,11 @@ class RemoteOutput(LocalOutput):
         """Read a unit's record, if it is one and the storage has a shard of its size."""
         with suppress(FileNotFoundError):
             (self.directory / name).write_bytes(self.storage.read(name))
-        record = read_unit_record(self.directory, unit)
-        shard = f"{SHARDS}/{unit_name(unit)}.arrow"
-        if record is None or record.record.file != shard:
+        finished = read_unit_record(self.directory, unit)
+        if finished is None or finished.record.file != f"{SHARDS}/{unit_name(unit)}.arrow":
             return
-        if self.storage.size(shard) == record.record.bytes:
-            self._write_placeholder(record.record)
+        if self.storage.size(finished.record.file) == finished.record.bytes:
+            self._write_placeholder(finished.record)
 
     # -- what all workers share -------------------------------------------------------------------
 
@@ -249,11 +245,7 @@ class RemoteOutput(LocalOutput):
         return False
 
     def fetch(self, step: str) -> bool:
-        """Read the files of a step into the stage; return whether the step was published.
-
-        Raises:
-            DatasetError: a file is not the published one.
-        """
+        """Read the files of a step into the stage; return whether the step was published."""
         where = f"{WORK}/{step}.json"
         try:
             table = msgspec.json.decode(self.storage.read(where), type=dict[str, str])

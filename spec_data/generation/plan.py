@@ -243,7 +243,7 @@ class PlanWriter:
     def add(self, document: TruncatedDocument) -> None:
         """Add one document, or count it as dropped."""
         cut, tail = document.cut, document.tail
-        self.counts.update(rendered=1, cut=cut > 0, tokens_cut=cut, tail_tokens_trimmed=tail)
+        self.counts.update(rendered=1, cut=int(cut > 0), tokens_cut=cut, tail_tokens_trimmed=tail)
         dropped = "duplicate" if document.digest in self._digests else document.dropped
         if dropped is not None:
             self.dropped[dropped] += 1

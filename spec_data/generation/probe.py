@@ -36,11 +36,9 @@ class Probe:
     """What a probe measured.
 
     Attributes:
-        tokens: tokens of the timed batches.
-        tokens_per_second: of forward and logits; encoding and writing run beside them.
+        tokens, tokens_per_second: of timed forwards with logits; encoding and writing run beside.
         seconds: of the whole plan at that speed, for one worker.
         memory_bytes: largest memory of the device in use; on a CPU, that of the process.
-        device: where it ran.
         form: the mask form that was proven.
         batch_tokens: tokens per forward, as `generate` would choose them.
     """

@@ -90,8 +90,9 @@ def prepare_capture(
     `share` publishes the proof; it returns False if that of another worker has replaced it.
 
     Raises:
-        TargetError, RunError, CorpusError, ConfigError: as `prove_target`; or this run captures
-            other states than the one that proved the target.
+        TargetError, RunError: a proof fails, or this run captures other states than the one that
+            proved the target.
+        CorpusError, ConfigError: the target could not have written the corpus.
     """
     draft = prove_target(setup, plan, target, out)
     if not share():
@@ -123,12 +124,7 @@ def documents_to_prove(setup: Setup, plan: Plan) -> tuple[list[int], list[Tensor
 
 
 def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> Manifest:
-    """Return what was proven about a target in `out`, a manifest without shards; else prove it.
-
-    Raises:
-        TargetError, RunError: a proof fails.
-        CorpusError, ConfigError: the target could not have written the corpus.
-    """
+    """Return what was proven about a target in `out`, a manifest without shards; else prove it."""
     file = out / WORK / PROOF
     if file.is_file():
         return Manifest.of(read_json(file), str(file))
@@ -167,14 +163,10 @@ def choose_batch_tokens(
     columns: tuple[Column, ...],
     asked: int | None,
 ) -> int:
-    """Return the tokens per forward: those of --batch-tokens, or as many as are safe.
+    """Return the tokens per forward: those of --batch-tokens (`asked`), or as many as are safe.
 
-    Args:
-        target: the loaded target.
-        plan: its longest documents are captured.
-        form: the proven mask form.
-        columns: the columns of a shard.
-        asked: of --batch-tokens; None for auto.
+    Where a backend can measure its memory, the longest documents are captured in growing batches,
+    so that a run that does not fit stops at once.
 
     Raises:
         RunError: the longest document, or `asked` tokens, do not fit.
@@ -263,11 +255,7 @@ def check_agreement(
 ) -> None:
     """Measure a sample of every source and refuse what cannot be right; log what is suspicious.
 
-    Args:
-        setup, plan, target: what is captured.
-        form: the proven mask form.
-        batch_tokens: tokens per forward.
-        proven: indices of the documents of the proofs, which join the sample.
+    The documents `proven` join the sample.
 
     Raises:
         CorpusError: the NLL of a source is clearly above ln V, and --allow-high-nll is not set.
@@ -341,27 +329,26 @@ def save_target_files(
     setup: Setup, target: TargetBackend, positions: Positions, folder: Path
 ) -> None:
     """Write config, tokenizer, head.safetensors and positions.safetensors, each atomically."""
-    folder.mkdir(parents=True, exist_ok=True)
-    made = config_json(setup, target.dtype, target.architecture)
-    write_atomically(folder / "config.json", made)
     generation = setup.model_dir / GENERATION_CONFIG
-    if generation.is_file():
-        write_atomically(folder / GENERATION_CONFIG, generation.read_bytes())
-    for name, content in tokenizer_files(setup).items():
+    files: dict[str, str | bytes] = {
+        "config.json": config_json(setup, target.dtype, target.architecture),
+        **({GENERATION_CONFIG: generation.read_bytes()} if generation.is_file() else {}),
+        **tokenizer_files(setup),
+        "head.safetensors": save(target.head_tensors()),
+        **({Path(POSITIONS).name: save(positions.tensors())} if positions.tables else {}),
+    }
+    for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / name, content)
-    write_atomically(folder / "head.safetensors", save(target.head_tensors()))
-    if positions.tables:
-        write_atomically(folder / Path(POSITIONS).name, save(positions.tensors()))
 
 
-def tokenizer_files(setup: Setup) -> dict[Path, bytes]:
+def tokenizer_files(setup: Setup) -> dict[str, bytes]:
     """Return the files of the tokenizer as they are saved."""
     with tempfile.TemporaryDirectory() as scratch:
         with writing(Path(scratch)):
             setup.tokenizer.save_pretrained(scratch)
         files = sorted(p for p in Path(scratch).rglob("*") if p.is_file())
-        return {file.relative_to(scratch): file.read_bytes() for file in files}
+        return {str(file.relative_to(scratch)): file.read_bytes() for file in files}
 
 
 def manifest_draft(
@@ -417,12 +404,7 @@ def manifest_draft(
 
 
 def _check_running(
-    setup: Setup,
-    plan: Plan,
-    target: TargetBackend,
-    out: Path,
-    draft: Manifest,
-    batch_tokens: int,
+    setup: Setup, plan: Plan, target: TargetBackend, out: Path, draft: Manifest, batch_tokens: int
 ) -> None:
     """Prove, and record, that this run captures what the proven one did."""
     proven, here = draft.captured_with, running_facts(target, batch_tokens)
@@ -468,10 +450,7 @@ def reference_states(
     pack_length: int,
     batch_tokens: int,
 ) -> dict[str, Tensor]:
-    """Return the states of the beginnings of the first documents, int64 [T_d], in a proven form.
-
-    They are [N, H] per column, in the dtype of the target.
-    """
+    """Return the states [N, H] per column of the beginnings of the first documents, int64 [T_d]."""
     documents = [ids[:_REFERENCE_TOKENS] for ids in documents[:_REFERENCE_DOCUMENTS]]
     offsets = np.concatenate([[0], np.cumsum([len(d) for d in documents])])
     parts: dict[str, list[Tensor]] = {}

@@ -46,8 +46,8 @@ class Replicas:
 
 def import_ray() -> Any:
     """Return the module; raise ConfigError where Ray is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
     try:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
         import ray
     except ImportError:
         raise ConfigError("--engine ray needs Ray: pip install 'ray[default]'") from None
@@ -155,15 +155,13 @@ class RayReplica:
     """A copy of the target that captures units. This class does not need Ray itself.
 
     Its methods run in threads: the shard of one unit is written while the next one is captured.
+    The target is loaded with the first unit: what fails there is an error of a task, which Ray
+    counts and hands on.
     """
 
     def __init__(
         self, target: str, options: CaptureOptions, out: str, number: int, threads: int
     ) -> None:
-        """Take what a run needs; the target is loaded with the first unit.
-
-        So whatever fails there is an error of a task, which Ray counts and hands on.
-        """
         self.target, self.options, self.out, self.threads = target, options, Path(out), threads
         self.name = f"ray-{number}"
         self._capturing, self._writing = threading.Lock(), threading.Lock()
@@ -173,7 +171,6 @@ class RayReplica:
         logging.getLogger("spec_data").setLevel(logging.INFO)
 
     def _load(self) -> tuple[TargetBackend, Plan, CaptureSettings]:
-        """Load the target and prove it."""
         torch.set_num_threads(self.threads)
         setup, plan = set_up(self.target, (), self.options), load_plan(self.out / WORK)
         here = settings(setup, []) | {"corpus": plan.settings["corpus"]}

@@ -208,11 +208,7 @@ def open_corpus(
 
 
 def check_outside_corpus(out: str, sources: Iterable[str]) -> None:
-    """Check that --out lies outside the corpus, which would include its files.
-
-    Raises:
-        ConfigError: it is inside the corpus.
-    """
+    """Raise ConfigError if --out lies inside the corpus, which would include its files."""
     for directory in filter(None, map(corpus_directory, sources)):
         if Path(out).resolve().is_relative_to(directory.resolve()):
             raise ConfigError(
@@ -358,11 +354,7 @@ def differences(new: dict[str, Any], saved: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_changes(changed: list[str], where: Path | str) -> None:
-    """Refuse to resume, or to mix with, data made with other settings.
-
-    Raises:
-        ConfigError: `changed` is not empty; it names every field that differs.
-    """
+    """Raise ConfigError for data made with other settings: every field that differs, if any."""
     if changed:
         raise ConfigError(
             f"{where} holds data made with other settings, which must not be mixed:\n  "
@@ -445,11 +437,7 @@ def find_plan(corpus: CorpusReader, setup: Setup, out: Path) -> Plan:
 
 
 def check_still_planned(out: Path, plan: Plan) -> None:
-    """Check that `plan` is still the saved one; the caller holds the lock of the plan.
-
-    Raises:
-        RunError: another command has replaced the plan since this worker read it.
-    """
+    """Raise RunError if another command has replaced the plan; the caller holds its lock."""
     saved = read_plan_record(out / WORK)
     if saved is None or saved.settings != plan.settings:
         raise RunError(
@@ -459,11 +447,7 @@ def check_still_planned(out: Path, plan: Plan) -> None:
 
 
 def refuse_other_files(out: Path) -> None:
-    """Refuse a directory that holds other files than those of an unfinished dataset.
-
-    Raises:
-        DatasetError: it does.
-    """
+    """Raise DatasetError if a directory holds other files than an unfinished dataset has."""
     if out.exists() and any(p.name != WORK for p in out.iterdir()):
         raise DatasetError(
             f"{out} is not empty and not a directory of spec-data; choose another --out (nothing "
@@ -483,9 +467,9 @@ def discard_plan(work: Path) -> None:
 
 
 # -- which drafts can be fitted --------------------------------------------------------------------
-# Known before the capture, and proven when it begins. A draft needs the target's sizes and its
-# rotary frequencies. Families of the registry have both from their config.json. Those of other
-# families are derived: sizes from config.json, frequencies from the loaded target.
+# A draft needs the target's sizes and its rotary frequencies. Families of the registry have both
+# from their config.json. Those of other families are derived before the capture, and proven when it
+# begins: sizes from config.json, frequencies from the loaded target.
 
 
 @dataclass(frozen=True)
@@ -494,7 +478,7 @@ class Fitting:
 
     Attributes:
         problems: by draft, why it cannot be fitted; None if it can.
-        lines: what can be fitted, then a line for each reason why others cannot.
+        lines: the same in words.
     """
 
     problems: dict[str, str | None]
@@ -508,7 +492,7 @@ def announce_drafts(setup: Setup) -> Fitting:
         TargetError: there is none, and --layers names no layers.
     """
     options, names = setup.options, setup.target["architectures"]
-    known, shape_problem = registered(names), None
+    family, shape_problem = registered(names), None
     try:
         config_shape(json.loads(config_json(setup, torch.float32)), with_rope=False)
     except DraftError as error:
@@ -519,13 +503,13 @@ def announce_drafts(setup: Setup) -> Fitting:
         unstored = data_problem(draft, options.supervision, options.final)
         problems[draft] = shape_problem or no_layers or unstored
     fitted = ", ".join(draft for draft, problem in problems.items() if problem is None)
-    family = (
-        f"{known} is registered"
-        if known
+    about = (
+        f"{family} is registered"
+        if family
         else f"{', '.join(names) or setup.target['model_type']} is not registered: its shape is "
         "derived, and proven or refused before the capture"
     )
-    lines = [f"{fitted or 'none'} ({family})"]
+    lines = [f"{fitted or 'none'} ({about})"]
     for problem in dict.fromkeys(filter(None, problems.values())):
         lines.append(f"not {', '.join(d for d in problems if problems[d] == problem)}: {problem}")
     for line in lines:
@@ -546,9 +530,7 @@ def _refuse_unless_asked(setup: Setup, problem: str) -> None:
 
 
 def find_positions(setup: Setup, plan: Plan, target: TargetBackend) -> Positions:
-    """Read and prove the positions of a loaded target.
-
-    A difference between the target's modules and its config.json is logged as a warning.
+    """Read and prove the positions of a loaded target; warn where its config.json differs.
 
     Raises:
         TargetError: no draft can be fitted, because the family is not registered and nothing was

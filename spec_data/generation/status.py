@@ -47,12 +47,9 @@ class WorkerProgress(msgspec.Struct, kw_only=True):
 
     Attributes:
         worker: its name, such as "0/4" or "ray-1"; lock: the "i/n" whose lock is held for it.
-        host: its machine; started, updated: Unix times.
-        state: "loading", "capturing", "done", "failed", "stopped" (by Ctrl-C or SIGTERM), or in a
-            `Status` "lost" if the process was killed.
+        started, updated: Unix times.
         plan_tokens: of the whole plan.
         unit: the unit in work; unit_tokens, unit_done: its tokens, and those captured.
-        units_done: number of units that it finished.
         tokens, seconds: tokens captured here, and how long that took.
         error: why it failed.
     """
@@ -95,7 +92,6 @@ class ProgressFile:
     """Keeps the file of this process up to date; its methods may be called from several threads."""
 
     def __init__(self, out: Path, plan: Plan, worker: str, lock: str) -> None:
-        """Make the file of a process that begins to load its target; see `WorkerProgress`."""
         self.progress = WorkerProgress(
             worker=worker,
             lock=lock,
@@ -139,13 +135,10 @@ class ProgressFile:
     def end(self, error: BaseException | None = None) -> None:
         """The process captures nothing more: it is done, was stopped, or failed with `error`."""
         with self._guard:
-            if isinstance(error, KeyboardInterrupt):
-                self.progress.state = STOPPED
-            elif error is not None:
-                self.progress.state = FAILED
+            stopped = STOPPED if isinstance(error, KeyboardInterrupt) else FAILED
+            self.progress.state = DONE if error is None else stopped
+            if self.progress.state == FAILED:
                 self.progress.error = " ".join(str(error).split()) or type(error).__name__
-            else:
-                self.progress.state = DONE
             self._write()
 
     @contextlib.contextmanager
@@ -171,10 +164,7 @@ class ProgressFile:
 
 
 def read_progress(out: Path) -> list[WorkerProgress]:
-    """Return what every process that worked on `out` has written, in the order of their beginning.
-
-    Files that cannot be read are left out.
-    """
+    """Return what every process that worked on `out` has written, in the order of their start."""
     processes = []
     for file in (out / WORK / WORKERS).glob("*.json"):
         with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -184,11 +174,7 @@ def read_progress(out: Path) -> list[WorkerProgress]:
 
 @dataclass(frozen=True, kw_only=True)
 class Status(Result):
-    """How far a directory is.
-
-    `tokens` and the figures made from it are None before the first worker has begun. Figures of a
-    sealed dataset are those of its manifest, which has no workers.
-    """
+    """How far a directory is; `tokens` is None before the first worker has begun."""
 
     path: Path
     sealed: bool
@@ -249,15 +235,15 @@ def read_status(out: Path) -> Status:
     work = out / WORK
     if (out / MANIFEST).is_file():
         manifest = Manifest.read(out / MANIFEST)
-        count, totals = len(manifest.shards), manifest.totals
+        count, tokens = len(manifest.shards), manifest.totals.tokens
         return Status(
             path=out,
             sealed=True,
             units=count,
             units_done=count,
-            tokens=totals.tokens,
-            tokens_done=totals.tokens,
-            bytes=totals.bytes,
+            tokens=tokens,
+            tokens_done=tokens,
+            bytes=manifest.totals.bytes,
             eta_seconds=0.0,
         )
     if not work.is_dir():

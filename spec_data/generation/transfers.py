@@ -58,10 +58,7 @@ class CopyStream:
 
 
 def copy_stream(device: torch.device, columns: Sequence[str]) -> CopyStream | None:
-    """Return what copies states of `device` to the host, one batch late; None: at once.
-
-    `columns` are those that are stored.
-    """
+    """Return what copies states for `columns` to the host, one batch late; None: at once."""
     return None if device.type != "cuda" or "logits" in columns else CopyStream(device)
 
 
@@ -100,11 +97,10 @@ class Arrival:
 
 
 # -- encoding --------------------------------------------------------------------------------------
-# `encode_columns` runs on the device of the target and only queues work there; `store` runs on the
-# host, when the result has arrived. No step in between asks the device for a number.
+# `encode_columns` only queues work on the device of the target; `store` runs on the host, when the
+# result has arrived. No step in between asks the device for a number.
 #
-# Shapes: n tokens of a batch that a column stores, W values of a token, D documents of the batch.
-
+# Shapes: n tokens of a batch that a column stores, W values of a token.
 
 _NON_FINITE, _CONSTANT = 1, 2  # what makes the vector of a token unusable
 _UNUSABLE, _AWAY = ".unusable", ".away"  # added to the name of a column
@@ -117,7 +113,7 @@ def encode_columns(
 
     Args:
         values: the columns [n] or [n, W] of `forward_columns`.
-        columns: the columns to store; the loss mask is stored already.
+        columns: those to store; the loss mask is stored already.
         tables: of the lossy columns.
 
     Returns:
@@ -164,10 +160,10 @@ def store(
     """Copy what has arrived to the documents of a unit, and note those with unusable states.
 
     Args:
-        arrival: of the result of `encode_columns`.
-        values: the columns that it was made from; tokens that escape a codec are read from them.
+        arrival: of the result of `encode_columns`, made from `values`, of which tokens that escape
+            a codec are read.
         batch: whose documents these are.
-        columns: the columns to store.
+        columns: those to store.
         data: of the unit.
         broken: receives the reason by document.
     """
@@ -178,11 +174,11 @@ def store(
         bounds, start = data.row_offsets(column), 0  # of the tokens in the unit, and in the batch
         stored = arrays[column.name]
         reasons = arrays.get(column.name + _UNUSABLE)
-        places = []
+        slices = []
         for d in batch.documents:
             there = slice(int(bounds[d]), int(bounds[d + 1]))
             here = slice(start, start + there.stop - there.start)
-            places.append(here)
+            slices.append(here)
             if not column.lossy:
                 data.tokens[column.name][there] = stored[here].view(column.storage)
             if reasons is not None and reasons[here].any():
@@ -197,8 +193,8 @@ def store(
         states = np.zeros((0, column.width or 1), np.uint16)
         if len(away):
             states = bf16_bits(arrival.rows(values[column.name], away))
-        blobs = compressors().map(compress, [stored[here] for here in places])
-        for d, here, blob in zip(batch.documents, places, blobs, strict=True):
+        blobs = compressors().map(compress, [stored[here] for here in slices])
+        for d, here, blob in zip(batch.documents, slices, blobs, strict=True):
             first, last = np.searchsorted(away, [here.start, here.stop])
             rows = (away[first:last] - here.start).astype(np.int32)
             data.coded[column.name][d] = Encoded(blob, rows, states[first:last])

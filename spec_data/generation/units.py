@@ -104,11 +104,7 @@ def clear_leftovers(out: Path, units: Iterable[int]) -> None:
 
 
 def check_free_space(out: Path, needed: int, stage: bool = False) -> None:
-    """Check that `needed` bytes fit on the disk of `out`, or of the `stage` of a remote folder.
-
-    Raises:
-        RunError: they do not.
-    """
+    """Raise RunError if `needed` bytes do not fit on the disk of `out`, perhaps a `stage`."""
     free = shutil.disk_usage(out).free
     if needed > free and stage:
         raise RunError(
@@ -143,8 +139,8 @@ def explained_failures(out: Path) -> Iterator[None]:
 def finalize(out: Path, checked: set[int], others: bool = False) -> Manifest | None:
     """Check every unit and turn the directory into a dataset.
 
-    Each worker calls this after it has released its own lock. Two that finish together come here
-    one after the other, so the second one sees that nobody else is running.
+    Each worker calls this after it has released its own lock. Of two that finish together, the
+    second one sees that nobody else is running.
 
     Args:
         out: the directory.

@@ -97,22 +97,15 @@ def launched_worker(workers: str, environ: Mapping[str, str] = os.environ) -> Wo
     """
     asked = int(workers.partition("/")[2] or 0)
     launched = [_launched_by(*names, environ, asked) for names in _LAUNCHERS if names[0] in environ]
+    if asked and not launched:
+        names = ", ".join(index for index, _, _ in _LAUNCHERS)
+        raise ConfigError(f"--workers {workers}: no launcher has set a rank ({names}); {_ADVICE}")
     torchrun = [w for w in launched if w.torchrun]
     others = [w for w in launched if w.count > 1 and not w.torchrun]
-    for outer in others if torchrun else []:
-        if _number(environ, "GROUP_WORLD_SIZE", outer.count) != outer.count:
-            raise ConfigError(
-                f"--workers auto: {torchrun[0].reason}, but {outer.reason}: each of these "
-                f"{outer.count} processes has started a torchrun of its own. Start torchrun with "
-                f"--nnodes {outer.count} and one --rdzv-endpoint, or without it"
-            )
     several = torchrun or others
     if len(several) > 1:
         reasons = " and ".join(w.reason for w in several)
         raise ConfigError(f"--workers auto: {reasons} contradict each other; {_ADVICE}")
-    if asked and not launched:
-        names = ", ".join(index for index, _, _ in _LAUNCHERS)
-        raise ConfigError(f"--workers {workers}: no launcher has set a rank ({names}); {_ADVICE}")
     worker = [*several, *launched, Worker(reason="no launcher has set a rank: one worker")][0]
     if asked and asked != worker.count:
         raise ConfigError(f"--workers {workers}: {worker.reason} says {worker.count} workers")
@@ -138,32 +131,35 @@ def _launched_by(
         raise ConfigError(
             f"--workers auto: {reason} contradict each other; number the workers from 0"
         )
-    on_machine = _number(environ, local) if local in environ else None
-    torchrun = index == "RANK"
-    return Worker(index=number, count=count, local=on_machine, torchrun=torchrun, reason=reason)
+    return Worker(
+        index=number,
+        count=count,
+        local=_number(environ, local) if local in environ else None,
+        torchrun=index == "RANK",
+        reason=reason,
+    )
 
 
-def _number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
-    text = environ.get(name, str(default))
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "0")
     if not re.fullmatch(r"\d+", text):
         raise ConfigError(f"--workers auto: {name}={text!r} is not a number from 0; {_ADVICE}")
     return int(text)
 
 
 def device_of(worker: Worker, device: str, gpus: int) -> str:
-    """Return the --device of a worker: with several visible GPUs, the one of its local number.
+    """Return the --device of a worker: of several visible GPUs, the one of its local number.
 
     Args:
         worker: by its launcher.
         device: --device.
-        gpus: GPUs that this process sees; one, if the launcher gives each process its own.
+        gpus: that this process sees; one, if the launcher gives each process its own.
 
     Raises:
         ConfigError: the machine has fewer GPUs than workers.
     """
-    if worker.local is None or gpus == 0 or (gpus == 1 and not worker.torchrun):
-        return device
-    if device not in ("auto", "cuda"):
+    alone = gpus == 0 or (gpus == 1 and not worker.torchrun)
+    if worker.local is None or alone or device not in ("auto", "cuda"):
         return device
     if worker.local >= gpus:
         raise ConfigError(
@@ -183,11 +179,7 @@ def device_of(worker: Worker, device: str, gpus: int) -> str:
 
 @contextmanager
 def planning_lock(out: Path) -> Iterator[None]:
-    """Hold the lock of the plan of `out`, which is made if it does not exist; wait for it.
-
-    Raises:
-        ConfigError: the directory cannot be made.
-    """
+    """Hold the lock of the plan of `out`, which is made if it does not exist; wait for it."""
     make_directory("--out", out / WORK)
     lock = FileLock(out / WORK / "plan.lock", thread_local=False)
     try:
@@ -225,8 +217,8 @@ def worker_lock(out: Path, worker: str) -> Iterator[None]:
 def running_workers(work: Path, patience: float = 0.0) -> list[str]:
     """Return the workers ("i/n") whose lock in `work` (OUT/.generate) a process holds now.
 
-    The caller's own is among them if it holds one. A lock that is released within `patience`
-    seconds does not count: another process may hold it only to look at it.
+    A lock that is released within `patience` seconds does not count: another process may hold it
+    only to look at it.
     """
     return [worker for worker, file in _held(work) if not patience or not _free(file, patience)]
 

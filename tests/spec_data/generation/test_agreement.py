@@ -116,7 +116,7 @@ def test_ids_of_another_tokenizer_are_refused_early_and_a_flag_goes_on(trained, 
     corpus = trained.corpus("foreign", trained.foreign())
     given = arguments(options(trained.path, corpus, tmp_path / "data", mask="all", **TRAINED))
     with pytest.raises(
-        CorpusError, match=r"foreign\.jsonl.*not this tokenizer's.*allow_high_nll"
+        CorpusError, match=r"foreign\.jsonl.*not this tokenizer's.*--allow-high-nll"
     ) as refused:
         spec_data.generate(**given)
     assert "ln V = 5.97" in str(refused.value)
