@@ -36,7 +36,7 @@ from spec_train.training.settings import (
     total_steps,
     with_intervals,
 )
-from spec_train.training.start_draft import new_draft, with_shape
+from spec_train.training.start_draft import load_start, new_draft, with_shape
 from spec_train.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,10 @@ def fit(draft_name: str, config: Training, options: DraftOptions) -> FitResult:
             run = at_end.enter_context(contextlib.closing(RunDirectory(config.out, config.keep)))
             started = run.started()
         started = ranks.gather(started)[0]
-        options = with_shape(kind, config, options, dataset, started)
+        start = None
+        if config.init_from is not None and started is None:
+            start = load_start(kind, config, dataset, ranks.device)
+        options = with_shape(options, dataset, start, started)
         config = sized(config, dataset, ranks.world_size, started)
         border = None if started is None else started["split_border"]
         splits = make_splits(dataset, config, ranks.world_size, border)
@@ -92,7 +95,7 @@ def fit(draft_name: str, config: Training, options: DraftOptions) -> FitResult:
         counts = None
         if saved is None:
             counts = count_supervised_tokens(dataset, splits.train, ranks)
-            draft = new_draft(kind, config, options, dataset, head, counts)
+            draft = new_draft(kind, config, options, dataset, head, counts, start)
         else:
             draft = kind.from_pretrained(saved.path)
             draft.use_options(options)  # a few of them may change when a run resumes

@@ -25,7 +25,7 @@ from spec_train.training.announce import announce
 from spec_train.training.fit import count_supervised_tokens, open_data
 from spec_train.training.ranks import Ranks
 from spec_train.training.settings import resolve_config, sized, total_steps, with_intervals
-from spec_train.training.start_draft import new_draft, with_shape
+from spec_train.training.start_draft import load_start, new_draft, with_shape
 from spec_train.training.trainer import Trainer
 
 STEPS = 6
@@ -105,7 +105,8 @@ def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:
         dataset = open_data(config)
         kind = draft_class(draft_name)
         kind.check_data(options, dataset.manifest)
-        options = with_shape(kind, config, options, dataset, None)
+        start = load_start(kind, config, dataset, ranks.device) if config.init_from else None
+        options = with_shape(options, dataset, start)
         config = sized(resolve_config(config, dataset), dataset, 1, None)
         splits = make_splits(dataset, config)
         total = total_steps(config, splits)
@@ -113,18 +114,15 @@ def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:
         dtype = compute_dtype(config.dtype, ranks.device)
         head = TargetHead.from_dataset(parts_of(dataset)[0], dtype, ranks.device)
         counts = count_supervised_tokens(dataset, splits.train, ranks)
-        draft = new_draft(kind, config, options, dataset, head, counts)
+        draft = new_draft(kind, config, options, dataset, head, counts, start)
         short = dataclasses.replace(config, eval_every=None, save_every=None)
         trainer = Trainer(draft, head, short, dataset, splits, min(total, STEPS), None, ranks)
         announce(trainer, splits, total)
-        return probe(trainer, config, total)
+        return _measure(trainer, config, total)
 
 
-def probe(trainer: Trainer, config: Training, total: int) -> DryRun:
-    """Run the few steps of `trainer`, which has no run directory, and return what a run costs.
-
-    `config` and `total` are the options of that run and its number of steps.
-    """
+def _measure(trainer: Trainer, config: Training, total: int) -> DryRun:
+    """Run the few steps of `trainer`; `config` and `total` steps are those of the whole run."""
     times: list[float] = []
     cuda = trainer.device.type == "cuda"
     if cuda:
@@ -136,7 +134,11 @@ def probe(trainer: Trainer, config: Training, total: int) -> DryRun:
             trainer.run(lambda: times.append(time.perf_counter()))
     finally:
         logging.disable(before)
-    peak = torch.cuda.max_memory_allocated(trainer.device) if cuda else _peak_bytes()
+    if cuda:
+        peak = torch.cuda.max_memory_allocated(trainer.device)
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     gaps = [b - a for a, b in itertools.pairwise(times)]
     validations = 1 + -(-total // (config.eval_every or max(1, total)))
     step = validation = seconds = None
@@ -159,9 +161,3 @@ def probe(trainer: Trainer, config: Training, total: int) -> DryRun:
         checkpoint_bytes=draft + weights + moments,
         checkpoints=config.keep,
     )
-
-
-def _peak_bytes() -> int:
-    """Return the largest resident memory of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_data.models.devices import compute_dtype
 from spec_data.models.families import block_count
 from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import UNKNOWN, load_positions
@@ -34,47 +35,55 @@ _SHAPE = (
 """Options that decide a draft's shape. Biases are not here: "auto" keeps those of the draft."""
 
 
+def load_start(
+    kind: type[Draft], config: Training, dataset: Documents, device: torch.device
+) -> Draft:
+    """Read the draft of --init-from.
+
+    Raises:
+        MissingError, DraftError: it cannot be read, or is of another kind.
+    """
+    folder = resolve_draft_dir(str(config.init_from))
+    dtype = compute_dtype(config.dtype, device)
+    head = TargetHead.from_dataset(parts_of(dataset)[0], dtype, device)
+    facts = TargetFacts(  # what a draft of another tool may leave to its target
+        num_layers=block_count(dataset.target_config()),
+        embedding=head.embed_weight,
+        head=head.head_weight,
+    )
+    start = load_draft(folder, facts, accept_edited=config.accept_edited)
+    if start.name != kind.name:
+        raise DraftError(
+            f"--init-from {folder}: holds a draft of the kind {start.name}; fit it with "
+            f"`spec-train fit {start.name}`"
+        )
+    return start
+
+
 def with_shape(
-    kind: type[Draft],
-    config: Training,
     options: DraftOptions,
     dataset: Documents,
-    started: dict[str, Any] | None,
+    start: Draft | None = None,
+    started: dict[str, Any] | None = None,
 ) -> DraftOptions:
     """Return the options of a draft with every size: that of --init-from, else the target's.
 
     Options that have another value than their default were given by the user, and stay. A run that
     resumes (`started` is its identity) has the shape that it began with.
-
-    Raises:
-        MissingError, DraftError: the draft cannot be read, or is of another kind.
     """
-    if config.init_from is not None:
-        options = _with_shape_of_start(kind, config, options, dataset, started)
-    blocks = block_count(dataset.target_config()) or 0
-    return options.sized(dataset.manifest.hidden_size, blocks)
-
-
-def _with_shape_of_start(
-    kind: type[Draft],
-    config: Training,
-    options: DraftOptions,
-    dataset: Documents,
-    started: dict[str, Any] | None,
-) -> DraftOptions:
-    if started is not None and started.get("init_from") == config.init_from:
+    shape: dict[str, Any] = {}
+    if start is not None:
+        shape = to_dict(start.options) | {key: getattr(start.config, key) for key in _SIZES}
+        if not start.full_vocabulary:  # its size may have been chosen by coverage or by a file
+            shape["draft_vocab_size"] = start.config.draft_vocab_size
+        if start.config.layers:
+            shape["layers"] = ",".join(map(str, start.config.layers))
+    elif started is not None and started.get("init_from") is not None:
         shape = started
-    else:
-        draft = _load(kind, config, dataset, TargetHead.from_dataset(parts_of(dataset)[0]))
-        shape = to_dict(draft.options) | {key: getattr(draft.config, key) for key in _SIZES}
-        if not draft.full_vocabulary:  # its size may have been chosen by coverage or by a file
-            shape["draft_vocab_size"] = draft.config.draft_vocab_size
-        if draft.config.layers:
-            shape["layers"] = ",".join(map(str, draft.config.layers))
-        if shape.get("confidence_weight"):  # 0: the draft has no such head, else only a weight
-            del shape["confidence_weight"]
     default = {f.name: f.default for f in dataclasses.fields(options)}
-    names = {*_SHAPE, "confidence_weight"} & default.keys()
+    names = set(_SHAPE) & default.keys()
+    if shape.get("confidence_weight") == 0:  # the draft has no such head; else it is only a weight
+        names.add("confidence_weight")
     if _vocabulary_options(options):
         names.discard("draft_vocab_size")
     changes = {
@@ -82,7 +91,8 @@ def _with_shape_of_start(
         for key in names
         if shape.get(key) is not None and getattr(options, key) == default[key]
     }
-    return dataclasses.replace(options, **changes)
+    blocks = block_count(dataset.target_config()) or 0
+    return dataclasses.replace(options, **changes).sized(dataset.manifest.hidden_size, blocks)
 
 
 def _vocabulary_options(options: DraftOptions) -> list[str]:
@@ -97,14 +107,15 @@ def new_draft(
     dataset: Documents,
     head: TargetHead,
     counts: Tensor,
+    start: Draft | None,
 ) -> Draft:
-    """Return a draft that `config.seed` initialises, or that of --init-from.
+    """Return a draft that `config.seed` initialises, or `start`, connected to the target.
 
     `counts` are the supervised tokens of the training documents, int64 [V].
 
     Raises:
-        MissingError, DraftError: the draft of --init-from cannot be read, is of another kind, shape
-            or target, or has another vocabulary than options ask for.
+        DraftError: `start` is of another shape or target, or has another vocabulary than options
+            ask for.
     """
     torch.manual_seed(config.seed)
     recorded = [load_positions(part) for part in parts_of(dataset)]
@@ -116,64 +127,31 @@ def new_draft(
         token_counts=counts,
         positions=next((p for p in recorded if p.kind != UNKNOWN), recorded[0]),
     )
-    if config.init_from is None:
+    if start is None:
         return fresh
-    return _start_from(kind, config, options, dataset, head, fresh)
-
-
-def _start_from(
-    kind: type[Draft],
-    config: Training,
-    options: DraftOptions,
-    dataset: Documents,
-    head: TargetHead,
-    fresh: Draft,
-) -> Draft:
-    """Return the draft of --init-from, connected to the dataset's target.
-
-    `fresh` is a new draft of these options: its shape must be that of the loaded one.
-    """
-    loaded = _load(kind, config, dataset, head)
     where = f"--init-from {config.init_from}"
-    loaded.update_config(**_unlearned(loaded.config, fresh.config))
+    start.update_config(**_unlearned(start.config, fresh.config))
     ignored: dict[str, Any] = {"dtype": "", "origin": {}}  # of the file; `join` checks the target
-    ignored |= dict.fromkeys(type(loaded.config).of_files)
+    ignored |= dict.fromkeys(type(start.config).of_files)
     # "auto" follows the target in a new draft; a draft that exists keeps the biases that it has
     ignored |= dict.fromkeys(options.biases_of_target, "")
-    old, new = to_dict(loaded.config), to_dict(fresh.config)
+    old, new = to_dict(start.config), to_dict(fresh.config)
     if differing := differing_settings(old | ignored, new | ignored):
         raise DraftError(
             f"{where}: the draft has another shape or target than this run:\n  "
             + "\n  ".join(differing)
             + "\nUse the options of that draft, or leave --init-from out"
         )
-    for warning in loaded.join(head, dataset.manifest, where):
+    for warning in start.join(head, dataset.manifest, where):
         log.warning("warning: %s", warning)
     asked = _vocabulary_options(options)
-    if asked and not torch.equal(loaded.draft_ids.cpu(), fresh.draft_ids.cpu()):
+    if asked and not torch.equal(start.draft_ids.cpu(), fresh.draft_ids.cpu()):
         raise DraftError(
             f"{where}: the draft has a vocabulary of its own, with other tokens than "
             f"--{asked[0].replace('_', '-')} chooses; leave that out"
         )
-    loaded.use_options(options)
-    return loaded
-
-
-def _load(kind: type[Draft], config: Training, dataset: Documents, head: TargetHead) -> Draft:
-    """Read the draft of --init-from; `head` is the target's."""
-    folder = resolve_draft_dir(str(config.init_from))
-    facts = TargetFacts(  # what a draft of another tool may leave to its target
-        num_layers=block_count(dataset.target_config()),
-        embedding=head.embed_weight,
-        head=head.head_weight,
-    )
-    loaded = load_draft(folder, facts, accept_edited=config.accept_edited)
-    if loaded.name != kind.name:
-        raise DraftError(
-            f"--init-from {folder}: holds a draft of the kind {loaded.name}; fit it with "
-            f"`spec-train fit {loaded.name}`"
-        )
-    return loaded
+    start.use_options(options)
+    return start
 
 
 def _unlearned(loaded: Any, fresh: Any) -> dict[str, Any]:

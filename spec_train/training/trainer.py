@@ -111,7 +111,7 @@ class Trainer:
         self._pending: Sums = {}  # sums since the last line of metrics
         self._pending_tokens = 0
         self._clock = time.perf_counter(), 0.0  # time of that line, and `stream.waited` then
-        self._grad_norm = self._lr = self._step_loss = 0.0
+        self._grad_norm = self._lr = 0.0
         self._trained, self._validated = "", "-"  # loss and acceptance length, for the bar
         self._held_step = self._saved_step = -1
         self._signals: list[int] = []
@@ -160,8 +160,6 @@ class Trainer:
                     self.save()
                     break
                 self._train_step(step)
-                if self.step < self.config.log_every:  # later the mean since the last line is shown
-                    self._trained = f"loss {self._step_loss:.3f}, "
                 if self._due(self.config.log_every):
                     self._log(step)
                 if self._due(self.config.eval_every):
@@ -192,7 +190,9 @@ class Trainer:
             raise
         if step is None:
             self.ranks.call_stop()
-        mine = self._no_counts() if step is None else self._slot_counts(step)
+            mine = self._no_counts()
+        else:
+            mine = slot_counts(self.draft, step, "train", self.config.seed, self.device)
         self._counts, stopped = self.ranks.agree(
             mine, stop=step is None, stopping=lambda: self._signals
         )
@@ -234,10 +234,6 @@ class Trainer:
         else:  # momentum would still move the weights
             log.warning("warning: step %d has no slot to train on; weights stay", self.step + 1)
         self.step += 1
-        self._step_loss = sum(values) * self.ranks.world_size  # as this rank estimates it
-
-    def _slot_counts(self, step: Step) -> Tensor:
-        return slot_counts(self.draft, step, "train", self.config.seed, self.device)
 
     def _refuse_non_finite(self, step: Step, losses: list[float]) -> None:
         """Raise on all ranks: one non-finite loss makes the gradient norm non-finite on each."""

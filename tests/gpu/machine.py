@@ -114,7 +114,10 @@ def watched(done: Trained) -> type[trainer.Trainer]:
             with counting() as syncs:
                 super()._train_step(step)
             done.syncs[-1] += syncs
-            done.losses.append(self._step_loss)
+
+        def _refuse_non_finite(self, step: Any, losses: list[float]) -> None:
+            done.losses.append(sum(losses))
+            super()._refuse_non_finite(step, losses)
 
     return Watched
 

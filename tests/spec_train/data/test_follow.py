@@ -20,7 +20,7 @@ from spec_train.data.splits import make_splits
 from spec_train.drafts import DRAFTS
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.training.fit import open_data
-from spec_train.training.start_draft import with_shape
+from spec_train.training.start_draft import load_start, with_shape
 from spec_train.training.trainer import Trainer
 from tests import forked
 from tests.forked import Forked
@@ -152,8 +152,9 @@ def test_a_draft_to_start_from_is_read_before_the_directory_is_sealed(source, re
     generate_units(source, tmp_path / "data", 2)
     config = config_of(tmp_path / "data", tmp_path / "run", init_from=str(reference))
     dataset, options = FollowedDataset(tmp_path / "data"), Eagle3Options(ttt_steps=2)
-    found = with_shape(DRAFTS["eagle3"], config, options, dataset, None)
-    assert found.draft_vocab_size == OPTIONS.draft_vocab_size != options.draft_vocab_size
+    start = load_start(DRAFTS["eagle3"], config, dataset, torch.device("cpu"))
+    shape = with_shape(options, dataset, start)
+    assert shape.draft_vocab_size == OPTIONS.draft_vocab_size != options.draft_vocab_size
 
 
 def test_documents_that_capture_leaves_out_keep_their_place(source, tmp_path, monkeypatch):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from spec_data.shards.errors import DatasetError
+from spec_train.training import trainer
 from spec_train.training.settings import with_intervals
-from spec_train.training.trainer import Trainer
 from tests.factory import random_documents, tiny_dataset
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import OPTIONS, change, masters, run
@@ -48,13 +48,14 @@ def test_a_step_without_a_slot_moves_no_weight(config, monkeypatch, caplog):
     """Slots can also be missing because the draft vocabulary has none of their tokens."""
     run(change(config, steps=3, save_every=3))
     before = masters(config.out)
-    original = Trainer._slot_counts
+    original, steps = trainer.slot_counts, []
 
-    def none_at_last(self, step):
-        counts = original(self, step)
-        return torch.zeros_like(counts) if self.step == 3 else counts
+    def none_at_last(draft, step, split, *run):
+        counts = original(draft, step, split, *run)
+        steps.append(step)
+        return torch.zeros_like(counts) if len(steps) == 4 else counts
 
-    monkeypatch.setattr(Trainer, "_slot_counts", none_at_last)
+    monkeypatch.setattr(trainer, "slot_counts", none_at_last)
     other = change(config, out=config.out + "-4", steps=4, lr=1e-3, save_every=3, keep=9)
     run(other)
     folders = [Path(other.out) / f"checkpoint-0000000{step}" for step in (3, 4)]
