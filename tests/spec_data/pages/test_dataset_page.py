@@ -209,15 +209,6 @@ def test_a_view_has_a_page_of_its_documents_and_of_what_it_left_out(data, tmp_pa
     assert 14 in [count for _, count in left], "the documents of the other source"
 
 
-def test_a_converted_dataset_has_a_page(data, target, tmp_path):
-    spec_data.export_dataset(data, "specforge", tmp_path / "states")
-    spec_data.convert(tmp_path / "states", target, tmp_path / "made", from_="specforge")
-    found = dataset_page(tmp_path / "made")
-    facts = dict(part(found, "Overview", "table", "What it is")["rows"])
-    assert facts["captured"].startswith("by SpecForge")
-    assert len(part(found, "Tokens", "viewer")["data"]["documents"]) == 20
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_spans_mark_what_was_marked(seed):
     flags = np.random.default_rng(seed).random(40) < 0.5

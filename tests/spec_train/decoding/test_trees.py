@@ -172,20 +172,6 @@ def test_sampling_is_plain_sampling_with_the_same_seed(
     assert accepted > 10
 
 
-def test_stop_tokens_and_limits_are_kept(target, prompts, trained_eagle) -> None:
-    prompt = prompts[9]
-    full = decode_plain(target, Request(prompt, Greedy(), LIMIT)).tokens
-    for stop in dict.fromkeys(full):
-        want = full[: full.index(stop) + 1]
-        got = grow(target, trained_eagle, prompt, stop={stop})
-        assert got.tokens == want and got.stopped
-        check_counts(got, 4, LIMIT)
-    for limit in range(1, 12):
-        got = grow(target, trained_eagle, prompt, limit=limit)
-        assert got.tokens == full[:limit] and not got.stopped
-        check_counts(got, 4, limit)
-
-
 def test_eval_decodes_with_trees(workplace, capsys) -> None:
     with_chains = run_eval(config_of(workplace))
     chains_shown = capsys.readouterr().out

@@ -14,7 +14,6 @@ from spec_train.evaluation import on_target
 from spec_train.evaluation.decoding_metrics import (
     Response,
     decoding_metrics,
-    modelled_speed,
     speed,
 )
 from spec_train.evaluation.eval_table import table
@@ -201,25 +200,6 @@ def test_sums_by_set_are_those_of_plain_loops():
         for depth, rate in enumerate(line["accept_rate"]):
             tried = [one for one in own if one.tried > depth]
             assert rate == sum(one.accepted > depth for one in tried) / len(tried)
-
-
-def test_the_modelled_speedup_is_that_of_a_schedule():
-    """Rounds and passes played one after the other, in units of a pass of the target."""
-    draw = random.Random(1)
-    rounds, cost, verification = rounds_of(draw, 500), 0.07, 1.2
-    clock = tokens = passes = 0.0
-    for one in rounds:
-        for _ in range(one.drafted):
-            clock += cost
-            passes += 1
-        clock += verification
-        tokens += one.emitted
-    expected = tokens / clock  # the target alone takes one unit for a token
-    count = len(rounds)
-    measured = {"cost_ratio": cost, "verification_ratio": verification}
-    metrics = {"acceptance_length": tokens / count, "draft_passes": passes, "rounds": count}
-    found = modelled_speed({**metrics, "speed": measured}, 0.0)
-    assert found["speedup"] == pytest.approx(expected, rel=1e-9)
 
 
 def test_costs_are_unknown_without_a_timed_pair():

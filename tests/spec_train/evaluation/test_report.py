@@ -66,13 +66,6 @@ def test_on_the_targets_own_responses_simulated_decoding_is_the_real_one(target,
     assert total[ON_POLICY] == total[TOKENS]
 
 
-def test_packing_changes_no_chain(target, prompts, trained):
-    documents = [respond(target, p) for p in prompts[:5]]
-    together = trained.chains(batch_of(target, documents), HEAD, STEPS)
-    alone = [trained.chains(batch_of(target, [d]), HEAD, STEPS) for d in documents]
-    same_but_for_a_tie(together[0].tolist(), torch.cat(alone, dim=1)[0].tolist())
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, target) -> Path:
     folder = tmp_path_factory.mktemp("data") / "tiny"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import spec_train
-from spec_data.pages.page import Page, page_bytes
+from spec_data.pages.page import Page
 from spec_data.shards.errors import ConfigError, MissingError, RunError
 from spec_train.cli import main
 from spec_train.reports import run_page
@@ -15,7 +15,6 @@ from spec_train.reports.results import Run, evaluations
 from spec_train.reports.run_page import page_of, short_names
 from spec_train.training.result import better
 from tests.spec_train.reports.written import (
-    ATTACK,
     data_figures,
     real_figures,
     write_run,
@@ -253,11 +252,3 @@ def test_wrong_places_are_named(tmp_path, capsys):
 def test_names_tell_paths_apart():
     assert short_names([Path("a/x/run"), Path("a/other")]) == ["run", "other"]
     assert short_names([Path("a/x/run"), Path("a/y/run")]) == ["a/x/run", "a/y/run"]
-
-
-def test_texts_of_the_data_never_become_markup(tmp_path):
-    write_run(tmp_path / "run", note=ATTACK)
-    figures = real_figures(ATTACK) | {"data": data_figures(0, ATTACK)}
-    (tmp_path / "e.json").write_text(json.dumps(figures))
-    page = page_of([tmp_path / "run", tmp_path / "e.json"])
-    assert b"<img" not in page_bytes(page) and b"onerror" in page_bytes(page)
