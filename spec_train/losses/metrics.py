@@ -17,12 +17,8 @@ A draft's sums are float64 tensors. Most are [S], with one entry per depth (unro
     at_risk      chains, whole or not, in the slot mask up to this depth and hit at every depth
                  before it
     kept         those of `at_risk` that are hit at this depth too
-
-Drafts that forecast their acceptance add three sums of [B], by ranges of the forecast: see
-`reliability`.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -106,34 +102,12 @@ def summarise_parts(
 ) -> dict[str, Any]:
     """Return the figures of all parts together, and PART_FIGURES of named ones as "loss/name"."""
     total = add_sums(parts.values())
-    figures: dict[str, Any] = summarise(total) | reliability(total)
+    figures: dict[str, Any] = summarise(total)
     for name, sums in parts.items():
         if name:
             own = summarise(sums)
             figures |= {f"{figure}/{name}": own.get(figure) for figure in PART_FIGURES}
     return figures
-
-
-def reliability(sums: Sums) -> dict[str, list[list[float | None]]]:
-    """Return what the forecasts of a draft were worth; nothing for a draft that makes none.
-
-    "confidence_bins" has, for every range b/B to (b+1)/B of the forecast, the weight of its drafted
-    tokens, the mean forecast and the share that was kept; None in a range without tokens. The sums
-    "confidence_number", "confidence_sum" and "confidence_accepted" are float64 [B].
-    """
-    if "confidence_number" not in sums:
-        return {}
-    names = ("confidence_number", "confidence_sum", "confidence_accepted")
-    table = torch.stack([sums[name].double().cpu() for name in names], dim=1).tolist()  # [B, 3]
-    bins: list[list[float | None]] = []
-    for weight, forecast, accepted in table:
-        means = [forecast / weight, accepted / weight] if weight else [None, None]
-        bins.append([_finite(value) for value in (weight, *means)])
-    return {"confidence_bins": bins}
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -1,10 +1,8 @@
 """Acceptance figures of chains written by hand; sums add up."""
 
-import numpy as np
-import pytest
 import torch
 
-from spec_train.losses.metrics import add_sums, chain_sums, reliability, summarise
+from spec_train.losses.metrics import add_sums, chain_sums, summarise
 
 
 def _sums(hits: list[list[int]], drafted: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -65,30 +63,3 @@ def test_what_was_not_measured_is_none_and_never_nan() -> None:
     figures = summarise(_sums([[0], [0]], [[0], [0]]))
     assert figures.pop("loss") == figures.pop("chains") == 0
     assert set(figures.values()) == {None}
-
-
-def test_reliability_is_the_mean_of_every_range():
-    """Forecasts and acceptances drawn at random, summed token by token."""
-    rng = np.random.default_rng(0)
-    forecast, kept, weight = rng.random((3, 200))
-    forecast *= 0.7  # nothing in the highest ranges
-    sums = {
-        name: torch.zeros(10, dtype=torch.float64)
-        for name in ("confidence_number", "confidence_sum", "confidence_accepted")
-    }
-    for f, k, w in zip(forecast, kept, weight, strict=True):
-        for name, value in zip(sums, (1.0, f, k), strict=True):
-            sums[name][int(10 * f)] += w * value
-    bins = reliability(sums)["confidence_bins"]
-    for b, (total, mean, share) in enumerate(bins):
-        own = (forecast >= b / 10) & (forecast < (b + 1) / 10)
-        if not own.any():
-            assert (total, mean, share) == (0.0, None, None)
-            continue
-        assert total == pytest.approx(weight[own].sum())
-        assert mean == pytest.approx(np.average(forecast[own], weights=weight[own]))
-        assert share == pytest.approx(np.average(kept[own], weights=weight[own]))
-    assert bins[9] == [0.0, None, None]
-    assert reliability({"loss": torch.zeros(3)}) == {}
-    sums["confidence_sum"][0] = float("nan")
-    assert reliability(sums)["confidence_bins"][0][1] is None  # JSON has no NaN

@@ -121,15 +121,14 @@ def expected_weights(
 #                  the blocks
 #     kind, kind_weight []  with another loss than ce+l1: its weighted sum, and the sum of its
 #                  weights
-#     confidence_* [10] of trained drafts by their confidence, in tenths, weighted like their loss:
-#                  sum of weights (number), of confidence (sum) and of acceptance (accepted)
+#     confidence_* []  of trained drafts with a forecast, weighted like their loss: sum of weights
+#                  (number), of confidence (sum) and of acceptance (accepted)
 #
 # c*_j is the acceptance of draft j, also where the target's choice is outside the draft vocabulary.
 # A chain of `metrics` is a block here: draft d is a hit if it is the target's choice after the
 # document's own tokens up to it. So `acceptance_length` is comparable with that of other drafts.
 
 
-BINS = 10
 TERMS = ("cross_entropy", "l1", "confidence_bce")
 
 

@@ -57,7 +57,6 @@ from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import DraftLoss, LayersDraft
 from spec_train.drafts.drafting import Drafter, Proposal
 from spec_train.drafts.dspark.blocks import (
-    BINS,
     Blocks,
     Forecasts,
     drafted_mask,
@@ -540,13 +539,10 @@ def _sums(
         sums["kind"] = (ce_weights * figures.loss.double()).sum()
         sums["kind_weight"] = ce_weights.sum()
     if forecasts is not None:
-        confidence = forecasts.confidence.double()
-        index = (confidence * BINS).long().clamp(0, BINS - 1)  # [R]; a nan has any
-        zero = torch.zeros(BINS, dtype=torch.float64, device=confidence.device)
         sums |= {
-            "confidence_number": zero.index_add(0, index, w),
-            "confidence_sum": zero.index_add(0, index, w * confidence),
-            "confidence_accepted": zero.index_add(0, index, w * acceptance),
+            "confidence_number": w.sum(),
+            "confidence_sum": (w * forecasts.confidence.double()).sum(),
+            "confidence_accepted": (w * acceptance).sum(),
         }
     return sums
 

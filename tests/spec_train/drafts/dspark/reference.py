@@ -59,7 +59,7 @@ def reference_loss(
     ids, confident = slow_layer.draft_ids(state, len(config.head_rows)), "confidence_head.proj.bias"
     sums, zero = Sums(config.depth), torch.zeros((), dtype=torch.float64)
     terms, term_weights, kind = [zero, zero, zero], [0.0, 0.0, 0.0], zero
-    tau, blocks, tenths = 0.0, 0, torch.zeros(3, 10, dtype=torch.float64)
+    tau, blocks, forecasts = 0.0, 0, torch.zeros(3, dtype=torch.float64)
     for document in documents:
         hits = {}
         for anchor in document.picks:
@@ -96,8 +96,7 @@ def reference_loss(
                         terms[2] = terms[2] + w * bce
                         term_weights[2] += w
                         forecast = float(c.detach())
-                        tenth = tenths[:, min(int(forecast * 10), 9)]
-                        tenth += tenth.new_tensor([w, w * forecast, w * float(accepted)])
+                        forecasts += forecasts.new_tensor([w, w * forecast, w * float(accepted)])
                 sums.add(d, judged, entropy)
             if draft_counts(document.m, anchor, 0):
                 tau, blocks = tau + expected, blocks + 1
@@ -108,7 +107,7 @@ def reference_loss(
         sums |= {"kind": float(kind.detach()), "kind_weight": term_weights[0]}
     if confident in state:
         names = ("confidence_number", "confidence_sum", "confidence_accepted")
-        sums |= dict(zip(names, tenths.tolist(), strict=True))
+        sums |= dict(zip(names, forecasts.tolist(), strict=True))
     alphas = config.ce_weight, config.l1_weight, config.confidence_weight
     if config.loss is not None:
         terms[0], alphas = kind, (1.0, 0.0, config.confidence_weight)
