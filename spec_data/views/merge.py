@@ -142,11 +142,7 @@ def check_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset) ->
 
 
 def _common_columns(inputs: Sequence[HiddenStatesDataset]) -> tuple[Column, ...]:
-    """Return the columns that all datasets have, stored at the tokens at which all store them.
-
-    Raises:
-        DatasetError: they have no layer in common.
-    """
+    """Return the columns that all datasets have, stored at the tokens at which all store them."""
     manifests = [dataset.manifest for dataset in inputs]
     first = manifests[0]
     layers = set.intersection(*(set(m.layers) for m in manifests))

@@ -308,11 +308,7 @@ def sample_size(amount: str, count: int) -> int:
 
 
 def _chosen_layers(layers: str, manifest: Manifest) -> tuple[int, ...]:
-    """Return the layers to keep: ids, or those that were captured for a draft.
-
-    Raises:
-        ConfigError: the dataset records no layers of this draft. DraftError: no such layer.
-    """
+    """Return the layers to keep: ids, or those that were captured for a draft."""
     if not layers[:1].isalpha():
         return chosen_layers(layers, manifest.layers)
     recorded = manifest.draft_layers

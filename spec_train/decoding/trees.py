@@ -185,14 +185,9 @@ class TreeDrafter:
         return self._pruned(torch.cat(nodes), torch.cat(score), torch.cat(parent))
 
     def _expand(self, states: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the likeliest children of nodes.
+        """Return target ids int64 [m, k] and log-likelihoods float32 [m, k] of likeliest children.
 
-        Args:
-            states: the draft's states of the nodes [m, H], in its dtype.
-            score: log-likelihoods of the nodes, float32 [m].
-
-        Returns:
-            Target ids int64 [m, k] and log-likelihoods float32 [m, k] of the children.
+        Of nodes with the draft's states [m, H], in its dtype, and log-likelihoods float32 [m].
         """
         logits = self._chain.draft.logits(states)  # [m, Vd]
         count = min(self._shape.topk, logits.shape[-1])
@@ -200,11 +195,9 @@ class TreeDrafter:
         return self._chain.draft.draft_ids[top.indices], top.values + score[:, None]
 
     def _pruned(self, tokens: Tensor, score: Tensor, parent: Tensor) -> DraftTree:
-        """Make a tree of the likeliest of N candidates.
+        """Return the tree of the likeliest of N candidates, by log-likelihoods float32 [N].
 
-        Args:
-            tokens: target ids, int64 [N]. score: log-likelihoods, float32 [N].
-            parent: index of the parent candidate or ROOT, int64 [N].
+        `tokens` are target ids, `parent` the index of the parent candidate or ROOT, int64 [N] each.
         """
         nodes = self._likeliest(score, self._shape.nodes).sort().values
         number = torch.full_like(tokens, ROOT)  # candidate -> node

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from spec_data.models.rope_settings import rope_parameters
 from spec_data.shards.errors import SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, layer_column
+from spec_train.data.mixture import count_dataset
 from spec_train.diagnosis.sample import Reading, Sample
 from spec_train.drafts import Draft
+from spec_train.drafts.config import special_ids
 from spec_train.drafts.mask_token import usual_mask_tokens
-from spec_train.losses.head import TargetHead
+from spec_train.drafts.vocabulary import choose_draft_vocabulary
 
 Tensors = dict[str, Tensor]
 
@@ -31,16 +34,17 @@ _THETAS = (10_000.0, 500_000.0, 1_000_000.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A draft, how it reads states, and what is known of its target."""
+    """A draft, how it reads states, and the data of its target."""
 
     draft: Draft
     reading: Reading
     sample: Sample
-    target_config: dict[str, Any]
-    chosen: Tensor | None = None
-    """The draft vocabulary that `fit` would choose on the dataset, int64 [Vd] ascending."""
-    mask_tokens: dict[int, str] = field(default_factory=dict)
-    """Ids that may be the mask token, and why (see `mask_tokens`)."""
+    dataset: HiddenStatesDataset
+
+    @cached_property
+    def token_counts(self) -> Tensor:
+        """Supervised tokens of the dataset by id, int64 [V]."""
+        return torch.from_numpy(count_dataset(self.dataset))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +219,7 @@ def _rope(setting: Setting) -> Iterator[Neighbour]:
     declared = dict(setting.draft.config.rope_parameters)
     others: dict[str, dict[str, Any]] = {}
     with suppress(SpecDataError, KeyError, TypeError):  # its settings cannot be a draft's
-        targets = rope_parameters(setting.target_config)
+        targets = rope_parameters(setting.dataset.target_config())
         values = ", ".join(f"{name} = {value}" for name, value in targets.items())
         others[f"the rope of the target, {values}"] = targets
         theta = targets["rope_theta"]
@@ -252,9 +256,31 @@ def _slot_layout(setting: Setting) -> Iterator[Neighbour]:
 
 
 def _mask_token(setting: Setting) -> Iterator[Neighbour]:
-    for token, why in setting.mask_tokens.items():
-        declared = setting.draft.config.mask_token_id
-        if token != declared:
+    """Yield other mask tokens, likeliest first; nothing for a draft that reads none.
+
+    A mask token is the id of an embedding row, and nothing else marks it: the row is the target's
+    and frozen, or the draft's and trained. So the id decides what the draft computes in both cases,
+    and ids with equal rows are alike. The learned states of a P-EAGLE draft, `mask_hidden`, stand
+    beside that row and do not replace it.
+    """
+    draft, config, dataset = setting.draft, setting.draft.config, setting.dataset
+    declared = getattr(config, "mask_token_id", None)
+    slots = draft.depth if draft.name == "peagle" else getattr(config, "block_size", 1)
+    if declared is None or slots <= 1:  # of one depth, or a block of one slot
+        return
+    raw, counts = dataset.target_config(), setting.token_counts
+    targets = setting.sample.head.embed_weight  # [V, H]
+    usual = usual_mask_tokens(dataset.target_dir, {**text_table(raw), **raw}, targets, counts)
+    rows = draft.embed_tokens.weight.detach()  # [V, H]
+    if config.train_embeddings and rows.shape == targets.shape:
+        moved = (rows.float() - targets.to(rows.device).float()).norm(dim=-1)  # [V]
+        moved[counts.to(moved.device) > 0] = 0
+        furthest = "of the tokens that no answer contains, the one that training changed most"
+        usual = {int(moved.argmax()): furthest} | usual
+    different = [rows[declared]]
+    for token, why in usual.items():
+        if not any(torch.equal(rows[token], row) for row in different):
+            different.append(rows[token])
             text = f"mask_token_id = {token} instead of {declared}: {why}"
             yield Neighbour(text=text, config={"mask_token_id": token})
 
@@ -270,8 +296,9 @@ def _vocabulary_map(setting: Setting) -> Iterator[Neighbour]:
         "d2t taken for token ids": declared - rows,
         "token ids taken for offsets": declared + rows,
     }
-    if setting.chosen is not None:
-        others["the most frequent tokens of the dataset"] = setting.chosen
+    special = special_ids(setting.dataset.target_config())
+    frequent = choose_draft_vocabulary(setting.token_counts, len(declared), special)
+    others["the most frequent tokens of the dataset"] = frequent
     for text, ids in others.items():
         inside = bool(((ids >= 0) & (ids < vocab)).all()) and len(ids.unique()) == len(ids)
         if inside and not torch.equal(ids, declared):
@@ -334,52 +361,3 @@ KINDS: dict[str, Callable[[Setting], Iterator[Neighbour]]] = {
     "embedding": _embedding,
 }
 """The kinds of conventions, each a check of `checks.CHECKS`, and what finds its neighbours."""
-
-
-# -- mask tokens -----------------------------------------------------------------------------------
-# A mask token is the id of an embedding row, and nothing else marks it: the row is the target's and
-# frozen, or the draft's own and trained. So the id decides what the draft computes in both cases.
-# The learned states of a P-EAGLE draft, `mask_hidden`, stand beside that row and do not replace it.
-
-
-def reads_mask_token(draft: Draft) -> bool:
-    """Return whether a draft computes anything from its mask token.
-
-    Only a P-EAGLE draft of one depth and a block of one slot do not; other kinds have none.
-    """
-    if getattr(draft.config, "mask_token_id", None) is None:
-        return False
-    return (draft.depth if draft.name == "peagle" else draft.config.block_size) > 1
-
-
-def mask_tokens_to_try(
-    draft: Draft, dataset: HiddenStatesDataset, head: TargetHead, counts: Tensor
-) -> dict[int, str]:
-    """Return ids that may be the mask token of a draft's training, and why; likeliest first.
-
-    Empty for a draft that reads no mask token. Ids with the embedding of the declared one, or of an
-    id before them, are left out: the draft computes the same with them.
-
-    Args:
-        draft, dataset: the draft; a dataset of its target, for the tokenizer.
-        head: the target's embedding.
-        counts: supervised tokens by id, int64 [V].
-    """
-    if not reads_mask_token(draft):
-        return {}
-    raw, config = dataset.target_config(), draft.config
-    tables: dict[str, Any] = {**text_table(raw), **raw}
-    targets = head.embed_weight  # [V, H]
-    usual = usual_mask_tokens(dataset.target_dir, tables, targets, counts)
-    rows = draft.embed_tokens.weight.detach()  # [V, H]
-    if config.train_embeddings and rows.shape == targets.shape:
-        moved = (rows.float() - targets.to(rows.device).float()).norm(dim=-1)  # [V]
-        moved[counts.to(moved.device) > 0] = 0
-        furthest = "of the tokens that no answer contains, the one that training changed most"
-        usual = {int(moved.argmax()): furthest} | usual
-    different, tokens = [rows[config.mask_token_id]], {}
-    for token, why in usual.items():
-        if not any(torch.equal(rows[token], row) for row in different):
-            different.append(rows[token])
-            tokens[token] = why
-    return tokens

@@ -13,8 +13,6 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from spec_data.models.devices import compute_dtype, usable_device
 from spec_data.models.resolve import cached_model, local_directory
 from spec_data.models.target_options import EngineOptions
@@ -22,7 +20,6 @@ from spec_data.shards.errors import DatasetError, DraftError, SpecDataError
 from spec_data.shards.identity import compare
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine as verify_dataset
-from spec_train.data.mixture import count_dataset
 from spec_train.diagnosis.checks import (
     FINDING,
     Check,
@@ -31,12 +28,10 @@ from spec_train.diagnosis.checks import (
     one_per_name,
     undecided,
 )
-from spec_train.diagnosis.conventions import Setting, mask_tokens_to_try, reads_mask_token
+from spec_train.diagnosis.conventions import Setting
 from spec_train.diagnosis.sample import LEAST_DOCUMENTS, Reading, TooFewDocuments, read_sample
 from spec_train.diagnosis.trials import LONGEST, Trials, run_trials, trial_checks
 from spec_train.drafts import Draft, own_files, read_draft
-from spec_train.drafts.config import special_ids
-from spec_train.drafts.vocabulary import choose_draft_vocabulary
 from spec_train.evaluation.exporting import find_target
 from spec_train.evaluation.on_dataset import check_sizes, target_facts
 from spec_train.evaluation.run_record import read_run
@@ -53,7 +48,6 @@ from spec_train.formats.preflight import (
 )
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.formats.write import with_facts_in
-from spec_train.losses.head import TargetHead
 from spec_train.training.run_directory import resolve_draft_dir
 
 _VERIFIED_BYTES = 4 * 10**9  # of a dataset that is verified here; a larger one takes minutes
@@ -247,10 +241,7 @@ def _target_checks(
 ) -> Iterator[Check]:
     """Compare the target and the prompts of the draft, of the dataset and of serving.
 
-    Args:
-        origin: what the draft records of its training; empty for drafts of other trainers.
-        dataset: the dataset, if there is one.
-        target: the target that serves, with its identity; None: not given.
+    `origin` is what the draft records of its training; empty for drafts of other trainers.
     """
     stored = dataset.manifest.identity if dataset is not None else {}
     served = target.identity if target is not None else {}
@@ -325,15 +316,8 @@ def _try_conventions(
         fewer = {"ttt_steps": LONGEST, "position_weights": "auto"}
         draft.use_options(dataclasses.replace(draft.options, **fewer))
     try:
-        sample = read_sample(draft, dataset, **given)
-        setting = Setting(
-            draft=draft,
-            reading=Reading(tuple(draft.state_columns)),
-            sample=sample,
-            target_config=dataset.target_config(),
-            **_from_token_counts(dataset, draft, sample.head),
-        )
-        trials = run_trials(setting)
+        sample, reading = read_sample(draft, dataset, **given), Reading(tuple(draft.state_columns))
+        trials = run_trials(Setting(draft=draft, reading=reading, sample=sample, dataset=dataset))
     except TooFewDocuments as error:
         text = f"give a dataset of at least {LEAST_DOCUMENTS} documents: {error}"
         return [undecided("conventions", text)], None
@@ -342,18 +326,3 @@ def _try_conventions(
             return [undecided("conventions", f"the dataset cannot be read: {error}")], None
         raise
     return list(trial_checks(trials)), trials
-
-
-def _from_token_counts(
-    dataset: HiddenStatesDataset, draft: Draft, head: TargetHead
-) -> dict[str, Any]:
-    """Return the fields of `Setting` that the token counts of a dataset decide, if they matter."""
-    if draft.full_vocabulary and not reads_mask_token(draft):
-        return {}
-    counts = torch.from_numpy(count_dataset(dataset))
-    fields: dict[str, Any] = {"mask_tokens": mask_tokens_to_try(draft, dataset, head, counts)}
-    if not draft.full_vocabulary:
-        special = special_ids(dataset.target_config())
-        size = draft.config.draft_vocab_size
-        fields["chosen"] = choose_draft_vocabulary(counts, size, special)
-    return fields

@@ -13,7 +13,7 @@ from spec_data.models.reading import load_tokenizer
 from spec_data.pages.dataset_page import dataset_page, shown_documents, spans_of
 from spec_data.pages.page import page_bytes
 from spec_data.shards.errors import MissingError
-from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.shards.reader import HiddenStatesDataset
 from tests.remote_tools import forget_memory, put_in_memory
 from tests.spec_data.pages.reading_pages import part, read_document
 from tests.spec_data.runs import run, save_target, write_corpus
@@ -70,12 +70,14 @@ def test_totals_and_bytes_are_those_of_the_shards(page, data, rows):
     assert predicting == supervised and len(columns) == 8
 
 
-def test_lengths_and_sources_count_every_document(page, rows):
+def test_lengths_and_sources_count_every_document(page, data, rows):
     lengths = sorted(len(row["input_ids"]) for row in rows)
     for share, most in part(page, "Documents", "table", "Length of documents")["rows"]:
         assert most == lengths[math.floor(share * (len(lengths) - 1))]
     table = part(page, "Documents", "table", "Sources")["rows"]
-    for name, documents, tokens, supervised, share, *_ in table:
+    measured = HiddenStatesDataset(data).manifest.agreement.sources
+    for name, documents, tokens, supervised, share, first, _, nll, _ in table:
+        assert (first, nll) == (measured[name].share, measured[name].nll)
         own = [row for row in rows if row["source"] == name]
         assert documents == len(own) and tokens == sum(len(row["input_ids"]) for row in own)
         assert supervised == sum(int(row["loss_mask"].sum()) for row in own)
@@ -87,31 +89,6 @@ def test_what_was_left_out_is_counted_by_reason(page):
     counts = dict(part(page, "What was left out", "table", "From rows to documents")["rows"])
     assert counts["corpus rows read"] == 22 and counts["documents kept"] == 20
     assert counts["  dropped: duplicate"] == 2
-
-
-@pytest.fixture(scope="module")
-def head(data):
-    return load_head_tensors(data)["lm_head"].double().tolist()
-
-
-def test_agreement_by_source_equals_a_loop_over_tokens(page, rows, head):
-    table = part(page, "Documents", "table", "Sources")["rows"]
-    for name, *_, tokens, _, first, _, nll, _ in table:
-        seen = hits = 0
-        total = 0.0
-        for row in rows:
-            if row["source"] != name:
-                continue
-            for t in range(1, len(row["input_ids"])):
-                if not row["loss_mask"][t]:
-                    continue
-                seen += 1
-                hits += int(row["target_argmax"][t - 1]) == int(row["input_ids"][t])
-                state = row["hidden.final"][t - 1].double()
-                z = math.fsum((state * state.new_tensor(head[int(row["input_ids"][t])])).tolist())
-                total += float(row["target_logsumexp"][t - 1]) - z
-        assert (tokens, first) == (seen, pytest.approx(hits / seen))
-        assert nll == pytest.approx(total / seen, abs=0.02), "states are stored in bf16"
 
 
 def test_the_viewer_holds_every_token_of_every_document(page, data, rows):

@@ -18,7 +18,7 @@ from spec_train.decoding.trees import (
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy, make_sampler
 from tests.families import FAMILIES, VOCAB, WINDOW, tiny_model
-from tests.spec_train.decoding.test_chains import COLUMNS, FORWARD, prompt_of, states
+from tests.spec_train.decoding.test_chains import COLUMNS, FORWARD, check_counts, prompt_of, states
 from tests.spec_train.drafts.any_draft import draft_for, teach
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import LIMIT, config_of, decodes_alike_everywhere, run_eval
@@ -79,16 +79,6 @@ class ScriptedTrees:
         return DraftTree(found, parents)
 
 
-def check_counts(generation: Generation, depth: int, limit: int) -> None:
-    assert len(generation.tokens) == 1 + sum(r.emitted for r in generation.steps)
-    for number, r in enumerate(generation.steps):
-        last = number == len(generation.steps) - 1
-        assert 0 <= r.accepted <= r.tried <= depth
-        assert r.tried - r.accepted in (0, 1)
-        assert r.emitted == r.accepted + 1 or (last and r.emitted == r.accepted)
-    assert len(generation.tokens) <= limit
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_is_plain_greedy_with_branches_and_paths_of_every_length(family: str) -> None:
     """Prompt and response pass the window of the sliding families several times over."""
@@ -104,7 +94,7 @@ def test_greedy_is_plain_greedy_with_branches_and_paths_of_every_length(family: 
         drafter = ScriptedTrees(script, aux, seed)
         got = decode_tree(model, masks, drafter, COLUMNS, Request(prompt, Greedy(), 48), 4)  # type: ignore[arg-type]
         assert got.tokens == plain.tokens
-        check_counts(got, 4, 48)
+        check_counts(got, 4, 48, trees=True)
         lengths |= {r.accepted for r in got.steps}
         branchy |= drafter.branchy
     assert lengths >= {0, 1, 2, 3, 4}
@@ -152,7 +142,7 @@ def test_trees_are_lossless_and_accept_more_than_chains(
             assert (
                 generation.tokens == decode_plain(target, Request(prompt, Greedy(), LIMIT)).tokens
             )
-            check_counts(generation, 4, LIMIT)
+            check_counts(generation, 4, LIMIT, decode is grow)
         rounds = [r for generation in got for r in generation.steps]
         lengths.append(sum(r.emitted for r in rounds) / len(rounds))
     assert lengths[1] > lengths[0] + 0.1 > 1.2, lengths

@@ -92,6 +92,11 @@ def test_named_sets_become_prompts(hub, tokenizer):
         ("speed-bench: coding", "d", ()),
         ("speed-bench: qa", "e", ()),
     ]
+    found = grouped("speed-bench", tokenizer, limit=1)  # of each category, which come in order
+    assert found == [("speed-bench: coding", "a", ()), ("speed-bench: qa", "e", ())]
+    for names in ("mt-bench,spec-bench", "spec-bench,speculators"):
+        with pytest.raises(ConfigError, match="both have the prompts of"):
+            read_prompts(names, Template(tokenizer, {}))
 
 
 def test_spec_bench_has_its_six_parts_and_speculators_its_nine_files(hub, tokenizer):
@@ -102,18 +107,6 @@ def test_spec_bench_has_its_six_parts_and_speculators_its_nine_files(hub, tokeni
     found = grouped("speculators", tokenizer)
     assert {name for name, _, _ in found} == {f"speculators: {name}" for name in FILES}
     assert len(found) == 2 * len(FILES)
-
-
-def test_the_limit_counts_each_category_of_speed_bench(hub, tokenizer):
-    """Its rows are in the order of the categories: the first ones are all of one."""
-    found = grouped("speed-bench", tokenizer, limit=1)
-    assert found == [("speed-bench: coding", "a", ()), ("speed-bench: qa", "e", ())]
-
-
-def test_two_sets_with_the_same_prompts_are_refused(hub, tokenizer):
-    for names in ("mt-bench,spec-bench", "spec-bench,speculators"):
-        with pytest.raises(ConfigError, match="both have the prompts of"):
-            read_prompts(names, Template(tokenizer, {}))
 
 
 NOTICE = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
