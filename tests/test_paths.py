@@ -50,27 +50,17 @@ def refused(program, words, capsys):
     return capsys.readouterr().err
 
 
-DATA_COMMANDS = [
-    ("generate --corpus c --out o --target", "--target"),
-    ("generate --target t --out o --corpus", "--corpus"),
-    ("generate --target t --corpus c --out o --config", "--config"),
-    ("estimate --target t --corpus c --out o --json", "--json"),
-    ("generate --target t --corpus c --out o --log-file", "--log-file"),
-]
-TRAIN_COMMANDS = [
-    ("fit eagle3 --data d --out", "--out"),
-    ("fit eagle3 --data d --out o --init-from", "--init-from"),
-    ("fit eagle3 --data d --out o --config", "--config"),
-    ("eval --data d --draft", "--draft"),
-    ("eval --draft d --data d --json", "--json"),
-    ("export --draft", "--draft"),
-]
-
-
 @pytest.mark.parametrize(
     ("program", "words", "flag"),
-    [(spec_data, *row) for row in DATA_COMMANDS] + [(spec_train, *row) for row in TRAIN_COMMANDS],
-    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else value.__name__,
+    [
+        (spec_data, "generate --target t --out o --corpus", "--corpus"),
+        (spec_data, "generate --target t --corpus c --out o --log-file", "--log-file"),
+        (spec_data, "estimate --target t --corpus c --out o --json", "--json"),
+        (spec_train, "fit eagle3 --data d --out", "--out"),
+        (spec_train, "fit eagle3 --data d --out o --config", "--config"),
+        (spec_train, "eval --data d --draft", "--draft"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_remote_storage_is_refused_by_every_path_option(here, capsys, program, words, flag):
     """`--out s3://...` once created a local directory named `s3:` and exited 0."""
@@ -79,12 +69,11 @@ def test_remote_storage_is_refused_by_every_path_option(here, capsys, program, w
     assert not list(here.iterdir())
 
 
-@pytest.mark.parametrize("words", ["inspect", "verify --data"])
-def test_options_of_datasets_accept_some_urls(here, capsys, words):
+def test_options_of_datasets_accept_some_urls(here, capsys):
     """Storage that cannot be read is refused by name; the rest is read (docs/remote.md)."""
-    said = refused(spec_data, [*words.split(), "ftp://host/data"], capsys)
+    said = refused(spec_data, ["inspect", "ftp://host/data"], capsys)
     assert "--data ftp://host/data: ftp:// is not supported; use one of s3://" in said
-    said = refused(spec_data, [*words.split(), "memory://nothing/here"], capsys)
+    said = refused(spec_data, ["inspect", "memory://nothing/here"], capsys)
     assert "memory://nothing/here: no manifest.json there" in said
     assert not list(here.iterdir())
 
@@ -108,8 +97,6 @@ def test_python_and_config_files_refuse_remote_storage(here, target, corpus):
     ("text", "advice"),
     [
         ("hf://datasets/org/name", "such as org/name"),
-        ("file:///data/x", "local path without it"),
-        ("https://host/x.jsonl", "download the file"),
         ("abfss://c@a.dfs.core.windows.net/x", "local path, such as that of a mount"),
         ("", "is a shell variable not set"),
         ("a\0b", "expected a value"),
@@ -120,17 +107,10 @@ def test_other_values_that_name_no_path(text, advice):
         check_value("--corpus", text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["org/name", "org/name:config", "name@split", "C:/x", "data:2", "d/e:0.5", "a:b", "-1,3"],
-)
-def test_hub_ids_weights_and_local_paths_stay_fine(text):
-    check_value("--corpus", text)
-
-
-def test_a_local_directory_that_looks_like_a_scheme_can_be_used(here):
+def test_hub_ids_weights_and_local_paths_stay_fine(here):
     (here / "s3:").mkdir()
-    check_value("--data", "s3:/x")
+    for text in ("org/name:config", "name@split", "C:/x", "d/e:0.5", "-1,3", "s3:/x"):
+        check_value("--corpus", text)
 
 
 def places(tmp_path):
@@ -163,7 +143,7 @@ def test_every_command_that_writes_refuses_them_before_any_work(
     tmp_path, capsys, target, corpus, kinds
 ):
     made = ["--target", target, "--corpus", corpus, "--out"]
-    for path, _ in places(tmp_path)[:5]:
+    for path, _ in places(tmp_path)[1:4:2]:
         for program, words in (
             (spec_data, ["generate", *made, path]),
             (spec_data, ["estimate", *made, path]),
@@ -230,39 +210,19 @@ def kinds(tmp_path_factory, target, corpus):
 
 
 WRONG = [
-    (spec_train, "fit eagle3 --out o --data {corpus}", "a corpus", "spec-data generate"),
     (spec_train, "fit eagle3 --out o --data {corpus}:2", "a corpus", "spec-data generate"),
-    (spec_train, "fit eagle3 --out o --data {target}", "a target", "spec-data generate"),
-    (spec_train, "fit eagle3 --out o --data {draft}", "a draft", "check the path"),
     (spec_train, "fit eagle3 --out o --data {run}", "a run", "check the path"),
     (spec_train, "fit eagle3 --out o --data {unfinished}", "not sealed", "spec-data generate"),
     (spec_train, "fit eagle3 --out o --data {empty}", "an empty directory", "check the path"),
     (spec_train, "fit eagle3 --out o --data {nothing}", "no such dataset", "check the path"),
     (spec_train, "fit eagle3 --out o --follow --data {corpus}", "a corpus", "spec-data generate"),
-    (spec_train, "eval --draft {target} --data {dataset}", "a target", "check the path"),
     (spec_train, "eval --draft {run} --data {export}", "a draft", "check the path"),
-    (
-        spec_train,
-        "eval --draft {run} --target {target} --prompts {nothing}",
-        "no such file",
-        "path",
-    ),
+    (spec_train, "eval --draft {run} --target {target} --prompts {nothing}", "no such file", "pa"),
     (spec_train, "report {run} {nothing}", "no such file or run", "check the path"),
     (spec_train, "doctor --draft {target}", "a target", "check the path"),
-    (spec_train, "doctor --draft {run} --target {draft}", "a draft", "check the path"),
     (spec_train, "export --draft {dataset}", "a dataset", "check the path"),
     (spec_data, "generate --out o --corpus {corpus} --target {draft}", "a draft", "check the path"),
-    (spec_data, "generate --out o --corpus {corpus} --target {run}", "a run", "check the path"),
-    (
-        spec_data,
-        "generate --out o --corpus {dataset} --target {target}",
-        "a dataset",
-        "check the path",
-    ),
     (spec_data, "generate --out o --corpus {nothing} --target {target}", "no such file", "check"),
-    (spec_data, "verify {run}", "a run", "check the path"),
-    (spec_data, "verify {unfinished}", "not sealed", "spec-data generate"),
-    (spec_data, "inspect {corpus}", "a corpus", "spec-data generate"),
     (spec_data, "select {dataset} --out o --not-in {corpus}", "a corpus", "spec-data generate"),
     (spec_data, "status {corpus}", "a corpus", "check the path"),
 ]
@@ -290,18 +250,14 @@ def test_a_wrong_path_is_found_before_anything_heavy_is_imported(here, kinds):
     subprocess.run([sys.executable, "-c", program, json.dumps(rows)], check=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *((name, Kind.DRAFT) for known in CLASSES.values() for name in known),
-        *((name, None) for name in NAMES["others"]),
-        *((name, Kind.TARGET) for name in TARGETS),
-        ("Eagle2_5_VLForConditionalGeneration", Kind.TARGET),
-    ],
-)
-def test_every_known_class_is_a_draft_or_a_target(tmp_path, name, kind):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
-    if kind is None:  # its reader says what it is
-        assert what_is(tmp_path) in (Kind.DRAFT, Kind.MODEL)
-    elif kind is Kind.TARGET or name not in TARGETS:  # one name of EAGLE-1 is that of its target
-        assert what_is(tmp_path) is kind
+def test_every_known_class_is_a_draft_or_a_target(tmp_path):
+    drafts = {name for names in CLASSES.values() for name in names} - set(TARGETS)
+    targets = {*TARGETS, "Eagle2_5_VLForConditionalGeneration"}
+    for names, kinds in (
+        (drafts, {Kind.DRAFT}),
+        (targets, {Kind.TARGET}),
+        (NAMES["others"], {Kind.DRAFT, Kind.MODEL}),  # its reader says what it is
+    ):
+        for name in names:
+            (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+            assert what_is(tmp_path) in kinds, name

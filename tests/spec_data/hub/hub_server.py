@@ -10,6 +10,7 @@ import json
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs
 
 from huggingface_hub import constants
 
@@ -111,6 +112,10 @@ class _Handler(BaseHTTPRequestHandler):
             hub.commits[found[1]].append(files)
             oid = hub.sha(found[1])
             self._json({"success": True, "commitOid": oid, "commitUrl": f"{hub.url}/c/{oid}"})
+        elif found := re.fullmatch(r"/api/datasets/(.+?/.+?)/paths-info/(\w+)", path):
+            form = parse_qs(body.decode()) if body[:1] != b"{" else json.loads(body)
+            files = hub.files(found[1], found[2])
+            self._json([_entry(n, files[n]) for n in form["paths"] if n in files])
         else:
             self._unknown()
 
@@ -122,12 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         if found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(?:/revision/(\w+))?", path):
             self._info(found[1], found[2] or "main")
         elif found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/tree/(\w+)(/.*)?", path):
-            files = hub.files(found[1], found[2])
-            entries = [
-                {"type": "file", "path": n, "size": len(b), "oid": _oid(b)}
-                for n, b in files.items()
-            ]
-            self._json(entries)
+            self._json([_entry(n, b) for n, b in hub.files(found[1], found[2]).items()])
         elif path == "/api/agent-harnesses":  # which programs the client recognises
             self._send(404)
         elif found := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/(\w+)/(.+)", path):
@@ -157,6 +157,12 @@ class _Handler(BaseHTTPRequestHandler):
             if name in hub.broken:
                 self._send(503)
                 return
+            if part := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or ""):
+                first, last = int(part[1]), min(int(part[2]), len(data) - 1)
+                hub.downloads.append(f"{name} {last + 1 - first}")
+                where = f"bytes {first}-{last}/{len(data)}"
+                self._send(206, data[first : last + 1], Content_Range=where)
+                return
             hub.downloads.append(name)
         etag = _oid(data)
         if name in hub.damaged:
@@ -172,6 +178,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _unknown(self) -> None:
         self.server_hub.unknown.append(f"{self.command} {self.path}")
         self._send(404, b"{}")
+
+
+def _entry(name: str, data: bytes) -> dict:
+    return {"type": "file", "path": name, "size": len(data), "oid": _oid(data)}
 
 
 def _oid(data: bytes) -> str:

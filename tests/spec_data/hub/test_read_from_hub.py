@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import re
-from urllib.parse import parse_qs
 
 import pytest
 import torch
@@ -13,45 +11,13 @@ from spec_data.corpus.record_reader import CorpusReader
 from spec_data.shards.errors import CorpusError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.factory import tiny_dataset
-from tests.spec_data.hub.hub_server import _Handler, _oid, on_this_machine
-
-
-class _Ranged(_Handler):
-    """The server of `push` and `pull`, with paths-info and range requests."""
-
-    def do_POST(self) -> None:
-        found = re.fullmatch(r"/api/datasets/(.+?/.+?)/paths-info/(\w+)", self.path)
-        if not found:
-            super().do_POST()
-            return
-        body = self._body().decode()
-        form = json.loads(body) if body.startswith("{") else parse_qs(body)
-        files = self.server_hub.files(found[1], found[2])
-        self._json(
-            [
-                {"type": "file", "path": n, "size": len(files[n]), "oid": _oid(files[n])}
-                for n in form["paths"]
-                if n in files
-            ]
-        )
-
-    def _file(self, repo: str, revision: str, name: str) -> None:
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
-        if not asked or self.command == "HEAD":
-            super()._file(repo, revision, name)
-            return
-        data = self.server_hub.files(repo, revision)[name]
-        part = data[int(asked[1]) : int(asked[2]) + 1]
-        self.server_hub.downloads.append(f"{name} {len(part)}")
-        end = int(asked[1]) + len(part) - 1
-        self._send(206, part, Content_Range=f"bytes {asked[1]}-{end}/{len(data)}")
+from tests.spec_data.hub.hub_server import on_this_machine
 
 
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
     hub = on_this_machine(monkeypatch, tmp_path)
-    hub._server.RequestHandlerClass.__bases__ = (_Ranged,)
     HfFileSystem.clear_instance_cache()
     yield hub
     HfFileSystem.clear_instance_cache()

@@ -78,15 +78,6 @@ def test_a_file_goes_over_its_own_preset_and_under_one_that_is_typed(tmp_path, r
     assert (training.batch_size, training.steps, training.epochs) == (own, 4, None)
 
 
-def test_an_unknown_preset_is_refused(tmp_path, capsys):
-    assert main(["fit", "eagle3", "--data", "d", "--out", "o", "--preset", "5m"]) == 2
-    assert '"smoke", "5k", "50k", "500k"' in capsys.readouterr().err
-    file = tmp_path / "run.toml"
-    file.write_text('data = "d"\nout = "o"\npreset = "5m"\n')
-    assert main(["fit", "eagle3", "--config", str(file)]) == 2
-    assert '"smoke", "5k", "50k", "500k"' in capsys.readouterr().err
-
-
 def test_fit_json_is_resolved_and_goes_on_without_the_preset(tmp_path, capsys):
     data, out = tiny_dataset(tmp_path / "data", n_docs=30), tmp_path / "run"
     common = ["fit", "eagle3", "--data", str(data), "--seq-len", "48"]
