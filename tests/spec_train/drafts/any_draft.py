@@ -98,7 +98,7 @@ def teach(
         optimizer.zero_grad()
         draft.loss(batch, head, draft.slot_counts(batch)).loss.backward()
         optimizer.step()
-    return draft.eval().requires_grad_(False)
+    return draft.eval()
 
 
 def batch_of(dataset: HiddenStatesDataset, rows: Sequence[Sequence[int]], width: int) -> DraftBatch:

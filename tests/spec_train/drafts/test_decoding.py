@@ -39,7 +39,7 @@ def draft(request: Any, target: Any, prompts: list[list[int]]) -> Any:
         sums = draft.loss(batch, head_of(target), None).sums
         mean = sums["confidence_sum"].sum() / sums["confidence_number"].sum()
         draft.stop_below(float(mean))
-    return draft
+    return draft.requires_grad_(False)
 
 
 def test_greedy_decoding_is_the_targets_own_and_simulated_decoding_is_the_same(

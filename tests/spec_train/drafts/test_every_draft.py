@@ -19,13 +19,15 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.batch import DraftBatch, padding_batch
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.draft import Draft, DraftLoss
+from spec_train.drafts.eagle3 import Eagle3Config
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
 from spec_train.training.fit import fit
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import SMALL, batch_of, build_draft, packed
+from tests.spec_train.drafts.cases import small_target
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import change, masters, metrics
 from tests.tolerance import close, close_gradients, close_in_norm, network, roundings
@@ -289,3 +291,87 @@ def test_a_run_begins_from_another_draft_of_its_shape_only(config, tmp_path, nam
     other = change(more, out=str(tmp_path / "other"))
     with pytest.raises(DraftError, match="intermediate_size"):
         fit(name, other, small(name, intermediate_size=40))
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_dim": 7}, "head_dim = 7: rotary positions need an even size"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple"),
+        ({"hidden_act": "swilu"}, "no such activation; did you mean"),
+        ({"hidden_act": "xielu"}, "activation with weights"),
+        ({"intermediate_size": -1}, "--intermediate-size -1: expected"),
+        ({"layer_types": "sliding_attention"}, "--sliding-window N is needed"),
+        ({"layer_types": "slides"}, "layer_types: slides unknown"),
+        ({"sliding_window": 4, "layer_types": "full_attention"}, "no layer of layer_types"),
+        (
+            {"sliding_window": 4, "layer_types": "sliding_attention,full_attention"},
+            "layer_types has 2 entries; the draft has 1 layers",
+        ),
+    ],
+)
+def test_an_impossible_shape_is_refused(dataset, head, options, message):
+    with pytest.raises((ConfigError, DraftError), match=message):
+        build_draft("eagle3", dataset, head, **options)
+
+
+def test_longrope_has_no_factors_for_another_head_size() -> None:
+    rope = {
+        **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32},
+        **{"short_factor": [1.0, 1.0, 1.0], "long_factor": [2.0, 3.0, 4.0]},
+    }
+    sizes = {"layers": (1,), "vocab_size": 8, "draft_vocab_size": 8}
+    target = small_target(12, 4, 2, rope)  # heads of size 6
+    assert Eagle3Config.from_target(target, options=Eagle3Options(), **sizes).head_dim == 6
+    with pytest.raises(DraftError, match=r"head_dim = 4: .* has 3 numbers in short_factor"):
+        Eagle3Config.from_target(target, options=Eagle3Options(head_dim=4), **sizes)
+
+
+# --- an embedding of its own ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_it_starts_as_the_targets_and_is_trained(dataset, head, name):
+    draft = build_draft(name, dataset, head, train_embeddings=True)
+    own = draft.embed_tokens.weight
+    assert torch.equal(own, head.embed_weight) and own is not head.embed_weight
+    assert any(p is own for p in draft.trainable_parameters())
+    batch = batch_of(dataset, [[0, 1], [2]], 64)
+    draft.loss(batch, head, None).loss.backward()
+    assert own.grad is not None and bool(own.grad.any())
+    frozen = build_draft(name, dataset, head)
+    assert not any(p is frozen.embed_tokens.weight for p in frozen.trainable_parameters())
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_joining_a_target_neither_refuses_nor_replaces_it(dataset, head, name):
+    for trained in (True, False):
+        draft = build_draft(name, dataset, head, train_embeddings=trained)
+        changed = head.embed_weight + torch.randn_like(head.embed_weight)
+        draft.embed_tokens.weight = torch.nn.Parameter(changed, requires_grad=trained)
+        again = type(draft).from_files(draft.files(torch.float32, "here"))
+        if not trained:  # the same edit of a frozen embedding is another target's
+            with pytest.raises(DraftError, match="a draft of another target"):
+                again.join(head, dataset.manifest, "here")
+            continue
+        warnings = again.join(head, dataset.manifest, "here")
+        assert any("embedding differs from the target's by" in line for line in warnings)
+        assert torch.equal(again.embed_tokens.weight, changed)
+        assert again.embed_tokens.weight.requires_grad
+        batch = batch_of(dataset, [[0], [1, 2]], 64)
+        before = again.chains(batch, head, 2)
+        again.share(head)
+        assert torch.equal(again.chains(batch, head, 2), before)
+
+
+def test_joining_its_own_target_warns_of_nothing_and_another_vocabulary_is_refused(dataset, head):
+    draft = build_draft("eagle3", dataset, head, train_embeddings=True)
+    with torch.no_grad():
+        draft.embed_tokens.weight += 0.3 * head.embed_weight.std()  # as training moves it
+    assert draft.join(head, dataset.manifest, "here") == []
+    draft.embed_tokens.weight = torch.nn.Parameter(head.embed_weight[:-1].clone())
+    with pytest.raises(DraftError, match="a draft of another target"):
+        draft.join(head, dataset.manifest, "here")

@@ -16,13 +16,12 @@ from spec_train.training.fit import fit
 from tests.current_families import (
     CURRENT,
     EVERY_DRAFT,
-    LAYERS,
     NESTED,
     NOT_DECODED,
     ONE_PER_ROW,
     WITHOUT_ROPE,
 )
-from tests.families import tiny_model
+from tests.families import FAMILIES, MORE_FAMILIES, tiny_model
 from tests.spec_data.runs import run, save_target, write_corpus
 from tests.spec_train import flat
 from tests.spec_train.drafts.any_draft import SMALL
@@ -115,18 +114,18 @@ def live_frequencies(model: torch.nn.Module) -> list[tuple[torch.Tensor, float]]
     return found
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, *FAMILIES, *MORE_FAMILIES])
 def test_the_drafts_rope_is_the_live_rotary_module(family: str) -> None:
     model = tiny_model(family)
     config = model.config.to_dict()
     shape = TARGETS[config["architectures"][0]](config)
     ours = Rotary(shape)
     found = live_frequencies(model)
-    assert bool(found) == (family not in WITHOUT_ROPE)
+    assert bool(found) == (family not in (*WITHOUT_ROPE, "gpt2"))
     for frequencies, factor in found:
         torch.testing.assert_close(ours.inv_freq, frequencies, rtol=0, atol=0)
         assert ours.factor == pytest.approx(factor)
-    assert shape.num_hidden_layers == LAYERS
+    assert shape.num_hidden_layers == text_config(model.config).num_hidden_layers
     assert shape.rms_norm_eps == norm_eps(model)
     assert shape.hidden_size == text_config(model.config).hidden_size
 

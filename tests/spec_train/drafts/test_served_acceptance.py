@@ -15,7 +15,8 @@ from torch import Tensor
 from spec_train.drafts.dspark.blocks import Blocks
 from spec_train.drafts.frames import teacher_of
 from spec_train.losses.sampling import Sampled
-from tests.spec_train.drafts.any_draft import draft_for
+from tests.spec_train.drafts.any_draft import draft_for, teach
+from tests.spec_train.drafts.test_references import Forced
 from tests.spec_train.evaluation import tools
 from tests.spec_train.evaluation.tools import VOCAB, batch_of, head_of, respond
 
@@ -28,17 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dspark": {"num_layers": 1, "block_size": 3, "markov_rank": 4},
     "dflash": {"num_layers": 1, "block_size": 4},
 }
-
-
-class Recorder:
-    """A sampler that drafts given tokens and keeps the logits that it receives."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens, self.seen = list(tokens), []
-
-    def draft(self, logits: Tensor, draft_ids: Tensor, vocab_size: int) -> tuple[Tensor, None]:
-        self.seen.append(logits)
-        return torch.tensor(self.tokens.pop(0)), None
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +45,7 @@ def make(kind: str, model: Any) -> Any:
 def logits_at(draft: Any, head: Any, batch: Any, anchor: int, count: int) -> list[Tensor]:
     """Return the draft logits [Vd] for the tokens after `anchor`, given the document's own."""
     ids = batch.input_ids[0].tolist()
-    recorder = Recorder(ids[anchor + 1 : anchor + 1 + count])
+    recorder: Any = Forced(iter(ids[anchor + 1 : anchor + 1 + count]))
     states = batch.aux(draft.config.layers)[:, :anchor]
     with torch.no_grad():
         drafter = draft.drafter(head)
@@ -77,15 +67,6 @@ def renormalised(draft_logits: Tensor, z: Tensor) -> float:
     return float(torch.minimum(p, torch.softmax(draft_logits, -1)).sum())
 
 
-def teach(draft: Any, batch: Any, head: Any, steps: int) -> None:
-    optimizer = torch.optim.AdamW(draft.train().trainable_parameters(), lr=1e-2)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        draft.loss(batch, head, draft.slot_counts(batch)).loss.backward()
-        optimizer.step()
-    draft.eval()
-
-
 def anchors_of(batch: Any, depth: int) -> list[int]:
     """Return the anchors of whole supervised blocks."""
     mask = batch.loss_mask[0]
@@ -100,7 +81,7 @@ def blocks_at(anchors: list[int]) -> Blocks:
 def test_expected_acceptance_is_the_rate_that_rejection_sampling_measures(kind, model, prompts):
     head, batch = head_of(model), batch_of(model, [respond(model, prompts[0])])
     draft = make(kind, model)
-    teach(draft, batch, head, 15)
+    teach(draft, model, prompts[:1], steps=15, lr=1e-2)
     sums = draft.loss(batch, head, None).sums
     reported = float(sums["acceptance"][0] / sums["drafted"][0])
     mask, z = batch.loss_mask[0], head.logits(batch.hidden["hidden.final"])[0]
@@ -123,7 +104,7 @@ def test_tau_is_the_length_that_rejection_sampling_measures(kind, model, prompts
     head, batch = head_of(model), batch_of(model, [respond(model, prompts[0])])
     draft = make(kind, model)
     depth = draft.depth
-    teach(draft, batch, head, 15)
+    teach(draft, model, prompts[:1], steps=15, lr=1e-2)
     z, anchors = head.logits(batch.hidden["hidden.final"])[0], anchors_of(batch, depth)
     result = draft.loss(batch, head, None, blocks=blocks_at(anchors))
     figures = draft.summarise(result.sums)
@@ -154,7 +135,7 @@ def test_the_confidence_label_is_the_rate_that_rejection_sampling_measures(model
     """Over the drafts that the confidence head is trained on, with the weights of its loss."""
     head, batch = head_of(model), batch_of(model, [respond(model, prompts[0])])
     draft = make("dspark", model)
-    teach(draft, batch, head, 15)
+    teach(draft, model, prompts[:1], steps=15, lr=1e-2)
     anchors = anchors_of(batch, draft.depth)
     sums = draft.loss(batch, head, None, blocks=blocks_at(anchors)).sums
     reported = float(sums["confidence_accepted"].sum() / sums["confidence_number"].sum())

@@ -5,21 +5,17 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.layer_ids import capturable_layer_ids
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.config import target_shape
-from spec_train.drafts.layers import Rotary
 from spec_train.formats.target_facts import read_target
-from tests.families import FAMILIES, MORE_FAMILIES, tiny_model
+from tests.families import FAMILIES, MORE_FAMILIES
 from tests.spec_train.drafts import test_families
 from tests.spec_train.drafts.test_families import ALL
 from tests.spec_train.evaluation.tools import run_eval
-from tests.tolerance import close
 
-ROTARY = sorted(set(FAMILIES | MORE_FAMILIES) - {"gpt2"})  # which has learned positions
 NAMES = sorted(FAMILIES | MORE_FAMILIES)
 places, train = test_families.places, test_families.train
 
@@ -58,24 +54,6 @@ def test_layer_ids_are_spread_over_the_depth() -> None:
 def test_more_layers_than_blocks_are_refused(blocks: int, count: int) -> None:
     with pytest.raises(TargetError, match=rf"{count} layers cannot be spread"):
         capturable_layer_ids(blocks, count)
-
-
-@pytest.mark.parametrize("family", ROTARY)
-def test_the_drafts_rope_is_the_targets(family: str) -> None:
-    model = tiny_model(family)
-    ours = Rotary(target_shape("eagle3", model.config.to_dict(), None))
-    (theirs,) = [m for n, m in model.named_modules() if n.endswith("rotary_emb")]
-    prefix = "full_attention_" if hasattr(theirs, "full_attention_inv_freq") else ""
-    torch.testing.assert_close(ours.inv_freq, getattr(theirs, prefix + "inv_freq"), rtol=0, atol=0)
-    assert ours.factor == pytest.approx(getattr(theirs, prefix + "attention_scaling"))
-    positions = torch.arange(40)[None]
-    kind = {"layer_type": "full_attention"} if prefix else {}
-    expected = theirs(torch.zeros(1), positions, **kind)
-    for own, other in zip(ours(positions), expected, strict=True):
-        # some families return the angles once, others twice side by side
-        half = other if other.shape[-1] == own.shape[-1] else torch.cat([other, other], -1)
-        same = half if family != "cohere" else torch.cat([other[..., ::2]] * 2, -1)
-        close(own, same, terms=4)  # cosines and sines of equal angles, times a factor
 
 
 @pytest.mark.long

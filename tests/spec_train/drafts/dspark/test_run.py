@@ -65,19 +65,6 @@ def test_fit_and_eval_end_to_end(name, more, data, workplace, tmp_path, capsys) 
     assert report["draft_tokens"] == draft.depth
     assert report["draft_passes"] <= report["rounds"]  # one forward pass per round that drafts
     assert report["data"]["on_policy"] == 1.0
-    assert len(report["samples"]) == 8 and report["texts"]
-    for sample in report["samples"]:  # every response once, with the rounds that were counted
-        kinds = [part["kind"] for part in sample["parts"]]
-        assert kinds[:2] == ["context", "first"] and set(kinds[2:]) <= {"round"}
-    made = [part for s in report["samples"] for part in s["parts"] if part["kind"] == "round"]
-    assert len(made) == report["rounds"]
-    assert sum(len(part["emitted"]) for part in made) == report["emitted"]
-    assert sum(len(part["drafted"]) for part in made) == report["drafted"]
-    told = report["data"]
-    (source,) = told["by_source"]
-    assert source["acceptance_length"] == told["simulated"]["acceptance_length"]
-    assert source["rounds"] == told["simulated"]["rounds"]
-    assert report["data"]["teacher_forced"]["tau"] >= 1
     assert main([*common, *real, "--temperature", "0.8", "--limit", "2"]) == 0
     assert main([*common, *real, "--draft-tokens", "9"]) == 2
     assert f"drafts at most {draft.depth} tokens" in capsys.readouterr().err

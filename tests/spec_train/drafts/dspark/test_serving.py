@@ -30,7 +30,8 @@ target, prompts = evaluate_tools.target, evaluate_tools.prompts
 @pytest.fixture(scope="module")
 def draft(target: Any, prompts: list[list[int]]) -> Any:
     options = {"num_layers": 2, "block_size": 5, "markov_rank": 8, "draft_vocab": 24}
-    return teach(draft_for("dspark", target, **options), target, prompts[:8], steps=30)
+    draft = teach(draft_for("dspark", target, **options), target, prompts[:8], steps=30)
+    return draft.requires_grad_(False)
 
 
 def test_the_first_draft_of_a_block_can_be_dropped_too(target, prompts, draft) -> None:
