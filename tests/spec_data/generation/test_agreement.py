@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 import spec_data
 from spec_data.cli import main
+from spec_data.generation.proof import sample_of_sources
 from spec_data.shards.errors import ConfigError, CorpusError
-from spec_data.shards.likelihood import Agreement, DocumentFigures
+from spec_data.shards.likelihood import Agreement, DocumentFigures, summarise
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_data.verification.run import examine
@@ -263,3 +264,16 @@ def agreement(**changes) -> Agreement:
 def test_what_the_figures_mean(found, words):
     text = found.suspicion(3000, None, on_policy=False)
     assert (text is None) == (words is None) and (words or "") in (text or "")
+
+
+def test_a_sample_has_documents_of_every_source_spread_over_it():
+    chosen = sample_of_sources(["b"] * 100 + ["a"] + ["b"] * 100, [])
+    assert 100 in chosen and len(chosen) == 17
+    assert chosen[0] < 20 and chosen[-1] > 180
+    names = [f"{i:05}.txt" for i in range(20_000)]  # a directory of texts
+    chosen = sample_of_sources(names, [7])
+    assert 7 in chosen and 100 < len(chosen) <= 257 and chosen[-1] > 19_000
+    figures = DocumentFigures.zeros(len(names))
+    figures.tokens[:] = 1
+    found = summarise(figures, names)
+    assert list(found.sources) == names and found.total.tokens == 20_000

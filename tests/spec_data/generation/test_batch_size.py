@@ -139,11 +139,7 @@ def test_out_of_memory_in_the_middle_ends_the_run_and_keeps_finished_shards(
             generate_with(**given)
     kept = digests(tmp_path / "out" / "shards")
     assert "unit-00000.arrow" in kept
-    manifest = generate_with(**given | {"batch_tokens": 256})  # as the error says
-    assert manifest is not None
-    (other,) = manifest.also_captured_with
-    assert manifest.captured_with["batch_tokens"] == 512 and other["batch_tokens"] == 256
-    assert 0 <= other["difference"] <= manifest.packing.tolerance
+    assert generate_with(**given | {"batch_tokens": 256}) is not None  # as the error says
     assert kept.items() <= digests(tmp_path / "out" / "shards").items()
 
 
@@ -173,6 +169,7 @@ def test_a_run_resumes_with_another_size_device_or_release(files, tmp_path, monk
     manifest = generate_with(**given | {"batch_tokens": 256})
     assert isinstance(manifest, Manifest)
     (other,) = manifest.also_captured_with
+    assert 0 <= other["difference"] <= manifest.packing.tolerance
     assert (other["batch_tokens"], manifest.captured_with["batch_tokens"]) == (256, 512)
     assert "batch_tokens 512, now 256" in caplog.text
 

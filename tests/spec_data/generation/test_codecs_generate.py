@@ -1,7 +1,5 @@
 """Generate with lossy codecs: estimates, resuming, calibration, errors, reports."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,7 +21,6 @@ from tests.spec_data.runs import (
 )
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.codec_tools import MIXED
-from tests.tolerance import close, network
 
 one_thread = forked.one_thread
 target, corpus, mixed = codec_tools.target, codec_tools.corpus, codec_tools.mixed
@@ -147,33 +144,3 @@ def test_qualities_by_column():
             codecs(codec=wrong)
     with pytest.raises(ConfigError, match="L9 is not captured"):
         column_qualities(codecs(codec="L9=fine"), [0, 2])
-
-
-def test_tails_are_trimmed_and_counted(target, tmp_path):
-    answer = {"role": "assistant", "content": "yes yes"}
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"q{i}"},
-                answer,
-                {"role": "user", "content": "thanks " * i},
-            ]
-        }
-        for i in range(1, 6)
-    ]
-    file = tmp_path / "tails.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    cut = run(target, file, tmp_path / "cut", max_length=64)
-    whole = run(target, file, tmp_path / "whole", max_length=1024, mask="all")
-    trimmed = cut.documents.tail_tokens_trimmed
-    assert whole.documents.tail_tokens_trimmed == 0
-    assert cut.documents.cut == 0  # only tails are longer than 64 tokens
-    assert cut.totals.tokens + trimmed == whole.totals.tokens
-    short, long = HiddenStatesDataset(tmp_path / "cut"), HiddenStatesDataset(tmp_path / "whole")
-    for index in range(5):
-        a, b = short[index], long[index]
-        length = len(a["input_ids"])
-        assert bool(a["loss_mask"][-1])
-        assert torch.equal(a["input_ids"], b["input_ids"][:length])
-        states, longer = a["hidden.L4"].float(), b["hidden.L4"][:length].float()
-        close(states, longer, terms=network(6), stored=torch.bfloat16)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +11,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import spec_data
 from spec_data.capture.model import Target
-from spec_data.cli import main
 from spec_data.shards.errors import DatasetError, DraftError, TargetError
 from spec_data.shards.schema import Manifest, fingerprint
 from spec_train.data.mixture import common_manifest
 from tests.families import _COMMON
 from tests.spec_data.corpus.templates import tokenizer
-from tests.spec_data.runs import options, run, save_target, verify, write_corpus
+from tests.spec_data.runs import run, save_target, verify, write_corpus
 from tests.spec_train import flat
 
 BLOCKS = 10
@@ -108,18 +106,11 @@ def test_targets_that_engines_cannot_serve_are_named_before_the_run(tmp_path, ca
     assert [line.split()[1] for line in warned] == ["SGLang", "llama.cpp"]
 
 
-def test_estimate_prints_the_bytes_of_each_draft(place, tmp_path, capsys):
-    given = options(place / "target", place / "c.jsonl", tmp_path / "out")
-    words = ["--target", given["target"], "--corpus", *given["corpus"], "--out", given["out"]]
-    assert main(["estimate", *words, "--for", "eagle3,dspark,eagle", "--codec", "bf16",
-                 "--teacher", "all"]) == 0  # fmt: skip
-    printed = capsys.readouterr()
-    assert re.search(r"eagle3 +1, 4, 6 +269.0 ", printed.out)  # 13 and 4 x 64 bytes per token
-    assert "--for eagle3,dspark,eagle" in printed.out + printed.err  # the next command
-    options_ = spec_data.CaptureOptions(
-        codec="bf16", for_=["eagle3", "dspark", "eagle"], teacher="all"
-    )
-    found = spec_data.estimate(place / "target", place / "c.jsonl", tmp_path / "out", options_)
+def test_estimate_prints_the_bytes_of_each_draft(place, tmp_path):
+    given = {"codec": "bf16", "for_": ["eagle3", "dspark", "eagle"], "teacher": "all"}
+    options = spec_data.CaptureOptions(**given)
+    found = spec_data.estimate(place / "target", place / "c.jsonl", tmp_path / "out", options)
+    assert "eagle3,dspark,eagle" in found.next_command
     plain = 4 + 1 + 4 + 4  # ids, mask, argmax, logsumexp
     for draft, layers in (("eagle3", EAGLE3), ("dspark", BLOCK), ("eagle", ())):
         per_token = plain + 2 * 32 * (len(layers) + 1)

@@ -12,11 +12,10 @@ from filelock import FileLock
 
 from spec_data.generation import setup
 from spec_data.generation.setup import find_plan
-from spec_data.generation.units import finalize
 from spec_data.generation.workers import running_workers, worker_lock
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
-from tests.spec_data.runs import digests, inputs_of, options, run
+from tests.spec_data.runs import inputs_of, options, run
 
 HOLDER = """
 import os, sys, time
@@ -107,15 +106,3 @@ def test_a_lock_that_is_only_looked_at_is_no_running_worker(tmp_path):
     with worker_lock(tmp_path, "0/2"):
         assert not looked_at.is_locked
     release.join()
-
-
-def test_another_n_after_a_stopped_worker_completes_the_dataset(target, corpus, tmp_path):
-    out, whole = tmp_path / "data", tmp_path / "whole"
-    small = {"max_shard_size": "20KB"}
-    run(target, corpus, out, workers="0/2", **small)
-    for worker in ("0/3", "1/3", "2/3"):
-        run(target, corpus, out, workers=worker, **small)
-    finalize(out, set())
-    run(target, corpus, whole, **small)
-    assert len(HiddenStatesDataset(whole).manifest.shards) > 6
-    assert digests(out) == digests(whole)

@@ -1,9 +1,12 @@
 """Rules of generate: a dataset depends only on its settings, however often the run was killed."""
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
+from msgspec import structs
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from spec_data.generation import units
@@ -13,14 +16,17 @@ from spec_data.shards.errors import (
     DatasetError,
     MissingError,
     RunError,
+    SpecDataError,
     TargetError,
 )
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.shards.schema import TEACHERS
 from tests import forked
 from tests.spec_data.runs import (
     digests,
     run,
     save_target,
+    verify,
     with_teacher,
 )
 from tests.tolerance import close, network, same_choice
@@ -101,6 +107,7 @@ def test_a_crash_while_sealing_is_finished_by_the_same_command(
 
 def test_workers_then_seal_give_the_same_bytes(reference, target, corpus, tmp_path):
     out = tmp_path / "data"
+    run(target, corpus, out, workers="0/2")  # another n, before
     for worker in (2, 0):
         assert run(target, corpus, out, workers=f"{worker}/3", num_proc=1 + worker) is None
     with pytest.raises(MissingError, match=r"units are not finished"):
@@ -247,3 +254,67 @@ def test_target_files_that_changed_before_sealing_stop_it(target, corpus, tmp_pa
     for _ in range(2):
         with pytest.raises(DatasetError, match=r"tokenizer\.json: changed since it was written"):
             run(target, corpus, out, workers="1/2")
+
+
+DAMAGE = {
+    "missing": (lambda out: sorted(out.glob("shards/*"))[1].unlink(), MissingError),
+    "truncated": (lambda out: os.truncate(out / "shards/unit-00000.arrow", 999), DatasetError),
+    "index": (lambda out: os.truncate(out / "index.arrow", 999), DatasetError),
+    "no-index": (lambda out: (out / "index.arrow").unlink(), SpecDataError),
+}
+
+
+def test_a_finished_dataset_that_is_damaged_is_refused(reference, source, tmp_path, caplog):
+    caplog.set_level("INFO")
+    assert run(*source, reference) is not None
+    assert "is complete already: nothing to do" in caplog.text
+    for damage, (break_it, error) in DAMAGE.items():
+        out = shutil.copytree(reference, tmp_path / damage)
+        break_it(out)
+        before = digests(out)
+        with pytest.raises(error, match="was finished before, and is damaged now"):
+            run(*source, out)
+        assert digests(out) == before
+
+
+def test_a_unit_with_a_damaged_record_is_captured_again(target, corpus, tmp_path):
+    given = {"workers": "0/2", "max_shard_size": "20KB"}
+    run(target, corpus, tmp_path / "data", **given)
+    file = tmp_path / "data" / ".generate" / "unit-00000.json"
+    assert units.finished_unit(tmp_path / "data", 0)
+    raw = json.loads(file.read_text())
+    raw["agreement"]["sums"][0][1] += 1.0
+    before = digests(tmp_path / "data" / "shards")
+    for text in (json.dumps(raw), '{"record":'):
+        file.write_text(text)
+        assert units.finished_unit(tmp_path / "data", 0) is None
+        run(target, corpus, tmp_path / "data", **given)
+        assert digests(tmp_path / "data" / "shards") == before
+
+
+@pytest.mark.parametrize("supervision", ["final-hidden", "topk:5", "logits"])
+def test_a_teacher_at_every_token_agrees_with_one_where_it_is_read(
+    target, corpus, tmp_path, supervision
+):
+    given = {"supervision": supervision}
+    some = run(target, corpus, tmp_path / "some", **given)
+    every = run(target, corpus, tmp_path / "every", teacher="all", **given)
+    assert [m.teacher for m in (some, every)] == ["supervised", "all"]
+    few, many = HiddenStatesDataset(tmp_path / "some"), HiddenStatesDataset(tmp_path / "every")
+    for index in range(len(few)):
+        a, b = few[index], many[index]
+        kept = with_teacher(a)
+        assert kept.any() and not kept.all()
+        for name in few.columns:
+            if name in TEACHERS:
+                assert not a[name][~kept].any()
+                assert b[name][~kept].any()
+            if name in TEACHERS and a[name].is_floating_point():  # other rows share a product
+                stored = torch.bfloat16 if name == "logits" else torch.float32
+                close(a[name][kept].float(), b[name][kept].float(), **FORWARD, stored=stored)
+            else:
+                there = kept if name in TEACHERS else slice(None)
+                assert torch.equal(a[name][there], b[name][there])
+    figures = [structs.asdict(m.agreement.total) for m in (some, every)]
+    assert figures[0] == pytest.approx(figures[1], rel=1e-4)
+    assert verify(data=str(tmp_path / "some"), target=str(target), device="cpu") == 0

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 import spec_data.generation.proof as proof_module
-from spec_data.generation.transfers import Arrival, copy_stream
+from spec_data.capture.backend import ForwardBatch
+from spec_data.generation.transfers import Arrival, copy_stream, encode_columns, store
+from spec_data.shards.schema import Column
+from spec_data.shards.writer import UnitData
 from tests.spec_data.runs import digests, run
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.codec_tools import MIXED
@@ -88,3 +91,44 @@ def test_a_late_device_makes_the_same_bytes(target, corpus, tmp_path, monkeypatc
 def test_a_cpu_and_full_logits_move_at_once():
     assert copy_stream(torch.device("cpu"), ["hidden.L1"]) is None
     assert copy_stream(torch.device("cuda"), ["logits"]) is None
+
+
+MASKS = ([0, 0, 0, 1], [0, 1, 1], [1, 1, 0, 0, 1])
+COLUMNS = (
+    Column(name="loss_mask", codec="bool8"),
+    Column(name="hidden.L0", codec="bf16", width=2),
+    Column(name="target_logsumexp", codec="float32", tokens="supervised"),
+)
+
+
+@pytest.mark.parametrize("column", ["hidden.L0", "target_logsumexp"])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_tokens_lie_in_their_document_and_unusable_states_are_named(column, order):
+    """Also in sparse columns, whose documents have fewer rows than tokens."""
+    tokens = [(d, t) for d in order for t in range(len(MASKS[d]))]
+    sparse = [(d, t) for d, t in tokens if (MASKS[d] + [0])[t + 1]]
+    rows = {"hidden.L0": tokens, "target_logsumexp": sparse}
+    none = torch.zeros(0, 0, dtype=torch.long)
+    batch = ForwardBatch(none, none, none, order, [len(MASKS[d]) for d in order])
+    for spoiled in (None, *rows[column]):
+        values = {
+            "hidden.L0": torch.tensor([[10.0 * d + t, -1.0] for d, t in tokens]),
+            "target_logsumexp": torch.tensor([10.0 * d + t for d, t in sparse]),
+        }
+        expected = {}
+        if column == "hidden.L0":  # constant, which is less than not finite
+            values[column][tokens.index((1, 0))] = 0.0
+            expected = {1: f"constant-{column}"}
+        if spoiled is not None:
+            values[column][rows[column].index(spoiled)] = torch.nan
+            expected[spoiled[0]] = f"non-finite-{column}"
+        lengths = [len(mask) for mask in MASKS]
+        data = UnitData.allocate(
+            COLUMNS, ["a", "b", "c"], ["s"] * 3, [[], [], []], lengths, np.concatenate(MASKS)
+        )
+        broken: dict[int, str] = {}
+        store(Arrival(encode_columns(values, COLUMNS, {})), values, batch, COLUMNS, data, broken)
+        assert broken == expected
+        stored = data.tokens["target_logsumexp"]
+        if column == "hidden.L0":
+            assert stored.tolist() == [10.0 * d + t for d, t in sorted(sparse)]

@@ -106,11 +106,3 @@ def test_links_to_files_are_read_and_verified(whole, tmp_path):
     (snapshot / "shards" / "unit-00001.arrow").resolve().unlink()
     with pytest.raises(MissingError, match=r"unit-00001\.arrow: shard is missing"):
         HiddenStatesDataset(snapshot)
-
-
-def test_a_folder_under_the_name_of_a_shard_is_an_error_in_words(data):
-    file = data / "shards" / "unit-00001.arrow"
-    file.unlink()
-    file.mkdir()
-    with pytest.raises(DatasetError, match=r"unit-00001\.arrow: .* bytes, the manifest says"):
-        HiddenStatesDataset(data)

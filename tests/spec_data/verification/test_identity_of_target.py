@@ -5,10 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
-from spec_data.shards.errors import TargetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine
 from tests.spec_data.runs import ON_CPU, run, save_target, write_corpus
@@ -87,14 +85,3 @@ def test_another_tokenizer_or_template_is_a_warning_that_names_the_fact(place, t
     assert "chat_template_hash: the dataset was captured with" in template_line
     assert "tokenizer.pre_tokenizer: the dataset was captured with 'Sequence " in tokenizer_line
     assert "warn  " in str(found) and found.facts()["warnings"] == found.warnings
-
-
-def test_a_truncated_file_of_the_target_is_named(place, target):
-    file = target / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(TargetError, match=r"model\.safetensors: truncated or damaged"):
-        verified(place, target)
-    torch.save({}, target / "pytorch_model.bin")
-    file.unlink()
-    with pytest.raises(TargetError, match=r"only pytorch_model\.bin"):
-        verified(place, target)
