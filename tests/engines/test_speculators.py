@@ -59,17 +59,28 @@ def logits_of(model: Any, run: Callable[[], Any]) -> torch.Tensor:
     return caught.value.args[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"fc_norm": True, "norm_output": True}], ids=str)
-def test_eagle3(place, tmp_path, options):
-    draft = fitted(
-        "eagle3", place / "data", tmp_path / "run", 5, draft_vocab_size=128, ttt_steps=3, **options
-    )
+@pytest.mark.parametrize(
+    ("kind", "options", "taken"),
+    [
+        ("eagle3", {"ttt_steps": 3}, {"ttt_steps": 1}),
+        ("eagle3", {"ttt_steps": 3, "fc_norm": True, "norm_output": True}, {"ttt_steps": 1}),
+        # its forward samples depths at random: depth 0, a causal pass, is compared
+        ("peagle", {"depths": 3, "num_layers": 2, "mask_token_id": 2}, {"num_depths": 1}),
+    ],
+    ids=str,
+)
+def test_chains(place, tmp_path, kind, options, taken):
+    options = {"draft_vocab_size": 128} | options
+    draft = fitted(kind, place / "data", tmp_path / "run", 5, **options)
     model = load_speculators(export(draft, "speculators", tmp_path / "out", place / "target"))
     assert model.target_layer_ids == [k + 1 for k in LAYERS]
     ours, length = load_draft(draft).eval().float(), 20
-    aux = torch.randn(1, length, 3 * 64)
-    tokens = torch.randint(3, 192, (1, length))
+    aux, tokens = torch.randn(1, length, 3 * 64), torch.randint(3, 192, (1, length))
     positions = torch.arange(length)[None]
+    if kind == "peagle":
+        assert model.config.mask_token_id == 2 and len(model.layers) == 2
+        ones = torch.ones(1, length, dtype=torch.bool)
+        taken = taken | {"loss_mask": ones, "verifier_last_hidden_states": aux[..., :64]}
     theirs = logits_of(
         model,
         lambda: model(
@@ -77,39 +88,12 @@ def test_eagle3(place, tmp_path, options):
             input_ids=tokens,
             document_ids=torch.zeros(1, length, dtype=torch.long),
             position_ids=positions,
-            ttt_steps=1,
+            **taken,
         ),
     )
     with torch.no_grad():
-        mine = ours.logits(ours.step(tokens, ours.project(aux), positions))
-    close(theirs, mine, terms=network(4))
-
-
-def test_peagle(place, tmp_path):
-    """The library's forward samples depths at random: depth 0, a causal pass, is compared."""
-    options = {"depths": 3, "num_layers": 2, "mask_token_id": 2, "draft_vocab_size": 128}
-    draft = fitted("peagle", place / "data", tmp_path / "run", 5, **options)
-    model = load_speculators(export(draft, "speculators", tmp_path / "out", place / "target"))
-    assert model.target_layer_ids == [k + 1 for k in LAYERS]
-    assert model.config.mask_token_id == 2 and len(model.layers) == 2
-    ours, length = load_draft(draft).eval().float(), 20
-    aux, tokens = torch.randn(1, length, 3 * 64), torch.randint(3, 192, (1, length))
-    theirs = logits_of(
-        model,
-        lambda: model(
-            hidden_states=aux,
-            input_ids=tokens,
-            document_ids=torch.zeros(1, length, dtype=torch.long),
-            loss_mask=torch.ones(1, length, dtype=torch.bool),
-            position_ids=torch.arange(length)[None],
-            verifier_last_hidden_states=torch.randn(1, length, 64),
-            num_depths=1,
-        ),
-    )
-    with torch.no_grad():
-        positions = torch.arange(length)[None]
-        state = ours.step(tokens, ours.project(aux), positions, ours.new_caches())
-        mine = ours.logits(state)
+        caches = [ours.new_caches()] if kind == "peagle" else []
+        mine = ours.logits(ours.step(tokens, ours.project(aux), positions, *caches))
     close(theirs, mine, terms=network(4))
 
 

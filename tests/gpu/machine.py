@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,26 +30,6 @@ from spec_train.training import fit as fitting
 from spec_train.training import trainer, validation
 from tests.gpu.fake_cuda import FakeCuda, Syncs, counting, cuda_autocast, upload
 from tests.spec_train.drafts.any_draft import SMALL
-
-
-class Event:
-    """An event that has always happened."""
-
-    def record(self, *_: Any) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-
-class Stream:
-    """A queue that is always empty."""
-
-    def __init__(self, *_: Any) -> None:
-        """Do nothing."""
-
-    def wait_stream(self, other: Any) -> None:
-        """Do nothing."""
 
 
 class Context:
@@ -153,16 +134,13 @@ def gpu() -> Iterator[pytest.MonkeyPatch]:
             for module in [m for m in sys.modules.values() if m.__name__.startswith("spec_")]:
                 if getattr(module, "usable_device", None) is usable_device:
                     patch.setattr(module, "usable_device", torch.device)
-            patch.setattr(
-                loading, "_where", lambda device, spread: {}
-            )  # read to the CPU, then moved
+            patch.setattr(loading, "_where", lambda *_: {})  # read to the CPU, then moved
             patch.setattr(model, "load_model", lambda *a, **k: load_model(*a, **k).to("cuda"))
             patch.setattr(Target, "peak_memory", lambda *_: None)  # there is none to measure
             patch.setattr(unrolled_backends, "tried", lambda name, make: "merged" in name)
             patch.setattr(torch.autograd.Function, "apply", classmethod(apply))
-            patch.setattr(torch.cuda, "Event", Event)
-            patch.setattr(torch.cuda, "Stream", Stream)
-            patch.setattr(torch.cuda, "current_stream", Stream)
+            for name in ("Event", "Stream", "current_stream"):  # all has happened always
+                patch.setattr(torch.cuda, name, lambda *_, **__: Mock())
             patch.setattr(torch.cuda, "stream", contextlib.nullcontext)
             patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
             patch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)

@@ -102,6 +102,7 @@ class BackendContract:
         backend = self.open(model_dir)
         yield backend
         backend.close()
+        backend.close()  # twice is harmless
 
     @pytest.fixture(scope="class")
     def documents(self, model) -> list[Tensor]:
@@ -205,8 +206,3 @@ class BackendContract:
     def test_layers_that_do_not_exist_are_refused(self, model_dir):
         with pytest.raises(TargetError, match="do not exist"):
             self.open(model_dir, layers=(0, 99))
-
-    def test_closing_twice_is_harmless(self, model_dir):
-        backend = self.open(model_dir)
-        backend.close()
-        backend.close()

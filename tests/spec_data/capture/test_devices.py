@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,16 +17,12 @@ from spec_data.capture.model import Target
 from spec_data.capture.tensor_parallel import leading
 from spec_data.models import loading
 from spec_data.models.target_options import Spread
-from spec_data.shards.errors import ConfigError, SpecDataError
+from spec_data.shards.errors import ConfigError, SpecDataError, TargetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine
 from tests.families import LAYERS, VOCAB, tiny_model
 from tests.spec_data.capture.backend_contract import BackendContract
-from tests.spec_data.runs import (
-    run,
-    save_target,
-    write_corpus,
-)
+from tests.spec_data.runs import run, save_target, write_corpus
 from tests.tolerance import close, network
 
 
@@ -81,26 +78,19 @@ def test_a_generated_dataset_has_the_same_shards(tmp_path):
     assert head == (tmp_path / "spread" / "target" / "head.safetensors").read_bytes()
 
 
-def test_weights_are_read_to_their_device(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cuda:1", {"": torch.device("cuda:1")}), ("cpu", None)]
+)
+def test_weights_are_read_to_their_device(device, expected, tmp_path, monkeypatch):
     """No copy of the whole model is made in memory: from_pretrained is told the device."""
     tiny_model("llama").save_pretrained(tmp_path)
-    given = {}
-
-    class Reached(Exception):
-        pass
-
-    def from_pretrained(_directory, **options):
-        given.update(options)
-        raise Reached
-
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    load = Mock(side_effect=OSError)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", load)
     monkeypatch.setattr(loading, "usable_device", torch.device)
     monkeypatch.setattr(loading, "check_devices", lambda *_: None)
-    for device, expected in (("cuda:1", {"": torch.device("cuda:1")}), ("cpu", None)):
-        given.clear()
-        with pytest.raises(Reached):
-            loading.load_model(str(tmp_path), device=device)
-        assert given.get("device_map") == expected
+    with pytest.raises(TargetError, match="cannot load"):
+        loading.load_model(str(tmp_path), device=device)
+    assert load.call_args.kwargs.get("device_map") == expected
 
 
 def test_tensor_parallelism_asks_for_torchrun(monkeypatch):

@@ -2,15 +2,13 @@
 
 import dataclasses
 import gc
-import typing
 import weakref
 
 import pytest
 import torch
 
-from spec_data.capture.backend import BACKENDS, BackendOptions, open_backend
+from spec_data.capture.backend import BackendOptions, open_backend
 from spec_data.capture.model import Target
-from spec_data.generation.options import CaptureOptions
 from tests.spec_data.capture.backend_contract import BackendContract
 
 
@@ -49,7 +47,3 @@ class TestOfAShiftedBackend:
             contract.test_states_of_a_document_are_those_of_plain_transformers(
                 model, backend, documents
             )
-
-
-def test_the_option_names_every_backend():
-    assert typing.get_args(typing.get_type_hints(CaptureOptions)["backend"]) == tuple(BACKENDS)

@@ -26,12 +26,7 @@ def test_the_page_has_the_columns_of_the_table() -> None:
         ("vllm", "eagle3", "Qwen3ForCausalLM", True),
         ("vllm", "dspark", "MixtralForCausalLM", False),
         ("vllm", "eagle", "MixtralForCausalLM", True),
-        (
-            "vllm",
-            "eagle3",
-            "Exaone4ForCausalLM",
-            False,
-        ),  # seen: "does not support EAGLE3 interface"
+        ("vllm", "eagle3", "Exaone4ForCausalLM", False),  # seen: "does not support EAGLE3"
         ("vllm", "peagle", "Gemma3ForCausalLM", False),
         ("vllm-cpu", "eagle3", "GraniteMoeForCausalLM", False),
         ("vllm", "eagle3", "NobodysForCausalLM", None),

@@ -13,14 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig
 
-from spec_data.capture.backend import BackendOptions, open_backend
 from spec_data.capture.head_form import check_head
 from spec_data.capture.model import Target
 from spec_data.generation import setup as generation_setup
 from spec_data.models.loading import load_model
-from spec_data.models.reading import quantisation_of
 from spec_data.shards.errors import TargetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Quantised
@@ -127,13 +124,6 @@ def test_a_missing_package_is_named_before_the_corpus_is_read(tmp_path, monkeypa
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
     with pytest.raises(TargetError, match="optimum"):
         load_model(str(folder), device="cpu")
-
-
-def test_a_target_that_is_not_quantised_records_nothing(tmp_path):
-    folder = save_target(tmp_path / "target")
-    backend = open_backend("hf", BackendOptions(path=folder, layers=(0,), device="cpu"))
-    assert "quantised_as" not in backend.describe()
-    assert quantisation_of(LlamaConfig()) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

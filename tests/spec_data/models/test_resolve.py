@@ -6,19 +6,20 @@ from spec_data.models.resolve import cached_model, local_directory, resolve_mode
 from spec_data.shards.errors import ConfigError, MissingError
 
 
-@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "a/b/c"])
-def test_a_path_without_a_directory_is_not_looked_up_on_the_hub(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("/nowhere/at/all", "no such directory"),
+        ("a/b/c", "no such directory"),
+        ("model.safetensors", "this is a file"),
+        (".", r"no config\.json"),
+    ],
+)
+def test_a_path_without_a_model_is_not_looked_up_on_the_hub(name, problem, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(MissingError, match=f"--target {name}: no such directory"):
-        resolve_model(name)
-
-
-def test_a_file_and_a_directory_without_a_config_are_no_models(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(MissingError, match="this is a file"):
-        resolve_model(str(tmp_path / "model.safetensors"))
-    with pytest.raises(MissingError, match=r"no config\.json"):
-        resolve_model(str(tmp_path))
+    with pytest.raises(MissingError, match=problem):
+        resolve_model(name)
 
 
 def test_a_revision_of_a_local_directory_is_refused(tmp_path):
