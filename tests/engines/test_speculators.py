@@ -1,4 +1,4 @@
-"""The speculators library loads our exports, and computes our logits."""
+"""The speculators library loads our exports, computes our logits, and reads our states."""
 
 import importlib.util
 from collections.abc import Callable
@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from spec_data.commands.export import export_dataset
 
+from spec_data.commands.convert import convert
+from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_train.attention.plain import attend_block
 from spec_train.drafts import load_draft
 from spec_train.losses.head import TargetHead
@@ -20,6 +23,7 @@ from tests.engines.engine_tools import (
     make_prompts,
     make_target,
 )
+from tests.spec_data.conversion import layouts
 from tests.spec_train.formats.tools import export
 from tests.tolerance import close, network
 
@@ -145,3 +149,29 @@ def test_block_drafts(place, tmp_path, kind, options):
             theirs = model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden)
             own = ours.markov_head.markov_w2(ours.markov_head.block(ours.previous(before), states))
             close(theirs, own, terms=network(4))
+
+
+def test_its_own_dataset_returns_our_states(tmp_path):
+    from speculators.train.data import ArrowDataset
+
+    target = layouts.tiny_target(tmp_path / "target")
+    source = layouts.specforge(tmp_path / "source", layouts.make_samples(target))
+    given = {"source": str(source), "from_": "specforge", "target": str(target)}
+    given |= {"out": str(tmp_path / "data"), "codec": "bf16"}
+    convert(**given)
+    other = tmp_path / "other"
+    export_dataset(given["out"], "speculators", other)
+
+    theirs = ArrowDataset(max_len=512, datapath=str(other), on_missing="raise")
+    ours = HiddenStatesDataset(given["out"])
+    weight = load_head_tensors(given["out"])["norm"]
+    assert len(theirs) == len(ours)
+    for i, document in enumerate(ours):
+        sample = theirs[i]
+        assert torch.equal(sample["input_ids"], document["input_ids"].long())
+        assert torch.equal(sample["loss_mask"].long(), document["loss_mask"].long())
+        aux = torch.cat([document[f"hidden.L{k}"] for k in (1, 2, 4)], -1)
+        assert torch.equal(sample["hidden_states"], aux)
+        last = sample["verifier_last_hidden_states"].float()
+        final = last * torch.rsqrt(last.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+        torch.testing.assert_close(final, document["hidden.final"].float(), rtol=0.02, atol=0.02)
