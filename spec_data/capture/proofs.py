@@ -121,19 +121,19 @@ def prove_isolation(
     pack_length = min(pack_length, 2 * limit)  # a narrow pack proves the same mask
     packs = pack_documents([len(ids) for ids in documents], pack_length)
     every = range(len(documents))
-    alone = _captured(target, documents, [[[d]] for d in every], SINGLE)
+    alone = _captured(target, documents, [[d] for d in every], SINGLE, 1)
     floor = FLOOR.get(target.dtype, 3e-2)
 
     @cache  # measured at most once, and only if it is needed
     def noise() -> float:
         by_length = sorted(every, key=lambda d: (-len(documents[d]), d))
-        return _largest(alone, _captured(target, documents, _fours([[d] for d in by_length]), ROWS))
+        return _largest(alone, _captured(target, documents, [[d] for d in by_length], ROWS))
 
     def difference(form: str) -> float | str:
         if form == SINGLE:
             return 0.0
         try:
-            packed = None if form == ROWS else _captured(target, documents, _fours(packs), form)
+            packed = None if form == ROWS else _captured(target, documents, packs, form)
             value = noise() if packed is None else _largest(alone, packed)
             return value if isfinite(value) else "not finite"
         except (TargetError, RunError):
@@ -152,8 +152,9 @@ def prove_isolation(
         value = differences[form] = difference(form)
         if isinstance(value, str):
             continue
-        within = value <= floor
-        tolerance = floor if within else max(_NOISE_FACTOR * min(noise(), floor), floor)
+        tolerance = floor
+        if value > floor:
+            tolerance = max(_NOISE_FACTOR * min(noise(), floor), floor)
         if value <= tolerance:
             return PackingRecord(
                 form=form,
@@ -173,25 +174,20 @@ def prove_isolation(
     )
 
 
-def _fours(rows: list[list[int]]) -> list[list[list[int]]]:
-    """Return batches of four rows each."""
-    starts = range(0, len(rows), _ROWS_OF_A_FORWARD)
-    return [rows[start : start + _ROWS_OF_A_FORWARD] for start in starts]
-
-
 def _captured(
     target: Any,
     documents: Sequence[Tensor],
-    batches: Sequence[Sequence[Sequence[int]]],
+    rows: Sequence[Sequence[int]],
     form: str,
+    together: int = _ROWS_OF_A_FORWARD,
 ) -> list[Tensor]:
-    """Capture documents, int64 [T_d] each, in batches of rows of their indices.
+    """Capture documents, int64 [T_d] each, in rows of their indices, some rows together.
 
     Return all columns, float32 [T_d, C, H] per document on the CPU.
     """
     states: dict[int, Tensor] = {}
-    for rows in batches:
-        batch = ForwardBatch.of(rows, documents.__getitem__)
+    for first in range(0, len(rows), together):
+        batch = ForwardBatch.of(rows[first : first + together], documents.__getitem__)
         parts = columns_of(target.capture(batch, form)).split(batch.lengths)
         states.update(zip(batch.documents, parts, strict=True))
     return [states[d] for d in range(len(documents))]

@@ -27,7 +27,6 @@ from spec_data.shards.errors import SpecDataError, TargetError
 from spec_data.shards.files import read_object, sha256_json
 
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
-_VOLATILE_TOKENIZER = {"version", "truncation", "padding"}
 
 # Fields of the decoder's config that change its states. A field that a family lacks is left out.
 _DECIDING = (
@@ -82,20 +81,14 @@ def identify_files(directory: Path, trust: bool = False) -> tuple[dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class TargetFiles:
-    """What is known of a target without its weights.
-
-    Attributes:
-        model_config: the transformers configuration.
-        identity: see `identify`.
-        target, tokenizer_id: the manifest's `target` and `tokenizer`.
-    """
+    """What is known of a target without its weights."""
 
     model_dir: Path
-    model_config: Any
+    model_config: Any  # of transformers
     tokenizer: PreTrainedTokenizerBase
-    identity: dict[str, Any]
-    target: dict[str, Any]
-    tokenizer_id: dict[str, Any]
+    identity: dict[str, Any]  # see `identify`
+    target: dict[str, Any]  # the manifest's `target`
+    tokenizer_id: dict[str, Any]  # what settings record of it
 
 
 def read_target(
@@ -195,31 +188,25 @@ def _flat(prefix: str, table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
-    """Return the hash of the whole tokenizer, those of its parts, and that of the template.
+    """Return the hash of the whole tokenizer, and of the template.
 
-    The parts of tokenizer.json (normaliser, pre-tokeniser, vocabulary with merges, added tokens,
-    post-processor) are hashed one by one, each with its type and the start of its hash, so that the
-    one that differs can be named.
+    Of each part of tokenizer.json (normaliser, vocabulary with merges, ...), there is its type with
+    the start of its hash, so that the one that differs can be named.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    table = json.loads(backend.to_str()) if backend is not None else {}
+    table = {k: v for k, v in table.items() if k not in ("truncation", "padding")}
     parts: dict[str, Any] = {}
-    if backend is None:
-        whole = tokenizer.get_vocab()
-    else:
-        whole = json.loads(backend.to_str())
-        for volatile in ("truncation", "padding"):
-            whole.pop(volatile, None)
-        for name in sorted(whole.keys() - _VOLATILE_TOKENIZER):
-            part = whole[name]
-            kind = part.get("type") if isinstance(part, dict) else None
-            start = sha256_json(part).removeprefix("sha256:")[:12]
-            text = f"{kind or type(part).__name__} {start}"
-            parts[f"tokenizer.{name}"] = None if part is None else text
+    for name in sorted(table.keys() - {"version"}):
+        part = table[name]
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = f"{kind or type(part).__name__} {sha256_json(part)[:12]}"
+        parts[f"tokenizer.{name}"] = None if part is None else text
     for name in ("bos_token", "eos_token"):
         parts[f"tokenizer.{name}"] = getattr(tokenizer, name, None)
     template = tokenizer.chat_template
     return {
-        "tokenizer_hash": sha256_json(whole),
+        "tokenizer_hash": sha256_json(table or tokenizer.get_vocab()),
         **parts,
         "chat_template_hash": sha256_json(template) if template else None,
     }
