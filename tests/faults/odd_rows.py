@@ -55,12 +55,6 @@ def good_row(rng: np.random.Generator, name: str) -> dict[str, Any]:
     return copy.deepcopy(rows[int(rng.integers(len(rows)))])
 
 
-def ids_row(rng: np.random.Generator) -> dict[str, Any]:
-    """Return a row of token ids."""
-    count = int(rng.integers(1, 9))
-    return {"input_ids": [int(i) for i in rng.integers(0, 200, count)], "loss_mask": [1] * count}
-
-
 def odd_value(rng: np.random.Generator) -> Any:
     """Return a value that does not belong where it is put."""
     value = copy.deepcopy(SCALARS[int(rng.integers(len(SCALARS)))])
@@ -95,20 +89,19 @@ def changed(rng: np.random.Generator, row: dict[str, Any]) -> Any:
         if not spots:
             return odd_value(rng)
         inside, key = spots[int(rng.integers(len(spots)))]
-        kind = int(rng.integers(7))
-        if kind <= 1:
-            inside[key] = odd_value(rng)
-        elif kind == 2:
+        other, source = spots[int(rng.integers(len(spots)))]
+        new_key = KEYS[int(rng.integers(len(KEYS)))] if isinstance(inside, dict) else key
+        kind = int(rng.integers(6))
+        if kind == 0:
             del inside[key]
-        elif kind == 3 and isinstance(inside, dict):
-            inside[KEYS[int(rng.integers(len(KEYS)))]] = inside.pop(key)
-        elif kind == 4 and isinstance(inside, dict):
-            inside[KEYS[int(rng.integers(len(KEYS)))]] = odd_value(rng)
-        elif kind == 5:
+        elif kind == 1 and isinstance(inside, dict):
+            inside[new_key] = inside.pop(key)
+        elif kind == 2:
             inside[key] = json.dumps(inside[key])
+        elif kind == 3:
+            inside[key] = copy.deepcopy(other[source])
         else:
-            other, place = spots[int(rng.integers(len(spots)))]
-            inside[key] = copy.deepcopy(other[place])
+            inside[new_key] = odd_value(rng)
     return row if rng.random() < 0.97 else odd_value(rng)
 
 
@@ -125,24 +118,19 @@ def as_json(rng: np.random.Generator, value: Any) -> bytes:
 
 def odd_row(rng: np.random.Generator) -> bytes:
     """Return valid JSON of an odd row."""
-    row = ids_row(rng) if rng.random() < 0.1 else good_row(rng, "odd")
-    return as_json(rng, changed(rng, row))
+    return as_json(rng, changed(rng, good_row(rng, "odd")))
 
 
 def broken_bytes(rng: np.random.Generator, line: bytes) -> bytes:
     """Return a line with damaged bytes: cut, flipped, inserted, or in another encoding."""
-    at = int(rng.integers(len(line) + 1))
-    kind = int(rng.integers(7))
-    if kind == 0:
-        return line[:at]
-    if kind == 1:
-        return line[:at] + bytes([int(rng.integers(256))]) + line[at + 1 :]
-    if kind == 2:
-        return line[:at] + b"\x00" + line[at:]
-    if kind == 3:
-        return line.decode("utf-8", "replace").encode("utf-16", "replace")
-    if kind == 4:
-        return line.decode("utf-8", "replace").encode("latin-1", "replace")
-    if kind == 5:
-        return b"\xef\xbb\xbf" + line + b"\r"
-    return line[:at] + bytes(rng.integers(0, 256, int(rng.integers(1, 30)), dtype=np.uint8))
+    at, text = int(rng.integers(len(line) + 1)), line.decode("utf-8", "replace")
+    damages = [
+        line[:at],
+        line[:at] + bytes([int(rng.integers(256))]) + line[at + 1 :],
+        line[:at] + b"\x00" + line[at:],
+        text.encode("utf-16", "replace"),
+        text.encode("latin-1", "replace"),
+        b"\xef\xbb\xbf" + line + b"\r",
+        line[:at] + rng.bytes(int(rng.integers(1, 30))),
+    ]
+    return damages[int(rng.integers(len(damages)))]

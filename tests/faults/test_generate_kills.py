@@ -5,7 +5,6 @@ ends by itself; then every file is compared with that of a run without a kill.
 """
 
 import collections
-import hashlib
 import multiprocessing as mp
 import os
 import time
@@ -21,7 +20,7 @@ from spec_data.generation.units import finalize
 from spec_train.cli import main as fit
 from tests import forked
 from tests.faults.tools import report, trials
-from tests.spec_data.runs import options, run, save_target, write_corpus
+from tests.spec_data.runs import digests, flags, options, run, save_target, write_corpus
 
 one_thread = forked.one_thread
 TAKES = [0.0]  # seconds of a whole generation, on this machine and under its load
@@ -43,11 +42,6 @@ def whole(source, tmp_path_factory):
     return out
 
 
-def digests(path: Path) -> dict[str, str]:
-    files = (p for p in path.rglob("*") if p.is_file())
-    return {str(p.relative_to(path)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
-
-
 def start(main: Callable[[list[str]], int], words: list[str], log: Path) -> mp.Process:
     """Start a command in a forked process: without imports, kills hit the work itself."""
 
@@ -64,11 +58,7 @@ def start(main: Callable[[list[str]], int], words: list[str], log: Path) -> mp.P
 
 
 def generate_words(source, out: Path, **changes) -> list[str]:
-    given = options(*source, out, max_shard_size="60KB", **changes)
-    pairs = {name.replace("_", "-"): value for name, value in given.items()}
-    corpus = pairs.pop("corpus")
-    flags = [word for name, value in pairs.items() for word in (f"--{name}", str(value))]
-    return ["generate", "--corpus", *corpus, *flags]
+    return ["generate", *flags(options(*source, out, max_shard_size="60KB", **changes))]
 
 
 def killed_until_done(commands: list, rng: np.random.Generator, kills: int, log: Path) -> int:

@@ -6,17 +6,13 @@ what cannot is refused and counted; every message and name can be stored. No exc
 unforeseen.
 """
 
-import gzip
 import json
 import re
-import zlib
 from collections import Counter
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 from msgspec import structs
 
 from spec_data.corpus.bad_rows import parse_limit
@@ -27,7 +23,7 @@ from spec_data.corpus.records import parse_row
 from spec_data.generation.plan import PlanWriter, truncate
 from spec_data.shards.errors import CorpusError
 from tests.faults.odd_rows import broken_bytes, good_row, odd_row
-from tests.faults.tools import report, survived, trials
+from tests.faults.tools import report, trials
 from tests.spec_data.corpus.templates import tokenizer
 
 LIMIT = 20_000  # bytes of a row
@@ -136,30 +132,6 @@ def test_lines(tmp_path):
     assert min(campaign.counts[what] for what in ("bad rows", "documents", "good rows kept")) > 99
 
 
-def test_damaged_archives(tmp_path):
-    campaign = Campaign("archives")
-    for _, rng in trials("archives", 15):
-        lines, good = rows_of_a_file(rng, broken=False)
-        whole = gzip.compress(b"\n".join(lines))
-        at, kind = int(rng.integers(len(whole))), int(rng.integers(4))
-        damaged = {
-            0: whole[:at],
-            1: whole[:at] + bytes([whole[at] ^ (1 << int(rng.integers(8)))]) + whole[at + 1 :],
-            2: whole + bytes(rng.integers(0, 256, 20, dtype=np.uint8)),
-            3: whole + gzip.compress(b"\n"),  # two members, as `cat` of two archives makes
-        }[kind]
-        path = tmp_path / "a.jsonl.gz"
-        path.write_bytes(damaged)
-        try:
-            intact = gzip.decompress(damaged).rstrip() == gzip.decompress(whole)
-        except (OSError, EOFError, zlib.error):
-            intact = False
-        whole = b"\n".join(lines)
-        campaign.read(path, rng, *((good, lines_of(whole)) if intact else ()))
-    campaign.finish(tmp_path)
-    assert campaign.counts["files refused"] and campaign.counts["good rows kept"]
-
-
 ODD_COLUMNS = [
     pa.array(["a", None, "c"], pa.large_string()),
     pa.array(["a", None, "c"], pa.string_view()),
@@ -210,39 +182,3 @@ def test_columns_of_odd_types(tmp_path):
         campaign.read(path, rng, rows=3)
     campaign.finish(tmp_path)
     assert campaign.counts["documents"] and campaign.counts["bad rows"]
-
-
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_damaged_columns(tmp_path, kind):
-    """Damaged Parquet and Arrow files are refused, or lose rows in words; none ends the process.
-
-    They are read in another process, because damage can crash a library.
-    """
-    table = pa.table({"text": [f"row {i} " * 20 for i in range(50)], "other": range(50)})
-    path = tmp_path / ("a.parquet" if kind == "parquet" else "saved")
-    if kind == "parquet":
-        pq.write_table(table, path)
-        file = path
-    else:
-        datasets.Dataset(table).save_to_disk(path)
-        file = next(path.glob("*.arrow"))
-    whole = file.read_bytes()
-    name = f"damaged {kind}"
-    generators = [rng for _, rng in trials(name, 40)]
-
-    def read(trial: int) -> str:
-        rng = generators[trial]
-        at = int(rng.integers(len(whole)))
-        changed = bytearray(whole)
-        changed[at] ^= 1 << int(rng.integers(8))
-        file.write_bytes(bytes(changed if rng.random() < 0.8 else whole[:at]))
-        try:
-            reader = CorpusReader([str(path)], max_bad_rows=parse_limit("100%"))
-            list(reader)
-        except CorpusError:
-            return "refused"
-        return "unforeseen" if unforeseen(reader) else "read"
-
-    outcomes = Counter(survived(read, len(generators)))
-    report(name, outcomes)
-    assert set(outcomes) <= {"read", "refused"} and outcomes["refused"]

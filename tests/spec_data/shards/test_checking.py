@@ -76,15 +76,6 @@ def test_damage_that_comes_after_the_first_check_is_found_sooner_or_later(data, 
         dataset.read_into(0, out)
 
 
-def test_a_damaged_chunk_is_refused_at_every_read(data):
-    """What was refused once is not taken for checked."""
-    flip(shard_file(data, 0), place_of(data, 0, "hidden.L1", 2)[0])
-    dataset, out = HiddenStatesDataset(data), {"hidden.L1": torch.zeros(64, 32)}
-    for _ in range(3):
-        with pytest.raises(DatasetError, match=L1):
-            dataset.read_into(2, out)
-
-
 def test_undecoded_rows_are_checked_before_they_are_gathered(mixed, tmp_path):
     data = Path(shutil.copytree(mixed, tmp_path / "data"))
     flip(shard_file(data, 0), place_of(data, 0, "hidden.L0", 1)[0])

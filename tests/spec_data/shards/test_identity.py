@@ -19,7 +19,7 @@ IDENTITY = {
     "config_hash": HASH,
     "architectures": ["LlamaForCausalLM"],
     "quantization": None,
-    "dtype": "bfloat16",
+    "dtype": "float32",
     "config.num_hidden_layers": 6,
     "config.sliding_window": None,
     "rope.rope_type": "default",
@@ -39,77 +39,50 @@ def compared(found: dict, recorded: dict = IDENTITY, states: bool = False):
     return compare(recorded, found, **words, states=states)
 
 
-def test_equal_identities_have_no_difference():
-    found = compared(dict(IDENTITY))
-    assert (found.texts, found.unknown, found.not_compared) == ([], (), "")
-
-
-YARN = {
-    "config_hash": OTHER,
-    "rope.rope_type": "yarn",
-    "rope.factor": 4.0,
-}
-
-
-def test_yarn_switched_on_is_named_and_the_hash_of_the_file_is_not_repeated():
-    found = compared(IDENTITY | YARN)
-    assert found.texts == [
-        "factor: the draft was fitted with none, this target has 4.0",
-        "rope_type: the draft was fitted with 'default', this target has 'yarn'",
-    ]
-    assert [d.severity for d in found.differences] == [WARN, WARN]
-    assert compared(IDENTITY, IDENTITY | YARN).texts[0].startswith("factor: ")  # switched off
-    assert len(compared(IDENTITY | YARN, states=True).refused) == 2
+YARN = {"config_hash": OTHER, "rope.rope_type": "yarn", "rope.factor": 4.0}
+QUANTISED = {"quant_method": "gptq", "bits": 4}
 
 
 @pytest.mark.parametrize(
     ("change", "said", "decides_states"),
     [
-        ({"weights_hash": OTHER}, "weights_hash: ", True),
-        ({"config_hash": OTHER}, "not compared by name", True),
-        ({"config_hash": OTHER, "config.sliding_window": 8}, "sliding_window: ", True),
-        ({"architectures": ["Qwen3ForCausalLM"]}, "architectures: ", True),
-        ({"tokenizer_hash": OTHER}, "text becomes other token ids", False),
+        ({}, (), False),
+        (
+            YARN,
+            ("factor: the draft was fitted with none, this target has 4.0", "rope_type: "),
+            True,
+        ),
+        ({"weights_hash": OTHER}, ("weights_hash: ",), True),
+        ({"config_hash": OTHER}, ("not compared by name",), True),
+        ({"config_hash": OTHER, "config.sliding_window": 8}, ("sliding_window: ",), True),
+        ({"architectures": ["Qwen3ForCausalLM"]}, ("architectures: ",), True),
+        ({"quantization": QUANTISED, "weights_hash": OTHER}, ('{"bits": 4, "quant_',), True),
+        ({"tokenizer_hash": OTHER}, ("text becomes other token ids",), False),
         (
             {"tokenizer_hash": OTHER, "tokenizer.pre_tokenizer": "Split 99"},
-            "tokenizer.pre_tokenizer: the draft was fitted with 'ByteLevel 0123', this target has "
-            "'Split 99'",
+            ("fitted with 'ByteLevel 0123', this target has 'Split 99'",),
             False,
         ),
-        ({"tokenizer.bos_token": "<bos>"}, "tokenizer.bos_token: ", False),
-        ({"chat_template_hash": OTHER}, "chat_template_hash: ", False),
-        ({"chat_template_hash": None}, "chat_template_hash: ", False),
-        ({"dtype": "float16"}, "", False),
-        ({"dtype": "float32"}, "", False),
-        ({"dataset_fingerprint": OTHER}, "", False),
+        ({"tokenizer.bos_token": "<bos>"}, ("tokenizer.bos_token: ",), False),
+        ({"chat_template_hash": None}, ("chat_template_hash: ",), False),
+        ({"dtype": "float16"}, ("dtype: ",), False),
+        ({"dtype": "bfloat16"}, ("rounds more coarsely",), False),
+        ({"dataset_fingerprint": OTHER}, (), False),
+        # the same files, read by another release of transformers
+        (
+            {"config.sliding_window": 4096, "config.added_later": 1, "tokenizer.model": "B"},
+            (),
+            False,
+        ),
     ],
 )
-def test_one_change_is_one_line(change, said, decides_states):
-    found = compared(IDENTITY | change, states=True)
-    assert len(found.texts) == bool(said)
-    if said:
-        assert said in found.texts[0]
-        assert found.differences[0].severity == (REFUSE if decides_states else WARN)
-
-
-def test_a_coarser_dtype_is_named_and_a_finer_one_is_not():
-    exact = IDENTITY | {"dtype": "float32"}
-    (line,) = compared(IDENTITY, exact).texts
-    assert line.startswith("dtype: the draft was fitted with 'float32', this target has 'bfloat16'")
-
-
-def test_quantised_serving_is_one_warning():
-    change = {"quantization": {"quant_method": "gptq", "bits": 4}, "weights_hash": OTHER}
-    found = compared(IDENTITY | change)
-    (line,) = found.warned
-    assert 'none, this target has {"bits": 4, "quant_method": "gptq"}' in line
-    assert found.refused == []
-
-
-def test_the_same_file_read_by_another_release_of_transformers_is_no_difference():
-    newer = {"config.sliding_window": 4096, "config.added_later": 1, "tokenizer.model": "BPE 9"}
-    found = compared(IDENTITY | newer)
-    assert (found.texts, found.unknown) == ([], ())
+def test_every_difference_is_one_line(change, said, decides_states):
+    here = compared(IDENTITY | change, states=True)
+    assert len(here.texts) == len(said) and here.unknown == ()
+    assert all(part in text for part, text in zip(said, here.texts, strict=True))
+    wanted = REFUSE if decides_states else WARN
+    assert {d.severity for d in here.differences} <= {wanted}
+    assert compared(IDENTITY | change).refused == []
 
 
 def test_kwargs_of_rows_are_compared_as_they_were_used():
@@ -127,10 +100,6 @@ def test_kwargs_of_rows_are_compared_as_they_were_used():
     assert usual_kwargs({}) is None
     old = {"chat_template_kwargs": {"a": 1}}  # without counts, those of every document
     assert compared({"template_kwargs_used": {kwargs_text({"a": 1}): 1}}, old).texts == []
-    assert (
-        '{"a": 1}, this target has {}'
-        in compared({"template_kwargs_used": {"{}": 1}}, old).texts[0]
-    )
 
 
 def test_many_different_kwargs_are_counted_and_then_not_compared():

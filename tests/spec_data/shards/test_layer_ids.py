@@ -4,11 +4,6 @@ import pytest
 
 from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.layer_ids import RECIPES, choose_layers, chosen_layers
-from spec_train.options.draft_options import DRAFT_OPTIONS
-
-
-def test_every_draft_has_a_recipe():
-    assert set(RECIPES) == set(DRAFT_OPTIONS)
 
 
 @pytest.mark.parametrize("blocks", [8, 10, 28, 36, 61, 80])

@@ -10,7 +10,6 @@ from spec_data.shards import codecs
 from spec_data.shards.codecs import (
     Basis,
     Tables,
-    bf16_tensor,
     compress,
     decode,
     decompress,
@@ -19,7 +18,6 @@ from spec_data.shards.codecs import (
     save_tables,
 )
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.schema import bits_range, predicts_supervised
 from spec_data.shards.shard import CodedRows, StoredRows, decode_rows
 
 H = 48
@@ -152,15 +150,6 @@ def test_massive_tokens_come_back_exactly_and_cost_the_others_nothing(share):
     assert total_error(rest, found[~massive]) < 1.1 * total_error(rest, plain)
 
 
-def test_a_component_a_thousand_times_as_wide_fits():
-    states = correlated(3000)
-    states[:, 7] += 3000 * torch.randn(3000, generator=torch.Generator().manual_seed(4))
-    tables = Basis(states).tables(0.5)
-    assert int(tables.factors[0]) > 1 and len(stored(states, tables).escape_index) < 30
-    others = [h for h in range(H) if h != 7]
-    assert total_error(states[:, others], round_trip(states, tables)[:, others]) < 0.5
-
-
 def test_constant_channels_come_back_as_they_are():
     states = correlated(500)
     states[:, 5], states[:, 9] = 2.5, 0.0
@@ -212,12 +201,6 @@ def test_autocast_around_it_changes_no_bit():
         assert torch.equal(round_trip(states, tables), values)
 
 
-def test_the_same_states_make_the_same_blob_in_any_thread():
-    codes = stored(correlated(300), Basis(correlated(500)).tables(0.5)).values
-    blobs = codecs.compressors().map(compress, [codes] * 8)
-    assert {blob.tobytes() for blob in blobs} == {compress(codes).tobytes()}
-
-
 @pytest.mark.parametrize("width", [1, 2, 127, 128, 129, 300])
 @pytest.mark.parametrize("tokens", [0, 1, 77])
 def test_blobs_hold_all_codes(tokens, width):
@@ -233,13 +216,6 @@ def test_blobs_hold_all_codes(tokens, width):
             decompress(blob[:-1], tokens, width)
         frames = pa.Codec("zstd").decompress(blob.tobytes(), decompressed_size=codes.size)
         assert len(frames) == codes.size
-
-
-def test_an_empty_document_and_one_channel():
-    tables = Basis(correlated(100, 1)).tables(0.5)
-    assert round_trip(torch.zeros(0, 1), tables).shape == (0, 1)
-    states = correlated(60, 1, seed=2)
-    assert total_error(states, round_trip(states, tables)) < 0.05
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -309,16 +285,3 @@ def test_tables_that_decode_nothing_are_refused(tmp_path, part, value, message):
     file.write_bytes(save(tensors))
     with pytest.raises(DatasetError, match=message):
         load_tables(file, {"hidden.L0": H}, None)
-
-
-def test_bits_that_are_not_measured_are_bounded():
-    for quality in (0.01, 0.02, 0.05):
-        low, high = bits_range(quality)
-        assert 0.5 <= low < 2 and 3 < high < 5
-    assert bits_range(0.005)[1] == bits_range(0.02)[1] + 1
-    assert bf16_tensor(np.array([0x3F80], np.uint16)).item() == 1
-
-
-def test_sparse_tokens():
-    mask, offsets = np.array([0, 1, 1, 1, 0, 1]), np.array([0, 3, 6])
-    assert predicts_supervised(mask, offsets).tolist() == [True, True, False, False, True, False]

@@ -65,13 +65,6 @@ def test_what_is_handed_out_may_be_modified(path):
     assert dataset[3]["hidden.L0"].abs().sum() > 0
 
 
-def test_projection_touches_only_what_is_asked(path):
-    dataset = HiddenStatesDataset(path, columns=("input_ids", "hidden.L1"))
-    assert set(dataset[0]) == {"doc_id", "source", "turns", "input_ids", "hidden.L1"}
-    with pytest.raises(DatasetError, match=r"no column hidden\.L7"):
-        HiddenStatesDataset(path, columns=("hidden.L7",))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_read_into_writes_just_its_span(path, dtype):
     dataset = HiddenStatesDataset(path)
@@ -94,14 +87,13 @@ def test_read_into_writes_just_its_span(path, dtype):
         dataset.read_into(5, {"logits": torch.zeros(9)})
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_arrays_receive_what_tensors_receive(path, dtype):
+def test_arrays_receive_what_tensors_receive(path):
     dataset = HiddenStatesDataset(path)
     columns = {c.name: c for c in dataset.manifest.columns}
     tensors = {
-        "hidden.L2": torch.full((60, 32), 7.0, dtype=dtype),
+        "hidden.L1": torch.full((60, 32), 7.0, dtype=torch.bfloat16),
+        "hidden.L2": torch.full((60, 32), 7.0),
         "input_ids": torch.full((60,), -9),
-        "target_argmax": torch.full((60,), -9),
         "target_logsumexp": torch.zeros(60),
     }
     same = {name: values.clone() for name, values in tensors.items()}
@@ -112,17 +104,6 @@ def test_arrays_receive_what_tensors_receive(path, dtype):
     assert columns["hidden.L2"].coder.bits(torch.zeros(1, dtype=torch.float16)) is None
     with pytest.raises(DatasetError, match="too short"):
         dataset.read_into(5, arrays, start=59)
-
-
-def test_a_document_shorter_than_its_index_row_is_an_error_not_garbage(path):
-    dataset = HiddenStatesDataset(path)
-    lengths = dataset.lengths.copy()
-    lengths[3] += 1
-    dataset.lengths = lengths
-    buffer = {"hidden.L0": torch.zeros(80, 32, dtype=torch.bfloat16)}
-    with pytest.raises(DatasetError, match=r"row 3 .*: \d+ tokens, the index says"):
-        dataset.read_into(3, buffer)
-    assert not buffer["hidden.L0"].any()
 
 
 def test_opening_touches_no_shard(path, monkeypatch):
