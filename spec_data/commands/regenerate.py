@@ -109,7 +109,7 @@ def regenerate(
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ConfigError(f"--server {url}: expected a URL such as http://localhost:8000/v1")
     corpora, bad_rows = path_list(corpus), parse_limit(str(max_bad_rows))
-    kwargs, trust = chat_template_kwargs or {}, loading.trust_remote_code
+    kwargs = chat_template_kwargs or {}
     from spec_data.corpus.record_reader import CorpusReader
     from spec_data.models.devices import usable_device
     from spec_data.regeneration import local, run, servers
@@ -119,17 +119,16 @@ def regenerate(
     if not server:
         usable_device(loading.device)  # before anything that takes long
     reader = CorpusReader(corpora, limit or None, max_bad_rows=bad_rows, parse=parse_question)
-    sampling = Sampling(temperature, top_p, top_k, max_new_tokens, seed)
+    sampling = Sampling(temperature, top_p, top_k, max_new_tokens, seed, kwargs)
     chat: local.ChatTarget | None = None
     backend: local.LocalBackend | servers.ServerBackend | None = None
     if target is not None:
-        chat = local.ChatTarget(str(target), loading.revision, kwargs, trust, weights=not server)
-        place = (loading.dtype, loading.device, trust)
-        backend = local.LocalBackend(chat, sampling, batch_size, *place)
+        chat = local.ChatTarget(str(target), sampling, loading, weights=not server)
+        backend = local.LocalBackend(chat, batch_size, loading)
     if server:
-        backend = servers.ServerBackend(server, server_model, sampling, kwargs, batch_size, chat)
+        backend = servers.ServerBackend(server, server_model, sampling, batch_size, chat)
     assert backend is not None
-    settings = {"turns": turns, **vars(sampling), "chat_template_kwargs": kwargs, "limit": limit}
+    settings = {"turns": turns, **vars(sampling), "limit": limit}
     result = run.regenerate(Path(out), reader, backend, settings)
     if result.failed:
         return result

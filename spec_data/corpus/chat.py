@@ -132,7 +132,7 @@ class Renderer:
         answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and i > 0]
         if not answers:
             raise render_error(record, "no-assistant-turn", "no assistant message answers anything")
-        chat = self.template.chat(record, messages)
+        chat = Chat(self.template, record, messages)
         result = Rendering("generation tags" if chat.tagged else "prefix boundaries")
         answers = self._supervisable(record, answers, result)
         result.counts["trailing messages left out"] = len(messages) - 1 - answers[-1]

@@ -17,7 +17,7 @@ import numpy as np
 
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.records import Record
-from spec_data.corpus.template import Template
+from spec_data.corpus.template import Chat, Template
 
 NGRAM = 13
 """Token ids in a row that two texts share by chance only rarely."""
@@ -122,6 +122,6 @@ def _sent(record: Record, template: Template) -> list[int]:
     try:
         if record.messages is None:
             return list(template.tokenizer((record.text or "").strip())["input_ids"])
-        return template.chat(record, messages).prompt(len(messages))
+        return Chat(template, record, messages).prompt(len(messages))
     except RenderError:
         return []

@@ -112,8 +112,6 @@ class CorpusReader:
     ) -> None:
         if not sources:
             raise ConfigError("no corpus: name a file, a directory or a dataset")
-        if limit is not None and limit < 1:
-            raise ConfigError(f"limit = {limit}: expected at least 1")
         self.limit = limit
         self.quiet = False
         self._max_bad_rows = max_bad_rows

@@ -156,10 +156,6 @@ class Template:
             if self.names is None or name in self.names or value not in (None, "", [], {})
         }
 
-    def chat(self, record: Record, messages: Sequence[Message]) -> "Chat":
-        """Return the renders of a conversation; see `Chat`."""
-        return Chat(self, record, messages)
-
     def apply(
         self,
         messages: Sequence[Message],

@@ -32,6 +32,7 @@ class Sampling:
     top_k: int | None
     max_new_tokens: int
     seed: int
+    chat_template_kwargs: dict[str, Any]
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

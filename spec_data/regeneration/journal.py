@@ -72,10 +72,6 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._database.close()
 
-    def __len__(self) -> int:
-        """Return how many answers it holds."""
-        return int(self._rows("select count(*) from answers")[0][0])
-
     def read(self, conversation: str) -> list[Answer]:
         """Return the answers of a conversation so far, in the order of its turns."""
         query = "select answer from answers where conversation = ? order by turn"

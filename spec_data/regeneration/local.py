@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import logging
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +27,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from spec_data.corpus.documents import RenderError
-from spec_data.corpus.template import EndTokens, Template
+from spec_data.corpus.template import Chat, EndTokens, Template
 from spec_data.generation.plan import end_token_ids
 from spec_data.generation.setup import context_length
 from spec_data.models.identify import read_target
 from spec_data.models.loading import load_model
 from spec_data.models.reading import text_config
+from spec_data.models.target_options import LoadOptions
 from spec_data.regeneration.conversations import (
     TRUNCATED,
     Answer,
@@ -63,18 +64,12 @@ class ChatTarget:
     """
 
     def __init__(
-        self,
-        name: str,
-        revision: str | None,
-        template_kwargs: Mapping[str, Any],
-        trust_remote_code: bool,
-        *,
-        weights: bool,
+        self, name: str, sampling: Sampling, loading: LoadOptions, *, weights: bool
     ) -> None:
-        kwargs = dict(template_kwargs)
-        files = read_target(name, revision, kwargs, trust_remote_code, weights=weights)
+        kwargs, trust = sampling.chat_template_kwargs, loading.trust_remote_code
+        files = read_target(name, loading.revision, kwargs, trust, weights=weights)
         self.directory, self.tokenizer = files.model_dir, files.tokenizer
-        self._template = Template(self.tokenizer, template_kwargs)
+        self.sampling, self._template = sampling, Template(self.tokenizer, kwargs)
         self._template.warn_of_the_date()
         self.stops = tuple(sorted(EndTokens(self._template, end_token_ids(self.directory)).stops))
         self._context = context_length(text_config(files.model_config))
@@ -85,7 +80,7 @@ class ChatTarget:
         }
 
     def prompt(
-        self, conversation: Conversation, answers: Sequence[Answer], limit: int
+        self, conversation: Conversation, answers: Sequence[Answer]
     ) -> tuple[list[int], int]:
         """Return the prompt of the turn after `answers`, and the most tokens of its answer.
 
@@ -94,9 +89,10 @@ class ChatTarget:
         """
         messages = conversation.before(answers)
         try:
-            prompt = self._template.chat(conversation.record, messages).prompt(len(messages))
+            prompt = Chat(self._template, conversation.record, messages).prompt(len(messages))
         except RenderError as error:
             raise Unanswerable(error.reason, str(error)) from None
+        limit = self.sampling.max_new_tokens
         room = self._context - len(prompt) if self._context else limit
         if room < 1:
             raise Unanswerable(
@@ -120,24 +116,16 @@ class Request(NamedTuple):
 class LocalBackend:
     """The answers of a target on this machine. Its weights are loaded by `run`."""
 
-    def __init__(
-        self,
-        target: ChatTarget,
-        sampling: Sampling,
-        batch_size: int,
-        dtype: str,
-        device: str,
-        trust_remote_code: bool,
-    ) -> None:
-        self._target, self._sampling, self._size = target, sampling, batch_size
-        self._load: dict[str, Any] = {"dtype": dtype, "device": device, "trust": trust_remote_code}
+    def __init__(self, target: ChatTarget, batch_size: int, loading: LoadOptions) -> None:
+        self._target, self._size, self._loading = target, batch_size, loading
+        self._seed = target.sampling.seed
         self._model: Any = None
         self._pad = target.stops[0] if target.stops else 0
         self._padding_exact: bool | None = None  # not proven yet
 
     def settings(self) -> dict[str, Any]:
         """Return what decides the answers beside the options that every backend has."""
-        return {"backend": "local", **self._target.facts, "dtype": self._load["dtype"]}
+        return {"backend": "local", **self._target.facts, "dtype": self._loading.dtype}
 
     def run(self, conversations: Iterable[Conversation], journal: Journal) -> None:
         """Answer every turn that the journal does not hold.
@@ -145,14 +133,20 @@ class LocalBackend:
         Raises:
             RunError: the device is out of memory. FileError: the disk is full.
         """
-        self._model = load_model(str(self._target.directory), **self._load)
+        loading, directory = self._loading, str(self._target.directory)
+        self._model = load_model(
+            directory,
+            dtype=loading.dtype,
+            device=loading.device,
+            trust=loading.trust_remote_code,
+        )
         self._model.generation_config = self._generation_config()
         # The head gets the last position of each prompt as a slice. For one that is not contiguous,
         # torch copies the head's weight once per prompt: 5.7 GB for 100 prompts of a 135 M model.
         self._model.get_output_embeddings().register_forward_pre_hook(
             lambda _, given: (given[0].contiguous(), *given[1:])
         )
-        for group in _groups(conversations, self._size * _GROUP, self._sampling.seed):
+        for group in _groups(conversations, self._size * _GROUP, self._seed):
             if all(len(journal.read(c.id)) == len(c.slots) for c in group):
                 journal.complete(len(group), resumed=True)
                 continue
@@ -171,7 +165,7 @@ class LocalBackend:
 
     def _generation_config(self) -> GenerationConfig:
         """Return nothing but what this run asks for; `generate` adds the most tokens."""
-        sampling, options = self._sampling, dict[str, Any]()
+        sampling, options = self._target.sampling, dict[str, Any]()
         if sampling.temperature > 0:
             options = {"temperature": sampling.temperature, "top_p": sampling.top_p}
             options["top_k"] = sampling.top_k or 0
@@ -184,13 +178,13 @@ class LocalBackend:
         self, group: Sequence[Conversation], turn: int, journal: Journal
     ) -> list[Request]:
         """Return one turn of the conversations of a group that have it."""
-        requests, most = [], self._sampling.max_new_tokens
+        requests = []
         for conversation in group:
             if len(conversation.slots) <= turn or conversation.id in journal.failures:
                 continue
             answers = journal.read(conversation.id)
             try:
-                prompt, limit = self._target.prompt(conversation, answers[:turn], most)
+                prompt, limit = self._target.prompt(conversation, answers[:turn])
             except Unanswerable as error:
                 journal.fail(conversation, error)
                 continue
@@ -207,7 +201,7 @@ class LocalBackend:
             runs = (list(run) for _, run in itertools.groupby(ordered, lambda r: len(r.prompt)))
         batches = [run[i : i + self._size] for run in runs for i in range(0, len(run), self._size)]
         if batches:
-            random.Random(_batch_seed(self._sampling.seed, batches[0])).shuffle(batches)
+            random.Random(_batch_seed(self._seed, batches[0])).shuffle(batches)
         return batches
 
     def _answer(self, request: Request, tokens: Sequence[int]) -> Answer:
@@ -237,7 +231,7 @@ class LocalBackend:
         devices = [self._model.device] if self._model.device.type == "cuda" else []
         limit = min(request.limit for request in batch)
         with torch.random.fork_rng(devices):
-            torch.manual_seed(_batch_seed(self._sampling.seed, batch))
+            torch.manual_seed(_batch_seed(self._seed, batch))
             try:
                 out = self._model.generate(ids, attention_mask=mask, max_new_tokens=limit)
             except torch.OutOfMemoryError as error:

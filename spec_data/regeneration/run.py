@@ -141,8 +141,6 @@ def regenerate(
             rows = expected_rows(reader.sources, reader.limit)
             bar = progress(total=rows, desc="regenerate", unit="rows")
             with bar, Journal(journal_path(out), settings, bar) as journal:
-                if len(journal):
-                    logger.info("resuming: %s has %d answers", journal.path, len(journal))
                 backend.run(conversations(reader, settings["turns"]), journal)
                 bar.update(max(0, sum(r.rows for r in reader.reports) - bar.n))  # no conversation
                 record = _write(out, settings, reader, journal)

@@ -69,15 +69,13 @@ class ServerBackend:
         urls: Sequence[str],
         model: str | None,
         sampling: Sampling,
-        template_kwargs: Mapping[str, Any],
         concurrency: int,
         target: ChatTarget | None,
     ) -> None:
         self._key = os.environ.get("OPENAI_API_KEY") or "none"
         self._urls = list(dict.fromkeys(urls))
         self._model = self._check_model(model)
-        self._sampling, self._template_kwargs = sampling, dict(template_kwargs)
-        self._concurrency, self._target = concurrency, target
+        self._sampling, self._concurrency, self._target = sampling, concurrency, target
         self._clients: dict[str, openai.AsyncOpenAI] = {}  # those that are asked, by URL
         self._turns = itertools.count()
         self._without_answer = 0  # conversations in a row
@@ -171,8 +169,7 @@ class ServerBackend:
 
         expected = 0
         if self._target is not None:
-            most = self._sampling.max_new_tokens
-            expected = len(self._target.prompt(conversation, answers, most)[0])
+            expected = len(self._target.prompt(conversation, answers)[0])
         request = self._request(conversation, answers)
         reason = ""
         for _ in range(_TRIES):
@@ -219,7 +216,7 @@ class ServerBackend:
         extra: dict[str, Any] = {}
         if sampling.top_k is not None:
             extra["top_k"] = sampling.top_k or -1  # vLLM and SGLang: -1 is all of them
-        if kwargs := {**self._template_kwargs, **record.template_kwargs}:
+        if kwargs := {**sampling.chat_template_kwargs, **record.template_kwargs}:
             extra["chat_template_kwargs"] = kwargs
         return request | ({"extra_body": extra} if extra else {})
 

@@ -16,7 +16,7 @@ from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import Record, parse_prompt
-from spec_data.corpus.template import Template, render_error, text_ids
+from spec_data.corpus.template import Chat, Template, render_error, text_ids
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_data.shards.identity import kwargs_text
 
@@ -191,7 +191,7 @@ class Prompts:
         Raises:
             RenderError: the template rejects them.
         """
-        return self.template.chat(prompt.record, messages).prompt(len(messages))
+        return Chat(self.template, prompt.record, messages).prompt(len(messages))
 
 
 def read_prompts(
@@ -246,7 +246,7 @@ def prompt_ids(record: Record, template: Template) -> list[int]:
     if messages is None or (plain and len(messages) == 1):
         text = record.text if messages is None else messages[0]["content"]
         return text_ids(tokenizer, record, text or "")
-    ids = template.chat(record, messages).prompt(len(messages))
+    ids = Chat(template, record, messages).prompt(len(messages))
     if not ids:
         raise render_error(record, "empty", "renders to no tokens")
     return ids

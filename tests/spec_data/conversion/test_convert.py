@@ -156,16 +156,6 @@ def test_malformed_and_not_finite_samples_are_counted_listed_and_limited(
         convert(**options(target, src, tmp_path / "b", max_bad_rows="0"))
 
 
-def test_nothing_is_written_where_something_else_is(tmp_path, target, source):
-    out = tmp_path / "set"
-    out.mkdir()
-    (out / "mine.txt").touch()
-    with pytest.raises(DatasetError, match="not empty"):
-        convert(**options(target, source, out))
-    with pytest.raises(DatasetError, match="not empty"):
-        convert(**options(target, source, source))
-
-
 def test_samples_without_a_mask(tmp_path, target, samples):
     src = write.modelopt(tmp_path / "src", samples, layers=LAYERS, masks=False)
     with pytest.raises(CorpusError, match=r"no loss mask is stored; .*mask all"):

@@ -112,16 +112,6 @@ def test_other_families_are_proven(family, tmp_path):
     assert found.stored_layers == [1, 2, 4] and max(found.differences.values()) < 5e-3
 
 
-def test_a_norm_of_ones_fits_on_both_sides(tmp_path):
-    """Then what the norm does not change is a state after it."""
-    target = save_target(tmp_path / "ones")
-    samples = write.make_samples(target, 4)
-    for tool, norm in (("specforge", AFTER), ("speculators", BEFORE)):
-        given = {"last": "after" if tool == "specforge" else "before"}
-        root = getattr(write, tool)(tmp_path / tool, samples, **given)
-        assert find(target, root, tool).final_norm == norm
-
-
 @pytest.mark.parametrize("noise", [0.0, 0.25])
 @pytest.mark.parametrize("weights", [0.0, 0.4])
 @pytest.mark.parametrize("norm", [AFTER, BEFORE])

@@ -178,57 +178,48 @@ def change(file, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def test_what_cannot_be_read_is_refused_by_name(tmp_path, samples):
-    with pytest.raises(MissingError, match="no such directory"):
-        opened("deepspec", tmp_path / "nowhere")
-    for tool in ("speculators", "specforge", "deepspec", "automodel", "modelopt", "torchspec"):
-        (tmp_path / tool).mkdir()
-        with pytest.raises(MissingError):
-            opened(tool, tmp_path / tool)
-    old = tmp_path / "old"
-    old.mkdir()
-    (old / "data_0.pt").touch()
-    with pytest.raises(MissingError, match="hidden_states/hs_0"):
-        opened("speculators", old)
-    cache = write.automodel(tmp_path / "cache", samples)
-    change(cache / "manifest.json", target_probs_topk=0)
-    with pytest.raises(DatasetError, match="DSpark cache"):
-        opened("automodel", cache)
-    raw = write.deepspec(tmp_path / "raw", samples)
-    with pytest.raises(TargetError, match="width 96"):
-        opened("deepspec", raw, hidden_size=64)
-    change(raw / "manifest.json", version=1)
-    with pytest.raises(DatasetError, match="version"):
-        opened("deepspec", raw)
-    other = write.torchspec(tmp_path / "ts", samples)
-    change(other / "dataset.json", version=2)
-    with pytest.raises(DatasetError, match="version"):
-        opened("torchspec", other)
+def written(name, data):
+    """Return what spoils a directory: `data` in a file of it."""
+    return lambda root: (root / name).write_bytes(data)
 
 
-def test_rubbish_in_a_manifest_is_refused(tmp_path, samples):
-    for tool, wrong in (("deepspec", {"hidden_dtype": ["x"]}), ("automodel", {"shard_size": -5})):
-        root = getattr(write, tool)(tmp_path / tool, samples[:2])
-        right = (root / "manifest.json").read_text()
-        change(root / "manifest.json", **wrong)
-        with pytest.raises(DatasetError, match=r"manifest\.json"):
-            opened(tool, root)
-        (root / "manifest.json").write_text(right)
-    change(tmp_path / "deepspec" / "manifest.json", num_samples=0)
-    (tmp_path / "deepspec" / "samples.idx").write_bytes(b"")
-    with pytest.raises(MissingError, match="no sample"):
-        opened("deepspec", tmp_path / "deepspec")
-    other = write.torchspec(tmp_path / "torchspec", samples[:2])
-    (other / "manifest.jsonl").write_bytes(b"\xff\n")
-    with pytest.raises(DatasetError, match="not the rows"):
-        opened("torchspec", other)
-    (other / "manifest.jsonl").write_text('{"file": "/elsewhere/a.pt", "split": "train"}')
-    with pytest.raises(DatasetError, match="not the rows of TorchSpec"):
-        opened("torchspec", other)
-    third = write.speculators(tmp_path / "speculators", samples[:2])
-    (third / "state.json").write_text("{}")
-    with pytest.raises(DatasetError, match="cannot be read"):
-        opened("speculators", third)
+def manifest(name="manifest.json", **changes):
+    return lambda root: change(root / name, **changes)
+
+
+NOT_READ = [  # (tool, how its directory is spoilt, the error, what it says)
+    ("deepspec", shutil.rmtree, MissingError, "no such directory"),
+    ("deepspec", manifest(version=1), DatasetError, "version"),
+    ("deepspec", manifest(hidden_dtype=["x"]), DatasetError, r"manifest\.json"),
+    ("deepspec", manifest(hidden_size=33), TargetError, "width 99"),
+    ("deepspec", manifest(num_samples=0, shards=[]), DatasetError, "not of 0 samples"),
+    ("automodel", manifest(target_probs_topk=8), DatasetError, "DSpark cache"),
+    ("automodel", manifest(shard_size=-5), DatasetError, "shard_size"),
+    ("torchspec", manifest("dataset.json", version=2), DatasetError, "version"),
+    ("torchspec", written("manifest.jsonl", b"\xff\n"), DatasetError, "not the rows of TorchSpec"),
+    ("torchspec", written("manifest.jsonl", b'{"file": "/a.pt", "split": "train"}'),
+     DatasetError, "not the rows of TorchSpec"),
+    ("speculators", written("state.json", b"{}"), DatasetError, "cannot be read"),
+    ("speculators", lambda root: (root / "hidden_states").rename(root / "old"),
+     MissingError, "hidden_states/hs_0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tool", "spoil", "error", "words"), NOT_READ)
+def test_what_cannot_be_read_is_refused_by_name(tool, spoil, error, words, tmp_path, samples):
+    root = getattr(write, tool)(tmp_path / tool, samples[:2])
+    spoil(root)
+    with pytest.raises(error, match=words):
+        opened(tool, root)
+
+
+@pytest.mark.parametrize(
+    "tool", ["speculators", "specforge", "deepspec", "automodel", "modelopt", "torchspec"]
+)
+def test_a_directory_of_something_else_is_refused(tool, tmp_path):
+    (tmp_path / "data_0.old").touch()
+    with pytest.raises(MissingError):
+        opened(tool, tmp_path)
 
 
 def test_rubbish_in_the_rows_and_files_of_speculators(tmp_path, samples):
