@@ -13,36 +13,21 @@ from spec_train.losses.menu import (
     head_loss,
 )
 from spec_train.options.draft_options import KINDS
+from tests.spec_train.drafts.slot_loss import SlotLoss
 from tests.tolerance import LAYER, close
 
 
 def _formula(logits: Tensor, teacher: TeacherRows, kind: LossKind) -> Tensor:
-    """The losses from their definitions, for autograd: [n, S] of logits [n, S, Vd]."""
-    p, mass, log_q = teacher.p[:, None], teacher.mass, logits.log_softmax(-1)
-    if kind.hard:
-        assert teacher.label is not None
-        p, mass = F.one_hot(teacher.label, p.shape[-1])[:, None].to(p), None
-    full = p if mass is None else mass[:, None, None] * p
-    q = log_q.exp()
-    entropy = -(p * log_q).sum(-1)
-    accepted = torch.minimum(full, q).sum(-1)
-    if kind.name == "ce":
-        return entropy
-    if kind.name == "kl":
-        return entropy + torch.xlogy(p, p).sum(-1)
-    if kind.name == "reverse-kl":
-        return F.kl_div(p.log().expand_as(log_q), log_q, log_target=True, reduction="none").sum(-1)
-    if kind.name == "jsd":
-        middle = ((p + q) / 2).log()
-        parts = (F.kl_div(middle, some, reduction="none").sum(-1) for some in (p, q))
-        return sum(parts, torch.zeros(())) / 2
-    if kind.name == "tv":  # half the L1 distance over the full vocabulary: 1 - mass is outside
-        outside = 0.0 if mass is None else (1 - mass)[:, None]
-        return ((full - q).abs().sum(-1) + outside) / 2
-    if kind.name == "lk-alpha":
-        return -accepted.log()
-    r = kind.scale * torch.exp(-kind.decay * accepted.detach())
-    return r * entropy + (1 - r) * (1 - accepted)
+    """The slow losses of every slot, for autograd: [n, S] of logits [n, S, Vd]."""
+    slow = SlotLoss(name=kind.name, hard=kind.hard, scale=kind.scale, decay=kind.decay)
+    assert teacher.label is not None
+    rows = zip(teacher.p, teacher.full(), logits.log_softmax(-1), teacher.label, strict=True)
+    return torch.stack(
+        [
+            torch.stack([slow(p, full, q, int(token)) for q in log_q])
+            for p, full, log_q, token in rows
+        ]
+    )
 
 
 def _hard_too(names: tuple[str, ...]) -> list[tuple[str, bool]]:

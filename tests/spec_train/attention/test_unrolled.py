@@ -1,4 +1,4 @@
-"""Both back ends are one attention: values, gradients, grouped heads, packs, padding."""
+"""Back ends of the unrolled attention: scores, chunks, CUDA; `test_windows` has the values."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from spec_train.attention.masks import span_mask
 from spec_train.attention.plain import repeat_heads
 from spec_train.attention.unrolled import active_slots
 from spec_train.drafts.slots import document_offsets
-from tests.tolerance import LAYER, close
+from tests.tolerance import close
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1, -1], [0, 0, 0, 0, 0, 0, 0, 0, 0], [-1] * 9])
 USED = torch.tensor(
@@ -49,24 +49,6 @@ def _attend(tensors: list[Tensor], queries: Attending, scale: float) -> Tensor:
 def test_active_slots_are_the_used_ones_in_order_and_padded_with_the_last() -> None:
     assert active_slots(USED).tolist() == [[1, 2, 5, 6, 6], [3, 4, 5, 6, 7], [8] * 5]
     assert active_slots(torch.zeros(1, 3, dtype=torch.bool)).tolist() == [[2]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (3, 1)])
-@pytest.mark.parametrize("steps", [0, 4])
-@pytest.mark.parametrize("chunk", [2, 128])
-def test_merged_equals_dense_in_values_and_gradients(
-    dtype, heads, kv_heads, steps, chunk, monkeypatch
-):
-    monkeypatch.setattr(attention, "CHUNK", chunk)
-    tensors = _inputs(USED, steps, heads, kv_heads, dtype)
-    results = {}
-    for backend in ("dense", "merged"):
-        out = _attend(tensors, _queries(USED, backend), 0.5)
-        pull = torch.linspace(-1, 2, out.numel(), dtype=dtype).view_as(out)
-        results[backend] = [out, *torch.autograd.grad((out * pull).sum(), tensors)]
-    for dense, merged in zip(results["dense"], results["merged"], strict=True):
-        close(merged, dense, terms=2 * LAYER)
 
 
 def test_great_scores_on_either_side_neither_overflow_nor_vanish() -> None:

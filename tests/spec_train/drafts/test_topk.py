@@ -20,6 +20,7 @@ from spec_train.drafts.teacher import Teacher, logits_teacher, missing_mass, top
 from spec_train.losses.menu import LossKind, TeacherRows, distribution_loss
 from spec_train.options.draft_options import KINDS
 from tests.factory import tiny_dataset
+from tests.spec_train.drafts.slot_loss import SlotLoss
 from tests.spec_train.training.test_trainer_resume import stop_after
 from tests.tolerance import LAYER, close, network
 
@@ -79,42 +80,19 @@ def test_known_probabilities_are_exact_and_nothing_is_renormalised_away(k: int, 
     assert bool((assumed <= inside + missing + 1e-12).all())
 
 
-def coarse(draft: Tensor, rows: TeacherRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Return p, q and m p of every row over the known tokens and one more, by plain loops."""
-    parts = []
+def coarse_loss(draft: Tensor, rows: TeacherRows, name: str) -> Tensor:
+    """Return the slow losses [n] over the known tokens and one more, for autograd."""
+    losses = []
     for n, logits in enumerate(draft):
         q, known = logits.softmax(-1), rows.p[n] > 0
         mass = 1.0 if rows.mass is None else rows.mass[n]
         assert rows.rest is not None
-        p = torch.cat([rows.p[n] * known, rows.rest[n : n + 1]])
-        tail = (q * ~known).sum()[None]
-        parts.append((p, torch.cat([q * known, tail]), mass * rows.p[n]))
-    p, q, full = (torch.stack(column) for column in zip(*parts, strict=True))
-    return p, q, full
-
-
-def coarse_loss(draft: Tensor, rows: TeacherRows, name: str) -> Tensor:
-    """Return the losses [n] over the coarser vocabulary, for autograd."""
-    p, q, full = coarse(draft, rows)
-    some = (p > 0) & (q > 0)
-    log_q, log_p = (torch.where(some, x, 1.0).log() for x in (q, p))
-    entropy = -(p * log_q).sum(-1)
-    accepted = torch.minimum(full, q[:, :-1] * (full > 0)).sum(-1)
-    if name == "ce":
-        return entropy
-    if name == "kl":
-        return entropy + (p * log_p).sum(-1)
-    if name == "reverse-kl":
-        return (q * (log_q - log_p) * some).sum(-1)
-    if name == "jsd":
-        middle = torch.where(some, (p + q) / 2, 1.0).log()
-        return ((p * (log_p - middle) + q * (log_q - middle)) * some).sum(-1) / 2
-    if name == "tv":
-        return 1 - accepted
-    if name == "lk-alpha":
-        return -accepted.log()
-    r = torch.exp(-3 * accepted.detach())
-    return r * entropy + (1 - r) * (1 - accepted)
+        p, full, of_draft = rows.p[n, known], mass * rows.p[n, known], q[known]
+        if rows.rest[n] > 0:  # the unknown tokens are rejected
+            p, full = torch.cat([p, rows.rest[n : n + 1]]), torch.cat([full, p.new_zeros(1)])
+            of_draft = torch.cat([of_draft, q[~known].sum()[None]])
+        losses.append(SlotLoss(name=name)(p, full, of_draft.log(), 0))
+    return torch.stack(losses)
 
 
 @VOCABULARIES

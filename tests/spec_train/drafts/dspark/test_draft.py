@@ -1,7 +1,6 @@
 """Block drafts: which blocks are drawn, what they see, and what a batch depends on."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -16,14 +15,20 @@ from spec_train.drafts.dspark.blocks import (
     expected_weights,
     sample_blocks,
 )
-from spec_train.drafts.dspark.draft import (
-    BlockTokens,
-    DSparkDraft,
-    dspark_loss,
-)
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft, packed
-from tests.spec_train.drafts.cases import STATES, VOCAB, WIDTH, case, make_draft, make_head
+from tests.spec_train.drafts.cases import (
+    BLOCK_MASKS,
+    STATES,
+    VOCAB,
+    WIDTH,
+    case,
+    gradients,
+    lay_out,
+    loss_of,
+    make_documents,
+    make_draft,
+)
 from tests.tolerance import close, close_gradients, network
 
 dataset, head = any_draft.dataset, any_draft.head
@@ -104,44 +109,22 @@ def test_a_sample_has_no_repetitions_is_sorted_and_depends_on_its_row_alone() ->
 # --- what a block sees ---------------------------------------------------------------------------
 
 
-def walk_logits(draft: DSparkDraft, batch: dict[str, Tensor], blocks: Blocks) -> Tensor:
-    """Return logits [B, N, D, Vd] after the document's own previous tokens."""
-    names = ("input_ids", "document_ids", "position_ids")
-    ids, documents, positions = (batch[name] for name in names)
-    context = draft.context(batch["aux"], positions, documents)
-    walk = BlockTokens(
-        draft,
-        make_head(KINDS["vanilla"]),
-        draft.block_states(context, ids, documents, positions, blocks),
-    )
-    places = blocks.slots(draft.config.depth).clamp_max(ids.shape[1] - 1)
-    previous = ids.gather(1, places.flatten(1)).view_as(places)
-    parts = [walk.advance(previous[..., d])[0] for d in range(draft.config.depth)]
-    return torch.stack(parts, dim=2)
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_a_block_sees_its_anchor_and_the_states_before_it_and_nothing_else(name: str) -> None:
     draft = make_draft(KINDS[name])
     document_ids, position_ids = row_layout([[6, 9, 5]], 22)
     generator = torch.Generator().manual_seed(0)
-    batch = {
-        "aux": torch.randn(1, 22, STATES * WIDTH, generator=generator, dtype=torch.float64),
-        "input_ids": torch.randint(VOCAB, (1, 22), generator=generator),
-        "document_ids": document_ids,
-        "position_ids": position_ids,
-    }
-    blocks = Blocks(torch.tensor([[2, 9, 10, 17]]), torch.tensor([[True, True, True, True]]))
-    names = ("input_ids", "document_ids", "position_ids")
-    ids, documents, positions = (batch[name] for name in names)
+    inputs = torch.randn(1, 22, STATES * WIDTH, generator=generator, dtype=torch.float64)
+    ids = torch.randint(VOCAB, (1, 22), generator=generator)
+    blocks = Blocks(torch.tensor([[2, 9, 10, 17]]), torch.ones(1, 4, dtype=torch.bool))
 
     def states(aux: Tensor, ids: Tensor, blocks: Blocks = blocks) -> Tensor:
-        context = draft.context(aux, positions, documents)
-        return draft.block_states(context, ids, documents, positions, blocks)
+        context = draft.context(aux, position_ids, document_ids)
+        return draft.block_states(context, ids, document_ids, position_ids, blocks)
 
-    base = states(batch["aux"], ids)
+    base = states(inputs, ids)
     for n, anchor in enumerate(blocks.anchors[0].tolist()):
-        aux = batch["aux"].clone().requires_grad_()
+        aux = inputs.clone().requires_grad_()
         states(aux, ids)[:, n].square().sum().backward()
         moved = aux.grad.abs().sum(-1)[0].nonzero().flatten().tolist()
         start = int((document_ids[0] == document_ids[0, anchor]).nonzero()[0])
@@ -149,66 +132,31 @@ def test_a_block_sees_its_anchor_and_the_states_before_it_and_nothing_else(name:
         for t in range(22):  # the anchor's token is read, and no other one
             other = ids.clone()
             other[0, t] = (other[0, t] + 1) % VOCAB
-            same = torch.equal(states(batch["aux"], other)[:, n], base[:, n])
+            same = torch.equal(states(inputs, other)[:, n], base[:, n])
             assert same == (t != anchor)
         elsewhere = blocks.anchors.clone()
         elsewhere[0, n - 1] = 12
-        apart = states(batch["aux"], ids, Blocks(elsewhere, blocks.kept))[:, n]
+        apart = states(inputs, ids, Blocks(elsewhere, blocks.kept))[:, n]
         close(apart, base[:, n], terms=network(2))
-    # from draft 1 on, the logits of draft d also depend on its previous token
-    logits = walk_logits(draft, batch, blocks)
-    other = ids.clone()
-    other[0, 11] = (other[0, 11] + 1) % VOCAB
-    changed = (walk_logits(draft, batch | {"input_ids": other}, blocks) != logits).any(-1)[0]
-    depth = draft.config.depth
-    rnn = draft.config.markov_head_type == "rnn"
-    for n, anchor in enumerate(blocks.anchors[0].tolist()):
-        d = 11 - anchor
-        wanted = [
-            draft.markov_head is not None and (i >= d if rnn else i == d) for i in range(depth)
-        ]
-        assert changed[n].tolist() == (wanted if 0 <= d < depth else [False] * depth)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_blocks_that_are_not_kept_change_nothing(name: str) -> None:
-    draft, head = make_draft(KINDS[name]), make_head(KINDS[name])
-    mask, document_ids, position_ids = make_layout([[[0, 1, 1, 1, 1, 1], [0, 1, 1, 1]], [[0, 0]]])
-    generator = torch.Generator().manual_seed(0)
-    shape = mask.shape
-    arguments: dict[str, Any] = {
-        "aux_hidden_states": torch.randn(
-            *shape, STATES * WIDTH, generator=generator, dtype=torch.float64
-        ),
-        "input_ids": torch.randint(VOCAB, shape, generator=generator),
-        "logits": torch.randn(*shape, VOCAB, generator=generator, dtype=torch.float64),
-        "loss_mask": mask,
-        "document_ids": document_ids,
-        "position_ids": position_ids,
-        "head": head,
-    }
-    anchors = torch.tensor([[1, 2, 7], [0, 0, 0]])
-    kept = torch.tensor([[True] * 3, [False] * 3])
-    gradients = []
-    for more in (0, 2):
-        draft.zero_grad()
-        result = dspark_loss(
-            draft,
-            anchors=torch.nn.functional.pad(anchors, (0, more), value=shape[1] - 1),
-            kept=torch.nn.functional.pad(kept, (0, more)),
-            **arguments,
-        )
-        result.loss.backward()
-        gradients.append(
-            {n: p.grad.clone() for n, p in draft.named_parameters() if p.requires_grad}
-        )
-    assert all(gradient.isfinite().all() for gradient in gradients[0].values())
-    close_gradients(gradients[1], gradients[0], terms=network(2, backward=True, slots=100))
-    draft.zero_grad()
-    result = dspark_loss(draft, anchors=anchors, kept=torch.zeros_like(kept), **arguments)
-    assert float(result.loss.detach()) == 0
-    result.loss.backward()
-    assert all((p.grad == 0).all() for p in draft.trainable_parameters())
+    made = KINDS[name]
+    draft, documents = make_draft(made), make_documents(made, BLOCK_MASKS)
+    inputs = lay_out(made, documents, [[0, 1], [2, 4]])
+    plain = loss_of(made, draft, **inputs)
+    plain.loss.backward()
+    expected = gradients(draft)
+    assert all(gradient.isfinite().all() for gradient in expected.values())
+    anchors, real = inputs["anchors"], inputs["kept"]
+    more = {"anchors": pad(anchors, (0, 2), value=10), "kept": pad(real, (0, 2))}
+    loss_of(made, draft, **inputs | more).loss.backward()
+    close_gradients(gradients(draft), expected, terms=network(2, backward=True, slots=100))
+    none = loss_of(made, draft, **inputs | {"kept": torch.zeros_like(real)})
+    assert float(none.loss.detach()) == 0
+    none.loss.backward()
+    assert not any(gradient.any() for gradient in gradients(draft).values())
 
 
 # --- batches -------------------------------------------------------------------------------------
