@@ -12,9 +12,11 @@ from spec_data.commands.inspect import write_report
 from spec_data.models.reading import load_tokenizer
 from spec_data.pages.dataset_page import dataset_page, shown_documents, spans_of
 from spec_data.pages.page import page_bytes
+from spec_data.pages.token_texts import TokenTexts
 from spec_data.shards.errors import MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.remote_tools import forget_memory, put_in_memory
+from tests.spec_data.corpus.templates import tokenizer
 from tests.spec_data.pages.reading_pages import part, read_document
 from tests.spec_data.runs import run, save_target, write_corpus
 
@@ -201,3 +203,24 @@ def test_a_sample_keeps_to_its_tokens():
     assert shown_documents(lengths[:2000], 5) == [200, 600, 1000, 1400, 1800]
     assert shown_documents(np.array([9_000_000, 5]), 2) == [1]
     assert 3_900_000 < lengths[shown_documents(lengths, 20_000)].sum() < 4_100_000
+
+
+TEXT = " The capital of  France.\n\n  def add(a):\n\treturn a + é "
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3", "mistral"])
+def test_texts_are_the_decoded_text(family):
+    tok = tokenizer(family)
+    ids = tok.encode(TEXT, add_special_tokens=False)
+    before = tok.encode("a", add_special_tokens=False)
+    whole = tok.decode([*before, *ids])[len(tok.decode(before)) :]
+    texts = "".join(TokenTexts(tok).table(ids))
+    assert texts == whole.replace("é", "\ufffd\ufffd" if "\ufffd" in texts else "é")
+
+
+def test_special_tokens_are_told_and_tokens_without_text_have_a_name():
+    tok = tokenizer("chatml")
+    texts = TokenTexts(tok)
+    end = tok.convert_tokens_to_ids("<|im_end|>")
+    assert end in texts.special
+    assert texts.table([end, len(tok) + 7]) == ["<|im_end|>", f"<token {len(tok) + 7}>"]

@@ -86,7 +86,7 @@ def test_a_sample_of_the_documents_and_a_limit_of_rows_are_named(target, corpus,
     assert notes == ["Only the first 9 rows were read (--limit)."]
 
 
-def test_what_misleads_a_draft_is_named_where_it_is_counted(tmp_path, capsys, caplog):
+def test_what_misleads_a_draft_is_named_by_estimate(tmp_path, capsys, caplog):
     """Documents are cut, and the template closes no turn while no token is known that ends one."""
     bare = save_target(tmp_path / "bare")
     (bare / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
@@ -103,9 +103,6 @@ def test_what_misleads_a_draft_is_named_where_it_is_counted(tmp_path, capsys, ca
     words = ["--corpus", str(corpus), "--target", str(bare), "--max-length", "40"]
     assert main(["estimate", *words, "--layers", "0,1,2", "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
-    page = page_of(bare, corpus, tmp_path / "plan", max_length=40)
-    section = next(s for s in page.sections if s.title == "What was left out")
-    notes = [p.text for p in section.parts if p.kind == "note" and p.warning]
     for what in ("of all tokens", "2 turns have no end-of-turn token"):
-        assert any(what in note for note in notes) and what in printed
+        assert what in printed
         assert any(what in r.getMessage() for r in caplog.records if r.levelname == "WARNING")
