@@ -4,194 +4,152 @@ Those of `current_families.py` are here by name, too.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    CohereConfig,
-    DeepseekV3Config,
-    Gemma2Config,
-    Gemma3Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    Glm4Config,
-    GPT2Config,
-    GptOssConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Phi3Config,
+    PreTrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.current_families import COMMON, NESTED, VOCAB, WINDOW, current_config
 
 LAYERS = 6
 _COMMON = COMMON | {"num_hidden_layers": LAYERS}
-_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_HALF = ["sliding_attention", "full_attention"] * (LAYERS // 2)
-
-_GEMMA4 = {
-    "head_dim": 8,
+_HEADS = {"head_dim": 8}
+_MOE = _HEADS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_HALF = _HEADS | {
     "sliding_window": WINDOW,
-    "layer_types": _HALF,
-    "hidden_size_per_layer_input": 0,
-    "per_layer_config": {str(k): {"head_dim": 16} for k in range(1, LAYERS, 2)},
+    "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+}
+_GEMMA3 = _HALF | {"query_pre_attn_scalar": 8}
+_GPT_OSS = _HALF | {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ROPE = {"rope_theta": 1e4}
+_FROM_64 = _ROPE | {"original_max_position_embeddings": 64}
+_YARN = _FROM_64 | {"rope_type": "yarn", "factor": 4.0}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def _config(kind: str, own: dict[str, Any], common: dict[str, Any] = _COMMON) -> PreTrainedConfig:
+    return CONFIG_MAPPING[kind](**deepcopy(common | own))
+
+
+def _rope(kind: str, **rope: Any) -> partial:
+    return partial(_config, kind, {"rope_parameters": rope})
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": partial(_config, "llama", {"tie_word_embeddings": False}),
+    "qwen3": partial(_config, "qwen3", _HEADS | {"tie_word_embeddings": True}),
+    "qwen3_moe": partial(_config, "qwen3_moe", _MOE),
+    "phi3": partial(_config, "phi3", {"sliding_window": None}),
+    "mistral-sliding": partial(_config, "mistral", _HEADS | {"sliding_window": WINDOW}),
+    "gemma2": partial(_config, "gemma2", _GEMMA3),
+    "gemma3": partial(_config, "gemma3_text", _GEMMA3),
+    "gpt_oss": partial(_config, "gpt_oss", _GPT_OSS),
+    "gpt2": partial(
+        _config,
+        "gpt2",
+        {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 256},
+        _TOKENS | {"initializer_range": 0.15},
+    ),
+    "granite": partial(_config, "granite", {"logits_scaling": 4.0}),
+    "cohere": partial(_config, "cohere", {"logit_scale": 0.25}),
 }
 
-FAMILIES: dict[str, Callable[[], object]] = {
-    "llama": lambda: LlamaConfig(**_COMMON, tie_word_embeddings=False),
-    "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=8, tie_word_embeddings=True),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**_COMMON, **_MOE, head_dim=8),
-    "phi3": lambda: Phi3Config(**_COMMON, sliding_window=None),
-    "mistral-sliding": lambda: MistralConfig(**_COMMON, head_dim=8, sliding_window=WINDOW),
-    "gemma2": lambda: Gemma2Config(
-        **_COMMON, head_dim=8, sliding_window=WINDOW, layer_types=_HALF, query_pre_attn_scalar=8
-    ),
-    "gemma3": lambda: Gemma3TextConfig(
-        **_COMMON, head_dim=8, sliding_window=WINDOW, layer_types=_HALF, query_pre_attn_scalar=8
-    ),
-    "gpt_oss": lambda: GptOssConfig(
-        **_COMMON,
-        head_dim=8,
-        sliding_window=WINDOW,
-        layer_types=_HALF,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    ),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=32,
-        n_layer=LAYERS,
-        n_head=4,
-        n_positions=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.15,
-    ),
-    "granite": lambda: GraniteConfig(**_COMMON, logits_scaling=4.0),
-    "cohere": lambda: CohereConfig(**_COMMON, logit_scale=0.25),
-}
-
-_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-_PHI3_LONG = {
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_PHI3_LONG = _ROPE | {
     "rope_type": "longrope",
-    "rope_theta": 1e4,
     "short_factor": [1.0, 1.1, 1.2],
     "long_factor": [2.0, 3.0, 4.0],
     "partial_rotary_factor": 0.75,
     "original_max_position_embeddings": 128,
 }
+_DEEPSEEK_V3 = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}
 
 # More families that a draft can be built for; capture and decoding are tested on those above.
-MORE_FAMILIES: dict[str, Callable[[], object]] = {
-    "llama3-rope": lambda: LlamaConfig(
-        **_COMMON,
-        tie_word_embeddings=False,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 1e4,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
+MORE_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama3-rope": partial(
+        _config, "llama", {"tie_word_embeddings": False, "rope_parameters": _FROM_64 | _LLAMA3}
+    ),
+    "llama-linear": _rope("llama", **_ROPE, rope_type="linear", factor=2.0),
+    "llama-dynamic": _rope("llama", **_ROPE, rope_type="dynamic", factor=2.0),
+    "phi3-longrope": partial(
+        _config, "phi3", {"sliding_window": None, "rope_parameters": _PHI3_LONG}
+    ),
+    "qwen2": partial(_config, "qwen2", {}),
+    "olmo2": partial(_config, "olmo2", {}),
+    "glm4": partial(_config, "glm4", _HEADS),
+    "gpt_oss-yarn": partial(
+        _config,
+        "gpt_oss",
+        _GPT_OSS
+        | {"rope_parameters": _YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}},
+    ),
+    "deepseek_v3": partial(_config, "deepseek_v3", _DEEPSEEK_V3),
+    "gemma4": partial(
+        _config,
+        "gemma4_text",
+        _HALF
+        | {
+            "hidden_size_per_layer_input": 0,
+            "per_layer_config": {str(k): {"head_dim": 16} for k in range(1, LAYERS, 2)},
         },
     ),
-    "llama-linear": lambda: LlamaConfig(
-        **_COMMON, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    ),
-    "llama-dynamic": lambda: LlamaConfig(
-        **_COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    ),
-    "phi3-longrope": lambda: Phi3Config(
-        **_COMMON, sliding_window=None, rope_parameters=dict(_PHI3_LONG)
-    ),
-    "qwen2": lambda: Qwen2Config(**_COMMON),
-    "olmo2": lambda: Olmo2Config(**_COMMON),
-    "glm4": lambda: Glm4Config(**_COMMON, head_dim=8),
-    "gpt_oss-yarn": lambda: GptOssConfig(
-        **_COMMON,
-        head_dim=8,
-        sliding_window=WINDOW,
-        layer_types=_HALF,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        rope_parameters={
-            **_YARN,
-            "truncate": False,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "original_max_position_embeddings": 64,
-        },
-    ),
-    "deepseek_v3": lambda: DeepseekV3Config(
-        **_COMMON | {"num_key_value_heads": 4},
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        moe_intermediate_size=24,
-        first_k_dense_replace=1,
-        rope_parameters={
-            **_YARN,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 64,
-        },
-    ),
-    "gemma4": lambda: Gemma4TextConfig(**_COMMON, **_GEMMA4),
-    "gemma3-nested": lambda: Gemma3Config(
-        text_config={
-            **_COMMON,
-            "head_dim": 8,
-            "sliding_window": WINDOW,
-            "layer_types": _HALF,
-            "query_pre_attn_scalar": 8,
-        },
-        vision_config={
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
-        mm_tokens_per_image=4,
+    "gemma3-nested": partial(
+        _config,
+        "gemma3",
+        {"text_config": _COMMON | _GEMMA3, "vision_config": _VISION, "mm_tokens_per_image": 4},
+        {},
     ),
 }
 
 # Recurrent and linear attention carry state across documents under every mask.
-LEAKY: dict[str, Callable[[], object]] = {
-    "mamba": lambda: MambaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=LAYERS,
-        state_size=4,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
+LEAKY: dict[str, Callable[[], PreTrainedConfig]] = {
+    "mamba": partial(
+        _config,
+        "mamba",
+        {"hidden_size": 32, "num_hidden_layers": LAYERS, "state_size": 4, "pad_token_id": 0},
+        _TOKENS,
     ),
-    "qwen3_next": lambda: Qwen3NextConfig(
-        **_COMMON,
-        **_MOE,
-        head_dim=8,
-        shared_expert_intermediate_size=24,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
+    "qwen3_next": partial(
+        _config,
+        "qwen3_next",
+        _MOE
+        | {
+            "shared_expert_intermediate_size": 24,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
     ),
 }
 
