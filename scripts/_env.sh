@@ -6,10 +6,9 @@
 #   VENV    where the environment is or will be made   (default: .venv in the repository)
 #   PYTHON  the Python to make it with, 3.11 or later  (default: the first one on PATH)
 #
-# PyTorch is kept if the environment has a fitting one. Otherwise both tools are tried, each with the
-# tested version before any from 2.9 on: first pip, if its configuration names an index or a folder
-# of wheels, else first uv, which takes the build for this machine (pip takes what the index offers,
-# often several GB). uv is taken from PATH, or pip installs it. No index is named in this file.
+# PyTorch is kept if the environment has a fitting one, else the tested version is tried before any
+# from 2.9 on. uv installs, in the build for this machine, if it is on PATH and pip's configuration
+# names no index and no folder of wheels; else pip. No index is named in this file.
 
 ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${VENV:-$ROOT/.venv}"
@@ -19,7 +18,6 @@ PY="$VENV/bin/python"
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 TORCH_TESTED="torch==2.13.0"
 TORCH_ANY="torch>=2.9" # as in pyproject.toml
-FOUND_UV=""            # the command that has_uv found, or "none"
 
 say() { printf '==> %s\n' "$*" >&2; }
 
@@ -45,43 +43,22 @@ make_venv() {
     "PYTHON=/path/to/python bash $0"
 }
 
-# Runs a command for at most $1 seconds. The alarm is Python's, because macOS has no `timeout`.
-bounded() {
-  "$PY" -c 'import os, signal, sys
-signal.alarm(int(sys.argv[1]))
-os.execvp(sys.argv[2], sys.argv[2:])' "$@"
-}
-
-has_uv() {
-  if [ -z "$FOUND_UV" ]; then
-    FOUND_UV=none
-    if command -v uv >/dev/null; then
-      FOUND_UV=uv
-    elif install_with pip 120 --retries 1 --only-binary :all: uv 2>/dev/null; then
-      FOUND_UV="$VENV/bin/uv"
-    fi
-  fi
-  [ "$FOUND_UV" != none ]
-}
-
-# Installs with tool $1 in at most $2 seconds. The other arguments are the tool's own.
-install_with() {
-  local tool="$1" seconds="$2"
-  shift 2
-  case "$tool" in
-    pip) bounded "$seconds" "$PY" -m pip install --quiet --disable-pip-version-check "$@" ;;
-    uv) has_uv && bounded "$seconds" "$FOUND_UV" pip install --python "$PY" "$@" ;;
-  esac
-}
-
-# Prints both tools in the order in which they are tried. (Not `grep -q`: it stops reading at the
-# first match, and under pipefail the broken pipe of the writer would count as "no".)
-tools() {
-  if "$PY" -m pip config list 2>/dev/null |
+# Prints the tool that installs. (Not `grep -q`: it stops reading at the first match, and under
+# pipefail the broken pipe of the writer would count as "no".)
+tool() {
+  if ! command -v uv >/dev/null || "$PY" -m pip config list 2>/dev/null |
     grep -E '^[^=]*(index-url|find-links|no-index)=' >/dev/null; then
-    echo pip uv
+    echo pip
   else
-    echo uv pip
+    echo uv
+  fi
+}
+
+install() {
+  if [ "$(tool)" = pip ]; then
+    "$PY" -m pip install --quiet --disable-pip-version-check "$@"
+  else
+    uv pip install --quiet --torch-backend=auto --python "$PY" "$@"
   fi
 }
 
@@ -92,28 +69,21 @@ raise SystemExit((int(major), int(minor)) < (2, 9))' 2>/dev/null
 }
 
 install_torch() {
-  local tool requirement options
+  local requirement
   if has_torch; then return; fi
-  for tool in $(tools); do
-    options=(--quiet)
-    if [ "$tool" = uv ]; then options+=(--torch-backend=auto); fi
-    for requirement in "$TORCH_TESTED" "$TORCH_ANY"; do
-      say "installing PyTorch: trying $requirement with $tool"
-      if install_with "$tool" 3600 "${options[@]}" "$requirement"; then return; fi
-    done
+  for requirement in "$TORCH_TESTED" "$TORCH_ANY"; do
+    say "installing PyTorch: trying $requirement with $(tool)"
+    if install "$requirement"; then return; fi
   done
-  fail "neither uv nor pip could install PyTorch into $VENV (see above). Check the network and pip's" \
-    "index (PIP_INDEX_URL or pip.conf), or install torch 2.9 or later yourself; then run this again"
+  fail "$(tool) could not install PyTorch into $VENV (see above). Check the network and the index" \
+    "(PIP_INDEX_URL or pip.conf), or install torch 2.9 or later yourself; then run this again"
 }
 
 install_project() {
-  local extra="$1" tool
-  for tool in $(tools); do
-    say "installing spec-data${extra:+ with its $extra tools} into $VENV with $tool"
-    if install_with "$tool" 3600 --quiet --editable "$ROOT${extra:+[$extra]}"; then return; fi
-  done
-  fail "neither uv nor pip could install what spec-data needs into $VENV (see above). Check the" \
-    "network and pip's index (PIP_INDEX_URL or pip.conf), then run this again"
+  say "installing spec-data${1:+ with its $1 tools} into $VENV with $(tool)"
+  install --editable "$ROOT${1:+[$1]}" ||
+    fail "$(tool) could not install what spec-data needs into $VENV (see above). Check the network" \
+      "and the index (PIP_INDEX_URL or pip.conf), then run this again"
 }
 
 # What an installation of extra $1 depends on. While it is unchanged, nothing has to be done.

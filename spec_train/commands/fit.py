@@ -128,8 +128,8 @@ def settled(training: Training, draft: AnyDraftOptions) -> tuple[str, Training, 
         MissingError: --data or another path is not what it should be.
     """
     for source in parse_sources(training.data):
-        if not (training.follow and what_is(source.place) in _BEFORE_FOLLOW):
-            check_path("--data", source.place, Kind.DATASET)
+        if not (training.follow and what_is(source.location) in _BEFORE_FOLLOW):
+            check_path("--data", source.location, Kind.DATASET)
     name = next(name for name, kind in DRAFT_OPTIONS.items() if type(draft) is kind)
     return name, training, with_preset(draft, training.preset)
 
@@ -162,7 +162,7 @@ def _fit_command(training: Training, draft: Any, dry_run: bool) -> Result:
     result = _fit(training, draft)
     if result.stopped_by is not None:
         return _Finished(128 + result.stopped_by)
-    data = parse_sources(training.data)[0].place
+    data = parse_sources(training.data)[0].location
     following = ["spec-train", "eval", "--draft", training.out, "--data", data]
     return _Finished(next_command=following if _is_main() else ())
 

@@ -14,13 +14,13 @@ from spec_data.terminal.types import AnyPath, File
 if TYPE_CHECKING:
     from spec_data.pages.page import WrittenPage
 
-Places = Annotated[
+Runs = Annotated[
     Sequence[AnyPath] | AnyPath, Parameter(consume_multiple=1), Parameter(metavar="RUN")
 ]
 
 
 @command
-def write_report(places: Places, *, out: File | None = None) -> "WrittenPage":
+def write_report(runs: Runs, *, out: File | None = None) -> "WrittenPage":
     """Write one HTML page about runs and evaluations, which needs no network.
 
     It shows loss and acceptance length over trained tokens, acceptance by depth and source, which
@@ -35,19 +35,19 @@ def write_report(places: Places, *, out: File | None = None) -> "WrittenPage":
             a run with an evaluation that `spec-train eval --json result.json` wrote
 
     Args:
-        places: runs, and files of `spec-train eval --json`.
-        out: the HTML file, needed for several places; not given: report.html in the run, or beside
+        runs: runs, and files of `spec-train eval --json`.
+        out: the HTML file, needed for several; not given: report.html in the run, or beside
             the file with its name.
 
     Raises:
-        MissingError: a place does not exist.
-        ConfigError: a place is neither a run nor such a file, or the page cannot be written.
+        MissingError: one does not exist.
+        ConfigError: one is neither a run nor such a file, or the page cannot be written.
         RunError: a file of a run is damaged.
     """
-    several = [places] if isinstance(places, (str, PathLike)) else places
-    for place in several:
-        if what_is(str(place)) is Kind.NOTHING:
-            raise wrong_kind(str(place), Kind.RUN)
+    several = [runs] if isinstance(runs, (str, PathLike)) else runs
+    for path in several:
+        if what_is(str(path)) is Kind.NOTHING:
+            raise wrong_kind(str(path), Kind.RUN)
     from spec_train.reports.run_page import write_report as write
 
     return write(list(map(Path, several)), None if out is None else Path(out))

@@ -1,9 +1,4 @@
-"""The option `--data DIR[:weight]`: a dataset, and how often its documents appear in an epoch.
-
-DIR is a directory or a URL.
-
-This module must not import torch, as the command line uses it.
-"""
+"""`--data DIR_OR_URL[:weight]`: a dataset, and how often its documents appear in an epoch."""
 
 import re
 from collections.abc import Sequence
@@ -26,7 +21,7 @@ class Source:
     weight: Fraction = Fraction(1)
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The URL or the directory, as it was written."""
         return normal_url(self.path) if self.remote else str(self.path)
 
@@ -40,7 +35,7 @@ class Source:
         return self if self.remote else replace(self, path=self.path.absolute())
 
     def __str__(self) -> str:
-        return self.place if self.weight == 1 else f"{self.place}:{_decimal(self.weight)}"
+        return self.location if self.weight == 1 else f"{self.location}:{_decimal(self.weight)}"
 
 
 def parse_source(text: str) -> Source:
@@ -67,11 +62,11 @@ def parse_sources(data: str | Sequence[str]) -> tuple[Source, ...]:
         ConfigError: a weight is wrong, or a directory is given twice.
     """
     sources = tuple(map(parse_source, [data] if isinstance(data, str) else data))
-    places = [source.absolute().place for source in sources]
-    for place in places:
-        if places.count(place) > 1:
+    locations = [source.absolute().location for source in sources]
+    for location in locations:
+        if locations.count(location) > 1:
             raise ConfigError(
-                f"--data {place}: given twice; write {place}:2 to train on it twice as often"
+                f"--data {location}: given twice; write {location}:2 to train on it twice as often"
             )
     return sources
 

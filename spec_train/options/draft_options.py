@@ -486,6 +486,7 @@ def draft_options(name: str) -> type:
         DraftError: there is no draft of that name.
     """
     if name not in DRAFT_OPTIONS:
-        known = ", ".join(sorted(DRAFT_OPTIONS)) + did_you_mean(str(name), list(DRAFT_OPTIONS))
-        raise DraftError(f"unknown draft {name!r}; known: {known}")
+        nearest = did_you_mean(str(name), list(DRAFT_OPTIONS))
+        drafts = ", ".join(sorted(DRAFT_OPTIONS))
+        raise DraftError(f"unknown draft {name!r}; drafts are {drafts}{nearest}")
     return DRAFT_OPTIONS[name]

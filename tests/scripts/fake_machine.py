@@ -41,10 +41,6 @@ OFFERS="$FAKE_PIP"
 case "$*" in
   --version) exit ;;
   "config list") echo "$FAKE_PIP_CONFIG"; exit ;;
-  *" uv")
-    if [ "$FAKE_UV_FROM_PIP" != yes ]; then exit 1; fi
-    cp "$FAKES/uv" "$VENV/bin/uv"
-    exit ;;
 esac
 """
     + INSTALL
@@ -97,7 +93,6 @@ class FakeMachine:
             "FAKE_PIP": "yes",
             "FAKE_PIP_CONFIG": "",
             "FAKE_UV": "yes",
-            "FAKE_UV_FROM_PIP": "no",
             "FAKE_VENV_MODULE": "yes",
         }
 

@@ -67,26 +67,6 @@ def test_config_file_and_flags_make_one_config(data, tmp_path):
     assert (resolved["dtype"], resolved["epochs"]) == ("fp32", None)
 
 
-@pytest.mark.parametrize(
-    ("flag", "said"),
-    [("--epochs", {"steps": None, "epochs": 1}), ("--steps", {"steps": 1, "epochs": None})],
-)
-def test_a_flag_replaces_how_long_the_config_file_says(data, tmp_path, flag, said, capsys):
-    """Both a file with steps and one with epochs; two flags still contradict each other."""
-    assert main(flags(data, tmp_path / "steps")) == 0
-    epochs = ["--data", str(data), "--out", str(tmp_path / "epochs"), "--epochs", "2"]
-    shape = ["--seq-len", "48", "--ttt-steps", "2"]
-    assert main(["fit", "eagle3", *epochs, *shape]) == 0
-    for name in ("steps", "epochs"):
-        out = tmp_path / f"from-{name}"
-        file = str(tmp_path / name / "fit.json")
-        assert main(["fit", "eagle3", "--config", file, "--out", str(out), flag, "1"]) == 0
-        resolved = json.loads((out / "fit.json").read_text())
-        assert {key: resolved[key] for key in said} == said
-    assert main(["fit", "eagle3", "--config", file, "--steps", "1", "--epochs", "1"]) == 2
-    assert "one or the other" in capsys.readouterr().err
-
-
 def test_lr_default_follows_the_width(data, tmp_path):
     assert main(flags(data, tmp_path / "run")) == 0
     assert json.loads((tmp_path / "run" / "fit.json").read_text())["lr"] == 4e-3

@@ -71,11 +71,14 @@ def test_a_file_goes_over_its_own_preset_and_under_one_that_is_typed(tmp_path, r
     assert (training.seq_len, training.steps, training.epochs) == (99, 3, None)
     assert training.warmup_ratio == PRESETS["5k"]["warmup_ratio"]
     assert training.batch_size == 3
-    own = PRESETS["500k"]["batch_size"]
-    training, _ = resolved("--config", str(file), "--preset", "500k")
-    assert (training.batch_size, training.steps, training.epochs) == (own, None, 3)
-    training, _ = resolved("--config", str(file), "--preset", "500k", "--steps", "4")
-    assert (training.batch_size, training.steps, training.epochs) == (own, 4, None)
+    packs = PRESETS["500k"]["batch_size"]
+    for typed, (size, steps, epochs) in (
+        (["--epochs", "2"], (3, None, 2)),
+        (["--preset", "500k"], (packs, None, 3)),
+        (["--preset", "500k", "--steps", "4"], (packs, 4, None)),
+    ):
+        training, _ = resolved("--config", str(file), *typed)
+        assert (training.batch_size, training.steps, training.epochs) == (size, steps, epochs)
 
 
 def test_fit_json_is_resolved_and_goes_on_without_the_preset(tmp_path, capsys):
