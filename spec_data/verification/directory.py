@@ -16,7 +16,7 @@ from spec_data.shards.seal import datasets_files
 from spec_data.terminal.progress import progress
 from spec_data.verification.findings import VerifyReport
 
-_OWN_FOLDERS = ("shards", "target")  # every file in them must be one of the manifest's
+_CLOSED_FOLDERS = ("shards", "target")  # every file in them must be one of the manifest's
 
 
 def check_files(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
@@ -42,10 +42,10 @@ def _check_stored(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
     if manifest.codec:
         expected[manifest.codec.file] = manifest.codec.sha256
     for name in progress(expected, desc="checksums", unit="files", leave=False):
-        found = _sha256(dataset, name) or "missing"
-        if found != expected[name]:
+        digest = _sha256(dataset, name) or "missing"
+        if digest != expected[name]:
             findings.fail(
-                f"{name}: sha256 {found[:16]}, but the manifest has {expected[name][:16]}: the "
+                f"{name}: sha256 {digest[:16]}, but the manifest has {expected[name][:16]}: the "
                 "file was changed; copy or generate it again"
             )
     made = datasets_files(manifest)
@@ -56,16 +56,12 @@ def _check_stored(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
                 "copy it again"
             )
     card = _read(dataset, CARD)
-    if card is None:
-        findings.warn(f"{CARD}: missing; the dataset card can be restored from another copy")
-    elif hashlib.sha256(card).hexdigest() != manifest.card:
-        findings.warn(
-            f"{CARD}: edited or damaged; it is not the card that was sealed (nothing reads it)"
-        )
+    if card is None or hashlib.sha256(card).hexdigest() != manifest.card:
+        what = "missing" if card is None else "edited or damaged"
+        findings.warn(f"{CARD}: {what}; it is not the card that was sealed (nothing reads it)")
     _name_others(dataset, {MANIFEST, CARD, *made, *expected}, findings)
-    shards = len(manifest.shards)
-    others = len(expected) + len(made) - shards
-    findings.passed(f"checksums of {shards} shards and {others} other files")
+    others = len(expected) + len(made) - len(manifest.shards)
+    findings.passed(f"checksums of {len(manifest.shards)} shards and {others} other files")
 
 
 # Local copies of a remote dataset are not what is verified: its files are read where they are.
@@ -110,7 +106,7 @@ def _name_others(dataset: HiddenStatesDataset, expected: set[str], findings: Ver
             continue
         if path.name.startswith(".") and path.name.endswith(".tmp"):
             findings.warn(f"{path}: left by a process that was killed; delete it")
-        elif path.parts[0] in _OWN_FOLDERS:
+        elif path.parts[0] in _CLOSED_FOLDERS:
             findings.fail(
                 f"{path}: not a file of this dataset, but a copy or a leftover; delete it"
             )

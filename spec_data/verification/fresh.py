@@ -33,21 +33,21 @@ def check_identity(manifest: Manifest, path: Path, trust: bool, findings: Verify
     dataset is sound, but an engine would serve other prompts.
     """
     facts, problems = identify_files(path, trust)
-    found = compare(
+    comparison = compare(
         manifest.identity,
         facts,
         of_recorded="the dataset was captured with",
         of_current="this target has",
         states=True,
     )
-    for line in found.refused:
+    for line in comparison.refused:
         findings.fail(f"{path}: {line}")
-    for line in found.warned:
+    for line in comparison.warned:
         findings.warn(f"{path}: {line}")
     for problem in problems:
         findings.warn(f"not compared: {problem}")
-    if found.not_compared:
-        findings.warn(f"not compared, because only one side tells it: {found.not_compared}")
+    if comparison.not_compared:
+        findings.warn(f"not compared, because only one side tells it: {comparison.not_compared}")
     quantised = manifest.target.quantised_as
     if quantised:
         findings.passed(f"the target was captured quantised: {quantised}")
@@ -76,10 +76,7 @@ def check_positions(
 def check_fresh(
     dataset: HiddenStatesDataset, sampled: list[int], target: TargetBackend, findings: VerifyReport
 ) -> None:
-    """Compare sampled documents with what `target` computes for them now.
-
-    `sampled` are indices into the dataset; failures and the result go to `findings`.
-    """
+    """Compare sampled documents, by their indices, with what `target` computes for them now."""
     worst_state, worst_logit = (0.0, 1.0), 0.0
     for index in progress(sampled, desc="fresh forward", unit="docs", leave=False):
         document = dataset[index]
@@ -90,12 +87,12 @@ def check_fresh(
         where = f"document {index}"
         for name, value in states.columns.items():
             if name in document:
-                found = _compare_states(dataset, document, name, value.cpu(), where, findings)
-                worst_state = max(worst_state, found, key=lambda pair: pair[0] / pair[1])
+                error = _compare_states(dataset, document, name, value.cpu(), where, findings)
+                worst_state = max(worst_state, error, key=lambda pair: pair[0] / pair[1])
         if states.logits is not None:
             logits = states.logits.float().cpu()
-            error = _compare_logits(dataset, document, logits, where, findings)
-            worst_logit = max(worst_logit, error)
+            worst = _compare_logits(dataset, document, logits, where, findings)
+            worst_logit = max(worst_logit, worst)
     state, allowed = worst_state
     findings.passed(
         f"fresh forward of {len(sampled)} documents: states differ by at most {state:.1e} (allowed "

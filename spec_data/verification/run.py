@@ -1,17 +1,15 @@
 """`spec-data verify`: check a dataset, from its bytes to its states, and name every failure.
 
-1. Checksums of every file in the directory and of every chunk, so that damage is named by shard,
-   row, document and column.
+1. Checksums of every file and of every chunk: damage is named by shard, row, document and column.
 2. Schema, row counts, and the index against the shards.
 3. Every state is finite and not constant; masks and turns are consistent; the share of supervised
    tokens that are the target's first choice is that of the manifest.
-4. For sampled documents, logits computed from `hidden.final` and the stored head are compared with
-   `target_argmax` and `target_logsumexp`.
-5. With `--target`, a fresh forward of sampled documents, one per forward, is compared with every
-   stored column.
+4. Of sampled documents, logits of `hidden.final` and the stored head, against `target_argmax` and
+   `target_logsumexp`.
+5. With `--target`, a fresh forward of sampled documents against every stored column.
 
-Lossy columns may differ by the error that the manifest declares, and their codec tables must be the
-ones that the manifest names. A "row" is the position of a document in its shard.
+Lossy columns may differ by the error that the manifest declares. A "row" is the position of a
+document in its shard.
 """
 
 from collections import defaultdict
@@ -131,7 +129,7 @@ def _check_chunks(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
 
 
 def _check_codecs(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
-    """Check the codec tables by reading them; report the error of each lossy column."""
+    """Read the codec tables; report the error of each lossy column."""
     _ = dataset.tables
     for column in dataset.manifest.columns:
         if column.error:
@@ -201,8 +199,7 @@ def _compare_first_choices(
 ) -> None:
     """Compare first choices and supervised tokens of each source, as counted, with the manifest.
 
-    Arg max, token ids and masks are stored exactly, so the counts must be equal. The NLL is the one
-    that generation measured; what it found suspicious becomes a warning.
+    Arg max, token ids and masks are stored exactly, so the counts must be equal.
     """
     if dataset.manifest.agreement is None:
         first, tokens = (sum(c[i] for c in counts.values()) for i in (0, 1))
@@ -233,9 +230,9 @@ def _check_logits(
 ) -> None:
     """Compare argmax and logsumexp with head(hidden.final), or with the stored logits.
 
-    Of exact states, every token must agree up to rounding. A lossy codec changes few tokens by
-    much, so the bounds are what generation measured: of a token, of the median of a document, and
-    of all tokens together.
+    Exact states must agree up to rounding at every token. A lossy codec changes few tokens by much,
+    so the bounds are what generation measured: of a token, of the median of a document, and of all
+    tokens together.
     """
     used, manifest = usable_device(device), dataset.manifest
     if manifest.supervision.startswith("topk"):
@@ -276,11 +273,11 @@ def _check_logits(
             fail(f"{where}: token {token} disagrees", worst, allowed)
         elif len(error) >= _FEW_TOKENS and (median := float(error.median())) > allowed_document:
             fail(f"{where}: half of its {len(error)} tokens disagree", median, allowed_document)
-    found = torch.cat(errors)
-    if len(found) >= _FEW_TOKENS and (median := float(found.median())) > allowed_together:
-        what = f"half of the {len(found):,} tokens of {len(sampled)} documents disagree"
+    error = torch.cat(errors)
+    if len(error) >= _FEW_TOKENS and (median := float(error.median())) > allowed_together:
+        what = f"half of the {len(error):,} tokens of {len(sampled)} documents disagree"
         fail(f"{columns}: {what}", median, allowed_together)
-    worst = float(found.max()) if len(found) else 0.0
+    worst = float(error.max()) if len(error) else 0.0
     findings.passed(
         f"logits of {len(sampled)} documents agree with argmax and logsumexp; relative to the "
         f"largest logit, they differ by at most {worst:.1e} (allowed {allowed:.1e})"
@@ -293,9 +290,8 @@ def _check_topk(dataset: HiddenStatesDataset, sampled: list[int], findings: Veri
         row = dataset[index]
         present = stored_tokens(dataset, "topk_logits", row)
         ids, logits = row["topk_ids"][present], row["topk_logits"][present]
-        if not torch.equal(ids[:, 0], row["target_argmax"][present]) and bool(
-            (logits[:, 0] != logits.amax(-1)).any()
-        ):
+        equal = torch.equal(ids[:, 0], row["target_argmax"][present])
+        if not equal and bool((logits[:, 0] != logits.amax(-1)).any()):
             findings.fail(f"document {index}, column topk_ids: the first id is not the argmax")
         if bool((logits.logsumexp(-1) > row["target_logsumexp"][present] + 1e-3).any()):
             findings.fail(

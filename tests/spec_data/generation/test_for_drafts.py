@@ -106,20 +106,6 @@ def test_targets_that_engines_cannot_serve_are_named_before_the_run(tmp_path, ca
     assert [line.split()[1] for line in warned] == ["SGLang", "llama.cpp"]
 
 
-def test_estimate_has_the_bytes_of_each_draft(place, tmp_path):
-    given = {"codec": "bf16", "for_": ["eagle3", "dspark", "eagle"], "teacher": "all"}
-    options = spec_data.CaptureOptions(**given)
-    found = spec_data.estimate(place / "target", place / "c.jsonl", tmp_path / "out", options)
-    plain = 4 + 1 + 4 + 4  # ids, mask, argmax, logsumexp
-    for draft, layers in (("eagle3", EAGLE3), ("dspark", BLOCK), ("eagle", ())):
-        per_token = plain + 2 * 32 * (len(layers) + 1)
-        assert found.drafts[draft] == {
-            "layers": list(layers),
-            "bytes_per_token": per_token,
-            "bytes": per_token * found.tokens,
-        }
-
-
 def test_a_mixture_has_the_recipes_that_all_its_datasets_record(place):
     both, old = (Manifest.read(place / name / "manifest.json") for name in ("both", "old"))
     only = both.changed(draft_layers={"dspark": BLOCK}).with_fingerprint()
