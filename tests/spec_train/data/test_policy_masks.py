@@ -24,7 +24,7 @@ from tests.spec_data.shards.integrity_tools import write_manifest
 from tests.spec_train import flat
 from tests.spec_train.data.rewriting import rewritten
 
-POLICIES = ("assistant", "last-turn", "all", "first-1", "first-2", "roles=assistant", "roles=text")
+POLICIES = ("assistant", "last-turn", "first-2", "roles=assistant", "roles=text")
 ROWS = [
     *(
         {
@@ -184,44 +184,35 @@ def test_states_that_were_not_stored_are_refused(place, tmp_path):
         DatasetError, match=r"--mask all .*hidden\.final and target_argmax.* --teacher all"
     ):
         PolicyDataset(place / "sparse", "all")
-    stored, fewer = (
-        HiddenStatesDataset(place / "sparse"),
-        PolicyDataset(place / "sparse", "first-1"),
-    )
+    stored = HiddenStatesDataset(place / "sparse")
+    fewer = PolicyDataset(place / "sparse", "first-1")
     for row in range(len(stored)):  # the rows of sparse columns are still found
         assert torch.equal(fewer[row]["hidden.final"], stored[row]["hidden.final"])
     assert fit(place / "sparse", tmp_path / "run", mask="last-turn").finished
 
 
-def test_roles_that_are_not_stored_are_refused(place):
-    with pytest.raises(DatasetError, match="no document has a turn of role user; stored are turns"):
-        PolicyDataset(place / "all", "roles=assistant,user")
-
-
-def edited(source: Path, out: Path, change) -> Path:
-    """Copy a dataset and change its manifest."""
-    shutil.copytree(source, out)
-    raw = json.loads((out / "manifest.json").read_text())
-    change(raw)
-    write_manifest(out, raw)
-    return out
-
-
-@pytest.mark.parametrize("policy", ["last-turn", "first-2"])
-def test_conversations_in_pieces_are_refused(place, tmp_path, policy):
-    data = edited(
-        place / "assistant", tmp_path / "d",
-        lambda raw: raw["documents"]["rendering"].update({"turn by turn": 7}),
-    )  # fmt: skip
-    with pytest.raises(DatasetError, match="7 conversations were rendered turn by turn"):
-        PolicyDataset(data, policy)
-    assert PolicyDataset(data, "roles=assistant").supervised.any()
-
-
-def test_masks_that_are_not_those_of_the_turns_are_refused(place, tmp_path):
-    data = edited(place / "last-turn", tmp_path / "d", lambda raw: raw.update(mask="assistant"))
-    with pytest.raises(DatasetError, match="its stored mask is not that of its turns under --mask"):
-        PolicyDataset(data, "all")
+@pytest.mark.parametrize(
+    ("name", "change", "policy", "said"),
+    [
+        (
+            "all",
+            {},
+            "roles=assistant,user",
+            "no document has a turn of role user; stored",
+        ),
+        ("last-turn", {"mask": "assistant"}, "all", "stored mask is not that of its turns under"),
+        ("assistant", {"documents": 7}, "first-2", "7 conversations were rendered turn by turn"),
+    ],
+    ids=["roles", "other masks", "in pieces"],
+)
+def test_masks_that_cannot_be_derived_are_refused(place, tmp_path, name, change, policy, said):
+    shutil.copytree(place / name, tmp_path / "d")
+    raw = json.loads((tmp_path / "d" / "manifest.json").read_text())
+    if "documents" in change:
+        raw["documents"]["rendering"]["turn by turn"] = change["documents"]
+    write_manifest(tmp_path / "d", raw | {"mask": change.get("mask", raw["mask"])})
+    with pytest.raises(DatasetError, match=said):
+        PolicyDataset(tmp_path / "d", policy)
 
 
 def test_a_mask_needs_all_documents_and_a_dataset():

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts.eagle3 import Eagle3Draft
 from spec_train.evaluation.on_dataset import read_pack
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.spec_data.runs import run, save_target
+from tests.spec_train.drafts.any_draft import build_draft
 from tests.spec_train.evaluation.tools import run_eval
 from tests.tolerance import close, close_in_norm, network
 
@@ -51,20 +51,6 @@ def whole(target, corpus, tmp_path_factory):
     return HiddenStatesDataset(out)
 
 
-def build(dataset, counts=None, **options) -> tuple[Eagle3Draft, TargetHead]:
-    head = TargetHead.from_dataset(dataset.path, torch.float32, "cpu")
-    config = json.loads((dataset.target_dir / "config.json").read_text())
-    torch.manual_seed(0)
-    draft = Eagle3Draft.build(
-        Eagle3Options(**DRAFT | options),
-        target_config=config,
-        manifest=dataset.manifest,
-        head=head,
-        token_counts=counts,
-    )
-    return draft, head
-
-
 @pytest.fixture(scope="module")
 def logits(target, corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("logits") / "data"
@@ -76,9 +62,9 @@ def logits(target, corpus, tmp_path_factory):
 def test_stored_logits_teach_what_final_states_and_head_teach(whole, logits, draft_vocab_size):
     """Loss, gradient and figures, to the rounding of states and logits to bfloat16."""
     found = []
-    counts = torch.arange(whole.manifest.vocab_size)
     for dataset in (whole, logits):
-        draft, head = build(dataset, counts, draft_vocab_size=draft_vocab_size)
+        head = TargetHead.from_dataset(dataset.path)
+        draft = build_draft("eagle3", dataset, head, ttt_steps=4, draft_vocab_size=draft_vocab_size)
         columns = draft.columns(dataset.manifest.supervision)
         assert ("logits" in columns, "hidden.final" in columns) == (
             dataset is logits,
