@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,6 @@ from spec_data.shards.schema import (
 from spec_data.shards.storage import scheme_of
 from spec_data.terminal.progress import size
 from spec_data.terminal.text_table import text_table
-
-_SUPERVISED, _PLAIN, _RESET = "\033[1;32m", "\033[2m", "\033[0m"
 
 
 def as_text(table: Table) -> str:
@@ -54,17 +53,12 @@ def columns_table(columns: Sequence[Column], tokens: int, sparse_tokens: int) ->
             "Error: mean squared error of a channel over its variance, median over channels, as "
             "measured on held-out documents. Teacher KL: of the teacher's distribution, in nats."
         )
-    payload = column_payload(columns, tokens, sparse_tokens)
     rows: list[list[Any]] = []
-    for column, count in zip(columns, payload, strict=True):
+    for column in columns:
+        count = int(column.bytes_per_token * (sparse_tokens if column.sparse else tokens))
         errors = [getattr(column.error, name, None) for name in figures]
         rows.append([column.name, column.codec, count / max(tokens, 1), count, *errors])
     return Table(title="Columns", columns=names, rows=rows, note=note)
-
-
-def column_payload(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> list[int]:
-    """Return the payload bytes of each column; tokens are counted as in `columns_table`."""
-    return [int(c.bytes_per_token * (sparse_tokens if c.sparse else tokens)) for c in columns]
 
 
 def counts_text(counts: dict[str, Any], tokens: int) -> str:
@@ -166,11 +160,10 @@ def agreement_text(manifest: Manifest) -> str:
     """How often supervised tokens are the target's first choice, per source, and what is odd."""
     if manifest.agreement is None:
         return "agreement with the target: not recorded (a merge, part of a source or other masks)"
-    stated = manifest.sampling_temperature
-    temperature = 1.0 if stated is None else stated
+    temperature = manifest.sampling_temperature
     notes = [
         "first choice: supervised tokens that are the target's arg max; NLL: mean, in nats; own: "
-        f"those of text that the target samples at temperature {temperature:g}",
+        f"those of samples at temperature {1.0 if temperature is None else temperature:g}",
         *(f"warning: {message}" for message in manifest.suspicions),
     ]
     return "\n".join([text_table(manifest.agreement.rows()), *notes])
@@ -180,8 +173,7 @@ def refused_label(manifest: Manifest) -> str:
     """Say why the label --on-policy of a sealed dataset was not accepted; empty if it was."""
     if manifest.agreement is None or not manifest.on_policy:
         return ""
-    wrong = manifest.agreement.contradictions(manifest.sampling_temperature)
-    if not wrong:
+    if not (wrong := manifest.agreement.contradictions(manifest.sampling_temperature)):
         return ""
     return (
         f"--on-policy was not accepted: this target did not write these answers. The dataset is "
@@ -225,13 +217,10 @@ def document_facts(dataset: HiddenStatesDataset, index: int) -> dict[str, Any]:
     row = dataset[index]
     tokenizer = load_tokenizer(dataset.target_dir)
     ids, mask = row["input_ids"].tolist(), row["loss_mask"].tolist()
-    pieces, start = [], 0
-    for stop in range(1, len(ids) + 1):
-        if stop < len(ids) and mask[stop] == mask[start]:
-            continue
-        text = tokenizer.decode(ids[start:stop], skip_special_tokens=False)
-        pieces.append({"supervised": bool(mask[start]), "text": text})
-        start = stop
+    pieces = []
+    for supervised, run in groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1])):
+        text = tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
+        pieces.append({"supervised": supervised, "text": text})
     return {
         "document": index,
         "doc_id": row["doc_id"],
@@ -250,14 +239,14 @@ def document_text(document: dict[str, Any], colour: bool) -> str:
         f"{document['tokens']} tokens, {document['supervised_tokens']} supervised"
     )
     turns = "  ".join(f"{t['role']} [{t['start']}:{t['end']}]" for t in document["turns"])
-    shown = []
+    marks = {True: ("«", "»"), False: ("", "")}
+    if colour:
+        marks = {True: ("\033[1;32m", "\033[0m"), False: ("\033[2m", "\033[0m")}
+    text = ""
     for piece in document["pieces"]:
-        text, supervised = piece["text"], piece["supervised"]
-        if colour:
-            shown.append(f"{_SUPERVISED if supervised else _PLAIN}{text}{_RESET}")
-        else:
-            shown.append(f"«{text}»" if supervised else text)
-    return f"{head}\n{turns}\n\n{''.join(shown)}"
+        before, after = marks[piece["supervised"]]
+        text += f"{before}{piece['text']}{after}"
+    return f"{head}\n{turns}\n\n{text}"
 
 
 def fit_words(data: str) -> tuple[str, ...]:

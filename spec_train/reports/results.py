@@ -93,7 +93,6 @@ class Decoded(Acceptance, kw_only=True):
     target: str
     responses: Count
     by_set: list[dict[str, Any]]
-    sweep: list[dict[str, Any]]
     samples: list[Sample]
     texts: dict[str, str]
     tree_tokens: int = 0

@@ -247,23 +247,15 @@ def _lines(
 
 def _settings(runs: Sequence[Run]) -> list[Part]:
     """Return the table of the options in which several runs differ."""
-    if len(runs) < 2:
-        return []
-    tables = [{k: v for k, v in run.options.items() if k not in _UNSAID} for run in runs]
-    names = [
-        name
-        for name in dict.fromkeys(name for table in tables for name in table)
-        if len({repr(table.get(name)) for table in tables}) > 1
-    ]
-    rows = [[name, *(_option(run.options.get(name)) for run in runs)] for name in ("data", *names)]
-    return [
-        Table(
-            title="Options in which the runs differ",
-            columns=[("option", "text"), *((run.name, "text") for run in runs)],
-            rows=rows,
-            note="fit.json in each run has all options.",
-        )
-    ]
+    options = dict.fromkeys(name for run in runs for name in run.options if name not in _UNSAID)
+    differing = [n for n in options if len({repr(run.options.get(n)) for run in runs}) > 1]
+    table = Table(
+        title="Options in which the runs differ",
+        columns=[("option", "text"), *((run.name, "text") for run in runs)],
+        rows=[[n, *(_option(run.options.get(n)) for run in runs)] for n in ("data", *differing)],
+        note="fit.json in each run has all options.",
+    )
+    return [table] if len(runs) > 1 else []
 
 
 def _option(value: Any) -> str:
@@ -294,23 +286,19 @@ def _acceptance(measured: Sequence[Evaluation], lead: bool) -> Section:
     )
     for one in measured:
         result = one.result
-        tables = (
-            [("By source", _SOURCE, result.by_source, 1)]
+        title, fields, lines = (
+            ("By source", _SOURCE, result.by_source)
             if isinstance(result, Simulated)
-            else [
-                ("By set of prompts", _SET, result.by_set, 2),
-                ("By drafted tokens", _SWEEP, result.sweep, 2),
-            ]
+            else ("By set of prompts", _SET, result.by_set if len(result.by_set) > 1 else [])
         )
-        parts += [
-            Table(
-                title=f"{title}: {one.name}",
-                columns=[(name, form) for _, name, form in fields],
-                rows=[[line.get(key) for key, _, _ in fields] for line in lines],
+        if lines:
+            parts.append(
+                Table(
+                    title=f"{title}: {one.name}",
+                    columns=[(name, form) for _, name, form in fields],
+                    rows=[[line.get(key) for key, _, _ in fields] for line in lines],
+                )
             )
-            for title, fields, lines, fewest in tables
-            if len(lines) >= fewest
-        ]
     text = "As in serving: the draft continues with its own tokens, step after step."
     return Section(title="Acceptance", text=text, parts=parts)
 
@@ -328,11 +316,6 @@ _SOURCE: _Fields = (
     *_LENGTH,
 )
 _SET: _Fields = (("set", "set", "text"), ("prompts", "prompts", "count"), *_LENGTH)
-_SWEEP: _Fields = (
-    ("draft_tokens", "drafted tokens", "count"),
-    _LENGTH[1],
-    ("speedup", "speed-up", "number"),
-)
 
 
 def _evaluations(measured: Sequence[Evaluation]) -> Table:

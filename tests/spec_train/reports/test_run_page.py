@@ -160,7 +160,6 @@ def test_evaluations_are_shown_with_sources_depths_and_responses(tmp_path):
         ["maths ", 4, 20, 2.75],
         ["chat ", 4, 20, 2.25],
     ]
-    assert parts["By drafted tokens: both.json"]["rows"] == [[2, 2.0, 1.25], [4, 2.5, 1.5]]
     table = parts["By source: both.json, dataset"]
     for row, line in zip(table["rows"], figures["data"]["by_source"], strict=True):
         assert row[0] == line["source"] and row[-1] == line["acceptance_length"]

@@ -112,10 +112,6 @@ def real_figures(text: str = "") -> dict[str, Any]:
             | {"interval": [1.0, 3.0]}
             for name, length in (("maths", 2.75), ("chat", 2.25))
         ],
-        "sweep": [
-            {"draft_tokens": n, "acceptance_length": 1.5 + n / 4, "speedup": 1.0 + n / 8}
-            for n in (2, 4)
-        ],
         "samples": [sample(f"prompts.jsonl:{i}") for i in range(2)],
         "texts": texts(text),
     }
