@@ -23,7 +23,7 @@ from spec_data.generation.transfers import Arrival, CopyStream, encode_columns, 
 from spec_data.models.devices import sent
 from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import RunError
-from spec_data.shards.likelihood import DocumentFigures
+from spec_data.shards.likelihood import SUMS, document_sums
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.schema import FINAL, TEACHERS, Column, layer_column, predicts_supervised
 from spec_data.shards.writer import UnitData
@@ -186,7 +186,7 @@ class CapturedUnit:
     """
 
     data: UnitData
-    figures: DocumentFigures
+    figures: np.ndarray
     dropped: dict[str, int] = field(default_factory=dict)
     left_out: list[int] = field(default_factory=list)
 
@@ -211,7 +211,7 @@ def capture_unit(
     data = plan.unit_documents(unit, columns)
     broken: dict[int, str] = {}
     tables = {name: table.to(target.device) for name, table in settings.tables.items()}
-    figures = DocumentFigures.zeros(len(data.doc_ids))
+    figures = np.zeros((len(data.doc_ids), SUMS))
     waiting: deque[tuple[ForwardBatch, np.ndarray, dict[str, Tensor], Arrival]] = deque()
 
     def finish() -> None:
@@ -352,7 +352,7 @@ def forward_columns(
 
 
 def add_figures(
-    measured: np.ndarray, following: np.ndarray, batch: ForwardBatch, figures: DocumentFigures
+    measured: np.ndarray, following: np.ndarray, batch: ForwardBatch, figures: np.ndarray
 ) -> None:
     """Add the figures of a batch, float32 [m, 4], to those of its documents.
 
@@ -363,13 +363,13 @@ def add_figures(
     bounds = np.concatenate([[0], np.cumsum(following >= 0)])  # [N + 1]
     start = 0
     for d, length in zip(batch.documents, batch.lengths, strict=True):
-        figures.set(d, values[bounds[start] : bounds[start + length]])
+        figures[d] = document_sums(values[bounds[start] : bounds[start + length]])
         start += length
 
 
 def _without(
     data: UnitData,
-    figures: DocumentFigures,
+    figures: np.ndarray,
     broken: dict[int, str],
     unit: int,
     columns: tuple[Column, ...],
@@ -387,4 +387,4 @@ def _without(
             "the corpus: try --dtype float32 or --attn eager"
         )
     sound = [d for d in range(count) if d not in broken]
-    return CapturedUnit(data.select(sound, columns), figures.select(sound), reasons, sorted(broken))
+    return CapturedUnit(data.select(sound, columns), figures[sound], reasons, sorted(broken))

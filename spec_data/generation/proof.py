@@ -41,7 +41,7 @@ from spec_data.shards.even_sample import even_sample
 from spec_data.shards.files import dump_json, write_atomically, write_once, writing
 from spec_data.shards.follow import WORK
 from spec_data.shards.likelihood import (
-    DocumentFigures,
+    SUMS,
     above_random_text,
     indices_by_name,
     summarise,
@@ -306,13 +306,13 @@ def measure_documents(
     chosen: list[int],
     batch_tokens: int,
     temperature: float,
-) -> DocumentFigures:
+) -> np.ndarray:
     """Measure the first tokens of the documents `chosen`, indices into the plan."""
     offsets, tokens = plan.documents.beginnings(chosen, LONGEST)
     following = supervised_next(
         tokens["input_ids"], predicts_supervised(tokens["loss_mask"], offsets)
     )
-    figures = DocumentFigures.zeros(len(chosen))
+    figures = np.zeros((len(chosen), SUMS))
     for batch in forward_batches(
         offsets, tokens["input_ids"], form, plan.pack_length, batch_tokens
     ):

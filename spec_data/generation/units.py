@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from filelock import FileLock
 from msgspec import structs
@@ -35,7 +36,7 @@ from spec_data.shards.files import (
     writing,
 )
 from spec_data.shards.follow import LEFT_OUT, WORK
-from spec_data.shards.likelihood import DocumentFigures, summarise
+from spec_data.shards.likelihood import SUMS, summarise
 from spec_data.shards.records import read_json
 from spec_data.shards.resumable import PATIENCE, read_record, write_record
 from spec_data.shards.schema import Column, LeftOut, Manifest, ShardRecord
@@ -54,18 +55,13 @@ class UnitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         record: size and checksum of the shard.
         dropped: number of documents that were left out, by reason.
         left_out: their indices in the unit.
-        agreement: how well the other documents agree with the target, see `DocumentFigures`.
+        agreement: how well the other documents agree with the target, see `document_sums`.
     """
 
     record: ShardRecord
     dropped: dict[str, int]
     left_out: list[int]
-    agreement: dict[str, list[Any]]
-
-    @property
-    def figures(self) -> DocumentFigures:
-        """How well the stored documents agree with the target."""
-        return DocumentFigures.from_json(self.agreement)
+    agreement: list[list[float]]
 
 
 def read_unit_record(out: Path, unit: int) -> UnitRecord | None:
@@ -91,7 +87,7 @@ def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Col
         "record": structs.asdict(record),
         "dropped": captured.dropped,
         "left_out": captured.left_out,
-        "agreement": captured.figures.to_json(),
+        "agreement": captured.figures.tolist(),
     }
     write_record(out / WORK / f"{unit_name(unit)}.json", content)
 
@@ -220,8 +216,8 @@ def _agreement(plan: Plan, units: dict[int, UnitRecord], draft: Manifest) -> dic
     for unit, record in units.items():
         of_unit = plan.documents.sources[slice(*plan.units[unit])]
         sources += [source for d, source in enumerate(of_unit) if d not in record.left_out]
-    figures = DocumentFigures.join([record.figures for record in units.values()])
-    agreement = summarise(figures, sources)
+    rows = [row for record in units.values() for row in record.agreement]
+    agreement = summarise(np.array(rows).reshape(-1, SUMS), sources)
     policy = agreement.policy(draft.on_policy, draft.sampling_temperature)
     return {"agreement": agreement, "policy": policy}
 

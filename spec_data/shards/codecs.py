@@ -1,7 +1,6 @@
 """Codecs: how the values of a column are stored, encoded and decoded. The manifest names them.
 
-Plain codecs (`CODECS`) store numbers. `bf16` stores the bits of a bfloat16 in a uint16, as Arrow
-has no bfloat16: exact for a target that runs in bfloat16, rounded for one in float32.
+Plain codecs (`CODECS`) store numbers; `bf16` the bits of a bfloat16, which Arrow does not have.
 
 The lossy codec `rotated` stores vectors as small integers under zstd, a blob per document. A vector
 is centred, its channels are divided by the square root of their deviation, and it is rotated into
@@ -72,12 +71,6 @@ class Codec:
         if self.name == "bf16":
             return values.detach().to(torch.bfloat16).contiguous().view(torch.int16)
         return values.detach().to(_SAME_BYTES[self.storage]).contiguous()
-
-    def decode(self, stored: np.ndarray) -> Tensor:
-        """Decode to a new tensor of dtype `logical`, of the same shape; never a view."""
-        out = torch.empty(stored.shape, dtype=self.logical)
-        self.decode_into(stored, out)
-        return out
 
     def decode_into(self, stored: np.ndarray, out: Tensor | np.ndarray) -> None:
         """Decode into `out` of the same shape: a CPU tensor, converting to its dtype, or `bits`."""
@@ -201,8 +194,7 @@ class Encoded:
 def encode_tensors(values: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
     """Return codes int8 [N, H] of states [N, H], and which tokens do not fit, bool [N].
 
-    This runs on the device of the states, some tokens at a time, and only queues work there. The
-    codes of tokens that do not fit are zero.
+    This only queues work on the device of the states. Codes of tokens that do not fit are zero.
     """
     tables = tables.to(values.device)
     step = max(1, _AT_ONCE.get(values.device.type, 1 << 20) // values.shape[1])
@@ -237,20 +229,16 @@ def decode(codes: Tensor, tables: Tables) -> Tensor:
 
 
 def decode_into(codes: np.ndarray, tables: Tables, out: Tensor) -> None:
-    """Decode codes int8 [N, H] into the CPU tensor `out` [N, H], bfloat16 or float32.
-
-    float32 gets the same, rounded values.
-    """
+    """Decode codes int8 [N, H] into the CPU tensor `out` [N, H], bfloat16 or float32."""
     step = max(1, _AT_ONCE["cpu"] // out.shape[1])
     for a in range(0, len(codes), step):
         out[a : a + step] = decode(torch.from_numpy(codes[a : a + step]), tables)
 
 
 def compress(codes: np.ndarray) -> np.ndarray:
-    """Return codes int8 [N, H] as bytes, uint8: a zstd frame for each 128 components.
+    """Return codes int8 [N, H] as bytes, uint8: a zstd frame for each 128 components, by token.
 
-    A frame has its components token by token. It is written as a stream: of input whose size it
-    knows to be small, zstd searches shorter matches, which cost more than they save here.
+    As a stream: of input that it knows to be small, zstd searches shorter matches, which cost more.
     """
     frames = [b""]
     for first in range(0, codes.shape[1] if len(codes) else 0, _GROUP):

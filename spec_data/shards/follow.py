@@ -109,9 +109,8 @@ class FollowedDataset(HiddenStatesDataset):
     ) -> None:
         """Open `path` and wait until its plan and target exist.
 
-        `timeout` (seconds) limits this wait, and later the wait for any one unit. The SHA-256 of
-        each unit is checked before its first use. With `await_start`, also wait for a generation
-        that has not begun yet.
+        `timeout` (seconds) limits this wait, and later that for any one unit. With `await_start`,
+        also wait for a generation that has not begun yet.
 
         Raises:
             MissingError: `path` is not a dataset, and none is being generated there.
@@ -313,9 +312,8 @@ class FollowedDataset(HiddenStatesDataset):
     ) -> int:
         """Copy a document as HiddenStatesDataset.read_into does.
 
-        If `out` asks for states, a left-out document has its token ids, no supervised token, and
-        zero states. If `out` asks for ids and masks only, they are those of the plan, also for a
-        left-out document.
+        A left-out document has zero states and no supervised token; where `out` asks for ids and
+        masks only, they are those of the plan.
         """
         row = index if self._rows is None else self._rows.get(index)
         states = bool(out.keys() - {"input_ids", MASK})

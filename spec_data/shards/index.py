@@ -1,7 +1,7 @@
 """The index of a dataset: index.arrow, checked whole before anything reads a value from it.
 
-Arrow itself checks little: offsets outside their buffers crash a process that reads a text through
-them. A checksum does not protect from that, as anyone can compute it again.
+Arrow checks little: offsets outside their buffers crash a process that reads a text through them,
+and anyone can compute a checksum again.
 """
 
 from pathlib import Path
@@ -15,30 +15,25 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import Manifest, View
 
 _COUNTS = ("tokens", "supervised", "first_supervised")
-_NUMBERS = ("shard", "row", *_COUNTS)
-
-
+_TEXTS = [pa.field(name, pa.string(), nullable=False) for name in ("doc_id", "source")]
 INDEX_SCHEMA = pa.schema(
     [
-        pa.field("doc_id", pa.string(), nullable=False),
-        pa.field("source", pa.string(), nullable=False),
-        *(pa.field(name, pa.int32(), nullable=False) for name in _NUMBERS),
+        *_TEXTS,
+        *(pa.field(name, pa.int32(), nullable=False) for name in ("shard", "row", *_COUNTS)),
         pa.field("checksum", pa.uint64(), nullable=False),
     ]
 )
 
 
 def view_index_schema(view: View) -> pa.Schema:
-    """Return the schema of index.arrow; FORMAT.md explains it."""
-    numbers = ["tokens", "supervised", "first_supervised"]
-    for group in range(len(view.groups)):
-        numbers += [f"source_number.{group}", f"document.{group}"]
+    """Return the schema of a view's index.arrow; FORMAT.md explains it."""
+    groups = range(len(view.groups))
+    names = [f"{name}.{group}" for group in groups for name in ("source_number", "document")]
     spans = pa.list_(pa.field("item", pa.int32(), nullable=False))
     return pa.schema(
         [
-            pa.field("doc_id", pa.string(), nullable=False),
-            pa.field("source", pa.string(), nullable=False),
-            *(pa.field(name, pa.int32(), nullable=False) for name in numbers),
+            *_TEXTS,
+            *(pa.field(name, pa.int32(), nullable=False) for name in (*_COUNTS, *names)),
             *([pa.field("spans", spans, nullable=False)] if view.remasked else []),
         ]
     )
@@ -51,9 +46,9 @@ def read_index(file: Path, manifest: Manifest) -> pa.Table:
         DatasetError: it is no valid Arrow, or contradicts itself or the manifest.
     """
     try:
-        found, batches, _ = read_batches(file)
+        stored, batches, _ = read_batches(file)
         schema = INDEX_SCHEMA if manifest.view is None else view_index_schema(manifest.view)
-        if found.equals(schema, check_metadata=True):
+        if stored.equals(schema, check_metadata=True):
             for batch in batches:
                 batch.validate(full=True)
             table = pa.Table.from_batches(batches, schema).combine_chunks()

@@ -1,28 +1,27 @@
 """Would the target say this? How well the supervised tokens of a dataset agree with its target.
 
-Generation measures four figures at every supervised token, where it has the logits, and sums them
-per document. The manifest holds them per source:
+Generation measures four figures at every supervised token and sums them per document. The manifest
+holds them per source:
 
 - first choice: the token is the arg max of the target;
-- NLL: the negative log-likelihood of the token under the target, in nats;
-- own NLL and own first choice: the expectation of the first two if the target itself had sampled
-  the token, at temperature 1 unless the user states another.
+- NLL: its negative log-likelihood under the target, in nats;
+- own NLL and own first choice: the expectation of both if the target itself had sampled the token,
+  at temperature 1 unless the user states another.
 
 Text of the target has an NLL near its own NLL, or below it where it was sampled at a lower
-temperature. A random model has an NLL of about ln V, V being the size of the vocabulary. Token ids
-of another tokenizer have a clearly higher one, as a trained model is sure of other tokens.
+temperature. A random model has an NLL of about ln V, and token ids of another tokenizer clearly
+more, as a trained model is sure of other tokens.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from spec_data.shards.records import Count, Record
 
 FIGURES = ("first_choice", "nll", "own_nll", "own_first_choice")
+SUMS = 3 + len(FIGURES)
 ALL_SOURCES = "all sources"
 LEAST_TOKENS = 64  # with fewer supervised tokens nothing is concluded
 _ERRORS = 4.0  # how many standard errors a mean must lie beyond a bound
@@ -43,10 +42,7 @@ _CAUSES = (
 
 
 def indices_by_name(names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the indices at which each name occurs, ascending, int64 [n], in order of appearance.
-
-    The time is linear: in a directory of text files, every document is a source of its own.
-    """
+    """Return the indices of each name, ascending, int64 [n]; names in order of appearance."""
     numbers: dict[str, int] = {}
     codes = np.fromiter((numbers.setdefault(n, len(numbers)) for n in names), np.int64, len(names))
     order = np.argsort(codes, kind="stable")
@@ -54,73 +50,21 @@ def indices_by_name(names: Sequence[str]) -> dict[str, np.ndarray]:
     return {name: order[bounds[i] : bounds[i + 1]] for name, i in numbers.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class DocumentFigures:
-    """Sums over the supervised tokens of each of D documents, in document order.
+def document_sums(figures: np.ndarray) -> np.ndarray:
+    """Return the sums of a document, float64 [SUMS], of its FIGURES, float64 [m, 4].
 
-    Attributes:
-        tokens: supervised tokens that have a token before them, int64 [D].
-        sums: float64 [D, 4], the columns are `FIGURES`.
-        squares: float64 [D, 2]: sums of the squares of the NLL, and of NLL minus own NLL.
+    They are: tokens, the four figures, squares of the NLL, and squares of NLL - own NLL.
     """
-
-    tokens: np.ndarray
-    sums: np.ndarray
-    squares: np.ndarray
-
-    @classmethod
-    def zeros(cls, documents: int) -> "DocumentFigures":
-        """Return figures of `documents` documents without a token."""
-        sums, squares = np.zeros((documents, len(FIGURES))), np.zeros((documents, 2))
-        return cls(tokens=np.zeros(documents, np.int64), sums=sums, squares=squares)
-
-    def set(self, document: int, figures: np.ndarray) -> None:
-        """Store one document: `figures` float64 [m, 4] of its m supervised tokens."""
-        excess = figures[:, 1] - figures[:, 2]
-        self.tokens[document] = len(figures)
-        self.sums[document] = figures.sum(0)
-        self.squares[document] = (figures[:, 1] ** 2).sum(), (excess**2).sum()
-
-    def select(self, documents: Sequence[int] | np.ndarray) -> "DocumentFigures":
-        """Return the figures of `documents`, indices in any order."""
-        index = np.asarray(documents, np.int64)
-        return DocumentFigures(**{name: values[index] for name, values in vars(self).items()})
-
-    @classmethod
-    def join(cls, parts: Sequence["DocumentFigures"]) -> "DocumentFigures":
-        """Return the figures of several parts, one after another; `parts` is not empty."""
-        names = ("tokens", "sums", "squares")
-        return cls(**{name: np.concatenate([getattr(p, name) for p in parts]) for name in names})
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain lists; floats are exact in JSON."""
-        return {name: value.tolist() for name, value in vars(self).items()}
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "DocumentFigures":
-        """Return the figures that `to_json` wrote.
-
-        Raises:
-            ValueError, TypeError, KeyError: it did not write them.
-        """
-        tokens = np.asarray(raw["tokens"], np.int64)
-        return cls(
-            tokens=tokens,
-            sums=np.asarray(raw["sums"], np.float64).reshape(len(tokens), len(FIGURES)),
-            squares=np.asarray(raw["squares"], np.float64).reshape(len(tokens), 2),
-        )
+    excess = figures[:, 1] - figures[:, 2]
+    squares = (figures[:, 1] ** 2).sum(), (excess**2).sum()
+    return np.array([len(figures), *figures.sum(0), *squares])
 
 
 class Agreement(Record, frozen=True, kw_only=True):
     """The figures of one source, or of a whole dataset.
 
-    Attributes:
-        documents, tokens: how many were measured.
-        first_choice: tokens that are the target's first choice.
-        nll: mean NLL in nats; nll_error: its standard error.
-        own_nll: mean NLL of the target's own samples at the same tokens.
-        excess_error: standard error of nll - own_nll.
-        own_share: expected share of first choices in the target's own samples.
+    `first_choice` counts tokens, NLLs are means in nats, `nll_error` and `excess_error` standard
+    errors of nll and nll - own_nll. `own_share`: first choices in the target's own samples.
     """
 
     documents: Count
@@ -133,18 +77,18 @@ class Agreement(Record, frozen=True, kw_only=True):
     own_share: float
 
     @classmethod
-    def of(cls, figures: DocumentFigures) -> "Agreement":
-        """Summarise documents, in their order."""
-        tokens = int(figures.tokens.sum())
-        first, *sums = (math.fsum(s) for s in figures.sums.T)
-        nll, own_nll, own_share = (_rounded(s / max(tokens, 1)) for s in sums)
-        excess = figures.sums[:, 1] - figures.sums[:, 2]
+    def of(cls, sums: np.ndarray) -> "Agreement":
+        """Summarise `document_sums` of documents, float64 [D, SUMS], in their order."""
+        counts, nlls, excess = sums[:, 0], sums[:, 2], sums[:, 2] - sums[:, 3]
+        tokens = int(counts.sum())
+        first, *totals = (math.fsum(column) for column in sums.T[1:5])
+        nll, own_nll, own_share = (_rounded(total / max(tokens, 1)) for total in totals)
         nll_error, excess_error = (
-            _rounded(_standard_error(sums, figures.tokens, squares))
-            for sums, squares in zip((figures.sums[:, 1], excess), figures.squares.T, strict=True)
+            _rounded(_standard_error(values, counts, squares))
+            for values, squares in ((nlls, sums[:, 5]), (excess, sums[:, 6]))
         )
         return cls(
-            documents=int((figures.tokens > 0).sum()),
+            documents=int((counts > 0).sum()),
             tokens=tokens,
             first_choice=round(first),
             nll=nll,
@@ -179,8 +123,8 @@ class Agreement(Record, frozen=True, kw_only=True):
     def contradicts_on_policy(self, temperature: float | None) -> bool:
         """Return whether these tokens cannot be samples of the target: they are less likely.
 
-        `temperature` is the one that own NLL and own share were computed for; None: not stated, so
-        they are those of temperature 1, and a share that only such samples have is refused.
+        `temperature` is that of own NLL and own share; None: not stated, so they are those of 1,
+        and a share that only such samples have is refused.
         """
         noise = math.sqrt(self.share * (1 - self.share) / max(self.tokens, 1))
         return self.enough and (
@@ -234,10 +178,9 @@ def above_random_text(vocab_size: int) -> str:
 
 
 def _standard_error(sums: np.ndarray, counts: np.ndarray, squares: np.ndarray) -> float:
-    """Return the standard error of sum(sums) / sum(counts), infinite for fewer than two tokens.
+    """Return the standard error of sum(sums) / sum(counts), [D] each; infinite for one token.
 
-    It is the larger of two estimates: from the spread between documents, and from that between
-    tokens. `sums`, `counts`, `squares` are per document, [D].
+    It is the larger of two estimates: by the spread between documents, and between tokens.
     """
     tokens, documents = int(counts.sum()), int((counts > 0).sum())
     if tokens < 2:
@@ -263,10 +206,7 @@ class AgreementTable(Record, frozen=True, kw_only=True):
     sources: dict[str, Agreement]
 
     def judged(self) -> dict[str, Agreement]:
-        """Return what conclusions are drawn from, by name: sources with enough tokens.
-
-        All sources together are one of them if a source has too few tokens of its own.
-        """
+        """Return what conclusions are drawn from: sources with enough tokens, else all of them."""
         judged = {name: a for name, a in self.sources.items() if a.enough}
         if self.total.enough and len(judged) < len(self.sources):
             judged[ALL_SOURCES] = self.total
@@ -317,12 +257,11 @@ class AgreementTable(Record, frozen=True, kw_only=True):
         return "on-policy" if greedy else "off-policy"
 
 
-def summarise(figures: DocumentFigures, sources: Sequence[str]) -> AgreementTable:
+def summarise(sums: np.ndarray, sources: Sequence[str]) -> AgreementTable:
     """Return the agreement of documents, whose sources are `sources`, in order of appearance."""
     return AgreementTable(
-        total=Agreement.of(figures),
+        total=Agreement.of(sums),
         sources={
-            name: Agreement.of(figures.select(indices))
-            for name, indices in indices_by_name(sources).items()
+            name: Agreement.of(sums[indices]) for name, indices in indices_by_name(sources).items()
         },
     )

@@ -1,8 +1,7 @@
 """HiddenStatesDataset: open instantly, read any document, copy straight into a caller's buffer.
 
-Opening reads the manifest and the sizes of the shards. The index and each shard are memory-mapped
-at first use. All returned tensors are copies: mapped memory is read-only without torch knowing it,
-and one in-place operation on it would kill the process.
+Opening reads the manifest and the sizes of the shards; the index and each shard are memory-mapped
+at first use. Returned tensors are copies: an in-place operation on mapped memory kills the process.
 """
 
 import operator
@@ -71,8 +70,7 @@ class HiddenStatesDataset:
     x_{t+1}: `hidden.final` (or top-k or logits), `target_argmax`, `target_logsumexp`. Lossy columns
     are decoded: names, projection and values are as if every column were stored in bf16.
 
-    It is read like a dataset of the `datasets` library: `len`, iteration, `ds[3]`, `ds[-1]`, and
-    `ds[0:3]` or `ds[[0, 5]]`, which return one dict with a list per column. Tensors are copies.
+    It is read like a dataset of the `datasets` library: `len`, iteration, `ds[-1]`, `ds[[0, 5]]`.
 
     Attributes:
         mirror: of a remote dataset, its local files; None: the dataset is local.
@@ -295,7 +293,7 @@ class HiddenStatesDataset:
 
     @cached_property
     def _spans(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Offsets and values of the supervised spans; None: loss masks are those in the shards."""
+        """Offsets and values of supervised spans; None: loss masks are those in the shards."""
         return spans_of(self.index) if self.view and self.view.remasked else None
 
     @cached_property
@@ -375,10 +373,9 @@ class HiddenStatesDataset:
     ) -> int:
         """Copy the first `length` tokens of a document into `out[column][start : start+length]`.
 
-        Tensors of `out` are on the CPU, [T] or [T, W], and their dtype decides that of the values.
-        Instead of a tensor, `out` may have its `Codec.bits`. Lossy columns may be gathered in
-        `CodedRows` instead, to be decoded elsewhere. Only the columns in `out` are read. Returns
-        the number of tokens written.
+        `out` has tensors on the CPU, [T] or [T, W] of any dtype, or their `Codec.bits`; or
+        `CodedRows`, which gather a lossy column to be decoded elsewhere. Only its columns are read.
+        Returns the number of tokens written.
 
         Raises:
             DatasetError: an unknown column, a buffer that is too short, or damage.
@@ -412,10 +409,7 @@ class HiddenStatesDataset:
         return count
 
     def stored_rows(self, index: int, column: Column) -> StoredRows:
-        """Return a document's rows of a column: its codes, or decoded, as `column` has its codec.
-
-        `column` is lossy only if it is so here.
-        """
+        """Return a document's rows of a column: codes, or values in the codec of `column`."""
         tokens = self._sparse_tokens(index) if column.name in self._narrowed else None
         shard, row = self.locate(index, column.name)
         return shard.rows(column, row, tokens)
@@ -571,8 +565,7 @@ def load_head_tensors(dataset: "HiddenStatesDataset | str | Path") -> dict[str, 
 def check_whole(path: str | Path) -> None:
     """Compare the shards of a sealed dataset (a directory or a URL) with its manifest, by size.
 
-    So a command that finds a sealed dataset says "complete already" only where nothing was lost
-    since. The index of a local dataset is compared, too; `verify` reads every byte.
+    So "complete already" is said only where nothing was lost. A local index is compared, too.
 
     Raises:
         MissingError, DatasetError: a file is missing, truncated or changed.

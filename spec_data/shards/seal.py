@@ -26,8 +26,8 @@ def seal(
 ) -> Manifest:
     """Write everything except the shards, and return the manifest.
 
-    `draft` is the manifest without shards, totals, fingerprint and the index in `files`. A shard
-    whose part of the index is in `parts` (see `index_part`) is not read.
+    `draft` is the manifest without what is counted here. A shard whose part of the index is in
+    `parts` (see `index_part`) is not read.
 
     Raises:
         DatasetError: a shard or target file is not the one its record describes.
@@ -76,13 +76,10 @@ def target_file_names(directory: Path) -> list[str]:
 
 def file_records(directory: Path, names: Sequence[str]) -> dict[str, FileRecord]:
     """Return size and checksums of small files of a dataset, by name."""
+    files = {name: directory / name for name in names}
     return {
-        name: FileRecord(
-            bytes=(directory / name).stat().st_size,
-            sha256=sha256_file(directory / name),
-            xxh3=xxh3_file(directory / name),
-        )
-        for name in names
+        name: FileRecord(bytes=f.stat().st_size, sha256=sha256_file(f), xxh3=xxh3_file(f))
+        for name, f in files.items()
     }
 
 
@@ -143,10 +140,7 @@ def _write_index(directory: Path, manifest: Manifest, parts: Path | None) -> Non
 
 
 def _index_rows(stream: pa.RecordBatchStreamReader) -> pa.RecordBatch:
-    """Make the index rows of one shard from its own columns, without its number.
-
-    States are not read.
-    """
+    """Make the index rows of one shard from its own columns, but not its states."""
     small = stream.read_all().select(["doc_id", "source", "loss_mask", CHECKSUMS])
     (batch,) = small.combine_chunks().to_batches()
     offsets, mask = list_views(batch.column("loss_mask"))

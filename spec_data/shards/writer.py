@@ -1,7 +1,7 @@
 """Write one unit as one shard: an Arrow IPC stream file, written atomically, with checksums.
 
-The file is a stream because `datasets` memory-maps only streams. Record batches hold about 32 MB,
-so that a random read touches little and a reader keeps few of them.
+`datasets` memory-maps only streams. Record batches hold about 32 MB, so that a random read touches
+little and a reader keeps few of them.
 """
 
 import contextlib
@@ -23,12 +23,11 @@ RECORD_BATCH_BYTES = 32 << 20
 
 @dataclass
 class UnitData:
-    """The D documents of one unit: texts per document, one array per plain token column.
+    """The D documents of one unit.
 
-    `tokens` maps a column's name to its array, [N] or [N, W] in its storage dtype, with all
-    documents one after another; document d has tokens offsets[d] to offsets[d + 1] (int64 [D+1]).
-    Columns that store only some tokens use `sparse_offsets` instead. `coded` has the documents of
-    each lossy column. `turns` has (role, start, end) triples per document.
+    `tokens` has an array by plain column, [N] or [N, W] in its storage dtype; document d has tokens
+    offsets[d] to offsets[d + 1] (int64 [D+1]), in sparse columns by `sparse_offsets`. `coded` has
+    the documents of each lossy column, and `turns` their (role, start, end) triples.
     """
 
     doc_ids: list[str]
@@ -78,7 +77,7 @@ class UnitData:
         return self.sparse_offsets if column.sparse else self.offsets
 
     def select(self, keep: list[int], columns: tuple[Column, ...]) -> "UnitData":
-        """Return a unit with only the documents `keep` (ascending); the same object if all are."""
+        """Return a unit with only the documents `keep`, ascending; the same object if all are."""
         if len(keep) == len(self.doc_ids):
             return self
         out = UnitData(
@@ -168,8 +167,7 @@ def _list_array(values: np.ndarray, offsets: np.ndarray, kind: pa.DataType) -> p
 def shard_bytes(unit: UnitData, columns: tuple[Column, ...]) -> int:
     """Return the size in bytes of the shard that `write_shard` writes for this unit.
 
-    It is exact without lossy columns, whose size is known only once they are encoded: of these it
-    is what the columns say, see `Column.bytes_per_token`.
+    It is exact but for lossy columns, which have `Column.bytes_per_token`.
     """
     sink = pa.MockOutputStream()
     with pa.ipc.new_stream(sink, arrow_schema(columns)) as stream:
@@ -180,10 +178,7 @@ def shard_bytes(unit: UnitData, columns: tuple[Column, ...]) -> int:
 
 
 class ShardStream:
-    """A shard that is written piece by piece, to a temporary name until it is complete.
-
-    What fails (OSError: the disk is full) leaves no file behind.
-    """
+    """A shard that is written piece by piece; what fails (a full disk) leaves no file behind."""
 
     def __init__(self, path: Path, columns: tuple[Column, ...]) -> None:
         self._path, self._columns = path, columns
@@ -235,11 +230,7 @@ class ShardStream:
 
 
 def write_shard(path: Path, unit: UnitData, columns: tuple[Column, ...]) -> ShardRecord:
-    """Write one shard (temporary name, fsync, rename) and return its record for the manifest.
-
-    Raises:
-        OSError: the disk is full or the folder is not writable; no file is left behind.
-    """
+    """Write one shard and return its record for the manifest; the errors are of ShardStream."""
     stream = ShardStream(path, columns)
     stream.write(unit)
     return stream.finish()

@@ -15,7 +15,7 @@ from string import Template
 from typing import Any
 
 from spec_data.models.engines import Start, engines
-from spec_data.shards.card_text import code, code_block, front_matter, plain, table
+from spec_data.shards.dataset_card import code, code_block, front_matter, plain, table
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.preflight import (
     OF_TARGET,

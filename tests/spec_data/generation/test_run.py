@@ -283,7 +283,7 @@ def test_a_unit_with_a_damaged_record_is_captured_again(target, corpus, tmp_path
     file = tmp_path / "data" / ".generate" / "unit-00000.json"
     assert units.finished_unit(tmp_path / "data", 0)
     raw = json.loads(file.read_text())
-    raw["agreement"]["sums"][0][1] += 1.0
+    raw["agreement"][0][2] += 1.0
     before = digests(tmp_path / "data" / "shards")
     for text in (json.dumps(raw), '{"record":'):
         file.write_text(text)
