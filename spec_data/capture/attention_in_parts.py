@@ -43,20 +43,13 @@ _spans: ContextVar[Spans | None] = ContextVar("spans of packed documents", defau
 
 @dataclass(frozen=True, kw_only=True)
 class RuleMask:
-    """A mask as a rule, which the models of transformers hand on to the attention function.
+    """A mask as a rule, which the models of transformers hand on to the attention function."""
 
-    Attributes:
-        rule: whether a query sees a key, of (batch, head, query, key) indices, broadcast.
-        reach: a query sees none of the keys this far behind it; None: no limit.
-        spans: the documents of packed rows; None: one long document, in chunks.
-        always: whether every part needs a mask; else only a document that is longer than `reach`.
-        made: masks of documents, which are the same for every layer of a kind.
-    """
-
-    rule: Callable[..., Tensor]
-    reach: int | None
-    spans: Spans | None
-    always: bool
+    rule: Callable[..., Tensor]  # whether a query sees a key, of (batch, head, query, key) indices
+    reach: int | None  # a query sees none of the keys this far behind it; None: no limit
+    spans: Spans | None  # the documents of packed rows; None: one long document, in chunks
+    always: bool  # every part needs a mask; else only a document that is longer than `reach`
+    # Masks of documents, which are the same for every layer of a kind.
     made: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def parts(self, length: int, heads: int) -> Iterator[tuple[int, int, int, int]]:

@@ -50,19 +50,13 @@ def vllm_version() -> str:
 
 @dataclass
 class ForwardBatch:
-    """The inputs of one forward, int64 [B, T] on the CPU, and the documents they hold.
+    """The inputs of one forward, int64 [B, T] on the CPU, and the documents they hold."""
 
-    Attributes:
-        input_ids: 0 in padding; document_ids: -1 in padding; position_ids: restart per document.
-        documents: indices of the documents in the order of their tokens (row by row).
-        lengths: tokens of each of them.
-    """
-
-    input_ids: Tensor
-    document_ids: Tensor
-    position_ids: Tensor
-    documents: list[int]
-    lengths: list[int]
+    input_ids: Tensor  # 0 in padding
+    document_ids: Tensor  # -1 in padding
+    position_ids: Tensor  # restart per document
+    documents: list[int]  # indices of the documents in the order of their tokens (row by row)
+    lengths: list[int]  # tokens of each of them
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], tokens: Callable[[int], Tensor]) -> "ForwardBatch":
@@ -93,51 +87,32 @@ class ForwardBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendOptions:
-    """Which target is loaded, and how.
-
-    Attributes:
-        path: a model directory or Hub id.
-        layers: the layers to capture, as ids or as the text of --layers.
-        dtype, device, attn, trust_remote_code: see `spec_data.models.loading.load_model`.
-        rope_factors: "short" or "long" of a longrope target; None: it has no longrope.
-        spread: several devices instead of `device`.
-        longest: tokens of the longest document; None: the context of the target. An engine
-            reserves memory for it.
-        batch_tokens: tokens of a forward; None: what the backend likes.
-        tensor_parallel: devices that share each layer, in a backend that can do that.
-        engine_memory: share of each GPU's memory that an engine takes.
-    """
+    """Which target is loaded, and how; see `spec_data.models.loading.load_model`."""
 
     path: str | Path
-    layers: Sequence[int] | str = "auto"
+    layers: Sequence[int] | str = "auto"  # to capture, as ids or as the text of --layers
     dtype: str = "auto"
     device: str = "auto"
     attn: str = "auto"
     trust_remote_code: bool = False
-    rope_factors: str | None = None
-    spread: Spread | None = None
+    rope_factors: str | None = None  # "short" or "long" of a longrope target
+    spread: Spread | None = None  # several devices instead of `device`
+    # Tokens of the longest document, for which an engine reserves memory; None: the context.
     longest: int | None = None
-    batch_tokens: int | None = None
-    tensor_parallel: int = 1
-    engine_memory: float = 0.8
+    batch_tokens: int | None = None  # of a forward; None: what the backend likes
+    tensor_parallel: int = 1  # devices that share each layer, in a backend that can do that
+    engine_memory: float = 0.8  # share of each GPU's memory that an engine takes
 
 
 class TargetBackend(Protocol):
-    """A loaded target whose states can be captured.
+    """A loaded target whose states can be captured."""
 
-    Attributes:
-        layers: the captured layer ids, ascending. num_layers: the number of decoder blocks.
-        head: the LM head as data.
-        dtype, device: of the states and logits that are returned.
-        architecture: the name of the model's class, as `architectures` of a config.json has it.
-    """
-
-    layers: tuple[int, ...]
-    num_layers: int
+    layers: tuple[int, ...]  # the captured layer ids, ascending
+    num_layers: int  # decoder blocks
     head: HeadSpec
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the states and logits that are returned
     device: torch.device
-    architecture: str
+    architecture: str  # the name of the model's class, as a config.json has it
 
     def describe(self) -> dict[str, Any]:
         """Return what the manifest records of how the target runs, as plain values.
@@ -171,7 +146,7 @@ class TargetBackend(Protocol):
         """Return slices of an axis of `tokens` tokens whose float32 logits fit in memory."""
 
     def head_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of `head_form.head_parts` on the CPU, in the dtype of the target."""
+        """Return the tensors of `hooks.head_parts` on the CPU, in the dtype of the target."""
 
     def positions(self, length: int) -> Positions:
         """Read rotary frequencies and final norm, and say whether `length` tokens prove them."""

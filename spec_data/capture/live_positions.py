@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_data.capture.head_form import read_norm
+from spec_data.capture.hooks import read_norm
 from spec_data.models.loading import device_of
 from spec_data.models.reading import text_config
 from spec_data.shards.position_data import FULL, LEARNED, LONG, ROPE, SHORT, Positions, RopeTable

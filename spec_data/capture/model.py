@@ -20,8 +20,15 @@ from torch import Tensor
 
 from spec_data.capture.attention_in_parts import LONG_ROW, attention_in_parts, needs_chunks
 from spec_data.capture.backend import BackendOptions, ForwardBatch
-from spec_data.capture.head_form import describe_head, head_parts
-from spec_data.capture.hooks import States, capturing, check_captured, decoder_layers, output_head
+from spec_data.capture.hooks import (
+    States,
+    capturing,
+    check_captured,
+    decoder_layers,
+    describe_head,
+    head_parts,
+    output_head,
+)
 from spec_data.capture.live_positions import read_positions
 from spec_data.capture.mask_forms import (
     PER_DOCUMENT,

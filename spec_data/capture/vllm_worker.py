@@ -31,10 +31,8 @@ class _HeadReachedError(Exception):
 class Recorder:
     """Records forwards of a model of vLLM.
 
-    Attributes:
-        forwards: of each one `ids` and `positions`, int64 [n] on the CPU, `final` [n, H],
-            `layers` [n, H] by id, and `logits` [n, V] or None.
-        full_logits: whether logits are recorded.
+    Of each one `ids` and `positions`, int64 [n] on the CPU, `final` [n, H], `layers` [n, H] by id,
+    and `logits` [n, V], None without `full_logits`.
     """
 
     def __init__(self, model: nn.Module, layers: tuple[int, ...]) -> None:

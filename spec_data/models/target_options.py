@@ -18,17 +18,13 @@ _POLICIES = ("auto", "balanced", "sequential")
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How a target is spread over devices; without any of these, it lies on --device.
+    """How a target is spread over devices; without any of these, it lies on --device."""
 
-    Attributes:
-        device_map: a policy of accelerate, or a device by module name ("cpu" and "disk" offload).
-        max_memory: what each device may hold of the weights, by GPU number or "cpu".
-        tensor_parallel: every layer is split over the processes of torchrun.
-    """
-
+    # A policy of accelerate, or a device by module name ("cpu" and "disk" offload).
     device_map: str | dict[str, Any] | None = None
+    # What each device may hold of the weights, by GPU number or "cpu".
     max_memory: dict[int | str, Any] | None = None
-    tensor_parallel: bool = False
+    tensor_parallel: bool = False  # every layer is split over the processes of torchrun
 
     @property
     def is_one_device(self) -> bool:

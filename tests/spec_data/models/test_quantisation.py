@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spec_data.capture.head_form import check_head
+from spec_data.capture.hooks import check_head
 from spec_data.capture.model import Target
 from spec_data.generation import setup as generation_setup
 from spec_data.models.loading import load_model
