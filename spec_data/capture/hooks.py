@@ -7,7 +7,7 @@ Layer id k is the output of decoder block k, counted from 0; -1 is the embedding
 of block 0).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,6 +95,12 @@ class States:
     layers: dict[int, Tensor] = field(default_factory=dict)
     final: Tensor = field(default_factory=lambda: torch.empty(0))
     logits: Tensor | None = None  # the model's own, V wide, if they were asked for
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "States":
+        """Return what `change` makes of every tensor."""
+        layers = {k: change(v) for k, v in self.layers.items()}
+        logits = None if self.logits is None else change(self.logits)
+        return States(layers=layers, final=change(self.final), logits=logits)
 
     @property
     def columns(self) -> dict[str, Tensor]:

@@ -199,12 +199,7 @@ class Target:
         states = self.forward(*slots, packed, full_logits=full_logits)
         # The slots of real tokens are known on the host; a mask on the device would be waited for.
         real = sent((batch.document_ids >= 0).flatten().nonzero()[:, 0], self.device)  # [N]
-        logits = states.logits
-        return States(
-            layers={k: states.layers[k].flatten(0, 1)[real] for k in self.layers},
-            final=states.final.flatten(0, 1)[real],
-            logits=logits.flatten(0, 1)[real] if logits is not None else None,
-        )
+        return states.each(lambda values: values.flatten(0, 1)[real])
 
     @torch.no_grad()
     def forward(

@@ -234,12 +234,9 @@ class VLLMBackend(SkeletonTarget):
     ) -> tuple[States, list[int]]:
         """Run documents, int64 [T] each with N tokens together, in one call of the engine.
 
-        Attention of vLLM reads its whole cache blocks, so what is not finite in a block stays there
-        for later documents: the cache is cleared, and the documents of the call run one by one.
-
-        Returns:
-            The states [N, H] of the layers that are recorded, in the order of the documents; and
-            the token that vLLM chose after each document.
+        Return the states [N, H] of the recorded layers, in the order of the documents, and the
+        token that vLLM chose after each. Its attention reads whole cache blocks, so what is not
+        finite stays there for later documents: the cache is cleared, and they run one by one.
         """
         self._llm.collective_rpc("capture_start", args=(full_logits,))
         prompts = [{"prompt_token_ids": ids.tolist()} for ids in documents]
@@ -259,14 +256,10 @@ class VLLMBackend(SkeletonTarget):
 
     def _part(self, forward: dict[str, Any], tokens: slice) -> States:
         """Return the states of some tokens of a forward, without logits of no token."""
-        logits = forward["logits"]
-        if logits is not None:
-            logits = logits[tokens, : self.head.vocab_size].to(self.device)
-        return States(
-            layers={k: v[tokens].to(self.device) for k, v in forward["layers"].items()},
-            final=forward["final"][tokens].to(self.device),
-            logits=logits,
-        )
+        states = States(**{name: forward[name] for name in ("layers", "final", "logits")})
+        if states.logits is not None:
+            states.logits = states.logits[:, : self.head.vocab_size]
+        return states.each(lambda values: values[tokens].to(self.device))
 
     def close(self) -> None:
         """Free the memory of the engine, unless another one is open in this process."""
@@ -296,10 +289,9 @@ def spans_of(
 ) -> list[tuple[int, slice]]:
     """Return where each document is: the number of its forward, and its tokens there.
 
-    Args:
-        forwards: token ids and positions of each forward, int64 [n]. A document begins where the
-            position is 0, and ends where the next one begins.
-        documents: token ids, int64 [T] each. Equal documents take equal spans in turn.
+    `forwards` are token ids and positions, int64 [n] each: a document begins where the position is
+    0, and ends where the next one begins. `documents` are int64 [T]; equal ones take equal spans in
+    turn.
 
     Raises:
         RunError: a document is in no forward as a whole: its beginning was taken from a cache, its

@@ -46,9 +46,7 @@ def captured(
         start = 0
         for d, length in zip(batch.documents, batch.lengths, strict=True):
             part = slice(start, start + length)
-            logits = None if states.logits is None else states.logits[part]
-            layers = {k: value[part] for k, value in states.layers.items()}
-            found[d] = States(layers=layers, final=states.final[part], logits=logits)
+            found[d] = states.each(lambda values, part=part: values[part])
             start += length
     return [found[d] for d in range(len(documents))]
 
