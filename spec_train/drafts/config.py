@@ -23,7 +23,7 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import LAYER_CONVENTION
 from spec_data.terminal.config import to_dict
-from spec_train.drafts.layers import LayerShape, activation
+from spec_train.drafts.layers import activation
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import TOKEN_KEYS
 from spec_train.options.draft_options import FULL, PATHS, SLIDING
@@ -52,10 +52,10 @@ class DraftConfig(LayerSizes):
     max_position_embeddings: int
     vocab_size: int  # of the target
     rope_parameters: dict[str, Any]
-    hidden_act: str = "silu"
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
+    hidden_act: str = "silu"  # a name of transformers' ACT2FN
+    attention_bias: bool = False  # of the four attention projections
+    mlp_bias: bool = False  # of the three projections of the MLP
+    qk_norm: bool = False  # Qwen3: an RMSNorm over each head's queries and keys
     sliding_window: int | None = None  # a token sees so many positions, its own one included
     layer_types: tuple[str, ...] = ()  # one per layer of the draft; (): all full_attention
     train_embeddings: bool = False  # whether the embedding is the draft's own
@@ -133,10 +133,6 @@ class DraftConfig(LayerSizes):
     def from_options(cls, options: Any, shape: TargetShape) -> dict[str, Any]:
         """Return the fields of this kind of draft that its options and the target decide."""
         return {}
-
-    @property
-    def layer_shape(self) -> LayerShape:
-        return LayerShape(**{f.name: getattr(self, f.name) for f in dataclasses.fields(LayerShape)})
 
     @property
     def windows(self) -> tuple[int | None, ...]:

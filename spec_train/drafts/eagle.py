@@ -107,9 +107,7 @@ class EagleDraft(AutoregressiveDraft):
         size = config.hidden_size
         self.embed_tokens = make_embedding(config.vocab_size, size, trained=config.train_embeddings)
         self.fc = nn.Linear(2 * size, size, bias=config.bias)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config.layer_shape) for _ in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         if not config.use_input_layernorm_in_first_layer:
             self.layers[0].add_module("input_layernorm", nn.Identity())
         if config.use_last_layernorm:

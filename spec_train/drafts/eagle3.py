@@ -99,9 +99,9 @@ class Eagle3Layer(nn.Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        self.self_attn = Attention(config.layer_shape, input_size=2 * size)
+        self.self_attn = Attention(config, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = GatedMLP(config.layer_shape)
+        self.mlp = GatedMLP(config)
         self._norm_before_residual = config.norm_before_residual
 
     def inputs(self, embedding: Tensor, carried: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class Eagle3Draft(AuxDraft, AutoregressiveDraft):
         if count == 1:
             self.midlayer = first
         else:
-            later = (DecoderLayer(self.config.layer_shape) for _ in range(1, count))
+            later = (DecoderLayer(self.config) for _ in range(1, count))
             self.layers = nn.ModuleList([first, *later])
 
     @property

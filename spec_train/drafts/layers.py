@@ -16,14 +16,12 @@ B packs, T slots, H hidden size, h / g query / key-value heads, d head size, r r
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spec_data.models.families import LayerSizes
 from spec_data.models.rope_settings import rotary_table
 from spec_data.shards.errors import DraftError
 from spec_data.terminal.console import did_you_mean
@@ -138,16 +136,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries [B, h, Q, d], keys and values [B, g, Q, d] of the same rows -> heads [B, h, Q, d]."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerShape(LayerSizes):
-    """Sizes and switches of a `DecoderLayer`."""
-
-    qk_norm: bool = False  # Qwen3: an RMSNorm over each head's queries and keys
-    attention_bias: bool = False  # of the four attention projections
-    mlp_bias: bool = False  # of the three projections of the MLP
-    hidden_act: str = "silu"  # a name of transformers' ACT2FN
-
-
 def activation(name: str) -> nn.Module:
     """Return an activation without weights, by its name in transformers.
 
@@ -170,10 +158,13 @@ def activation(name: str) -> nn.Module:
     return made
 
 
+# The `shape` of these modules is the draft's configuration.
+
+
 class GatedMLP(nn.Module):
     """down(act(gate x) * up x)."""
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, shape: Any) -> None:
         super().__init__()
         hidden, inside, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
         self.gate_proj = nn.Linear(hidden, inside, bias=bias)
@@ -192,7 +183,7 @@ class Attention(nn.Module):
     W is the width of the inputs, `input_size`; None: H.
     """
 
-    def __init__(self, shape: LayerShape, input_size: int | None = None) -> None:
+    def __init__(self, shape: Any, input_size: int | None = None) -> None:
         super().__init__()
         size, width, bias = shape.head_dim, input_size or shape.hidden_size, shape.attention_bias
         self.head_dim = size
@@ -227,7 +218,7 @@ class Attention(nn.Module):
 class DecoderLayer(nn.Module):
     """The pre-norm decoder layer of Llama or, with `qk_norm`, of Qwen3."""
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, shape: Any) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = Attention(shape)

@@ -58,9 +58,7 @@ def settle_mask_token(
 def choose_mask_token(
     folder: Path, token_ids: dict[str, Any], embedding: Tensor, counts: Tensor | None
 ) -> int:
-    """Choose the mask token of a new draft; the arguments are those of `settle_mask_token`.
-
-    `token_ids` are bos, eos and pad ids, under the keys of the target's config.
+    """Choose the mask token; `token_ids` are bos, eos and pad ids under their keys of a config.
 
     Raises:
         DraftError: every embedding is zero.
@@ -108,11 +106,7 @@ def usual_mask_tokens(
 ) -> dict[int, str]:
     """Return the ids that trainers and programs take as mask token, and why; likeliest first.
 
-    They are the choice of `choose_mask_token`, the first id that the tokenizer leaves unused, its
-    mask, pad, eos, bos and unk tokens, its first and last reserved ones, and the first and the last
-    id. (SpecForge takes the mask token, else the unused id, else pad, eos or unk.)
-
-    The arguments are those of `choose_mask_token`.
+    SpecForge takes the mask token, else the unused id, else pad, eos or unk.
     """
     vocab, (names, added) = len(embedding), _token_names(folder / "tokenizer.json")
     special = _special_names(folder / "tokenizer_config.json")

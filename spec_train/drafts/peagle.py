@@ -112,7 +112,7 @@ class PeagleDraft(AuxDraft):
 
     def make_layers(self) -> None:
         """Make the layers, and `mask_hidden` [1, 1, n*H] with unit variance."""
-        shape, count = self.config.layer_shape, self.config.num_hidden_layers
+        shape, count = self.config, self.config.num_hidden_layers
         others = (DecoderLayer(shape) for _ in range(1, count))
         self.layers = nn.ModuleList([Eagle3Layer(self.config), *others])
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
@@ -298,36 +298,27 @@ class PeagleDraft(AuxDraft):
         return cod_sample(mask, ids, uniforms, ratio=options.cod_ratio, floor=options.cod_floor)
 
     @torch.no_grad()
-    def slot_counts(self, batch: DraftBatch, sample: Tensor | None = None) -> Tensor:
+    def slot_counts(self, batch: DraftBatch) -> Tensor:
         """Return the number of elements with a loss, weighted by depth, float64 [1].
 
-        If no `sample` bool [B, K, T] is given, draw one and keep it for the loss of the batch.
+        They are drawn here, and kept for the loss of the batch.
         """
-        if sample is None:
-            sample = self.draw(batch)
-            for used in self._used_samples:
-                self._samples.pop(used, None)
-            self._used_samples.clear()
-            self._samples[_key(batch)] = sample
+        sample = self.draw(batch)
+        for used in self._used_samples:
+            self._samples.pop(used, None)
+        self._used_samples.clear()
+        self._samples[_key(batch)] = sample
         supervised = element_masks(*slots_of(self, batch), batch.document_ids, sample)[1]
         own = supervised.flatten(1).sum(1).double()  # [K]
         return (own @ depth_weights(self.options.weights_of(self.depth), own))[None]
 
-    def loss(
-        self,
-        batch: DraftBatch,
-        head: TargetHead,
-        counts: Tensor | None,
-        sample: Tensor | None = None,
-    ) -> DraftLoss:
+    def loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
         """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step.
 
-        `sample` bool [B, K, T] is, if absent, the one that `slot_counts` drew for the batch; if
-        there is none, it is drawn now.
+        The elements are those that `slot_counts` drew for the batch, or are drawn now.
         """
-        if sample is None:
-            self._used_samples.add(_key(batch))
-            sample = self._samples.get(_key(batch))
+        self._used_samples.add(_key(batch))
+        sample = self._samples.get(_key(batch))
         return parallel_loss(
             self,
             batch_frame(self, batch, head),

@@ -142,7 +142,7 @@ class Unroll:
 
     def __init__(
         self,
-        draft: AutoregressiveDraft,  # the model
+        draft: AutoregressiveDraft,
         states: Tensor,  # the target's [B, T, A]
         input_ids: Tensor,  # known tokens of step 0 (shifted), int64 [B, T]
         document_ids: Tensor,  # int64 [B, T], -1 in padding

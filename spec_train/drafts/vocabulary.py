@@ -19,11 +19,8 @@ def choose_vocabulary(
 ) -> Tensor | None:
     """Return the target ids of the draft vocabulary, int64 [Vd] ascending; None: all V tokens.
 
-    Args:
-        options: see `draft_options`.
-        vocab: V.
-        counts: how often each token is a supervised token, int64 [V]; a file needs none.
-        special: ids of special tokens; a chosen vocabulary has them all.
+    `counts` are how often each token is a supervised token, int64 [V]; a file needs none. A chosen
+    vocabulary has all `special` tokens.
 
     Raises:
         DraftError: counts are needed and missing, the size is too small, or the file is not of this
@@ -53,8 +50,7 @@ def choose_vocabulary(
 def _ranked(counts: Tensor, special: Sequence[int]) -> tuple[Tensor, int]:
     """Return all ids, special ones first, then by falling count, and the number of special ones.
 
-    `counts` int64 [V] are how often each token is a supervised token. Ties go to the lower id;
-    special ids outside 0..V-1 are ignored.
+    Ties go to the lower id; special ids outside 0..V-1 are ignored.
     """
     first = sorted({i for i in special if 0 <= i < counts.numel()})
     rank = counts.detach().to("cpu", torch.int64).clone()
@@ -110,12 +106,7 @@ def vocabulary_coverage(
     """Return the share of supervised tokens inside a draft vocabulary, and the best such share.
 
     The second is that of the vocabulary of the same size which `choose_draft_vocabulary` chooses
-    for these counts. Both are 1 if there is no supervised token.
-
-    Args:
-        counts: how often each target token is a supervised token, int64 [V].
-        chosen: the target ids of the draft vocabulary, int64 [Vd].
-        special_ids: ids that are always chosen, if the vocabulary is large enough.
+    for these counts. Both are 1 if there is no supervised token. `chosen` is int64 [Vd].
     """
     total = int(counts.sum())
     if not total:

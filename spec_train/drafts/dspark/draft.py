@@ -17,20 +17,22 @@ fewer drafts are wanted: the slots of a block see each other, and a draft must n
 many are asked for.
 
 Loss (`blocks` says which blocks and drafts count): with p the target's distribution renormalised
-over the draft vocabulary, m the target's probability of that vocabulary, q the draft's (head and
-Markov bias over the document's previous token) and c its confidence, the loss of a draft is
+over the draft vocabulary, m the target's probability of that vocabulary, q = softmax(W y + W2 g)
+the draft (W: rows of the head, W2 g: the Markov bias over the document's previous token) and c its
+confidence, the loss of a draft is
 
     0.1 * cross-entropy + 0.9 * |q - p|_1 + 1.0 * BCE(c, c*),    c* = sum_v min(m p, q), detached
 
 That is --loss ce+l1. Any other loss of `losses` replaces the cross-entropy and the L1 term by one
-term of weight 1, between p (or a hard target) and q. c* is the probability that sampling with the
-target's full distribution keeps the draft. It equals 1 - |q - p|_1 / 2, as published, if m = 1.
-Each term is a mean over the drafts that count, weighted by exp(-d / gamma). The cross-entropy is
-taken with the document's token, as published, with p, or with the target's choice. The first term
-(the cross-entropy, or the other loss) has a denominator of its own, because it may count at fewer
-drafts. If the draft vocabulary is a selection of the target's, a draft whose target's choice is
-outside it is not trained and counts as a miss; its c* still counts in tau and in the acceptance. A
-cross-entropy with a token outside the draft vocabulary is left out.
+term of weight 1, between p (or a hard target) and q; both are measured all the same. c* is the
+probability that sampling with the target's full distribution keeps the draft. It equals (1 + m -
+|q - m p|_1) / 2, which is 1 - |q - p|_1 / 2, as published, only if m = 1. Each term is a mean over
+the drafts that count, weighted by exp(-d / gamma). The cross-entropy is taken with the document's
+token, as published, with p, or with the target's choice. The first term (the cross-entropy, or the
+other loss) has a denominator of its own, because it may count at fewer drafts. If the draft
+vocabulary is a selection of the target's, a draft whose target's choice is outside it is not
+trained and counts as a miss; its c* still counts in tau and in the acceptance. A cross-entropy with
+a token outside the draft vocabulary is left out.
 
 B packs, T tokens, N blocks of a pack, S slots of a block, D drafts of a block, R drafts that count,
 Q slots of blocks, n captured layers, H hidden size, h / g query / key-value heads, d head size, r
@@ -64,7 +66,6 @@ from spec_train.drafts.dspark.blocks import (
     sample_blocks,
     summarise_blocks,
 )
-from spec_train.drafts.dspark.head_loss import block_rows_loss
 from spec_train.drafts.dspark.model import (
     ConfidenceHead,
     DFlashConfig,
@@ -90,9 +91,19 @@ from spec_train.drafts.slots import (
 )
 from spec_train.drafts.teacher import SharedTeacher, Teacher, head_teacher, logits_teacher
 from spec_train.losses.head import TargetHead
-from spec_train.losses.menu import LossKind, LowRank, RowStats, wide
+from spec_train.losses.menu import (
+    LossKind,
+    LowRank,
+    RowStats,
+    distribution_loss,
+    rows_per_chunk,
+    scored_rows,
+    wide,
+)
 from spec_train.losses.metrics import Sums, chain_sums
 from spec_train.losses.sampling import Sampler
+from spec_train.losses.teacher_rows import SomeRows, TeacherRows
+from spec_train.losses.tiles import dot, softmax_sums
 from spec_train.options.draft_options import BlockOptions, DFlashOptions, DSparkOptions
 
 log = logging.getLogger(__name__)
@@ -122,7 +133,7 @@ class DSparkDraft(LayersDraft):
         self.embed_tokens = make_embedding(config.vocab_size, size, trained=config.train_embeddings)
         self.fc = nn.Linear(len(config.layers) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
-        layers = [DecoderLayer(config.layer_shape) for _ in range(config.num_hidden_layers)]
+        layers = [DecoderLayer(config) for _ in range(config.num_hidden_layers)]
         self.layers: Any = nn.ModuleList(layers)
         self.norm = RMSNorm(size, eps)
         self.markov_head: MarkovHead | None = None
@@ -697,3 +708,85 @@ def _rows_loss(
     weight = options.confidence_weight * chosen.weight * shares[1]  # [R]
     loss = loss + (weight.to(bce.dtype) * bce).sum()
     return loss, figures, Forecasts(logits.detach().sigmoid(), bce.detach())
+
+
+# -- the loss of rows ------------------------------------------------------------------------------
+# N rows, n rows of a tile. The gradient is made by hand; W gets none.
+
+
+def block_rows_loss(
+    hidden: Tensor,  # y [N, H], in the dtype of `weight`
+    weight: Tensor,  # rows of the target's head [Vd, H], frozen
+    # returns the teacher of a slice of the rows; called once per chunk
+    teacher: Callable[[slice], SomeRows],
+    # draft index of the token that the cross-entropy, or a loss with a hard target, is taken with,
+    # int64 [N]; None: with p. A row whose token is not in the draft vocabulary has an arbitrary
+    # label and weight 0
+    labels: Tensor | None,
+    ce_weights: Tensor,  # weights of the cross-entropy [N]
+    l1_weights: Tensor,  # weights of the L1 term [N]
+    low_rank: LowRank | None = None,  # the Markov bias; None without a Markov head
+    kind: LossKind | None = None,  # the loss instead of cross-entropy and L1; None: these two
+    chunk_rows: int | None = None,  # rows of a chunk; None: `rows_per_chunk`
+) -> tuple[Tensor, RowStats]:
+    """Return the sum over rows of ce_weights * cross-entropy + l1_weights * L1.
+
+    With a `kind`, return the sum over rows of ce_weights * that loss.
+
+    Returns:
+        The sum, a float32 (or float64) scalar with a graph, and the figures of every row.
+    """
+    dtype = wide(hidden[:0]).dtype
+    ce_weights, l1_weights = ce_weights.to(dtype), l1_weights.to(dtype)
+
+    def score(logits: Tensor, rows: TeacherRows, part: slice) -> tuple[Tensor, ...]:
+        known = None if labels is None else labels[part]
+        ce, l1 = ce_weights[part], l1_weights[part]
+        if kind is None:
+            entropy, overlap, acceptance, best = _row_losses(logits, rows, known, ce, l1)
+            weighted = ce * entropy + l1 * 2 * (1 - overlap)
+            return weighted, entropy, acceptance, best, entropy, overlap
+        zero = torch.zeros_like(ce)
+        entropy, overlap, acceptance, best = _row_losses(logits.clone(), rows, known, zero, zero)
+        rows = rows if known is None else rows.labelled(known)
+        loss, _, slope, _ = distribution_loss(logits[:, None], rows, kind)  # [n, 1], ...
+        torch.mul(slope[:, 0], ce[:, None], out=logits)
+        return ce * loss[:, 0], loss[:, 0], acceptance, best, entropy, overlap
+
+    rows = chunk_rows or rows_per_chunk(len(weight), weight.device)
+    return scored_rows(hidden, weight, teacher, score, rows, low_rank=low_rank)
+
+
+def _row_losses(
+    logits: Tensor,  # of the draft [n, Vd]; overwritten by d loss / d logits
+    teacher: TeacherRows,
+    labels: Tensor | None,  # int64 [n]; None: cross-entropy with `p`
+    ce_weight: Tensor,  # [n]
+    l1_weight: Tensor,  # [n]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return cross-entropy, overlap, acceptance and the draft's choice of n rows, [n] each."""
+    p = teacher.p
+    if labels is None:
+        agreement = dot(p, logits)
+    else:
+        agreement = logits.gather(1, labels[:, None]).squeeze(1)
+    q, total, best = softmax_sums(logits)  # [n, Vd], [n], [n]
+    cross_entropy = total - agreement
+    if teacher.rest is not None:
+        whole, tail = teacher.completed(q[:, None])
+        p, rest = whole.squeeze(1), teacher.rest
+        if labels is None and tail is not None:
+            cross_entropy = (1 - rest) * total - agreement - rest * tail.squeeze(1).log()
+    slope = torch.sub(q, p, out=logits)
+    overlap = 1 - slope.abs().sum(-1) / 2  # = sum_v min(p, q)
+    overlap = overlap.clamp(0, 1)
+    exact = teacher.mass is None and teacher.rest is None
+    full = overlap if exact else torch.minimum(teacher.full(), q).sum(-1)
+    slope.sign_()  # q (slope - sum of q slope) is d L1 / d logits
+    level = ce_weight - l1_weight * dot(slope, q)
+    slope.mul_(l1_weight[:, None]).add_(level[:, None]).mul_(q)
+    if labels is None:
+        slope.addcmul_(p, ce_weight[:, None], value=-1)
+    else:
+        slope.scatter_add_(1, labels[:, None], -ce_weight[:, None])
+    return cross_entropy, overlap, full, best

@@ -64,7 +64,7 @@ def test_the_shape_comes_from_the_draft(name, whose, data, tmp_path):
     second = tmp_path / "second"
     run(name, data, second, init_from=str(start), lr=1e-30)
     old, new = (load_draft(folder) for folder in (start, second / "last"))
-    assert old.config.layer_shape == new.config.layer_shape
+    assert old.config.shape_json() == new.config.shape_json()
     for key, value in old.state_dict().items():
         assert torch.allclose(value.float(), new.state_dict()[key].float(), atol=1e-6), key
     table = json.loads((second / "fit.json").read_text())
