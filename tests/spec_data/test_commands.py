@@ -164,19 +164,6 @@ def test_inspect_as_json_and_its_next_command(data, capsys):
     assert one["document"] == 3 and any(piece["supervised"] for piece in one["pieces"])
 
 
-def test_verify_prints_bounds_beside_what_it_found(data, target, tmp_path, capsys):
-    file = tmp_path / "verify.json"
-    line = ["verify", str(data), "--target", str(target), "--device", "cpu", "--samples", "3"]
-    assert cli.main([*line, "--json", str(file)]) == 0
-    shown = capsys.readouterr()
-    assert "(allowed " in shown.out
-    facts = json.loads(file.read_text())
-    assert facts["verified"] and facts["failures"] == []
-    program, *rest = next_command(shown.err)
-    assert program == "spec-train"
-    assert rest[rest.index("--data") + 1] == str(data)
-
-
 def test_a_failed_verify_is_json_too_and_names_no_next_command(data, tmp_path, capsys):
     broken = tmp_path / "set"
     shutil.copytree(data, broken)

@@ -9,8 +9,7 @@ import torch
 
 from spec_data.shards.errors import DraftError
 from spec_train.cli import main
-from spec_train.losses.menu import LossKind
-from spec_train.options.draft_options import DRAFT_OPTIONS, draft_options
+from spec_train.options.draft_options import draft_options
 from tests.factory import tiny_dataset
 from tests.spec_train.training import tools as trainer_tools
 from tests.tolerance import close, network
@@ -28,7 +27,6 @@ def data(tmp_path_factory) -> Path:
     [
         ("auto", None),
         ("0.5", (1.0, 0.5, 0.25)),
-        ("1", (1.0, 1.0, 1.0)),
         ("1,0.5,0", (1.0, 0.5, 0.0)),
     ],
 )
@@ -46,9 +44,7 @@ def test_position_weights_are_a_decay_or_a_list(text: str, expected: Any) -> Non
         ("eagle3", {"ttt_steps": 2, "position_weights": "1,-1"}, "each is 0 or more"),
         ("eagle3", {"ttt_steps": 2, "position_weights": "0,0"}, "and one above 0"),
         ("eagle3", {"position_weights": "0.9", "step_decay": 0.7}, "both decide the weights"),
-        ("dflash", {"position_weights": "1,1"}, "2 weights for 15 drafted tokens"),
         ("eagle", {"loss": "reverse-kl", "loss_target": "hard"}, "is infinite"),
-        ("dspark", {"loss": "reverse-kl", "loss_target": "tokens"}, "is infinite"),
     ],
 )
 def test_values_without_a_meaning_are_refused(
@@ -56,19 +52,6 @@ def test_values_without_a_meaning_are_refused(
 ) -> None:
     with pytest.raises(DraftError, match=said):
         draft_options(draft)(**options)
-
-
-def test_defaults_are_the_published_losses() -> None:
-    kinds = {name: LossKind.of(draft_options(name)()) for name in ("eagle", "eagle3", "peagle")}
-    assert kinds == {
-        "eagle": LossKind(name="ce"), "eagle3": LossKind(name="ce"), "peagle": LossKind(name="kl"),
-    }  # fmt: skip
-    for name in ("dspark", "dflash"):
-        options = draft_options(name)()
-        assert (options.loss, options.compared_with) == ("ce+l1", "tokens")
-    assert all(
-        draft_options(name)().weights_of(5) is None for name in DRAFT_OPTIONS if name != "eagle"
-    )
 
 
 EXACT = {  # every draft with another loss than its own; nothing is drawn at random
