@@ -171,8 +171,6 @@ class Renderer:
             if not weight:
                 result.counts["answers of weight 0, not supervised"] += 1
                 continue
-            if weight != 1:
-                result.counts["answers of weights other than 0 and 1, supervised in full"] += 1
             if is_empty(messages[k]):
                 result.counts["empty answers, not supervised"] += 1
                 continue

@@ -3,14 +3,8 @@
 `CorpusReader` yields one `Record` per good row in a fixed order: sources as given, the files of a
 directory sorted by path, rows as stored. It counts what it reads in one `SourceRecord` per file or
 dataset, and rows == records + bad rows always holds. Files are streamed: memory holds one row
-(JSONL) or one row group (Parquet), never a file but a JSON list.
-
-`results` is the same for work that is done elsewhere (`in_order.py`): it reads rows, passes them to
-the work, and counts what comes back, in the order of the rows. Rows that the work was ahead with
-when reading stops are not counted, so the result does not depend on how far ahead it was.
-
-Some records turn out to be broken only when they are rendered: `refuse` counts them as bad rows,
-and those with nothing to learn from by their reason.
+(JSONL) or one row group (Parquet), never a file but a JSON list. `results` is the same for work
+that is done elsewhere (`in_order.py`); rows that it was ahead with when reading stops do not count.
 
 The dataset stores the names of sources, and the examples of bad rows, without the directories of
 this machine. Hashes cover the bytes on disk, in a pass of their own after the rows, also where
@@ -213,8 +207,7 @@ class CorpusReader:
     def refuse(self, error: RenderError) -> None:
         """Count the record that was yielded last as one without a document.
 
-        Raises:
-            CorpusError: the record is broken, and with it too many rows are bad.
+        A broken one is a bad row, and a CorpusError if with it too many rows are bad.
         """
         self.refused[error.reason] += 1
         if error.broken:

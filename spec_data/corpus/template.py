@@ -205,17 +205,11 @@ class Chat:
         self._whole: TokenisedText | None = None  # the first text that was tokenised
         if reason := refused_kwargs(self._kwargs, template.names):
             raise render_error(record, "bad-template-kwargs", f"chat_template_kwargs: {reason}")
-        if not self._tokenizer.chat_template:
-            raise render_error(
-                record,
-                "no-chat-template",
-                "the target's tokenizer has no chat template; add one (chat_template.jinja in its "
-                "directory), or use a corpus of text or input_ids",
-            )
         try:
             text = self._tokenizer.get_chat_template(None, record.tools)
         except ValueError as error:
-            raise render_error(record, "no-chat-template", str(error)) from error
+            advice = "add one (chat_template.jinja beside the tokenizer), or use text or input_ids"
+            raise render_error(record, "no-chat-template", f"{error}\n{advice}") from error
         self.tagged = bool(_GENERATION_TAG.search(text)) and self._tokenizer.is_fast
 
     def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
@@ -377,28 +371,24 @@ class EndTokens:
         That turn begins at `start`. Without an end-of-turn token, return the length of `ids`.
         """
         end = at = len(ids)
-        while at > start and (ids[at - 1] in self.all or self._is_blank(ids[at - 1])):
+        while at > start:
             at -= 1
             if ids[at] in self.all:
                 end = at + 1
+            elif self._tokenizer.decode([ids[at]]).strip():
+                break
         # A stop that the content quotes: the target would end there.
         return next((i + 1 for i in range(start, end) if ids[i] in self.stops), end)
-
-    def _is_blank(self, token: int) -> bool:
-        return not self._tokenizer.decode([token]).strip()
 
 
 def _probed(template: Template, added: set[int]) -> list[int]:
     """Return the special token that the template writes after an answer, as a list."""
-    tokenizer: PreTrainedTokenizerBase = template.tokenizer
-    if not tokenizer.chat_template:
-        return []
     probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
     try:
         text = template.apply(probe, None, template.kwargs, tokenize=False)
-    except Exception:  # the template may need more; the error of a real record names it
+    except Exception:  # there is none, or it needs more: the error of a real record names it
         return []
     if text.count(_PROBE) != 1:
         return []
-    tail = tokenizer(text.partition(_PROBE)[2], add_special_tokens=False)["input_ids"]
+    tail = template.tokenizer(text.partition(_PROBE)[2], add_special_tokens=False)["input_ids"]
     return [token for token in tail if token in added][:1]

@@ -265,8 +265,8 @@ def test_answers_of_weight_zero_are_context():
     with pytest.raises(RenderError, match="empty or has weight 0") as caught:
         Renderer(tok).render(chat(*messages))
     assert caught.value.reason == "nothing-supervised" and not caught.value.broken
-    result = Renderer(tok).render(chat(user("a"), answer("b", weight=0.5)))
-    assert result.counts == {"answers of weights other than 0 and 1, supervised in full": 1}
+    (document,) = documents_of(tok, chat(user("a"), answer("b", weight=0.5)))  # as of weight 1
+    assert supervised_texts(tok, document) == ["b<|im_end|>"]
 
 
 @pytest.mark.parametrize("nothing", ["", " \n", "<think>\n\n</think>\n\n"])
