@@ -5,7 +5,6 @@ stored chunk (a layer, or the last state) of a few documents is compared with ev
 target computes for them: the embedding, the output of each block, the final state, at the token
 itself and at its neighbours. The nearest one is what the chunk is. A chunk that is near none, or
 near a state of another token, is refused, and so is a layer id that the tool recorded otherwise.
-The chat template says where answers begin, and so which tokens a mask is about.
 
 Shapes: T tokens of a document, n stored layers, H hidden size.
 """
@@ -209,8 +208,6 @@ def _listed(layers: Sequence[Any]) -> str:
 
 
 # -- the mask --------------------------------------------------------------------------------------
-# Does a stored loss mask mark the supervised tokens themselves, or the tokens before them?
-#
 # A trainer may store the mask of labels: entry t then stands for token t + 1. The chat template of
 # the target shows it: an answer begins right after the generation prompt, so the last token of the
 # prompt comes just before a run of ones. Where the prompt ends *inside* the run, the mask is one

@@ -60,7 +60,7 @@ class _SpecForge:
         return Path(f"rows_{first}-{first + _GROUP}") / f"data_{number}.ckpt"
 
     def encode(self, document: dict[str, Any]) -> bytes:
-        """Return its contents, of a document of `input_ids`, `loss_mask` and the columns."""
+        """Return its contents."""
         *aux, last = (document[name].bfloat16() for name in self.columns)
         table = {name: document[name].long() for name in ("input_ids", "loss_mask")}
         table |= {SPECFORGE_AUX: torch.cat(aux, -1)[None], SPECFORGE_LAST: last[None]}

@@ -185,7 +185,7 @@ class StoredBackend(SkeletonTarget):
                 pass
 
     def describe(self) -> dict[str, Any]:
-        """Return what the manifest records; `converted` names the tool and the evidence."""
+        """Return what the manifest records."""
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
             "attn": "auto",
@@ -198,10 +198,7 @@ class StoredBackend(SkeletonTarget):
     def prove(
         self, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
     ) -> PackingRecord:
-        """Return the form in which nothing is packed: documents were stored one by one.
-
-        What the states are was found before, see `evidence`; its largest difference is the noise.
-        """
+        """Return the form in which nothing is packed; the largest difference found is the noise."""
         return PackingRecord(
             form=REQUESTS,
             tolerance=FLOOR.get(self.dtype, 3e-2),
@@ -212,12 +209,7 @@ class StoredBackend(SkeletonTarget):
         )
 
     def capture(self, batch: ForwardBatch, form: str, *, full_logits: bool = False) -> States:
-        """Read the states of the documents of a batch.
-
-        Raises:
-            RunError: full logits are asked for, which nothing stores.
-            DatasetError: a sample cannot be read any more.
-        """
+        """Read the states of the documents of a batch."""
         if full_logits:
             raise RunError("logits are not stored, so they cannot be read; compute them afterwards")
         real = batch.input_ids[batch.document_ids >= 0]  # int64 [N]
