@@ -91,14 +91,20 @@ class Rows:
         left = [number for number, group in enumerate(groups) if group]
         return replace(self, groups=tuple(filter(None, groups)), locations=self.locations[left])
 
+    def with_values(self, **columns: pa.Array) -> "Rows":
+        """Return the same documents with other values in columns of the table."""
+        table = self.table.drop_columns([n for n in columns if n in self.table.column_names])
+        for name, values in columns.items():
+            table = table.append_column(name, values)
+        return replace(self, table=table)
+
     def with_masks(self, masks: LossMasks) -> "Rows":
         """Return the same documents with other loss masks; their ids stay as they are."""
-        table = self.table.select(list(_PLAIN))
-        for name in ("supervised", "first_supervised"):
-            table = _with_column(table, name, pa.array(getattr(masks, name), pa.int32()))
         offsets, spans = masks.offsets.astype(np.int32), masks.spans.astype(np.int32)
-        return replace(
-            self, table=table.append_column("spans", pa.ListArray.from_arrays(offsets, spans))
+        return self.with_values(
+            supervised=pa.array(masks.supervised, pa.int32()),
+            first_supervised=pa.array(masks.first_supervised, pa.int32()),
+            spans=pa.ListArray.from_arrays(offsets, spans),
         )
 
     def stored_masks(self) -> LossMasks:
@@ -106,42 +112,32 @@ class Rows:
         located = self.locations[0].T.tolist()
         return LossMasks.of([self.sources[s].mask_of(n) for s, n in located])
 
-    def with_ids(self, ids: Sequence[str]) -> "Rows":
-        """Return the same documents under other ids."""
-        return replace(self, table=_with_column(self.table, "doc_id", pa.array(ids, pa.string())))
-
     def beside(self, other: "Rows", names: Sequence[str]) -> "Rows":
         """Return these rows with the columns `names` of `other`, which has the same documents."""
-        sources, (_, more) = _of_all_sources([self, other.with_columns(names)])
-        locations = np.concatenate([self.locations, more.locations])
-        return replace(self, sources=sources, groups=self.groups + more.groups, locations=locations)
+        rows, more = _of_all_sources([self, other.with_columns(names)])
+        locations = np.concatenate([rows.locations, more.locations])
+        return replace(rows, groups=rows.groups + more.groups, locations=locations)
 
     def used_sources(self) -> "Rows":
         """Return the same rows without sources of which no document is left."""
-        used = np.unique(self.locations[:, 0])
-        numbers = np.searchsorted(used, self.locations[:, :1])
-        locations = np.concatenate([numbers, self.locations[:, 1:]], axis=1)
+        used, numbers = np.unique(self.locations[:, 0], return_inverse=True)
+        locations = self.locations.copy()
+        locations[:, 0] = numbers.reshape(locations[:, 0].shape)
         return replace(self, sources=tuple(self.sources[n] for n in used), locations=locations)
 
 
-def _with_column(table: pa.Table, name: str, array: pa.Array) -> pa.Table:
-    return table.set_column(table.column_names.index(name), name, array)
-
-
-def _of_all_sources(
-    parts: Sequence[Rows],
-) -> tuple[tuple[HiddenStatesDataset, ...], list[Rows]]:
-    """Return the sources of all parts, each once, and the parts with the numbers of these."""
+def _of_all_sources(parts: Sequence[Rows]) -> list[Rows]:
+    """Return the parts with the sources of all, each once."""
     sources: dict[str, HiddenStatesDataset] = {}
     for source in (source for part in parts for source in part.sources):
         sources.setdefault(source.manifest.fingerprint, source)
-    order, every, renumbered = list(sources), tuple(sources.values()), []
+    order, renumbered = list(sources), []
     for part in parts:
         numbers = np.array([order.index(s.manifest.fingerprint) for s in part.sources])
         locations = part.locations.copy()
         locations[:, 0] = numbers[part.locations[:, 0]]
-        renumbered.append(replace(part, sources=every, locations=locations))
-    return every, renumbered
+        renumbered.append(replace(part, sources=tuple(sources.values()), locations=locations))
+    return renumbered
 
 
 def stacked(parts: Sequence[Rows], names: Sequence[str]) -> Rows:
@@ -149,7 +145,7 @@ def stacked(parts: Sequence[Rows], names: Sequence[str]) -> Rows:
 
     Columns that lie together in every part are one group of the result.
     """
-    sources, parts = _of_all_sources(parts)
+    parts = _of_all_sources(parts)
     together: dict[tuple[int, ...], list[str]] = {}
     for name in names:
         group = tuple(next(n for n, g in enumerate(part.groups) if name in g) for part in parts)
@@ -161,7 +157,7 @@ def stacked(parts: Sequence[Rows], names: Sequence[str]) -> Rows:
     if any(part.remasked for part in parts):
         parts = [part if part.remasked else part.with_masks(part.stored_masks()) for part in parts]
     return Rows(
-        sources=sources,
+        sources=parts[0].sources,
         groups=tuple(map(tuple, together.values())),
         locations=np.stack(locations),
         table=pa.concat_tables([part.table for part in parts], promote_options="permissive"),

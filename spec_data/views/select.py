@@ -89,7 +89,7 @@ def select_rows(
         raise ConfigError(f"{dataset.location}: no document is left ({reasons}); relax the options")
     rows = rows.take(keep)
     if masks:
-        rows = rows.with_ids(_new_ids(dataset, keep, masks))
+        rows = rows.with_values(doc_id=pa.array(_new_ids(dataset, keep, masks), pa.string()))
     columns = dataset.manifest.columns
     if layers:
         chosen = _chosen_layers(layers, dataset.manifest)

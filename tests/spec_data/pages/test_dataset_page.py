@@ -10,7 +10,7 @@ import spec_data
 from spec_data.cli import main
 from spec_data.commands.inspect import write_report
 from spec_data.models.reading import load_tokenizer
-from spec_data.pages.dataset_page import dataset_page, shown_documents, spans_of
+from spec_data.pages.dataset_page import dataset_page, shown_documents
 from spec_data.pages.page import page_bytes
 from spec_data.pages.token_texts import TokenTexts
 from spec_data.shards.errors import MissingError
@@ -186,16 +186,6 @@ def test_a_view_has_a_page_of_its_documents_and_of_what_it_left_out(data, tmp_pa
     assert facts["made by"].startswith("select of ")
     left = part(found, "What was left out", "table", "From rows to documents")["rows"]
     assert 14 in [count for _, count in left], "the documents of the other source"
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_spans_mark_what_was_marked(seed):
-    flags = np.random.default_rng(seed).random(40) < 0.5
-    spans, back = spans_of(flags), np.zeros(40, bool)
-    for a, b in zip(spans[::2], spans[1::2], strict=True):
-        assert a < b and not back[a:b].any()
-        back[a:b] = True
-    assert (back == flags).all() and spans_of(np.zeros(3, bool)) == []
 
 
 def test_a_sample_keeps_to_its_tokens():

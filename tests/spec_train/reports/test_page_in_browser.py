@@ -37,22 +37,6 @@ def test_a_page_is_whole_in_every_window(browser, file, size, dark):
         assert tab.locator("canvas").count() == 3 and tab.locator(".item").count() == 5
 
 
-def test_the_viewer_without_a_mouse(browser, file):
-    with open_page(browser, file) as tab:
-        detail, identity = tab.locator(".detail"), tab.locator(".viewer .head + .note")
-        assert tab.locator(".item[tabindex='0']").count() == 1  # one stop of the Tab key
-        tab.locator(".item[tabindex='0']").focus()
-        for _ in range(2):
-            tab.keyboard.press("ArrowRight")
-        assert "step 1 of 3" in detail.inner_text() and "2 of 4" in detail.inner_text()
-        tab.keyboard.press("End")
-        assert "step 3 of 3" in detail.inner_text() and "0 of 1" in detail.inner_text()
-        assert tab.evaluate("document.activeElement.dataset.i") == "4"
-        for _ in range(2):
-            tab.get_by_role("button", name="Next").click()
-        assert "document 0" in identity.inner_text() and tab.locator(".item").count() == 7
-
-
 def test_what_happened_to_a_token_is_not_told_by_colour_alone(browser, file):
     style = "e => {const s = getComputedStyle(e); return [s.textDecorationLine, s.fontWeight, "
     style += "s.borderBottomStyle, s.borderBottomColor, s.fontStyle].join(' ')}"
