@@ -14,8 +14,7 @@ Shapes: N tokens of the sample, H width of a column, V vocabulary size.
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -108,30 +107,52 @@ def calibrate(
     complete = plan.tokens <= _WHOLE and plan.tokens * per_token <= _BYTES
     budget = plan.tokens if complete else sample_budget(plan.tokens, per_token)
     documents = sample_documents(plan.lengths, budget)
-    states, numbers = capture_sample(plan, target, form, documents, lossy, batch_tokens)
-    held_out = numbers % 4 == 3 if len(documents) > 3 else np.ones(len(numbers), bool)  # [N]
-    columns, tables = [], {}
-    for column in setup.columns:
-        if column.lossy:
-            sample = Sample(column.name, states[column.name], numbers, held_out)
-            column, table = fitted(column, sample, target)
-            if table is not None:
-                tables[column.name] = table
-        columns.append(column)
+    states = capture_sample(plan, target, form, documents, lossy, batch_tokens)
+    columns, tables, sample = fit_columns(setup.columns, plan.lengths, documents, states, target)
     if not tables or folder is None:
-        return tuple(columns), None
+        return columns, None
     file = folder / TABLES
     write_once(file, save_tables(tables))
-    load_tables(
-        file, {c.name: c.width or 1 for c in columns if c.lossy}, None
-    )  # perhaps another worker's
-    return tuple(columns), CodecTables(
-        file=TABLES,
-        sha256=sha256_file(file),
-        documents=len(documents),
-        tokens=len(numbers),
-        held_out_tokens=int(held_out.sum()),
-    )
+    widths = {c.name: c.width or 1 for c in columns if c.lossy}
+    load_tables(file, widths, None)  # perhaps another worker's
+    return columns, CodecTables(file=TABLES, sha256=sha256_file(file), **sample)
+
+
+def fit_columns(
+    columns: Sequence[Column],
+    lengths: np.ndarray,
+    documents: Sequence[int],
+    states: Mapping[str, Tensor],
+    target: HasHead,
+) -> tuple[tuple[Column, ...], dict[str, Tables], dict[str, int]]:
+    """Choose how the lossy columns that have `states` are stored.
+
+    Args:
+        columns: all columns of a dataset.
+        lengths: tokens of all its documents, int64 [D].
+        documents: the sampled ones.
+        states: of their tokens, [N, H] by column; not finite where none is stored.
+        target: its head turns hidden.final into logits; the work is done on its device.
+
+    Returns:
+        The columns, bf16 where the quality cannot be met; the tables of the lossy ones; and the
+        figures of the sample, as `CodecTables` has them.
+
+    Raises:
+        RunError: a column has no usable states.
+    """
+    numbers = np.repeat(np.arange(len(documents)), lengths[list(documents)])  # of documents, [N]
+    held_out = numbers % 4 == 3 if len(documents) > 3 else np.ones(len(numbers), bool)  # [N]
+    stored, tables = [], {}
+    for column in columns:
+        if column.name in states:
+            values = states[column.name]
+            column, table = fitted(column, *split(column, values, numbers, held_out), target)
+            if table is not None:
+                tables[column.name] = table
+        stored.append(column)
+    sample = {"documents": len(documents), "tokens": len(numbers)}
+    return tuple(stored), tables, sample | {"held_out_tokens": int(held_out.sum())}
 
 
 def sample_budget(tokens: int, bytes_per_token: int) -> int:
@@ -150,13 +171,12 @@ def capture_sample(
     documents: Sequence[int],
     columns: Sequence[Column],
     batch_tokens: int,
-) -> tuple[dict[str, Tensor], np.ndarray]:
+) -> dict[str, Tensor]:
     """Capture some documents, by their indices in the plan, in the proven mask form.
 
     Returns:
-        The states [N, H] of each column, on the CPU in the dtype of the target, and for each token
-        the number of its document in the sample, int64 [N]. States that a sparse column does not
-        store are NaN; no later step uses them.
+        The states [N, H] of each column, on the CPU in the dtype of the target. Those that a sparse
+        column does not store are NaN; no later step uses them.
     """
     offsets, tokens = plan.documents.beginnings(documents)
     total = int(offsets[-1])
@@ -172,55 +192,43 @@ def capture_sample(
     for column in columns:
         if column.sparse:
             states[column.name][not_stored] = torch.nan
-    return states, np.repeat(np.arange(len(documents)), np.diff(offsets))
+    return states
 
 
-@dataclass
-class Sample:
-    """States [N, H] of a column, with the document of each token int64 [N]; some are held out.
+def split(
+    column: Column, states: Tensor, numbers: np.ndarray, held_out: np.ndarray
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the states [n, H] that tables are made from, and [T, H] of each held-out document.
 
-    Tokens whose states are not finite, as a sparse column does not store them, are left out. If
-    nothing but held-out tokens is left, or none of them, all are used for both.
-
-    Raises:
-        RunError: there is none.
+    Tokens whose states are not finite are left out. If nothing but held-out tokens is left, or none
+    of them, all are used for both.
     """
-
-    name: str
-    states: Tensor
-    numbers: np.ndarray
-    held_out: np.ndarray
-
-    def __post_init__(self) -> None:
-        good = torch.isfinite(self.states.amin(-1)) & torch.isfinite(self.states.amax(-1))
-        if not bool(good.any()):
-            raise RunError(
-                f"column {self.name}: no token of the calibration sample has finite states; try "
-                "--dtype float32 or --attn eager"
-            )
-        self._good = good.numpy()
-        kinds = (self._good & self.held_out, self._good & ~self.held_out)
-        self._alike = not all(kind.any() for kind in kinds)
-
-    def fitted(self) -> Tensor:
-        """Return the states [n, H] that tables are made from."""
-        return self.states[torch.from_numpy(self._good & (~self.held_out | self._alike))]
-
-    def measured(self) -> list[Tensor]:
-        """Return the states of the held-out documents, [T, H] each."""
-        chosen = np.flatnonzero(self._good & (self.held_out | self._alike))
-        cuts = np.flatnonzero(np.diff(self.numbers[chosen])) + 1
-        return [self.states[torch.from_numpy(part)] for part in np.split(chosen, cuts)]
+    finite = torch.isfinite(states.amin(-1)) & torch.isfinite(states.amax(-1))
+    good = finite.numpy()
+    if not good.any():
+        raise RunError(
+            f"column {column.name}: no token of the calibration sample has finite states; try "
+            "--dtype float32 or --attn eager"
+        )
+    measured, made_from = good & held_out, good & ~held_out
+    if not (measured.any() and made_from.any()):
+        measured = made_from = good
+    chosen = np.flatnonzero(measured)
+    cuts = np.flatnonzero(np.diff(numbers[chosen])) + 1
+    documents = [states[torch.from_numpy(part)] for part in np.split(chosen, cuts)]
+    return states[torch.from_numpy(made_from)], documents
 
 
 @torch.inference_mode()
-def fitted(column: Column, sample: Sample, target: HasHead) -> tuple[Column, Tables | None]:
+def fitted(
+    column: Column, states: Tensor, held_out: Sequence[Tensor], target: HasHead
+) -> tuple[Column, Tables | None]:
     """Return a lossy column with its error, and its tables; or a bf16 column, and None.
 
-    The head of `target` turns hidden.final into logits; the work is done on its device.
+    The tables are made from `states` [n, H] and measured on the documents `held_out`, [T, H] each.
     """
-    documents = [part.to(target.device) for part in sample.measured()]
-    basis = Basis(sample.fitted().to(target.device))
+    documents = [part.to(target.device) for part in held_out]
+    basis = Basis(states.to(target.device))
     step, best = _FIRST_STEP, None
     for _ in range(_TRIES):
         tables = basis.tables(step)

@@ -15,10 +15,11 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from spec_data.generation.calibrate import Sample, fitted, sample_budget, sample_documents
+from spec_data.generation.calibrate import fit_columns, sample_budget
 from spec_data.generation.options import column_qualities, parse_codecs
 from spec_data.shards.codecs import ROTATED, Tables, save_tables
 from spec_data.shards.errors import ConfigError, DatasetError
+from spec_data.shards.even_sample import sample_documents
 from spec_data.shards.files import sha256_json
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import (
@@ -107,19 +108,8 @@ def _fitted(
     per_token = 2 * sum(column.width or 1 for column in encoded)
     budget = sample_budget(int(dataset.lengths.sum()), per_token)
     documents = sample_documents(dataset.lengths, budget)
-    numbers = np.repeat(np.arange(len(documents)), dataset.lengths[documents])
-    held_out = numbers % 4 == 3 if len(documents) > 3 else np.ones(len(numbers), bool)
-    states, head = _sampled(dataset, encoded, documents), StoredHead(dataset)
-    tables, made = {}, []
-    for column in columns:
-        if column.name in names:
-            sample = Sample(column.name, states[column.name], numbers, held_out)
-            column, table = fitted(column, sample, head)
-            if table is not None:
-                tables[column.name] = table
-        made.append(column)
-    counts = {"documents": len(documents), "tokens": len(numbers)}
-    return tuple(made), tables, counts | {"held_out_tokens": int(held_out.sum())}
+    states = _sampled(dataset, encoded, documents)
+    return fit_columns(columns, dataset.lengths, documents, states, StoredHead(dataset))
 
 
 class StoredHead:
