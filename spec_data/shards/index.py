@@ -4,6 +4,7 @@ Arrow checks little: offsets outside their buffers crash a process that reads a 
 and anyone can compute a checksum again.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,48 @@ def _wrong(table: pa.Table, manifest: Manifest) -> str | None:
     return None
 
 
-def spans_of(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """Return offsets, int64 [N + 1], and values, int64 [S], of the spans of a view's index."""
-    array = index_column(table, "spans")
-    return array.offsets.to_numpy().astype(np.int64), array.values.to_numpy().astype(np.int64)
+@dataclass(frozen=True, kw_only=True)
+class LossMasks:
+    """The loss masks of N documents, as spans of supervised tokens.
+
+    Attributes:
+        offsets: where the spans of a document begin in `spans`, int64 [N + 1].
+        spans: first token and the one after the last, ascending, int64 [S].
+        supervised, first_supervised: as the index has them, int64 [N] each.
+    """
+
+    offsets: np.ndarray
+    spans: np.ndarray
+    supervised: np.ndarray
+    first_supervised: np.ndarray
+
+    def mask(self, document: int, length: int) -> np.ndarray:
+        """Return the mask of a document of `length` tokens, bool [T]."""
+        mask = np.zeros(length, bool)
+        spans = self.spans[self.offsets[document] : self.offsets[document + 1]]
+        for first, last in spans.reshape(-1, 2).tolist():
+            mask[first:last] = True
+        return mask
+
+    @classmethod
+    def of(cls, masks: list[np.ndarray]) -> "LossMasks":
+        """Return the spans of masks, bool [T] each."""
+        edges = [np.flatnonzero(np.diff(mask, prepend=False, append=False)) for mask in masks]
+        firsts = [int(e[0]) if len(e) else len(m) for e, m in zip(edges, masks, strict=True)]
+        return cls(
+            offsets=np.cumsum([0, *map(len, edges)], dtype=np.int64),
+            spans=np.concatenate(edges) if edges else np.zeros(0, np.int64),
+            supervised=np.array([int(mask.sum()) for mask in masks], np.int64),
+            first_supervised=np.array(firsts, np.int64),
+        )
+
+    @classmethod
+    def of_index(cls, table: pa.Table) -> "LossMasks":
+        """Return those of a view's index."""
+        spans = index_column(table, "spans")
+        names = ("supervised", "first_supervised")
+        return cls(
+            offsets=spans.offsets.to_numpy().astype(np.int64),
+            spans=spans.values.to_numpy().astype(np.int64),
+            **{name: index_numbers(table, name).astype(np.int64) for name in names},
+        )

@@ -4,13 +4,12 @@ All that depends on them follows: how many tokens of a document are supervised, 
 Hidden states are read as they are stored, so a mask that needs states that were not is refused.
 """
 
-import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
 from spec_data.shards.errors import DatasetError
+from spec_data.shards.index import LossMasks
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import SUPERVISED
 from spec_data.shards.turn_masks import (
@@ -22,44 +21,6 @@ from spec_data.shards.turn_masks import (
     roles_of,
     supervised_spans,
 )
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossMasks:
-    """The loss masks of N documents, as spans of supervised tokens.
-
-    Attributes:
-        offsets: where the spans of a document begin in `spans`, int64 [N + 1].
-        spans: first token and the one after the last, ascending, int64 [S].
-        supervised, first_supervised: as the index has them, int64 [N] each.
-    """
-
-    offsets: np.ndarray
-    spans: np.ndarray
-    supervised: np.ndarray
-    first_supervised: np.ndarray
-
-    def mask(self, document: int, length: int) -> np.ndarray:
-        """Return the mask of a document of `length` tokens, bool [T]."""
-        mask = np.zeros(length, bool)
-        spans = self.spans[self.offsets[document] : self.offsets[document + 1]]
-        for first, last in spans.reshape(-1, 2).tolist():
-            mask[first:last] = True
-        return mask
-
-    @classmethod
-    def of(cls, masks: list[np.ndarray]) -> "LossMasks":
-        """Return the spans of masks, bool [T] each."""
-        edges = [np.flatnonzero(np.diff(mask, prepend=False, append=False)) for mask in masks]
-        firsts = [int(e[0]) if len(e) else len(m) for e, m in zip(edges, masks, strict=True)]
-        return cls(
-            offsets=np.cumsum([0, *map(len, edges)], dtype=np.int64),
-            spans=np.concatenate(edges) if edges else np.zeros(0, np.int64),
-            supervised=np.array([int(mask.sum()) for mask in masks], np.int64),
-            first_supervised=np.array(firsts, np.int64),
-        )
 
 
 def masks_under(
@@ -138,10 +99,4 @@ def _require_conversations(dataset: HiddenStatesDataset, policy: str) -> None:
             f"{dataset.location}: --mask {policy} cannot be derived: {single:,} conversations were "
             "rendered turn by turn (the chat template rewrites history), each turn as a document "
             f"that does not say which turn it is; {advice}"
-        )
-    if policy == LAST_TURN and counts.cut:
-        logger.warning(
-            "warning: %s: %s documents were cut at --max-length; in those whose last turn is gone, "
-            "--mask last-turn supervises the last turn that is left",
-            *(dataset.location, f"{counts.cut:,}"),
         )

@@ -22,7 +22,7 @@ from torch import Tensor
 from spec_data.shards.codecs import TABLES, Tables, load_tables
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.files import MANIFEST, read_object, xxh3_file
-from spec_data.shards.index import index_column, index_numbers, read_index, spans_of
+from spec_data.shards.index import LossMasks, index_column, index_numbers, read_index
 from spec_data.shards.path_kinds import Kind, wrong_kind
 from spec_data.shards.remote import Mirror
 from spec_data.shards.schema import Column, Manifest, ShardRecord, View, predicts_supervised
@@ -292,9 +292,9 @@ class HiddenStatesDataset:
         return references
 
     @cached_property
-    def _spans(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Offsets and values of supervised spans; None: loss masks are those in the shards."""
-        return spans_of(self.index) if self.view and self.view.remasked else None
+    def _masks(self) -> LossMasks | None:
+        """Loss masks that are not those in the shards."""
+        return LossMasks.of_index(self.index) if self.view and self.view.remasked else None
 
     @cached_property
     def _narrowed(self) -> frozenset[str]:
@@ -358,11 +358,9 @@ class HiddenStatesDataset:
     def mask_of(self, index: int) -> np.ndarray:
         """Return the loss mask of a document, bool [T]."""
         shard, row = self.locate(index)
-        if self._spans is None:
+        if self._masks is None:
             return shard.mask(row)
-        mask = np.zeros(shard.index.lengths[row], bool)
-        self._fill_mask(index, mask)
-        return mask
+        return self._masks.mask(range(len(self))[index], int(shard.index.lengths[row]))
 
     def read_into(
         self,
@@ -400,8 +398,8 @@ class HiddenStatesDataset:
                     f"buffer of {len(buffer)} tokens is too short for tokens {start} to "
                     f"{stop} of document {index}"
                 )
-            if name == MASK and self._spans is not None:
-                self._fill_mask(index, part)
+            if name == MASK and self._masks is not None:
+                part[:] = torch.from_numpy(self.mask_of(index)[:count])
             else:
                 shard.decode(name, row, part)
             if tokens is not None:
@@ -418,16 +416,6 @@ class HiddenStatesDataset:
         """Return which tokens of a document a sparse column has, bool [T]."""
         mask = self.mask_of(index)
         return predicts_supervised(mask, np.array([0, len(mask)]))
-
-    def _fill_mask(self, index: int, out: Tensor | np.ndarray) -> None:
-        """Write the first tokens of a document's own loss mask in a view to `out`, [n]."""
-        assert self._spans is not None
-        offsets, values = self._spans
-        number = range(len(self))[index]
-        spans = values[offsets[number] : offsets[number + 1]].reshape(-1, 2).tolist()
-        out[:] = 0
-        for first, last in spans:
-            out[first:last] = 1
 
     # -- shards -----------------------------------------------------------------------------------
 

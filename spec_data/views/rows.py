@@ -18,8 +18,7 @@ from xxhash import xxh3_64_hexdigest
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import MANIFEST, atomic_write, dump_json, write_atomically
-from spec_data.shards.index import index_numbers, view_index_schema
-from spec_data.shards.loss_masks import LossMasks
+from spec_data.shards.index import LossMasks, index_numbers, view_index_schema
 from spec_data.shards.reader import INDEX, HiddenStatesDataset, check_whole
 from spec_data.shards.schema import FileRecord, Manifest, Source, Totals, View
 from spec_data.shards.seal import arrow_stream

@@ -171,7 +171,7 @@ class PolicyDataset(HiddenStatesDataset):
         super().__init__(path, columns)
         bar = partial(progress, desc="masks", unit="documents", leave=False)
         masks = masks_under(HiddenStatesDataset(path, ()), policy, bar)
-        self._spans = masks.offsets, masks.spans
+        self._masks = masks
         self.supervised, self.first_supervised = masks.supervised, masks.first_supervised
 
 
