@@ -208,8 +208,12 @@ class Chat:
         try:
             text = self._tokenizer.get_chat_template(None, record.tools)
         except ValueError as error:
-            advice = "add one (chat_template.jinja beside the tokenizer), or use text or input_ids"
-            raise render_error(record, "no-chat-template", f"{error}\n{advice}") from error
+            raise render_error(
+                record,
+                "no-chat-template",
+                "the target's tokenizer has no chat template for it; add one (chat_template.jinja "
+                f"in its directory), or use a corpus of text or input_ids ({error})",
+            ) from error
         self.tagged = bool(_GENERATION_TAG.search(text)) and self._tokenizer.is_fast
 
     def _apply(self, messages: Sequence[Message], **options: Any) -> Any:

@@ -23,7 +23,7 @@ from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import CorpusReader, RawRow, RowResult
 from spec_data.generation.plan import render_corpus, render_row
 from spec_data.shards.errors import CorpusError, RunError
-from tests.faults.odd_rows import as_json, broken_bytes, changed, good_row, ids_row
+from tests.faults.odd_rows import as_json, broken_bytes, changed, good_row
 from tests.spec_data.corpus.templates import tokenizer
 from tests.spec_data.generation.plan_reference import one_by_one, slow_renderer
 
@@ -44,7 +44,8 @@ def row_of(rng, i):
     if kind < 0.3:
         return as_json(rng, changed(rng, good_row(rng, "odd"))).replace(b"\n", b" ")
     if kind < 0.35:
-        return as_json(rng, ids_row(rng))
+        ids = rng.integers(0, 200, int(rng.integers(1, 9))).tolist()
+        return as_json(rng, {"input_ids": ids, "loss_mask": [1] * len(ids)})
     if kind < 0.4:
         return json.dumps({"messages": [{"role": "user", "content": f"alone {i}"}]}).encode()
     row = good_row(rng, f"good-{i % 20}")  # some rows are duplicates
