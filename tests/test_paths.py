@@ -54,7 +54,6 @@ def refused(program, words, capsys):
     ("program", "words", "flag"),
     [
         (spec_data, "generate --target t --out o --corpus", "--corpus"),
-        (spec_data, "generate --target t --corpus c --out o --log-file", "--log-file"),
         (spec_data, "estimate --target t --corpus c --out o --json", "--json"),
         (spec_train, "fit eagle3 --data d --out", "--out"),
         (spec_train, "fit eagle3 --data d --out o --config", "--config"),

@@ -124,7 +124,6 @@ COMMON = {
     "--config FILE": "options from a TOML, YAML or JSON table; those typed replace them",
     "--json [FILE]": "write the result as JSON to FILE; without FILE, print it instead of text",
     "--quiet": "results, warnings and errors only: no bars and no log lines",
-    "--log-file FILE": "append every log line with its time to FILE, also with --quiet",
     "--debug": "show the Python traceback of an error; add it to a bug report",
 }
 """The options of every command."""
@@ -366,7 +365,6 @@ def _take_common(words: Sequence[str]) -> tuple[Any, list[str]]:
         parser.add_argument(name, action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--json", nargs="?", const="-")
-    parser.add_argument("--log-file")
     parser.add_argument("--config")
     parser.add_argument("--print-completion", choices=("bash", "zsh", "fish"))
     words = list(words)

@@ -15,9 +15,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from spec_data.shards.errors import ConfigError, SpecDataError
+from spec_data.shards.errors import SpecDataError
 from spec_data.shards.files import REFUSALS, file_error
-from spec_data.terminal.paths import check_value
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +55,8 @@ class _ConsoleHandler(logging.StreamHandler):
 
 
 @contextlib.contextmanager
-def console_logging(quiet: bool, log_file: str | None, debug: bool) -> Iterator[None]:
-    """Send log lines to stderr (warnings only if `quiet`) and to `log_file` while this is open.
-
-    Raises:
-        ConfigError: the log file cannot be written.
-    """
+def console_logging(quiet: bool, debug: bool) -> Iterator[None]:
+    """Send log lines to stderr (warnings only if `quiet`) while this is open."""
     from spec_data.terminal.progress import bars, live
 
     logging.raiseExceptions = debug  # a closed stderr is no traceback
@@ -71,28 +66,16 @@ def console_logging(quiet: bool, log_file: str | None, debug: bool) -> Iterator[
         logging.getLogger(noisy).setLevel(logging.ERROR)
     console = _ConsoleHandler(sys.stderr)
     console.setLevel(logging.WARNING if quiet else logging.INFO)
-    console.setFormatter(logging.Formatter("%(message)s"))
-    handlers: list[logging.Handler] = [console]
-    if log_file is not None:
-        check_value("--log-file", log_file)
-        try:
-            file = logging.FileHandler(log_file, encoding="utf-8", errors="backslashreplace")
-        except OSError as error:
-            raise ConfigError(f"--log-file {log_file}: {error.strerror}") from None
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        handlers.append(file)
     root = logging.getLogger()
-    level, before = root.level, root.handlers
-    root.handlers = [*root.handlers, *handlers]
-    root.setLevel(min(logging.INFO, root.level or logging.INFO))
+    level = root.level
+    root.setLevel(min(logging.INFO, level or logging.INFO))
+    root.addHandler(console)
     try:
-        with bars(quiet=quiet, lines=log_file is not None):
+        with bars(quiet=quiet):
             yield
     finally:
-        root.handlers = before
+        root.removeHandler(console)
         root.setLevel(level)
-        for handler in handlers:
-            handler.close()
 
 
 def use_colour() -> bool:
@@ -108,33 +91,26 @@ def run_cli(
 ) -> int:
     """Run one command and return its exit code; report every error in one message.
 
-    `options` has `quiet`, `debug` and `log_file`. `when_stopped` says what an interrupted command
-    keeps.
+    `options` has `quiet` and `debug`. `when_stopped` says what an interrupted command keeps.
     """
     from spec_data.terminal.progress import close_bars
 
-    try:
-        with (
-            console_logging(options.quiet, options.log_file, options.debug),
-            handled_signals(STOP_SIGNALS, _raise_terminated),
-        ):
-            try:
-                code = main() or 0
-                sys.stdout.flush()
-                return code
-            except BaseException as error:
-                close_bars()
-                code, message = _in_words(error, when_stopped)
-                if options.debug and not isinstance(error, KeyboardInterrupt):
-                    raise
-                if message:
-                    log.error("%s", message)
-                return code
-    except ConfigError as error:  # of the logging itself
-        if options.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    with (
+        console_logging(options.quiet, options.debug),
+        handled_signals(STOP_SIGNALS, _raise_terminated),
+    ):
+        try:
+            code = main() or 0
+            sys.stdout.flush()
+            return code
+        except BaseException as error:
+            close_bars()
+            code, message = _in_words(error, when_stopped)
+            if options.debug and not isinstance(error, KeyboardInterrupt):
+                raise
+            if message:
+                log.error("%s", message)
+            return code
 
 
 def _in_words(error: BaseException, when_stopped: Callable[[], str]) -> tuple[int, str]:

@@ -2,7 +2,7 @@
 
 A bar is redrawn in place and always fits the width. Elsewhere what it would show is logged: the
 first lines ten seconds apart, later ones up to five minutes, so that a day of work is some three
-hundred lines. They also reach the file of --log-file. No torch here.
+hundred lines. No torch here.
 """
 
 import contextlib
@@ -32,7 +32,6 @@ _WITHOUT_TOTAL = "{desc}: {n_fmt}{unit} [{elapsed}, {rate_noinv_fmt}{postfix}]"
 _IN_NOTEBOOK = any("notebook" in kind.__module__ for kind in tqdm.__mro__)
 _NOWHERE = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - not drawn
 _quiet = False
-_lines_wanted = False
 
 
 def size(count: float) -> str:
@@ -50,15 +49,14 @@ def live() -> bool:
 
 
 @contextlib.contextmanager
-def bars(*, quiet: bool = False, lines: bool = False) -> Iterator[None]:
-    """Draw no bars inside the block (`quiet`); log lines beside bars that are drawn (`lines`)."""
-    global _quiet, _lines_wanted
-    before = _quiet, _lines_wanted
-    _quiet, _lines_wanted = quiet, lines
+def bars(*, quiet: bool = False) -> Iterator[None]:
+    """Draw no bars inside the block (`quiet`)."""
+    global _quiet
+    before, _quiet = _quiet, quiet
     try:
         yield
     finally:
-        _quiet, _lines_wanted = before
+        _quiet = before
 
 
 class Bar(tqdm):
@@ -67,7 +65,7 @@ class Bar(tqdm):
     initial = 0  # tqdm sets it only on a bar that is drawn
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._logged = _lines_wanted or options.get("file") is _NOWHERE
+        self._logged = options.get("file") is _NOWHERE
         self._pause = LINE_SECONDS
         self._next_line = time.monotonic() + self._pause
         super().__init__(*args, **options)

@@ -55,7 +55,7 @@ def next_command(text: str, label: str = "next") -> list[str]:
 
 # -- errors and signals -----------------------------------------------------------------------
 
-PLAIN = {"quiet": False, "debug": False, "log_file": None}
+PLAIN = {"quiet": False, "debug": False}
 
 
 def test_no_traceback_without_debug(capsys, tmp_path):

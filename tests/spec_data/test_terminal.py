@@ -41,12 +41,12 @@ def work():
         time.sleep(0.25)
         raise OSError("no such disk")
 
-sys.exit(console.run_cli(work, Namespace(quiet=QUIET, debug=False, log_file=LOG)))
+sys.exit(console.run_cli(work, Namespace(quiet=QUIET, debug=False)))
 """
 
 
-def bars(quiet: bool = False, log: Path | None = None) -> str:
-    return BARS.replace("QUIET", str(quiet)).replace("LOG", repr(str(log) if log else None))
+def bars(quiet: bool = False) -> str:
+    return BARS.replace("QUIET", str(quiet))
 
 
 # -- bars -------------------------------------------------------------------------------------
@@ -70,10 +70,9 @@ def test_bars_on_a_terminal_fit_it_and_let_lines_pass():
     assert not any(line.startswith("fit: ") and " of " in line for line in lines)  # no log line
 
 
-def test_a_log_has_readable_lines_and_no_carriage_return(tmp_path):
-    log = tmp_path / "run.log"
+def test_a_log_has_readable_lines_and_no_carriage_return():
     done = subprocess.run(
-        [sys.executable, "-c", bars(log=log)], env=environment(), capture_output=True, text=True
+        [sys.executable, "-c", bars()], env=environment(), capture_output=True, text=True
     )
     assert done.returncode == 1 and done.stdout == "the result\n"
     assert "\r" not in done.stderr
@@ -83,9 +82,6 @@ def test_a_log_has_readable_lines_and_no_carriage_return(tmp_path):
     assert all(re.match(line, text) for text in found)
     assert re.search(r"00:0\d left, loss 3.122, acceptance 1.52", found[0])
     assert "140 of 140 steps (100%)" in found[-1]
-    kept = log.read_text()
-    assert "\r" not in kept and kept.count("fit: ") == len(found)
-    assert re.search(r"^\d{4}-\d\d-\d\d .* ERROR error: no such disk", kept, re.MULTILINE)
 
 
 FORKS = """
@@ -129,14 +125,12 @@ def test_bars_of_one_process_never_wait_for_another():
     subprocess.run([sys.executable, "-c", FORKS], env=environment(), check=True, timeout=60)
 
 
-def test_quiet_draws_and_logs_nothing_but_results_and_errors(tmp_path):
-    log = tmp_path / "run.log"
-    code, raw = on_terminal("-c", bars(quiet=True, log=log))
+def test_quiet_draws_and_logs_nothing_but_results_and_errors():
+    code, raw = on_terminal("-c", bars(quiet=True))
     assert code == 1
     shown = [line for line in screen(raw) if line]
     assert shown[0] == "the result" and shown[1].startswith("error: no such disk")
     assert len(shown) == 2
-    assert "a line in the middle" in log.read_text() and "fit: 140 of" in log.read_text()
 
 
 # -- totals -----------------------------------------------------------------------------------
