@@ -33,37 +33,32 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
     """
     dataset, selection, held_out = trainer.dataset, splits.selection, splits.measured
     for part in parts_of(dataset):
-        counts = len(part), part.lengths.sum(), part.supervised.sum()
         quantised = part.manifest.target.quantised_as
         log.info(
-            "dataset    %s: %s documents, %s tokens, %s supervised%s",
-            *(part.location, *(f"{count:,}" for count in counts)),
-            f"; the target was quantised: {quantised}" if quantised else "",
+            f"dataset    {part.location}: {len(part):,} documents, {part.lengths.sum():,} tokens, "
+            f"{part.supervised.sum():,} supervised"
+            + (f"; the target was quantised: {quantised}" if quantised else "")
         )
     reasons = [f"{count:,} with {reason}" for reason, count in selection.left_out.items()]
-    numbers = len(splits.train.rows), splits.held_out, len(held_out), selection.cut
     log.info(
-        "documents  %s for training, %s held out (%s measured); %s cut to %d tokens; %s",
-        *(f"{number:,}" for number in numbers),
-        splits.train.seq_len,
-        "left out: " + "; ".join(reasons) if reasons else "none left out",
+        f"documents  {len(splits.train.rows):,} for training, {splits.held_out:,} held out "
+        f"({len(held_out):,} measured); {selection.cut:,} cut to {splits.train.seq_len} tokens; "
+        + ("left out: " + "; ".join(reasons) if reasons else "none left out")
     )
     supervised = int(dataset.supervised[held_out].sum())
     if len(held_out) and (len(held_out) < FEWEST_HELD_OUT or supervised < FEWEST_TOKENS):
         log.warning(
-            "warning: %d held-out documents with %s supervised tokens choose the best draft: their "
-            "figures say little. In a new run, raise --validation",
-            *(len(held_out), f"{supervised:,}"),
+            f"warning: {len(held_out)} held-out documents with {supervised:,} supervised tokens "
+            "choose the best draft: their figures say little. In a new run, raise --validation"
         )
     _announce_draft(trainer)
     config, ranks = trainer.config, trainer.ranks
+    parameters = sum(p.numel() for p in trainer.masters.params)
+    where = "" if ranks.alone else f" in {ranks.world_size} processes ({config.sharding})"
     log.info(
-        "training   %s parameters, steps %d to %d, learning rate %g, %s on %s%s, output in %s",
-        f"{sum(p.numel() for p in trainer.masters.params):,}",
-        *(trainer.step, trainer.total if total is None else total),
-        *(config.lr, config.dtype, config.device),
-        "" if ranks.alone else f" in {ranks.world_size} processes ({config.sharding})",
-        config.out,
+        f"training   {parameters:,} parameters, steps {trainer.step} to "
+        f"{trainer.total if total is None else total}, learning rate {config.lr:g}, {config.dtype} "
+        f"on {config.device}{where}, output in {config.out}"
     )
 
 
@@ -71,30 +66,28 @@ def _announce_draft(trainer: Trainer) -> None:
     """Log which captured layers the draft reads, and why; name engines that cannot serve it."""
     draft: Any = trainer.draft
     if isinstance(draft, LayersDraft):
+        started = trainer.config.init_from is not None
         why = draft.why_layers(draft.options, trainer.dataset.manifest)
-        if trainer.config.init_from is not None:
-            why = "those of the draft of --init-from"
-        layers = ", ".join(map(str, draft.config.layers))
-        log.info("layers     %s (outputs of these blocks, from 0): %s", layers, why)
-        target = trainer.dataset.manifest.target
-        recipe = recipe_layers(draft.name, target.num_layers or 0)
-        chosen = trainer.config.init_from is not None or draft.options.layers != "auto"
-        if recipe not in (None, tuple(draft.config.layers)) and not chosen:
+        log.info(
+            f"layers     {', '.join(map(str, draft.config.layers))} (outputs of these blocks, from "
+            f"0): {'those of the draft of --init-from' if started else why}"
+        )
+        recipe = recipe_layers(draft.name, trainer.dataset.manifest.target.num_layers or 0)
+        given = started or draft.options.layers != "auto"
+        if recipe and recipe != tuple(draft.config.layers) and not given:
             log.warning(
-                "warning: the recipe of %s reads layers %s, which the dataset lacks; to have "
-                "them: spec-data generate ... --for %s",
-                *(draft.name, ", ".join(map(str, recipe or ())), draft.name),
+                f"warning: the recipe of {draft.name} reads layers {', '.join(map(str, recipe))}, "
+                f"which the dataset lacks; to have them: spec-data generate ... --for {draft.name}"
             )
     for name in ("attention_bias", "mlp_bias"):
         if getattr(draft.config, name, False) and (engines := refusing(draft.name, name)):
             log.warning(
-                "warning: the draft has %s, as its target or the option says. Engines that do not "
-                "load such biases in %s drafts: %s. --%s false fits a draft without",
-                *(name, draft.name, ", ".join(engines), name.replace("_", "-")),
+                f"warning: the draft has {name}, as its target or the option says. Engines that do "
+                f"not load such biases in {draft.name} drafts: {', '.join(engines)}. "
+                f"--{name.replace('_', '-')} false fits a draft without"
             )
-    for line in engine_warnings(
-        [draft.name], target_architectures(trainer.dataset.target_config())
-    ):
+    target = target_architectures(trainer.dataset.target_config())
+    for line in engine_warnings([draft.name], target):
         log.warning("warning: %s", line)
 
 
@@ -108,14 +101,13 @@ def announce_vocabulary(draft: Draft, counts: Tensor, dataset: Documents) -> Non
     special = special_ids(dataset.target_config())
     coverage, best = vocabulary_coverage(counts, draft.draft_ids, special)
     log.info(
-        "vocabulary %s of %s tokens: %.2f %% of the supervised tokens for training",
-        *(f"{draft.config.draft_vocab_size:,}", f"{draft.config.vocab_size:,}", 100 * coverage),
+        f"vocabulary {draft.config.draft_vocab_size:,} of {draft.config.vocab_size:,} tokens: "
+        f"{100 * coverage:.2f} % of the supervised tokens for training"
     )
     if best - coverage > CLEARLY_BELOW:
         log.warning(
-            "warning: the draft vocabulary is not made for this data: it holds %.1f %% of the "
-            "supervised tokens, and one chosen on these documents %.1f %%. The draft can never "
-            "propose the others. Train a new draft without --init-from and --draft-vocab, or take "
-            "a larger vocabulary",
-            *(100 * coverage, 100 * best),
+            f"warning: the draft vocabulary is not made for this data: it holds "
+            f"{100 * coverage:.1f} % of the supervised tokens, and one chosen on these documents "
+            f"{100 * best:.1f} %. The draft can never propose the others. Train a new draft "
+            "without --init-from and --draft-vocab, or take a larger vocabulary"
         )
