@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+from functools import partial
 
 import datasets
 import pandas
@@ -20,27 +21,50 @@ from tests.spec_data.corpus.reading import pair, read, rows, sha, write_jsonl
 # --- kinds of sources ---
 
 
-def test_jsonl_keeps_every_row_and_names_its_line(tmp_path):
-    path = tmp_path / "a.jsonl"
-    write_jsonl(path, [rows(1)[0], "", *rows(2, 1)])
-    records, (report,) = read(path)
-    assert [r.messages for r in records] == [pair(0), pair(1), pair(2)]
-    assert [r.where for r in records] == [f"{path}:1", f"{path}:3", f"{path}:4"]
-    assert {r.source for r in records} == {"a.jsonl"} == {report.source}
-    assert (report.kind, report.format, report.rows) == ("jsonl", "messages", 3)
-    assert report.sha256 == sha(path)
+def parquet(path, items):
+    items[9]["messages"] = [dict(m, name="x") for m in items[9]["messages"]]
+    pq.write_table(pa.Table.from_pylist(items), path, row_group_size=100)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".json.gz"])
-def test_gzip_is_read_and_its_bytes_hashed(tmp_path, suffix):
-    path = tmp_path / f"a{suffix}"
-    write_jsonl(path, rows(50), gzip.open)
+def saved(path, items):
+    datasets.Dataset.from_list(items).save_to_disk(path)
+
+
+KINDS = [  # (name, what writes it, kind, where the last of 600 rows is, what it is if it is cut)
+    ("a.jsonl", write_jsonl, "jsonl", ":602", None),
+    ("a.jsonl.gz", partial(write_jsonl, opener=gzip.open), "jsonl", ":602", "no complete gzip"),
+    ("a.json.gz", partial(write_jsonl, opener=gzip.open), "jsonl", ":602", "no complete gzip"),
+    ("a.parquet", parquet, "parquet", " row 599", "its rows cannot be read"),
+    ("saved", saved, "hf dataset directory", " row 599", None),
+]
+
+
+@pytest.mark.parametrize(("name", "write", "kind", "last", "damaged"), KINDS)
+def test_every_kind_of_source_holds_its_rows_in_order(tmp_path, name, write, kind, last, damaged):
+    path, items = tmp_path / name, [r | {"blob": "unused"} for r in rows(600)]
+    write(path, [items[0], "", " ", *items[1:]] if kind == "jsonl" else items)
     records, (report,) = read(path)
-    assert [r.messages for r in records] == [pair(i) for i in range(50)]
-    assert report.sha256 == sha(path)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(CorpusError, match="no complete gzip file"):
-        read(path)
+    assert [r.messages for r in records] == [item["messages"] for item in items]
+    assert records[-1].where == f"{path}{last}" and {r.source for r in records} == {name}
+    facts = (report.source, report.kind, report.format, report.rows, report.unused_columns)
+    assert facts == (name, kind, "messages", 600, ["blob"])
+    assert len(report.sha256) == 64 if path.is_dir() else report.sha256 == sha(path)
+    if damaged is not None:
+        path.write_bytes(path.read_bytes()[:-20])
+        with pytest.raises(CorpusError, match=damaged):
+            read(path)
+
+
+def test_splits_of_a_saved_dataset(tmp_path):
+    parts = {"train": rows(5), "test": rows(2, 7)}
+    parts = {name: datasets.Dataset.from_list(items) for name, items in parts.items()}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "two")
+    assert read(tmp_path / "two")[1][0].source == "two@train"
+    records, (report,) = read(f"{tmp_path / 'two'}@test")
+    assert report.source == "two@test"
+    assert [r.messages for r in records] == [pair(7), pair(8)]
+    with pytest.raises(CorpusError, match="no split 'dev'"):
+        read(f"{tmp_path / 'two'}@dev")
 
 
 @pytest.mark.parametrize(
@@ -70,21 +94,6 @@ def test_a_large_element_is_a_bad_row_and_a_large_list_is_refused(tmp_path, monk
     assert f"{name} row 1: 211 bytes, more than the 150 of" in report.bad_examples[0]
     monkeypatch.setattr(file_rows, "_LARGEST_LIST", 100)
     with pytest.raises(CorpusError, match=r"more than 100 bytes.*convert it to JSON Lines"):
-        read(path)
-
-
-def test_parquet_is_read_in_order_and_projected(tmp_path):
-    path = tmp_path / "a.parquet"
-    table = [{"messages": pair(i), "blob": b"unused"} for i in range(600)]
-    table[9]["messages"] = [dict(m, name="x") for m in pair(9)]
-    with path.open("wb") as file:
-        pq.write_table(pa.Table.from_pylist(table), file, row_group_size=100)
-    records, (report,) = read(path)
-    assert [r.messages for r in records] == [row["messages"] for row in table]
-    assert records[599].where == f"{path} row 599"
-    assert (report.kind, report.rows, report.sha256) == ("parquet", 600, sha(path))
-    path.write_bytes(b"not parquet")
-    with pytest.raises(CorpusError, match="its rows cannot be read"):
         read(path)
 
 
@@ -156,26 +165,6 @@ def test_a_directory_is_read_sorted_and_without_other_splits(tmp_path, caplog):
     assert caplog.text.count("left out: by its name") == caplog.text.count("test-0.jsonl: l") == 1
     records, _ = read(str(tmp_path), split="test")
     assert len(records) == 10  # test-0 and the file of no split
-
-
-def test_save_to_disk_directories(tmp_path):
-    dataset = datasets.Dataset.from_list(rows(5))
-    dataset.save_to_disk(tmp_path / "one")
-    records, (report,) = read(tmp_path / "one")
-    assert [r.messages for r in records] == [pair(i) for i in range(5)]
-    assert (report.source, report.kind) == ("one", "hf dataset directory")
-    assert report.format == "messages"
-    assert len(report.sha256) == 64
-
-    both = datasets.DatasetDict(train=dataset, test=datasets.Dataset.from_list(rows(2, 7)))
-    both.save_to_disk(tmp_path / "two")
-    records, (report,) = read(tmp_path / "two")
-    assert (len(records), report.source) == (5, "two@train")
-    records, (report,) = read(f"{tmp_path / 'two'}@test")
-    assert report.source == "two@test"
-    assert [r.messages for r in records] == [pair(7), pair(8)]
-    with pytest.raises(CorpusError, match="no split 'dev'"):
-        read(f"{tmp_path / 'two'}@dev")
 
 
 def test_hub_names(tmp_path, monkeypatch):
