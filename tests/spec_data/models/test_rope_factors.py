@@ -45,18 +45,14 @@ def test_every_document_has_the_chosen_factors(choice, target, tmp_path, caplog)
     corpus = write_corpus(tmp_path / "c.jsonl", 6)
     with caplog.at_level(logging.INFO):
         manifest = run(target, corpus, tmp_path / "data", rope_factors=choice)
-    used = "long" if choice == "long" else "short"
+    used, other = ("long", "short") if choice == "long" else ("short", "long")
     assert manifest.target.rope_factors == used
     assert "Engines such as vLLM use the long ones for every prompt" in caplog.text
-    dataset = HiddenStatesDataset(tmp_path / "data")
-    for index in range(len(dataset)):
-        row = dataset[index]
+    for row in HiddenStatesDataset(tmp_path / "data"):
         assert len(row["input_ids"]) < LIMIT
         assert close(row["hidden.L4"], states(target, row["input_ids"], used))
-        other = "short" if used == "long" else "long"
         assert not close(row["hidden.L4"], states(target, row["input_ids"], other))
-    given = {"data": str(tmp_path / "data"), "target": str(target)}
-    assert not examine(**given).failures
+    assert not examine(data=str(tmp_path / "data"), target=str(target)).failures
 
 
 def test_a_long_document_decides_for_all_and_batches_decide_nothing(target, tmp_path):
@@ -69,8 +65,7 @@ def test_a_long_document_decides_for_all_and_batches_decide_nothing(target, tmp_
     assert manifest.target.rope_factors == "long"
     dataset = HiddenStatesDataset(tmp_path / "data")
     assert max(dataset.lengths) > LIMIT
-    for index in range(len(dataset)):
-        row = dataset[index]
+    for row in dataset:
         assert close(row["hidden.L4"], states(target, row["input_ids"], "long"))
 
 
