@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spec_data.capture.hooks import decoder_layers
 from spec_data.shards.errors import TargetError
@@ -145,7 +146,8 @@ class CaptureWorker:
 
     def capture_clear(self) -> None:
         """Overwrite the key-value cache with zeros; no request may be running."""
-        _clear(self.model_runner.kv_caches)
+        for cache in tree_leaves(self.model_runner.kv_caches):
+            cache.zero_()
 
     def capture_take(self, to_cpu: bool) -> list[dict[str, Any]] | None:
         """Return the recorded forwards, or None in all workers but the first, which have the same.
@@ -155,18 +157,4 @@ class CaptureWorker:
         forwards, self._recorder.forwards = self._recorder.forwards, []
         if self.rank != 0:
             return None
-        return [_on_cpu(f) for f in forwards] if to_cpu else forwards
-
-
-def _clear(caches: Any) -> None:
-    if isinstance(caches, Tensor):
-        caches.zero_()
-        return
-    for cache in caches.values() if isinstance(caches, dict) else caches:
-        _clear(cache)
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _on_cpu(v) for k, v in value.items()}
-    return value.cpu() if isinstance(value, Tensor) else value
+        return tree_map_only(Tensor, Tensor.cpu, forwards) if to_cpu else forwards
