@@ -81,9 +81,7 @@ def read_batches(file: Path) -> tuple[pa.Schema, list[pa.RecordBatch], str]:
     """Map an Arrow stream; return its schema, its record batches (views of it) and its outline.
 
     The outline is the xxh3_64, as 16 hex digits, of the metadata of every IPC message.
-
-    Raises:
-        pa.ArrowInvalid, OSError: the file is not an Arrow stream, or is damaged.
+    pa.ArrowInvalid or OSError: the file is not an Arrow stream, or is damaged.
     """
     messages = list(pa.ipc.MessageReader.open_stream(pa.memory_map(str(file))))
     if not messages:

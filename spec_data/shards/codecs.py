@@ -98,10 +98,7 @@ class Codec:
 
 
 def _widen(stored: np.ndarray, bits: np.ndarray) -> None:
-    """Widen bf16 bits (uint16) to float32 `bits` (uint32) of the same shape, without allocating.
-
-    The bits move up by 16, as many values at a time as the CPU's cache holds.
-    """
+    """Widen bf16 bits (uint16) to float32 `bits` (uint32), as many at a time as fit the cache."""
     rows = max(1, _CACHED_VALUES // max(1, stored[:1].size))
     for start in range(0, len(stored), rows):
         part = bits[start : start + rows]
@@ -312,8 +309,7 @@ class Basis:
     def __init__(self, states: Tensor) -> None:
         """Fit to sampled states [N, H], N >= 1, finite; on their device.
 
-        Massive tokens (attention sinks) are left out: they would be the first component, and their
-        channels the widest ones.
+        Massive tokens (attention sinks) are left out: they would be the first component.
         """
         states = _without_massive(states)
         mean = states.mean(0, dtype=torch.float64)
@@ -342,8 +338,7 @@ class Basis:
     def tables(self, step: float) -> Tables:
         """Return tables whose components have `step` times the mean deviation as their step.
 
-        A component that would leave the codes has a multiple of it: its error is still small
-        beside its own variance.
+        A component that would leave the codes has a multiple of it.
         """
         factors = (self._widest / (step * _USED * LARGEST)).ceil().clamp(1, 1 << 14)
         tables = replace(

@@ -1,9 +1,8 @@
 """From documents to packs: pure functions of lengths and arrays, used by capture and training.
 
-A pack holds whole documents side by side. Documents are never split, because the later tokens of a
-split document would lose their context. `document_ids` numbers the documents of a pack 0, 1, ...
-and is -1 in padding; `position_ids` restart at 0 in every document. Nothing (attention, shift,
-label) crosses a document boundary.
+A pack holds whole documents side by side: the later tokens of a split one would lose their context.
+`document_ids` numbers the documents of a pack 0, 1, ... and is -1 in padding; `position_ids`
+restart at 0 in every document. Nothing (attention, shift, label) crosses a boundary.
 
 Shapes: B packs, T slots per pack, D documents.
 """

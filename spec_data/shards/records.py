@@ -34,8 +34,7 @@ class Record(
 def explicit(default: Any) -> Any:
     """Return a default value that is always written, for texts and floats.
 
-    msgspec leaves a default out by identity: an equal text of another process would be written, so
-    the bytes of a file would depend on where its values came from.
+    msgspec leaves a default out by identity: the bytes would depend on where values came from.
     """
     return msgspec.field(default_factory=lambda: default)
 
@@ -43,9 +42,7 @@ def explicit(default: Any) -> Any:
 def as_record(value: Any, kind: type[_T], where: object, advice: str) -> _T:
     """Convert plain values, as JSON has them, to a record.
 
-    Raises:
-        DatasetError: they do not follow its rules. It names the key `where`, what is expected, and
-            `advice`.
+    DatasetError: they do not follow its rules. It names `where`, the key, and `advice`.
     """
     try:
         return msgspec.convert(value, kind)
@@ -64,8 +61,7 @@ def in_words(error: msgspec.ValidationError) -> str:
 def read_json(file: Path | str, text: bytes | None = None) -> Any:
     """Return the value that a JSON file holds; `text` is its content where that is known.
 
-    Raises:
-        MissingError: no such file. DatasetError: it cannot be read, or is not valid JSON.
+    MissingError: no such file. DatasetError: it cannot be read, or is not valid JSON.
     """
     try:
         return msgspec.json.decode(Path(file).read_bytes() if text is None else text)
@@ -92,11 +88,7 @@ def safe_path(name: Any) -> bool:
 
 
 def check_path(name: str) -> None:
-    """Check the path of a file of a dataset.
-
-    Raises:
-        ValueError: it may lead outside.
-    """
+    """Check the path of a file of a dataset; ValueError: it may lead outside."""
     if not safe_path(name):
         raise ValueError(
             f"expected a path inside the dataset, with names of up to 255 bytes, got {name[:60]!r}"

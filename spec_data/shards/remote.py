@@ -41,11 +41,7 @@ _LEFT_OVER = 3600.0  # seconds after which a temporary file is one of a killed p
 
 
 def size_limit() -> int:
-    """Return how many bytes of shards are kept on disk, from SPEC_DATA_REMOTE_SIZE.
-
-    Raises:
-        ConfigError: it is no size.
-    """
+    """Return how many bytes of shards stay on disk; ConfigError: SPEC_DATA_REMOTE_SIZE is none."""
     text = os.environ.get(SIZE_VARIABLE) or "50GB"
     size = re.fullmatch(r"(\d+\.?\d*) *([KMGT]?)B?", text.strip().upper())
     limit = int(float(size[1]) * _UNITS[size[2]]) if size else 0

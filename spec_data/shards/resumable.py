@@ -28,8 +28,7 @@ PATIENCE = 0.5  # seconds; another process may hold a lock for an instant, to se
 def process_lock(file: Path, busy: str, patience: float = PATIENCE) -> Iterator[None]:
     """Hold the lock `file`, which is released even if the process dies.
 
-    Raises:
-        RunError: another process holds it for more than `patience` seconds; the message is `busy`.
+    RunError, with the message `busy`: another process holds it for more than `patience` seconds.
     """
     try:
         held = FileLock(file, thread_local=False).acquire(timeout=patience)
@@ -48,10 +47,9 @@ def differing_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
 def refuse_other_settings(
     old: Mapping[str, Any], new: Mapping[str, Any], where: object, advice: str
 ) -> None:
-    """Refuse to add to, or to replace, what was made with other settings.
+    """Refuse to go on with what was made with other settings, with a ConfigError.
 
-    Raises:
-        ConfigError: the settings differ; it names every field that does, and ends with `advice`.
+    It names every field that differs, and ends with `advice`.
     """
     if changed := differing_settings(old, new):
         raise ConfigError(

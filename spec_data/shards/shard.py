@@ -185,9 +185,7 @@ class Shard:
         """Map the shard that `record` describes; `tables` returns those of the lossy columns.
 
         `url` is that of a remote shard, whose local copy `file` is deleted if it is damaged.
-
-        Raises:
-            DatasetError: the shard is damaged, of another dataset, or another shard under its name.
+        DatasetError: it is damaged, of another dataset, or another shard under its name.
         """
         self.file, self.record, self.index = file, record, index
         self.name = f"{url} (local copy {file})" if url else str(file)

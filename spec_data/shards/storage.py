@@ -66,13 +66,12 @@ def check_dataset_url(flag: str, url: str | Path, write: bool = False) -> None:
         )
     rest = normal_url(url).partition("://")[2]
     checked = rest.partition("/")[0] if scheme == "hf" else rest  # the Hub has NAME@REVISION
-    if any(mark in rest for mark in "?#") or "@" in checked or not rest.strip("/"):
+    dots = {".", ".."} & set(rest.split("/"))
+    if {"?", "#"} & set(rest) or "@" in checked or dots or not rest:
         raise ConfigError(
-            f"{flag} {url}: expected {scheme}://NAME/FOLDER, without user, password, query or "
-            "fragment; credentials come from the library's own places (docs/remote.md)"
+            f"{flag} {url}: expected {scheme}://NAME/FOLDER, without . and .., user, password, "
+            "query or fragment; credentials come from the library's own places (docs/remote.md)"
         )
-    if any(part in (".", "..") for part in rest.split("/")):
-        raise ConfigError(f"{flag} {url}: write it without . and ..")
 
 
 def normal_url(url: str | Path) -> str:

@@ -1,8 +1,7 @@
-"""Which tokens of a document are supervised, by its turns and a mask policy: the only place.
+"""Which tokens of a document are supervised, by its turns and a mask policy.
 
-`generate` applies a policy to the turns of every document and stores both, the mask and the turns.
-`fit --mask` applies another one to the stored turns. Only turns that may be supervised are turns
-here; a turn includes its end-of-turn token.
+`generate` stores the mask and the turns; `fit --mask` applies another policy to these. Only what
+may be supervised is a turn here, with its end-of-turn token.
 
     assistant      every turn (also those of plain text, and of given loss masks)
     last-turn      the last turn
@@ -31,11 +30,7 @@ def is_policy(policy: Any) -> TypeGuard[str]:
 
 
 def check_policy(policy: str) -> str:
-    """Return a mask policy.
-
-    Raises:
-        ConfigError: there is no such policy.
-    """
+    """Return a mask policy; ConfigError: there is no such policy."""
     if not is_policy(policy):
         raise ConfigError(f"mask = {policy!r}: choose from {POLICIES}")
     return policy

@@ -281,9 +281,9 @@ def test_inspect_and_verify(system, local, capsys):
     [
         ("ftp://host/data", r"ftp:// is not supported; use one of s3://, gs://, hf://"),
         ("file:///data", "write the local path without it"),
-        ("s3://key:secret@bucket/data", "without user, password"),
+        ("s3://key:secret@bucket/data", "user, password, query"),
         ("s3://", "expected s3://NAME/FOLDER"),
-        ("s3://bucket/../x", "without . and"),
+        ("s3://bucket/../x", "without . and .."),
         ("gs://bucket/data", r"gs:// is read-only here"),
     ],
 )
