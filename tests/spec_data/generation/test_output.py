@@ -11,7 +11,7 @@ from spec_data.shards import storage
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.storage import Storage
 from tests.remote_tools import forget_memory
-from tests.spec_data.runs import digests, run, write_corpus
+from tests.spec_data.runs import digests, run
 
 URL = "memory://bucket/made"
 LOSSY = {"max_shard_size": "24KB", "codec": "default"}
@@ -19,11 +19,6 @@ LOSSY = {"max_shard_size": "24KB", "codec": "default"}
 
 class Killed(BaseException):
     """Ends a command as a kill does: nothing handles it."""
-
-
-@pytest.fixture(scope="module")
-def source(target, tmp_path_factory):
-    return target, write_corpus(tmp_path_factory.mktemp("source") / "chats.jsonl", 24)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +62,7 @@ def remote_digests() -> dict[str, str]:
 def test_it_is_the_local_directory_and_nothing_stays_on_the_disk(source, whole, machine):
     place = machine()
     manifest = run(*source, URL, **LOSSY)
-    assert manifest.totals.documents == 24 and len(manifest.shards) > 2
+    assert manifest.totals.documents == 30 and len(manifest.shards) > 2
     assert remote_digests() == whole
     assert not [p for p in (place / "staging").rglob("*") if p.is_file() and p.suffix != ".lock"]
     machine()

@@ -1,6 +1,5 @@
 """A plan on disk: its columns are those of plain lists, and damage is named."""
 
-import itertools
 import json
 import random
 
@@ -15,55 +14,39 @@ from spec_data.shards.schema import predicts_supervised
 from tests.spec_data.runs import run
 
 
-def truncated(rng, number):
-    length = rng.randint(2, 9)
-    ids = np.array([rng.randrange(1000) for _ in range(length)], np.int32)
-    mask = np.array([rng.randint(0, 1) for _ in range(length)], np.uint8)
-    turns = tuple(("assistant", start, start + 1) for start in range(rng.randint(0, 3)))
-    digest = number.to_bytes(16, "big")
-    source = rng.choice(["a.jsonl", "é.jsonl"])
-    return TruncatedDocument(source, None, 0, 0, digest, ids.tobytes(), mask.tobytes(), turns)
-
-
-def joined(lists):
-    return list(itertools.chain.from_iterable(lists))
-
-
-@pytest.mark.parametrize("rows", [1, 4, 1000])
-def test_columns_are_those_of_plain_lists(monkeypatch, tmp_path, rows):
-    monkeypatch.setattr(plan, "_ROWS", rows)
-    rng = random.Random(rows)
-    documents = [truncated(rng, i) for i in range(23)]
-    writer = PlanWriter(tmp_path)
-    for document in [*documents, documents[3]]:
-        writer.add(document)
-    found = writer.finish()
-    assert writer.dropped == {"duplicate": 1} and writer.counts["rendered"] == 24
-    ids = [np.frombuffer(d.ids, np.int32).tolist() for d in documents]
-    masks = [np.frombuffer(d.mask, np.uint8).tolist() for d in documents]
-    doc_ids, sources = [d.digest.hex() for d in documents], [d.source for d in documents]
-    assert found.offsets.tolist() == [sum(map(len, ids[:d])) for d in range(24)]
-    assert found.ids.to_pylist() == doc_ids and found.sources == sources
-    for _ in range(20):
-        a = rng.randint(0, 22)
-        b = rng.randint(a + 1, 23)
-        some = rng.sample(range(23), rng.randint(1, 9))
-        for unit, numbers in ((found.read(a, b), range(a, b)), (found.select(some), some)):
-            assert unit.doc_ids == [doc_ids[d] for d in numbers]
-            assert unit.sources == [sources[d] for d in numbers]
-            assert unit.turns == [list(documents[d].turns) for d in numbers]
-            assert np.diff(unit.offsets).tolist() == [len(ids[d]) for d in numbers]
-            assert unit.tokens["input_ids"].tolist() == joined(ids[d] for d in numbers)
-            assert unit.tokens["loss_mask"].tolist() == joined(masks[d] for d in numbers)
-        offsets, tokens = found.beginnings(some, 4)
-        assert tokens["input_ids"].tolist() == joined(ids[d][:4] for d in some)
-        assert np.diff(offsets).tolist() == [len(ids[d][:4]) for d in some]
-    mask = np.array(joined(masks), np.uint8)
-    found.tokens(0, 23)["input_ids"][:] = 0  # a copy: the file is not written to
+def test_documents_are_read_by_range_by_number_and_by_their_beginnings(monkeypatch, tmp_path):
+    monkeypatch.setattr(plan, "_ROWS", 4)
+    rng, writer, rows = random.Random(0), PlanWriter(tmp_path), []
+    for number in range(23):
+        ids = np.array(rng.choices(range(1000), k=rng.randint(2, 9)), np.int32)
+        mask = np.array(rng.choices(range(2), k=len(ids)), np.uint8)
+        turns = [("assistant", start, start + 1) for start in range(rng.randint(0, 3))]
+        source, digest = rng.choice(["a.jsonl", "é.jsonl"]), number.to_bytes(16, "big")
+        writer.add(
+            TruncatedDocument(source, None, 0, 0, digest, bytes(ids), bytes(mask), tuple(turns))
+        )
+        rows.append((digest.hex(), source, turns, ids.tolist(), mask.tolist()))
+    documents = writer.finish()
     assert writer.sha256 == sha256_file(tmp_path / "plan.arrow")
-    assert found.supervised.sum() == mask.sum()
-    assert found.predicting == predicts_supervised(mask, found.offsets).sum()
-    assert found.text_bytes == sum(len(text.encode()) for text in doc_ids + sources)
+    assert documents.sources == [row[1] for row in rows]
+    assert documents.text_bytes == sum(len((row[0] + row[1]).encode()) for row in rows)
+    mask = np.concatenate([row[4] for row in rows])
+    assert documents.predicting == predicts_supervised(mask, documents.offsets).sum()
+    for _ in range(20):
+        first = rng.randint(0, 22)
+        last = rng.randint(first + 1, 23)
+        some = rng.sample(range(23), rng.randint(1, 9))
+        read, chosen = documents.read(first, last), documents.select(some)
+        for unit, wanted in ((read, rows[first:last]), (chosen, [rows[d] for d in some])):
+            assert list(zip(unit.doc_ids, unit.sources, unit.turns, strict=True)) == [
+                row[:3] for row in wanted
+            ]
+            for name, column in (("input_ids", 3), ("loss_mask", 4)):
+                parts = np.split(unit.tokens[name], unit.offsets[1:-1])
+                assert [part.tolist() for part in parts] == [row[column] for row in wanted]
+        offsets, tokens = documents.beginnings(some, 4)
+        parts = np.split(tokens["input_ids"], offsets[1:-1])
+        assert [part.tolist() for part in parts] == [rows[d][3][:4] for d in some]
 
 
 @pytest.mark.parametrize(
