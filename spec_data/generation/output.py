@@ -373,10 +373,9 @@ class RemoteOutput(LocalOutput):
             name = f"{WORK}/{part_name(finished.record)}"
             if not finished.record.rows or (self.directory / name).is_file():
                 continue
-            try:
+            data = b""
+            with suppress(FileNotFoundError):
                 data = self.storage.read(name)
-            except FileNotFoundError:
-                data = b""
             if hashlib.sha256(data[32:]).digest() != data[:32]:
                 raise DatasetError(
                     f"{self.storage.where(name)}: missing or damaged; delete "

@@ -102,17 +102,17 @@ def clear_leftovers(out: Path, units: Iterable[int]) -> None:
 def check_free_space(out: Path, needed: int, stage: bool = False) -> None:
     """Raise RunError if `needed` bytes do not fit on the disk of `out`, perhaps a `stage`."""
     free = shutil.disk_usage(out).free
-    if needed > free and stage:
-        raise RunError(
-            f"{out}: {needed:,} bytes are needed for the units on their way to the storage, but "
-            f"only {free:,} are free. Set {CACHE_VARIABLE} to a folder on another disk, or lower "
-            "--max-shard-size in a new --out"
+    if needed <= free:
+        return
+    why = "are still to be written"
+    advice = "Free some space, or use fewer --layers, a --limit or a smaller --max-length"
+    if stage:
+        why = "are needed for the units on their way to the storage"
+        advice = (
+            f"Set {CACHE_VARIABLE} to a folder on another disk, or lower --max-shard-size in a new "
+            "--out"
         )
-    if needed > free:
-        raise RunError(
-            f"{out}: {needed:,} bytes are still to be written, but only {free:,} are free. Free "
-            "some space, or use fewer --layers, a --limit or a smaller --max-length"
-        )
+    raise RunError(f"{out}: {needed:,} bytes {why}, but only {free:,} are free. {advice}")
 
 
 @contextmanager
