@@ -239,13 +239,7 @@ class BatchPlan:
         Documents longer than `seq_len` count as cut to it. `packs_per_batch` is the number of packs
         in a global batch. `fingerprint` identifies the dataset. `first_pack` is how many packs of
         other plans come before.
-
-        Raises:
-            ConfigError: `seq_len` or `packs_per_batch` is below 1.
         """
-        for name, value in (("seq_len", seq_len), ("packs_per_batch", packs_per_batch)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}: expected at least 1")
         self.rows = np.flatnonzero(usable)
         self.lengths = np.minimum(lengths, seq_len).astype(np.int64, copy=False)
         self.seq_len = seq_len

@@ -26,9 +26,6 @@ def log_normal(count: int, median: float, spread: float, seed: int) -> list[int]
 
 
 MATHS = log_normal(3000, 170, 0.3, 0)
-CHAT, CODE = log_normal(2500, 50, 0.3, 1), log_normal(150, 800, 0.2, 2)
-MIXED = CHAT + CODE + MATHS[:600]
-SOURCES = [0] * len(CHAT) + [1] * len(CODE) + [2] * 600
 
 
 def random_draw(lengths: list[int], seed: int) -> Batches:
@@ -56,16 +53,6 @@ def spread_of_length(batches: Batches, lengths: list[int]) -> float:
     return pstdev(mean(lengths[d] for pack in batch for d in pack) for batch in batches)
 
 
-def spread_of_source(batches: Batches, lengths: list[int], source: int) -> float:
-    """Standard deviation over batches of the share of tokens of a source."""
-    shares = []
-    for batch in batches:
-        documents = [d for pack in batch for d in pack]
-        own = sum(lengths[d] for d in documents if SOURCES[d] == source)
-        shares.append(own / sum(lengths[d] for d in documents))
-    return pstdev(shares)
-
-
 def options_of(seed: int) -> dict[str, int]:
     return {"seq_len": SEQ_LEN, "packs_per_batch": PACKS, "seed": seed}
 
@@ -87,19 +74,6 @@ def test_lengths_of_a_pack_and_of_a_batch_are_those_of_a_random_draw(epoch):
     expected = mean(spread_of_length(batches, MATHS) for batches in drawn)
     assert mean(spread_of_length(batches, MATHS) for batches in new) < 1.1 * expected
     assert mean(spread_of_length(batches, MATHS) for batches in old) > 1.8 * expected
-
-
-def test_sources_are_spread_over_batches_as_in_a_random_draw():
-    """Chats are short, code is long: packs of one length would be packs of one source."""
-    drawn = [random_draw(MIXED, seed)[:-1] for seed in SEEDS]
-    new = [single(MIXED, seed) for seed in SEEDS]
-    for source in range(3):
-        expected = mean(spread_of_source(batches, MIXED, source) for batches in drawn)
-        assert mean(spread_of_source(batches, MIXED, source) for batches in new) < 1.1 * expected
-    with BY_LENGTH:
-        old = [single(MIXED, seed) for seed in SEEDS]
-    chats = mean(spread_of_source(batches, MIXED, 0) for batches in drawn)
-    assert mean(spread_of_source(batches, MIXED, 0) for batches in old) > 1.5 * chats
 
 
 def test_a_document_goes_into_the_fullest_pack_that_has_room():

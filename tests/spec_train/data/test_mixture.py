@@ -14,7 +14,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.records import plain
 from spec_data.shards.seal import file_records
 from spec_train.cli import main
-from spec_train.data.mixture import Mixture, open_documents, unique_names
+from spec_train.data.mixture import open_documents, unique_names
 from spec_train.data.order import split_border
 from spec_train.data.splits import make_splits
 from spec_train.drafts import load_draft
@@ -22,12 +22,11 @@ from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.options.data_option import Source, parse_source, parse_sources
 from spec_train.options.training import Training
 from spec_train.training.fit import count_supervised_tokens
-from spec_train.training.trainer import Trainer
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_data.runs import generate_with, options, save_target, write_corpus
 from tests.spec_data.shards.integrity_tools import write_manifest
 from tests.spec_train.evaluation.tools import run_eval
-from tests.spec_train.training.test_trainer_resume import assert_same_run
+from tests.spec_train.training.test_trainer_resume import assert_same_run, stop_after
 from tests.spec_train.training.tools import OPTIONS, change, metrics, run
 from tests.tolerance import close, network
 
@@ -85,23 +84,6 @@ def test_sources_are_directories_with_weights(tmp_path):
     ]  # fmt: skip
 
 
-def test_rows_of_a_mixture_are_the_documents_of_its_datasets(place):
-    mixture = open_documents(parse_sources((str(place / "a"), str(place / "b"))))
-    parts = [HiddenStatesDataset(place / name) for name in "ab"]
-    assert isinstance(mixture, Mixture) and len(mixture) == 70
-    assert mixture.manifest.layers == (1, 2)
-    for row in (0, 39, 40, 69):
-        part, own = (parts[0], row) if row < 40 else (parts[1], row - 40)
-        length = int(mixture.lengths[row])
-        out = {"input_ids": torch.zeros(length, dtype=torch.int64),
-               "hidden.L2": torch.zeros(length, 32)}  # fmt: skip
-        assert mixture.read_into(row, out) == length == len(part[own]["input_ids"])
-        assert torch.equal(out["input_ids"], part[own]["input_ids"].long())
-        assert torch.equal(out["hidden.L2"], part[own]["hidden.L2"].float())
-        assert mixture.id_array[row].as_py() == part.doc_ids[own]
-        assert mixture.shard_of(row) == str(part.path / part.shard_of(own))
-
-
 def test_copies_of_a_document_are_on_one_side_in_every_dataset(place, tmp_path):
     config = config_of(place, tmp_path / "run", "a", "b:3", validation=0.4)
     mixture = opened(config)
@@ -127,18 +109,10 @@ def test_a_mixed_run_trains_measures_each_dataset_and_goes_on_bit_for_bit(
     names = {f"{figure}/{name}" for figure in ("loss", "acceptance_length") for name in "ab"}
     assert all(names <= m.keys() for m in held_out)
     stopped = change(config, out=str(tmp_path / "stopped"))
-    original = Trainer._train_step
-
-    def crash(self, step):
-        if self.step == 6:
-            raise KeyboardInterrupt
-        original(self, step)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", crash)
-        with pytest.raises(KeyboardInterrupt):
-            run(stopped)
-    run(stopped)
+        stop_after(6, patch)
+        assert not run(stopped).finished
+    assert run(stopped).finished
     assert_same_run(config.out, stopped.out)
     state = json.loads((tmp_path / "whole" / "last" / "training_state.json").read_text())["stream"]
     prints = [HiddenStatesDataset(place / name).manifest.fingerprint for name in "ab"]
@@ -290,8 +264,12 @@ def test_datasets_of_different_codecs_are_handed_out_decoded(tmp_path):
     rows = len(mixture.datasets[0])
     for row in (1, rows + 1, 2 * rows + 1):
         dataset, own = mixture._locate(row)
-        out = {"hidden.L2": torch.zeros(int(mixture.lengths[row]), 32)}
-        mixture.read_into(row, out)
-        assert torch.equal(out["hidden.L2"], dataset[own]["hidden.L2"].float())
+        length, document = int(mixture.lengths[row]), dataset[own]
+        out = {"input_ids": torch.zeros(length, dtype=torch.int64)}
+        out["hidden.L2"] = torch.zeros(length, 32)
+        assert mixture.read_into(row, out) == length == len(document["input_ids"])
+        assert all(torch.equal(values, document[name].to(values)) for name, values in out.items())
+        assert mixture.id_array[row].as_py() == dataset.doc_ids[own]
+        assert mixture.shard_of(row) == str(dataset.path / dataset.shard_of(own))
     assert run(config).finished
     assert set(metrics(config.out)[-1]) >= {"loss/plain", "loss/int8", "loss/mixed"}
