@@ -131,20 +131,6 @@ class Trials:
     declared: float | None = None
     control: Comparison | None = None
 
-    @property
-    def uses_states(self) -> bool:
-        """Whether the draft is accepted clearly longer than with the states of other tokens.
-
-        A draft of other states is accepted longer by luck when they are read in some other way. So
-        more is asked where such a neighbour fits best.
-        """
-        control = self.control
-        if control is None or control.interval[0] <= 0:
-            return False
-        lucky = self.best is not None and self.best.check in _OF_STATES
-        share = _USED_WELL if lucky else _USED
-        return control.difference >= max(_LEAST_GAIN, share * (control.lengths[0] - 1))
-
 
 def untouched(draft: Draft) -> bool:
     """Return whether every norm of a draft has the weight of ones that it starts with."""
@@ -318,15 +304,19 @@ def _judge_training(trials: Trials) -> Check:
     if control is None:
         lacks = ", ".join(trials.current.lacks)
         return undecided("trained", f"give --target, or a dataset with {lacks}")
+    low, high = control.interval
+    # A draft of other states is accepted longer by luck when they are read in some other way. So
+    # more is asked where such a neighbour fits best.
+    lucky = trials.best is not None and trials.best.check in _OF_STATES
+    least = (_USED_WELL if lucky else _USED) * (control.lengths[0] - 1)
     problems = []
     if untouched(trials.current.setting.draft):
         problems = ["untrained: every norm still has its initial weight of 1"]
-    elif not trials.uses_states:
+    elif low <= 0 or control.difference < max(_LEAST_GAIN, least):
         problems = [
             "the states of this target make little or no difference: the draft was trained on "
             "those of another target, or under a convention that is not among the tried ones"
         ]
-    low, high = control.interval
     figures = (
         f"acceptance length {control.lengths[1]:.2f}, {control.lengths[0]:.2f} with the states of "
         f"other tokens (difference {control.difference:+.2f}, 95 % interval {low:+.2f} to "

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import spec_data
 from spec_data.cli import main
 from spec_data.commands.inspect import write_report
 from spec_data.models.reading import load_tokenizer
@@ -175,17 +174,6 @@ def test_a_remote_dataset_has_the_page_of_the_local_one(data, page, tmp_path, mo
     finally:
         forget_memory()
     assert out.path == Path("set.html") and out.path.read_bytes() == page_bytes(page)
-
-
-def test_a_view_has_a_page_of_its_documents_and_of_what_it_left_out(data, tmp_path, rows):
-    spec_data.select(data, tmp_path / "view", where="source = 'two.jsonl'")
-    found = dataset_page(tmp_path / "view")
-    documents = part(found, "Tokens", "viewer")["data"]["documents"]
-    assert [d["id"] for d in documents] == [r["doc_id"] for r in rows if r["source"] == "two.jsonl"]
-    facts = dict(part(found, "Overview", "table", "What it is")["rows"])
-    assert facts["made by"].startswith("select of ")
-    left = part(found, "What was left out", "table", "From rows to documents")["rows"]
-    assert 14 in [count for _, count in left], "the documents of the other source"
 
 
 def test_a_sample_keeps_to_its_tokens():

@@ -47,9 +47,7 @@ def test_real_decoding_end_to_end_and_what_its_own_responses_predict(
         tokens = [t for part in answer for t in part.get("emitted", part.get("tokens"))]
         assert ids == context["tokens"] + tokens
         documents.append((ids, mask, [("user", 0, 1)]))
-    assert [ids[: len(p)] for (ids, *_), p in zip(documents, prompts[:6], strict=False)] == prompts[
-        :6
-    ]
+    assert all(documents[n][0][: len(p)] == p for n, p in enumerate(prompts[:6]))
     first, second = documents[6][0], documents[7][0]
     fed_back = [t for t in first if t not in (0, STOP)]  # decoded without special tokens
     assert second[: len(fed_back)] == fed_back
