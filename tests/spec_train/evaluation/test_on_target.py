@@ -129,8 +129,8 @@ def test_a_draft_of_another_target_is_refused_or_warned_about(workplace, tmp_pat
         template = workplace / "target" / "chat_template.jinja"
         (tmp_path / name / template.name).write_bytes(template.read_bytes())
     for name, said in (
-        ("narrow", "target of hidden size 32, target has 16"),
-        ("wide", "target of vocabulary 64, target has 80"),
+        ("narrow", "target of hidden size 32, --target has 16"),
+        ("wide", "target of vocabulary 64, --target has 80"),
         ("shallow", "layer id 2, the last of the target's 3 decoder blocks"),
     ):
         with pytest.raises(DraftError, match=said):
