@@ -65,6 +65,9 @@ class Result:
         shown = {field.name for field in dataclasses.fields(self) if field.repr}
         return {name: v for name, v in dataclasses.asdict(self).items() if name in shown}
 
+    def __str__(self) -> str:
+        return ""
+
 
 # -- the function -----------------------------------------------------------------------------
 

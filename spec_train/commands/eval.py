@@ -12,6 +12,7 @@ from spec_data.shards.turn_masks import check_policy
 from spec_data.terminal.command import command
 from spec_data.terminal.paths import check_path
 from spec_data.terminal.types import (
+    ONE_TOKEN,
     AnyPath,
     Count,
     Dataset,
@@ -29,10 +30,7 @@ if TYPE_CHECKING:
     from spec_train.results import EvalResult
 
 Prompts = Annotated[AnyPath, Parameter(metavar="PATH[,PATH]")]
-DraftTokens = Annotated[
-    str | int,
-    Parameter(converter=lambda _, tokens: tokens[0].value, n_tokens=1, metavar="N[,N]"),
-]
+DraftTokens = Annotated[str | int, ONE_TOKEN, Parameter(metavar="N[,N]")]
 _RUNNING = more("where it runs, and what it reads")
 _DECODING = more("real decoding")
 

@@ -8,7 +8,6 @@ and lower their loss, `training.loss`), and write the page of the run (`reports.
 import inspect
 import os
 import signal
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from spec_data.shards.path_kinds import Kind, what_is
@@ -139,18 +138,6 @@ _BEFORE_FOLLOW = (Kind.NOTHING, Kind.EMPTY, Kind.UNFINISHED)
 # -- the command line ------------------------------------------------------------------------------
 
 
-class _Finished(Result):
-    """The end of `fit` on the command line, where everything was logged before."""
-
-    def __init__(self, exit_code: int = 0, next_command: Sequence[str] = ()) -> None:
-        self.exit_code, self.next_command = exit_code, next_command
-        if exit_code and "RANK" not in os.environ:  # torchrun starts a run again
-            self.again = "resume"
-
-    def __str__(self) -> str:
-        return ""
-
-
 _DRY_RUN = """\
 prepare the run, train a few steps that are thrown away, and print what would be trained, how long
             it takes, and how much memory and disk it needs; write nothing"""
@@ -159,12 +146,14 @@ prepare the run, train a few steps that are thrown away, and print what would be
 def _fit_command(training: Training, draft: Any, dry_run: bool) -> Result:
     if dry_run:
         return _dry_run(training, draft)
-    result = _fit(training, draft)
-    if result.stopped_by is not None:
-        return _Finished(128 + result.stopped_by)
-    data = parse_sources(training.data)[0].location
-    following = ["spec-train", "eval", "--draft", training.out, "--data", data]
-    return _Finished(next_command=following if _is_main() else ())
+    fitted, result = _fit(training, draft), Result()  # everything was logged before
+    if fitted.stopped_by is not None:
+        result.exit_code = 128 + fitted.stopped_by
+        result.again = "" if "RANK" in os.environ else "resume"  # else torchrun's own words
+    elif _is_main():
+        data = parse_sources(training.data)[0].location
+        result.next_command = ["spec-train", "eval", "--draft", training.out, "--data", data]
+    return result
 
 
 def add_fit(program: Program) -> None:
