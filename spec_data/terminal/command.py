@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import logging
 import re
 import shlex
 import sys
@@ -37,10 +38,11 @@ from cyclopts.config import Dict
 
 from spec_data.shards.files import write_atomically
 from spec_data.terminal.config import checked, flag, read_config_file
-from spec_data.terminal.console import run_cli, say_next
+from spec_data.terminal.console import run_cli
 from spec_data.terminal.paths import check_file_to_write
 from spec_data.terminal.types import comma_list
 
+logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -292,7 +294,7 @@ class Program:
         if result.again:
             following = [self.name, *(word for word in words if word != "--dry-run")]
         if following:
-            say_next(*following, label=result.again or "next")
+            logger.info("\n%s:  %s", result.again or "next", shlex.join(following))
         return result.exit_code
 
     def _refuse(self, chain: tuple[str, ...], message: str) -> int:

@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import logging
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -153,8 +152,3 @@ def handled_signals(numbers: Sequence[int], handle: Callable[[int, Any], None]) 
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: not of Python
-
-
-def say_next(*words: str, label: str = "next") -> None:
-    """Name the command to run next, ready to be copied into a shell."""
-    log.info("\n%s:  %s", label, shlex.join(words))
