@@ -22,7 +22,7 @@ from spec_data.shards.position_data import FULL, LEARNED, LONG, ROPE, SHORT, Pos
 _TOKENS = 4  # of the short forward
 _FREQUENCIES = "inv_freq"
 _EVENLY = 64  # sampled positions, besides the first ones and the powers of two
-_LONGROPE = ("longrope", "longrope, fixed")  # as transformers and `models.rope_factors` name it
+_LONGROPE = ("longrope", "longrope, fixed")  # as transformers and `models.loading` name it
 
 
 class _NotProvenError(Exception):

@@ -41,10 +41,9 @@ from spec_data.capture.mask_forms import (
 from spec_data.capture.proofs import head_error, prove_head, prove_isolation, why_no_chunks
 from spec_data.capture.target_batch import TargetBatch, layout_of
 from spec_data.models.devices import sent
-from spec_data.models.loading import device_of, devices_of, load_model, whole
+from spec_data.models.loading import device_of, devices_of, fix_rope_factors, load_model, whole
 from spec_data.models.reading import load_config, loaded_quantisation
 from spec_data.models.resolve import resolve_model
-from spec_data.models.rope_factors import fix_rope_factors
 from spec_data.models.target_options import Spread
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import choose_layers

@@ -41,8 +41,8 @@ from spec_data.models.devices import device_type
 from spec_data.models.engines import engine_warnings
 from spec_data.models.families import config_shape, fitted_shape, registered
 from spec_data.models.identify import TargetFiles, read_target, versions
+from spec_data.models.loading import check_choice, chosen_factors
 from spec_data.models.reading import text_config
-from spec_data.models.rope_factors import check_choice, chosen_factors
 from spec_data.shards.codecs import TABLES
 from spec_data.shards.errors import (
     ConfigError,

@@ -9,6 +9,7 @@ dataset could be captured from a model that its manifest does not name.
 import atexit
 import hashlib
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -33,11 +35,14 @@ from spec_data.shards.errors import ConfigError, MissingError, TargetError
 from spec_data.shards.files import cache_directory
 from spec_data.shards.records import safe_path
 
+logger = logging.getLogger(__name__)
+
 _INDEX = "model.safetensors.index.json"
 _FULL_HASH_BYTES = 4 << 30
 _SAMPLE, _SAMPLES = 1 << 16, 256  # bytes per block, blocks per file
 _SHOWN = 5  # tensor names in a message
 _META = torch.device("meta")
+_LONGROPE, _FIXED = "longrope", "longrope, fixed"
 
 
 def load_model(
@@ -176,6 +181,64 @@ def _names(keys: Iterable[str]) -> str:
     names = sorted(keys)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+# -- longrope --------------------------------------------------------------------------------------
+# Such targets have two sets of RoPE factors; one is chosen for every document of a capture.
+# transformers takes the long factors for a batch if its longest document has more than
+# `original_max_position_embeddings` positions. So the states of a short document would depend on
+# what shares its batch. Engines such as vLLM choose once, at their start: they take the long
+# factors for every prompt if their maximum length is above that bound.
+
+
+def short_positions(config: Any) -> int | None:
+    """Return how many positions the short factors cover; None for a target without longrope."""
+    rope = getattr(text_config(config), "rope_parameters", None) or {}
+    longrope = rope.get("rope_type") == _LONGROPE
+    return int(rope["original_max_position_embeddings"]) if longrope else None
+
+
+def check_choice(choice: str, config: Any) -> None:
+    """Raise ConfigError for a --rope-factors other than "auto" of a target without longrope."""
+    if choice != "auto" and short_positions(config) is None:
+        raise ConfigError(
+            f"--rope-factors {choice}: this target has no longrope; leave the option out"
+        )
+
+
+def chosen_factors(choice: str, config: Any, longest: int) -> str | None:
+    """Return the factors of every document, "short" or "long"; None without longrope.
+
+    The `choice` "auto" of --rope-factors takes the long ones if a document of `longest` tokens
+    needs them.
+    """
+    limit = short_positions(config)
+    if limit is None:
+        return None
+    factors = choice if choice != "auto" else "long" if longest > limit else "short"
+    logger.log(
+        logging.WARNING if factors == "long" and longest <= limit else logging.INFO,
+        "longrope: every document is captured with the %s factors (the longest has %d tokens, the "
+        "short ones cover %d). Engines such as vLLM use the long ones for every prompt if their "
+        "maximum length is above %d; --rope-factors long captures so",
+        *(factors, longest, limit, limit),
+    )
+    return factors
+
+
+@torch.no_grad()
+def fix_rope_factors(model: Any, factors: str | None) -> None:
+    """Make a longrope model use these factors for every batch; None changes nothing."""
+    if factors is None:
+        return
+    limit = short_positions(model.config) or 0
+    length = limit + 1 if factors == "long" else None
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == _LONGROPE:
+            device = module.inv_freq.device
+            frequencies, _ = ROPE_INIT_FUNCTIONS[_LONGROPE](module.config, device, seq_len=length)
+            module.inv_freq.copy_(frequencies)
+            module.rope_type = _FIXED  # transformers then updates no frequency
 
 
 # -- where the parts of a loaded model lie ---------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spec_data.capture.live_positions import read_positions
 from spec_data.models.families import fitted_shape
-from spec_data.models.rope_factors import fix_rope_factors
+from spec_data.models.loading import fix_rope_factors
 from spec_data.models.rope_settings import rotary_table
 from spec_data.shards.position_data import Positions
 from spec_train.drafts.layers import Rotary
