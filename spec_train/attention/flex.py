@@ -129,10 +129,10 @@ def _case(head_dim: int, dtype: torch.dtype, device: str = "cuda") -> Case:
     inputs = q, k, v = draw(2), draw(1), draw(1)
     causal = create_block_mask(lambda b, h, i, j: i >= j, 1, None, 200, 200, device=device)
     scale = head_dim**-0.5
-    found = flex(q)(
+    result = flex(q)(
         q, k, v, block_mask=causal, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
     )
     unseen = torch.ones(200, 200, dtype=torch.bool, device=device).triu(1)
     scores = (q.float() @ k.float().mT * scale).masked_fill(unseen, float("-inf"))
     expected = scores.softmax(-1) @ v.float(), scores.logsumexp(-1)
-    return Case(inputs, (found[0], found[1].lse), expected)
+    return Case(inputs, (result[0], result[1].lse), expected)

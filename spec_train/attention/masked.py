@@ -193,8 +193,8 @@ def _chunks(mask: AttentionMask) -> tuple[Chunk, ...]:
                 for i, (start, end) in enumerate(bounds)
                 if end >= start
             ]
-            keys, own = zip(*spans, strict=True)
-            chunks.append(Chunk(slice(pack, pack + 1), part, keys, own))
+            keys, deeper = zip(*spans, strict=True)
+            chunks.append(Chunk(slice(pack, pack + 1), part, keys, deeper))
     return tuple(chunks)
 
 
@@ -274,15 +274,15 @@ def _flex(
 ) -> Tensor:
     """Attend with flex_attention, merged with the diagonal."""
     aux = AuxRequest(lse=True)
-    out, found = flex(q)(
+    out, stats = flex(q)(
         q, k, v, block_mask=block_mask, scale=scale, enable_gqa=True, return_aux=aux
     )
     if not diagonal:
         return out
-    own = _own_scores(q, diagonal, scale).to(found.lse.dtype)  # [B, h, Q, s]
-    lse = torch.logaddexp(found.lse, own.logsumexp(-1))  # [B, h, Q], of all keys together
-    out = out * torch.exp(found.lse - lse)[..., None].to(out.dtype)
-    return _add_own(out, torch.exp(own - lse[..., None]).to(out.dtype), diagonal)
+    own_scores = _own_scores(q, diagonal, scale).to(stats.lse.dtype)  # [B, h, Q, s]
+    lse = torch.logaddexp(stats.lse, own_scores.logsumexp(-1))  # [B, h, Q], of all keys together
+    out = out * torch.exp(stats.lse - lse)[..., None].to(out.dtype)
+    return _add_own(out, torch.exp(own_scores - lse[..., None]).to(out.dtype), diagonal)
 
 
 def _grouped(x: Tensor, like: Tensor) -> Tensor:
@@ -323,17 +323,19 @@ class _MergedAttention(torch.autograd.Function):
         out, lse = torch.empty_like(q), None
         for chunk in chunks:
             part = q[chunk.pack, :, chunk.queries]
-            found, sums = attend_lse(part, chunk.pick(k), chunk.pick(v), chunk.bias(q.dtype), scale)
+            part_heads, sums = attend_lse(
+                part, chunk.pick(k), chunk.pick(v), chunk.bias(q.dtype), scale
+            )
             lse = sums.new_empty(q.shape[:3]) if lse is None else lse
-            out[chunk.pack, :, chunk.queries], lse[chunk.pack, :, chunk.queries] = found, sums
+            out[chunk.pack, :, chunk.queries], lse[chunk.pack, :, chunk.queries] = part_heads, sums
         if lse is None:
             raise ValueError("attention without queries")
         diagonal = list(zip(flat[::2], flat[1::2], strict=True))
         if diagonal:
-            own = _own_scores(q, diagonal, scale).to(lse.dtype)
-            first, lse = lse, torch.logaddexp(lse, own.logsumexp(-1))
+            own_scores = _own_scores(q, diagonal, scale).to(lse.dtype)
+            first, lse = lse, torch.logaddexp(lse, own_scores.logsumexp(-1))
             out = out * torch.exp(first - lse)[..., None].to(q.dtype)
-            out = _add_own(out, torch.exp(own - lse[..., None]).to(q.dtype), diagonal)
+            out = _add_own(out, torch.exp(own_scores - lse[..., None]).to(q.dtype), diagonal)
         ctx.save_for_backward(q, k, v, out, lse, *flat)
         ctx.chunks, ctx.scale = chunks, scale
         return out
@@ -345,7 +347,7 @@ class _MergedAttention(torch.autograd.Function):
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for chunk in ctx.chunks:
             pack, part = chunk.pack, chunk.queries
-            found = attend_lse_backward(
+            part_gradients = attend_lse_backward(
                 grad[pack, :, part],
                 q[pack, :, part],
                 chunk.pick(k),
@@ -355,14 +357,16 @@ class _MergedAttention(torch.autograd.Function):
                 chunk.bias(q.dtype),
                 ctx.scale,
             )
-            dq[pack, :, part] = found[0]
-            chunk.spread(dk, found[1])
-            chunk.spread(dv, found[2])
+            dq[pack, :, part] = part_gradients[0]
+            chunk.spread(dk, part_gradients[1])
+            chunk.spread(dv, part_gradients[2])
         diagonal = list(zip(flat[::2], flat[1::2], strict=True))
         d_flat: list[Tensor] = []
         if diagonal:
-            own = _own_scores(q, diagonal, ctx.scale).to(lse.dtype)
-            shares = torch.exp(own - lse[..., None]).to(q.dtype)  # [B, h, Q, s], probabilities
+            own_scores = _own_scores(q, diagonal, ctx.scale).to(lse.dtype)
+            shares = torch.exp(own_scores - lse[..., None]).to(
+                q.dtype
+            )  # [B, h, Q, s], probabilities
             delta = (grad * out).sum(-1)  # [B, h, Q]
             for s, (key, value) in enumerate(diagonal):
                 share = shares[..., s]  # [B, h, Q]

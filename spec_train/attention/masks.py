@@ -33,8 +33,8 @@ class AttentionMask:
 
     def sees(self, pack: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Return whether a query sees a key; the indices, int64, broadcast together."""
-        ends, own = [x[pack, query] for x in self.ends.unbind(-1)], key - self.common
-        return ((key >= ends[0]) & (key <= ends[1])) | ((own >= ends[2]) & (own <= ends[3]))
+        ends, deeper = [x[pack, query] for x in self.ends.unbind(-1)], key - self.common
+        return ((key >= ends[0]) & (key <= ends[1])) | ((deeper >= ends[2]) & (deeper <= ends[3]))
 
     def dense(self) -> Tensor:
         """Return the table, bool [B, 1, Q, T]."""
@@ -98,15 +98,18 @@ def parallel_mask(
     if window is not None:
         first = torch.maximum(first, index + depths - back)
     # The deeper elements in the order of their anchors and depths: a chain is one span of them.
-    own = _slots(anchors).expand_as(anchors) - shallow  # [B, E]
-    padding = (own >= 0) & (document_ids == PADDING)
+    first_deeper = _slots(anchors).expand_as(anchors) - shallow  # [B, E]
+    padding = (first_deeper >= 0) & (document_ids == PADDING)
     levels = count + 1  # more than any depth
     order = (anchors * levels + depths).masked_fill(padding, int(1e18))  # ascending from `shallow`
     least = anchors * levels + (depths - back).clamp_min(1)
     chain = torch.searchsorted(order[:, shallow:].contiguous(), least.contiguous())  # [B, E]
     ends = (
         *(first, index.masked_fill(padding, -1)),
-        *(torch.where(padding, own, chain), torch.where(own < 0, -1, own)),
+        *(
+            torch.where(padding, first_deeper, chain),
+            torch.where(first_deeper < 0, -1, first_deeper),
+        ),
     )
     return AttentionMask(count, shallow, torch.stack(ends, dim=-1))
 

@@ -90,8 +90,10 @@ class StepQueries:
         `k0` and `v0` are step-0 keys and values [B, g, T, d]; the rest as for `Attending`.
         """
         attending = self.of(len(diagonal), window)
-        own = diagonal if window is None else diagonal[-window:]
-        return own_only(q, own, scale) if attending is None else attending(q, k0, v0, scale, own)
+        newest = diagonal if window is None else diagonal[-window:]
+        return (
+            own_only(q, newest, scale) if attending is None else attending(q, k0, v0, scale, newest)
+        )
 
 
 def narrowed_pairs(diagonal: Diagonal, part: Tensor) -> list[tuple[Tensor, Tensor]]:

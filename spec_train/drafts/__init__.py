@@ -82,13 +82,13 @@ def own_files(draft: Draft, where: str) -> DraftFiles:
 def _draft_of(files: DraftFiles, target: TargetFacts | None) -> Draft:
     """Make a draft from files of any form."""
     try:
-        own = own_form(files, target or TargetFacts())
-        kind = own.config[SECTION].get("draft")
+        ours = own_form(files, target or TargetFacts())
+        kind = ours.config[SECTION].get("draft")
         if kind not in DRAFTS:
             raise DraftError(
-                f"{own.config_path}: {SECTION}.draft is {kind!r}; known kinds: {', '.join(DRAFTS)}"
+                f"{ours.config_path}: {SECTION}.draft is {kind!r}; known kinds: {', '.join(DRAFTS)}"
             )
-        return DRAFTS[kind].from_files(own)
+        return DRAFTS[kind].from_files(ours)
     except SpecDataError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as e:

@@ -190,8 +190,8 @@ class DraftConfig(LayerSizes):
             DraftError: the file is not such a draft of this project, or fields are missing.
         """
         section = raw.get(SECTION)
-        known = set(cls.architectures) & set(raw.get("architectures") or ())
-        if not known or not isinstance(section, dict):
+        classes = set(cls.architectures) & set(raw.get("architectures") or ())
+        if not classes or not isinstance(section, dict):
             raise DraftError(
                 f"{where}: no {cls.draft} draft written by spec-train (architectures "
                 f"{raw.get('architectures')}, {SECTION} {'present' if section else 'missing'})"
@@ -300,5 +300,5 @@ def special_ids(config: dict[str, Any]) -> list[int]:
 def token_ids(config: dict[str, Any]) -> dict[str, Any]:
     """Return the bos, eos and pad ids of a config; the top level overrides `text_config`."""
     tables = (text_table(config), config)
-    found = {key: table[key] for table in tables for key in TOKEN_KEYS if key in table}
-    return {key: value for key, value in found.items() if value is not None}
+    ids = {key: table[key] for table in tables for key in TOKEN_KEYS if key in table}
+    return {key: value for key, value in ids.items() if value is not None}

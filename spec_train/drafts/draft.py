@@ -315,12 +315,12 @@ class Draft(nn.Module, ABC):
         Raises:
             DraftError: the draft belongs to another target.
         """
-        own, whose = self.embed_tokens.weight, str(Path(manifest.where).parent)
+        embedding, whose = self.embed_tokens.weight, str(Path(manifest.where).parent)
         warnings = []
-        if self.config.train_embeddings and own.shape == head.embed_weight.shape:
-            warnings = embedding_warnings(own, head.embed_weight, trained=True)
+        if self.config.train_embeddings and embedding.shape == head.embed_weight.shape:
+            warnings = embedding_warnings(embedding, head.embed_weight, trained=True)
         else:
-            require_same_embedding(own, head.embed_weight, where, whose)
+            require_same_embedding(embedding, head.embed_weight, where, whose)
         warnings += origin_warnings(self.config.origin, manifest)
         self.update_config(origin=origin_of(manifest))
         self.share(head)
@@ -335,8 +335,8 @@ class Draft(nn.Module, ABC):
     def adopt(self, head: TargetHead) -> None:
         """Take the weights from the target that a fresh draft starts with."""
         if self.config.train_embeddings:
-            own = self.embed_tokens.weight
-            own.copy_(head.embed_weight.to(own.dtype))
+            embedding = self.embed_tokens.weight
+            embedding.copy_(head.embed_weight.to(embedding.dtype))
         self.share(head)
 
     # -- files ------------------------------------------------------------------------------------

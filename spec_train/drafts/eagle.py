@@ -270,7 +270,7 @@ def eagle_loss(
     supervised = masks.flatten(1).sum(1).double()  # [S]
     counts = supervised if counts is None else counts.to(supervised)
     fed = final_hidden if noise is None else (wide(final_hidden) + noise).to(final_hidden.dtype)
-    known = shift_left(input_ids, document_ids)  # [B, T]
+    tokens = shift_left(input_ids, document_ids)  # [B, T]
     states = final_hidden.flatten(0, 1)  # [B*T, H]
     unroll: Unroll | None = None
     loss = None
@@ -280,9 +280,9 @@ def eagle_loss(
         rows = masks[s].flatten().nonzero().squeeze(1)  # [n]
         if not len(rows):
             continue
-        unroll = unroll or Unroll(draft, fed, known, document_ids, position_ids)
-        predicted = unroll.advance(known).flatten(0, 1)[rows]  # [n, H]
-        known = shift_left(known, document_ids)
+        unroll = unroll or Unroll(draft, fed, tokens, document_ids, position_ids)
+        predicted = unroll.advance(tokens).flatten(0, 1)[rows]  # [n, H]
+        tokens = shift_left(tokens, document_ids)
         following = rows + s + 1  # [n], in the same document: the token there is supervised
         choice = None if target_argmax is None else target_argmax.flatten()[following]
         factor = (1.0 if s == 0 else 0.0) / counts[s]  # only the first step is trained

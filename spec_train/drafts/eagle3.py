@@ -258,15 +258,15 @@ def unrolled_loss(
     steps = len(shares)
     drafted = step_masks(frame.mask, frame.document_ids, steps)  # [S, B, T]
     teachers = Teachers.select(frame.rows, frame.choice, frame.document_ids, steps)
-    rows, own = teachers.rows, teachers.counts()
-    counts = own if counts is None else counts.to(own)
+    rows, trained = teachers.rows, teachers.counts()
+    counts = trained if counts is None else counts.to(trained)
     share = shares.to(rows.device, non_blocking=True)
     if rows.numel():
         hidden = _chain_states(draft, frame, teachers)  # [N, S, H]
 
         def teacher(part: slice) -> TeacherRows:
-            found = frame.teacher(rows[part])
-            return found.labelled(teachers.choice[part]) if kind.hard else found
+            taught = frame.teacher(rows[part])
+            return taught.labelled(teachers.choice[part]) if kind.hard else taught
 
         weights = teachers.trained * torch.where(counts > 0, share / counts, 0.0)  # [N, S]
         loss, stats = head_loss(
@@ -293,15 +293,15 @@ def _chain_states(draft: Eagle3Draft, frame: Frame, teachers: Teachers) -> Tenso
         draft, frame.aux, frame.input_ids, frame.document_ids, frame.position_ids, active
     )
     # The row of every used slot in the flattened states [B*A, H].
-    place = (used.cumsum(1) - 1).clamp_min(0)  # [B, T], in 0..A-1
-    place = place + active.shape[1] * torch.arange(len(used), device=used.device)[:, None]
-    known, states = frame.input_ids, []
+    state_row = (used.cumsum(1) - 1).clamp_min(0)  # [B, T], in 0..A-1
+    state_row = state_row + active.shape[1] * torch.arange(len(used), device=used.device)[:, None]
+    tokens, states = frame.input_ids, []
     for _ in range(steps):
-        states.append(unroll.advance(known.gather(1, active)).flatten(0, 1))  # [B*A, H]
-        known = shift_left(known, frame.document_ids)  # [B, T]
+        states.append(unroll.advance(tokens.gather(1, active)).flatten(0, 1))  # [B*A, H]
+        tokens = shift_left(tokens, frame.document_ids)  # [B, T]
     # [N, S]: flat slots; -1 or less: none
     slots = rows[:, None] - torch.arange(steps, device=rows.device)
-    index = torch.where(valid, place.flatten()[slots.clamp_min(0)], 0)  # [N, S], in 0..B*A-1
+    index = torch.where(valid, state_row.flatten()[slots.clamp_min(0)], 0)  # [N, S], in 0..B*A-1
     return torch.stack([state[index[:, s]] for s, state in enumerate(states)], dim=1)
 
 

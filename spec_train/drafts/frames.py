@@ -114,7 +114,7 @@ def shifted_frame(
     documents, positions = settle_documents(input_ids, document_ids, position_ids)
     mask = slot_masks(loss_mask, documents)
     rows = mask.flatten().nonzero().squeeze(1)  # [N]
-    known = None if target_argmax is None else target_argmax.flatten()[rows]  # [N]
+    choices = None if target_argmax is None else target_argmax.flatten()[rows]  # [N]
     ids = draft.proposed_ids
     teacher: Teacher
     if target_probs is not None:
@@ -131,16 +131,16 @@ def shifted_frame(
             )
         probs = target_probs.flatten(0, 1)  # [B*T, Vd]
         mass = None if ids is None or target_mass is None else target_mass.flatten()  # [B*T]
-        choice = probs[rows].argmax(-1) if known is None else draft.draft_index[known]  # [N]
+        choice = probs[rows].argmax(-1) if choices is None else draft.draft_index[choices]  # [N]
         choice = choice.masked_fill(~position_mask.bool().flatten()[rows], -1)
         teacher = TeacherRows(probs, mass).__getitem__
     elif logits is not None:
         table = logits.flatten(0, 1)  # [B*T, V]
-        choice = draft.draft_index[table[rows].argmax(-1) if known is None else known]
+        choice = draft.draft_index[table[rows].argmax(-1) if choices is None else choices]
         teacher = logits_teacher(table, ids)
     elif final_hidden is not None and head is not None:
         states = final_hidden.flatten(0, 1)  # [B*T, H]
-        best = argmax_by_chunks(head.logits, states[rows]) if known is None else known
+        best = argmax_by_chunks(head.logits, states[rows]) if choices is None else choices
         choice = draft.draft_index[best]
         sums = None if target_logsumexp is None else target_logsumexp.flatten()  # [B*T]
         teacher = head_teacher(head, states, ids, sums)

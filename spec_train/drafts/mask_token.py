@@ -64,10 +64,10 @@ def choose_mask_token(
         DraftError: every embedding is zero.
     """
     names, added = _token_names(folder / "tokenizer.json")
-    for why, found in _preferred(names, added, token_ids, embedding, counts):
-        if found:
-            log.info("mask token %d %s: %s", found[0], names.get(found[0], ""), why)
-            return found[0]
+    for why, ids in _preferred(names, added, token_ids, embedding, counts):
+        if ids:
+            log.info("mask token %d %s: %s", ids[0], names.get(ids[0], ""), why)
+            return ids[0]
     raise DraftError(
         f"every embedding of the target is zero: {folder / 'head.safetensors'} is damaged; "
         "generate the dataset again"
@@ -111,19 +111,19 @@ def usual_mask_tokens(
     vocab, (names, added) = len(embedding), _token_names(folder / "tokenizer.json")
     special = _special_names(folder / "tokenizer_config.json")
     kinds = _preferred(names, added, token_ids, embedding, counts)
-    found = [(ids[0], "the choice of spec-train") for _, ids in kinds if ids][:1]
+    reasons = [(ids[0], "the choice of spec-train") for _, ids in kinds if ids][:1]
     if names:
         unused = next((i for i in range(vocab) if i not in names), vocab)
-        found.append((unused, "the first id that the tokenizer leaves unused"))
+        reasons.append((unused, "the first id that the tokenizer leaves unused"))
     for kind in _SPECIAL:
         ids = _ids(token_ids.get(f"{kind}_token_id"))
         ids += [i for i, text in names.items() if text == special.get(kind)]
-        found += [(i, f"the {kind} token") for i in ids]
+        reasons += [(i, f"the {kind} token") for i in ids]
     reserved = [i for i, text in sorted(added.items()) if _RESERVED.search(text)]
-    found += [(i, "a reserved token") for i in (*reserved[:1], *reserved[-1:])]
-    found += [(0, "the first id of the vocabulary"), (vocab - 1, "the last id of the vocabulary")]
+    reasons += [(i, "a reserved token") for i in (*reserved[:1], *reserved[-1:])]
+    reasons += [(0, "the first id of the vocabulary"), (vocab - 1, "the last id of the vocabulary")]
     usual: dict[int, str] = {}
-    for token, why in found:
+    for token, why in reasons:
         if 0 <= token < vocab:
             usual.setdefault(token, why)
     return usual
@@ -149,8 +149,8 @@ def _special_names(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     raw = json.loads(path.read_text(encoding="utf-8"))
-    found = {kind: raw.get(f"{kind}_token") for kind in _SPECIAL}
-    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in found.items()}
+    tokens = {kind: raw.get(f"{kind}_token") for kind in _SPECIAL}
+    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
     return {kind: text for kind, text in texts.items() if isinstance(text, str)}
 
 

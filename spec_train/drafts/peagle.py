@@ -129,14 +129,16 @@ class PeagleDraft(AuxDraft):
         ids = torch.full((batch, count), self.config.mask_token_id, device=unknown.device)
         return ids, unknown.expand(batch, count, -1)
 
-    def element_inputs(self, known: Tensor, features: Tensor, deeper: int) -> tuple[Tensor, Tensor]:
+    def element_inputs(
+        self, tokens: Tensor, features: Tensor, deeper: int
+    ) -> tuple[Tensor, Tensor]:
         """Return tokens, int64 [B, T + deeper], and carried states [B, T + deeper, H].
 
         The elements of depth 0 come first: known tokens, int64 [B, T], and features [B, T, H]. They
         are followed by the inputs of `deeper` deeper elements.
         """
-        masks, unknown = self.unknown_inputs(known.shape[0], deeper)
-        return torch.cat([known, masks], dim=1), torch.cat([features, unknown], dim=1)
+        masks, unknown = self.unknown_inputs(tokens.shape[0], deeper)
+        return torch.cat([tokens, masks], dim=1), torch.cat([features, unknown], dim=1)
 
     def states(
         self,
@@ -213,18 +215,18 @@ class PeagleDraft(AuxDraft):
         depths.
         """
         scored, documents = ScoredSlots(batch) if scored_only else None, batch.document_ids
-        known = shift_left(batch.input_ids, documents)  # [B, T]
+        tokens = shift_left(batch.input_ids, documents)  # [B, T]
         features = self.project(batch.aux(self.config.layers))  # [B, T, H]
         lengths = rope_lengths(self.rotary, documents)  # [B, T]
         caches = self.new_caches()
         attends = self._attends(partial(causal_mask, documents), caches)
-        states = self.states(known, features, batch.position_ids, lengths, attends)
-        active = first_slots(known, scored)  # [B, A]
+        states = self.states(tokens, features, batch.position_ids, lengths, attends)
+        active = first_slots(tokens, scored)  # [B, A]
         drafted = self.draft_ids[argmax_by_chunks(self.logits, gather_slots(states, active))]
-        chains = empty_chains(known, depth)
+        chains = empty_chains(tokens, depth)
         chains[..., 0].scatter_(1, active, drafted)
         if depth > 1:
-            slots = torch.arange(known.shape[1], device=known.device)
+            slots = torch.arange(tokens.shape[1], device=tokens.device)
             if scored is not None:  # all depths at once, so the first draft alone decides
                 slots = active[scored.go_on(active, drafted)].unique()  # of any pack
             size = max(1, CHUNK_ROWS // (depth - 1))
@@ -309,8 +311,8 @@ class PeagleDraft(AuxDraft):
         self._used_samples.clear()
         self._samples[_key(batch)] = sample
         supervised = element_masks(*slots_of(self, batch), batch.document_ids, sample)[1]
-        own = supervised.flatten(1).sum(1).double()  # [K]
-        return (own @ depth_weights(self.options.weights_of(self.depth), own))[None]
+        counts = supervised.flatten(1).sum(1).double()  # [K]
+        return (counts @ depth_weights(self.options.weights_of(self.depth), counts))[None]
 
     def loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
         """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step.
@@ -354,8 +356,8 @@ class ParallelDrafter(Drafter):
     ) -> Proposal:
         draft, device, new = self._draft, states.device, len(tokens)
         count = min(count, draft.options.depths)
-        known = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]  # [1, new]
-        ids, carried = draft.element_inputs(known, draft.project(states), count - 1)
+        new_ids = torch.as_tensor(tokens, dtype=torch.long, device=device)[None]  # [1, new]
+        ids, carried = draft.element_inputs(new_ids, draft.project(states), count - 1)
         positions = torch.arange(self._rows, self._rows + ids.shape[1], device=device)[None]
         # ids, positions: [1, new + count - 1]; the last `count` rows draft.
         out = draft.step(ids, carried, positions, self._caches)[0, new - 1 :]  # [count, H]
@@ -396,18 +398,18 @@ def cod_sample(
     supervised = supervised & (document_ids != PADDING)
     total = torch.zeros_like(document_ids).scatter_add_(1, starts, supervised.long())
     total = total.gather(1, starts)  # [B, T], supervised slots of the document of each slot
-    kept = document_ids != PADDING  # [B, T], by the element's own slot
-    depths = [kept]
+    sampled = document_ids != PADDING  # [B, T], by the element's own slot
+    depths = [sampled]
     for d, u in enumerate(uniforms, start=1):
-        candidates = _shift_right(kept, offsets) & supervised  # [B, T]
+        candidates = _shift_right(sampled, offsets) & supervised  # [B, T]
         quota = ((total - d).clamp_min(0).double() * max(ratio**d, floor)).long()  # [B, T]
         # Sort by document, then candidates before others, then by random number.
         key = starts.double() + (u + ~candidates) / 2  # [B, T], in [start, start + 1)
         order = key.argsort(dim=1, stable=True)  # [B, T], slots in sorted order
         # The sorted place minus the document's start is the rank within the document.
         rank = torch.empty_like(order).scatter_(1, order, offsets)  # [B, T]
-        kept = candidates & (rank < quota)
-        anchored = kept
+        sampled = candidates & (rank < quota)
+        anchored = sampled
         for _ in range(d):  # from the element's slot to its anchor
             anchored = shift_left(anchored, document_ids)
         depths.append(anchored)
@@ -469,29 +471,29 @@ def segments_of(
     behind = offsets[:, starts].amax(0).tolist()  # [segments]
     for start, held in zip(starts, behind, strict=True):
         stop = min(start + width, length)
-        own = torch.zeros_like(sample)  # [B, K, T]: elements of this segment
-        own[:, 0, start:stop] = sample[:, 0, start:stop]
+        inside = torch.zeros_like(sample)  # [B, K, T]: elements of this segment
+        inside[:, 0, start:stop] = sample[:, 0, start:stop]
         before = max(start - 1, 0)  # the anchor of a deeper element is one slot to the left
-        own[:, 1:, before : stop - 1] = sample[:, 1:, before : stop - 1]
-        counted = drafted & own.transpose(0, 1)  # [K, B, T]
+        inside[:, 1:, before : stop - 1] = sample[:, 1:, before : stop - 1]
+        counted = drafted & inside.transpose(0, 1)  # [K, B, T]
         if counted.any():
             first = start - (held if reach is None else min(held, reach))
-            yield _elements(own, counted, document_ids, first, stop)
+            yield _elements(inside, counted, document_ids, first, stop)
 
 
 def _elements(
-    own: Tensor,  # elements of the segment, bool [B, K, T]
+    inside: Tensor,  # elements of the segment, bool [B, K, T]
     counted: Tensor,  # those that count, bool [K, B, T]
     document_ids: Tensor,  # int64 [B, T]
     first: int,  # the first slot that the segment reads at depth 0
     stop: int,  # the slot after its last one
 ) -> Elements:
-    batch, depths, length = own.shape
-    device = own.device
+    batch, depths, length = inside.shape
+    device = inside.device
     # The P deeper elements, pack by pack, anchor by anchor, so that neighbours see nearly the same;
     # depth = level + 1.
-    row, anchor, level = own[:, 1:].transpose(1, 2).nonzero(as_tuple=True)  # [P] each
-    per_row = own[:, 1:].flatten(1).sum(1)  # [B]
+    row, anchor, level = inside[:, 1:].transpose(1, 2).nonzero(as_tuple=True)  # [P] each
+    per_row = inside[:, 1:].flatten(1).sum(1)  # [B]
     before = per_row.cumsum(0) - per_row  # [B]: deeper elements of earlier packs
     column = torch.arange(len(row), device=device) - before[row]  # [P], in 0..D-1
     deeper = int(per_row.max()) if len(row) else 0  # D
@@ -504,7 +506,7 @@ def _elements(
 
     slots = torch.arange(first, stop, device=device).expand(batch, -1)  # [B, E - D]
     anchors = table(anchor, 0, slots)  # [B, E]
-    # The flat element b * E + e of every (depth, pack, anchor); only elements of `own` are read.
+    # The flat element b * E + e of every (depth, pack, anchor); only elements inside are read.
     place = torch.zeros(depths, batch, length, dtype=torch.long, device=device)  # [K, B, T]
     place[0] = torch.arange(length, device=device) - first
     place[level + 1, row, anchor] = column + (stop - first)
@@ -627,11 +629,11 @@ def parallel_loss(
     drafted, supervised = element_masks(
         frame.mask, frame.rows, frame.choice, frame.document_ids, sample
     )
-    own = supervised.flatten(1).sum(1).double()  # [K]
-    weights = depth_weights(position_weights, own)  # [K]
-    total = own @ weights if count is None else count.to(own).sum()
+    counts = supervised.flatten(1).sum(1).double()  # [K]
+    weights = depth_weights(position_weights, counts)  # [K]
+    total = counts @ weights if count is None else count.to(counts).sum()
     shares = weights / total.clamp_min(1e-30)  # [K]; the weights may add up to less than 1
-    tally = _Tally(torch.zeros_like(own), torch.zeros_like(own), torch.zeros_like(drafted))
+    tally = _Tally(torch.zeros_like(counts), torch.zeros_like(counts), torch.zeros_like(drafted))
     losses = [
         partial(_segment_loss, draft, frame, elements, shares, kind, tally)
         for elements in segments_of(sample, drafted, frame.document_ids, segments, draft.reach)
@@ -644,8 +646,8 @@ def parallel_loss(
         loss = torch.stack([part() for part in losses]).sum()
     sums = {
         "loss": tally.loss,
-        "supervised": own,
-        "weighted": own * weights,
+        "supervised": counts,
+        "weighted": counts * weights,
         "acceptance": tally.acceptance,
         **chain_sums(tally.hits, drafted),
     }
@@ -682,8 +684,8 @@ def _segment_loss(
     shared = SharedTeacher(frame.teacher, slots, entropy=kind.name == "kl" and not kind.hard)
 
     def teacher(part: slice) -> SharedRows:
-        found = shared(part)
-        return found.labelled(choice[part]) if kind.hard else found
+        taught = shared(part)
+        return taught.labelled(choice[part]) if kind.hard else taught
 
     factors = (trained * weights.to(wide(hidden).dtype)[depth])[:, None]  # [n, 1]
     loss, stats = head_loss(hidden[:, None], draft.lm_head.weight, teacher, factors, kind)

@@ -66,8 +66,8 @@ def slot_masks(loss_mask: Tensor, document_ids: Tensor) -> Tensor:
 
     The known and the drafted token are both supervised, as in serving.
     """
-    known = loss_mask.bool() & (document_ids != PADDING)
-    return known & shift_left(known, document_ids)
+    supervised = loss_mask.bool() & (document_ids != PADDING)
+    return supervised & shift_left(supervised, document_ids)
 
 
 def step_masks(mask: Tensor, document_ids: Tensor, steps: int) -> Tensor:
@@ -126,13 +126,13 @@ class ScoredSlots:
         return right & same & self._inside.gather(1, active)
 
 
-def first_slots(known: Tensor, scored: ScoredSlots | None) -> Tensor:
-    """Return the slots whose chains are drafted, int64 [B, A]; `known` is any tensor [B, T]."""
+def first_slots(like: Tensor, scored: ScoredSlots | None) -> Tensor:
+    """Return the slots whose chains are drafted, int64 [B, A]; `like` is any tensor [B, T]."""
     if scored is not None:
         return active_slots(scored.slots)
-    return torch.arange(known.shape[1], device=known.device).expand_as(known)
+    return torch.arange(like.shape[1], device=like.device).expand_as(like)
 
 
-def empty_chains(known: Tensor, depth: int) -> Tensor:
-    """Return chains without a draft, int64 [B, T, depth]; `known` is any tensor [B, T]."""
-    return torch.full((*known.shape, depth), NOT_DRAFTED, device=known.device)
+def empty_chains(like: Tensor, depth: int) -> Tensor:
+    """Return chains without a draft, int64 [B, T, depth]; `like` is any tensor [B, T]."""
+    return torch.full((*like.shape, depth), NOT_DRAFTED, device=like.device)

@@ -95,8 +95,8 @@ def missing_mass(logits: Tensor, logsumexp: Tensor) -> Tensor:
     `logsumexp` [...] is over the full vocabulary. The result is exact up to the rounding of both,
     some 1e-6 in float32.
     """
-    known = (wide(logits) - wide(logsumexp)[..., None]).exp().sum(-1)
-    return (1 - known).clamp_min_(0.0)
+    covered = (wide(logits) - wide(logsumexp)[..., None]).exp().sum(-1)
+    return (1 - covered).clamp_min_(0.0)
 
 
 def topk_teacher(
@@ -120,13 +120,13 @@ def topk_teacher(
     def teacher(r: Tensor) -> TeacherRows:
         rows = r + shift
         z, total = wide(logits[rows]), wide(logsumexp[rows])
-        known = (z - total[:, None]).exp()  # [n, K], m p of the K tokens
+        probabilities = (z - total[:, None]).exp()  # [n, K], m p of the K tokens
         chosen = index[ids[rows].long()]  # [n, K]
         inside = chosen >= 0
-        own = known * inside
-        full = own.new_zeros(len(rows), size).scatter_add_(1, chosen.clamp_min(0), own)
+        inner = probabilities * inside
+        full = inner.new_zeros(len(rows), size).scatter_add_(1, chosen.clamp_min(0), inner)
         missing = missing_mass(z, total) * (inside.sum(-1) < size)  # [n]
-        mass = (own.sum(-1) + missing).clamp_min_(torch.finfo(own.dtype).tiny)
+        mass = (inner.sum(-1) + missing).clamp_min_(torch.finfo(inner.dtype).tiny)
         return TeacherRows(
             full.div_(mass[:, None]),
             None if size == len(index) else mass.clamp(max=1.0),

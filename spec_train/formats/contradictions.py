@@ -124,18 +124,18 @@ def _layer_statements(tables: dict[str, dict[str, Any]]) -> Iterator[Statement]:
 
 def _rope_statements(table: dict[str, Any], prefix: str) -> Iterator[Statement]:
     """Yield the rope settings of the up to two tables of a config."""
-    for place in ("rope_parameters", "rope_scaling"):
-        rope = table_of(table, place)
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = table_of(table, key)
         if any(isinstance(value, dict) for value in rope.values()):  # one table per layer type
             rope = table_of(rope, "full_attention")
         if not rope:
             continue
         kind = rope.get("rope_type") or rope.get("type") or "default"
-        yield "rope_type", f"{prefix}{place}", kind
+        yield "rope_type", f"{prefix}{key}", kind
         for name, value in rope.items():
             if name not in ("rope_type", "type"):
                 plain = name in (*_THETA, *_PARTIAL, _ROPE_LENGTH)
-                yield name if plain else f"rope {name}", f"{prefix}{place}.{name}", value
+                yield name if plain else f"rope {name}", f"{prefix}{key}.{name}", value
 
 
 def _of_tensors(files: DraftFiles) -> Iterator[Statement]:

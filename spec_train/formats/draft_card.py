@@ -47,7 +47,7 @@ class Serving:
 
 def servings(
     subject: Subject,  # the draft, its target and the form that was written
-    found: dict[str, list[Finding]],  # the findings of the preflight
+    checked: dict[str, list[Finding]],  # the findings of the preflight
     folder: str,  # the directory of the export, as it is typed
     drafted: int,  # tokens that the draft is trained to propose per verification step
 ) -> list[Serving]:
@@ -58,7 +58,7 @@ def servings(
     rows = {row.engine: row for row in engines().start if subject.served_kind in row.drafts.split()}
     result = []
     for engine in sorted(rows, key=lambda name: name != subject.form):  # the form's own first
-        findings = found.get(engine, [Finding(engine, REFUSE, "not checked")])
+        findings = checked.get(engine, [Finding(engine, REFUSE, "not checked")])
         refused = any(finding.level == REFUSE for finding in findings)
         if refused or subject.form not in engines().engine[engine].serves:
             continue

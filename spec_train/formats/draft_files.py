@@ -122,10 +122,10 @@ def _sort_metadata(path: Path, metadata: dict[str, str]) -> None:
         start = len(before) + len(key)
         text = after[: len(ordered)]
         try:
-            known = json.loads(text) == metadata
+            alike = json.loads(text) == metadata
         except ValueError:  # also text that is not UTF-8
-            known = False
-        if known:
+            alike = False
+        if alike:
             file.seek(8 + start)
             file.write(ordered)
 

@@ -79,18 +79,18 @@ def broken_seal(config: dict[str, Any], seal: Any, tensors: dict[str, Tensor]) -
     return problems + _other_tensors(seal["tensors"], tensors)
 
 
-def _leaves(sealed: Any, found: Any, path: str = "") -> Iterator[str]:
-    if isinstance(sealed, dict) and isinstance(found, dict):
-        for name in [*sealed, *(n for n in found if n not in sealed)]:
+def _leaves(sealed: Any, current: Any, path: str = "") -> Iterator[str]:
+    if isinstance(sealed, dict) and isinstance(current, dict):
+        for name in [*sealed, *(n for n in current if n not in sealed)]:
             inner = f"{path}.{name}" if path else name
-            if name not in found:
+            if name not in current:
                 yield f"{inner}: sealed {_short(sealed[name])}, now missing"
             elif name not in sealed:
-                yield f"{inner}: added, {_short(found[name])}"
+                yield f"{inner}: added, {_short(current[name])}"
             else:
-                yield from _leaves(sealed[name], found[name], inner)
-    elif not same_value(sealed, found):
-        yield f"{path}: sealed {_short(sealed)}, found {_short(found)}"
+                yield from _leaves(sealed[name], current[name], inner)
+    elif not same_value(sealed, current):
+        yield f"{path}: sealed {_short(sealed)}, found {_short(current)}"
 
 
 def same_value(a: Any, b: Any) -> bool:

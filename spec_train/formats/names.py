@@ -84,8 +84,8 @@ def kind_of(files: DraftFiles) -> str:
     if _SHARED in names:
         wide = {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & tensors.keys()
         return "eagle3" if wide else "eagle"
-    for kind, known in CLASSES.items():
-        if set(names) & set(known):
+    for kind, classes in CLASSES.items():
+        if set(names) & set(classes):
             return kind
     if shared := sorted(set(names) & set(TARGETS)):
         raise files.bad_config(
@@ -94,7 +94,7 @@ def kind_of(files: DraftFiles) -> str:
         )
     raise files.bad_config(
         f"architectures {names} are not a known draft; known: "
-        f"{', '.join(name for known in CLASSES.values() for name in known)}"
+        f"{', '.join(name for classes in CLASSES.values() for name in classes)}"
     )
 
 

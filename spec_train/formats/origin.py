@@ -31,31 +31,31 @@ def origin_of(manifest: Manifest) -> dict[str, Any]:
     return manifest.identity | facts | {"target_name": manifest.target.name}
 
 
-def differing_rows(own: Tensor, other: Tensor) -> float:
+def differing_rows(stored: Tensor, other: Tensor) -> float:
     """Return the share of rows that differ by more than rounding to the coarser dtype.
 
     Both tensors are [V, H], of any floating dtypes; the device of `other` computes.
     """
-    eps = max(torch.finfo(own.dtype).eps, torch.finfo(other.dtype).eps)
+    eps = max(torch.finfo(stored.dtype).eps, torch.finfo(other.dtype).eps)
     smallest = 2.0**-24  # smallest positive float16
     count = 0
-    for a, b in zip(own.split(_ROWS), other.split(_ROWS), strict=True):
+    for a, b in zip(stored.split(_ROWS), other.split(_ROWS), strict=True):
         b = b.float()
         gap = (a.to(b.device).float() - b).abs()
         count += int((~(gap <= eps * b.abs() + smallest)).any(-1).sum())
-    return count / len(own)
+    return count / len(stored)
 
 
-def require_same_embedding(own: Tensor, other: Tensor, who: str, whose: str) -> None:
+def require_same_embedding(stored: Tensor, other: Tensor, who: str, whose: str) -> None:
     """Refuse a draft of another target, by its embedding.
 
-    `own` [V, H] is the embedding of the draft `who`, `other` that of the target of `whose`; the two
+    `stored` [V, H] is the embedding of the draft `who`, `other` that of the target of `whose`; the two
     names are for the message.
 
     Raises:
         DraftError: the embeddings differ by more than rounding.
     """
-    share = differing_rows(own, other) if own.shape == other.shape else 1.0
+    share = differing_rows(stored, other) if stored.shape == other.shape else 1.0
     if share:
         raise DraftError(
             f"{who}: a draft of another target than that of {whose} ({max(share, 1e-4):.2%} of "
@@ -63,13 +63,13 @@ def require_same_embedding(own: Tensor, other: Tensor, who: str, whose: str) -> 
         )
 
 
-def embedding_warnings(own: Tensor, other: Tensor, *, trained: bool) -> list[str]:
+def embedding_warnings(stored: Tensor, other: Tensor, *, trained: bool) -> list[str]:
     """Return a line if a draft's embedding [V, H] is not that of the target, `other`.
 
     A `trained` one is the target's, moved by the training.
     """
     squares = [0.0, 0.0]  # of the difference, and of the draft's own
-    for a, b in zip(own.detach().split(_ROWS), other.detach().split(_ROWS), strict=True):
+    for a, b in zip(stored.detach().split(_ROWS), other.detach().split(_ROWS), strict=True):
         a = a.to(b.device).float()
         squares[0] += float((a - b.float()).square().sum())
         squares[1] += float(a.square().sum())

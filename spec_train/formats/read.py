@@ -157,8 +157,8 @@ def _of_speculators(files: DraftFiles) -> tuple[str, DraftFiles, int | None]:
     if not isinstance(layer, dict):
         raise files.bad_config(f"{LAYER} is missing, which speculators files need")
     if kind not in _OF_SPECULATORS:
-        known = ", ".join(_OF_SPECULATORS)
-        raise files.bad_config(f"speculators drafts of type {kind} are unknown; known: {known}")
+        kinds = ", ".join(_OF_SPECULATORS)
+        raise files.bad_config(f"speculators drafts of type {kind} are unknown; known: {kinds}")
     methods = (raw.pop("speculators_config", None) or {}).get("proposal_methods") or [{}]
     depth = methods[0].get("speculative_tokens")
     raw = {**layer, **{name: value for name, value in raw.items() if value is not None}}
@@ -754,9 +754,9 @@ def switches_of(files: DraftFiles) -> dict[str, Any]:
     result = {name: both[name] for name in names if both.get(name) is not None}
     result["qk_norm"] = any(".q_norm." in name for name in files.tensors)
     options = table_of(raw, SECTION).get("options") or {}  # the speculators form may lack the key
-    own = raw.get("train_embeddings", raw.get("embed_requires_grad"))
-    own = options.get("train_embeddings") if own is None else own
-    return result | ({"train_embeddings": True} if own else {})
+    trained = raw.get("train_embeddings", raw.get("embed_requires_grad"))
+    trained = options.get("train_embeddings") if trained is None else trained
+    return result | ({"train_embeddings": True} if trained else {})
 
 
 def options_of(
@@ -776,8 +776,8 @@ def options_of(
         values["sliding_window"] = config["sliding_window"]
         values["layer_types"] = ",".join(config["layer_types"])
     names = {field.name for field in dataclasses.fields(options)}
-    known = {n: value for n, value in values.items() if n in names and value is not None}
-    return to_dict(options(**known))
+    chosen = {n: value for n, value in values.items() if n in names and value is not None}
+    return to_dict(options(**chosen))
 
 
 def section_of(
@@ -803,16 +803,16 @@ def has_own_embedding(tensors: dict[str, Tensor], files: DraftFiles, target: Tar
     trained embedding stays near the target's. One that has nothing to do with it belongs to another
     target: it is not the draft's own here, and is refused where the two are joined.
     """
-    raw, own = files.config, tensors.get(EMBEDDING)
+    raw, stored = files.config, tensors.get(EMBEDDING)
     stated = bool(raw.get("train_embeddings", raw.get("embed_requires_grad")))
-    if own is None or SECTION in raw:
-        return stated and own is not None
-    if target.embedding is None or own.shape != target.embedding.shape:
+    if stored is None or SECTION in raw:
+        return stated and stored is not None
+    if target.embedding is None or stored.shape != target.embedding.shape:
         return stated
-    theirs = target.embedding.detach().to("cpu", own.dtype)
-    if torch.equal(own, theirs):
+    theirs = target.embedding.detach().to("cpu", stored.dtype)
+    if torch.equal(stored, theirs):
         return False
-    pairs = own[:_COMPARED].float(), theirs[:_COMPARED].float()
+    pairs = stored[:_COMPARED].float(), theirs[:_COMPARED].float()
     return stated or float(torch.cosine_similarity(*pairs, dim=-1).mean()) > _NEAR
 
 

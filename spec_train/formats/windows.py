@@ -116,14 +116,14 @@ def slides_non_causal(files: DraftFiles, windows: Windows) -> bool:
 
 def _types(files: DraftFiles, raw: dict[str, Any], count: int) -> tuple[str, ...]:
     """Return the first `count` entries of `layer_types`; () if the key is absent or null."""
-    found = raw.get("layer_types")
-    if found is None:
+    types_given = raw.get("layer_types")
+    if types_given is None:
         return ()
-    if not isinstance(found, list | tuple) or len(found) < count:
+    if not isinstance(types_given, list | tuple) or len(types_given) < count:
         raise files.bad_config(
-            f"layer_types = {found}: expected an entry for each of the draft's {count} layers"
+            f"layer_types = {types_given}: expected an entry for each of the draft's {count} layers"
         )
-    types = tuple(found[:count])
+    types = tuple(types_given[:count])
     if odd := sorted({str(kind) for kind in types} - {FULL, SLIDING}):
         raise files.bad_config(
             f"layer_types has {', '.join(odd)}; drafts have {FULL} and {SLIDING} only"

@@ -52,29 +52,29 @@ _MIDLAYER, _LAYER0 = "midlayer.", "layers.0."
 _LATER_NORM = re.compile(r"^(layers\.[1-9]\d*\.)input_layernorm\.")
 
 
-def _unchanged(own: DraftFiles, target: TargetFacts) -> DraftFiles:
-    return own  # for readers of our checkpoint as it is
+def _unchanged(ours: DraftFiles, target: TargetFacts) -> DraftFiles:
+    return ours  # for readers of our checkpoint as it is
 
 
-def _eagle_to_sglang(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+def _eagle_to_sglang(ours: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write EAGLE-1/2: `fc` always has a bias there, with random values if the file has none."""
-    weight = own.tensors["fc.weight"]
-    bias = own.tensors.get("fc.bias", torch.zeros(weight.shape[0], dtype=weight.dtype))
-    config = own.config | {"architectures": [EAGLE_SGLANG], "bias": True}
-    return DraftFiles(config, own.tensors | {"fc.bias": bias}, own.where)
+    weight = ours.tensors["fc.weight"]
+    bias = ours.tensors.get("fc.bias", torch.zeros(weight.shape[0], dtype=weight.dtype))
+    config = ours.config | {"architectures": [EAGLE_SGLANG], "bias": True}
+    return DraftFiles(config, ours.tensors | {"fc.bias": bias}, ours.where)
 
 
-def _eagle3_to_sglang(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+def _eagle3_to_sglang(ours: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write EAGLE-3: the input norm of the layers after the first is `hidden_norm` there."""
-    if own.config["num_hidden_layers"] == 1:
-        return own
-    tensors = {_LATER_NORM.sub(r"\1hidden_norm.", name): v for name, v in own.tensors.items()}
-    return DraftFiles(own.config, tensors, own.where)
+    if ours.config["num_hidden_layers"] == 1:
+        return ours
+    tensors = {_LATER_NORM.sub(r"\1hidden_norm.", name): v for name, v in ours.tensors.items()}
+    return DraftFiles(ours.config, tensors, ours.where)
 
 
-def _eagle3_to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+def _eagle3_to_deepspec(ours: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write EAGLE-3 for DeepSpec, whose class always norms queries and keys."""
-    raw = own.config
+    raw = ours.config
     options = raw[SECTION]["options"]
     left_out = ("eagle_config", INPUT_KEY, "mlp_bias", "norm_before_residual", "norm_before_fc")
     config = {name: value for name, value in raw.items() if name not in left_out}
@@ -91,49 +91,49 @@ def _eagle3_to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
         config["num_target_layers"] = target.num_layers
     if target.name is not None:
         config["target_model_name_or_path"] = target.name
-    return DraftFiles(config, _without_midlayer(own), own.where)
+    return DraftFiles(config, _without_midlayer(ours), ours.where)
 
 
-def _blocks_to_flat(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+def _blocks_to_flat(ours: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write a block draft for engines: without the target's embedding; a trained one stays."""
-    if own.config.get("train_embeddings"):
-        return own
-    tensors = {name: value for name, value in own.tensors.items() if name != EMBEDDING}
-    return DraftFiles(own.config, tensors, own.where)
+    if ours.config.get("train_embeddings"):
+        return ours
+    tensors = {name: value for name, value in ours.tensors.items() if name != EMBEDDING}
+    return DraftFiles(ours.config, tensors, ours.where)
 
 
-def _blocks_to_deepspec(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+def _blocks_to_deepspec(ours: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write a block draft for DeepSpec: with copies of the given target's embedding and head."""
     if target.head is None:
         raise DraftError(
-            f"{own.where}: DeepSpec's checkpoints hold a copy of the target's LM head; pass "
+            f"{ours.where}: DeepSpec's checkpoints hold a copy of the target's LM head; pass "
             "--target with the target's directory"
         )
-    head = target.head.detach().to("cpu", own.tensors["fc.weight"].dtype, copy=True)
-    config = own.config | {"architectures": [DSPARK]}
-    return DraftFiles(config, own.tensors | {HEAD: head}, own.where)
+    head = target.head.detach().to("cpu", ours.tensors["fc.weight"].dtype, copy=True)
+    config = ours.config | {"architectures": [DSPARK]}
+    return DraftFiles(config, ours.tensors | {HEAD: head}, ours.where)
 
 
-def _dflash_to_transformers(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+def _dflash_to_transformers(ours: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write DFlash for transformers' one class of it, which uses the target's embedding and head.
 
     A key that is null counts: its defaults are of Muse Glimmer.
     """
-    raw = own.config
+    raw = ours.config
     config = {name: raw.get(name) for name in written_names("transformers")} | {
         "architectures": [MUSE],
         "model_type": "muse_glimmer_assistant",
     }
     if raw.get("sliding_window"):  # its positions see those at this distance: one more than ours
         config["sliding_window"] = raw["sliding_window"] - 1
-    tensors = written_tensors("transformers", _blocks_to_flat(own, target).tensors)
-    return DraftFiles(config | {SECTION: raw[SECTION]}, tensors, own.where)
+    tensors = written_tensors("transformers", _blocks_to_flat(ours, target).tensors)
+    return DraftFiles(config | {SECTION: raw[SECTION]}, tensors, ours.where)
 
 
 # -- speculators -----------------------------------------------------------------------------------
 
 
-def _to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
+def _to_speculators(ours: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write for the speculators library: a layer config inside an algorithm config.
 
     vLLM reads it too, and uses `verifier.name_or_path` as the target. One without a name is a
@@ -144,14 +144,14 @@ def _to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
             "the speculators form contains the name of its target: pass --target (a directory, or "
             "the name under which the target will be served)"
         )
-    raw, kind = own.config, own.config[SECTION]["draft"]
+    raw, kind = ours.config, ours.config[SECTION]["draft"]
     if kind in _EAGLE3_KINDS:
         fields, depth = _eagle_fields(raw, kind)
-        tensors = _without_midlayer(own)
+        tensors = _without_midlayer(ours)
     else:
         kind = "dflash" if DFLASH in raw["architectures"] else "dspark"
         fields, depth = _block_fields(raw, kind)
-        tensors = _blocks_to_flat(own, target).tensors
+        tensors = _blocks_to_flat(ours, target).tensors
     layer = {name: raw[name] for name in written_names("speculators_layer") if name in raw}
     if kind in _EAGLE3_KINDS:  # vLLM reads both only here: else 3 states, and no norms
         layer["num_aux_hidden_states"] = len(raw[SECTION]["layers"])
@@ -183,7 +183,7 @@ def _to_speculators(own: DraftFiles, target: TargetFacts) -> DraftFiles:
         },
         SECTION: raw[SECTION],
     }
-    return DraftFiles(config, tensors, own.where)
+    return DraftFiles(config, tensors, ours.where)
 
 
 def _eagle_fields(raw: dict[str, Any], kind: str) -> tuple[dict[str, Any], int]:
@@ -216,8 +216,8 @@ def _block_fields(raw: dict[str, Any], kind: str) -> tuple[dict[str, Any], int]:
     return fields, raw["block_size"] - (0 if raw["sample_from_anchor"] else 1)
 
 
-def _without_midlayer(own: DraftFiles) -> dict[str, torch.Tensor]:
-    return {name.replace(_MIDLAYER, _LAYER0): value for name, value in own.tensors.items()}
+def _without_midlayer(ours: DraftFiles) -> dict[str, torch.Tensor]:
+    return {name.replace(_MIDLAYER, _LAYER0): value for name, value in ours.tensors.items()}
 
 
 # -- forms -----------------------------------------------------------------------------------------
@@ -249,25 +249,25 @@ _OWN_CLASS = ("deepspec", "transformers")
 """Forms of one program each; what its class does not have, such files cannot hold."""
 
 
-def write_form(own: DraftFiles, form: str, target: TargetFacts) -> DraftFiles:
+def write_form(ours: DraftFiles, form: str, target: TargetFacts) -> DraftFiles:
     """Convert our checkpoint to the form `form`.
 
     Raises:
         DraftError: this kind of draft has no such form, or the class of the form cannot hold it.
     """
-    writers = WRITERS[own.config[SECTION]["draft"]]
+    writers = WRITERS[ours.config[SECTION]["draft"]]
     if form not in writers:
         raise DraftError(
-            f"{own.where}: there is no {form} form of {own.config[SECTION]['draft']} drafts; use "
+            f"{ours.where}: there is no {form} form of {ours.config[SECTION]['draft']} drafts; use "
             f"one of {', '.join(writers)}"
         )
     if form in _OWN_CLASS:
-        found = of_engine(Subject(own, target, form), form)
-        if faults := [finding.text for finding in found if finding.level == REFUSE]:
-            raise DraftError(f"{own.where}: the {form} form cannot hold it: {'; '.join(faults)}")
-    files = writers[form](own, target)
-    if files is own:
-        return own
+        findings = of_engine(Subject(ours, target, form), form)
+        if faults := [finding.text for finding in findings if finding.level == REFUSE]:
+            raise DraftError(f"{ours.where}: the {form} form cannot hold it: {'; '.join(faults)}")
+    files = writers[form](ours, target)
+    if files is ours:
+        return ours
     marked = {**files.config[SECTION], FORM: form}
     return DraftFiles({**files.config, SECTION: marked}, files.tensors, files.where)
 

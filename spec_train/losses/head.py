@@ -75,12 +75,12 @@ class TargetHead(nn.Module):
         linear = model.get_output_embeddings()
         weight, bias = linear.weight.data, getattr(linear, "bias", None)
         vocab, hidden = weight.shape
-        known = HeadSpec(
+        head = HeadSpec(
             vocab_size=vocab, hidden_size=hidden, tied=weight is embed, has_bias=bias is not None
         )
         if spec is not None:
-            known = structs.replace(known, scale=spec["scale"], softcap=spec.get("softcap"))
-        return cls(known, embed, weight, None if bias is None else bias.data)
+            head = structs.replace(head, scale=spec["scale"], softcap=spec.get("softcap"))
+        return cls(head, embed, weight, None if bias is None else bias.data)
 
     def _apply(self, fn, recurse: bool = True):
         """Move the module: tied weights stay one tensor, and the selected rows are dropped."""

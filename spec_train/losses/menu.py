@@ -143,9 +143,9 @@ def _divergence(q: Tensor, p: Tensor, name: str) -> tuple[Tensor, Tensor]:
         return loss, gap.sub_(loss[..., None]).mul_(q)
     middle = ((p + q) / 2).clamp_min_(tiny)  # [N, S, Vd]
     gap = q.clamp_min(tiny).div_(middle).log_()
-    own = (q * gap).sum(-1)
-    loss = (torch.xlogy(p, p / middle).sum(-1) + own) / 2
-    return loss, gap.sub_(own[..., None]).mul_(q / 2)
+    mean_gap = (q * gap).sum(-1)
+    loss = (torch.xlogy(p, p / middle).sum(-1) + mean_gap) / 2
+    return loss, gap.sub_(mean_gap[..., None]).mul_(q / 2)
 
 
 def _acceptance_loss(
@@ -357,12 +357,12 @@ class _HeadLoss(torch.autograd.Function):
         small = (None, None)
         if low_rank is not None and any(wanted):
             small = low_rank.d_latent, low_rank.d_w2.to(low_rank.w2.dtype)
-        known = None if d_weight is None else d_weight.to(weight.dtype)
-        ctx.save_for_backward(d_hidden, known, *small)
+        sums = None if d_weight is None else d_weight.to(weight.dtype)
+        ctx.save_for_backward(d_hidden, sums, *small)
         ctx.mark_non_differentiable(*stats)
         return total, *stats
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        own = [None if d is None else d * grads[0].to(d.dtype) for d in ctx.saved_tensors]
-        return *own, None
+        gradients = [None if d is None else d * grads[0].to(d.dtype) for d in ctx.saved_tensors]
+        return *gradients, None

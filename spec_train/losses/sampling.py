@@ -42,8 +42,8 @@ def pick(probabilities: Tensor, uniform: Tensor | float) -> Tensor:
     """
     cumulative = probabilities.cumsum(-1)
     last = torch.searchsorted(cumulative, cumulative[-1])
-    found = torch.searchsorted(cumulative, cumulative[-1] * uniform, right=True)
-    return torch.minimum(found, last)
+    index = torch.searchsorted(cumulative, cumulative[-1] * uniform, right=True)
+    return torch.minimum(index, last)
 
 
 def reject_sampled(
@@ -106,9 +106,9 @@ class Sampled:
         Returns the target id, int64 [], and the draft's distribution over the target vocabulary,
         float64 [V]. `draft_ids` int64 [Vd] maps draft ids to target ids.
         """
-        own = self.probabilities(logits)
-        chosen = draft_ids[pick(own, self._uniforms(1)[0])]
-        return chosen, own.new_zeros(vocab_size).scatter_(0, draft_ids, own)
+        q = self.probabilities(logits)
+        chosen = draft_ids[pick(q, self._uniforms(1)[0])]
+        return chosen, q.new_zeros(vocab_size).scatter_(0, draft_ids, q)
 
     def verify(self, drafted: Tensor, q: list[Any], logits: Tensor) -> tuple[list[int], int, int]:
         """Compare drafted ids [k] with logits [k + 1, V]; return (ids, accepted, next token)."""

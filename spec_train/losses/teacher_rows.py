@@ -103,8 +103,8 @@ class SharedRows:
 
     def __getitem__(self, slots: slice) -> TeacherRows:
         """Return the distributions of a slice of the slots, as copies."""
-        found = self.rows[self.index[slots]]
-        return found if self.label is None else found.labelled(self.label[slots])
+        rows = self.rows[self.index[slots]]
+        return rows if self.label is None else rows.labelled(self.label[slots])
 
 
 SomeRows = TeacherRows | SharedRows

@@ -38,9 +38,9 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
     chosen = blocks.gather(-2, block[..., None, None].expand(*block.shape, 1, _BLOCK))
     best = block * _BLOCK + chosen.squeeze(-2).argmax(-1)
     if width < x.shape[-1]:
-        rest, place = x[..., width:].max(-1)
+        rest, at = x[..., width:].max(-1)
         later = rest > peak
-        peak, best = torch.where(later, rest, peak), torch.where(later, place + width, best)
+        peak, best = torch.where(later, rest, peak), torch.where(later, at + width, best)
     return peak, best
 
 

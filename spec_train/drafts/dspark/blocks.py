@@ -67,11 +67,11 @@ def sample_blocks(loss_mask: Tensor, document_ids: Tensor, limit: int) -> Blocks
             slots = slots[order[:limit]].sort().values
         rows.append(slots)
     counts = torch.tensor([len(row) for row in rows])  # [B]
-    kept = torch.arange(int(counts.max())) < counts[:, None]  # [B, N]
-    anchors = torch.zeros(kept.shape, dtype=torch.long)  # [B, N]
-    anchors[kept] = torch.cat(rows)
+    real = torch.arange(int(counts.max())) < counts[:, None]  # [B, N]
+    anchors = torch.zeros(real.shape, dtype=torch.long)  # [B, N]
+    anchors[real] = torch.cat(rows)
     device = loss_mask.device
-    return Blocks(anchors.to(device, non_blocking=True), kept.to(device, non_blocking=True))
+    return Blocks(anchors.to(device, non_blocking=True), real.to(device, non_blocking=True))
 
 
 def drafted_mask(loss_mask: Tensor, document_ids: Tensor, depth: int) -> Tensor:

@@ -675,18 +675,18 @@ def _rows_loss(
 ) -> tuple[Tensor, RowStats, Forecasts | None]:
     """Return the loss of the chosen drafts with a graph, their figures, and their confidence."""
     options, rows = draft.options, chosen.rows
-    hidden, low_rank, known = y.flatten(0, 2)[rows], None, None  # hidden: [R, H]
+    hidden, low_rank, markov_rows = y.flatten(0, 2)[rows], None, None  # hidden: [R, H]
     shared = SharedTeacher(teacher, chosen.slot)
     if draft.markov_head is not None:
         markov, w2 = draft.markov_head, draft.markov_head.markov_w2.weight
         if markov.of_token_alone:  # drafts of one slot follow the same token
             latent = markov.markov_w1(chosen.token_before(shared.slots))  # [M, r], M slots
             low_rank = LowRank(latent, w2, (shared.index, shared.bounds))
-            known = latent[shared.index]  # [R, r]
+            markov_rows = latent[shared.index]  # [R, r]
         else:
             e = markov.markov_w1(chosen.previous)  # [B, N, D, r]
             low_rank = LowRank(markov.block(e, y).flatten(0, 2)[rows], w2)
-            known = e.flatten(0, 2)[rows]
+            markov_rows = e.flatten(0, 2)[rows]
     head_rows = draft.head_rows(head)  # [Vd, H]
     label = {"tokens": chosen.token, "hard": chosen.choice.clamp_min(0), "soft": None}
     first = chosen.weight * chosen.has_token * shares[0]  # [R]
@@ -703,7 +703,7 @@ def _rows_loss(
     )
     if draft.confidence_head is None:
         return loss, figures, None
-    logits = draft.confidence_head(hidden, known).to(figures.acceptance.dtype)  # [R]
+    logits = draft.confidence_head(hidden, markov_rows).to(figures.acceptance.dtype)  # [R]
     bce = F.binary_cross_entropy_with_logits(logits, figures.acceptance, reduction="none")  # [R]
     weight = options.confidence_weight * chosen.weight * shares[1]  # [R]
     loss = loss + (weight.to(bce.dtype) * bce).sum()
@@ -740,15 +740,15 @@ def block_rows_loss(
     ce_weights, l1_weights = ce_weights.to(dtype), l1_weights.to(dtype)
 
     def score(logits: Tensor, rows: TeacherRows, part: slice) -> tuple[Tensor, ...]:
-        known = None if labels is None else labels[part]
+        labelled = None if labels is None else labels[part]
         ce, l1 = ce_weights[part], l1_weights[part]
         if kind is None:
-            entropy, overlap, acceptance, best = _row_losses(logits, rows, known, ce, l1)
+            entropy, overlap, acceptance, best = _row_losses(logits, rows, labelled, ce, l1)
             weighted = ce * entropy + l1 * 2 * (1 - overlap)
             return weighted, entropy, acceptance, best, entropy, overlap
         zero = torch.zeros_like(ce)
-        entropy, overlap, acceptance, best = _row_losses(logits.clone(), rows, known, zero, zero)
-        rows = rows if known is None else rows.labelled(known)
+        entropy, overlap, acceptance, best = _row_losses(logits.clone(), rows, labelled, zero, zero)
+        rows = rows if labelled is None else rows.labelled(labelled)
         loss, _, slope, _ = distribution_loss(logits[:, None], rows, kind)  # [n, 1], ...
         torch.mul(slope[:, 0], ce[:, None], out=logits)
         return ce * loss[:, 0], loss[:, 0], acceptance, best, entropy, overlap

@@ -1,6 +1,5 @@
 """Back ends of the unrolled attention: scores, chunks, CUDA; `test_windows` has the values."""
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -73,21 +72,6 @@ def test_chunks_hold_every_seen_key_and_skip_other_documents(monkeypatch):
     spans = {(b.pack.start, b.queries.start): b.keys for b in queries.prepared}
     assert spans[0, 0] == (slice(0, 3),) and spans[0, 2] == (slice(3, 7),)
     assert spans[1, 0] == (slice(0, 5),)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled flex_attention needs CUDA")
-@pytest.mark.parametrize("steps", [0, 3])
-def test_compiled_flex_equals_dense_with_gradients(steps: int) -> None:
-    tensors = [
-        x.detach().cuda().requires_grad_()
-        for x in _inputs(USED, steps, 4, 2, torch.float32, size=16)
-    ]
-    results = []
-    for backend in ("flex", "dense"):
-        out = _attend(tensors, _queries(USED, backend, "cuda"), 0.5)
-        results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
 
 
 def test_consecutive_query_heads_share_a_key_head() -> None:
