@@ -49,8 +49,7 @@ def differing_rows(stored: Tensor, other: Tensor) -> float:
 def require_same_embedding(stored: Tensor, other: Tensor, who: str, whose: str) -> None:
     """Refuse a draft of another target, by its embedding.
 
-    `stored` [V, H] is the embedding of the draft `who`, `other` that of the target of `whose`; the two
-    names are for the message.
+    `stored` [V, H] is the embedding of the draft `who`, `other` that of the target of `whose`.
 
     Raises:
         DraftError: the embeddings differ by more than rounding.
