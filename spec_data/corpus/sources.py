@@ -14,6 +14,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -214,32 +215,33 @@ def _directory(path: Path, split: str, limit: int) -> list[Source]:
 
 
 # -- the Hub, and datasets of the `datasets` library -----------------------------------------------
-# The libraries raise a different class for each cause.
+
+
+@contextmanager
+def _opening(name: str, problem: str, advice: str = "") -> Iterator[None]:
+    """Say in words what the libraries raise, a different class for each cause."""
+    try:
+        yield
+    except Exception as error:
+        text = f"corpus {name}: {problem}: {type(error).__name__}: {error}{advice}"
+        raise CorpusError(text) from error
 
 
 def _hub_file(name: str, hub: str, file: str, split: str, limit: int) -> Source:
     """Return the source of one file of a Hub dataset, which is downloaded to the Hub's cache."""
     if split:
         raise CorpusError(f"corpus {name}: a file has no splits; leave out @{split}")
-    try:
+    problem = f"no such file or directory, and loading {file} of the HF dataset {hub} failed"
+    with _opening(name, problem):
         path = Path(hf_hub_download(hub, file, repo_type="dataset"))
-    except Exception as error:
-        raise CorpusError(
-            f"corpus {name}: no such file or directory, and loading {file} of the HF dataset {hub} "
-            f"failed: {error}"
-        ) from error
     return replace(_file_source(name, path, path.parent, limit), name=name)
 
 
 def _saved_dataset(name: str, path: Path, split: str, limit: int) -> Source:
     """Return the source of a directory that `datasets`' `save_to_disk` wrote."""
     last = path.name if path.name not in ("", "..") else path.resolve().name
-    try:
+    with _opening(name, "datasets cannot open it"):
         dataset = datasets.load_from_disk(str(path))
-    except Exception as error:
-        raise CorpusError(
-            f"corpus {name}: datasets cannot open it: {type(error).__name__}: {error}"
-        ) from error
     if isinstance(dataset, datasets.DatasetDict):
         if split not in dataset:
             raise CorpusError(
@@ -267,13 +269,10 @@ def _hash_of(files: Sequence[Path]) -> str:
 
 def _hub_dataset(name: str, hub: str, config: str | None, split: str, limit: int) -> Source:
     """Return the source of a dataset that `datasets` downloads and caches."""
-    try:
+    problem = "no such file or directory, and loading it as an HF dataset failed"
+    advice = "\nwrite a Hub name as NAME, NAME:CONFIG, NAME@SPLIT or NAME:CONFIG@SPLIT"
+    with _opening(name, problem, advice):
         dataset = datasets.load_dataset(hub, config, split=split)
-    except Exception as error:
-        raise CorpusError(
-            f"corpus {name}: no such file or directory, and loading it as an HF dataset failed: "
-            f"{error}\nwrite a Hub name as NAME, NAME:CONFIG, NAME@SPLIT or NAME:CONFIG@SPLIT"
-        ) from error
     facts = {"digest": lambda: str(dataset._fingerprint), "licence": dataset.info.license or None}
     return _dataset_source(dataset, limit, name=name, path=name, kind="hf dataset", **facts)
 
