@@ -73,6 +73,37 @@ def fit(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "FitRes
     return result
 
 
+def _fit(training: Training, draft: AnyDraftOptions) -> "FitResult":
+    """Train, then write the page of the run."""
+    name, training, draft = settled(training, draft)
+    from spec_train.reports.run_page import PAGE, leave_page, page_of
+    from spec_train.training.fit import fit as train
+
+    result = train(name, training, draft)
+    if _is_main():
+        leave_page(result.directory / PAGE, lambda: page_of([result.directory]))
+    return result
+
+
+def _is_main() -> bool:
+    """Whether this process is the one that writes, of those that torchrun has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def settled(training: Training, draft: AnyDraftOptions) -> tuple[str, Training, AnyDraftOptions]:
+    """Return the name of the draft, and both sets of options with --preset.
+
+    Raises:
+        MissingError: --data or another path is not what it should be.
+    """
+    begun = (Kind.NOTHING, Kind.EMPTY, Kind.UNFINISHED)
+    for source in parse_sources(training.data):
+        if not (training.follow and what_is(source.location) in begun):
+            check_path("--data", source.location, Kind.DATASET)
+    name = next(name for name, kind in DRAFT_OPTIONS.items() if type(draft) is kind)
+    return name, training, with_preset(draft, training.preset)
+
+
 @command
 def dry_run(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "DryRun":
     """Prepare a run, train a few of its steps, and return what all of it will cost.
@@ -102,38 +133,6 @@ def _dry_run(training: Training, draft: AnyDraftOptions) -> "DryRun":
 
     return dry_run(name, training, draft)
 
-
-def _fit(training: Training, draft: AnyDraftOptions) -> "FitResult":
-    """Train, then write the page of the run."""
-    name, training, draft = settled(training, draft)
-    from spec_train.reports.run_page import PAGE, leave_page, page_of
-    from spec_train.training.fit import fit as train
-
-    result = train(name, training, draft)
-    if _is_main():
-        leave_page(result.directory / PAGE, lambda: page_of([result.directory]))
-    return result
-
-
-def _is_main() -> bool:
-    """Whether this process is the one that writes, of those that torchrun has started."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def settled(training: Training, draft: AnyDraftOptions) -> tuple[str, Training, AnyDraftOptions]:
-    """Return the name of the draft, and both sets of options with --preset.
-
-    Raises:
-        MissingError: --data or another path is not what it should be.
-    """
-    for source in parse_sources(training.data):
-        if not (training.follow and what_is(source.location) in _BEFORE_FOLLOW):
-            check_path("--data", source.location, Kind.DATASET)
-    name = next(name for name, kind in DRAFT_OPTIONS.items() if type(draft) is kind)
-    return name, training, with_preset(draft, training.preset)
-
-
-_BEFORE_FOLLOW = (Kind.NOTHING, Kind.EMPTY, Kind.UNFINISHED)
 
 # -- the command line ------------------------------------------------------------------------------
 

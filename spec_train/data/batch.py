@@ -113,10 +113,10 @@ def padding_batch(device: torch.device | str = "cpu", slots: int = 4) -> DraftBa
     )
 
 
-def one_document(batch: DraftBatch, pack: int, place: int) -> DraftBatch:
-    """Return a decoded batch with only the document at `place` of `pack`, B = 1."""
-    span = (batch.document_ids[pack] == place).nonzero().flatten()
+def one_document(batch: DraftBatch, pack: int, number: int) -> DraftBatch:
+    """Return a decoded batch with only document `number` of `pack`, B = 1."""
+    span = (batch.document_ids[pack] == number).nonzero().flatten()
     plain: dict[str, Any] = {n: v[pack, span][None] for n, v in batch.plain().items()}
     plain["document_ids"] = torch.zeros_like(plain["document_ids"])
     hidden = {name: values[pack, span][None] for name, values in batch.hidden.items()}
-    return DraftBatch(**plain, hidden=hidden, rows=[[batch.rows[pack][place]]])
+    return DraftBatch(**plain, hidden=hidden, rows=[[batch.rows[pack][number]]])
