@@ -37,7 +37,7 @@ from spec_train.evaluation.on_target import (
 )
 from spec_train.evaluation.prompts import read_prompts
 from spec_train.evaluation.run_record import read_run
-from spec_train.evaluation.same_target import find_trained, kwargs_for, prompt_warnings
+from spec_train.evaluation.trained_prompts import find_trained, kwargs_for, prompt_warnings
 from spec_train.formats.draft_files import read_config
 from spec_train.formats.read import is_own_form
 from spec_train.formats.target_facts import TargetFacts, read_target

@@ -16,7 +16,7 @@ from spec_data.shards.resumable import write_record
 from spec_train.data.order import SPLIT_RULE, split_border
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
-from spec_train.evaluation.same_target import find_trained, kwargs_for
+from spec_train.evaluation.trained_prompts import find_trained, kwargs_for
 from tests.factory import tiny_dataset
 from tests.spec_data.corpus import templates
 from tests.spec_data.corpus.chat_cases import answer, user
