@@ -23,8 +23,8 @@ from spec_data.capture.skeleton import embedded, load_skeleton, run_block, run_n
 from spec_data.conversion.samples import NEXT, TOKEN, Samples, SampleStates
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.shards.errors import CorpusError, RunError
-from spec_data.shards.even_sample import even_sample
 from spec_data.shards.layer_ids import EMBEDDING
+from spec_data.shards.packing import even_sample
 from spec_data.shards.schema import Evidence
 from spec_data.terminal.progress import progress
 

@@ -38,8 +38,8 @@ from spec_data.shards.codecs import (
     save_tables,
 )
 from spec_data.shards.errors import RunError
-from spec_data.shards.even_sample import sample_documents
 from spec_data.shards.files import sha256_file, write_once
+from spec_data.shards.packing import sample_documents
 from spec_data.shards.schema import (
     FINAL,
     CodecError,

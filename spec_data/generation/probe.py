@@ -23,8 +23,8 @@ from spec_data.generation.proof import (
 from spec_data.generation.setup import Setup, config_json, find_positions
 from spec_data.models.devices import DTYPES
 from spec_data.models.reading import text_config
-from spec_data.shards.even_sample import sample_documents
 from spec_data.shards.files import dump_json
+from spec_data.shards.packing import sample_documents
 from spec_data.shards.schema import Column
 from spec_data.terminal.progress import size
 

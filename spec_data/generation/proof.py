@@ -37,7 +37,6 @@ from spec_data.generation.transfers import copy_stream
 from spec_data.models.identify import versions
 from spec_data.shards.codecs import TABLES, load_tables
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
-from spec_data.shards.even_sample import even_sample
 from spec_data.shards.files import dump_json, write_atomically, write_once, writing
 from spec_data.shards.follow import WORK
 from spec_data.shards.likelihood import (
@@ -46,6 +45,7 @@ from spec_data.shards.likelihood import (
     indices_by_name,
     summarise,
 )
+from spec_data.shards.packing import even_sample
 from spec_data.shards.position_data import POSITIONS, Positions
 from spec_data.shards.records import read_json
 from spec_data.shards.schema import (

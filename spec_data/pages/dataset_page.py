@@ -22,7 +22,7 @@ from spec_data.models.reading import load_tokenizer
 from spec_data.pages.page import Column, Figures, Note, Page, Part, Section, Table, Viewer, shown
 from spec_data.pages.report import columns_table, counts_table, dataset_lines
 from spec_data.pages.token_texts import TokenTexts
-from spec_data.shards.even_sample import even_sample, sample_documents
+from spec_data.shards.packing import even_sample, sample_documents
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import ALL, Manifest
 from spec_data.terminal.progress import progress

@@ -1,4 +1,4 @@
-"""From documents to packs: pure functions of lengths and arrays, used by capture and training.
+"""From documents to packs and samples: pure functions of lengths, used by capture and training.
 
 A pack holds whole documents side by side: the later tokens of a split one would lose their context.
 `document_ids` numbers the documents of a pack 0, 1, ... and is -1 in padding; `position_ids`
@@ -10,10 +10,13 @@ Shapes: B packs, T slots per pack, D documents.
 import bisect
 import itertools
 from collections.abc import Sequence
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 PADDING = -1
 """The document id of padding slots."""
 
@@ -90,3 +93,18 @@ def block_causal_mask(document_ids: Tensor, window: int | None = None) -> Tensor
         seen = seen & (distance < window)
     same = document_ids[:, :, None] == document_ids[:, None, :]  # [B, T, T]
     return (same & seen)[:, None]
+
+
+def even_sample(items: Sequence[T], most: int) -> list[T]:
+    """Return at most `most` items: the middles of equal stretches, in order."""
+    count, size = len(items), min(len(items), most)
+    return [items[(2 * i + 1) * count // (2 * size)] for i in range(size)]
+
+
+def sample_documents(lengths: np.ndarray, budget: int) -> list[int]:
+    """Return indices of an even sample of documents with about `budget` tokens, one at least.
+
+    `lengths` are the tokens per document, int64 [D].
+    """
+    count = len(lengths)
+    return even_sample(range(count), max(1, budget * count // max(1, int(lengths.sum()))))

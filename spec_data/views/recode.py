@@ -19,8 +19,8 @@ from spec_data.generation.calibrate import fit_columns, sample_budget
 from spec_data.generation.options import column_qualities, parse_codecs
 from spec_data.shards.codecs import ROTATED, Tables, save_tables
 from spec_data.shards.errors import ConfigError, DatasetError
-from spec_data.shards.even_sample import sample_documents
 from spec_data.shards.files import sha256_json
+from spec_data.shards.packing import sample_documents
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import (
     FINAL,

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from spec_data.models.families import block_count, text_table
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
-from spec_data.shards.even_sample import even_sample
 from spec_data.shards.follow import FollowedDataset
-from spec_data.shards.packing import pack_documents
+from spec_data.shards.packing import even_sample, pack_documents
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.terminal.progress import progress
 from spec_train.data.batch import DraftBatch

@@ -17,7 +17,7 @@ import torch
 from spec_data.corpus.documents import RenderError
 from spec_data.models.devices import compute_dtype
 from spec_data.models.loading import fix_rope_factors, load_model, short_positions
-from spec_data.shards.even_sample import even_sample
+from spec_data.shards.packing import even_sample
 from spec_data.terminal.progress import progress
 from spec_train.decoding.chains import (
     Generation,

@@ -28,7 +28,7 @@ from spec_data.pages.page import (
     write_page,
 )
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.even_sample import even_sample
+from spec_data.shards.packing import even_sample
 from spec_data.terminal.paths import check_file_to_write
 from spec_train.reports.results import (
     Context,

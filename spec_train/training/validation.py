@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_data.shards.even_sample import even_sample
+from spec_data.shards.packing import even_sample
 from spec_train.data.splits import Splits
 from spec_train.data.stream import BatchStream, Step
 from spec_train.drafts import Draft
