@@ -31,14 +31,12 @@ import torch
 import spec_data.generation.capture as capture_module
 from spec_data.capture.attention_in_parts import attention_in_parts
 from spec_data.capture.mask_forms import PER_DOCUMENT, ROWS, SINGLE, packed_mask
-from spec_data.capture.model import Target
 from spec_data.generation.capture import CaptureSettings, capture_unit
 from spec_data.generation.options import CaptureOptions
 from spec_data.generation.plan import Plan
 from spec_data.generation.proof import load_target, prepare_capture
 from spec_data.generation.setup import (
     Setup,
-    backend_options,
     make_plan,
     open_corpus,
     set_up,
@@ -66,7 +64,7 @@ class Bench:
         self.settings: CaptureSettings = prepare_capture(self.setup, self.plan, target, work)
         self.proofs = clock() - start
         target.close()
-        self.backend = Target.open(backend_options(self.setup, self.plan))
+        self.backend: Any = load_target(self.setup, self.plan)
         self.units = range(len(self.plan.units))
 
     @torch.inference_mode()

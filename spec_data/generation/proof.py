@@ -20,7 +20,7 @@ from msgspec import structs
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from spec_data.capture.backend import ForwardBatch, TargetBackend, open_backend
+from spec_data.capture.backend import BackendOptions, ForwardBatch, TargetBackend, open_backend
 from spec_data.capture.mask_forms import ROWS, SINGLE
 from spec_data.capture.proofs import proof_documents, proof_length, proof_text
 from spec_data.generation.calibrate import calibrate
@@ -32,9 +32,10 @@ from spec_data.generation.capture import (
     supervised_next,
 )
 from spec_data.generation.plan import ALSO, BATCH_TOKENS, PROOF, WITNESS, Plan
-from spec_data.generation.setup import Setup, backend_options, config_json, find_positions
+from spec_data.generation.setup import Setup, config_json, find_positions
 from spec_data.generation.transfers import copy_stream
 from spec_data.models.identify import versions
+from spec_data.models.loading import chosen_factors
 from spec_data.shards.codecs import TABLES, load_tables
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.files import dump_json, write_atomically, write_once, writing
@@ -75,7 +76,22 @@ def load_target(setup: Setup, plan: Plan) -> TargetBackend:
     Raises:
         TargetError: the target cannot be loaded.
     """
-    return open_backend(setup.options.backend, backend_options(setup, plan))
+    options, longest = setup.options, int(plan.lengths.max())
+    given = BackendOptions(
+        path=setup.model_dir,
+        layers=setup.layers,
+        dtype=options.dtype,
+        device=options.device,
+        attn=options.attn,
+        trust_remote_code=options.trust_remote_code,
+        rope_factors=chosen_factors(options.rope_factors, setup.model_config, longest),
+        spread=options.spread,
+        longest=longest,
+        batch_tokens=options.tokens_per_forward or BATCH_TOKENS,
+        tensor_parallel=options.vllm_tensor_parallel,
+        engine_memory=options.vllm_memory,
+    )
+    return open_backend(options.backend, given)
 
 
 def prepare_capture(

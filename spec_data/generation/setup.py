@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from spec_data.capture.backend import BackendOptions, TargetBackend, vllm_version
+from spec_data.capture.backend import TargetBackend, vllm_version
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import CorpusReader
@@ -41,7 +41,7 @@ from spec_data.models.devices import device_type
 from spec_data.models.engines import engine_warnings
 from spec_data.models.families import config_shape, fitted_shape, registered
 from spec_data.models.identify import TargetFiles, read_target, versions
-from spec_data.models.loading import check_choice, chosen_factors
+from spec_data.models.loading import check_choice
 from spec_data.models.reading import text_config
 from spec_data.shards.codecs import TABLES
 from spec_data.shards.errors import (
@@ -243,25 +243,6 @@ def context_length(text: Any) -> int:
     rope = getattr(text, "rope_parameters", None) or {}
     scaled = (rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1)
     return max(getattr(text, "max_position_embeddings", None) or 0, int(scaled))
-
-
-def backend_options(setup: Setup, plan: Plan) -> BackendOptions:
-    """Return which target a backend loads, and how."""
-    options, longest = setup.options, int(plan.lengths.max())
-    return BackendOptions(
-        path=setup.model_dir,
-        layers=setup.layers,
-        dtype=options.dtype,
-        device=options.device,
-        attn=options.attn,
-        trust_remote_code=options.trust_remote_code,
-        rope_factors=chosen_factors(options.rope_factors, setup.model_config, longest),
-        spread=options.spread,
-        longest=longest,
-        batch_tokens=options.tokens_per_forward or BATCH_TOKENS,
-        tensor_parallel=options.vllm_tensor_parallel,
-        engine_memory=options.vllm_memory,
-    )
 
 
 def config_json(setup: Setup, dtype: torch.dtype, architecture: str = "") -> str:
