@@ -51,7 +51,7 @@ def inspect(data: Dataset, *, doc: Count | None = None) -> Inspected:
 
     Args:
         data: the dataset: a directory or a URL.
-        doc: print the text of this document with its supervised tokens marked; counted from 0.
+        doc: print the text of this document, counted from 0; supervised tokens are between « and ».
 
     Returns:
         What is printed, and its figures.
@@ -71,7 +71,6 @@ def inspect(data: Dataset, *, doc: Count | None = None) -> Inspected:
         fit_words,
     )
     from spec_data.shards.reader import HiddenStatesDataset
-    from spec_data.terminal.console import use_colour
 
     dataset = HiddenStatesDataset(str(data))
     if doc is None:
@@ -82,7 +81,7 @@ def inspect(data: Dataset, *, doc: Count | None = None) -> Inspected:
         )
     document = document_facts(dataset, doc)
     return Inspected(
-        text=document_text(document, use_colour()),
+        text=document_text(document),
         values=document,
         next_command=fit_words(str(data)),
     )

@@ -232,20 +232,15 @@ def document_facts(dataset: HiddenStatesDataset, index: int) -> dict[str, Any]:
     }
 
 
-def document_text(document: dict[str, Any], colour: bool) -> str:
-    """The text of `document_facts` with supervised tokens marked (green, or between « and »)."""
+def document_text(document: dict[str, Any]) -> str:
+    """The text of `document_facts` with supervised tokens between « and »."""
     head = (
         f"document {document['document']}  {document['doc_id']}  {document['source']}  "
         f"{document['tokens']} tokens, {document['supervised_tokens']} supervised"
     )
     turns = "  ".join(f"{t['role']} [{t['start']}:{t['end']}]" for t in document["turns"])
-    marks = {True: ("«", "»"), False: ("", "")}
-    if colour:
-        marks = {True: ("\033[1;32m", "\033[0m"), False: ("\033[2m", "\033[0m")}
-    text = ""
-    for piece in document["pieces"]:
-        before, after = marks[piece["supervised"]]
-        text += f"{before}{piece['text']}{after}"
+    pieces = document["pieces"]
+    text = "".join(f"«{p['text']}»" if p["supervised"] else p["text"] for p in pieces)
     return f"{head}\n{turns}\n\n{text}"
 
 

@@ -77,12 +77,6 @@ def console_logging(quiet: bool, debug: bool) -> Iterator[None]:
         root.setLevel(level)
 
 
-def use_colour() -> bool:
-    """Tell whether to colour stdout: a terminal, not dumb, without NO_COLOR (no-color.org)."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return not plain and sys.stdout.isatty()
-
-
 def run_cli(
     main: Callable[[], int | None],
     options: argparse.Namespace,

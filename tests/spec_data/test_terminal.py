@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from argparse import Namespace
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,7 +17,6 @@ import pytest
 from spec_data import cli
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sources import expected_rows
-from spec_data.terminal.console import use_colour
 from spec_train import cli as train_cli
 from tests.terminal_tools import COLUMNS, drawings, environment, flags_of, on_terminal, screen
 
@@ -154,18 +152,6 @@ def test_the_corpus_has_a_total_before_it_is_read(tmp_path, monkeypatch):
     assert expected("f.jsonl.gz") is None  # damaged: reading the rows says so
     monkeypatch.setattr("spec_data.corpus.sources._SAMPLE", 400_000)
     assert abs((expected("b.jsonl.gz") or 0) - 2000) < 200
-
-
-def test_colour_only_where_it_is_wanted(monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for terminal, kind, expected in (
-        (True, "xterm", True),
-        (False, "xterm", False),
-        (True, "dumb", False),
-    ):
-        monkeypatch.setenv("TERM", kind)
-        monkeypatch.setattr("sys.stdout", Namespace(isatty=lambda terminal=terminal: terminal))
-        assert use_colour() is expected
 
 
 # -- parsing ----------------------------------------------------------------------------------
