@@ -70,8 +70,7 @@ def copies(count: int, weight: Fraction, epoch: int, *stream: int) -> np.ndarray
     if not rest:
         return np.full(count, int(whole), np.int64)
     order = np.argsort(hash_keys(np.arange(count), *stream), kind="stable")
-    rank = np.empty(count, np.int64)  # [count], place of each document in the drawn order
-    rank[order] = np.arange(count)
+    rank = np.argsort(order)  # int64 [count], of each document in the drawn order
 
     def shown(epochs: int) -> np.ndarray:  # floor(u + epochs * rest), u = (2 rank + 1) / (2 count)
         turns, part = divmod(epochs * rest.numerator, rest.denominator)
