@@ -65,21 +65,6 @@ def test_the_kernel_of_cuda_equals_float64_in_values_and_gradients(
             close_in_norm(a, b, dtype, terms=24)
 
 
-def test_the_kernels_rules_refuse_what_is_not_aligned() -> None:
-    """The rules of the stand-in kernel are checked: without padding they fail."""
-    tensors, *_ = _inputs(12, torch.bfloat16)
-    with FakeCuda(), torch.no_grad():
-        q, k, v = upload(tensors[:3])
-        bias = upload(torch.zeros(2, 2, 5, 8, dtype=q.dtype))
-        with pytest.raises(RuntimeError, match="not aligned"):
-            torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=1.0)
-        q, k, v = (torch.cat([x, x], -1) for x in (q, k, v))
-        with pytest.raises(RuntimeError, match="rows of the bias"):
-            odd = upload(torch.zeros(2, 2, 5, 7, dtype=q.dtype))
-            cut = k[:, :, :7], v[:, :, :7]
-            torch.ops.aten._scaled_dot_product_efficient_attention(q, *cut, odd, True, scale=1.0)
-
-
 def test_a_wrong_memory_layout_of_the_output_would_be_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

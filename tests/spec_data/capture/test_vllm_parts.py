@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 from spec_data.capture.backend import BackendOptions, open_backend, vllm_version
-from spec_data.capture.mask_forms import REQUESTS
 from spec_data.capture.vllm_backend import spans_of
 from spec_data.capture.vllm_worker import Recorder, block_output, head_input
-from spec_data.generation.capture import unit_batches
 from spec_data.shards.errors import MissingError, RunError, TargetError
 
 H = 4
@@ -128,21 +126,6 @@ def test_models_that_cannot_be_recorded_are_refused():
     x = torch.ones(2, H)
     assert torch.equal(block_output((x, None)), x) and block_output(x) is not x
     assert torch.equal(block_output((x, x)), x * 2)
-
-
-def test_requests_of_a_batch_have_its_tokens_together():
-    """Slow and obvious: documents in turn, until the next one would be too much."""
-    lengths = [5, 3, 9, 1, 1, 20, 2]
-    expected, group = [], []
-    for d, n in enumerate(lengths):
-        if group and sum(lengths[i] for i in group) + n > 10:
-            expected.append(group)
-            group = []
-        group.append(d)
-    expected.append(group)
-    found = unit_batches(lengths, REQUESTS, 8, 10)
-    assert found == [[[d] for d in group] for group in expected]
-    assert [len(batch) for batch in found] == [2, 2, 1, 1, 1]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")

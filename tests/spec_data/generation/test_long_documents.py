@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from spec_data.capture import attention_in_parts
 from spec_data.capture import model as model_module
-from spec_data.capture.mask_forms import ROWS, SINGLE
+from spec_data.capture.mask_forms import REQUESTS, ROWS, SINGLE
 from spec_data.capture.model import Target
 from spec_data.generation import plan as plan_module
 from spec_data.generation.capture import unit_batches
@@ -36,6 +36,8 @@ def test_without_longer_documents_nothing_is_different():
     assert unit_batches(lengths, "block-causal", 64, 128) == [[[0, 1, 2, 3], [4]]]
     assert unit_batches(lengths, ROWS, 64, 128) == [[[4], [1]], [[2], [0], [3]]]
     assert unit_batches(lengths, SINGLE, 8, 128) == [[[d]] for d in range(5)]
+    requests = [[[0], [1]], [[2], [3]], [[4]], [[5]], [[6]]]  # together until one is too much
+    assert unit_batches([5, 3, 9, 1, 1, 20, 2], REQUESTS, 8, 10) == requests
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt_oss"])
