@@ -4,12 +4,14 @@ The draft must be right sometimes and wrong sometimes, or equal counts would say
 the target's greedy answers to some of the prompts for a few steps.
 """
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -22,6 +24,15 @@ from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset
+
+
+def needs(library: str) -> list[pytest.MarkDecorator]:
+    """The marks of a file of tests that an installed library runs; its warnings are its own."""
+    missing = importlib.util.find_spec(library) is None
+    reason = f"{library} is not installed: bash scripts/engines_env.sh"
+    marks = [pytest.mark.engines, pytest.mark.filterwarnings("ignore")]
+    return [*marks, pytest.mark.skipif(missing, reason=reason)]
+
 
 TOKENS, VOCAB, LAYERS = 48, 192, (1, 2, 4)
 _SHAPE = {

@@ -1,6 +1,5 @@
 """`--backend vllm` on a CPU: the states of transformers, proven, and every mix-up refused."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -26,7 +25,7 @@ from spec_data.capture.mask_forms import REQUESTS, SINGLE
 from spec_data.models.target_options import EngineOptions
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 from spec_data.verification.run import examine
-from tests.engines.engine_tools import _SHAPE, CONFIGS
+from tests.engines.engine_tools import _SHAPE, CONFIGS, needs
 from tests.spec_data.capture.backend_contract import (
     BAD_TOKEN,
     LENGTHS,
@@ -38,15 +37,7 @@ from tests.spec_data.corpus.templates import tokenizer
 from tests.spec_data.runs import generate_with, options, write_corpus
 from tests.tolerance import close_in_norm, network, roundings
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.long,
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed: bash scripts/engines_env.sh",
-    ),
-]
+pytestmark = [*needs("vllm"), pytest.mark.long]
 
 _HALF = ["sliding_attention", "full_attention"] * 3
 FAMILIES = CONFIGS | {

@@ -1,6 +1,5 @@
 """The speculators library loads our exports, computes our logits, and reads our states."""
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from spec_data.commands.export import export_dataset
 
-from spec_data.commands.convert import convert
+from spec_data.commands.convert import convert, export_dataset
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_train.attention.plain import attend_block
 from spec_train.drafts import load_draft
@@ -22,19 +20,13 @@ from tests.engines.engine_tools import (
     make_dataset,
     make_prompts,
     make_target,
+    needs,
 )
 from tests.spec_data.conversion import layouts
 from tests.spec_train.formats.tools import export
 from tests.tolerance import close, network
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.filterwarnings("ignore"),  # those of the library
-    pytest.mark.skipif(
-        importlib.util.find_spec("speculators") is None,
-        reason="the speculators library is not installed: bash scripts/engines_env.sh",
-    ),
-]
+pytestmark = needs("speculators")
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

@@ -4,7 +4,6 @@ Greedy, float32. A wrong layer, norm, position or vocabulary map would change wh
 with it how much is accepted; the answers themselves prove nothing, verification repairs them.
 """
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -16,21 +15,14 @@ from tests.engines.engine_tools import (
     make_dataset,
     make_prompts,
     make_target,
+    needs,
     our_counts,
     run_program,
     serve,
 )
 from tests.spec_train.formats.tools import export
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.long,
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed: bash scripts/engines_env.sh",
-    ),
-]
+pytestmark = [*needs("vllm"), pytest.mark.long]
 
 PROMPTS = 6
 
