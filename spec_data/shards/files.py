@@ -111,11 +111,9 @@ def file_error(error: OSError, where: object = None) -> FileError:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name `path` in the errors of writing it.
+    """Make a FileError that names `path` of the system's refusals to write it.
 
-    Raises:
-        FileError: a full disk, or another refusal of the system. Writing to an open file, and
-            libraries, name no path; safetensors has the number of the error in its text only.
+    Libraries name no path; safetensors has the number of the error in its text only.
     """
     try:
         yield

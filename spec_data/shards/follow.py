@@ -218,9 +218,7 @@ class FollowedDataset(HiddenStatesDataset):
     # -- units ------------------------------------------------------------------------------------
 
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:
-        """Wait until the units of documents `rows` exist and are checked; return True.
-
-        Returns False when `stop` is set while waiting.
+        """Wait until the units of documents `rows` exist and are checked; False: `stop` was set.
 
         Raises:
             RunError: a unit did not appear within `timeout` seconds.
@@ -265,11 +263,7 @@ class FollowedDataset(HiddenStatesDataset):
         return sealed.shards[unit], [n for n in sealed.left_out.places if first <= n < last]
 
     def shard(self, number: int) -> Shard:
-        """Return the shard of a unit; its SHA-256 is compared when it is first used.
-
-        Raises:
-            DatasetError: the unit is not finished, or its shard is not the one that was written.
-        """
+        """Return the shard of a unit; its SHA-256 is compared when it is first used."""
         if (shard := self._shards.get(number)) is not None:
             return shard
         if (recorded := self._record(number)) is None:

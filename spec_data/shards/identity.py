@@ -12,8 +12,7 @@ An identity is a flat table of named facts:
                           included: JSON text -> number of documents
     dataset_fingerprint   only in drafts
 
-A fact without an entry is unknown: a target on disk may lack its weights. `compare` is the only
-comparison.
+A fact without an entry is unknown: a target on disk may lack its weights.
 """
 
 import json

@@ -47,10 +47,9 @@ def capturable_layer_ids(num_layers: int, count: int) -> list[int]:
 
 
 def published_dflash_layers(num_layers: int, count: int) -> list[int]:
-    """Return the layers of a published DFlash draft that lists none: spread over [1, L-3].
+    """Return the layers of a published DFlash draft that lists none: over [1, L-3]; one is L // 2.
 
-    A single one is L // 2. The rule is that of z-lab's code; SpecForge, TorchSpec and NVIDIA's
-    AutoModel have the same.
+    The rule is that of z-lab's code, SpecForge, TorchSpec and NVIDIA's AutoModel.
     """
     if count == 1:
         return [num_layers // 2]
@@ -162,11 +161,7 @@ def chosen_layers(
 
 
 def check_layers(layers: Sequence[int], num_layers: int) -> None:
-    """Check that layer ids are unique and exist in a target of `num_layers` blocks.
-
-    Raises:
-        TargetError: an id twice, or an id outside -1..L-1.
-    """
+    """Check that layer ids are unique and in -1..L-1, with a TargetError."""
     if len(set(layers)) != len(layers):
         raise TargetError(f"layer ids {list(layers)} repeat; name each once")
     if wrong := [k for k in layers if not EMBEDDING <= k < num_layers]:

@@ -131,11 +131,7 @@ def wrong_kind(path: str | Path, wanted: Kind, option: str = "") -> MissingError
 
 
 def expect(path: str | Path, wanted: Kind, option: str = "") -> None:
-    """Check that a local path is what an option wants.
-
-    Raises:
-        MissingError: it is something else, or nothing is there.
-    """
+    """Check that a local path is what an option wants, with a MissingError."""
     if what_is(path) not in _ACCEPTED.get(wanted, (wanted,)):
         raise wrong_kind(path, wanted, option)
 

@@ -236,11 +236,7 @@ class HiddenStatesDataset:
         return self.mirror.target_dir if self.mirror else self.path / "target"
 
     def target_config(self) -> dict[str, Any]:
-        """Return the target's configuration, with every default written out.
-
-        Raises:
-            MissingError, DatasetError: the file is missing, or not the one that was sealed.
-        """
+        """Return the target's configuration, with every default written out; errors as `file`."""
         return read_object(self.file("target/config.json"))
 
     # -- index ------------------------------------------------------------------------------------
@@ -276,7 +272,7 @@ class HiddenStatesDataset:
         return self.id_array.to_pylist()
 
     def source_of(self, index: int) -> str:
-        """Return the source of a document: what the corpus called the place that it is from."""
+        """Return the source of a document, as the corpus called it."""
         return str(self.index.column("source")[index])
 
     @cached_property
@@ -317,9 +313,7 @@ class HiddenStatesDataset:
     def __getitem__(self, index: Any) -> dict[str, Any]:
         """Return a document, or the documents of a slice or of a list of numbers.
 
-        Raises:
-            IndexError: no such document. TypeError: not a number, a slice or a list of numbers.
-            DatasetError: damaged data.
+        IndexError: no such document. TypeError: another index. DatasetError: damaged data.
         """
         if isinstance(index, str):
             raise TypeError(
@@ -422,8 +416,7 @@ class HiddenStatesDataset:
     def locate(self, index: int, column: str | None = None) -> tuple[Shard, int]:
         """Return where a column of a document (None: its texts) is stored: the shard, and its row.
 
-        Raises:
-            IndexError: no such document. DatasetError: its shard is damaged.
+        IndexError: no such document. DatasetError: its shard is damaged.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
@@ -446,11 +439,7 @@ class HiddenStatesDataset:
         return shard.name if self.view else shard.record.file
 
     def shard(self, number: int) -> Shard:
-        """Return shard `number`, mapped at its first use.
-
-        Raises:
-            DatasetError: the shard is damaged, of another dataset, or another shard under its name.
-        """
+        """Return shard `number`, mapped at its first use; DatasetError as `Shard`."""
         if (mapped := self._shards.get(number)) is not None:
             return mapped
         record, first = self.manifest.shards[number], int(self._firsts[number])
