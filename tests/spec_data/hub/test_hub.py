@@ -176,16 +176,9 @@ def test_a_hub_that_cannot_be_reached(server, data, tmp_path, monkeypatch):
         push(data, REPO)
 
 
-STRANGERS = (
-    "..\ngated: true",
-    "Custom: see X",
-    "a | b\n| c | d",
-    "![x](http://e) <img src=x>",
-    "`|`",
+@pytest.mark.parametrize(
+    "text", ["..\ngated: true", "a | b\n| c | d", "![x](http://e) <img src=`|`>"]
 )
-
-
-@pytest.mark.parametrize("text", STRANGERS)
 def test_a_strangers_names_and_licence_are_only_texts_in_the_card(data, text):
     raw = json.loads((data / "manifest.json").read_text())
     plain = dataset_card(Manifest.of(copy.deepcopy(raw)))
