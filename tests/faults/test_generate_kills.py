@@ -1,7 +1,7 @@
 """SIGKILL at random moments of generation: the finished directory has the same bytes.
 
-One process, several workers at once, and a fit that follows. Each command is started again until it
-ends by itself; then every file is compared with that of a run without a kill.
+One process, or several workers at once. Each command is started again until it ends by itself; then
+every file is compared with that of a run without a kill.
 """
 
 import collections
@@ -17,7 +17,6 @@ import torch
 
 from spec_data.cli import main as generate
 from spec_data.generation.units import finalize
-from spec_train.cli import main as fit
 from tests import forked
 from tests.faults.tools import report, trials
 from tests.spec_data.runs import digests, flags, options, run, save_target, write_corpus
@@ -103,35 +102,4 @@ def test_killed_generation_ends_in_the_same_bytes(source, whole, tmp_path, worke
         outcomes["kills"] += hit
         outcomes["equal directories"] += 1
     report(name, outcomes)
-    assert outcomes["kills"]
-
-
-def test_a_killed_generation_that_is_followed(source, whole, tmp_path):
-    """The fit is killed as well; data and weights are those of runs without a kill."""
-    outcomes = collections.Counter()
-
-    def fit_words(data: Path, out: Path) -> list[str]:
-        flags = {
-            "data": data, "out": out, "epochs": 1, "batch-size": 1, "seq-len": 64, "ttt-steps": 2,
-            "draft-vocab-size": 64, "window-tokens": 256, "validation": 0.2, "save-every": 2,
-            "device": "cpu", "log-every": 1,
-        }  # fmt: skip
-        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        return ["fit", "eagle3", "--follow", *words]
-
-    assert not killed_until_done(
-        [(fit, fit_words(whole, tmp_path / "run"))], np.random.default_rng(0), 0, tmp_path / "log"
-    )
-    weights = (tmp_path / "run" / "last" / "model.safetensors").read_bytes()
-    for trial, rng in trials("kills of generate and fit --follow", 1):
-        data, out = tmp_path / f"data{trial}", tmp_path / f"run{trial}"
-        (data / ".generate").mkdir(parents=True)  # there from the start: the fit waits for the plan
-        commands = [(generate, generate_words(source, data))]
-        commands.append((fit, fit_words(data, out)))
-        hit = killed_until_done(commands, rng, 2, tmp_path / "log")
-        assert digests(data) == digests(whole)
-        assert (out / "last" / "model.safetensors").read_bytes() == weights
-        outcomes["kills"] += hit
-        outcomes["equal directories and weights"] += 1
-    report("kills of generate and fit --follow", outcomes)
     assert outcomes["kills"]

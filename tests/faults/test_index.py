@@ -1,7 +1,6 @@
 """Crafted indexes and shards whose checksums agree: refused in words, never a crash."""
 
 import collections
-import json
 import re
 import struct
 
@@ -13,7 +12,6 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.index import INDEX_SCHEMA
 from tests.faults.datasets import (
     INDEX,
-    hashed_again,
     index_table,
     linked_copy,
     read_everything,
@@ -150,13 +148,3 @@ def test_random_values_whose_every_checksum_agrees_never_crash(data):
         return data
 
     campaign("shard and its checksums", 40, make)
-
-
-def test_an_index_of_the_manifest_is_read(data):
-    """The tools themselves change nothing: what they write again is read."""
-    trace_file(data, INDEX, stream_of(index_table(data)))
-    content, sums = hashed_again((data / "shards" / "unit-00000.arrow").read_bytes())
-    assert sums == index_table(data).column("checksum").to_pylist()[:4]
-    trace_shard(data, 0, content)
-    assert use(data) == "read"
-    assert json.loads((data / "manifest.json").read_text())["totals"]["documents"] == 12
