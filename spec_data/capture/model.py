@@ -255,9 +255,8 @@ class Target:
     def _attends_in_chunks(self, ids: Tensor) -> bool:
         """Whether long documents attend in chunks: proven on the first one, int64 [1, T].
 
-        Only sdpa and eager attention have chunks, and sdpa rarely needs them. The first document
-        that is longer than a sliding window is compared as well, because the one before it could
-        not show whether the window is kept.
+        The first document that is longer than a sliding window is compared as well, because the one
+        before it could not show whether the window is kept.
         """
         if not needs_chunks(self.config, self.attn):
             return False

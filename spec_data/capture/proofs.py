@@ -202,9 +202,9 @@ def columns_of(states: States) -> Tensor:
 def largest_difference(reference: Tensor, other: Tensor) -> float:
     """Return the largest relative difference of a document's columns, float32 [T_d, C, H].
 
-    The difference of a column is the mean over its tokens. The mean tolerates a single token for
-    which rounding selects another expert; a leak changes every token after the first document, and
-    a lost window every token beyond the window. Infinite where anything is not finite.
+    That of a column is the mean over its tokens, which tolerates a single one for which rounding
+    selects another expert; a leak or a lost window changes many. Infinite where anything is not
+    finite.
     """
     relative = (reference - other).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-30)
     value = float(relative.mean(dim=0).max())
@@ -253,13 +253,9 @@ def prove_head(
     dtype: torch.dtype,
     whose: str = "the model's",
 ) -> float:
-    """Return the largest error of the head as data on the first tokens of documents.
+    """Return the largest error of the head as data on the first tokens of documents, int64 [T_d].
 
-    Args:
-        error_of: the error of a document int64 [T_d], see `head_error`.
-        documents: token ids, int64 [T_d] each.
-        dtype: of the target.
-        whose: in words, the logits that it is compared with.
+    `error_of` returns that of one, see `head_error`; `whose` says whose logits it is compared with.
 
     Raises:
         TargetError: they differ by more than rounding. The head then does something that its
@@ -267,10 +263,9 @@ def prove_head(
     """
     worst, left = 0.0, _HEAD_TOKENS
     for ids in documents:
-        worst = max(worst, error_of(ids[:left]))
-        left -= len(ids)
-        if left <= 0:
-            break
+        if left > 0:
+            worst = max(worst, error_of(ids[:left]))
+            left -= len(ids)
     allowed = _HEAD_TOLERANCE.get(dtype, 2e-2)
     if not worst <= allowed:
         raise TargetError(
