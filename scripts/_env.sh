@@ -7,8 +7,9 @@
 #   PYTHON  the Python to make it with, 3.11 or later  (default: the first one on PATH)
 #
 # PyTorch is kept if the environment has a fitting one, else the tested version is tried before any
-# from 2.9 on. uv installs, in the build for this machine, if it is on PATH and pip's configuration
-# names no index and no folder of wheels; else pip. No index is named in this file.
+# from 2.9 on. pip installs if its configuration names an index or a folder of wheels, else uv, which
+# takes the build for this machine (pip takes what the index offers, often several GB). uv is taken
+# from PATH, or pip installs it. No index is named in this file.
 
 ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${VENV:-$ROOT/.venv}"
@@ -43,22 +44,24 @@ make_venv() {
     "PYTHON=/path/to/python bash $0"
 }
 
-# Prints the tool that installs. (Not `grep -q`: it stops reading at the first match, and under
-# pipefail the broken pipe of the writer would count as "no".)
-tool() {
-  if ! command -v uv >/dev/null || "$PY" -m pip config list 2>/dev/null |
-    grep -E '^[^=]*(index-url|find-links|no-index)=' >/dev/null; then
-    echo pip
-  else
-    echo uv
+# Decides what installs: UV is the command, or empty for pip. (Not `grep -q`: it stops reading at the
+# first match, and under pipefail the broken pipe of the writer would count as "no".)
+choose_tool() {
+  UV=""
+  if "$PY" -m pip config list 2>/dev/null |
+    grep -E '^[^=]*(index-url|find-links|no-index)=' >/dev/null; then return; fi
+  if command -v uv >/dev/null; then
+    UV=uv
+  elif "$PY" -m pip install --quiet --disable-pip-version-check --only-binary :all: uv; then
+    UV="$VENV/bin/uv"
   fi
 }
 
 install() {
-  if [ "$(tool)" = pip ]; then
+  if [ -z "$UV" ]; then
     "$PY" -m pip install --quiet --disable-pip-version-check "$@"
   else
-    uv pip install --quiet --torch-backend=auto --python "$PY" "$@"
+    "$UV" pip install --quiet --torch-backend=auto --python "$PY" "$@"
   fi
 }
 
@@ -72,17 +75,17 @@ install_torch() {
   local requirement
   if has_torch; then return; fi
   for requirement in "$TORCH_TESTED" "$TORCH_ANY"; do
-    say "installing PyTorch: trying $requirement with $(tool)"
+    say "installing PyTorch: trying $requirement with ${UV:-pip}"
     if install "$requirement"; then return; fi
   done
-  fail "$(tool) could not install PyTorch into $VENV (see above). Check the network and the index" \
+  fail "${UV:-pip} could not install PyTorch into $VENV (see above). Check the network and the index" \
     "(PIP_INDEX_URL or pip.conf), or install torch 2.9 or later yourself; then run this again"
 }
 
 install_project() {
-  say "installing spec-data${1:+ with its $1 tools} into $VENV with $(tool)"
+  say "installing spec-data${1:+ with its $1 tools} into $VENV with ${UV:-pip}"
   install --editable "$ROOT${1:+[$1]}" ||
-    fail "$(tool) could not install what spec-data needs into $VENV (see above). Check the network" \
+    fail "${UV:-pip} could not install what spec-data needs into $VENV (see above). Check the network" \
       "and the index (PIP_INDEX_URL or pip.conf), then run this again"
 }
 
@@ -103,6 +106,7 @@ prepare_env() {
   "$PY" -m pip --version >/dev/null 2>&1 || "$PY" -m ensurepip >/dev/null 2>&1 || make_venv
   is_new_python "$PY" ||
     fail "$VENV holds $("$PY" --version 2>&1), but 3.11 or later is needed; delete it, or set VENV"
+  choose_tool
   install_torch
   install_project "$extra"
   stamp_of "$extra" >"$VENV/.spec-data-installed"

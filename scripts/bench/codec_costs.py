@@ -1,17 +1,23 @@
-"""What each codec costs and saves on a target and corpus.
+"""What each codec costs and saves on a target and corpus; with --fit, also in acceptance.
 
 `spec-data generate` makes one dataset per codec in --out; run the script again to resume. Errors
 come from the manifests. Speeds are measured in this process on one column, in GB of bf16 states
 encoded or decoded per CPU-second, rotation and zstd together.
 
     python scripts/bench/codec_costs.py --target MODEL --corpus FILE --out DIR [--limit 300]
+    python scripts/bench/codec_costs.py ... --fit SEEDS STEPS [--prompts FILE --decode 40]
 
-CODECS are values of --codec; the suffix "/supervised" adds --final supervised.
+CODECS are values of --codec; the suffix "/supervised" adds --final supervised. With --fit every
+codec and seed trains an EAGLE-3 draft through `spec-train fit`; all drafts are then measured on the
+held-out documents of the *exact* dataset (every dataset holds out the same ones), and on prompts if
+there are any. Differences to bf16 are paired by seed, with 95 % t-confidence intervals.
 """
 
 import argparse
+import json
 import math
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -24,9 +30,11 @@ from spec_data.shards.codecs import CODECS, Basis, compress, decode_into, decomp
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.schema import Column, Manifest
 from spec_data.terminal.text_table import text_table
+from spec_train.cli import main as spec_train
 
 EXACT = "bf16"
 DEFAULT = (EXACT, "fine", "default", "small")
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16)
 _SPEED_TOKENS = 4096
 
 
@@ -40,6 +48,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--codecs", nargs="+", default=list(DEFAULT), metavar="CODEC")
+    parser.add_argument("--fit", nargs=2, type=int, metavar=("SEEDS", "STEPS"))
+    parser.add_argument("--fit-options", default="", help="more options of `spec-train fit eagle3`")
+    parser.add_argument("--prompts", help="JSONL chats to decode, not trained on")
+    parser.add_argument("--decode", type=int, default=40, help="how many prompts")
     return parser.parse_args()
 
 
@@ -135,12 +147,79 @@ def figures(column: Column) -> tuple[str, ...]:
     return f"{error.bits:.2f}", f"{error.total:.1e}", f"{error.mse_max:.1e}", kl
 
 
+def train_and_measure(
+    args: argparse.Namespace, name: str, data: Path, exact: Path, seed: int, steps: int
+) -> dict[str, float]:
+    """Train a draft and measure it on exact data; the metrics are kept in a file beside its run."""
+    run = Path(args.out) / "runs" / f"{folder_name(name)}-{steps}-{seed}"
+    held_out, decoded = run.with_suffix(".data.json"), run.with_suffix(".decode.json")
+    if not held_out.is_file():
+        plan = ["--steps", steps, "--eval-every", steps, "--save-every", steps, "--seed", seed]
+        more = args.fit_options.split()
+        call("fit", "eagle3", "--data", data, "--out", run, *plan, *more)
+        measure = ["--data", exact, "--split", "validation", "--json", held_out]
+        call("eval", "--draft", run, *measure)
+    if args.prompts and not decoded.is_file():
+        measure = ["--target", args.target, "--prompts", args.prompts, "--limit", args.decode]
+        call("eval", "--draft", run, *measure, "--json", decoded)
+    found = json.loads(held_out.read_text())["data"]
+    figures = {
+        "held-out loss": found["teacher_forced"]["loss"],
+        "simulated length": found["simulated"]["acceptance_length"],
+    }
+    if args.prompts:
+        figures["real length"] = json.loads(decoded.read_text())["acceptance_length"]
+    return figures
+
+
+def call(*words: object) -> None:
+    """Run spec-train in this process."""
+    code = spec_train([str(word) for word in words])
+    if code:
+        raise SystemExit(code)
+
+
+def paired(values: list[float], base: list[float]) -> str:
+    """Mean paired difference relative to the base's mean, with a 95 % t-interval, in per cent."""
+    scale = 100 / statistics.mean(base)
+    gaps = [(v - b) * scale for v, b in zip(values, base, strict=True)]
+    if len(gaps) < 2:
+        return f"{gaps[0]:+.2f} %"
+    t = _T95[len(gaps) - 2] if len(gaps) - 2 < len(_T95) else 2.1
+    half = t * statistics.stdev(gaps) / math.sqrt(len(gaps))
+    return f"{statistics.mean(gaps):+.2f} ± {half:.2f} %"
+
+
+def fit_table(args: argparse.Namespace, datasets: dict[str, tuple[Path, Manifest]]) -> str:
+    """Mean figures per codec and paired differences to bf16."""
+    seeds, steps = args.fit
+    exact = datasets[EXACT][0]
+    found = {
+        name: [train_and_measure(args, name, data, exact, s, steps) for s in range(seeds)]
+        for name, (data, _) in datasets.items()
+    }
+    names = list(found[EXACT][0])
+    rows: list[tuple] = [("codec", *(f for n in names for f in (n, "against bf16")))]
+    for codec, figures in found.items():
+        cells = []
+        for name in names:
+            values, base = [f[name] for f in figures], [f[name] for f in found[EXACT]]
+            cells += [
+                f"{statistics.mean(values):.4f}",
+                "" if codec == EXACT else paired(values, base),
+            ]
+        rows.append((codec, *cells))
+    return text_table(rows)
+
+
 def main() -> None:
     """Print the tables."""
     args = arguments()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1 if not args.fit else torch.get_num_threads())
     names = [EXACT, *(n for n in args.codecs if n != EXACT)]
     datasets = {name: make_dataset(args, name) for name in names}
+    fitted = fit_table(args, datasets) if args.fit else ""
+    torch.set_num_threads(1)
     manifest = datasets[EXACT][1]
     totals = manifest.totals
     print(
@@ -150,6 +229,9 @@ def main() -> None:
         f"{torch.__version__}, Python {platform.python_version()}, {sys.platform}\n"
     )
     print(codec_table(datasets))
+    if fitted:
+        print(f"\nEAGLE-3, {args.fit[0]} seeds, {args.fit[1]} steps, measured on exact data\n")
+        print(fitted)
 
 
 if __name__ == "__main__":

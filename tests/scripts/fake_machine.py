@@ -41,6 +41,9 @@ OFFERS="$FAKE_PIP"
 case "$*" in
   --version) exit ;;
   "config list") echo "$FAKE_PIP_CONFIG"; exit ;;
+  *" uv")
+    [ "$FAKE_UV_FROM_PIP" = yes ] || exit 1
+    cp "$FAKES/uv" "$VENV/bin/uv"; exit ;;
 esac
 """
     + INSTALL
@@ -93,6 +96,7 @@ class FakeMachine:
             "FAKE_PIP": "yes",
             "FAKE_PIP_CONFIG": "",
             "FAKE_UV": "yes",
+            "FAKE_UV_FROM_PIP": "no",
             "FAKE_VENV_MODULE": "yes",
         }
 
@@ -128,6 +132,7 @@ class FakeMachine:
         for line in done.stderr.splitlines():
             if "trying torch" in line:
                 requirement, tool = line.split("trying ")[1].split(" with ")
+                tool = Path(tool).name
                 version = "tested" if requirement == "torch==2.13.0" else "any"
                 tried.append(f"{tool} {version}")
         calls = log.read_text().splitlines()

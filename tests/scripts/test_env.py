@@ -37,10 +37,14 @@ def test_which_tool_installs_pytorch(machine, settings, tried):
     assert project.startswith("uv pip" if with_uv else "pip") and "--editable" in project
 
 
-def test_without_uv_pip_does_everything(tmp_path):
-    result = FakeMachine(tmp_path).prepare()
-    assert (result.code, result.tried) == (0, ["pip tested"]), result.messages
-    assert not any(call.startswith("uv") for call in result.calls)
+@pytest.mark.parametrize(("from_pip", "tool"), [("yes", "uv"), ("no", "pip")])
+def test_without_uv_on_path_pip_installs_it_or_does_everything(tmp_path, from_pip, tool):
+    machine = FakeMachine(tmp_path)
+    machine.settings["FAKE_UV_FROM_PIP"] = from_pip
+    result = machine.prepare("dev")
+    assert (result.code, result.tried) == (0, [f"{tool} tested"]), result.messages
+    assert sum(call.endswith(" uv") for call in result.calls) == 1
+    assert result.calls[-1].startswith(f"{tool} ")
 
 
 TORCH = '__version__ = "2.13.0"'
