@@ -170,7 +170,7 @@ def test_speculators_needs_a_name_for_the_target(own, tmp_path, caplog):
     assert written["verifier"]["name_or_path"] == name
     assert f"the target is named {name}" in caplog.text
     edit(own, spec_train={"origin": {}})
-    with pytest.raises(ConfigError, match="pass target"):
+    with pytest.raises(ConfigError, match="pass --target"):
         export(own, "speculators", tmp_path / "out")
     with pytest.raises(MissingError, match="no such directory"):
         export(own, "speculators", tmp_path / "out", "/nowhere/at/all")
