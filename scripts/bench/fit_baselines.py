@@ -22,7 +22,7 @@ from spec_train.attention.plain import repeat_heads
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.dspark.blocks import drafted_mask, sample_blocks
 from spec_train.drafts.dspark.draft import draft_weights
-from spec_train.drafts.eagle import input_noise, supervised_slots
+from spec_train.drafts.eagle import supervised_slots
 from spec_train.drafts.frames import slots_of
 from spec_train.drafts.peagle import element_masks, segments_of
 from spec_train.drafts.slots import slot_masks
@@ -106,7 +106,7 @@ def layer_by_layer(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     options, documents, states = draft.options, batch.document_ids, batch.hidden[FINAL]
     fed = states
     if draft.training and options.noise > 0:
-        fed = states + input_noise(states, options.noise)
+        fed = states + (torch.rand(states.shape, device=states.device) * 2 - 1) * options.noise
     (x,) = draft.layer_inputs(shifted(batch.input_ids, batch), fed)
     cos, sin = draft.rotary(batch.position_ids, None, x.dtype)
     attend = attend_masked(causal_mask(documents), draft.scale)
