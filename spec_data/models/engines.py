@@ -69,7 +69,7 @@ class _Rows(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     rows: list[Fact]
 
 
-class Table(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class EngineTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The whole of `engines.toml`."""
 
     engine: dict[str, Engine]
@@ -78,9 +78,9 @@ class Table(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 @cache
-def engines() -> Table:
+def engines() -> EngineTable:
     """Return the table of engines; a mistake in it is an error that names the row."""
-    return msgspec.toml.decode(TABLE.read_bytes(), type=Table)
+    return msgspec.toml.decode(TABLE.read_bytes(), type=EngineTable)
 
 
 class Classes(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

@@ -103,7 +103,7 @@ class ChatTarget:
         return prompt, min(room, limit)
 
 
-class Request(NamedTuple):
+class TurnRequest(NamedTuple):
     """A turn of a conversation: its prompt, the most tokens of its answer, and if it has none."""
 
     conversation: Conversation
@@ -176,7 +176,7 @@ class LocalBackend:
 
     def _requests(
         self, group: Sequence[Conversation], turn: int, journal: Journal
-    ) -> list[Request]:
+    ) -> list[TurnRequest]:
         """Return one turn of the conversations of a group that have it."""
         requests = []
         for conversation in group:
@@ -188,15 +188,15 @@ class LocalBackend:
             except Unanswerable as error:
                 journal.fail(conversation, error)
                 continue
-            requests.append(Request(conversation, turn, prompt, limit, len(answers) <= turn))
+            requests.append(TurnRequest(conversation, turn, prompt, limit, len(answers) <= turn))
         return requests
 
-    def _batches(self, requests: Sequence[Request]) -> list[list[Request]]:
+    def _batches(self, requests: Sequence[TurnRequest]) -> list[list[TurnRequest]]:
         """Cut requests, sorted by length, into batches; of one length each if padding leaks."""
         ordered = sorted(requests, key=lambda request: -len(request.prompt))
         if self._padding_exact is None and len({len(r.prompt) for r in ordered[: self._size]}) > 1:
             self._padding_exact = self._padding_is_exact(ordered[: self._size])
-        runs: Iterable[list[Request]] = [ordered]
+        runs: Iterable[list[TurnRequest]] = [ordered]
         if self._padding_exact is False:
             runs = (list(run) for _, run in itertools.groupby(ordered, lambda r: len(r.prompt)))
         batches = [run[i : i + self._size] for run in runs for i in range(0, len(run), self._size)]
@@ -204,7 +204,7 @@ class LocalBackend:
             random.Random(_batch_seed(self._seed, batches[0])).shuffle(batches)
         return batches
 
-    def _answer(self, request: Request, tokens: Sequence[int]) -> Answer:
+    def _answer(self, request: TurnRequest, tokens: Sequence[int]) -> Answer:
         """Return the answer that generated tokens are; tokens after an end-of-turn are ignored.
 
         Of a character that the limit cut in two (at most 3 of its bytes), nothing remains.
@@ -225,7 +225,7 @@ class LocalBackend:
             prompt_tokens=len(request.prompt),
         )
 
-    def _generate(self, batch: Sequence[Request]) -> list[list[int]]:
+    def _generate(self, batch: Sequence[TurnRequest]) -> list[list[int]]:
         """Return the tokens of the answers of a batch; what follows an end-of-turn is padding."""
         ids, mask = self._padded(batch)
         devices = [self._model.device] if self._model.device.type == "cuda" else []
@@ -241,7 +241,7 @@ class LocalBackend:
                 ) from None
         return [row[ids.shape[1] :] for row in out.tolist()]
 
-    def _padded(self, batch: Sequence[Request]) -> tuple[Tensor, Tensor]:
+    def _padded(self, batch: Sequence[TurnRequest]) -> tuple[Tensor, Tensor]:
         """Return the ids and the mask of left-padded prompts, int64 [B, T]."""
         ids = [torch.tensor(request.prompt) for request in batch]
         options: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
@@ -250,7 +250,7 @@ class LocalBackend:
         return padded.to(self._model.device), mask.to(self._model.device)
 
     @torch.no_grad()
-    def _padding_is_exact(self, batch: Sequence[Request]) -> bool:
+    def _padding_is_exact(self, batch: Sequence[TurnRequest]) -> bool:
         """Return whether a padded prompt has the logits that it has alone."""
         ids, mask = self._padded([batch[0], batch[-1]])  # the longest and the shortest
         padded = self._first_logits(ids, mask)[-1]
@@ -274,7 +274,7 @@ class LocalBackend:
         return out.logits[0].float()
 
 
-def _batch_seed(seed: int, batch: Sequence[Request]) -> int:
+def _batch_seed(seed: int, batch: Sequence[TurnRequest]) -> int:
     """Return the seed of a batch: another one for each, and the same in a resumed run."""
     text = f"{seed} {batch[0].conversation.id} {batch[0].turn}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])

@@ -50,7 +50,7 @@ _MEANING = {
 
 
 @dataclass(frozen=True)
-class Difference:
+class FactDifference:
     """One fact in which two identities differ; `text` is a line for the user."""
 
     name: str
@@ -59,10 +59,10 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class IdentityComparison:
     """What differs, and the names of the facts that only one of the two identities has."""
 
-    differences: tuple[Difference, ...]
+    differences: tuple[FactDifference, ...]
     unknown: tuple[str, ...]
 
     @property
@@ -128,7 +128,7 @@ def compare(
     of_recorded: str,
     of_current: str,
     states: bool = False,
-) -> Comparison:
+) -> IdentityComparison:
     """Compare two identities fact by fact.
 
     Args:
@@ -160,14 +160,14 @@ def compare(
         text = f"{shown}: {of_recorded} {_shown(before)}, {of_current} {_shown(now)}"
         text += f": {_MEANING[name]}" if name in _MEANING else ""
         severity = REFUSE if states and name.startswith(_STATES) else WARN
-        lines.append(Difference(name, severity, text))
+        lines.append(FactDifference(name, severity, text))
     used, asked = _kwargs_used(recorded), _kwargs_used(current)
     other = [text for text in asked if text not in used]
     if used and other and OTHERS not in used:  # rows' own kwargs included
         name = "chat_template_kwargs"
         text = f"{name}: {of_recorded} {' or '.join(used)}, {of_current} {' or '.join(other)}"
-        lines.append(Difference(name, WARN, f"{text}: prompts are rendered in another way"))
-    return Comparison(tuple(lines), tuple(unknown))
+        lines.append(FactDifference(name, WARN, f"{text}: prompts are rendered in another way"))
+    return IdentityComparison(tuple(lines), tuple(unknown))
 
 
 def _tells(name: str, identity: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from spec_data.shards.records import Count, Record
+from spec_data.shards.records import Count, JsonRecord
 
 FIGURES = ("first_choice", "nll", "own_nll", "own_first_choice")
 SUMS = 3 + len(FIGURES)
@@ -60,7 +60,7 @@ def document_sums(figures: np.ndarray) -> np.ndarray:
     return np.array([len(figures), *figures.sum(0), *squares])
 
 
-class Agreement(Record, frozen=True, kw_only=True):
+class Agreement(JsonRecord, frozen=True, kw_only=True):
     """The figures of one source, or of a whole dataset.
 
     `first_choice` counts tokens, NLLs are means in nats, `nll_error` and `excess_error` standard
@@ -199,7 +199,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}") if math.isfinite(value) else -1.0
 
 
-class AgreementTable(Record, frozen=True, kw_only=True):
+class AgreementTable(JsonRecord, frozen=True, kw_only=True):
     """The agreement of a dataset: of all documents, and of each source by name."""
 
     total: Agreement

@@ -1,7 +1,8 @@
 """Records of JSON files: a type per record, checked when it is read, refused by the path of a key.
 
-A record is a subclass of `Record`: its annotations are the rules. Unknown keys are refused. Keys
-that are null, false, zero or empty by default are not written where they are; other defaults are.
+A record is a subclass of `JsonRecord`: its annotations are the rules. Unknown keys are refused.
+Keys that are null, false, zero or empty by default are not written where they are; other defaults
+are.
 """
 
 import re
@@ -25,7 +26,7 @@ _AT_KEY = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
 _T = TypeVar("_T")
 
 
-class Record(
+class JsonRecord(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
     """Base class of records."""

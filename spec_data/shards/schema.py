@@ -27,8 +27,8 @@ from spec_data.shards.files import MANIFEST, sha256_json
 from spec_data.shards.likelihood import AgreementTable
 from spec_data.shards.records import (
     Count,
+    JsonRecord,
     LayerId,
-    Record,
     Sha256,
     Share,
     Size,
@@ -43,7 +43,7 @@ from spec_data.shards.records import (
 # -- head ------------------------------------------------------------------------------------------
 
 
-class HeadSpec(Record, frozen=True, kw_only=True):
+class HeadSpec(JsonRecord, frozen=True, kw_only=True):
     """The LM head without its tensors: z = scale * (W f + b), then softcap * tanh(z / softcap).
 
     Generation proves `apply_head` against the model; training and verification use it, too.
@@ -101,7 +101,7 @@ TEACHERS = ("topk_ids", "topk_logits", "logits", "target_argmax", "target_logsum
 """The columns that are made from logits."""
 
 
-class CodecError(Record, frozen=True, kw_only=True):
+class CodecError(JsonRecord, frozen=True, kw_only=True):
     """What a lossy codec loses of a column, measured on held-out `tokens`.
 
     `total`: squared error over variance, summed over channels; `mse_median` and `mse_max`: of one
@@ -129,7 +129,7 @@ class CodecError(Record, frozen=True, kw_only=True):
         )
 
 
-class Column(Record, frozen=True, kw_only=True, dict=True):
+class Column(JsonRecord, frozen=True, kw_only=True, dict=True):
     """A token column: `width` values per token (None: one number, not a vector).
 
     With `tokens` "supervised", only tokens t whose x_{t+1} is supervised have a row. `exact`: its
@@ -287,7 +287,7 @@ def mask_counts(loss_mask: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray,
 _RESTORE = "The manifest was edited or damaged: restore it, or generate the dataset again"
 
 
-class ShardRecord(Record, frozen=True, kw_only=True):
+class ShardRecord(JsonRecord, frozen=True, kw_only=True):
     """The manifest's entry of one shard."""
 
     file: str
@@ -302,7 +302,7 @@ class ShardRecord(Record, frozen=True, kw_only=True):
         check_path(self.file)
 
 
-class FileRecord(Record, frozen=True, kw_only=True):
+class FileRecord(JsonRecord, frozen=True, kw_only=True):
     """Size and checksums of a small file of a dataset."""
 
     bytes: Count
@@ -310,7 +310,7 @@ class FileRecord(Record, frozen=True, kw_only=True):
     xxh3: Xxh3
 
 
-class Quantised(Record, frozen=True, kw_only=True):
+class Quantised(JsonRecord, frozen=True, kw_only=True):
     """How the weights of a target are quantised."""
 
     method: str
@@ -320,7 +320,7 @@ class Quantised(Record, frozen=True, kw_only=True):
         return f"{self.method}{', dequantised when it was loaded' * self.dequantised}"
 
 
-class Evidence(Record, frozen=True, kw_only=True):
+class Evidence(JsonRecord, frozen=True, kw_only=True):
     """What states stored by another tool are, and how that was measured.
 
     `stored_layers` are layer ids in the stored order. The last state is the one "after" or "before"
@@ -338,7 +338,7 @@ class Evidence(Record, frozen=True, kw_only=True):
     masks: str
 
 
-class TargetRecord(Record, frozen=True, kw_only=True):
+class TargetRecord(JsonRecord, frozen=True, kw_only=True):
     """The target, and what ran it."""
 
     name: str
@@ -358,7 +358,7 @@ class TargetRecord(Record, frozen=True, kw_only=True):
     converted: Evidence | None = None
 
 
-class SourceRecord(Record, frozen=False, kw_only=True):  # type: ignore[misc]
+class SourceRecord(JsonRecord, frozen=False, kw_only=True):  # type: ignore[misc]
     """A source of the corpus: what was read of it, counted while it is read.
 
     `path` is not in manifests. `format` is that of most good rows, `rows` counts good and bad ones,
@@ -380,7 +380,7 @@ class SourceRecord(Record, frozen=False, kw_only=True):  # type: ignore[misc]
     unused_columns: list[str] = []
 
 
-class CodecTables(Record, frozen=True, kw_only=True):
+class CodecTables(JsonRecord, frozen=True, kw_only=True):
     """The tables of the lossy columns: their file, and the sample that they were made from."""
 
     file: str
@@ -393,7 +393,7 @@ class CodecTables(Record, frozen=True, kw_only=True):
         check_path(self.file)
 
 
-class RopeRecord(Record, frozen=True, kw_only=True):
+class RopeRecord(JsonRecord, frozen=True, kw_only=True):
     """A table of rotary frequencies."""
 
     dimensions: Size
@@ -402,7 +402,7 @@ class RopeRecord(Record, frozen=True, kw_only=True):
     factors: str | None = None
 
 
-class PositionsRecord(Record, frozen=True, kw_only=True):
+class PositionsRecord(JsonRecord, frozen=True, kw_only=True):
     """How the target tells positions apart."""
 
     kind: str = explicit("unknown")
@@ -414,7 +414,7 @@ class PositionsRecord(Record, frozen=True, kw_only=True):
     tables: dict[str, RopeRecord] = {}
 
 
-class PackingRecord(Record, frozen=True, kw_only=True):
+class PackingRecord(JsonRecord, frozen=True, kw_only=True):
     """The mask form of capture, and the measurements that it was chosen by (`capture.proofs`).
 
     All differences are relative. `tolerance`: the largest allowed; `noise`: between two batch
@@ -432,7 +432,7 @@ class PackingRecord(Record, frozen=True, kw_only=True):
     utilisation: Share | None = None
 
 
-class CountsRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
+class CountsRecord(JsonRecord, frozen=True, kw_only=True, omit_defaults=False):
     """What happened to every corpus row and every document: rendered = stored + dropped."""
 
     read: Count = 0
@@ -448,14 +448,14 @@ class CountsRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
     stored: Count = 0
 
 
-class LeftOut(Record, frozen=True, kw_only=True):
+class LeftOut(JsonRecord, frozen=True, kw_only=True):
     """The documents of left_out.arrow: their numbers in the plan, and the unit of each."""
 
     places: list[Count] = []
     units: list[Count] = []
 
 
-class Totals(Record, frozen=True, kw_only=True, omit_defaults=False):
+class Totals(JsonRecord, frozen=True, kw_only=True, omit_defaults=False):
     """Sums over all shards."""
 
     documents: Count = 0
@@ -464,7 +464,7 @@ class Totals(Record, frozen=True, kw_only=True, omit_defaults=False):
     bytes: Count = 0
 
 
-class ProvenanceInput(Record, frozen=True, kw_only=True):
+class ProvenanceInput(JsonRecord, frozen=True, kw_only=True):
     """A dataset that another one was made of."""
 
     fingerprint: Sha256
@@ -472,7 +472,7 @@ class ProvenanceInput(Record, frozen=True, kw_only=True):
     provenance: "Provenance | None" = None
 
 
-class Provenance(Record, frozen=True, kw_only=True):
+class Provenance(JsonRecord, frozen=True, kw_only=True):
     """Of a dataset that was made of others: the command, the options that decide it, the inputs."""
 
     command: str
@@ -484,7 +484,7 @@ class Provenance(Record, frozen=True, kw_only=True):
 # has one location for each group of its columns; only `join` makes several groups.
 
 
-class Source(Record, frozen=True, kw_only=True):
+class ViewSource(JsonRecord, frozen=True, kw_only=True):
     """A stored dataset that a view refers to: where it is, which it is, and its documents."""
 
     path: str
@@ -492,13 +492,13 @@ class Source(Record, frozen=True, kw_only=True):
     documents: Count
 
 
-class View(Record, frozen=True, kw_only=True):
+class View(JsonRecord, frozen=True, kw_only=True):
     """The manifest's `view`: what it refers to, and names of columns that are read together.
 
     `remasked`: the index has loss masks of its own, instead of those of the sources.
     """
 
-    sources: list[Source]
+    sources: list[ViewSource]
     groups: list[list[str]]
     remasked: bool = False
 
@@ -507,7 +507,7 @@ class View(Record, frozen=True, kw_only=True):
             raise ValueError("it refers to nothing")
 
 
-class Manifest(Record, frozen=True, kw_only=True, dict=True):
+class Manifest(JsonRecord, frozen=True, kw_only=True, dict=True):
     """manifest.json: everything that decided the bytes of a dataset.
 
     `where` is the file, for messages; it is not stored. Without shards and fingerprint it is the

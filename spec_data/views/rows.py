@@ -20,7 +20,7 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import MANIFEST, atomic_write, dump_json, write_atomically
 from spec_data.shards.index import LossMasks, index_numbers, view_index_schema
 from spec_data.shards.reader import INDEX, HiddenStatesDataset, check_whole
-from spec_data.shards.schema import FileRecord, Manifest, Source, Totals, View
+from spec_data.shards.schema import FileRecord, Manifest, Totals, View, ViewSource
 from spec_data.shards.seal import arrow_stream
 from spec_data.shards.storage import scheme_of
 from spec_data.terminal.paths import check_directory_to_write
@@ -198,7 +198,7 @@ def write_view(out: Path, rows: Rows, draft: Manifest) -> Manifest:
         if not scheme_of(path):
             path = os.path.relpath(Path(path).resolve(), out.resolve())
         fingerprint = source.manifest.fingerprint
-        sources.append(Source(path=path, fingerprint=fingerprint, documents=len(source)))
+        sources.append(ViewSource(path=path, fingerprint=fingerprint, documents=len(source)))
     view = View(sources=sources, groups=[list(g) for g in rows.groups], remasked=rows.remasked)
     index = arrow_stream(_index_of(rows, view))
     digests = {"sha256": hashlib.sha256(index).hexdigest(), "xxh3": xxh3_64_hexdigest(index)}

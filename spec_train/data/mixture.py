@@ -34,7 +34,7 @@ from spec_data.shards.shard import CodedRows
 from spec_data.terminal.progress import progress
 from spec_train.data.order import PHASE, STRETCH, BatchPlan, hash_keys, shuffled_windows
 from spec_train.formats.origin import differing_rows
-from spec_train.options.data_option import Source
+from spec_train.options.data_option import DataSource
 
 log = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ def parts_of(dataset: Documents) -> tuple[HiddenStatesDataset, ...]:
 
 
 def open_documents(
-    sources: Sequence[Source], mask: str | None = None
+    sources: Sequence[DataSource], mask: str | None = None
 ) -> HiddenStatesDataset | Mixture:
     """Open what a run trains on; one dataset of weight 1 is returned as it is.
 

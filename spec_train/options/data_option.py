@@ -14,7 +14,7 @@ _LIKE_A_WEIGHT = re.compile(r"[-+]?\d*\.?\d*(e[-+]?\d+)?|nan|inf", re.IGNORECASE
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One `--data`: a directory or URL, and how often per epoch each of its documents appears."""
 
     path: Path
@@ -30,7 +30,7 @@ class Source:
         """Whether it is a URL."""
         return scheme_of(self.path) is not None
 
-    def absolute(self) -> "Source":
+    def absolute(self) -> "DataSource":
         """Return the same source for any working directory."""
         return self if self.remote else replace(self, path=self.path.absolute())
 
@@ -38,7 +38,7 @@ class Source:
         return self.location if self.weight == 1 else f"{self.location}:{_decimal(self.weight)}"
 
 
-def parse_source(text: str) -> Source:
+def parse_source(text: str) -> DataSource:
     """Read one DIR or DIR:weight; an existing directory whose name looks like that has weight 1.
 
     Raises:
@@ -46,16 +46,16 @@ def parse_source(text: str) -> Source:
     """
     folder, colon, weight = text.rpartition(":")
     if not colon or not folder or not _LIKE_A_WEIGHT.fullmatch(weight) or Path(text).is_dir():
-        return Source(Path(text))
+        return DataSource(Path(text))
     if not _WEIGHT.fullmatch(weight) or not Fraction(weight):
         raise ConfigError(
             f"--data {text}: the weight after the colon is how often each document appears in an "
             "epoch: above 0, with at most 3 decimals, as 2 or 0.25"
         )
-    return Source(Path(folder), Fraction(weight))
+    return DataSource(Path(folder), Fraction(weight))
 
 
-def parse_sources(data: str | Sequence[str]) -> tuple[Source, ...]:
+def parse_sources(data: str | Sequence[str]) -> tuple[DataSource, ...]:
     """Read all `--data` options.
 
     Raises:

@@ -35,7 +35,7 @@ class First(msgspec.Struct, tag_field="kind", tag="first"):
     tokens: list[int]
 
 
-class VerificationStep(msgspec.Struct, tag_field="kind", tag="round"):
+class DraftedStep(msgspec.Struct, tag_field="kind", tag="round"):
     """One verification step; see `simulation.samples`."""
 
     drafted: list[int]
@@ -48,11 +48,11 @@ class VerificationStep(msgspec.Struct, tag_field="kind", tag="round"):
             raise ValueError("a step accepts more tokens than were drafted")
 
 
-class Sample(msgspec.Struct):
+class SampleResponse(msgspec.Struct):
     """A response with every drafted token."""
 
     name: str
-    parts: list[Context | First | VerificationStep]
+    parts: list[Context | First | DraftedStep]
     source: str | None = None
 
 
@@ -74,12 +74,12 @@ class Simulated(msgspec.Struct):
     on_policy: float | None
     simulated: Acceptance
     by_source: list[dict[str, Any]]
-    samples: list[Sample]
+    samples: list[SampleResponse]
     texts: dict[str, str]
     step: int | None = None
 
 
-class Prompt(msgspec.Struct):
+class PromptFigures(msgspec.Struct):
     """Verifications of a prompt, by a digest of its ids, and the tokens that they emitted."""
 
     prompt: str
@@ -93,13 +93,13 @@ class Decoded(Acceptance, kw_only=True):
     target: str
     responses: Count
     by_set: list[dict[str, Any]]
-    samples: list[Sample]
+    samples: list[SampleResponse]
     texts: dict[str, str]
     tree_tokens: int = 0
     identical: int | None = None
     speedup: float | None = None
     draft: str
-    per_prompt: list[Prompt]
+    per_prompt: list[PromptFigures]
     temperature: float
     dtype: str
     draft_tokens: int

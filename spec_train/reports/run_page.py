@@ -32,11 +32,11 @@ from spec_data.shards.packing import even_sample
 from spec_data.terminal.paths import check_file_to_write
 from spec_train.reports.results import (
     Context,
+    DraftedStep,
     Evaluation,
     Run,
-    Sample,
+    SampleResponse,
     Simulated,
-    VerificationStep,
     evaluations,
     is_run,
     number,
@@ -371,14 +371,14 @@ def _drafted_tokens(measured: Sequence[Evaluation]) -> Section:
     )
 
 
-def response(one: Evaluation, sample: Sample) -> dict[str, Any]:
+def response(one: Evaluation, sample: SampleResponse) -> dict[str, Any]:
     """Return a sampled response as a document of the viewer (`pages/viewer.js`)."""
     texts = one.result.texts
     segments: list[dict[str, Any]] = []
-    steps = [part for part in sample.parts if isinstance(part, VerificationStep)]
+    steps = [part for part in sample.parts if isinstance(part, DraftedStep)]
     position, step = 0, 0
     for part in sample.parts:
-        if isinstance(part, VerificationStep):
+        if isinstance(part, DraftedStep):
             step += 1
             words, about = _step(part, texts)
             where = f"Verification step {step} of {len(steps)}, after {position:,} tokens"
@@ -410,7 +410,7 @@ def _text(token: int, texts: dict[str, str]) -> str:
     return texts.get(str(token)) or f"<token {token}>"
 
 
-def _step(step: VerificationStep, texts: dict[str, str]) -> tuple[list[list[str]], list[str]]:
+def _step(step: DraftedStep, texts: dict[str, str]) -> tuple[list[list[str]], list[str]]:
     """Return the words of a verification step with their kinds, and what is said of it."""
     drafted, emitted, count, choice = step.drafted, step.emitted, step.accepted, step.choice
     words = [

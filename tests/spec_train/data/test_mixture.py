@@ -19,7 +19,7 @@ from spec_train.data.order import split_border
 from spec_train.data.splits import make_splits
 from spec_train.drafts import load_draft
 from spec_train.evaluation.on_dataset import choose_documents
-from spec_train.options.data_option import Source, parse_source, parse_sources
+from spec_train.options.data_option import DataSource, parse_source, parse_sources
 from spec_train.options.training import Training
 from spec_train.training.fit import count_supervised_tokens
 from tests.factory import random_documents, tiny_dataset, tiny_llama
@@ -67,10 +67,10 @@ def opened(config: Training):
 
 
 def test_sources_are_directories_with_weights(tmp_path):
-    assert parse_source("x/y") == Source(Path("x/y"))
-    assert parse_source("x:2") == Source(Path("x"), Fraction(2))
-    assert parse_source("a:b:0.125") == Source(Path("a:b"), Fraction(1, 8))
-    assert parse_source("c:old") == Source(Path("c:old"))
+    assert parse_source("x/y") == DataSource(Path("x/y"))
+    assert parse_source("x:2") == DataSource(Path("x"), Fraction(2))
+    assert parse_source("a:b:0.125") == DataSource(Path("a:b"), Fraction(1, 8))
+    assert parse_source("c:old") == DataSource(Path("c:old"))
     (tmp_path / "run:3").mkdir()
     assert parse_source(str(tmp_path / "run:3")).weight == 1
     assert [str(parse_source(text)) for text in ("x:1", "x:0.50")] == ["x", "x:0.5"]
