@@ -19,7 +19,6 @@ from spec_data.shards.files import REFUSALS, file_error
 
 log = logging.getLogger(__name__)
 
-_PROGRESS = "spec_data.terminal.progress"
 _NOISY = (
     *("httpx", "httpx2", "openai", "transformers", "datasets", "huggingface_hub"),
     *("botocore", "aiobotocore"),
@@ -43,12 +42,12 @@ class _ConsoleHandler(logging.StreamHandler):
     """Log lines on stderr that never glue to a bar: bars step aside while a line is written."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record on a line of its own; a progress line only where no bar shows the same."""
+        """Write a record on a line of its own."""
         from spec_data.terminal.progress import Bar, live
 
         if not live():
             super().emit(record)
-        elif record.name != _PROGRESS:
+        else:
             with Bar.external_write_mode(file=sys.stderr):
                 super().emit(record)
 

@@ -89,7 +89,8 @@ class Bar(tqdm):
         """Redraw the bar, and log a line where one is due."""
         shown = super().display(*args, **options)
         now = time.monotonic()
-        if now >= self._next_line and self.n != self.total:  # `close` logs the last line
+        # `close` logs the last line
+        if self._logged and now >= self._next_line and self.n != self.total:
             self._pause = min(self._pause * _SLOWER, max(_MOST_SECONDS, LINE_SECONDS))
             self._next_line = now + self._pause
             logger.info("%s", self.line())

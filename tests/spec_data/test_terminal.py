@@ -34,9 +34,11 @@ def work():
             bar.set_postfix_str("loss 3.122, acceptance 1.52, 8,200 tok/s, held out 3.1 and 1.5")
             if step == 6:
                 logging.getLogger("spec_data.x").info("a line in the middle")
+        time.sleep(0.6)
+        bar.refresh()
     print("the result")
     for _ in progress.progress(range(3), desc="broken", unit="rows"):
-        time.sleep(0.25)
+        time.sleep(0.35)
         raise OSError("no such disk")
 
 sys.exit(console.run_cli(work, Namespace(quiet=QUIET, debug=False)))
@@ -79,7 +81,8 @@ def test_a_log_has_readable_lines_and_no_carriage_return():
     line = r"fit: [\d,]+ of 140 steps \(\d+%\), [\d,]+ steps/s, 00:0\d elapsed"
     assert all(re.match(line, text) for text in found)
     assert re.search(r"00:0\d left, loss 3.122, acceptance 1.52", found[0])
-    assert "140 of 140 steps (100%)" in found[-1]
+    assert ["140 of 140" in text for text in found] == [False] * (len(found) - 1) + [True]
+    assert done.stderr.count("broken: 0 of 3 rows") == 1
 
 
 FORKS = """
