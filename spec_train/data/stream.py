@@ -346,9 +346,7 @@ class BatchStream:
         """Return this rank's micro-batches of a global batch: packs before each, and its packs."""
         size, first = self.batch_size, self.plan.packs_before(index)
         parts = [(first + i, packs[i : i + size]) for i in range(0, len(packs), size)]
-        mine = parts[
-            self.rank :: self.world_size
-        ]  # ranks differ by at most one; all have each once
+        mine = parts[self.rank :: self.world_size]  # ranks differ by at most one
         return mine or [(first + len(packs), [[]])]
 
     def _read(
