@@ -35,7 +35,7 @@ def describe_failure(
     stream: BatchStream,
     seed: int,
 ) -> str:
-    """Say which documents, states and module it was.
+    """Say which documents it was, and which stored states or weights are not finite.
 
     Args:
         parts: the micro-batches of all ranks.
