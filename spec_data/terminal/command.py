@@ -40,7 +40,7 @@ from spec_data.shards.files import write_atomically
 from spec_data.terminal.config import checked, flag, read_config_file
 from spec_data.terminal.console import run_cli
 from spec_data.terminal.paths import check_file_to_write
-from spec_data.terminal.types import comma_list
+from spec_data.terminal.types import ONE_TOKEN, comma_list
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -111,11 +111,12 @@ def words_of(function: Callable[..., Any], values: Mapping[str, Any]) -> list[st
         value = values.get(name, parameter.default)
         if value == parameter.default or value is None:
             continue
+        one = ONE_TOKEN in getattr(parameter.annotation, "__metadata__", ())
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             words += words_of(type(value), vars(value))
         elif isinstance(value, bool):
             words.append(flag(name) if value else "--no-" + flag(name)[2:])
-        elif isinstance(value, (list, tuple)) and not all(isinstance(v, int) for v in value):
+        elif isinstance(value, (list, tuple)) and not one:
             words += [flag(name), *map(str, value)]
         else:
             text = json.dumps(value) if isinstance(value, dict) else comma_list(value)

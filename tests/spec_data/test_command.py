@@ -18,6 +18,7 @@ from spec_data.terminal.types import (
     Directory,
     JsonObject,
     Layers,
+    Names,
     NewDataset,
     OnOff,
     Positive,
@@ -52,7 +53,7 @@ def capture(
     out: NewDataset,
     *,
     layers: Layers = "auto",
-    for_: str | None = None,
+    for_: Names = "",
     max_length: Positive = 2048,
     limit: Count = 0,
     share: Share = 0.5,
@@ -234,4 +235,6 @@ def test_an_interrupt_says_what_is_kept_and_how_to_resume(capsys, caplog):
 def test_arguments_become_words_again():
     values = {"corpus": ["a", "b"], "layers": "-1,3", "max_length": 2048, "packing": False}
     assert words_of(capture, values) == ["--corpus", "a", "b", "--layers=-1,3", "--no-packing"]
+    lists = {"layers": [-1, 3], "for_": ["eagle3", "eagle"]}  # as Python may give them
+    assert words_of(capture, lists) == ["--layers=-1,3", "--for", "eagle3,eagle"]
     assert words_of(fit, {"draft": Chain(steps=3)}) == ["--steps", "3"]
