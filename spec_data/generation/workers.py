@@ -102,6 +102,13 @@ def launched_worker(workers: str, environ: Mapping[str, str] = os.environ) -> Wo
         raise ConfigError(f"--workers {workers}: no launcher has set a rank ({names}); {_ADVICE}")
     torchrun = [w for w in launched if w.torchrun]
     others = [w for w in launched if w.count > 1 and not w.torchrun]
+    for outer in others if torchrun else []:
+        if environ.get("GROUP_WORLD_SIZE", str(outer.count)) != str(outer.count):
+            raise ConfigError(
+                f"--workers auto: {torchrun[0].reason}, but {outer.reason}: each of these "
+                f"{outer.count} processes has started a torchrun of its own. Start torchrun with "
+                f"--nnodes {outer.count} and one --rdzv-endpoint, or without it"
+            )
     several = torchrun or others
     if len(several) > 1:
         reasons = " and ".join(w.reason for w in several)

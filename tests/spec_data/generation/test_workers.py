@@ -24,7 +24,7 @@ ALONE = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}  # every batch script of SLUR
         ({"JOB_COMPLETION_INDEX": "2"}, "auto/4", "2/4", None, "JOB_COMPLETION_INDEX=2"),
         (ALONE, "auto", "0/1", None, "SLURM_PROCID=0"),
         ({}, "auto", "0/1", None, "no launcher"),
-        (RUN | STEP, "auto", "5/16", 1, "RANK=5"),
+        (RUN | STEP | {"GROUP_WORLD_SIZE": "8"}, "auto", "5/16", 1, "RANK=5"),
     ],
 )
 def test_the_launcher_says_which_worker_it_is(environ, workers, expected, local, named):
@@ -44,6 +44,7 @@ def test_the_launcher_says_which_worker_it_is(environ, workers, expected, local,
         (ARRAY | {"SLURM_ARRAY_TASK_MIN": "1"}, "auto", "number the workers from 0"),
         (JOB | STEP, "auto", "contradict each other"),
         (ARRAY | STEP, "auto", "contradict each other"),
+        (RUN | STEP | {"GROUP_WORLD_SIZE": "1"}, "auto", "each of these 8 processes"),
         (STEP, "auto/4", "says 8 workers"),
         ({}, "auto/4", "no launcher has set a rank"),
     ],
