@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,6 +29,7 @@ _OPENING = (
     "create table if not exists answers (conversation text, turn integer, answer text, "
     "primary key (conversation, turn)) without rowid",
 )
+_Kind = TypeVar("_Kind")
 ADVICE = "Use the old settings, another --out, or delete the file."
 
 
@@ -55,11 +56,12 @@ class Journal:
         self._tokens, self._began = 0, time.monotonic()
         with self._explained():
             self._database = sqlite3.connect(path, check_same_thread=False)
+            self._database.text_factory = bytes  # which need not be UTF-8 in a damaged file
         try:
             for command in _OPENING:
                 self._rows(command)
-            if stored := self._rows("select value from settings"):
-                refuse_other_settings(json.loads(stored[0][0]), settings, path, ADVICE)
+            if stored := self._decoded(dict[str, Any], "select value from settings"):
+                refuse_other_settings(stored[0], settings, path, ADVICE)
             else:
                 self._insert("settings values (?)", [(json.dumps(settings),)])
         except BaseException:
@@ -75,11 +77,7 @@ class Journal:
     def read(self, conversation: str) -> list[Answer]:
         """Return the answers of a conversation so far, in the order of its turns."""
         query = "select answer from answers where conversation = ? order by turn"
-        rows = self._rows(query, conversation)
-        try:
-            return [msgspec.json.decode(text, type=Answer) for (text,) in rows]
-        except (msgspec.DecodeError, UnicodeError) as error:
-            raise self._damaged(error) from None
+        return self._decoded(Answer, query, conversation)
 
     def add(self, answers: Iterable[tuple[str, int, Answer]]) -> None:
         """Add answers, each with its conversation and turn: all of them, or none."""
@@ -102,6 +100,13 @@ class Journal:
             self._bar.initial += count  # so that rate and ETA are those of this run
         self._bar.update(count)
 
+    def _decoded(self, kind: type[_Kind], query: str, *values: str) -> list[_Kind]:
+        rows = self._rows(query, *values)
+        try:
+            return [msgspec.json.decode(text, type=kind) for (text,) in rows]
+        except (TypeError, ValueError) as error:  # TypeError: of another type than text
+            raise self._damaged(error) from None
+
     def _rows(self, query: str, *values: str) -> list[tuple[Any, ...]]:
         with self._explained():
             return self._database.execute(query, values).fetchall()
@@ -115,8 +120,6 @@ class Journal:
         """Say in words what SQLite reports."""
         try:
             yield
-        except sqlite3.IntegrityError:  # an error of this program, not of the file
-            raise
         except sqlite3.OperationalError as error:
             raise FileError(
                 f"{self.path}: cannot be written ({error}): the disk is full, or refuses. Every "

@@ -215,19 +215,27 @@ def test_an_output_of_others_and_one_of_another_process_are_left_alone(source, t
 # --- the journal ---
 
 
-@pytest.mark.parametrize("damage", ["text", "a bit of a page"])
-def test_a_damaged_journal_is_refused(tmp_path, damage):
+@pytest.mark.parametrize(
+    ("damage", "at"),
+    [
+        (b"not a journal\n", 0),
+        (b"\xff", 3 * 4096),  # of a page
+        (b"\xff", b"finish"),  # of an answer
+        (b"8", NAME.encode()),  # an answer is another conversation's
+        (b"[", b"{}"),  # the settings
+        (None, 9 * 4096),  # cut here
+    ],
+)
+def test_a_damaged_journal_is_refused(tmp_path, damage, at):
     file = tmp_path / "j"
     with JOURNAL(file) as journal:
         journal.add((NAME, turn, FIRST) for turn in range(200))
     data = bytearray(file.read_bytes())
-    if damage == "text":
-        data = bytearray(b"not a journal\n" * 9)
-    else:
-        data[3 * 4096] ^= 1
+    at = data.index(at) if isinstance(at, bytes) else at
+    data[at : len(data) if damage is None else at + len(damage)] = damage or b""
     file.write_bytes(data)
     with pytest.raises(DatasetError, match="j: damaged"), JOURNAL(file) as journal:
-        journal.read(NAME)
+        journal.add((NAME, turn, FIRST) for turn in range(len(journal.read(NAME)), 200))
 
 
 def test_a_full_disk_keeps_the_answers_before_it(tmp_path):
