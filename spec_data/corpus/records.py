@@ -303,9 +303,12 @@ def is_text(text: str) -> bool:
 
 
 def _check_text(value: Any, name: str) -> None:
-    """Refuse half of a surrogate pair, in a text or a key of a nested value."""
+    """Refuse half of a surrogate pair, in a text or a key of a nested value.
+
+    It is no character; what is not UTF-8 in a CSV file becomes one.
+    """
     if not is_text(json.dumps(value, ensure_ascii=False, default=str)):
-        raise BadRow(f"{name} has half of a surrogate pair, which is no character")
+        raise BadRow(f"{name} has half of a surrogate pair, or is not UTF-8")
 
 
 def _from_json(value: Any, column: str) -> Any:

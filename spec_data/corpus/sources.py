@@ -33,6 +33,7 @@ from spec_data.corpus.file_rows import (
     json_list,
     paragraphs,
 )
+from spec_data.corpus.records import is_text
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.files import sha256_file
 from spec_data.shards.path_kinds import Kind, expect, like_a_path, wrong_kind
@@ -74,6 +75,10 @@ class Source:
     digest: Callable[[], str | None]  # the hash of the whole source
     count: Callable[[], int | None] = lambda: None  # about how many rows it has; None: not known
     licence: str | None = None
+
+    def __post_init__(self) -> None:
+        if not is_text(self.name + self.path):
+            raise CorpusError(f"corpus {printable(self.path)}: its name is not UTF-8; rename it")
 
 
 def expected_rows(sources: Sequence[Source], limit: int | None = None) -> int | None:
@@ -249,7 +254,6 @@ def _saved_dataset(name: str, path: Path, split: str, limit: int) -> Source:
                 f"{', '.join(dataset)}"
             )
         dataset, last = dataset[split], f"{last}@{split}"
-
     return _dataset_source(
         dataset,
         limit,

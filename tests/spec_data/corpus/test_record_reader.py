@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 from functools import partial
 
 import datasets
@@ -198,6 +199,7 @@ def test_hub_names(tmp_path, monkeypatch):
         (["a.jsonl", "a/b/c"], MissingError, "no such file or directory"),
         (["a.xlsx"], CorpusError, "unknown kind of file"),
         (["none"], CorpusError, "no file of split"),
+        (["odd"], CorpusError, r"caf\\udce9\.jsonl: its name is not UTF-8"),
         ([], ConfigError, "no corpus"),
     ],
 )
@@ -207,6 +209,8 @@ def test_what_is_no_source_is_refused_at_once(names, error, words, tmp_path, mon
     (tmp_path / "a.xlsx").touch()
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "a.xlsx").touch()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / os.fsdecode(b"caf\xe9.jsonl")).touch()
     with pytest.raises(error, match=words):
         CorpusReader(names)
 
