@@ -364,9 +364,7 @@ class _MergedAttention(torch.autograd.Function):
         d_flat: list[Tensor] = []
         if diagonal:
             own_scores = _own_scores(q, diagonal, ctx.scale).to(lse.dtype)
-            shares = torch.exp(own_scores - lse[..., None]).to(
-                q.dtype
-            )  # [B, h, Q, s], probabilities
+            shares = torch.exp(own_scores - lse[..., None]).to(q.dtype)  # [B, h, Q, s]
             delta = (grad * out).sum(-1)  # [B, h, Q]
             for s, (key, value) in enumerate(diagonal):
                 share = shares[..., s]  # [B, h, Q]

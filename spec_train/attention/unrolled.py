@@ -91,9 +91,9 @@ class StepQueries:
         """
         attending = self.of(len(diagonal), window)
         newest = diagonal if window is None else diagonal[-window:]
-        return (
-            own_only(q, newest, scale) if attending is None else attending(q, k0, v0, scale, newest)
-        )
+        if attending is None:
+            return own_only(q, newest, scale)
+        return attending(q, k0, v0, scale, newest)
 
 
 def narrowed_pairs(diagonal: Diagonal, part: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -359,7 +359,7 @@ def loss_of(case: Case, draft: Any, **inputs: Any) -> DraftLoss:
     if case.kind in BLOCKS:
         return dspark_loss(draft, **{"head": make_head(case)} | inputs)
     options, loss = case.settings, case.loss
-    kind = LossKind(name=loss.name, hard=loss.hard, scale=loss.scale, decay=loss.decay)
+    kind = replace(LossKind.of(options), scale=loss.scale, decay=loss.decay)
     weights = loss.weights or None
     if case.kind == "eagle":
         terms = {"regression_weight": case.terms[0], "ce_weight": case.terms[1]}

@@ -169,6 +169,28 @@ def test_options_that_the_dataset_cannot_serve_are_refused(dataset, head):
 # --- batches -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {"loss": "jsd"}) for name in DRAFTS),
+        *((name, {"loss_target": "hard"}) for name in DRAFTS),
+        *((name, {"position_weights": "0.5"}) for name in DRAFTS if name != "eagle"),
+        ("eagle", {"noise": 0.5}),
+        ("eagle3", {"step_decay": 0.5}),
+        ("peagle", {"cod_ratio": 0.4}),
+        ("dspark", {"confidence_weight": 0.5}),
+    ],
+    ids=str,
+)
+def test_an_option_of_a_loss_changes_it(dataset, head, name, options):
+    batch = packed(dataset)
+    losses = [
+        float(loss_of(build_draft(name, dataset, head, **given), batch, head).loss.detach())
+        for given in ({}, options)
+    ]
+    assert losses[0] != losses[1]
+
+
 @pytest.mark.parametrize(("name", "options"), PLAIN + VARIANTS, ids=str)
 def test_micro_batches_with_the_counts_of_the_whole_add_up(dataset, head, name, options):
     if name == "eagle":

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spec_data.shards.errors import ConfigError, DraftError, MissingError
-from spec_data.shards.reader import HiddenStatesDataset
 from spec_train import load_draft
 from spec_train.drafts.vocabulary import choose_draft_vocabulary, smallest_vocabulary
 from spec_train.formats.vocabulary_maps import read_vocabulary
@@ -47,16 +46,6 @@ def runs(data, tmp_path_factory) -> dict[int, Path]:
 def fit(kind: str, data: Path, out: Path, **changes):
     given = dict(steps=1, batch_size=2, seq_len=48, validation=0.2, device="cpu")
     return flat.fit(kind, data, out, **given | SMALL[kind] | changes)
-
-
-def counts_of(data: Path) -> Tensor:
-    """Count supervised tokens with plain loops."""
-    counts = [0] * VOCAB
-    for document in HiddenStatesDataset(data):
-        pairs = zip(document["input_ids"].tolist(), document["loss_mask"].tolist(), strict=True)
-        for token, supervised in pairs:
-            counts[token] += int(supervised)
-    return torch.tensor(counts)
 
 
 def write_maps(folder: Path, ids: Tensor, **more: Tensor) -> Path:

@@ -1,4 +1,4 @@
-"""The P-EAGLE draft: batches against plain tensors, segments, precision, one gradient.
+"""The P-EAGLE draft: what it draws, chunks, one gradient.
 
 The loss itself is compared with slow loops in `test_references`.
 """
