@@ -18,9 +18,8 @@ from spec_data.generation import run as generation_run
 from spec_data.shards.codecs import Basis, decompress, encode
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.shard import CodedRows, StoredRows
-from spec_train.drafts import DRAFTS
+from spec_train.drafts import DRAFTS, peagle
 from spec_train.drafts.frames import slots_of
-from spec_train.drafts.peagle import draft as peagle_draft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy
 from tests.gpu.fake_cuda import (
@@ -141,7 +140,7 @@ def test_a_planted_sync_and_a_planted_cpu_tensor_are_found(
         assert found[1].sum().item() >= 0
         return found
 
-    monkeypatch.setattr(peagle_draft, "slots_of", waits)
+    monkeypatch.setattr(peagle, "slots_of", waits)
     syncs = fit_on("cuda", "peagle", made[0] / "cpu", tmp_path / "waits").syncs[0]
     assert any("PeagleDraft.slot_counts" in where for where, _ in syncs)
 
@@ -149,7 +148,7 @@ def test_a_planted_sync_and_a_planted_cpu_tensor_are_found(
         mask, rows, choice = slots_of(draft, batch)
         return mask, rows, choice + torch.zeros(len(choice))
 
-    monkeypatch.setattr(peagle_draft, "slots_of", mixes)
+    monkeypatch.setattr(peagle, "slots_of", mixes)
     with pytest.raises(MixedDevices):
         fit_on("cuda", "peagle", made[0] / "cpu", tmp_path / "mixes")
 
