@@ -49,8 +49,9 @@ logger = logging.getLogger(__name__)
 _HALF_CHARACTER = "\ufffd"
 _GROUP = 8  # batches of conversations in a group; more of them waste less on padding
 _WINDOW = 4096  # conversations, at least, from which a group is drawn
-# Root mean square of the difference of logits, as a share of their spread. Rounding stays below.
-_PADDING_BOUND, _PADDING_BOUND_HALF = 1e-3, 0.05
+# Root mean square of the difference of logits, as a share of their spread. Rounding stays below: in
+# bfloat16 SmolLM2-135M differs by up to 0.11, and without padding from float32 by up to 0.08.
+_PADDING_BOUND, _PADDING_BOUND_HALF = 1e-3, 0.25
 
 
 class ChatTarget:
