@@ -150,7 +150,7 @@ def _overview(runs: Sequence[Run], others: Sequence[Evaluation]) -> Section:
         problems = [train_serve_gap(run.best, served, int(steps or 0))]
         if not run.validation:
             problems.append("nothing was held out or validated yet: there is no held-out curve")
-        if run.best and run.best["step"] == 0 < run.last("step"):
+        if number(run.best, "step") == 0 < run.last("step"):
             problems.append("no validation was better than the draft at step 0")
         texts = [f"{run.name}: {problem}." for problem in problems if problem]
         parts += [Note(text=text, warning=True) for text in texts]

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from tests.spec_train.evaluation.tools import (
 from tests.tolerance import close, network
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
-HEAD = cast(Any, None)  # an EAGLE-3 draft has a head of its own
 trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
 
 

@@ -112,6 +112,8 @@ def test_a_run_that_trains_or_was_damaged_is_shown_as_far_as_it_goes(tmp_path):
     text = file.read_text()
     file.write_text(text + '{"step": 42, "split": "tra')  # a line that is being written
     assert len(Run(tmp_path / "run", "run").training) == 20
+    file.write_text(text.replace('"step"', '"at"'))  # lines that lack what others have
+    assert page_of([tmp_path / "run"]).sections[0].title == "Overview"
     file.write_text(text.replace('{"step": 2,', '{"st\0p": 2,}', 1))
     with pytest.raises(RunError, match=r"metrics\.jsonl: damaged"):
         page_of([tmp_path / "run"])
