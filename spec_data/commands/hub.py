@@ -31,7 +31,7 @@ def push(data: Dataset, repo: _Repo, *, private: bool = False, dry_run: bool = F
 
     Raises:
         MissingError, DatasetError: the dataset is not sealed, or damaged.
-        ConfigError: a view, no right to write there, or the repository holds another dataset.
+        ConfigError: a view, a URL, no right to write, or the repository holds another dataset.
         RunError: the Hub cannot be reached.
     """
     from spec_data.hub.transfer import push as upload

@@ -107,9 +107,10 @@ def push(data: Path, repo: str, *, private: bool = False, dry_run: bool = False)
     """Upload a dataset to the Hub, or resume an upload that was interrupted."""
     dataset = HiddenStatesDataset(data)
     manifest, path = dataset.manifest, dataset.path
-    if dataset.view is not None:
+    if dataset.view is not None or dataset.mirror is not None:
         raise ConfigError(
-            f"--data {data}: a view has no shards; make a dataset of it with `spec-data copy`"
+            f"--data {dataset.location}: a view or a remote dataset has no shards here; make a "
+            "dataset of it with `spec-data copy`"
         )
     names = {*(record.file for record in manifest.shards), *manifest.files}
     names |= {manifest.codec.file} if manifest.codec else set()

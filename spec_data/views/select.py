@@ -180,7 +180,7 @@ def document_scores(
         )
     if nll:
         columns += ["target_logsumexp", *({FINAL, "logits"} & set(dataset.columns))]
-    reader = HiddenStatesDataset(dataset.path, columns)
+    reader = HiddenStatesDataset(dataset.location, columns)
     head = load_head_tensors(dataset) if FINAL in columns else {}
     shares, means = (np.full(len(documents), np.nan) for _ in range(2))
     bar = progress(documents.tolist(), desc="scores", unit="docs", leave=False)

@@ -179,8 +179,11 @@ def test_views_of_remote_datasets(data, tmp_path, monkeypatch):
     monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
     put_in_memory(data, "memory://bucket/set")
     try:
-        spec_data.select("memory://bucket/set", tmp_path / "view", where="length < 20")
-        spec_data.select(data, tmp_path / "local", where="length < 20")
+        where = "length < 20 and (nll > 0 or supervised = 0)"  # also what only the shards say
+        spec_data.select("memory://bucket/set", tmp_path / "view", where=where)
+        spec_data.select(data, tmp_path / "local", where=where)
+        with pytest.raises(ConfigError, match="no shards here; make a dataset of it"):
+            spec_data.push("memory://bucket/set", "me/set")
         expected = documents_of(tmp_path / "local")
         assert_same_documents(tmp_path / "view", expected)
         assert_verified(tmp_path / "view")
