@@ -188,7 +188,7 @@ def _finalize(out: Path, work: Path, checked: set[int], others: bool) -> Manifes
         if unit not in checked:
             check_shard(out, record.record)
         dropped.update(record.dropped)
-    shards = [r.record for r in finished.values() if r.record.rows]
+    shards = [r.record for r in finished.values()]
     documents = structs.replace(
         draft.documents,
         dropped=dict(sorted(dropped.items())),

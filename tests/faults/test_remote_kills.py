@@ -36,7 +36,7 @@ def faults(monkeypatch):
 def test_killed_in_an_upload_and_resumed_elsewhere(source, faults, tmp_path, monkeypatch):
     """A process of its own is killed: a fork would have the parent's S3 client without its thread.
 
-    Kills between any two writes are in tests/spec_data/generation/test_remote_out.py.
+    Kills between any two writes are in tests/spec_data/generation/test_output.py.
     """
     there, killed = threading.Event(), threading.Event()
 

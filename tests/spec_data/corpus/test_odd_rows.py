@@ -119,6 +119,7 @@ def test_rows_that_arrow_cannot_convert_are_bad_rows(tmp_path):
         ("dataset_info.json", '{"features": {"text": {"_type": "Nonsense"}}}'),
         ("state.json", '{"_data_files": [{"filename": "gone.arrow"}]}'),
         ("dataset_dict.json", "{}"),
+        ("data-00000-of-00001.arrow", "\xff\xff\xff\xff"),
     ],
 )
 def test_a_broken_dataset_directory_is_refused(tmp_path, file, content):

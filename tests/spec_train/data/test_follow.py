@@ -72,7 +72,7 @@ def test_a_run_beside_generation_is_the_run_after_it(source, sealed, reference, 
 
 
 @pytest.mark.long
-def test_killed_and_resumed_beside_generation(source, reference, tmp_path):
+def test_killed_and_resumed_beside_generation(source, sealed, reference, tmp_path):
     """Fit is killed, then generation; both go on, fit first and without what it waits for."""
     data, out = tmp_path / "data", tmp_path / "run"
     generator = start_generate(made(source, data), tmp_path / "gate")
@@ -92,6 +92,7 @@ def test_killed_and_resumed_beside_generation(source, reference, tmp_path):
     generator.communicate(timeout=100)
     assert fitting.returncode == 0 and "resuming from" in error, error
     assert_same_run(out, reference)
+    assert digests(data) == digests(sealed)
 
 
 def test_sigterm_while_waiting_for_a_unit_saves_and_stops(source, sealed, reference, tmp_path):
