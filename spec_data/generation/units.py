@@ -65,9 +65,11 @@ class UnitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_unit_record(out: Path, unit: int) -> UnitRecord | None:
-    """Return the record of a unit; None: there is none, or it is damaged."""
-    content = read_record(out / WORK / f"{unit_name(unit)}.json")
-    return None if content is None else msgspec.convert(content, UnitRecord)
+    """Return the record of a unit; None: there is none, or it is damaged or of another release."""
+    try:
+        return msgspec.convert(read_record(out / WORK / f"{unit_name(unit)}.json"), UnitRecord)
+    except msgspec.ValidationError:
+        return None
 
 
 def finished_unit(out: Path, unit: int) -> UnitRecord | None:
@@ -215,7 +217,8 @@ def _agreement(plan: Plan, units: dict[int, UnitRecord], draft: Manifest) -> dic
     sources: list[str] = []
     for unit, record in units.items():
         of_unit = plan.documents.sources[slice(*plan.units[unit])]
-        sources += [source for d, source in enumerate(of_unit) if d not in record.left_out]
+        left_out = set(record.left_out)
+        sources += [source for d, source in enumerate(of_unit) if d not in left_out]
     rows = [row for record in units.values() for row in record.agreement]
     agreement = summarise(np.array(rows).reshape(-1, SUMS), sources)
     policy = agreement.policy(draft.on_policy, draft.sampling_temperature)

@@ -20,6 +20,7 @@ from spec_data.shards.errors import (
     TargetError,
 )
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.shards.resumable import write_record
 from spec_data.shards.schema import TEACHERS
 from tests import forked
 from tests.spec_data.runs import (
@@ -285,7 +286,9 @@ def test_a_unit_with_a_damaged_record_is_captured_again(target, corpus, tmp_path
     raw = json.loads(file.read_text())
     raw["agreement"][0][2] += 1.0
     before = digests(tmp_path / "data" / "shards")
-    for text in (json.dumps(raw), '{"record":'):
+    write_record(tmp_path / "other.json", raw | {"agreement": {"tokens": []}})
+    of_another_release = (tmp_path / "other.json").read_text()
+    for text in (json.dumps(raw), '{"record":', of_another_release):
         file.write_text(text)
         assert units.finished_unit(tmp_path / "data", 0) is None
         run(target, corpus, tmp_path / "data", **given)
