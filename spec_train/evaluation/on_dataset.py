@@ -201,10 +201,16 @@ def evaluate_data(
     head = TargetHead.from_dataset(dataset, weight.dtype, weight.device)
     teacher_forced: dict[str, Tensor] = {}
     breakdown = Breakdown(depth, even_sample(documents, SAMPLES))
-    with progress(total=len(documents), unit="documents", desc="data", leave=False) as bar:
-        for pack in packs_of(dataset, documents):
+    with (
+        torch.random.fork_rng(devices=[]),  # block drafts draw anchors: the same in every call
+        progress(total=len(documents), unit="documents", desc="data", leave=False) as bar,
+    ):
+        for number, pack in enumerate(packs_of(dataset, documents)):
             batch = read_pack(dataset, pack, columns, weight.dtype).to(weight.device)
-            forced = draft.loss(batch, head, draft.slot_counts(batch)).sums
+            torch.manual_seed(number)
+            counts = draft.slot_counts(batch)
+            torch.manual_seed(number)
+            forced = draft.loss(batch, head, counts).sums
             teacher_forced = add_sums([teacher_forced, forced])
             chains = draft.chains(batch, head, depth, scored_only=True)
             for document, arrays in documents_of(batch, chains):

@@ -14,6 +14,9 @@ from spec_data.shards.resumable import write_record
 from spec_train.data.order import SPLIT_RULE, split_border
 from spec_train.evaluation import on_dataset as evaluate_data
 from spec_train.evaluation.on_dataset import choose_documents
+from spec_train.options.draft_options import DSparkOptions
+from spec_train.options.training import Training
+from spec_train.training.fit import fit
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import (
@@ -50,6 +53,18 @@ def test_pack_size_changes_no_figure_and_teacher_forcing_is_the_drafts_own(
     batch = evaluate_data.read_pack(dataset, range(20), trained.columns(), torch.float32)
     sums = trained.loss(batch, head_of(target), trained.slot_counts(batch)).sums
     close(whole["teacher_forced"], trained.summarise(sums), **forward)
+
+
+def test_the_anchors_of_a_block_draft_are_the_same_in_every_call(data, tmp_path):
+    training = Training(data=str(data), out=str(tmp_path / "run"), steps=0, device="cpu")
+    fit("dspark", training, DSparkOptions(num_layers=1, block_size=3, num_anchors=4))
+    config = dict(draft=str(tmp_path / "run"), data=str(data), split="all", device="cpu")
+    figures = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        figures.append(run_eval(config)["data"]["teacher_forced"])
+        assert torch.initial_seed() == seed
+    assert figures[0] == figures[1]
 
 
 def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
