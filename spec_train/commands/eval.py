@@ -67,7 +67,7 @@ def evaluate(
         spec-train eval --draft RUN --target MODEL --prompts prompts.jsonl --json result.json
         spec-train eval --draft RUN --target MODEL --prompts prompts.jsonl --tree-tokens 60
             with dynamic trees instead of chains (drafts eagle and eagle3)
-        RUN stands for its best draft; name RUN/last or RUN/checkpoint-<step> for another.
+        RUN stands for its best draft; name RUN/last or RUN/checkpoint-00000500 for another.
 
     Args:
         draft: a run (its best draft), a checkpoint or a draft directory, in any form.

@@ -28,7 +28,7 @@ def fit(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "FitRes
     """Train a draft on a dataset that `spec-data generate` has written.
 
     The target is never opened: its embeddings and head are part of the dataset. RUN receives
-    fit.json (every option), metrics.jsonl, report.html, checkpoint-<step>/ directories to resume
+    fit.json (every option), metrics.jsonl, report.html, checkpoint-*/ directories to resume
     from, and two links: `best` (longest simulated acceptance length on held-out documents) and
     `last`, both Hugging Face directories that inference engines load.
 

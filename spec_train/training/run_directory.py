@@ -309,7 +309,7 @@ class RunDirectory:
         if damaged:  # now or in an earlier call: never restart over what was learned
             raise RunError(
                 f"{self.path}: all checkpoints are damaged: {'; '.join(problems or damaged)}. "
-                "Repair one and rename it back to checkpoint-<step>, or start in another --out "
+                "Repair one and rename it back, without damaged-, or start in another --out "
                 f"(add --init-from {self.path} to start from its best draft), or empty this one"
             )
         return None

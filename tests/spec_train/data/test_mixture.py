@@ -16,7 +16,7 @@ from spec_data.shards.seal import file_records
 from spec_train.cli import main
 from spec_train.data.mixture import open_documents, unique_names
 from spec_train.data.order import split_border
-from spec_train.data.splits import make_splits
+from spec_train.data.splits import even_shares, make_splits
 from spec_train.drafts import load_draft
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.options.data_option import DataSource, parse_source, parse_sources
@@ -163,6 +163,11 @@ def test_the_border_of_a_mixture_holds_for_its_parts(tmp_path, monkeypatch):
     assert choose_documents(small, "train", described)[0] == [0, 1, 2]
     alone = split_border(small.id_array, 0.05, 0)
     assert len(choose_documents(small, "auto", described | {"split_border": alone})[0]) == 1
+
+
+def test_no_dataset_is_starved_of_measured_documents():
+    assert even_shares([100, 5, 40], 30) == [13, 5, 12]
+    assert even_shares([100, 5, 40], 0) == [100, 5, 40]
 
 
 def test_token_counts_are_weighted(place, tmp_path):

@@ -252,3 +252,13 @@ def test_metrics_are_cut_back_to_a_step(run):
         file.write(b'{"step": 1, "loss\xff": 1}\n')  # not UTF-8
     run.truncate_metrics(-1)
     assert (run.path / "metrics.jsonl").read_text() == ""
+
+
+def test_a_kill_before_the_first_file_was_whole_leaves_a_usable_directory(tmp_path):
+    (tmp_path / ".run.json.0123456789ab.tmp").write_text("{")
+    (tmp_path / ".checkpoint-00000001.0123456789ab.tmp").mkdir()
+    RunDirectory(tmp_path).close()
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    (tmp_path / "notes.tmp").write_text("mine")
+    with pytest.raises(ConfigError, match="not a run"):
+        RunDirectory(tmp_path)
