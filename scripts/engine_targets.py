@@ -28,7 +28,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from spec_data.models.engines import CLASSES, engines, page_with_columns  # noqa: E402
+from spec_data.models.engines import (  # noqa: E402
+    CLASSES,
+    COLUMNS,
+    engines,
+    served,
+    target_classes,
+)
+from spec_data.models.families import TARGETS  # noqa: E402
 
 PAGE = ROOT / "docs" / "targets.md"
 
@@ -275,6 +282,32 @@ def read(folder: Path) -> dict[str, object]:
         found = reader(Sources(package, wanted))
         lists[engine] = {name: " ".join(sorted(names)) for name, names in found.items()}
     return {"read": f"{datetime.now(UTC):%Y-%m-%d}", "engines": lists}
+
+
+def page_with_columns(page: str) -> str:
+    """Return docs/targets.md with the columns of engines and the releases as they are now."""
+    lines = page.splitlines()
+    for i, line in enumerate(lines):
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        names = re.findall(r"`(\w+)`", cells[1]) if len(cells) > 1 else []
+        if line.startswith("Read on "):
+            releases = ", ".join(engines().engine[engine].release for engine in COLUMNS)
+            lines[i] = f"Read on {target_classes().read} from the packages of {releases}."
+        elif names and set(names) <= TARGETS.keys():
+            *facts, test = cells
+            facts[-len(COLUMNS) :] = [_cell(engine, names) for engine in COLUMNS]
+            lines[i] = "| " + " | ".join([*facts, test]) + " |"
+    return "\n".join(lines) + "\n"
+
+
+def _cell(engine: str, names: list[str]) -> str:
+    """Return the drafts of an engine for the architectures of a row: "all", "none", "?" or some."""
+    drafts = engines().engine[engine].drafts
+    answers = {draft: {served(engine, draft, [name]).answer for name in names} for draft in drafts}
+    if any(None in some for some in answers.values()):
+        return "?"
+    yes = [draft for draft, some in answers.items() if some == {True}]
+    return "all" if len(yes) == len(drafts) else ", ".join(yes) or "none"
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ which is never a yes.
 """
 
 import datetime
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from spec_data.models.families import TARGETS
 
 TABLE = Path(__file__).with_name("engines.toml")
 CLASSES = TABLE.with_name("engine_targets.json")
@@ -151,29 +148,3 @@ def engine_warnings(drafts: Sequence[str], architectures: Sequence[str]) -> list
         texts = [answer.text(names) for answer, names in by_answer.items()]
         lines += [f"{release}: {text}" for text in texts if text]
     return lines
-
-
-def page_with_columns(page: str) -> str:
-    """Return docs/targets.md with the columns of engines and the releases as they are now."""
-    lines = page.splitlines()
-    for i, line in enumerate(lines):
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        names = re.findall(r"`(\w+)`", cells[1]) if len(cells) > 1 else []
-        if line.startswith("Read on "):
-            releases = ", ".join(engines().engine[engine].release for engine in COLUMNS)
-            lines[i] = f"Read on {target_classes().read} from the packages of {releases}."
-        elif names and set(names) <= TARGETS.keys():
-            *facts, test = cells
-            facts[-len(COLUMNS) :] = [_cell(engine, names) for engine in COLUMNS]
-            lines[i] = "| " + " | ".join([*facts, test]) + " |"
-    return "\n".join(lines) + "\n"
-
-
-def _cell(engine: str, names: list[str]) -> str:
-    """Return the drafts of an engine for the architectures of a row: "all", "none", "?" or some."""
-    drafts = engines().engine[engine].drafts
-    answers = {draft: {served(engine, draft, [name]).answer for name in names} for draft in drafts}
-    if any(None in some for some in answers.values()):
-        return "?"
-    yes = [draft for draft, some in answers.items() if some == {True}]
-    return "all" if len(yes) == len(drafts) else ", ".join(yes) or "none"

@@ -120,6 +120,19 @@ def test_the_first_document_beyond_the_window_is_compared_as_well():
         close(captured.final, plain.hidden_states[-1], **FORWARD)
 
 
+@pytest.mark.usefixtures("small")
+def test_a_family_that_does_not_accept_the_rule_is_captured_plainly(monkeypatch, caplog):
+    def slices_its_mask(*_given: Any) -> Tensor:
+        raise TypeError("'RuleMask' object is not subscriptable")
+
+    monkeypatch.setattr(RuleMask, "of", slices_its_mask)
+    target, (ids,) = target_of("llama", "eager"), ids_of(LENGTH)
+    plain = target.model(ids[None], output_hidden_states=True, use_cache=False)
+    captured, _ = capture(target, ids)
+    assert "without chunks (the family does not accept it (TypeError))" in caplog.text
+    close(captured.final, plain.hidden_states[-1], **FORWARD)
+
+
 def test_a_document_alone_has_no_mask_argument_in_any_packed_form():
     """So sdpa builds no mask at all, and windows are the model's own."""
     target = target_of("llama", "default")

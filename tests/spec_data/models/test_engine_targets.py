@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts import engine_targets as script
-from spec_data.models.engines import engine_warnings, engines, page_with_columns, served
+from spec_data.models.engines import engine_warnings, engines, served
 from spec_data.models.families import TARGETS
 
 BLOCKS = ("dspark", "dflash")
@@ -16,8 +16,8 @@ BLOCKS = ("dspark", "dflash")
 
 def test_the_page_has_the_columns_of_the_table() -> None:
     page = script.PAGE.read_text(encoding="utf-8")
-    assert page_with_columns(page) == page
-    assert page_with_columns(page.replace("| all | all |", "| none | all |")) == page
+    assert script.page_with_columns(page) == page
+    assert script.page_with_columns(page.replace("| all | all |", "| none | all |")) == page
 
 
 @pytest.mark.parametrize(
