@@ -73,18 +73,18 @@ def decoder_shape(config: dict[str, Any]) -> TargetShape:
             f"num_key_value_heads = {kv_heads}; the file was edited or damaged"
         )
     limit = _size(text, "max_position_embeddings", "n_positions", "model_max_length")
-    kinds = text.get("layer_types") or ()
-    full = {  # head sizes of the full-attention layers, where they have their own (Gemma-4)
-        int(layer["head_dim"])
-        for key, layer in (text.get("per_layer_config") or {}).items()
-        if "head_dim" in layer and kinds[int(key)] == "full_attention"
-    }
+    layers = (text.get("per_layer_config") or {}).items()
+    sizes = {int(key): layer.get("head_dim") for key, layer in layers}
+    kinds = enumerate(text.get("layer_types") or ())
+    # of the full-attention layers, where all have one of their own (Gemma-4)
+    full = {sizes.get(i) for i, kind in kinds if kind == "full_attention"}
+    head_dim = full.pop() if len(full) == 1 else None
     return TargetShape(
         hidden_size=hidden,
         intermediate_size=text.get("intermediate_size") or text.get("n_inner") or 4 * hidden,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=full.pop() if len(full) == 1 else text.get("head_dim") or hidden // heads,
+        head_dim=head_dim or text.get("head_dim") or hidden // heads,
         rms_norm_eps=next((text[key] for key in _EPS_KEYS if text.get(key) is not None), 1e-6),
         max_position_embeddings=limit,
         num_hidden_layers=block_count(text) or _size(text, "num_hidden_layers", "n_layer"),

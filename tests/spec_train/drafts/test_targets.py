@@ -1,4 +1,4 @@
-"""Every registered family: the target's rotary frequencies, and a run from generate to eval."""
+"""Targets: what a draft takes from their configs, and every family from generate to eval."""
 
 import itertools
 import json
@@ -13,6 +13,7 @@ from spec_train.drafts.config import target_shape
 from spec_train.formats.target_facts import read_target
 from tests.families import FAMILIES, MORE_FAMILIES
 from tests.spec_train.drafts import test_families
+from tests.spec_train.drafts.cases import small_target
 from tests.spec_train.drafts.test_families import ALL
 from tests.spec_train.evaluation.tools import run_eval
 
@@ -36,6 +37,20 @@ def test_others_are_refused_with_what_is_supported(names: list[str]) -> None:
     with pytest.raises(DraftError, match=r"GptOssForCausalLM, .*encoder-decoders") as caught:
         target_shape("eagle3", {"architectures": names}, None)
     assert str(names) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "size"),
+    [
+        (None, 6),
+        (["full_attention"] * 3, 6),
+        (["full_attention", "sliding_attention", "full_attention"], 8),
+    ],
+)
+def test_a_head_size_of_single_layers_counts_if_all_full_layers_have_it(kinds, size) -> None:
+    layers = {"0": {"head_dim": 8}, "2": {"head_dim": 8}}
+    config = small_target(12, 4, 2) | {"per_layer_config": layers, "layer_types": kinds}
+    assert target_shape("eagle3", config, None).head_dim == size
 
 
 def test_layer_ids_are_spread_over_the_depth() -> None:
