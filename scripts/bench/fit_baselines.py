@@ -140,7 +140,7 @@ def all_elements(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     teacher = proposed(draft, head.logits(shifted(batch.hidden[FINAL], batch))).softmax(-1)
     losses = F.kl_div(log_q, rows_at(teacher, slots), reduction="none").sum(-1)
     counted = torch.zeros_like(losses).flatten()
-    counted[elements.place] = 1
+    counted[elements.index] = 1
     return (losses.flatten() * counted).sum() / counted.sum()
 
 
@@ -154,7 +154,7 @@ def all_blocks(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     steps = torch.arange(size, device=anchors.device)
     positions = batch.position_ids.gather(1, anchors)[..., None] + steps
     context = draft.context(batch.aux(config.layers), batch.position_ids)
-    mask = block_mask(documents, anchors, blocks.kept, size)
+    mask = block_mask(documents, anchors, blocks.real, size)
     attends = [attend_masked(mask, config.head_dim**-0.5)] * config.num_hidden_layers
     y = draft.forward_blocks(ids.flatten(1), positions.flatten(1), context, attends)
     y = y.unflatten(1, (anchors.shape[1], size))[:, :, config.first :]  # [B, N, D, H]

@@ -38,13 +38,13 @@ class Case:
     """Inputs that need gradients, what a kernel made of them, and what the formula makes."""
 
     inputs: Sequence[Tensor]
-    found: Sequence[Tensor]
+    outputs: Sequence[Tensor]
     expected: Sequence[Tensor]
 
     def error(self) -> float:
         """Return the largest relative error of outputs and gradients; nan if any is not finite."""
-        pairs = list(zip(self.found, self.expected, strict=True))
-        pairs += zip(*(self._gradients(x) for x in (self.found, self.expected)), strict=True)
+        pairs = list(zip(self.outputs, self.expected, strict=True))
+        pairs += zip(*(self._gradients(x) for x in (self.outputs, self.expected)), strict=True)
         doubles = [(a.detach().double(), b.detach().double()) for a, b in pairs]
         return torch.stack([(a - b).norm() / b.norm() for a, b in doubles]).max().item()
 

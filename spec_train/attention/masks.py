@@ -130,7 +130,7 @@ class BlockWindow:
 def block_mask(
     document_ids: Tensor,  # of the context, int64 [B, T]
     anchors: Tensor,  # slot of the pack at which each block starts, int64 [B, N]
-    kept: Tensor,  # bool [B, N]
+    real: Tensor,  # bool [B, N]: the block is one
     size: int,  # slots per block
     window: BlockWindow | None = None,  # of the layer; None: no limit
 ) -> AttentionMask:
@@ -138,12 +138,12 @@ def block_mask(
 
     Queries are the slots of the N blocks. Keys are the T context tokens, then the blocks' slots. A
     block sees the context of its document strictly before its anchor, and all of its own slots, in
-    both directions; a `window` limits both. A block that is not kept sees only its own slots.
+    both directions; a `window` limits both. A block that is not real sees only its own slots.
 
     Returns:
         A mask with N * size queries and T + N * size keys.
     """
-    anchor, real = (x.repeat_interleave(size, dim=1) for x in (anchors, kept))  # [B, N * S]
+    anchor, counted = (x.repeat_interleave(size, dim=1) for x in (anchors, real))  # [B, N * S]
     first = document_starts(document_ids).gather(1, anchor)
     slot = _slots(anchor)  # [N * S]
     inside = slot % size
@@ -152,7 +152,7 @@ def block_mask(
         first = torch.maximum(first, anchor + inside - window.size + 1)
         begin = torch.maximum(begin, slot - window.size + 1)
         end = torch.minimum(end, slot if window.causal else slot + window.size - 1)
-    last = (anchor - 1).masked_fill(~real, -1)
+    last = (anchor - 1).masked_fill(~counted, -1)
     ends = torch.stack([first, last, begin.expand_as(last), end.expand_as(last)], dim=-1)
     length = document_ids.shape[1]
     return AttentionMask(length + anchor.shape[1], length, ends)

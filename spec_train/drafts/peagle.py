@@ -444,7 +444,7 @@ class Elements:
     document_ids: Tensor  # int64 [B, E], -1 in padding
     anchors: Tensor  # int64 [B, E]
     depths: Tensor  # int64 [B, E]
-    place: Tensor  # int64 [n]: flat element b * E + e of those that count, by drafted position
+    index: Tensor  # int64 [n]: flat element b * E + e of those that count, by drafted position
     where: tuple[Tensor, Tensor, Tensor]  # their depth, pack and anchor, int64 [n] each
 
     @property
@@ -507,10 +507,10 @@ def _elements(
     slots = torch.arange(first, stop, device=device).expand(batch, -1)  # [B, E - D]
     anchors = table(anchor, 0, slots)  # [B, E]
     # The flat element b * E + e of every (depth, pack, anchor); only elements inside are read.
-    place = torch.zeros(depths, batch, length, dtype=torch.long, device=device)  # [K, B, T]
-    place[0] = torch.arange(length, device=device) - first
-    place[level + 1, row, anchor] = column + (stop - first)
-    place += torch.arange(batch, device=device)[:, None] * anchors.shape[1]
+    index = torch.zeros(depths, batch, length, dtype=torch.long, device=device)  # [K, B, T]
+    index[0] = torch.arange(length, device=device) - first
+    index[level + 1, row, anchor] = column + (stop - first)
+    index += torch.arange(batch, device=device)[:, None] * anchors.shape[1]
     # The n elements that count, sorted by pack, then drafted position, then depth.
     d, b, t = counted.nonzero(as_tuple=True)  # [n] each
     order = ((b * length + t + d) * depths + d).argsort()  # [n]
@@ -521,7 +521,7 @@ def _elements(
         document_ids=table(document_ids[row, anchor], PADDING, document_ids[:, first:stop]),
         anchors=anchors,
         depths=table(level + 1, 0, torch.zeros_like(slots)),
-        place=place[where],
+        index=index[where],
         where=where,
     )
 
@@ -676,7 +676,7 @@ def _segment_loss(
     The tally's losses have no weights.
     """
     states = element_states(draft, frame, elements)  # [B, E, H]
-    hidden = draft.norm(states.flatten(0, 1)[elements.place])  # [n, H]
+    hidden = draft.norm(states.flatten(0, 1)[elements.index])  # [n, H]
     depth, row, anchor = elements.where  # [n] each
     slots = row * frame.input_ids.shape[1] + anchor + depth  # [n], flat, ascending
     choice = frame.choice[torch.searchsorted(frame.rows, slots)]  # [n]

@@ -109,7 +109,7 @@ def draft_card(
     name = Path(target).name if target and local else target  # no path of this machine
     full = subject.config["vocab_size"]
     sizes = subject.config.get("draft_vocab_size", full), full
-    count = sum(value.numel() for value in subject.own.tensors.values())
+    count = sum(value.numel() for value in subject.draft.tensors.values())
     layers = f"outputs of decoder blocks {', '.join(map(str, subject.layers))}, from 0"
     rows = [
         ("draft", f"{kind}, form {subject.form}"),

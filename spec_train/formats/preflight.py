@@ -55,14 +55,14 @@ class Subject:
     `unread` are keys of another trainer's files of which it is unknown what they change.
     """
 
-    own: DraftFiles
+    draft: DraftFiles
     target: TargetFacts
     form: str
     unread: tuple[str, ...] = ()
 
     @property
     def config(self) -> dict[str, Any]:
-        return self.own.config
+        return self.draft.config
 
     @property
     def kind(self) -> str:
@@ -113,8 +113,8 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         "last_layer": bool(layers) and layers[-1] + 1 == subject.num_layers,
         "embedding_states": -1 in layers,
         "reduced": config.get("draft_vocab_size", 0) < config.get("vocab_size", 0),
-        "mask_hidden": "mask_hidden" in subject.own.tensors,
-        "lm_head": "lm_head.weight" in subject.own.tensors,
+        "mask_hidden": "mask_hidden" in subject.draft.tensors,
+        "lm_head": "lm_head.weight" in subject.draft.tensors,
         "dflash_class": DFLASH in (config.get("architectures") or ()),
         "markov": config.get("markov_head_type") if config.get("markov_rank") else None,
         "sliding": SLIDING in types,
@@ -249,7 +249,7 @@ _Rows = Iterator[tuple[str, ...]]
 def _of_weights(subject: Subject) -> _Rows:
     broken = [
         name
-        for name, value in subject.own.tensors.items()
+        for name, value in subject.draft.tensors.items()
         if value.is_floating_point() and not bool(torch.isfinite(value).all())
     ]
     if broken:
@@ -296,7 +296,7 @@ def _of_sizes(subject: Subject) -> _Rows:
 
 def _of_embedding(subject: Subject) -> _Rows:
     """Check that the embedding equals the target's bit for bit: engines share or replace it."""
-    stored, other = subject.own.tensors.get("embed_tokens.weight"), subject.target.embedding
+    stored, other = subject.draft.tensors.get("embed_tokens.weight"), subject.target.embedding
     if stored is None or other is None:
         return
     if stored.shape != other.shape:

@@ -124,9 +124,9 @@ def distribution_loss(
     if kind.name in ("ce", "kl"):
         loss = entropy
         if kind.name == "kl":
-            own = wanted.with_entropy().entropy
-            assert own is not None
-            loss = entropy - own[:, None]
+            smallest = wanted.with_entropy().entropy
+            assert smallest is not None
+            loss = entropy - smallest[:, None]
         return loss, acceptance, torch.sub(q, p, out=logits), best
     full = wanted.full()[:, None]
     accepted = torch.minimum(full, q).sum(-1) if kind.hard else acceptance
@@ -275,12 +275,12 @@ class LowRank:
 
     def start(self, part: slice) -> None:
         """Compute the biases of a chunk's latent vectors."""
-        self.own, self.index = part, None
+        self.latent_rows, self.index = part, None
         if self.latent_of is not None:
             index, bounds = self.latent_of
-            self.own = slice(bounds[part.start], bounds[part.stop - 1] + 1)
-            self.index = index[part] - self.own.start
-        self.values = F.linear(self.latent[self.own], self.w2).to(self.dtype)
+            self.latent_rows = slice(bounds[part.start], bounds[part.stop - 1] + 1)
+            self.index = index[part] - self.latent_rows.start
+        self.values = F.linear(self.latent[self.latent_rows], self.w2).to(self.dtype)
         self.slopes = None if self.index is None else torch.zeros_like(self.values)
 
     def add_to(self, logits: Tensor, tile: slice) -> None:
@@ -296,8 +296,8 @@ class LowRank:
         """Add the gradients of a chunk, whose slopes are [n, Vd]."""
         total = (slopes if self.slopes is None else self.slopes).to(self.w2.dtype)
         # A latent vector may have rows in two chunks.
-        self.d_latent[self.own] += (total @ self.w2).to(self.d_latent.dtype)
-        add_product(self.d_w2, total, self.latent[self.own].to(total.dtype))
+        self.d_latent[self.latent_rows] += (total @ self.w2).to(self.d_latent.dtype)
+        add_product(self.d_w2, total, self.latent[self.latent_rows].to(total.dtype))
 
 
 def _head_slope(logits: Tensor, spec: HeadSpec | None) -> Tensor | float:
@@ -336,10 +336,10 @@ class _HeadLoss(torch.autograd.Function):
             if low_rank is not None:
                 low_rank.start(part)
             for tile in tiles(len(logits), width, logits.device):
-                own, some = slice(start + tile.start, start + tile.stop), logits[tile]
+                tile_rows, some = slice(start + tile.start, start + tile.stop), logits[tile]
                 if low_rank is not None:
                     low_rank.add_to(some, tile)
-                figures.append(score(some, targets[tile], own))
+                figures.append(score(some, targets[tile], tile_rows))
                 if low_rank is not None and any(wanted):
                     low_rank.collect(some, tile)
             total += torch.cat([weighted for weighted, *_ in figures[done:]]).sum()

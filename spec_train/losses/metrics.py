@@ -105,8 +105,8 @@ def summarise_parts(
     figures: dict[str, Any] = summarise(total)
     for name, sums in parts.items():
         if name:
-            own = summarise(sums)
-            figures |= {f"{figure}/{name}": own.get(figure) for figure in PART_FIGURES}
+            of_part = summarise(sums)
+            figures |= {f"{figure}/{name}": of_part.get(figure) for figure in PART_FIGURES}
     return figures
 
 

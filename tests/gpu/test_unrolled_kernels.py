@@ -143,7 +143,7 @@ def test_the_trial_of_flex_passes_when_compiled_as_on_a_gpu(
     assert case.error() <= case.allowed()
     again = flex._case(32, dtype, "cpu")
     with pytest.raises(RuntimeError, match="donated buffers"):
-        torch.autograd.grad(again.found[0].sum(), again.inputs, retain_graph=True)
+        torch.autograd.grad(again.outputs[0].sum(), again.inputs, retain_graph=True)
 
 
 def test_the_back_end_by_device_dtype_and_head_size(monkeypatch: pytest.MonkeyPatch) -> None:

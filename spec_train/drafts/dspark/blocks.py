@@ -29,7 +29,7 @@ class Blocks:
     """The blocks of every pack."""
 
     anchors: Tensor  # int64 [B, N]
-    kept: Tensor  # bool [B, N]: False where a pack has fewer blocks
+    real: Tensor  # bool [B, N]: False where a pack has fewer blocks
 
     def slots(self, depth: int) -> Tensor:
         """Return the slots a+d of previous tokens and teachers, int64 [B, N, depth]."""

@@ -212,7 +212,7 @@ class DSparkDraft(LayersDraft):
             lengths = lengths.repeat_interleave(size, dim=1)  # [B, N*S]
 
         def attending(window: BlockWindow | None) -> Attending:
-            mask = block_mask(document_ids, anchors, blocks.kept, size, window)
+            mask = block_mask(document_ids, anchors, blocks.real, size, window)
             return Attending.prepare(mask, config.head_dim, self.attention_backend)
 
         attends = per_window(config.block_windows, attending)
@@ -471,7 +471,7 @@ class TrainedRows:
         depth, length = draft.config.depth, ids.shape[1]
         at = blocks.anchors[..., None].expand(-1, -1, depth)
         drafted = drafted_mask(batch.loss_mask, documents, depth).gather(1, at)  # [B, N, D]
-        drafted = drafted & blocks.kept[..., None]
+        drafted = drafted & blocks.real[..., None]
         # A slot beyond the pack belongs to a draft that does not count: any slot will do for it.
         slots = blocks.slots(depth).clamp_max(length - 1)  # [B, N, D], a + d
         following = shift_left(ids, documents)  # [B, T]
@@ -566,7 +566,7 @@ def dspark_loss(
     input_ids: Tensor,
     loss_mask: Tensor,
     anchors: Tensor,
-    kept: Tensor | None = None,
+    real: Tensor | None = None,
     final_hidden: Tensor | None = None,
     logits: Tensor | None = None,
     target_argmax: Tensor | None = None,
@@ -587,7 +587,7 @@ def dspark_loss(
         input_ids: x_t, int64 [B, T].
         loss_mask: m_t [B, T].
         anchors: slots that blocks start at, int64 [B, N].
-        kept: bool [B, N], False: not a real block; None: all are real.
+        real: bool [B, N], False: not a real block; None: all are real.
         final_hidden, logits: the teacher, one of the two: f_t [B, T, H], or z_t [B, T, V].
         target_argmax: argmax of z_t, int64 [B, T]; None: from the teacher.
         target_logsumexp: of z_t over V [B, T]; None: from the teacher.
@@ -610,7 +610,7 @@ def dspark_loss(
             f"{int(anchors.max())}"
         )
     documents, positions = settle_documents(input_ids, document_ids, position_ids)
-    real = torch.ones_like(anchors, dtype=torch.bool) if kept is None else kept.bool()
+    real = torch.ones_like(anchors, dtype=torch.bool) if real is None else real.bool()
     real = real & (documents.gather(1, anchors) != PADDING)  # [B, N]
     choice = target_argmax
     if logits is not None:

@@ -347,7 +347,7 @@ def lay_out(
     if case.kind in BLOCKS:
         most = max(map(len, blocks)) + 1  # one more block than any row needs
         out["anchors"] = torch.tensor([row + [0] * (most - len(row)) for row in blocks])
-        out["kept"] = torch.tensor([[n < len(row) for n in range(most)] for row in blocks])
+        out["real"] = torch.tensor([[n < len(row) for n in range(most)] for row in blocks])
     return out
 
 

@@ -76,7 +76,7 @@ def test_anchors_are_known_supervised_tokens_with_a_supervised_next_and_somethin
     assert found == [[1, 2, 5, 8], [4, 5, 6, 7], []]
     blocks = sample_blocks(mask, document_ids, 10)
     assert blocks.anchors.tolist() == [[1, 2, 5, 8], [4, 5, 6, 7], [0] * 4]  # no unused blocks
-    assert blocks.kept.tolist() == [[True] * 4, [True] * 4, [False] * 4]
+    assert blocks.real.tolist() == [[True] * 4, [True] * 4, [False] * 4]
 
 
 def test_a_sample_has_no_repetitions_is_sorted_and_depends_on_its_row_alone() -> None:
@@ -86,15 +86,15 @@ def test_a_sample_has_no_repetitions_is_sorted_and_depends_on_its_row_alone() ->
     torch.manual_seed(3)
     together = sample_blocks(mask, document_ids, 8)
     assert together.anchors.shape == (3, 8)
-    assert together.kept.sum(1).tolist() == [8, 8, 1]
+    assert together.real.sum(1).tolist() == [8, 8, 1]
     for b in range(3):
-        kept = together.anchors[b][together.kept[b]]
+        kept = together.anchors[b][together.real[b]]
         assert candidates[b, kept].all() and (kept[1:] > kept[:-1]).all()
     torch.manual_seed(3)
     wider = torch.nn.functional.pad(document_ids, (0, 9), value=-1)
     for b in range(3):  # the same draws, row by row and with more padding
         alone = sample_blocks(torch.nn.functional.pad(mask[b : b + 1], (0, 9)), wider[b : b + 1], 8)
-        own = together.kept[b].sum()
+        own = together.real[b].sum()
         assert alone.anchors[0].tolist() == together.anchors[b, :own].tolist()
     torch.manual_seed(4)
     assert not torch.equal(sample_blocks(mask, document_ids, 8).anchors, together.anchors)
@@ -136,7 +136,7 @@ def test_a_block_sees_its_anchor_and_the_states_before_it_and_nothing_else(name:
             assert same == (t != anchor)
         elsewhere = blocks.anchors.clone()
         elsewhere[0, n - 1] = 12
-        apart = states(inputs, ids, Blocks(elsewhere, blocks.kept))[:, n]
+        apart = states(inputs, ids, Blocks(elsewhere, blocks.real))[:, n]
         close(apart, base[:, n], terms=network(2))
 
 
@@ -149,11 +149,11 @@ def test_blocks_that_are_not_kept_change_nothing(name: str) -> None:
     plain.loss.backward()
     expected = gradients(draft)
     assert all(gradient.isfinite().all() for gradient in expected.values())
-    anchors, real = inputs["anchors"], inputs["kept"]
-    more = {"anchors": pad(anchors, (0, 2), value=10), "kept": pad(real, (0, 2))}
+    anchors, real = inputs["anchors"], inputs["real"]
+    more = {"anchors": pad(anchors, (0, 2), value=10), "real": pad(real, (0, 2))}
     loss_of(made, draft, **inputs | more).loss.backward()
     close_gradients(gradients(draft), expected, terms=network(2, backward=True, slots=100))
-    none = loss_of(made, draft, **inputs | {"kept": torch.zeros_like(real)})
+    none = loss_of(made, draft, **inputs | {"real": torch.zeros_like(real)})
     assert float(none.loss.detach()) == 0
     none.loss.backward()
     assert not any(gradient.any() for gradient in gradients(draft).values())

@@ -115,7 +115,7 @@ def test_a_teacher_is_asked_once_for_every_position(monkeypatch: pytest.MonkeyPa
     (document,) = make_documents(made, BLOCK_MASKS[:1])
     arguments = lay_out(made, [document], [[0]])
     arguments["anchors"] = torch.tensor([[3, 4, 5, 6]])
-    del arguments["kept"]
+    del arguments["real"]
     final = torch.randn(1, arguments["input_ids"].shape[1], 12, dtype=torch.float64)
     asked: list[int] = []
     logits = head.logits
