@@ -131,6 +131,9 @@ CASES: dict[str, Case] = {
     "peagle: hardly anything kept": peagle(cod_ratio=0.3, floor=0.1),
     "peagle: segments": peagle(segments=3),
     "peagle: a segment per slot": peagle(segments=1000, cod_ratio=1.0, depths=5),
+    "peagle: a segment per slot, window": peagle(
+        num_layers=2, sliding_window=2, segments=1000, cod_ratio=1.0
+    ),
     "peagle: segments, mixed layers": peagle(
         sliding_window=2, layer_types=f"{MIXED},sliding_attention", cod_ratio=1.0, segments=3
     ),
