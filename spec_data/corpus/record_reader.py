@@ -189,7 +189,7 @@ class CorpusReader:
         for example in report.bad_examples:
             logger.warning("bad row skipped: %s", report.path + example.removeprefix(report.source))
         if report.unused_columns:
-            names = ", ".join(report.unused_columns)
+            names = printable(", ".join(report.unused_columns))
             logger.info("%s: columns that are not used: %s", report.path, names)
 
     def _count(self, row: RawRow, result: RowResult) -> None:

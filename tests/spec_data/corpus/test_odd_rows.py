@@ -143,3 +143,12 @@ def test_rows_without_a_known_column_are_counted(tmp_path, kind):
         datasets.Dataset(table).save_to_disk(path := tmp_path / "saved")
     with pytest.raises(CorpusError, match=r"3 of 3 rows are bad(.|\n)*found: query, reply;"):
         read(path)
+
+
+def test_the_names_of_unused_columns_are_bounded(tmp_path, caplog):
+    caplog.set_level("INFO")
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [{"text": "a", f"column {i}": 1, "x" * 9000: 1} for i in range(300)])
+    _, (report,) = read(path)
+    assert len(report.unused_columns) == 100 and len(str(report.unused_columns)) < 3000
+    assert len(caplog.text) < 2000

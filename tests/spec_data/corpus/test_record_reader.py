@@ -149,6 +149,16 @@ def test_csv_rows_are_those_of_pandas_and_bad_ones_are_counted(tmp_path):
     assert [[r["question"], r["answer"]] for r in pandas_rows] == [f[-2:] for f in found[:2]]
 
 
+def test_a_csv_file_whose_first_rows_are_too_long(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("question,answer\n" + "q" * 9 + "," + "a" * 9 + "\nq,a\n")
+    records, (report,) = read(path, max_row_bytes=18, max_bad_rows=parse_limit("1"))
+    assert len(records) == 1 and "19 bytes, more than the 18" in report.bad_examples[0]
+    path.write_text("q" * 19)  # no header
+    with pytest.raises(CorpusError, match="larger than field limit"):
+        read(path, max_row_bytes=18)
+
+
 def test_a_directory_is_read_sorted_and_without_other_splits(tmp_path, caplog):
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "train-1.jsonl", rows(2, 2))

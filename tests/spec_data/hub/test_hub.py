@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 
 import datasets
 import huggingface_hub
@@ -142,6 +143,11 @@ def test_what_is_refused(server, data, tmp_path):
     spec_data.select(data, tmp_path / "view", where="number < 3")
     with pytest.raises(ConfigError, match="make a dataset of it with `spec-data copy`"):
         push(tmp_path / "view", REPO)
+    shutil.copytree(data, tmp_path / "damaged")
+    shard = tmp_path / "damaged" / HiddenStatesDataset(data).manifest.shards[0].file
+    shard.write_bytes(shard.read_bytes()[:-9] + b"something")
+    with pytest.raises(DatasetError, match=shard.name):
+        push(tmp_path / "damaged", REPO)
     server.commits["me/other"] = [{"x.txt": b"x"}]
     with pytest.raises(DatasetError, match=r"no manifest\.json"):
         pull("me/other", tmp_path / "a")

@@ -161,16 +161,18 @@ def test_a_source_that_changed_is_an_error_that_names_it(moved, change, error, w
     assert words in capsys.readouterr().err
 
 
-def test_damage_of_a_source_is_found_before_it_is_read_or_copied(moved, tmp_path):
-    file = moved / "set/shards/unit-00001.arrow"
+@pytest.mark.parametrize("name", ["unit-00001.arrow", "config.json"])
+def test_damage_of_a_source_is_found_before_it_is_read_or_copied(moved, tmp_path, name):
+    file = next((moved / "set").rglob(name))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(bytes(content))
-    with pytest.raises(DatasetError, match="unit-00001"):
-        list(HiddenStatesDataset(moved / "views/short"))
-    with pytest.raises(DatasetError, match="unit-00001"):
+    if file.suffix == ".arrow":
+        with pytest.raises(DatasetError, match=name):
+            list(HiddenStatesDataset(moved / "views/short"))
+    with pytest.raises(DatasetError, match=name):
         spec_data.copy(moved / "views/short", tmp_path / "copied")
-    with pytest.raises(AssertionError, match="unit-00001"):
+    with pytest.raises(AssertionError, match=name):
         assert_verified(moved / "views/short")
     assert not (tmp_path / "copied" / MANIFEST).exists()
 
