@@ -270,8 +270,11 @@ def _target_checks(
             sound = _ROUNDED if notes[name] and name == "quantised" else sound
             yield judged(name, problems[name], *dict.fromkeys(notes[name]), sound=sound)
         else:
-            more = "" if origin else " and --data, for the draft does not record its target"
-            yield undecided(name, f"give --target{more}")
+            lacks = "--target" if origin or target is None else "--data"
+            if not origin:
+                lacks += " and --data" if target is None and dataset is None else ""
+                lacks += ": the draft does not record its target"
+            yield undecided(name, f"give {lacks}")
 
 
 # -- the dataset -----------------------------------------------------------------------------------

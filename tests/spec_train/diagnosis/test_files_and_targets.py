@@ -69,6 +69,7 @@ def test_a_published_draft_is_sound(sound_dir, data, tmp_path):
     diagnosis = examine(published(sound_dir("eagle3"), tmp_path), data=data)
     assert not diagnosis.findings, str(diagnosis)
     assert diagnosis.named("target").state == UNDECIDED
+    assert diagnosis.named("target").text.startswith("give --target: ")  # --data is given
 
 
 def test_a_published_draft_that_counts_layers_otherwise(sound_dir, data, tmp_path):
