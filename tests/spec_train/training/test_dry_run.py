@@ -2,12 +2,15 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from spec_data.shards.errors import ConfigError
 from spec_train.cli import main
+from spec_train.training import run_cost
 from spec_train.training.run_cost import STEPS, dry_run
+from spec_train.training.trainer import Trainer
 from tests.spec_train.training import tools
 from tests.spec_train.training.tools import OPTIONS, change, run
 
@@ -38,6 +41,16 @@ def test_a_run_that_exists_is_left_alone(config) -> None:
     files = {p: p.stat().st_mtime_ns for p in Path(config.out).rglob("*")}
     assert dry_run("eagle3", change(config, steps=40), OPTIONS).steps == 40
     assert files == {p: p.stat().st_mtime_ns for p in Path(config.out).rglob("*")}
+
+
+def test_the_time_is_that_of_all_steps_and_validations(config, monkeypatch) -> None:
+    """Six steps that end at planted times; the last of them also validates."""
+    times = iter([5.0, 9.0, 10.0, 11.0, 12.0, 16.0])
+    monkeypatch.setattr(run_cost, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    monkeypatch.setattr(Trainer, "run", lambda _, after_step: [after_step() for _ in range(6)])
+    cost = dry_run("eagle3", change(config, steps=100, eval_every=40), OPTIONS)
+    assert (cost.step_seconds, cost.validation_seconds, cost.validations) == (1.0, 3.0, 4)
+    assert cost.seconds == 100 * 1.0 + 4 * 3.0
 
 
 def test_following_is_refused(config) -> None:

@@ -1,13 +1,34 @@
 """Saving in a thread: files hold the state at the save, are complete, and no error is lost."""
 
+import time
+from pathlib import Path
+
 import pytest
 
 from spec_data.shards.errors import ConfigError
 from spec_train.training import saving as tracking
+from spec_train.training.run_directory import RunDirectory
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import change, metrics, run
 
 data, config = trainer_tools.data, trainer_tools.config
+
+
+def test_files_hold_the_state_at_the_save_also_on_a_slow_disk(config, tmp_path, monkeypatch):
+    config = change(config, steps=3, save_every=1, eval_every=100, keep=9)
+    files = ("model.safetensors", "training_state.safetensors")
+    slow = tmp_path / "slow"
+    run(config)
+    save = RunDirectory.save
+    monkeypatch.setattr(RunDirectory, "save", lambda *given: time.sleep(0.2) or save(*given))
+    run(change(config, out=str(slow)))
+    contents = set()
+    for name in files:
+        for step in (1, 2, 3):
+            file = f"checkpoint-{step:08d}/{name}"
+            contents.add((slow / file).read_bytes())
+            assert (slow / file).read_bytes() == (Path(config.out) / file).read_bytes(), file
+    assert len(contents) == 6
 
 
 # -- trackers -------------------------------------------------------------------------------------
