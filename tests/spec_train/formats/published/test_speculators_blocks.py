@@ -184,6 +184,17 @@ def test_a_missing_field_has_the_librarys_default(tmp_path, missing):
     assert getattr(draft.config, missing) == defaults[missing]
 
 
+def test_without_its_key_a_dspark_drafts_from_the_anchor_or_is_refused(tmp_path, caplog):
+    tensors = blocks.block_tensors(markov="vanilla", confidence=H + RANK)
+    raw = block_config("dspark")
+    del raw["sample_from_anchor"]
+    draft = blocks.read_block(tiny.write(tmp_path / "a", raw, tensors), tiny.target())
+    assert draft.config.sample_from_anchor and "vLLM reads it as false" in caplog.text
+    raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = SIZE - 1
+    with pytest.raises(DraftError, match="Add the value that it was trained with"):
+        blocks.read_block(tiny.write(tmp_path / "b", raw, tensors), tiny.target())
+
+
 def peagle_config(kind: str = "qwen3", **own: Any) -> dict[str, Any]:
     """Return config.json of a P-EAGLE; keys of the layer config are in `own["layer"]`."""
     count = parallel.BLOCKS
