@@ -162,12 +162,22 @@ def _without_angles(model: Any) -> None:
     rotary.forward = lambda x, position_ids: [v.clone() for v in forward(x, position_ids)] * 2
 
 
+def _two_tables(model: Any) -> None:
+    forward, model.other = model.forward, copy.deepcopy(rotary_of(model))
+    model.other.inv_freq *= 2
+    model.forward = lambda **given: (
+        model.other(torch.zeros(1), torch.arange(4)[None]),
+        forward(**given),
+    )
+
+
 @pytest.mark.parametrize(
     ("family", "change", "kind", "reason"),
     [
         ("gpt2", None, "learned", ""),
         ("mamba", None, "unknown", "no module with inverse frequencies ran"),
         ("llama", _without_positions, "rope", "has inverse frequencies, but is called"),
+        ("llama", _two_tables, "rope", "two modules for full_attention have different"),
         ("llama", _without_angles, "unknown", "ValueError: too many values"),
     ],
 )
