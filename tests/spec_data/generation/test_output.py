@@ -6,7 +6,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from spec_data.generation.output import open_output
+from spec_data.generation.output import RemoteOutput, open_output
 from spec_data.shards import storage
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.storage import Storage
@@ -185,3 +185,16 @@ def test_a_folder_with_other_files_is_left_alone(source, machine):
     with pytest.raises(DatasetError, match=r"holds files that are not of .* notes.txt"):
         run(*source, URL, **LOSSY)
     assert list(remote_digests()) == ["notes.txt"]
+
+
+def test_a_plan_with_other_settings_is_refused(machine, source, monkeypatch):
+    def fails(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteOutput, "share_proof", fails)
+        with pytest.raises(Killed):
+            run(*source, URL, **LOSSY)
+    machine()
+    with pytest.raises(ConfigError, match=r"memory://bucket/made holds data .*\n.*layers"):
+        run(*source, URL, **LOSSY | {"layers": "0,2"})

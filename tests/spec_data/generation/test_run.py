@@ -269,6 +269,8 @@ def test_a_finished_dataset_that_is_damaged_is_refused(reference, source, tmp_pa
     caplog.set_level("INFO")
     assert run(*source, reference) is not None
     assert "is complete already: nothing to do" in caplog.text
+    with pytest.raises(ConfigError, match=r"other settings.*\n  layers: "):
+        run(*source, reference, layers="0,2")
     for damage, (break_it, error) in DAMAGE.items():
         out = shutil.copytree(reference, tmp_path / damage)
         break_it(out)
@@ -293,6 +295,15 @@ def test_a_unit_with_a_damaged_record_is_captured_again(target, corpus, tmp_path
         assert units.finished_unit(tmp_path / "data", 0) is None
         run(target, corpus, tmp_path / "data", **given)
         assert digests(tmp_path / "data" / "shards") == before
+    shard = tmp_path / "data" / "shards" / "unit-00000.arrow"
+    os.truncate(shard, 999)
+    run(target, corpus, tmp_path / "data", **given)
+    assert digests(tmp_path / "data" / "shards") == before
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1  # is found when the dataset is sealed
+    shard.write_bytes(content)
+    with pytest.raises(DatasetError, match=r"unit-00000\.arrow"):
+        run(target, corpus, tmp_path / "data", **given | {"workers": "1/2"})
 
 
 @pytest.mark.parametrize("supervision", ["final-hidden", "topk:5", "logits"])
