@@ -145,7 +145,9 @@ def test_what_is_refused(server, data, tmp_path):
         push(tmp_path / "view", REPO)
     shutil.copytree(data, tmp_path / "damaged")
     shard = tmp_path / "damaged" / HiddenStatesDataset(data).manifest.shards[0].file
-    shard.write_bytes(shard.read_bytes()[:-9] + b"something")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1  # of a hidden state
+    shard.write_bytes(content)
     with pytest.raises(DatasetError, match=shard.name):
         push(tmp_path / "damaged", REPO)
     server.commits["me/other"] = [{"x.txt": b"x"}]
