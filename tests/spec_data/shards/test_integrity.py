@@ -10,13 +10,14 @@ import pytest
 import torch
 import xxhash
 
-from spec_data.shards.errors import DatasetError
+from spec_data.shards.errors import DatasetError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.factory import tiny_dataset
 from tests.spec_data.runs import verify
 from tests.spec_data.shards import codec_tools, integrity_tools
 from tests.spec_data.shards.integrity_tools import (
     change_manifest,
+    equal,
     flip,
     place_of,
     read_all,
@@ -85,6 +86,24 @@ def test_a_flipped_bit_is_named_by_reader_and_verify(data, column, capsys):
     out = capsys.readouterr().out
     assert f"FAIL  shards/unit-00001.arrow row 2, document {document}, column {column}" in out
     assert out.count("FAIL") == 2, out  # this and the sha256 of the shard
+
+
+def test_no_flipped_bit_of_metadata_becomes_garbage(data, whole):
+    """Schema, lengths and places of buffers: an error in words, or nothing has changed."""
+    expected = read_all(whole)
+    file, rng = shard_file(data, 0), np.random.default_rng(0)
+    raw = file.read_bytes()
+    start = min(place_of(data, 0, c, 0)[0] for c in LISTS)  # before it: schema and metadata
+    caught, places = 0, rng.integers(0, start, 60).tolist()
+    for place in places:
+        flip(file, place, int(rng.integers(8)))
+        try:
+            assert all(map(equal, read_all(data), expected)), place
+        except SpecDataError as error:
+            assert "unit-00000.arrow" in str(error)
+            caught += 1
+        file.write_bytes(raw)
+    assert caught > 0.9 * len(places)
 
 
 # -- files ----------------------------------------------------------------------------------------

@@ -233,6 +233,12 @@ def test_damage_in_the_storage_is_named(system):
     found = examine(data=URL, running=ON_CPU, samples=2)
     assert hashlib.sha256(shard).hexdigest()[:16] in found.failures[0]
     assert all("unit-00001.arrow" in failure for failure in found.failures)
+    config = content(system, "target/config.json")
+    replace(system, "target/config.json", config.replace(b"1", b"2", 1))
+    with pytest.raises(DatasetError, match=r"config\.json: changed or damaged.*upload it again"):
+        _ = dataset.target_dir
+    replace(system, "target/config.json", config)
+    assert (dataset.target_dir / "config.json").read_bytes() == config
 
 
 def test_a_dataset_that_is_replaced_is_no_mixture(system, local, tmp_path):

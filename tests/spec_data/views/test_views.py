@@ -13,6 +13,7 @@ import spec_data
 from spec_data import cli
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, MissingError
 from spec_data.shards.files import MANIFEST
+from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import CountsRecord, Manifest
 from spec_data.shards.seal import seal
@@ -191,6 +192,8 @@ def test_views_of_remote_datasets(data, tmp_path, monkeypatch):
         assert_verified(tmp_path / "view")
         spec_data.copy(tmp_path / "view", tmp_path / "copied")
         assert_same_documents(tmp_path / "copied", expected)
+        with pytest.raises(DatasetError, match="leave --follow out"):
+            FollowedDataset(tmp_path / "view")
         view = HiddenStatesDataset(tmp_path / "view")
         assert view.fetch_ahead(range(len(view))) >= 0 and view.sources[0].mirror is not None
         put_in_memory(tmp_path / "view", "memory://bucket/view")

@@ -149,6 +149,17 @@ def test_a_damaged_unit_is_refused_when_it_is_reached(source, tmp_path):
         run(config_of(data, tmp_path / "run"))
 
 
+def test_a_damaged_plan_is_refused(source, tmp_path):
+    data = tmp_path / "data"
+    generate_units(source, data, 1)
+    plan = data / WORK / "plan.arrow"
+    content = bytearray(plan.read_bytes())
+    content[len(content) // 2] ^= 1
+    plan.write_bytes(content)
+    with pytest.raises(DatasetError, match=r"plan\.arrow: damaged"):
+        FollowedDataset(data)
+
+
 def test_a_draft_to_start_from_is_read_before_the_directory_is_sealed(source, reference, tmp_path):
     generate_units(source, tmp_path / "data", 2)
     config = config_of(tmp_path / "data", tmp_path / "run", init_from=str(reference))
