@@ -38,7 +38,7 @@ from cyclopts.config import Dict
 
 from spec_data.shards.files import write_atomically
 from spec_data.terminal.config import checked, flag, read_config_file
-from spec_data.terminal.console import run_cli
+from spec_data.terminal.console import print_text, run_cli
 from spec_data.terminal.paths import check_file_to_write
 from spec_data.terminal.types import ONE_TOKEN, comma_list
 
@@ -238,11 +238,8 @@ class Program:
         elif common.help or common.help_all:
             text = self.help(chain, common.help_all)
         if text:
-            print(text)
-            return 0
+            return print_text(text)
         entry, given = self.entries.get(chain), dict[str, Any]()
-        if entry is None and not tokens:
-            return self._refuse(chain, f"{_kind_of(chain).upper()} is missing")
 
         def stopped() -> str:
             if entry is None or entry.stopped is None:
@@ -251,6 +248,8 @@ class Program:
             return f"stopped: {progress}\nresume:  {shlex.join([self.name, *words])}"
 
         def run() -> int:
+            if entry is None and not tokens:
+                return self._refuse(chain, f"{_kind_of(chain).upper()} is missing")
             try:
                 call = self._parsed(entry, rest, common)
             except CycloptsError as error:
@@ -270,7 +269,8 @@ class Program:
         """Return the arguments of one command: those typed, over --config's table."""
         table = read_config_file(Path(common.config)) if entry and common.config else {}
         if entry and table:
-            typed = dict(zip(words, [*words[1:], ""], strict=True))
+            parts = [part for word in words for part in word.split("=", 1)]
+            typed = dict(zip(parts, [*parts[1:], ""], strict=True))
             for options in _hints(entry.function).values():
                 for name in options.replaced(typed) if hasattr(options, "replaced") else ():
                     table.pop(name, None)

@@ -93,7 +93,7 @@ def run_cli(
     ):
         try:
             code = main() or 0
-            sys.stdout.flush()
+            print(end="", flush=True)  # also where stdout is closed
             return code
         except BaseException as error:
             close_bars()
@@ -103,6 +103,17 @@ def run_cli(
             if message:
                 log.error("%s", message)
             return code
+
+
+def print_text(text: str) -> int:
+    """Print a text as a command does, but import nothing for it; return the exit code."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        code, message = _in_words(error, str)
+        print(message, end="\n" if message else "", file=sys.stderr)
+        return code
+    return 0
 
 
 def _in_words(error: BaseException, when_stopped: Callable[[], str]) -> tuple[int, str]:

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -177,6 +178,25 @@ def test_unknown_words_are_answered_with_the_nearest(capsys, program, line, expe
     error = capsys.readouterr().err
     assert expected in error and error.startswith(usage)
     assert re.search(r"^All options: spec-(data|train)( \w+)* --help-all$", error, re.MULTILINE)
+
+
+@pytest.mark.parametrize("program", ["spec_data", "spec_train"])
+def test_a_closed_output_ends_help_quietly_and_a_full_one_is_named(program):
+    command = [sys.executable, "-m", program, "-h"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    for stdout, code, error in (
+        (writer, 128 + signal.SIGPIPE, r""),
+        (os.open("/dev/full", os.O_WRONLY), 1, r"error: the output: the disk is full.*\n"),
+    ):
+        done = subprocess.run(
+            command, env=environment(), stdout=stdout, stderr=subprocess.PIPE, text=True
+        )
+        os.close(stdout)
+        assert done.returncode == code and re.fullmatch(error, done.stderr), done.stderr
+    closed = ["bash", "-c", '"$0" "$@" >&-', *command]
+    done = subprocess.run(closed, env=environment(), stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 INTERRUPTED = """
