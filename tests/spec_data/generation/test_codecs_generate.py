@@ -74,6 +74,7 @@ def test_what_cannot_be_met_is_stored_in_bf16_and_changes_no_other_column(
 
 def test_the_errors_are_what_was_asked_for(target, corpus, tmp_path):
     manifest = run(target, corpus, tmp_path / "data", codec="fine,L2=0.1,final=bf16")
+    assert 0 < manifest.codec.held_out_tokens < manifest.codec.tokens
     found = {c.name: c for c in manifest.columns if c.name.startswith("hidden")}
     assert [found[f"hidden.{n}"].quality for n in ("L0", "L2", "L4", "final")] == [
         0.01,
