@@ -5,7 +5,7 @@ import torch
 from fsspec.core import url_to_fs
 
 from spec_data.shards import storage
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.storage import Storage
 from tests.factory import tiny_dataset
@@ -65,6 +65,12 @@ def test_failures_that_pass(faults, local, fault):
     dataset = HiddenStatesDataset(URL)
     faults.first(2, fault, part="unit-00000")
     read_all(dataset, local)
+
+
+def test_failures_that_stay(faults):
+    faults.choose = lambda method, path: "500"
+    with pytest.raises(RunError, match=r"s3://bucket/data/manifest.json: 4 tries failed"):
+        HiddenStatesDataset(URL)
 
 
 def test_expired_credentials_are_said_at_once(faults):

@@ -147,6 +147,8 @@ def test_a_damaged_unit_is_refused_when_it_is_reached(source, tmp_path):
     shard.write_bytes(content)
     with pytest.raises(DatasetError, match=r"unit-00002\.arrow: not the shard that was written"):
         run(config_of(data, tmp_path / "run"))
+    with pytest.raises(DatasetError, match=r"unit-00002\.arrow"):  # nor is it sealed
+        generate_with(**made(source, data))
 
 
 def test_a_damaged_plan_is_refused(source, tmp_path):
