@@ -261,11 +261,12 @@ def prove_head(
         TargetError: they differ by more than rounding. The head then does something that its
             description cannot express, and final-hidden and top-k supervision would be wrong.
     """
-    worst, left = 0.0, _HEAD_TOKENS
+    errors, left = [0.0], _HEAD_TOKENS
     for ids in documents:
         if left > 0:
-            worst = max(worst, error_of(ids[:left]))
+            errors.append(error_of(ids[:left]))
             left -= len(ids)
+    worst = float(torch.tensor(errors).max())  # nan if one is, unlike Python's max
     allowed = _HEAD_TOLERANCE.get(dtype, 2e-2)
     if not worst <= allowed:
         raise TargetError(

@@ -21,7 +21,7 @@ def ids_of(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randint(3, VOCAB, (n,), generator=generator) for n in lengths]
 
 
-@pytest.mark.parametrize("planted", ["before the norm", "normed twice"])
+@pytest.mark.parametrize("planted", ["before the norm", "normed twice", "broken"])
 @pytest.mark.parametrize("family", ["gemma3", "gpt2"])
 def test_final_states_on_the_wrong_side_of_the_norm_are_refused(family, planted, monkeypatch):
     model = tiny_model(family)
@@ -33,7 +33,8 @@ def test_final_states_on_the_wrong_side_of_the_norm_are_refused(family, planted,
     def wrong(*arguments, **options):
         captured = forward(*arguments, **options)
         raw = captured.layers[LAYERS - 1]
-        captured.final = raw if planted == "before the norm" else norm(captured.final)
+        normed = captured.final * torch.nan if planted == "broken" else norm(captured.final)
+        captured.final = raw if planted == "before the norm" else normed
         return captured
 
     for module in norm.modules():  # trained norms have weights that are not all one
