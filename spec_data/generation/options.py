@@ -15,6 +15,7 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.layer_ids import RECIPES
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.types import (
+    WHOLE,
     Count,
     JsonObject,
     Layers,
@@ -64,7 +65,7 @@ class CaptureOptions(LoadOptions, EngineOptions):
     teacher: Annotated[Literal["supervised", "all"], STORED] = "supervised"
     """Tokens at which the head runs: those whose next token is supervised, which is all that served
     drafts learn from; or all, for a wider `fit --mask` later."""
-    max_length: Annotated[int, Meta(ge=2), Parameter(metavar="N")] = 2048
+    max_length: Annotated[int, Meta(ge=2), WHOLE] = 2048
     """Cut documents to this many tokens, or to the target's context where that is shorter; cut
     documents are counted. Memory grows with it."""
     limit: Count = 0

@@ -51,6 +51,13 @@ def _one_text(_: Any, tokens: Sequence[cyclopts.Token]) -> str:
     return tokens[0].value
 
 
+def _whole_number(_: Any, tokens: Sequence[cyclopts.Token]) -> int:
+    try:
+        return int(tokens[0].value)
+    except ValueError:  # cyclopts would round 0.5
+        raise ValueError(f'"{tokens[0].value}" is not a whole number') from None
+
+
 def _json_object(_: Any, tokens: Sequence[cyclopts.Token]) -> dict[str, Any]:
     value = json.loads(tokens[0].value)
     if not isinstance(value, dict):
@@ -95,8 +102,9 @@ JsonObject = Annotated[
     dict[str, Any],
     Parameter(converter=_json_object, n_tokens=1, accepts_keys=False, metavar="JSON"),
 ]
-Count = Annotated[int, Meta(ge=0), Parameter(metavar="N")]
-Positive = Annotated[int, Meta(ge=1), Parameter(metavar="N")]
+WHOLE = Parameter(converter=_whole_number, n_tokens=1, metavar="N")
+Count = Annotated[int, Meta(ge=0), WHOLE]
+Positive = Annotated[int, Meta(ge=1), WHOLE]
 Share = Annotated[float, Meta(ge=0, le=1), Parameter(metavar="SHARE")]
 OnOff = Annotated[bool, Parameter(negative_bool="no-")]
 """A switch that is on by default: `--no-NAME` turns it off."""

@@ -2,11 +2,10 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
 from msgspec import Meta
 
 from spec_data.terminal.command import command
-from spec_data.terminal.types import Dataset, Draft, Target
+from spec_data.terminal.types import WHOLE, Dataset, Draft, Target
 
 if TYPE_CHECKING:
     from spec_train.diagnosis.checks import Diagnosis
@@ -18,7 +17,7 @@ def doctor(
     data: Dataset | None = None,
     target: Target | None = None,
     *,
-    documents: Annotated[int, Meta(ge=12), Parameter(metavar="N")] = 64,
+    documents: Annotated[int, Meta(ge=12), WHOLE] = 64,
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> "Diagnosis":

@@ -170,6 +170,8 @@ def test_the_corpus_has_a_total_before_it_is_read(tmp_path, monkeypatch):
         ("data", "inspect x y", "Unused Tokens: ['y']", "usage: spec-data inspect DATA"),
         ("train", "fit eagel3", 'Did you mean "eagle3"?', "usage: spec-train fit DRAFT"),
         ("train", "fit", "DRAFT is missing", "usage: spec-train fit DRAFT"),
+        ("data", "estimate --target t --corpus c --out o --limit 0.5", "not a whole number",
+         "usage: spec-data estimate"),
     ],
 )  # fmt: skip
 def test_unknown_words_are_answered_with_the_nearest(capsys, program, line, expected, usage):
