@@ -80,8 +80,8 @@ def generate(
     from spec_data.results import WrittenDataset
 
     options.check()
-    sources, fleet = path_list(corpus), None
-    check_outside_corpus(str(out), sources)
+    corpus, fleet = path_list(corpus), None
+    check_outside_corpus(str(out), corpus)
     check_engine(engine, workers, replicas, str(out), options.tp_plan is not None)
     with ExitStack() as stack:
         if engine == "ray":
@@ -93,8 +93,8 @@ def generate(
             worker = this_worker(workers, options.device, one_device=one_device)
         output = stack.enter_context(open_output(str(out), str(worker)))
         # The target: its config, its tokenizer, what identifies it. No weights yet.
-        setup = set_up(str(target), sources, replace(options, device=worker.device))
-        rows = open_corpus(sources, setup.options)
+        setup = set_up(str(target), corpus, replace(options, device=worker.device))
+        rows = open_corpus(corpus, setup.options)
         manifest = write_dataset(rows, setup, output, worker, fleet=fleet)
     return WrittenDataset.of(str(out), manifest, str(target))
 
