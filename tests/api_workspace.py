@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 import spec_data
 from tests.spec_data.runs import save_target, write_corpus
 from tests.spec_train import flat
@@ -36,3 +38,15 @@ def make_workspace(folder: Path, fitted: bool = True) -> Path:
     spec_data.generate(folder / "target", folder / "chats.jsonl", folder / "data", options)
     flat.fit("eagle3", folder / "data", folder / "run", **FIT)
     return folder
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    return make_workspace(tmp_path_factory.mktemp("api"))
+
+
+@pytest.fixture
+def here(workspace, monkeypatch):
+    """The workspace, as the working directory."""
+    monkeypatch.chdir(workspace)
+    return workspace

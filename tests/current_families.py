@@ -28,7 +28,6 @@ _WINDOWS = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
 }
-_FULL = {"layer_types": ["full_attention"] * LAYERS}
 _EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
 _LOCAL = {"num_local_experts": 2, "num_experts_per_tok": 1}
 _ROUTED = {

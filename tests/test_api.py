@@ -13,9 +13,10 @@ import pytest
 import spec_data
 import spec_train
 import spec_train.api
-from tests.api_workspace import make_workspace
+from tests import api_workspace
 
 ROOT = Path(__file__).parent.parent
+workspace, here = api_workspace.workspace, api_workspace.here
 PACKAGES = (spec_data, spec_train)
 FUNCTIONS = [
     *(getattr(spec_data, name) for name in ("open_dataset", "generate", "regenerate", "estimate")),
@@ -23,20 +24,6 @@ FUNCTIONS = [
     *(getattr(spec_train, name) for name in ("fit", "dry_run", "export", "load_draft", "doctor")),
     spec_train.simulate_acceptance,
 ]
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory):
-    return make_workspace(tmp_path_factory.mktemp("api"))
-
-
-@pytest.fixture
-def here(workspace, monkeypatch):
-    monkeypatch.chdir(workspace)
-    return workspace
-
-
-# --- the packages ---
 
 
 @pytest.mark.parametrize("package", ["spec_data", "spec_train"])
@@ -90,9 +77,6 @@ def test_the_examples_of_the_page_run_in_order(workspace, tmp_path, monkeypatch)
     names: dict = {}
     for number, block in enumerate(blocks):
         exec(compile(block, f"docs/python-api.md, block {number}", "exec"), names)
-
-
-# --- spec_data ---
 
 
 def test_generate_estimate_and_verify_agree_with_the_dataset(here, tmp_path, capsys):

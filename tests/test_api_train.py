@@ -13,19 +13,11 @@ import spec_train
 import spec_train.api
 from spec_data.shards.errors import ConfigError, MissingError, RunError
 from spec_train.training.trainer import Trainer
-from tests.api_workspace import FIT, make_workspace
+from tests import api_workspace
+from tests.api_workspace import FIT
 from tests.spec_train import flat
 
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory):
-    return make_workspace(tmp_path_factory.mktemp("api"))
-
-
-@pytest.fixture
-def here(workspace, monkeypatch):
-    monkeypatch.chdir(workspace)
-    return workspace
+workspace, here = api_workspace.workspace, api_workspace.here
 
 
 def test_an_interrupted_fit_saves_and_stops_what_called_it(here, tmp_path, monkeypatch):

@@ -3,39 +3,40 @@
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "failures.md"
-HEADER = ["failure", "outcome", "tests"]
+DOCS = Path(__file__).parents[1] / "docs"
 KNOWN = 43  # numbered failures: those that the field has met
-_TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 
-def rows() -> list[list[str]]:
-    """The cells of every row of a table: lines that follow a header and its line of dashes."""
+def tables(page: str) -> list[list[list[str]]]:
+    """The tables of a page, as rows of cells; the first row is the header."""
     found = []
-    for block in re.split(r"\n(?!\|)", PAGE.read_text(encoding="utf-8")):
+    for block in re.split(r"\n(?!\|)", (DOCS / page).read_text(encoding="utf-8")):
         lines = [line for line in block.splitlines() if line.startswith("|")]
-        cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines]
-        if cells:
-            assert cells[:2] == [HEADER, ["---"] * len(HEADER)], f"no table's header: {lines[0]}"
-        found += cells[2:]
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        found += [[row for row in cells if set("".join(row)) - {*"-:"}]] if cells else []
     return found
 
 
+def named_tests(cell: str) -> list[tuple[str, str, str]]:
+    """File, name and id of every test that a cell names; each exists."""
+    found = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)(?:\[([\w-]+)\])?`", cell)
+    assert found, f"no test: {cell}"
+    for file, name, _ in found:
+        assert f"def {name}(" in (DOCS.parent / file).read_text(encoding="utf-8"), (file, name)
+    return found
+
+
+def rows() -> list[list[str]]:
+    """The rows of all tables of the page."""
+    found = tables("failures.md")
+    assert all(header == ["failure", "outcome", "tests"] for header, *_ in found)
+    return [row for _, *some in found for row in some]
+
+
 def test_every_row_has_an_outcome_and_a_test_that_exists():
-    wrong = []
-    for row in rows():
-        failure, outcome, tests = row
-        if not re.match(r"(impossible|refused|named)\b", outcome):
-            wrong.append(f"{failure}: the outcome is impossible, refused or named")
-        found = _TEST.findall(tests)
-        if not found:
-            wrong.append(f"{failure}: no test")
-        for file, name in found:
-            path = ROOT / file
-            if not path.is_file() or f"def {name}(" not in path.read_text(encoding="utf-8"):
-                wrong.append(f"{failure}: no {file}::{name}")
-    assert not wrong, "\n".join(wrong)
+    for failure, outcome, tests in rows():
+        assert re.match(r"(impossible|refused|named)\b", outcome), failure
+        assert named_tests(tests)
 
 
 def test_every_numbered_failure_is_there_once():

@@ -11,12 +11,11 @@ from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.dspark.blocks import sample_blocks
-from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft, dspark_loss
+from spec_train.drafts.dspark.draft import dspark_loss
 from spec_train.drafts.eagle import eagle_loss
 from spec_train.drafts.eagle3 import eagle3_loss
 from spec_train.drafts.peagle import peagle_loss
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import DFlashOptions, DSparkOptions
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_train.drafts.any_draft import batch_of, build_draft
 from tests.tolerance import close
@@ -32,6 +31,8 @@ LOSSES = {
 FRAMES = {"eagle": "token", "eagle3": "shifted", "peagle": "shifted"} | dict.fromkeys(
     ("dspark", "dflash"), "token"
 )
+BLOCK = {"num_layers": 1, "block_size": 4, "mask_token_id": 63}
+CHANGED = {"eagle": {"noise": 0.0}, "dspark": BLOCK, "dflash": BLOCK}
 
 
 @pytest.fixture(scope="module")
@@ -67,23 +68,6 @@ def online_batch(model: Any, rows: list[list[int]], **options: Any) -> TargetBat
     return Target(model, LAYERS, **options).generate_batch(ids, attention, mask, seq_lens=lengths)
 
 
-def make_draft(kind: str, dataset: HiddenStatesDataset, head: TargetHead) -> Any:
-    if kind == "eagle":
-        return build_draft(kind, dataset, head, noise=0.0)
-    if kind in ("eagle3", "peagle"):
-        return build_draft(kind, dataset, head)
-    torch.manual_seed(1)
-    drafts = {"dspark": (DSparkDraft, DSparkOptions), "dflash": (DFlashDraft, DFlashOptions)}
-    cls, options = drafts[kind]
-    return cls.build(
-        options(num_layers=1, block_size=4, mask_token_id=63),
-        target_config=dataset.target_config(),
-        manifest=dataset.manifest,
-        head=head,
-        token_counts=None,
-    )
-
-
 def rest_of(kind: str, draft: Any, offline: Any, counts: torch.Tensor) -> tuple[dict, dict]:
     """What both losses are given beside the batch: the offline one's, the online one's."""
     options = draft.options
@@ -106,7 +90,7 @@ def rest_of(kind: str, draft: Any, offline: Any, counts: torch.Tensor) -> tuple[
     ],
 )
 def test_a_batch_of_the_target_has_the_loss_of_the_dataset(kind, supervision, model, dataset, head):
-    draft = make_draft(kind, dataset, head)
+    draft = build_draft(kind, dataset, head, **CHANGED.get(kind, {}))
     draft.train(kind != "peagle")  # which draws the same elements every time in evaluation
     rows = pack_documents(dataset.lengths.tolist(), WIDTH)
     offline = batch_of(dataset, rows, WIDTH)

@@ -11,7 +11,7 @@ from msgspec import structs
 from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
-from spec_train.formats.origin import differing_rows, origin_warnings, require_same_embedding
+from spec_train.formats.origin import differing_rows, require_same_embedding
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
@@ -67,11 +67,6 @@ def test_prompts_are_rendered_as_the_data_was_wherever_eval_runs(place, tmp_path
     for draft in (place / "run", tmp_path / "alone"):
         report = decode(place, draft)
         assert (report["chat_template_kwargs"], report["warnings"]) == (KWARGS, [])
-    (warning,) = decode(place, tmp_path / "alone", chat_template_kwargs={})["warnings"]
-    assert warning.startswith(
-        'chat_template_kwargs: the draft was fitted with {"enable_thinking": false}, this target '
-        "has {}: "
-    )
     template = place / "target" / "chat_template.jinja"
     text = template.read_text()
     template.write_text("Once upon a time " + text)
@@ -131,16 +126,3 @@ def test_rounding_is_no_difference_but_another_row_is():
         require_same_embedding(changed, rows, "mine", "theirs")
     with pytest.raises(DraftError, match=r"100\.00%"):
         require_same_embedding(rows[:9], rows, "mine", "theirs")
-
-
-def test_other_weights_with_the_same_embedding_are_warned_about(place):
-    manifest = HiddenStatesDataset(place / "data").manifest
-    own = manifest.identity["weights_hash"]
-    other = manifest.changed(
-        where="tuned", identity=manifest.identity | {"weights_hash": "sha256:1"}
-    )
-    assert origin_warnings({"weights_hash": own}, manifest) == []
-    assert origin_warnings({}, other) == []
-    (warning,) = origin_warnings({"weights_hash": own}, other)
-    assert warning.startswith("weights_hash: the draft was fitted with sha256:")
-    assert "tuned has 'sha256:1'" in warning

@@ -13,9 +13,6 @@ from spec_train.data.order import OPEN, BatchPlan, fill_in_order
 SEQ_LEN, PACKS = 1024, 4
 SEEDS = range(4)
 
-BY_LENGTH = patch("spec_train.data.order.fill_in_order", pack_documents)
-"""Packs as they must not be: filled by decreasing length."""
-
 Batches = list[list[list[int]]]
 
 
@@ -53,12 +50,9 @@ def spread_of_length(batches: Batches, lengths: list[int]) -> float:
     return pstdev(mean(lengths[d] for pack in batch for d in pack) for batch in batches)
 
 
-def options_of(seed: int) -> dict[str, int]:
-    return {"seq_len": SEQ_LEN, "packs_per_batch": PACKS, "seed": seed}
-
-
-def single(lengths: list[int], seed: int, epoch: int = 0) -> Batches:
-    plan = BatchPlan(np.array(lengths), np.ones(len(lengths), bool), **options_of(seed))
+def single(lengths: list[int], seed: int, epoch: int) -> Batches:
+    options = {"seq_len": SEQ_LEN, "packs_per_batch": PACKS, "seed": seed}
+    plan = BatchPlan(np.array(lengths), np.ones(len(lengths), bool), **options)
     return plan.batches(epoch)[:-1]
 
 
@@ -66,7 +60,7 @@ def single(lengths: list[int], seed: int, epoch: int = 0) -> Batches:
 def test_lengths_of_a_pack_and_of_a_batch_are_those_of_a_random_draw(epoch):
     drawn = [random_draw(MATHS, seed)[:-1] for seed in SEEDS]
     new = [single(MATHS, seed, epoch=epoch) for seed in SEEDS]
-    with BY_LENGTH:
+    with patch("spec_train.data.order.fill_in_order", pack_documents):  # by decreasing length
         old = [single(MATHS, seed, epoch=epoch) for seed in SEEDS]
     expected = mean(lengths_per_pack(batches, MATHS) for batches in drawn)
     assert mean(lengths_per_pack(batches, MATHS) for batches in new) > 0.97 * expected

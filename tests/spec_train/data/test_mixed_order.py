@@ -15,18 +15,15 @@ USABLE = np.arange(sum(SIZES)) % 7 != 3
 WEIGHTS = ("1", "2.5", "0.25")
 
 
-def make_shares(weights=WEIGHTS, sizes=SIZES) -> list[Share]:
-    first = np.cumsum([0, *sizes]).tolist()
-    return [
+def make_plan(weights=WEIGHTS, **changes) -> MixedPlan:
+    first = np.cumsum([0, *SIZES]).tolist()
+    shares = [
         Share(name=f"set{i}", first=first[i], last=first[i + 1], weight=Fraction(weight),
               fingerprint=f"print{i}")
         for i, weight in enumerate(weights)
     ]  # fmt: skip
-
-
-def make_plan(weights=WEIGHTS, **changes) -> MixedPlan:
     options = dict(seq_len=64, packs_per_batch=4, seed=3, window_tokens=2000) | changes
-    return MixedPlan(LENGTHS, USABLE, make_shares(weights), **options)
+    return MixedPlan(LENGTHS, USABLE, shares, **options)
 
 
 def rows_of(plan: BatchPlan, epoch: int) -> list[int]:

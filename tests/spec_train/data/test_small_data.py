@@ -8,15 +8,11 @@ import torch
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.evaluation.on_dataset import read_pack
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import Eagle3Options
-from spec_train.options.training import Training
-from spec_train.training.fit import fit
 from tests.spec_data.runs import run, save_target
+from tests.spec_train import flat
 from tests.spec_train.drafts.any_draft import build_draft
 from tests.spec_train.evaluation.tools import run_eval
 from tests.tolerance import close, close_in_norm, network
-
-DRAFT = {"draft_vocab_size": 0, "ttt_steps": 4}
 
 
 @pytest.fixture(scope="module")
@@ -37,39 +33,26 @@ def corpus(tmp_path_factory):
     return file
 
 
-def run_with_tails(*given, **options):
-    """Generate, and keep the tokens after the last supervised one."""
+@pytest.fixture(scope="module")
+def both(target, corpus, tmp_path_factory):
+    """Final states and logits, with the tokens after the last supervised one."""
+    folder = tmp_path_factory.mktemp("both")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("spec_data.generation.plan._supervised_length", len)
-        run(*given, **options)
-
-
-@pytest.fixture(scope="module")
-def whole(target, corpus, tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole") / "data"
-    run_with_tails(target, corpus, out, teacher="all")
-    return HiddenStatesDataset(out)
-
-
-@pytest.fixture(scope="module")
-def logits(target, corpus, tmp_path_factory):
-    out = tmp_path_factory.mktemp("logits") / "data"
-    run_with_tails(target, corpus, out, supervision="logits", teacher="all")
-    return HiddenStatesDataset(out)
+        for name in ("final-hidden", "logits"):
+            run(target, corpus, folder / name, supervision=name, teacher="all")
+    return HiddenStatesDataset(folder / "final-hidden"), HiddenStatesDataset(folder / "logits")
 
 
 @pytest.mark.parametrize("draft_vocab_size", [0, 100])
-def test_stored_logits_teach_what_final_states_and_head_teach(whole, logits, draft_vocab_size):
+def test_stored_logits_teach_what_final_states_and_head_teach(both, draft_vocab_size):
     """Loss, gradient and figures, to the rounding of states and logits to bfloat16."""
     found = []
-    for dataset in (whole, logits):
+    for number, dataset in enumerate(both):
         head = TargetHead.from_dataset(dataset.path)
         draft = build_draft("eagle3", dataset, head, ttt_steps=4, draft_vocab_size=draft_vocab_size)
         columns = draft.columns(dataset.manifest.supervision)
-        assert ("logits" in columns, "hidden.final" in columns) == (
-            dataset is logits,
-            dataset is whole,
-        )
+        assert ("logits" in columns, "hidden.final" in columns) == (number == 1, number == 0)
         batch = read_pack(dataset, [0, 5, 11], columns, torch.float32)
         out = draft.loss(batch, head, draft.slot_counts(batch))
         out.loss.backward()
@@ -83,15 +66,10 @@ def test_stored_logits_teach_what_final_states_and_head_teach(whole, logits, dra
     assert abs(figures["product_limit_length"] - others["product_limit_length"]) < 0.05  # ties
 
 
-def fit_config_of(data, out) -> Training:
-    return Training(
-        data=str(data), out=str(out), steps=3, seq_len=128, device="cpu", validation=0.2
-    )
-
-
-def test_fit_and_eval_run_on_logits(logits, tmp_path):
-    result = fit("eagle3", fit_config_of(logits.path, tmp_path / "run"), Eagle3Options(**DRAFT))
-    assert result.step == 3
+def test_fit_and_eval_run_on_logits(both, tmp_path):
+    _, logits = both
+    given = dict(steps=3, seq_len=128, validation=0.2, draft_vocab_size=0, ttt_steps=4)
+    assert flat.fit("eagle3", logits.path, tmp_path / "run", device="cpu", **given).step == 3
     config = dict(draft=str(tmp_path / "run"), data=str(logits.path), device="cpu")
     report = run_eval(config)["data"]
     kept = json.loads((tmp_path / "run" / "best" / "validation.json").read_text())

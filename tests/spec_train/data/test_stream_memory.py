@@ -14,20 +14,12 @@ from spec_train.data.stream import BatchStream
 from tests.factory import tiny_dataset
 from tests.forked import Forked
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts" / "bench"
 STATES = ("hidden.L1", "hidden.final", "target_argmax")
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return tiny_dataset(tmp_path_factory.mktemp("data") / "set", n_docs=60, docs_per_shard=30)
-
-
-def plan_of(dataset: HiddenStatesDataset) -> BatchPlan:
-    return BatchPlan(dataset.lengths, np.ones(len(dataset), bool), seq_len=48, packs_per_batch=4)
-
-
-# -- column projection ----------------------------------------------------------------------------
 
 
 def read_with_poison(path: Path, poisoned: str, read: tuple[str, ...]) -> int:
@@ -44,7 +36,8 @@ def read_with_poison(path: Path, poisoned: str, read: tuple[str, ...]) -> int:
             assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), end - start, none) == 0
             pages += (end - start) // page
     assert pages > 10
-    plan = plan_of(dataset)
+    usable = np.ones(len(dataset), bool)
+    plan = BatchPlan(dataset.lengths, usable, seq_len=48, packs_per_batch=4)
     stream = BatchStream(dataset, plan, read, batch_size=2)
     assert sum(1 for _ in stream.take(len(plan.batches(0)))) > 4
     return 0
@@ -56,9 +49,6 @@ def test_the_pages_of_columns_that_are_not_read_are_never_touched(path, poisoned
     _, error = reading.communicate()
     expected = -signal.SIGSEGV if poisoned in STATES else 0
     assert reading.returncode == expected, error[-2000:]
-
-
-# -- views ----------------------------------------------------------------------------------------
 
 
 def test_no_writable_view_of_a_mapped_file_gets_out(path):

@@ -158,6 +158,8 @@ def test_names_that_cannot_be_read(tmp_path, tokenizer):
         read_prompts(f"{file},{file}", template)
     with pytest.raises(ConfigError, match="between two commas"):
         read_prompts(f"{file},,x", template)
+    with pytest.raises(CorpusError, match="no usable row"):
+        read_prompts(test_prompts.write(tmp_path / "empty.jsonl"), template)
     with pytest.raises(MissingError, match=r"none\.jsonl: no such file"):
         read_prompts(f"{file},{tmp_path}/none.jsonl", template)
 

@@ -12,11 +12,12 @@ from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.template import Template
-from spec_data.shards.errors import CorpusError, MissingError
+from spec_data.shards.errors import CorpusError
 from spec_train.evaluation.prompts import read_prompts
 from tests.spec_data.corpus import templates
 
 TEMPLATE = (
+    "{% if messages[0].content == 'e e' %}{{ raise_exception('no e') }}{% endif %}"
     "{% if shout is defined and shout %}loud {% endif %}"
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -215,6 +216,7 @@ def test_template_kwargs_of_the_run_and_of_rows_reach_the_template(tmp_path, tok
         ({"messages": [say("assistant", "a")]}, "must be of a user or a tool, not nothing"),
         ({"turns": ["a", 1]}, r"turns\[1\] \(a user message\) is a number"),
         ({"prompt": "a", "chat_template_kwargs": {"shot": 1}}, "does not read shot"),
+        ({"prompt": "e e"}, "the chat template fails"),
     ],
 )
 def test_a_bad_row_is_counted_and_named(tmp_path, tokenizer, row, said):
@@ -228,24 +230,6 @@ def test_a_bad_row_is_counted_and_named(tmp_path, tokenizer, row, said):
         CorpusError, match=rf"(?s)--prompts .*few.jsonl: 1 of 2 rows .*:2: .*{said}"
     ):
         read_prompts(path, Template(tokenizer))
-
-
-def test_prompts_that_the_template_rejects_are_counted(tmp_path, tokenizer):
-    tokenizer.chat_template = "{% if messages[0].content == 'b' %}{{ raise_exception('no b') }}" + (
-        "{% endif %}" + TEMPLATE
-    )
-    path = write(tmp_path / "p.jsonl", *[{"prompt": "a"}] * 19, {"prompt": "b"})
-    prompts = read_prompts(path, Template(tokenizer))
-    assert (len(prompts), prompts.left_out) == (19, 1)
-    assert "p.jsonl:20: the chat template fails" in prompts.examples[0]
-
-
-def test_missing_and_empty_sources_and_bad_options(tmp_path, tokenizer):
-    template = Template(tokenizer)
-    with pytest.raises(MissingError, match=r"--prompts .*none.jsonl: no such file"):
-        read_prompts(str(tmp_path / "none.jsonl"), template)
-    with pytest.raises(CorpusError, match="no usable row"):
-        read_prompts(write(tmp_path / "empty.jsonl"), template)
 
 
 def test_chats_without_a_template_and_empty_renderings(tmp_path, tokenizer):

@@ -47,7 +47,9 @@ def saved(dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path) -> Any
 
 @pytest.fixture
 def facts(head: TargetHead) -> TargetFacts:
-    return TargetFacts(num_layers=4, embedding=head.embed_weight, head=head.head_weight)
+    return TargetFacts(
+        name="target", num_layers=4, embedding=head.embed_weight, head=head.head_weight
+    )
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -58,14 +58,6 @@ def test_keys_and_layers(saved, head, tmp_path, target, forms, kind, changes):
             assert raw["has_embed_tokens"] is False  # llama.cpp's trap
 
 
-def published(own, folder, head, **changes):
-    """As DeepSpec publishes it: no section of ours, copies of the target's weights."""
-    raw, tensors = read(own)
-    raw = {k: v for k, v in raw.items() if k not in ("spec_train", "sample_from_anchor", "dtype")}
-    raw = {k: v for k, v in (raw | changes).items() if v is not ...}
-    return write(folder, raw, tensors | {"lm_head.weight": head.head_weight})
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -76,8 +68,13 @@ def published(own, folder, head, **changes):
     ],
 )
 def test_what_cannot_be_represented_is_refused(saved, head, facts, tmp_path, changes, message):
+    """As DeepSpec publishes it: no section of ours, copies of the target's weights."""
+    raw, tensors = read(saved("dspark"))
+    raw = {k: v for k, v in raw.items() if k not in ("spec_train", "sample_from_anchor", "dtype")}
+    raw = {k: v for k, v in (raw | changes).items() if v is not ...}
+    theirs = write(tmp_path / "theirs", raw, tensors | {"lm_head.weight": head.head_weight})
     with pytest.raises(DraftError, match=message):
-        load_draft(published(saved("dspark"), tmp_path / "theirs", head, **changes), facts)
+        load_draft(theirs, facts)
 
 
 def test_speculators_drafts_without_the_slot_that_drafts_first(

@@ -30,10 +30,6 @@ def warned(place, name, draft="run") -> list[str]:
     return [text for level, text in found(place, name, draft) if level == "warn"]
 
 
-def round_coarsely(target):
-    edit(target / "config.json", dtype="bfloat16")
-
-
 HASH = "weights_hash: the draft was fitted with sha256:"
 ROPE = [
     "factor: ",
@@ -48,7 +44,10 @@ ROPE = [
         (lambda target: None, []),
         (fine_tune, [HASH]),
         (round_to_3_bits, [HASH]),
-        (round_coarsely, ["dtype: the draft was fitted with 'float32'"]),
+        (
+            lambda target: edit(target / "config.json", dtype="bfloat16"),
+            ["dtype: the draft was fitted with 'float32'"],
+        ),
         (switch_yarn_on, ROPE),
         (split_otherwise, ["tokenizer.pre_tokenizer: the draft was fitted with 'Sequence "]),
     ],

@@ -54,24 +54,6 @@ def test_a_plain_draft_is_fine_everywhere_but_in_deepspec(own, target):
     assert found["deepspec"][0][0] == "refuse"
 
 
-@pytest.mark.parametrize(
-    ("changes", "engine", "level", "text"),
-    [
-        ({"layers": "0,2"}, "llama.cpp", "refuse", "2 aux states: it reads exactly 3"),
-        ({"layers": "0,2"}, "sglang", "warn", "2 aux states"),
-        ({"fc_norm": True}, "llama.cpp", "refuse", "fc_norm"),
-        ({"norm_output": True}, "llama.cpp", "refuse", "norm_output"),
-        ({"norm_output": True}, "sglang", "warn", "earlier ones silently ignore"),
-    ],
-)
-def test_what_an_engine_lacks_is_said(
-    dataset, head, tmp_path, target, changes, engine, level, text
-):
-    build_draft("eagle3", dataset, head, **changes).save_pretrained(tmp_path)
-    found = findings(tmp_path, target=str(target))[engine]
-    assert any(one == level and text in said for one, said in found)
-
-
 def test_the_targets_last_layer_is_refused(dataset, head, tmp_path, target):
     """Layer 3 is the last of 4; the dataset cannot train such a draft, so its config is edited."""
     draft = build_draft("eagle3", dataset, head)

@@ -8,14 +8,14 @@ import torch
 import spec_train
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
-from spec_train.formats.target_facts import TargetFacts
 from tests.draft_tools import read_json
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
 from tests.spec_train.formats import own_draft
 from tests.spec_train.formats.tools import nulls
 
-dataset, head, target = any_draft.dataset, any_draft.head, own_draft.target
+dataset, head = any_draft.dataset, any_draft.head
+target, facts = own_draft.target, own_draft.facts
 FORMS = ("hf", "vllm", "sglang", "speculators", "deepspec", "transformers")
 BIASES = {"attention_bias": "true", "mlp_bias": "true"}
 MASK = {"layout": "mask", "block_size": 4}
@@ -67,16 +67,13 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "options", "forms"), CASES, ids=str)
 def test_a_draft_is_the_same_in_every_form_that_holds_it(
-    dataset, head, target, tmp_path, kind, options, forms
+    dataset, head, target, facts, tmp_path, kind, options, forms
 ):
     draft, own = build_draft(kind, dataset, head, **options), tmp_path / "own"
     with torch.no_grad():
         for number, parameter in enumerate(draft.trainable_parameters()):
             parameter += 0.01 * (number + 1)
     draft.save_pretrained(own)
-    facts = TargetFacts(
-        name=str(target), num_layers=4, embedding=head.embed_weight, head=head.head_weight
-    )
     for form in FORMS:
         out = tmp_path / form
         if form not in forms.split():

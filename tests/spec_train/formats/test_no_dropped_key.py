@@ -3,7 +3,6 @@
 The files are our own checkpoints without the section that only this project reads.
 """
 
-import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, load_draft
-from spec_train.evaluation.exporting import find_target
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.target_facts import TargetFacts
@@ -22,17 +20,10 @@ from spec_train.formats.write import write_form
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
+from tests.spec_train.formats import own_draft
 from tests.spec_train.formats.published import tiny
 
-dataset, head = any_draft.dataset, any_draft.head
-
-
-@pytest.fixture(scope="module")
-def facts(dataset: HiddenStatesDataset, head: TargetHead) -> TargetFacts:
-    found = find_target(str(dataset.target_dir))
-    return dataclasses.replace(
-        found, name="target", embedding=head.embed_weight, head=head.head_weight
-    )
+dataset, head, facts = any_draft.dataset, any_draft.head, own_draft.facts
 
 
 def read_as_foreign(files: DraftFiles, facts: TargetFacts, **keys: Any) -> Any:

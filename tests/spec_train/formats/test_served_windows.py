@@ -13,7 +13,7 @@ from transformers import LlamaConfig, Qwen3Config
 from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
-from spec_train.formats.draft_files import DraftFiles, read_files
+from spec_train.formats.draft_files import read_files
 from spec_train.formats.preflight import Subject, preflight
 from spec_train.formats.read import own_form
 from spec_train.formats.target_facts import TargetFacts
@@ -110,10 +110,6 @@ def make(
     return draft
 
 
-def load_files(files: DraftFiles) -> Any:
-    return DRAFTS[files.config["spec_train"]["draft"]].from_files(files)
-
-
 def findings(folder: Path, form: str) -> dict[str, list[Any]]:
     own = read_files(folder)
     return preflight(Subject(own, TargetFacts(name="the-target"), form))
@@ -152,7 +148,7 @@ def test_check_refuses_an_engine_exactly_where_it_reads_other_windows(
     own = read_files(tmp_path / "own")
     facts = TargetFacts(name="the-target", embedding=head.embed_weight)
     written = own if form == "hf" else write_form(own, form, facts)
-    assert load_files(own_form(written, facts)).config == draft.config
+    assert DRAFTS[kind].from_files(own_form(written, facts)).config == draft.config
     found = findings(tmp_path / "own", form)
     for engine in SERVED[kind] if form == "hf" else ("vllm",):
         read, wanted = READERS[engine](written.config, kind), trained(draft, kind)

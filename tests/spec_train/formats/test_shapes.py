@@ -75,6 +75,8 @@ RULES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("eagle3", {"num_layers": 2}, by("llama.cpp", "exactly one")),
     ("eagle3", {"layers": "1"}, by("sglang", "and skips fc") | by("llama.cpp", "1 aux states")),
     ("eagle3", {"layers": "0,1"}, by("llama.cpp", "2 aux states")),
+    ("eagle3", {"fc_norm": True}, by("llama.cpp", "fc_norm")),
+    ("eagle3", {"norm_output": True}, by("llama.cpp", "norm_output")),
     ("peagle", {"qk_norm": True}, {}),
     ("peagle", {"hidden_act": "gelu"}, by("vllm", "only silu")),
     ("peagle", {"qk_norm": True, "mlp_bias": "true"}, by("vllm speculators", "MLP")),
@@ -105,11 +107,19 @@ def test_the_preflight_knows_who_serves_a_shape(dataset, head, name, options, re
         assert words in new[engine]
 
 
-def test_several_layers_need_the_form_of_sglang(dataset, head):
-    own, target = own_files("eagle3", dataset, head, num_layers=2), find_target(None)
-    for form, needed in (("vllm", True), ("sglang", False)):
-        found = preflight(Subject(own, target, form))["sglang"]
-        assert needed == any("needs --format sglang" in f.text for f in found if f.level == WARN)
+@pytest.mark.parametrize(
+    ("options", "form", "words"),
+    [
+        ({"num_layers": 2}, "vllm", "needs --format sglang"),
+        ({"num_layers": 2}, "sglang", "needs --format sglang"),
+        ({"layers": "0,2"}, "vllm", "2 aux states"),
+        ({"norm_output": True}, "vllm", "earlier ones silently ignore"),
+    ],
+)
+def test_warnings_of_sglang(dataset, head, options, form, words):
+    own = own_files("eagle3", dataset, head, **options)
+    found = preflight(Subject(own, find_target(None), form))["sglang"]
+    assert any(words in f.text for f in found if f.level == WARN) == (form == "vllm")
 
 
 def test_a_trained_embedding_is_not_taken_for_one_of_another_target(dataset, head):

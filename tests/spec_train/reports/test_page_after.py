@@ -28,10 +28,6 @@ def titles(file: Path) -> list[str]:
     return re.findall(r"<h2[^>]*>(.*?)</h2>", file.read_text())
 
 
-def test_fit_leaves_a_page(run):
-    assert titles(run / "report.html")[:3] == ["Overview", "Learning", "Acceptance"]
-
-
 def test_a_page_that_fails_is_a_warning(place, tmp_path, monkeypatch, caplog):
     def broken(*_, **__):
         raise OSError("no space left on device")
@@ -58,10 +54,11 @@ def test_only_the_first_rank_writes_pages(place, tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "report.html").exists()
 
 
-def test_eval_writes_its_page_into_the_run(run, place, tmp_path, capsys):
+def test_fit_and_eval_write_their_pages_into_the_run(run, place, tmp_path, capsys):
     common = ["eval", "--data", str(place / "data"), "--limit", "2", "--device", "cpu"]
     file, result = run / "eval.html", tmp_path / "r.json"
     file.unlink(missing_ok=True)
+    assert titles(run / "report.html")[:3] == ["Overview", "Learning", "Acceptance"]
     assert main([*common, "--draft", str(run), "--json", str(result)]) == 0
     assert {"Acceptance", "Drafted tokens"} <= set(titles(file))
     assert titles(spec_train.write_report(result).path) == titles(file)

@@ -18,7 +18,7 @@ from tests.spec_train.formats.published import (
     tiny,
 )
 from tests.spec_train.formats.published.tiny import VD, H
-from tests.test_support_pages import tables
+from tests.test_failures_page import tables
 
 Made = tuple[dict[str, Any], dict[str, torch.Tensor]]
 ENGINES = {
