@@ -78,7 +78,7 @@ def rest_of(kind: str, draft: Any, offline: Any, counts: torch.Tensor) -> tuple[
     if kind == "peagle":
         return {}, {"sample": draft.draw(offline), "count": counts}
     blocks = sample_blocks(offline.loss_mask, offline.document_ids, options.num_anchors)
-    return {"blocks": blocks}, {"anchors": blocks.anchors, "kept": blocks.kept, "counts": counts}
+    return {"blocks": blocks}, {"anchors": blocks.anchors, "real": blocks.real, "counts": counts}
 
 
 @pytest.mark.parametrize(

@@ -176,9 +176,6 @@ def test_mixtures_use_the_mask_in_every_dataset(place, tmp_path):
     assert fit(data, tmp_path / "run", mask="last-turn").finished
 
 
-# --- what cannot be derived -----------------------------------------------------------------------
-
-
 def test_states_that_were_not_stored_are_refused(place, tmp_path):
     with pytest.raises(
         DatasetError, match=r"--mask all .*hidden\.final and target_argmax.* --teacher all"

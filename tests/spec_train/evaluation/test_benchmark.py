@@ -164,9 +164,6 @@ def test_names_that_cannot_be_read(tmp_path, tokenizer):
         read_prompts(f"{file},{tmp_path}/none.jsonl", template)
 
 
-# --- counts ---
-
-
 def rounds_of(draw: random.Random, number: int) -> list[VerificationStep]:
     found = []
     for _ in range(number):
@@ -206,9 +203,6 @@ def test_costs_are_unknown_without_a_timed_pair():
     figures = speed([(plain, draft)])
     assert (figures["target_pass_seconds"], figures["draft_pass_seconds"]) == (2.0, 0.5)
     assert (figures["cost_ratio"], figures["verification_ratio"]) == (0.25, 1.0)
-
-
-# --- the command ---
 
 
 def test_a_sweep_has_the_figures_of_every_length(workplace, monkeypatch):

@@ -137,9 +137,6 @@ def test_a_prompt_is_the_beginning_of_the_document_of_the_same_row(tmp_path, kin
     assert compared >= 10
 
 
-# --- what is asked --------------------------------------------------------------------------------
-
-
 CHAT = [say("user", "a"), say("assistant", "b"), say("user", "c"), say("assistant", "d")]
 ASKED = "<user> a <assistant> b <user> c <assistant>"
 
@@ -202,9 +199,6 @@ def test_template_kwargs_of_the_run_and_of_rows_reach_the_template(tmp_path, tok
         *("loud <user> a <assistant>", "<user> a <assistant>", "a")
     ]
     assert prompts.kwargs == [{"shout": True}, {"shout": False}]
-
-
-# --- bad rows -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

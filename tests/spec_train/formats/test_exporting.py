@@ -172,9 +172,6 @@ def test_the_command_line(own, tmp_path, target, capsys):
     assert not (tmp_path / "more").exists()
 
 
-# --- fit --init-from ------------------------------------------------------------------------------
-
-
 def fitted(dataset: HiddenStatesDataset, out: Path, start: Path, **changes: Any) -> Path:
     place = {"data": str(dataset.path), "out": str(out), "init_from": str(start)}
     config = Training(**place, steps=0, seq_len=64, device="cpu")

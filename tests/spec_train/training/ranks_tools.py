@@ -5,13 +5,20 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch.distributed as dist
 
 from spec_data.terminal.console import run_cli
+from spec_train.training import ranks
 from tests.forked import Forked
 from tests.spec_train.training.tools import OPTIONS, run
 
 LIMIT_SECONDS = 240
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    monkeypatch.setattr(ranks, "WATCH_SECONDS", 0.2)
 
 
 @dataclass(frozen=True)

@@ -98,13 +98,6 @@ def edit(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
-def exchange(a: Path, b: Path) -> None:
-    """Exchange the names of two directories, as a person who restores a backup might."""
-    a.rename(a.with_name("aside"))
-    b.rename(a)
-    a.with_name("aside").rename(b)
-
-
 DAMAGE = {
     "a digit": lambda c: edit(c / "training_state.json", '"tokens": 20', '"tokens": 26'),
     "state of another step": lambda c: shutil.copy(
@@ -133,7 +126,10 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(run, damage,
 def test_a_checkpoint_under_the_name_of_another_is_damaged(run, caplog):
     save(run, 1)
     save(run, 2)
-    exchange(*(run.path / f"checkpoint-0000000{i}" for i in (1, 2)))
+    one, two = (run.path / f"checkpoint-0000000{i}" for i in (1, 2))
+    one.rename(run.path / "aside")  # exchanged, as by a person who restores a backup
+    two.rename(one)
+    (run.path / "aside").rename(two)
     with pytest.raises(RunError, match="all checkpoints are damaged"):
         run.load_newest()
     assert "holds step 1, but its directory is called checkpoint-00000002" in caplog.text

@@ -28,9 +28,6 @@ def stub(start: int) -> tuple[list[int], list[int], list]:
     return ids, [0] * 8 + [1], [("user", 0, 8), ("assistant", 8, 9)]
 
 
-# --- documents without a slot ---------------------------------------------------------------------
-
-
 def test_a_dataset_without_a_slot_is_refused(config, tmp_path):
     """Trained "to the end" with loss 0.000 otherwise."""
     bare = ([1, 2, 3, 4], [0, 0, 0, 0], [("user", 0, 4)])
@@ -64,9 +61,6 @@ def test_a_step_without_a_slot_moves_no_weight(config, monkeypatch, caplog):
     assert "step 4 has no slot to train on" in caplog.text
 
 
-# --- progress -------------------------------------------------------------------------------------
-
-
 def test_training_that_does_not_improve_is_called_out(config, caplog):
     """From the best draft of a run, at a rate that moves no weight."""
     run(config)
@@ -76,17 +70,11 @@ def test_training_that_does_not_improve_is_called_out(config, caplog):
     assert "warning: 12 steps did not improve the draft" in caplog.text
 
 
-# --- how often ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("total", "every"), [(0, 1), (9, 1), (2499, 499), (100_000, 500)])
 def test_every_run_validates_and_saves_five_times(config, total, every):
     for given, wanted in ((None, every), (7, 7)):
         sized = with_intervals(change(config, eval_every=given, save_every=None), total)
         assert (sized.eval_every, sized.save_every) == (wanted, every)
-
-
-# --- the draft vocabulary -------------------------------------------------------------------------
 
 
 def halves(path: Path, first: int) -> Path:

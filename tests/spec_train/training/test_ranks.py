@@ -13,10 +13,10 @@ import torch
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.splits import make_splits
-from spec_train.training import ranks
 from spec_train.training.ranks import Ranks
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
+from tests.spec_train.training import ranks_tools
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.ranks_tools import (
     LIMIT_SECONDS,
@@ -37,11 +37,7 @@ from tests.spec_train.training.tools import (
 )
 
 data, config = trainer_tools.data, trainer_tools.config
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch):
-    monkeypatch.setattr(ranks, "WATCH_SECONDS", 0.2)
+patience = ranks_tools.patience
 
 
 @pytest.fixture
@@ -173,13 +169,6 @@ def test_torchrun_runs_it_and_its_sigterm_saves(config, tmp_path):
     assert_close_runs(whole_run.out, config.out)
 
 
-# -- the pieces -----------------------------------------------------------------------------------
-
-
-def assert_all_well(ended) -> None:
-    assert all(end.code == 0 for end in ended), "\n".join(end.text for end in ended)
-
-
 @pytest.mark.parametrize("failing", [None, 0, 1])
 def test_the_rank_that_holds_the_store_leaves_last(failing):
     """The store lives in rank 0 if the launcher has no agent."""
@@ -192,7 +181,7 @@ def test_the_rank_that_holds_the_store_leaves_last(failing):
 
     ended = on_ranks(body, 3, agent=False)
     if failing is None:
-        assert_all_well(ended)
+        assert all(end.code == 0 for end in ended), "\n".join(end.text for end in ended)
         return
     told = Ended(1, f"error: rank {failing}: damaged\n")
     own = Ended(1, "error: damaged\n")

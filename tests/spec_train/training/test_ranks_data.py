@@ -7,20 +7,16 @@ import threading
 import pytest
 
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.training import ranks
 from spec_train.training.trainer import Trainer
 from tests.spec_train.data import test_mixture
+from tests.spec_train.training import ranks_tools
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.ranks_tools import fit_well
 from tests.spec_train.training.tools import assert_close_runs, change, make_noisy, metrics, run
 
 data, config = trainer_tools.data, trainer_tools.config
 place = test_mixture.place
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch):
-    monkeypatch.setattr(ranks, "WATCH_SECONDS", 0.2)
+patience = ranks_tools.patience
 
 
 @pytest.mark.parametrize("sharding", ["fsdp2"])

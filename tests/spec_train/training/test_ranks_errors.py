@@ -16,16 +16,13 @@ from spec_train.drafts.draft import DraftLoss
 from spec_train.training import ranks, run_directory
 from spec_train.training.ranks import Ranks
 from spec_train.training.trainer import Trainer
+from tests.spec_train.training import ranks_tools
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.ranks_tools import fit_on_ranks, on_ranks
 from tests.spec_train.training.tools import change, masters
 
 data, config = trainer_tools.data, trainer_tools.config
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch):
-    monkeypatch.setattr(ranks, "WATCH_SECONDS", 0.2)
+patience = ranks_tools.patience
 
 
 VICTIMS: set[int] = set()

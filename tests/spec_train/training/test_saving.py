@@ -31,9 +31,6 @@ def test_files_hold_the_state_at_the_save_also_on_a_slow_disk(config, tmp_path, 
     assert len(contents) == 6
 
 
-# -- trackers -------------------------------------------------------------------------------------
-
-
 def test_a_tracker_that_is_not_installed_is_named(config, monkeypatch):
     accelerate = pytest.importorskip("accelerate.tracking")
     monkeypatch.setattr(accelerate, "_available_trackers", [])

@@ -99,9 +99,3 @@ def test_an_option_that_is_given_stays_and_is_compared(data, tmp_path):
     start = str(tmp_path / "first" / "last")
     with pytest.raises(DraftError, match=r"another shape.*\n  head_dim: 16 -> 8"):
         run("eagle3", data, tmp_path / "second", init_from=start, head_dim=8)
-
-
-def test_a_draft_of_another_kind_is_refused_before_the_data_are_read(data, tmp_path):
-    run("eagle", data, tmp_path / "first", **SHAPES["eagle"])
-    with pytest.raises(DraftError, match="draft of the kind eagle; fit it with"):
-        run("eagle3", data, tmp_path / "second", init_from=str(tmp_path / "first"))

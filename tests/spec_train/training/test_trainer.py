@@ -21,7 +21,6 @@ from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import (
     OPTIONS,
     TIMING,
-    assert_close_runs,
     change,
     command,
     environment,
@@ -47,14 +46,6 @@ def test_metrics_say_what_they_should(config):
     first = [row for batch in plan.batches(0)[:5] for pack in batch for row in pack]
     assert train[0]["tokens"] == dataset.lengths[first].sum()
     assert train[0]["epoch"] == round(len(first) / len(plan.rows), 4)
-
-
-def test_micro_batches_do_not_change_the_result(config, tmp_path):
-    """4 and 1 + 1 + 1 + 1 packs per step; the last step of an epoch is uneven."""
-    for size, count in ((4, 1), (1, 4)):
-        out = str(tmp_path / str(size))
-        run(change(config, out=out, batch_size=size, accumulation=count, lr=1e-4))
-    assert_close_runs(tmp_path / "4", tmp_path / "1")
 
 
 def test_held_out_documents_are_never_trained_on(config, monkeypatch):
