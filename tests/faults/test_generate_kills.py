@@ -5,20 +5,17 @@ every file is compared with that of a run without a kill.
 """
 
 import collections
-import multiprocessing as mp
-import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from spec_data.cli import main as generate
+from spec_data.cli import main
 from spec_data.generation.units import finalize
 from tests import forked
 from tests.faults.tools import report, trials
+from tests.forked import Forked
 from tests.spec_data.runs import digests, flags, options, run, save_target, write_corpus
 
 one_thread = forked.one_thread
@@ -41,46 +38,32 @@ def whole(source, tmp_path_factory):
     return out
 
 
-def start(main: Callable[[list[str]], int], words: list[str], log: Path) -> mp.Process:
-    """Start a command in a forked process: without imports, kills hit the work itself."""
-
-    def work() -> None:
-        torch.set_num_threads(1)  # a fork has none of its parent's threads and waits for them
-        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        os._exit(main(words))
-
-    process = mp.get_context("fork").Process(target=work)
-    process.start()
-    return process
-
-
 def generate_words(source, out: Path, **changes) -> list[str]:
     return ["generate", *flags(options(*source, out, max_shard_size="60KB", **changes))]
 
 
-def killed_until_done(commands: list, rng: np.random.Generator, kills: int, log: Path) -> int:
+def killed_until_done(commands: list, rng: np.random.Generator, kills: int) -> int:
     """Run commands side by side and kill each at random moments; return how many kills hit.
 
     A killed command starts again at once. The moments are spread over what the work takes here.
     """
     left, hit = dict.fromkeys(range(len(commands)), kills), 0
 
-    def begin(n: int) -> tuple[mp.Process, float]:
-        return start(*commands[n], log), time.monotonic() + rng.uniform(0.0, 1.5) * TAKES[0]
+    def begin(n: int) -> tuple[Forked, float]:
+        process = Forked(lambda: main(commands[n]))
+        return process, time.monotonic() + rng.uniform(0.0, 1.5) * TAKES[0]
 
     running = {n: begin(n) for n in left}
     end = time.monotonic() + LONGEST
     while running:
-        assert time.monotonic() < end, log.read_text()
+        assert time.monotonic() < end
         for n, (process, due) in list(running.items()):
-            if process.exitcode is not None:
-                assert process.exitcode == 0, log.read_text()
+            if process.poll() is not None:
+                assert process.returncode == 0, process.communicate()
                 del running[n]
             elif left[n] and time.monotonic() >= due:
                 process.kill()
-                process.join()
+                process.wait()
                 left[n], hit = left[n] - 1, hit + 1
                 running[n] = begin(n)
         time.sleep(0.002)
@@ -94,8 +77,8 @@ def test_killed_generation_ends_in_the_same_bytes(source, whole, tmp_path, worke
     for trial, rng in trials(name, runs):
         out = tmp_path / f"data{trial}"
         more = [{"workers": f"{i}/{workers}"} for i in range(workers)] if workers > 1 else [{}]
-        commands = [(generate, generate_words(source, out, **given)) for given in more]
-        hit = killed_until_done(commands, rng, 4 - workers, tmp_path / "log")
+        commands = [generate_words(source, out, **given) for given in more]
+        hit = killed_until_done(commands, rng, 4 - workers)
         if workers > 1:
             finalize(out, set())
         assert digests(out) == digests(whole)

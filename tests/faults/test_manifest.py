@@ -118,6 +118,7 @@ def test_every_wrong_value_is_refused_in_words_or_harmless(data):
         (("columns", 2, "codec"), "zstd", "which this release cannot read"),
         (("layers",), [4, 0], "[4, 0]: expected ascending"),
         (("head", "vocab_size"), 0, "head.vocab_size"),
+        (("draft_layers",), {"dspark": [1, 2]}, "dspark is [1, 2]: expected"),
         (("supervision",), "topk:-1", "supervision"),
         (("files", "index.arrow"), 3, "files[...]: "),
         (("card",), MISSING, "a dataset with shards has a card"),
@@ -147,7 +148,3 @@ def test_what_is_no_manifest_is_refused_in_words(data, content):
     (data / "manifest.json").write_bytes(content)
     with pytest.raises(DatasetError, match=r"manifest\.json: "):
         Manifest.read(data / "manifest.json")
-
-
-def test_the_whole_manifest_is_read(data):
-    assert everywhere(data) == "read"

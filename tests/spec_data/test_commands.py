@@ -20,18 +20,8 @@ import spec_data
 from spec_data import cli
 from spec_data.terminal.command import words_of
 from spec_data.terminal.console import run_cli
-from tests.spec_data.runs import arguments, options, run, save_target, start_cli, write_corpus
+from tests.spec_data.runs import arguments, options, run, start_cli
 from tests.terminal_tools import environment
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "chats.jsonl", 40)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +148,7 @@ def test_inspect_as_json_and_its_next_command(data, capsys):
     for line in (["--json", str(data)], [str(data), "--json"]):
         assert cli.main(["inspect", *line]) == 0
         facts = json.loads(capsys.readouterr().out)
-        assert facts["documents"] == 40 and facts["layers"] == [0, 2, 4]
+        assert facts["documents"] == 30 and facts["layers"] == [0, 2, 4]
     assert cli.main(["inspect", str(data), "--doc", "3", "--json"]) == 0
     one = json.loads(capsys.readouterr().out)
     assert one["document"] == 3 and any(piece["supervised"] for piece in one["pieces"])

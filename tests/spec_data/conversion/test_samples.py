@@ -1,6 +1,5 @@
 """Every layout is read as its format says; malformed samples and other releases are named."""
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ from spec_data.conversion.samples import Samples, load_table
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.shards.errors import CorpusError, DatasetError, MissingError, TargetError
 from tests.spec_data.conversion import layouts as write
+from tests.spec_train.fitted import edit
 
 LAYERS = (1, 2, 4)
 
@@ -70,7 +70,7 @@ def test_only_trailing_unsupervised_tokens_of_one_id_are_the_padding_of_automode
     assert len(found.tokens(longest)[0]) == table["input_ids"].shape[1]
     with pytest.raises(BadRow, match="nothing but padding"):
         found.tokens(1)
-    change(root / "manifest.json", complete=False)
+    edit(root / "manifest.json", complete=False)
     with pytest.raises(DatasetError, match="not complete"):
         opened("automodel", root)
 
@@ -174,17 +174,13 @@ def test_masks_as_run_lengths(tmp_path, samples):
             found.tokens(number)
 
 
-def change(file, **changes):
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 def written(name, data):
     """Return what spoils a directory: `data` in a file of it."""
     return lambda root: (root / name).write_bytes(data)
 
 
 def manifest(name="manifest.json", **changes):
-    return lambda root: change(root / name, **changes)
+    return lambda root: edit(root / name, **changes)
 
 
 NOT_READ = [  # (tool, how its directory is spoilt, the error, what it says)

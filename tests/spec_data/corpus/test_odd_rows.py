@@ -72,10 +72,11 @@ def test_what_no_check_foresees_is_a_bad_row_and_named_with_its_type(tmp_path):
 def test_a_line_over_the_limit_is_a_bad_row(tmp_path):
     path = tmp_path / "a.jsonl"
     most, long = (json.dumps({"text": "x" * (size - 12)}) + "\n" for size in (100, 101))
-    path.write_text('{"text": "a"}\n' + long + most + long)
+    path.write_bytes(f'{{"text": "a"}}\n{long}{most}{long}'.encode() + b'{"text": "\xff"}\n')
     records, (report,) = read(path, max_row_bytes=100, max_bad_rows=ALL)
     assert [r.where.rpartition(":")[2] for r in records] == ["1", "3"]
-    assert (report.bad, report.sha256) == (2, sha(path))
+    assert (report.bad, report.sha256) == (3, sha(path))
+    assert "a.jsonl:5: not UTF-8" in report.bad_examples[1]
     assert "a.jsonl:2: 101 bytes, more than the 100 of" in report.bad_examples[0]
 
 

@@ -240,17 +240,6 @@ def test_stored_names_do_not_depend_on_how_a_path_is_written(tmp_path, monkeypat
 # --- bad rows ---
 
 
-def test_bad_rows_are_counted_named_and_tolerated_where_they_are_few(tmp_path, caplog):
-    path = tmp_path / "a.jsonl"
-    write_jsonl(path, [*rows(199), "{broken"])
-    path.write_bytes(path.read_bytes() + b'{"text": "\xff"}\n')
-    records, (report,) = read(path)
-    assert (len(records), report.rows, report.bad) == (199, 201, 2)
-    broken, damaged = report.bad_examples
-    assert broken.startswith("a.jsonl:200: not valid JSON") and ":201: not UTF-8" in damaged
-    assert f"bad row skipped: {path}:200: not valid JSON" in caplog.text
-
-
 def refused(path, reason, every, **options):
     """Read `path` and refuse one record in `every`."""
     reader = CorpusReader([str(path)], **options)

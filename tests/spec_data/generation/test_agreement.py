@@ -27,12 +27,6 @@ from tests.spec_data.shards.integrity_tools import write_manifest
 TRAINED = {"layers": "0,1", "max_shard_size": "20KB"}
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> TrainedTarget:
-    """The target that knows its answers."""
-    return TrainedTarget(tmp_path_factory.mktemp("trained"))
-
-
 def reference(target: Path, dataset: HiddenStatesDataset, temperature: float = 1.0) -> dict:
     """Return (tokens, first choices, NLL, own NLL, own share) per source: loops in float64."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()

@@ -13,7 +13,7 @@ from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import RECIPES
 from spec_data.shards.schema import data_problem
 from spec_train.drafts import DRAFTS
-from tests.spec_data.runs import estimate_with, options, run, save_target, write_corpus
+from tests.spec_data.runs import estimate_with, flags, options, run, save_target, write_corpus
 
 ALL = "eagle, eagle3, peagle, dspark, dflash"
 
@@ -54,10 +54,7 @@ def test_what_no_draft_can_use_is_refused_before_the_corpus_is_read(
     place: Path, command: str, tmp_path: Path, capsys
 ) -> None:
     given = options(place / "mamba", place / "chats.jsonl", tmp_path / "out", layers="spread:3")
-    arguments = [command]
-    for name, value in given.items():
-        values = value if isinstance(value, tuple) else (value,)
-        arguments += ["--" + name.replace("_", "-"), *map(str, values)]
+    arguments = [command, *flags(given)]
     assert main(arguments) != 0
     text = capsys.readouterr().err
     assert "no draft of spec-train can be fitted" in text and "--layers IDS" in text

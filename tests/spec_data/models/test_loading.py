@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from spec_data.models.loading import load_model, weight_files, weights_hash
 from spec_data.shards.errors import MissingError, TargetError
 from tests.families import tiny_model
+from tests.spec_train.fitted import edit
 
 WEIGHTS = "model.safetensors"
 
@@ -28,11 +29,6 @@ def rewrite(folder: Path, **changes) -> None:
         else:
             tensors[name] = value.contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-def set_config(folder: Path, **changes) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def load(folder: Path):
@@ -66,7 +62,7 @@ def test_an_untied_config_without_a_head_in_the_files_is_refused(tmp_path):
     assert "lack lm_head.weight" in refusal(folder)
     tied = saved(tmp_path / "tied", "qwen3")
     load(tied)
-    set_config(tied, tie_word_embeddings=False)
+    edit(tied / "config.json", tie_word_embeddings=False)
     assert "lack lm_head.weight" in refusal(tied)
 
 

@@ -25,6 +25,7 @@ from spec_data.verification.run import examine
 from tests.families import VOCAB
 from tests.spec_data.runs import generate_with, options, save_target, write_corpus
 from tests.spec_train import flat
+from tests.spec_train.fitted import edit
 
 BLOCK = 16
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -60,14 +61,9 @@ def quantise(folder: Path) -> dict[str, Tensor]:
             tensors[name], tensors[f"{name}_scale_inv"] = in_blocks(weight)
             meant[name] = times_scales(tensors[name], tensors[f"{name}_scale_inv"])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    change_config(folder, quant_method="fp8", weight_block_size=[BLOCK, BLOCK], fmt="e4m3")
+    fp8 = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"}
+    edit(folder / "config.json", quantization_config=fp8)
     return meant
-
-
-def change_config(folder: Path, **quantisation: object) -> None:
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"quantization_config": quantisation}))
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +108,7 @@ def test_a_missing_package_is_named_before_the_corpus_is_read(tmp_path, monkeypa
     if importlib.util.find_spec("optimum") is not None:
         pytest.skip("optimum is installed")
     folder = save_target(tmp_path / "target")
-    change_config(folder, quant_method="gptq", bits=4)
+    edit(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
 
     def reads(*_arguments: object) -> None:
         raise AssertionError("the corpus is read")

@@ -15,11 +15,6 @@ ATTACK = "</script><img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """Chats with one of everything that is left out: bad, without an answer, repeated."""
     file = write_corpus(tmp_path_factory.mktemp("corpus") / "chats.jsonl", 12)

@@ -8,20 +8,8 @@ import torch
 from spec_data.cli import main
 from spec_data.regeneration.local import LocalBackend
 from spec_data.shards.errors import ConfigError, CorpusError
-from tests.spec_data.generation.trained import TrainedTarget
 from tests.spec_data.regeneration.tools import answered, contents, rows, slow_answers, write_rows
 from tests.spec_data.runs import run, save_target, write_corpus
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> TrainedTarget:
-    """The target that knows its answers."""
-    return TrainedTarget(tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture

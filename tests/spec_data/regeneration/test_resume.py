@@ -1,7 +1,6 @@
 """Killed, resumed, damaged, full: nothing is lost, nothing is answered twice."""
 
 import errno
-import multiprocessing as mp
 import os
 import resource
 import signal
@@ -10,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from filelock import FileLock
 
 from spec_data.cli import main
@@ -20,8 +18,9 @@ from spec_data.regeneration.journal import Journal, journal_path
 from spec_data.shards.errors import ConfigError, CorpusError, DatasetError, FileError, RunError
 from spec_data.shards.files import atomic_write
 from spec_data.terminal.progress import progress
+from tests.forked import Forked
 from tests.spec_data.regeneration.tools import answered, rows, words
-from tests.spec_data.runs import save_target, write_corpus
+from tests.spec_data.runs import write_corpus
 
 SAMPLED = {"temperature": 1.0, "seed": 3}
 FIRST = Answer(message={"content": "a"}, finish="stop", tokens=2, prompt_tokens=5)
@@ -29,9 +28,8 @@ NAME = "00" * 16
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source")
-    return save_target(folder / "target"), write_corpus(folder / "chats.jsonl", 24)
+def source(target, tmp_path_factory):
+    return target, write_corpus(tmp_path_factory.mktemp("source") / "chats.jsonl", 24)
 
 
 @pytest.fixture(scope="module")
@@ -94,32 +92,17 @@ def test_kills_at_any_moment_end_in_the_same_bytes(source, whole, tmp_path):
     log, kills = out.with_name("a.jsonl.journal-wal"), 0
     for pages in (6, 1, 1, 1 << 40):
         before = log.stat().st_size if log.exists() else 0
-        process = start(line, tmp_path / "log")
-        while process.exitcode is None and not (
+        process = Forked(lambda: main(line))
+        while process.poll() is None and not (
             log.exists() and log.stat().st_size > before + pages * 4096
         ):
             time.sleep(0.001)
-        if process.exitcode is None:
+        if process.poll() is None:
             process.kill()
             kills += 1
-        process.join()
-    assert process.exitcode == 0, (tmp_path / "log").read_text()
+        process.wait()
+    assert process.returncode == 0, process.communicate()
     assert kills == 3 and both(out) == both(whole)
-
-
-def start(line: list[str], log: Path) -> mp.Process:
-    """Start the command in a forked process: without imports, kills hit the work itself."""
-
-    def work() -> None:
-        torch.set_num_threads(1)
-        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        os._exit(main(line))
-
-    process = mp.get_context("fork").Process(target=work)
-    process.start()
-    return process
 
 
 def test_a_kill_between_the_files_at_the_end(source, whole, tmp_path, monkeypatch):
@@ -252,10 +235,7 @@ def test_a_full_disk_keeps_the_answers_before_it(tmp_path):
                 os._exit(7 if "cannot be written" in str(error) else 8)
         os._exit(9)
 
-    process = mp.get_context("fork").Process(target=work)
-    process.start()
-    process.join()
-    assert process.exitcode == 7
+    assert Forked(work).wait() == 7
     with JOURNAL(file) as again:
         assert again.read(NAME) == [FIRST]
 

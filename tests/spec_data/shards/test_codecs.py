@@ -1,5 +1,6 @@
 """What lossy codecs store, and what readers get back: laws, and FORMAT.md in numpy."""
 
+import itertools
 import subprocess
 import sys
 
@@ -136,15 +137,16 @@ def test_format_md_is_enough_to_decode_with_numpy(lossy, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_read_into_is_the_row_wherever_it_is_cut(lossy, dtype):
-    for index in (0, 7, 30):
-        row = lossy[index]
+def test_read_into_is_the_row_wherever_it_is_cut(exact, lossy, dtype):
+    for dataset, index in itertools.product((exact, lossy), (0, 7, 30)):
+        row = dataset[index]
         total = len(row["input_ids"])
         for length in (1, total // 2, total - 1, total):
             buffer = {n: torch.full((total + 9, 32), 7.0, dtype=dtype) for n in COLUMNS}
-            assert lossy.read_into(index, buffer, 4, length) == length
+            buffer |= {n: torch.full((total + 9,), 7) for n in ("input_ids", "loss_mask")}
+            assert dataset.read_into(index, buffer, 4, length) == length
             for name, values in buffer.items():
-                assert torch.equal(values[4 : 4 + length], row[name][:length].to(dtype))
+                assert torch.equal(values[4 : 4 + length], row[name][:length].to(values.dtype))
                 assert bool((values[:4] == 7).all() and (values[4 + length :] == 7).all())
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine
 from tests.spec_data.runs import ON_CPU, run, save_target, write_corpus
+from tests.spec_train.fitted import edit
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +38,6 @@ def verified(place: Path, target: Path):
     (random,) = [w for w in found.warnings if "behaves like a random model" in w]  # and it is one
     found.warnings.remove(random)
     return found
-
-
-def edit(file: Path, **changes) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def round_to_3_bits(file: Path) -> None:

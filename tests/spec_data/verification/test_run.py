@@ -17,11 +17,6 @@ from tests.faults.datasets import trace_everywhere
 from tests.spec_data.runs import run, save_target, verify, write_corpus
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target"))
-
-
 @pytest.fixture
 def data(target, tmp_path):
     run(target, write_corpus(tmp_path / "chats.jsonl", 12), tmp_path / "data")

@@ -1,7 +1,8 @@
-"""A tiny target and its chats, made once for all tests of generation."""
+"""A tiny target and its chats, and one that knows its answers: made once, never written to."""
 
 import pytest
 
+from tests.spec_data.generation.trained import TrainedTarget
 from tests.spec_data.runs import save_target, write_corpus
 
 
@@ -18,3 +19,9 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="session")
 def source(target, corpus):
     return target, corpus
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> TrainedTarget:
+    """The target that knows its answers."""
+    return TrainedTarget(tmp_path_factory.mktemp("trained"))
