@@ -27,7 +27,7 @@ LAYER = [
     *(f"self_attn.{x}_proj" for x in "qkvo"),
     *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
 ]
-HEADS = {"self_attn.q_norm", "self_attn.k_norm"}
+HEADS = ["self_attn.q_norm", "self_attn.k_norm"]
 BLOCK = ["fc", "hidden_norm", "norm", "layers.0.input_layernorm", "layers.1.input_layernorm"]
 BLOCK += [f"layers.{i}.{x}" for i in range(2) for x in HEADS]
 MARKOV = ["markov_head.markov_w1", "markov_head.markov_w2", "confidence_head.proj"]
