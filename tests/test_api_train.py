@@ -11,7 +11,7 @@ import torch
 import spec_data
 import spec_train
 import spec_train.api
-from spec_data.shards.errors import ConfigError, MissingError, RunError
+from spec_data.shards.errors import ConfigError, MissingError
 from spec_train.training.trainer import Trainer
 from tests import api_workspace
 from tests.api_workspace import FIT
@@ -99,9 +99,6 @@ def test_evaluate_returns_the_figures_of_the_command(here, tmp_path, capsys):
     assert "minus real" in text and "serving-like length" in text
     with pytest.raises(ConfigError, match="nothing to evaluate on"):
         spec_train.evaluate("run")
-    with pytest.raises(RunError, match="nothing was measured"):
-        Path(tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "so " * 400}) + "\n")
-        spec_train.evaluate("run", target="target", prompts=tmp_path / "long.jsonl", device="cpu")
 
 
 def test_export_writes_and_checks(here, tmp_path, capsys):
@@ -113,10 +110,6 @@ def test_export_writes_and_checks(here, tmp_path, capsys):
     for engine in ("vllm", "sglang", "speculators", "spec-train"):
         assert checked.of(engine), f"no word about {engine}"
     assert checked.of("other") == []
-    with pytest.raises(ConfigError, match="exists already"):
-        spec_train.export("run", tmp_path / "out", "vllm")
-    with pytest.raises(ConfigError, match="needs --format"):
-        spec_train.export("run", tmp_path / "other")
     back = spec_train.load_draft(written.path)
     assert back.config.layers == spec_train.load_draft("run").config.layers
     assert capsys.readouterr().out == "", "functions print nothing"

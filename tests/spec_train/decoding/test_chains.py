@@ -283,19 +283,14 @@ def test_a_difference_is_a_tie_only_within_the_targets_own_noise():
     assert isinstance(tied, Difference) and tied.is_tie
 
 
-def scales_before_its_head() -> Any:
-    """A target that changes its last states before the head, as MiniCPM3 does."""
-    model = tiny_llama()
-    model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 0.5,))
-    return model
-
-
 def test_a_head_that_reads_other_states_than_the_last_ones_is_refused():
     """A draft over final states would silently read states that it was not trained on."""
-    session = TargetSession(scales_before_its_head(), (FINAL,))
+    model = tiny_llama()  # which changes its last states before the head, as MiniCPM3 does
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 0.5,))
+    session = TargetSession(model, (FINAL,))
     with pytest.raises(TargetError, match="changes its last hidden states before its head"):
         session.forward([1, 2, 3], last_only=True)
-    layers = TargetSession(scales_before_its_head(), (layer_column(1),))
+    layers = TargetSession(model, (layer_column(1),))
     assert layers.forward([1, 2, 3])[1].shape == (1, 3, 32)
     plain = TargetSession(tiny_llama(), (FINAL,))
     assert plain.forward([1, 2, 3])[1].shape == (1, 3, 32)

@@ -4,8 +4,6 @@ What a loss computes is compared with slow loops in the `test_references`.
 """
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,12 @@ from spec_train.drafts.eagle3 import Eagle3Config
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
 from spec_train.training.fit import fit
-from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import SMALL, batch_of, build_draft, packed
 from tests.spec_train.drafts.cases import small_target
 from tests.spec_train.training import tools as trainer_tools
+from tests.spec_train.training.test_trainer_resume import stop_after
 from tests.spec_train.training.tools import change, masters, metrics
 from tests.tolerance import close, close_gradients, close_in_norm, network, roundings
 
@@ -286,33 +284,14 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(config, tmp_path, na
     """Noise, samples and blocks go on where they stopped."""
     config = change(config, steps=8, eval_every=3)
     fit(name, change(config, out=str(tmp_path / "whole")), small(name))
-    original = Trainer._train_step
-
-    def signalled(self: Trainer, step: Any) -> None:
-        if self.step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        original(self, step)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", signalled)
+        stop_after(5, patch)
         assert fit(name, config, small(name)).step == 5
     torch.rand(17)  # other draws of the process must not matter
     assert fit(name, config, small(name)).finished
     whole, resumed = masters(tmp_path / "whole"), masters(config.out)
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
     assert metrics(tmp_path / "whole") == metrics(config.out)
-
-
-@pytest.mark.parametrize("name", DRAFTS)
-def test_a_run_begins_from_another_draft_of_its_shape_only(config, tmp_path, name):
-    fit(name, change(config, steps=2), small(name))
-    more = change(config, out=str(tmp_path / "more"), init_from=config.out, steps=0)
-    assert fit(name, more, small(name)).finished
-    old, new = load_draft(Path(config.out) / "best"), load_draft(tmp_path / "more" / "last")
-    assert all(torch.equal(a, b) for a, b in zip(old.parameters(), new.parameters(), strict=True))
-    other = change(more, out=str(tmp_path / "other"))
-    with pytest.raises(DraftError, match="intermediate_size"):
-        fit(name, other, small(name, intermediate_size=40))
 
 
 # --- shapes ---------------------------------------------------------------------------------------

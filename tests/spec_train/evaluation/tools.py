@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 import spec_train
 from spec_data.shards.packing import row_layout
-from spec_data.shards.schema import HeadSpec, layer_column
+from spec_data.shards.schema import layer_column
 from spec_train.data.batch import DraftBatch
 from spec_train.decoding.chains import Request, decode_plain
 from spec_train.drafts.eagle3 import Eagle3Config, Eagle3Draft
@@ -52,10 +52,7 @@ def batch_of(model: Any, documents: list[tuple[list[int], list[int]]]) -> DraftB
     )
 
 
-def head_of(model: Any) -> TargetHead:
-    embedding = model.get_input_embeddings().weight.data
-    spec = HeadSpec(vocab_size=VOCAB, hidden_size=embedding.shape[1], tied=False)
-    return TargetHead(spec, embedding, model.get_output_embeddings().weight.data)
+head_of = TargetHead.from_model
 
 
 def make_draft(model: Any, draft_vocab: int = VOCAB) -> Eagle3Draft:

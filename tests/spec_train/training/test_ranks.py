@@ -111,17 +111,13 @@ def test_a_run_goes_on_with_another_number_of_ranks(gentle, tmp_path, before, af
     """The signal reaches only one rank, between two lines of metrics."""
     whole_run = change(gentle, out=str(tmp_path / "whole"))
     run(whole_run)
-    for kind in (before, after):
-        if kind == 1:
-            part = gentle
-        else:
-            part = change(gentle, batch_size=2, sharding=kind)
-        if kind == before:
-            ended = fit_on_ranks(part, 1 if kind == 1 else 2, stop_at(6, 0 if kind == 1 else 1))
-            assert [end.code for end in ended] == [0] * len(ended), ended
-            assert (Path(gentle.out) / "last").resolve().name == "checkpoint-00000007"
-        else:
-            fit_well(part, 1 if kind == 1 else 2)
+    ended = fit_on_ranks(change(gentle, batch_size=2, sharding=before), 2, stop_at(6, 1))
+    assert [end.code for end in ended] == [0, 0], ended
+    assert (Path(gentle.out) / "last").resolve().name == "checkpoint-00000007"
+    if after == 1:
+        fit_well(gentle, 1)
+    else:
+        fit_well(change(gentle, batch_size=2, sharding=after))
     assert_close_runs(whole_run.out, gentle.out)
 
 
