@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import pytest
 from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
@@ -45,7 +46,7 @@ class Faults:
 
 @contextmanager
 def object_store() -> Iterator[tuple[str, Faults]]:
-    """Yield the URL of a proxy before an S3 server, and its faults."""
+    """Yield the URL of a proxy before an S3 server, which clients find, and its faults."""
     S3FileSystem.clear_instance_cache()  # clients of an earlier server
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
@@ -54,8 +55,14 @@ def object_store() -> Iterator[tuple[str, Faults]]:
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), _handler(server.get_host_and_port(), faults))
     proxy.daemon_threads = True
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{proxy.server_port}"
+    given = {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret"}
+    given |= {"ENDPOINT_URL": address, "DEFAULT_REGION": "us-east-1"}
     try:
-        yield f"http://127.0.0.1:{proxy.server_port}", faults
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in given.items():
+                patch.setenv(f"AWS_{name}", value)
+            yield address, faults
     finally:
         proxy.shutdown()
         proxy.server_close()

@@ -22,11 +22,7 @@ FIT |= {"seq_len": 128, "validation": 0.3, "device": "cpu"}
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     """An empty bucket of an S3 server on loopback."""
-    with object_store() as (address, _):
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with object_store():
         monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
         system, _ = url_to_fs("s3://bucket", use_listings_cache=False)
         system.mkdir("bucket")

@@ -20,12 +20,8 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture
-def faults(monkeypatch):
+def faults():
     with object_store() as (address, faults):
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         connection = http.client.HTTPConnection(address.removeprefix("http://"))
         connection.request("PUT", "/bucket")
         assert connection.getresponse().status == 200

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.spec_data.generation.trained import TrainedTarget
-from tests.spec_data.runs import save_target, write_corpus
+from tests.spec_data.runs import run, save_target, write_corpus
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +25,11 @@ def source(target, corpus):
 def trained(tmp_path_factory) -> TrainedTarget:
     """The target that knows its answers."""
     return TrainedTarget(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="session")
+def reference(target, corpus, tmp_path_factory):
+    """An uninterrupted run."""
+    out = tmp_path_factory.mktemp("reference") / "data"
+    run(target, corpus, out)
+    return out

@@ -21,6 +21,7 @@ from spec_data import cli
 from spec_data.terminal.command import words_of
 from spec_data.terminal.console import run_cli
 from tests.spec_data.runs import arguments, options, run, start_cli
+from tests.spec_data.shards.integrity_tools import flip
 from tests.terminal_tools import environment
 
 
@@ -157,10 +158,7 @@ def test_inspect_as_json_and_its_next_command(data, capsys):
 def test_a_failed_verify_is_json_too_and_names_no_next_command(data, tmp_path, capsys):
     broken = tmp_path / "set"
     shutil.copytree(data, broken)
-    shard = next((broken / "shards").iterdir())
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(bytes(content))
+    flip(next((broken / "shards").iterdir()))
     assert cli.main(["verify", str(broken), "--device", "cpu", "--json"]) == 1
     shown = capsys.readouterr()
     facts = json.loads(shown.out)

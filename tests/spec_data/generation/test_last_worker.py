@@ -13,10 +13,8 @@ from tests.spec_data.runs import digests, run
 
 
 @pytest.fixture(scope="module")
-def whole(source, tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole") / "data"
-    run(*source, out)
-    return digests(out)
+def whole(reference):
+    return digests(reference)
 
 
 def captured(source, out):

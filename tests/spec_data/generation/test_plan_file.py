@@ -12,6 +12,7 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import sha256_file
 from spec_data.shards.schema import predicts_supervised
 from tests.spec_data.runs import run
+from tests.spec_data.shards.integrity_tools import flip
 
 
 def test_documents_are_read_by_range_by_number_and_by_their_beginnings(monkeypatch, tmp_path):
@@ -61,8 +62,6 @@ def test_a_damaged_plan_is_refused_by_its_path(target, corpus, tmp_path, change)
     with pytest.raises(DatasetError, match=rf"plan\.json: damaged .*\$\.{next(iter(change))}"):
         load_plan(work)
     (work / "plan.json").write_text(json.dumps(whole))
-    data = bytearray((work / "plan.arrow").read_bytes())
-    data[len(data) // 2] ^= 1
-    (work / "plan.arrow").write_bytes(data)
+    flip(work / "plan.arrow")
     with pytest.raises(DatasetError, match=r"plan\.arrow: damaged"):
         run(target, corpus, out)

@@ -30,18 +30,11 @@ from tests.spec_data.runs import (
     verify,
     with_teacher,
 )
+from tests.spec_data.shards.integrity_tools import flip
 from tests.tolerance import close, network, same_choice
 
 one_thread = forked.one_thread
 FORWARD = {"terms": network(6), "dtype": torch.float32}  # the six layers of the tiny targets
-
-
-@pytest.fixture(scope="module")
-def reference(target, corpus, tmp_path_factory):
-    """An uninterrupted run."""
-    out = tmp_path_factory.mktemp("reference") / "data"
-    run(target, corpus, out)
-    return out
 
 
 def test_documents_equal_a_plain_forward_of_the_rendered_chat(reference, target, corpus):
@@ -299,9 +292,7 @@ def test_a_unit_with_a_damaged_record_is_captured_again(target, corpus, tmp_path
     os.truncate(shard, 999)
     run(target, corpus, tmp_path / "data", **given)
     assert digests(tmp_path / "data" / "shards") == before
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1  # is found when the dataset is sealed
-    shard.write_bytes(content)
+    flip(shard)  # is found when the dataset is sealed
     with pytest.raises(DatasetError, match=r"unit-00000\.arrow"):
         run(target, corpus, tmp_path / "data", **given | {"workers": "1/2"})
 

@@ -19,6 +19,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from tests.spec_data.hub.hub_server import on_this_machine
 from tests.spec_data.runs import digests, run, save_target, verify, write_corpus
+from tests.spec_data.shards.integrity_tools import flip
 
 REPO = "me/tiny-states"
 
@@ -145,9 +146,7 @@ def test_what_is_refused(server, data, tmp_path):
         push(tmp_path / "view", REPO)
     shutil.copytree(data, tmp_path / "damaged")
     shard = tmp_path / "damaged" / HiddenStatesDataset(data).manifest.shards[0].file
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1  # of a hidden state
-    shard.write_bytes(content)
+    flip(shard)  # in a hidden state
     with pytest.raises(DatasetError, match=shard.name):
         push(tmp_path / "damaged", REPO)
     server.commits["me/other"] = [{"x.txt": b"x"}]

@@ -72,9 +72,10 @@ def place_of(data: Path, number: int, column: str, row: int) -> tuple[int, int]:
     return start + a * size, start + b * size
 
 
-def flip(file: Path, position: int, bit: int = 3) -> None:
+def flip(file: Path, position: int | None = None, bit: int = 3) -> None:
+    """Flip a bit of a file, of its middle by default."""
     raw = bytearray(file.read_bytes())
-    raw[position] ^= 1 << bit
+    raw[len(raw) // 2 if position is None else position] ^= 1 << bit
     file.write_bytes(raw)
 
 

@@ -12,6 +12,7 @@ import torch
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from tests.factory import random_documents, states_of, tiny_dataset, tiny_llama
+from tests.spec_data.shards.integrity_tools import flip
 
 LAYERS = (0, 1, 2)
 
@@ -119,9 +120,7 @@ def test_damage_is_an_error_that_names_the_file(damaged):
 def test_head_tensors_are_checked(damaged):
     assert set(load_head_tensors(damaged)) == {"embed_tokens", "lm_head", "norm"}
     file = damaged / "target" / "head.safetensors"
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
+    flip(file, -1)
     with pytest.raises(DatasetError, match="changed or damaged"):
         load_head_tensors(damaged)
     file.unlink()

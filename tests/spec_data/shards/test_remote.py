@@ -22,6 +22,7 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.storage import Storage, scheme_of
 from spec_data.verification.run import examine
 from tests.factory import tiny_dataset
+from tests.remote_tools import put_in_memory
 from tests.spec_data.runs import ON_CPU
 
 URL = "memory://bucket/some data"
@@ -39,15 +40,9 @@ def system(local, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "PAUSES", (0.0, 0.0, 0.0))
     found = fsspec.filesystem("memory")
     found.store.clear()
-    upload(found, local)
+    put_in_memory(local, URL)
     yield found
     found.store.clear()
-
-
-def upload(system, directory: Path) -> None:
-    for file in directory.rglob("*"):
-        if file.is_file():
-            replace(system, str(file.relative_to(directory)), file.read_bytes())
 
 
 def replace(system, name: str, data: bytes) -> None:
@@ -245,7 +240,7 @@ def test_a_dataset_that_is_replaced_is_no_mixture(system, local, tmp_path):
     dataset = HiddenStatesDataset(URL)
     _ = dataset[0]
     other = tiny_dataset(tmp_path / "other", n_docs=24, docs_per_shard=7, seed=1)
-    upload(system, other)
+    put_in_memory(other, URL)
     with pytest.raises((DatasetError, MissingError), match="replaced while it was read"):
         _ = [dataset[index] for index in range(len(dataset))]
     assert same(

@@ -21,11 +21,7 @@ def local(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def store(local):
-    with pytest.MonkeyPatch.context() as patch, object_store() as (address, faults):
-        patch.setenv("AWS_ACCESS_KEY_ID", "key")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        patch.setenv("AWS_ENDPOINT_URL", address)
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with pytest.MonkeyPatch.context() as patch, object_store() as (_, faults):
         patch.setenv("AWS_MAX_ATTEMPTS", "1")  # tries of the libraries would hide ours
         patch.setattr(storage, "PAUSES", (0.01, 0.01, 0.01))
         system, _ = url_to_fs(URL, use_listings_cache=False)

@@ -15,6 +15,7 @@ from spec_data.shards.checksums import list_views
 from spec_data.shards.files import unit_name
 from tests.faults.datasets import trace_everywhere
 from tests.spec_data.runs import run, save_target, verify, write_corpus
+from tests.spec_data.shards import integrity_tools
 
 
 @pytest.fixture
@@ -143,9 +144,7 @@ def test_teachers_that_are_not_the_targets_are_caught(
 def test_exit_codes_of_the_command(data, capsys):
     assert main(["verify", str(data), "--device", "cpu"]) == 0
     shard = sorted((data / "shards").iterdir())[0]
-    raw = bytearray(shard.read_bytes())
-    raw[-100] ^= 4
-    shard.write_bytes(raw)
+    integrity_tools.flip(shard, -100)
     assert main(["verify", str(data), "--device", "cpu"]) == 1
     shard.unlink()
     assert main(["verify", str(data)]) == 2

@@ -24,6 +24,7 @@ from spec_data.views.select import document_id, sample_size
 from tests.factory import tiny_dataset
 from tests.remote_tools import forget_memory, put_in_memory
 from tests.spec_data.runs import digests, run, save_target, write_corpus
+from tests.spec_data.shards.integrity_tools import flip
 from tests.spec_data.views.view_tools import (
     assert_same_documents,
     assert_verified,
@@ -165,9 +166,7 @@ def test_a_source_that_changed_is_an_error_that_names_it(moved, change, error, w
 @pytest.mark.parametrize("name", ["unit-00001.arrow", "config.json"])
 def test_damage_of_a_source_is_found_before_it_is_read_or_copied(moved, tmp_path, name):
     file = next((moved / "set").rglob(name))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(bytes(content))
+    flip(file)
     if file.suffix == ".arrow":
         with pytest.raises(DatasetError, match=name):
             list(HiddenStatesDataset(moved / "views/short"))
