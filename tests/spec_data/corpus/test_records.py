@@ -53,12 +53,6 @@ def test_the_finish_reason_beside_messages_is_that_of_the_last_answer(row, own, 
     assert record.unused == ()
 
 
-def test_text_and_token_rows():
-    assert parse_row({"text": "hi"}, source="f", where="f:1").text == "hi"
-    record = parse_row({"input_ids": [1, 2], "loss_mask": [0, True]}, source="f", where="")
-    assert (record.kind, record.input_ids, record.loss_mask) == ("input_ids", [1, 2], [0, 1])
-
-
 def test_tools_thinking_and_kwargs_are_kept():
     call = {"type": "function", "function": {"name": "w", "arguments": '{"city": "Paris"}'}}
     parsed = {"type": "function", "function": {"name": "w", "arguments": {"city": "Paris"}}}

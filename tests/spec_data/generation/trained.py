@@ -98,7 +98,7 @@ class TrainedTarget:
         for _ in range(12):
             logits = self.model(ids).logits[:, -1] / temperature
             ids = torch.cat([ids, logits.softmax(-1).multinomial(1)], 1)
-        return [{"input_ids": row, "loss_mask": [0] * 9 + [1] * 12} for row in ids.tolist()]
+        return [{"input_ids": row, "loss_mask": [0] * 9 + [True] * 12} for row in ids.tolist()]
 
 
 def _train(documents: list[list[int]], vocab: int):

@@ -27,14 +27,8 @@ REPO = "me/tiny-states"
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("hub")
-    target = save_target(root / "tiny-llama")
-    run(
-        target,
-        write_corpus(root / "chats.jsonl", 12),
-        root / "data",
-        codec="default",
-        max_shard_size="20KB",
-    )
+    target, corpus = save_target(root / "tiny-llama"), write_corpus(root / "chats.jsonl", 12)
+    run(target, corpus, root / "data", codec="default", max_shard_size="20KB")
     return root / "data"
 
 

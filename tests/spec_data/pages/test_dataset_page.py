@@ -173,7 +173,6 @@ def test_a_remote_dataset_has_the_page_of_the_local_one(data, page, tmp_path, mo
 
 def test_a_sample_keeps_to_its_tokens():
     lengths = np.random.default_rng(0).integers(1, 500, 20_000)
-    assert shown_documents(lengths[:2000], 5) == [200, 600, 1000, 1400, 1800]
     assert shown_documents(np.array([9_000_000, 5]), 2) == [1]
     assert 3_900_000 < lengths[shown_documents(lengths, 20_000)].sum() < 4_100_000
 

@@ -79,10 +79,6 @@ def flip(file: Path, position: int | None = None, bit: int = 3) -> None:
     file.write_bytes(raw)
 
 
-def change_manifest(data: Path, **changes) -> None:
-    write_manifest(data, json.loads((data / "manifest.json").read_text()) | changes)
-
-
 def write_manifest(data: Path, raw: dict) -> None:
     """Write a manifest with a fingerprint, and what follows from it: someone covers the traces."""
     raw["fingerprint"] = fingerprint(raw)

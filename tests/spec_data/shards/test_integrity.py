@@ -16,7 +16,6 @@ from tests.factory import tiny_dataset
 from tests.spec_data.runs import verify
 from tests.spec_data.shards import codec_tools, integrity_tools
 from tests.spec_data.shards.integrity_tools import (
-    change_manifest,
     equal,
     flip,
     place_of,
@@ -171,13 +170,3 @@ def test_what_would_decode_to_garbage_is_an_error_without_checksums(
     shard_file(data, 0).write_bytes(raw)
     with pytest.raises(DatasetError, match=rf"row {row} .*column {field}: {said}"):
         HiddenStatesDataset(data)[row]
-
-
-# -- the manifest ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("version", ["1.1", 1.0, None])
-def test_other_versions_are_refused(data, version):
-    change_manifest(data, format_version=version)
-    with pytest.raises(DatasetError, match=rf"format version {version}, this release reads 1\.0"):
-        HiddenStatesDataset(data)
