@@ -25,6 +25,7 @@ from spec_train.training.trainer import Trainer
 from tests import forked
 from tests.forked import Forked
 from tests.spec_data.runs import digests, generate_with
+from tests.spec_data.shards.integrity_tools import flip
 from tests.spec_train.data import follow_tools
 from tests.spec_train.data.follow_tools import (
     HELD,
@@ -142,9 +143,7 @@ def test_a_damaged_unit_is_refused_when_it_is_reached(source, tmp_path):
     data = tmp_path / "data"
     generate_units(source, data, 8)
     shard = data / "shards" / "unit-00002.arrow"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip(shard, shard.stat().st_size // 2)
     with pytest.raises(DatasetError, match=r"unit-00002\.arrow: not the shard that was written"):
         run(config_of(data, tmp_path / "run"))
     with pytest.raises(DatasetError, match=r"unit-00002\.arrow"):  # nor is it sealed
@@ -155,9 +154,7 @@ def test_a_damaged_plan_is_refused(source, tmp_path):
     data = tmp_path / "data"
     generate_units(source, data, 1)
     plan = data / WORK / "plan.arrow"
-    content = bytearray(plan.read_bytes())
-    content[len(content) // 2] ^= 1
-    plan.write_bytes(content)
+    flip(plan, plan.stat().st_size // 2)
     with pytest.raises(DatasetError, match=r"plan\.arrow: damaged"):
         FollowedDataset(data)
 

@@ -12,6 +12,7 @@ from spec_train.cli import main
 from spec_train.commands.doctor import doctor
 from spec_train.diagnosis.checks import FINDING, OK, UNDECIDED
 from tests.draft_tools import edited, read_json, set_ids, unseal
+from tests.spec_data.shards.integrity_tools import flip
 from tests.spec_train import fitted
 from tests.spec_train.diagnosis.test_conventions import examine, found, planted
 
@@ -210,9 +211,7 @@ def test_answers_that_are_not_the_targets(place):
 def test_a_damaged_dataset(sound_dir, data, tmp_path):
     shutil.copytree(data, tmp_path / "damaged")
     shard = next((tmp_path / "damaged" / "shards").iterdir())
-    raw = bytearray(shard.read_bytes())
-    raw[len(raw) // 2] ^= 0x10
-    shard.write_bytes(raw)
+    flip(shard, shard.stat().st_size // 2)
     diagnosis = examine(sound_dir("eagle3"), data=tmp_path / "damaged")
     assert "data" in found(diagnosis)
     check = diagnosis.named("data")

@@ -20,6 +20,7 @@ from spec_data.shards.schema import Manifest, RopeRecord, fingerprint
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.training.fit import fit
 from tests.spec_data.runs import run, save_target, verify, write_corpus
+from tests.spec_data.shards.integrity_tools import flip
 from tests.spec_train import flat
 from tests.spec_train.drafts.any_draft import SMALL
 
@@ -91,9 +92,7 @@ def test_a_dataset_says_how_its_target_tells_positions_apart(plain: Path) -> Non
 
 
 def test_a_flipped_bit_of_the_stored_frequencies_is_refused(data: Path, capsys) -> None:
-    raw = bytearray((data / POSITIONS).read_bytes())
-    raw[-1] ^= 1
-    (data / POSITIONS).write_bytes(raw)
+    flip(data / POSITIONS, -1)
     with pytest.raises(DatasetError, match=r"positions.safetensors: changed or damaged"):
         fitted(data)
     assert verify(data=str(data), device="cpu") == 1

@@ -19,6 +19,7 @@ from spec_train.drafts import load_draft
 from spec_train.formats.draft_files import read_files, write_files
 from spec_train.formats.draft_seal import MARK, SEAL
 from tests.draft_tools import edited, read_json
+from tests.spec_data.shards.integrity_tools import flip
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
 from tests.spec_train.formats import own_draft
@@ -57,12 +58,6 @@ EDITS: list[tuple[str, Any, str]] = [
 def test_an_edited_config_is_refused_by_field(own, key, value, message):
     with pytest.raises(DraftError, match=message):
         load_draft(edited(own, lambda raw: put(raw, key, value)))
-
-
-def flip(file: Path, position: int, bit: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[position] ^= 1 << bit
-    file.write_bytes(data)
 
 
 def test_one_bit_of_the_weights_is_refused_and_its_tensor_named(own):

@@ -11,6 +11,7 @@ import torch
 from spec_data.shards.errors import ConfigError, MissingError, RunError
 from spec_train.training import run_directory
 from spec_train.training.run_directory import RunDirectory, resolve_draft_dir
+from tests.spec_data.shards.integrity_tools import flip
 
 
 def save_draft_of(value: float):
@@ -86,12 +87,6 @@ def test_what_a_kill_after_the_rename_left_undone_is_done_when_it_resumes(run, m
     assert [p.name for p in run.path.glob("best-*")] == ["best-00000002"]
 
 
-def flip_a_bit(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
 def edit(file: Path, old: str, new: str) -> None:
     text = file.read_text()
     assert old in text
@@ -104,8 +99,8 @@ DAMAGE = {
         c.with_name("checkpoint-00000001") / "training_state.json", c
     ),
     "config of another step": lambda c: (c / "config.json").write_text('{"step": 1}'),
-    "flipped tensor": lambda c: flip_a_bit(c / "training_state.safetensors"),
-    "flipped draft": lambda c: flip_a_bit(c / "model.safetensors"),
+    "flipped tensor": lambda c: flip(c / "training_state.safetensors", -1),
+    "flipped draft": lambda c: flip(c / "model.safetensors", -1),
     "truncated": lambda c: os.truncate(c / "training_state.safetensors", 100),
     "no state": lambda c: (c / "training_state.json").unlink(),
 }

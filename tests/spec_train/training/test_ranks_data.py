@@ -19,15 +19,14 @@ place = test_mixture.place
 patience = ranks_tools.patience
 
 
-@pytest.mark.parametrize("sharding", ["fsdp2"])
-def test_a_mixture_on_two_ranks_is_that_on_one(place, tmp_path, sharding, monkeypatch):
+def test_a_mixture_on_two_ranks_is_that_on_one(place, tmp_path, monkeypatch):
     """Weights, validation per dataset and random numbers are equal."""
     make_noisy(monkeypatch)
     one = test_mixture.config_of(
         place, tmp_path / "one", "a:0.5", "b:2", batch_size=2, accumulation=2, lr=1e-4
     )
     run(one)
-    two = change(one, out=str(tmp_path / "two"), accumulation=1, sharding=sharding)
+    two = change(one, out=str(tmp_path / "two"), accumulation=1, sharding="fsdp2")
     fit_well(two)
     assert_close_runs(one.out, two.out)
     assert "loss/a" in metrics(two.out)[0]

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from spec_data.shards.packing import PADDING, row_layout
-from spec_train.data.batch import padding_batch
 from spec_train.drafts.dspark.blocks import (
     Blocks,
     anchor_candidates,
@@ -43,9 +42,6 @@ KINDS = {
     "gated": case("dspark", markov_head_type="gated"),
     "dflash": case("dflash"),
 }
-
-
-# --- which blocks --------------------------------------------------------------------------------
 
 
 def make_layout(
@@ -106,9 +102,6 @@ def test_a_sample_has_no_repetitions_is_sorted_and_depends_on_its_row_alone() ->
     assert share.min() > 0.18 and share.max() < 0.40  # 8 of 28, each as likely
 
 
-# --- what a block sees ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_a_block_sees_its_anchor_and_the_states_before_it_and_nothing_else(name: str) -> None:
     draft = make_draft(KINDS[name])
@@ -159,9 +152,6 @@ def test_blocks_that_are_not_kept_change_nothing(name: str) -> None:
     assert not any(gradient.any() for gradient in gradients(draft).values())
 
 
-# --- batches -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 40, "layout": "mask"}], ids=str)
 def test_counts_are_the_weights_of_all_blocks_or_their_expectation(dataset, head, changes):
     batch = packed(dataset, 96)
@@ -174,16 +164,6 @@ def test_counts_are_the_weights_of_all_blocks_or_their_expectation(dataset, head
     drawn = torch.stack([few.loss(batch, head, counts).sums["term_weights"] for _ in range(100)])
     # a mean of 100 samples of blocks: the tolerance is their spread, not rounding
     torch.testing.assert_close(drawn.mean(0)[:2], few.slot_counts(batch), rtol=0.04, atol=0)
-
-
-# --- packs shorter than a block ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["dspark", "dflash"])
-def test_a_rank_without_a_batch_counts_nothing(dataset, head, kind):
-    """Every stop of a run sums these counts, also where a block is longer than the padding."""
-    draft = build_draft(kind, dataset, head, block_size=16)
-    assert draft.slot_counts(padding_batch()).tolist() == [0, 0]
 
 
 def test_a_document_shorter_than_a_block_counts_as_in_a_longer_pack() -> None:

@@ -24,8 +24,6 @@ dataset, head = any_draft.dataset, any_draft.head
 
 FORWARD = {"terms": network(4), "dtype": torch.float32}  # up to four steps; sums are float64
 
-# --- data ----------------------------------------------------------------------------------------
-
 
 def test_datasets_without_every_final_state_are_refused(dataset: HiddenStatesDataset) -> None:
     raw = dataset.manifest.to_json()
@@ -39,9 +37,6 @@ def test_datasets_without_every_final_state_are_refused(dataset: HiddenStatesDat
     others = [c for c in raw["columns"] if c["name"] != "hidden.final"]
     with pytest.raises(DatasetError, match=r"--supervision logits .*final-hidden"):
         check(columns=others, supervision="logits")
-
-
-# --- training ------------------------------------------------------------------------------------
 
 
 def test_noise_is_in_training_alone_and_can_be_passed_in(dataset, head) -> None:
@@ -71,9 +66,6 @@ def test_noise_is_in_training_alone_and_can_be_passed_in(dataset, head) -> None:
     parts = 1.0 * figures["smooth_l1"] + 0.1 * figures["cross_entropy"]
     close(figures["loss"], float(quiet.loss.detach()), **FORWARD)
     close(figures["loss"], parts, **FORWARD)
-
-
-# --- decoding ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite", "cohere", "gpt2", "mistral-sliding"])
