@@ -98,10 +98,7 @@ def test_targets_that_engines_cannot_serve_are_named_before_the_run(tmp_path, ca
     warned = [line for line in caplog.messages if "Olmo2ForCausalLM" in line and "serve" in line]
     assert [line.split()[1] for line in warned] == ["SGLang", "llama.cpp"]
     caplog.clear()
-    flat.fit(
-        "eagle3", tmp_path / "data", tmp_path / "run", steps=1, seq_len=64, device="cpu",
-        validation=0.2, ttt_steps=1,
-    )  # fmt: skip
+    fitted(tmp_path, tmp_path, "eagle3", "data", caplog)
     warned = [line for line in caplog.messages if "Olmo2ForCausalLM" in line and "serve" in line]
     assert [line.split()[1] for line in warned] == ["SGLang", "llama.cpp"]
 
