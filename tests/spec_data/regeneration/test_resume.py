@@ -48,7 +48,7 @@ class Killed(BaseException):
     """As sudden as a kill, at a moment that the test chooses."""
 
 
-JOURNAL = partial(Journal, settings={}, bar=progress(desc="test"))
+JOURNAL = partial(Journal, settings={}, bar=progress(desc="test", disable=True))
 
 
 def stop_after(monkeypatch, batches: int) -> list[str]:
