@@ -28,11 +28,15 @@ def too_long(size: int, limit: int) -> BadRow:
 
 @dataclass(frozen=True)
 class BadRowLimit:
-    """The value of --max-bad-rows: a share of the rows, a count, or (neither) auto."""
+    """The value of --max-bad-rows: a share of the rows, a count, or (neither) auto.
+
+    `option` is False for a command that has no such option: errors do not advise it.
+    """
 
     text: str
     share: Fraction | None = None
     count: int | None = None
+    option: bool = True
 
     def allowed(self, rows: int) -> int:
         """Return how many of `rows` rows may be bad."""
@@ -105,13 +109,16 @@ class BadRows:
         allowed = self.limit.allowed(self.read)
         if self.bad <= allowed:
             return
-        more = f"add --max-bad-rows {enough or self.bad} to go on without them, or "
+        bound, more = f"at most {allowed} may be", ""
+        if self.limit.option:
+            bound = f"--max-bad-rows {self.limit.text} allows {allowed}"
+            if self.bad < self.read:
+                more = f"add --max-bad-rows {enough or self.bad} to go on without them, or "
         raise CorpusError(
-            f"{printable(self.source)}: {self.bad} of {self.read} rows are bad{moment}; "
-            f"--max-bad-rows {self.limit.text} allows {allowed}:\n  "
+            f"{printable(self.source)}: {self.bad} of {self.read} rows are bad{moment}; {bound}:\n  "
             + "\n  ".join(self.examples)
-            + f"\n{more if self.bad < self.read else ''}fix the rows, convert the file to a known "
-            "format, or use a chat template that accepts them"
+            + f"\n{more}fix the rows, convert the file to a known format, or use a chat template "
+            "that accepts them"
         )
 
 

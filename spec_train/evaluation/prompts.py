@@ -211,7 +211,7 @@ def read_prompts(
         MissingError: a source does not exist. ConfigError: `source` names one twice.
         CorpusError: it cannot be read, has too many bad rows, or no prompt.
     """
-    bad = parse_limit(max_bad_rows)
+    bad = replace(parse_limit(max_bad_rows), option=False)
     prompts = Prompts(template=template)
     for part in prompt_sources(source):
         by_category = bool(part.column) and part.categories

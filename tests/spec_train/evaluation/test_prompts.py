@@ -222,8 +222,9 @@ def test_a_bad_row_is_counted_and_named(tmp_path, tokenizer, row, said):
     path = write(tmp_path / "few.jsonl", {"prompt": "a"}, row)
     with pytest.raises(
         CorpusError, match=rf"(?s)--prompts .*few.jsonl: 1 of 2 rows .*:2: .*{said}"
-    ):
+    ) as refused:
         read_prompts(path, Template(tokenizer))
+    assert "--max-bad-rows" not in str(refused.value)  # `eval` has no such option
 
 
 def test_chats_without_a_template_and_empty_renderings(tmp_path, tokenizer):
