@@ -115,8 +115,8 @@ class BadRows:
             if self.bad < self.read:
                 more = f"add --max-bad-rows {enough or self.bad} to go on without them, or "
         raise CorpusError(
-            f"{printable(self.source)}: {self.bad} of {self.read} rows are bad{moment}; {bound}:\n  "
-            + "\n  ".join(self.examples)
+            f"{printable(self.source)}: {self.bad} of {self.read} rows are bad{moment}; {bound}:"
+            + "".join(f"\n  {example}" for example in self.examples)
             + f"\n{more}fix the rows, convert the file to a known format, or use a chat template "
             "that accepts them"
         )

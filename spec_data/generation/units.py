@@ -65,7 +65,7 @@ class UnitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_unit_record(out: Path, unit: int) -> UnitRecord | None:
-    """Return the record of a unit; None: there is none, or it is damaged or of another release."""
+    """Return the record of a unit; None: there is none that can be read."""
     try:
         return msgspec.convert(read_record(out / WORK / f"{unit_name(unit)}.json"), UnitRecord)
     except msgspec.ValidationError:

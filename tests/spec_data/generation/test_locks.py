@@ -1,5 +1,6 @@
 """Locks of generate: one process per worker, and no plan is replaced under a running worker."""
 
+import json
 import os
 import signal
 import subprocess
@@ -92,6 +93,23 @@ def test_running_workers_with_another_n_are_refused(target, corpus, tmp_path):
             run(target, corpus, out, workers="0/1")
     with worker_lock(out, "1/3"):  # one after the other: another n is harmless
         pass
+
+
+def test_a_plan_that_another_command_replaced_meanwhile_is_not_captured(
+    target, corpus, tmp_path, monkeypatch
+):
+    out = tmp_path / "data"
+
+    def replaced(directory, worker):
+        record = json.loads((directory / ".generate" / "plan.json").read_text())
+        record["settings"]["layers"] = [1, 3]
+        (directory / ".generate" / "plan.json").write_text(json.dumps(record))
+        return worker_lock(directory, worker)
+
+    monkeypatch.setattr("spec_data.generation.run.worker_lock", replaced)
+    with pytest.raises(RunError, match="another command is making a plan"):
+        run(target, corpus, out)
+    assert not (out / "shards").exists()
 
 
 def test_a_lock_that_is_only_looked_at_is_no_running_worker(tmp_path):

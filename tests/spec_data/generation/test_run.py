@@ -282,15 +282,17 @@ def test_a_unit_with_a_damaged_record_is_captured_again(target, corpus, tmp_path
     raw["agreement"][0][2] += 1.0
     before = digests(tmp_path / "data" / "shards")
     write_record(tmp_path / "other.json", raw | {"agreement": {"tokens": []}})
-    of_another_release = (tmp_path / "other.json").read_text()
-    for text in (json.dumps(raw), '{"record":', of_another_release):
+    with_other_fields = (tmp_path / "other.json").read_text()
+    for text in (json.dumps(raw), '{"record":', with_other_fields):
         file.write_text(text)
         assert units.finished_unit(tmp_path / "data", 0) is None
         run(target, corpus, tmp_path / "data", **given)
         assert digests(tmp_path / "data" / "shards") == before
     shard = tmp_path / "data" / "shards" / "unit-00000.arrow"
     os.truncate(shard, 999)
+    (killed := shard.with_name(f".{shard.name}.0123456789ab.tmp")).write_text("half a shard")
     run(target, corpus, tmp_path / "data", **given)
+    assert not killed.exists()
     assert digests(tmp_path / "data" / "shards") == before
     flip(shard)  # is found when the dataset is sealed
     with pytest.raises(DatasetError, match=r"unit-00000\.arrow"):
