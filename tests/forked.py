@@ -12,12 +12,27 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import tqdm.std
+
+
+def _use_own_lock() -> None:
+    """Give the bars of libraries, too, a lock of this process alone.
+
+    tqdm's lock is a semaphore that forked processes share: one that is killed while transformers
+    draws a bar in it stops every later bar of its parent, for good.
+    """
+    tqdm.std.tqdm.set_lock(threading.RLock())
+
+
+_use_own_lock()
+os.register_at_fork(after_in_child=_use_own_lock)
 
 
 @pytest.fixture(scope="module", autouse=True)
