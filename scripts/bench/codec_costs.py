@@ -1,14 +1,15 @@
 """What each codec costs and saves on a target and corpus; with --fit, also in acceptance.
 
 `spec-data generate` makes one dataset per codec in --out; run the script again to resume. Errors
-come from the manifests. Speeds are measured in this process on one column, in GB of bf16 states
-encoded or decoded per CPU-second, rotation and zstd together.
+come from the manifests. What a million values take to encode and decode is measured in this process
+on one column, in CPU-seconds, rotation and zstd together. "First choice" is the share of tokens
+whose most likely next token stays the same.
 
     python scripts/bench/codec_costs.py --target MODEL --corpus FILE --out DIR [--limit 300]
     python scripts/bench/codec_costs.py ... --fit SEEDS STEPS [--prompts FILE --decode 40]
 
 CODECS are values of --codec; the suffix "/supervised" adds --final supervised. With --fit every
-codec and seed trains an EAGLE-3 draft through `spec-train fit`; all drafts are then measured on the
+codec and seed trains a draft (--draft) through `spec-train fit`; all drafts are then measured on the
 held-out documents of the *exact* dataset (every dataset holds out the same ones), and on prompts if
 there are any. Differences to bf16 are paired by seed, with 95 % t-confidence intervals.
 """
@@ -27,8 +28,8 @@ import torch
 
 import spec_data
 from spec_data.shards.codecs import CODECS, Basis, compress, decode_into, decompress, encode_tensors
-from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
-from spec_data.shards.schema import Column, Manifest
+from spec_data.shards.reader import MANIFEST, HiddenStatesDataset, load_head_tensors
+from spec_data.shards.schema import FINAL, Column, Manifest, apply_head
 from spec_data.terminal.text_table import text_table
 from spec_train.cli import main as spec_train
 
@@ -48,8 +49,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--codecs", nargs="+", default=list(DEFAULT), metavar="CODEC")
+    parser.add_argument("--draft", default="eagle3", help="what --fit trains")
     parser.add_argument("--fit", nargs=2, type=int, metavar=("SEEDS", "STEPS"))
-    parser.add_argument("--fit-options", default="", help="more options of `spec-train fit eagle3`")
+    parser.add_argument("--fit-options", default="", help="more options of `spec-train fit`")
     parser.add_argument("--prompts", help="JSONL chats to decode, not trained on")
     parser.add_argument("--decode", type=int, default=40, help="how many prompts")
     return parser.parse_args()
@@ -77,33 +79,43 @@ def folder_name(name: str) -> str:
     return name.replace("=", "-").replace(",", "+").replace("/", "+")
 
 
-def cpu_rate(work: Callable[[], object], nbytes: int) -> float:
-    """Return GB per CPU-second: the best of several rounds after a warm-up."""
+def cpu_seconds(work: Callable[[], object], values: int) -> float:
+    """Return CPU-seconds per million values: the best of several rounds after a warm-up."""
     work()
     best = math.inf
     for _ in range(7):
         start = time.process_time()
         work()
         best = min(best, time.process_time() - start)
-    return nbytes / best / 1e9
+    return best / values * 1e6
 
 
-def speeds(states: torch.Tensor, exact: bool) -> tuple[float, float]:
-    """Return the rates of encoding and decoding states, bfloat16 [N, H], on one thread."""
-    out, nbytes = torch.empty_like(states), states.nbytes
+def costs(states: torch.Tensor, exact: bool) -> list[str]:
+    """Return what encoding and decoding states, bfloat16 [N, H], take."""
+    out = torch.empty_like(states)
     if exact:
         coder = CODECS[EXACT]
         stored = coder.encode(states)
-        return (
-            cpu_rate(lambda: coder.encode(states).copy(), nbytes),
-            cpu_rate(lambda: coder.decode_into(stored, out), nbytes),
+        works = (lambda: coder.encode(states).copy(), lambda: coder.decode_into(stored, out))
+    else:
+        tables = Basis(states).tables(0.7)
+        blob = compress(encode_tensors(states, tables)[0].numpy())
+        works = (
+            lambda: compress(encode_tensors(states, tables)[0].numpy()),
+            lambda: decode_into(decompress(blob, *states.shape), tables, out),
         )
-    tables = Basis(states).tables(0.7)
-    blob = compress(encode_tensors(states, tables)[0].numpy())
-    return (
-        cpu_rate(lambda: compress(encode_tensors(states, tables)[0].numpy()), nbytes),
-        cpu_rate(lambda: decode_into(decompress(blob, *states.shape), tables, out), nbytes),
-    )
+    return [f"{cpu_seconds(work, states.numel()):.4f}" for work in works]
+
+
+def first_choice(dataset: HiddenStatesDataset, states: torch.Tensor, exact: torch.Tensor) -> str:
+    """Return the share of tokens whose first choice `states` do not change, both [N, H]."""
+    head = {k: v.float() for k, v in load_head_tensors(dataset).items()}
+    weight, bias, spec = head["lm_head"], head.get("lm_head_bias"), dataset.manifest.head
+    choices = [
+        torch.cat([apply_head(p.float(), weight, bias, spec).argmax(-1) for p in part.split(256)])
+        for part in (states, exact)
+    ]
+    return f"{(choices[0] == choices[1]).double().mean():.3f}"
 
 
 def some_states(dataset: HiddenStatesDataset, column: str) -> torch.Tensor:
@@ -118,17 +130,21 @@ def some_states(dataset: HiddenStatesDataset, column: str) -> torch.Tensor:
 
 
 def codec_table(datasets: dict[str, tuple[Path, Manifest]]) -> str:
-    """Print one line per dataset and kind of column."""
-    head = ("codec", "columns", "bits/value", "error", "worst channel", "teacher KL")
-    rows: list[tuple] = [(*head, "enc GB/cpu-s", "dec GB/cpu-s", "bytes/token", "x bf16")]
-    states = some_states(HiddenStatesDataset(datasets[EXACT][0]), "hidden.final")
-    measured = {exact: speeds(states, exact) for exact in (True, False)}
+    """Return one line per dataset and column of states."""
+    head = ("codec", "column", "bits/value", "error", "worst channel", "teacher KL", "first choice")
+    rows: list[tuple] = [(*head, "encode", "decode", "bytes/token", "x bf16")]
+    states = some_states(HiddenStatesDataset(datasets[EXACT][0]), FINAL)
+    measured = {exact: costs(states, exact) for exact in (True, False)}
     whole = per_token(datasets[EXACT][1])
-    for name, (_, manifest) in datasets.items():
+    for name, (path, manifest) in datasets.items():
         total = (f"{per_token(manifest):,.1f}", f"{per_token(manifest) / whole:.3f}")
         for column in (c for c in manifest.columns if c.name.startswith("hidden.")):
-            rates = [f"{rate:.2f}" for rate in measured[column.error is None]]
-            rows.append((name if total[0] else "", column.name, *figures(column), *rates, *total))
+            same = ""
+            if column.error and column.name == FINAL and not column.sparse:
+                dataset = HiddenStatesDataset(path)
+                same = first_choice(dataset, some_states(dataset, FINAL), states)
+            cells = (column.name, *figures(column), same, *measured[column.error is None])
+            rows.append((name if total[0] else "", *cells, *total))
             total = ("", "")
     return text_table(rows)
 
@@ -151,12 +167,12 @@ def train_and_measure(
     args: argparse.Namespace, name: str, data: Path, exact: Path, seed: int, steps: int
 ) -> dict[str, float]:
     """Train a draft and measure it on exact data; the metrics are kept in a file beside its run."""
-    run = Path(args.out) / "runs" / f"{folder_name(name)}-{steps}-{seed}"
+    run = Path(args.out) / "runs" / f"{args.draft}-{folder_name(name)}-{steps}-{seed}"
     held_out, decoded = run.with_suffix(".data.json"), run.with_suffix(".decode.json")
     if not held_out.is_file():
         plan = ["--steps", steps, "--eval-every", steps, "--save-every", steps, "--seed", seed]
         more = args.fit_options.split()
-        call("fit", "eagle3", "--data", data, "--out", run, *plan, *more)
+        call("fit", args.draft, "--data", data, "--out", run, *plan, *more)
         measure = ["--data", exact, "--split", "validation", "--json", held_out]
         call("eval", "--draft", run, *measure)
     if args.prompts and not decoded.is_file():
@@ -230,7 +246,7 @@ def main() -> None:
     )
     print(codec_table(datasets))
     if fitted:
-        print(f"\nEAGLE-3, {args.fit[0]} seeds, {args.fit[1]} steps, measured on exact data\n")
+        print(f"\n{args.draft}, {args.fit[0]} seeds, {args.fit[1]} steps, measured on exact data\n")
         print(fitted)
 
 
