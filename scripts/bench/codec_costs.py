@@ -9,7 +9,7 @@ whose most likely next token stays the same.
     python scripts/bench/codec_costs.py ... --fit SEEDS STEPS [--prompts FILE --decode 40]
 
 CODECS are values of --codec; the suffix "/supervised" adds --final supervised. With --fit every
-codec and seed trains a draft (--draft) through `spec-train fit`; all drafts are then measured on the
+codec and seed trains a draft (--draft) through `spec-train fit`; all are then measured on the
 held-out documents of the *exact* dataset (every dataset holds out the same ones), and on prompts if
 there are any. Differences to bf16 are paired by seed, with 95 % t-confidence intervals.
 """
