@@ -294,9 +294,8 @@ def page_with_columns(page: str) -> str:
             releases = ", ".join(engines().engine[engine].release for engine in COLUMNS)
             lines[i] = f"Read on {target_classes().read} from the packages of {releases}."
         elif names and set(names) <= TARGETS.keys():
-            *facts, test = cells
-            facts[-len(COLUMNS) :] = [_cell(engine, names) for engine in COLUMNS]
-            lines[i] = "| " + " | ".join([*facts, test]) + " |"
+            cells[-len(COLUMNS) :] = [_cell(engine, names) for engine in COLUMNS]
+            lines[i] = "| " + " | ".join(cells) + " |"
     return "\n".join(lines) + "\n"
 
 

@@ -1,9 +1,13 @@
-"""Every failure that docs/failures.md lists has an outcome and tests that exist."""
+"""Every failure of docs/failures.md has an outcome, and tests in planted.toml that plant it."""
 
+import functools
 import re
+import tomllib
 from pathlib import Path
+from typing import Any
 
-DOCS = Path(__file__).parents[1] / "docs"
+TESTS = Path(__file__).parent
+DOCS = TESTS.parent / "docs"
 KNOWN = 43  # numbered failures: those that the field has met
 
 
@@ -17,26 +21,33 @@ def tables(page: str) -> list[list[list[str]]]:
     return found
 
 
-def named_tests(cell: str) -> list[tuple[str, str, str]]:
-    """File, name and id of every test that a cell names; each exists."""
-    found = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)(?:\[([\w-]+)\])?`", cell)
-    assert found, f"no test: {cell}"
-    for file, name, _ in found:
-        assert f"def {name}(" in (DOCS.parent / file).read_text(encoding="utf-8"), (file, name)
-    return found
+@functools.cache
+def planted() -> dict[str, dict[str, Any]]:
+    """By page and first cell of a row: the tests of it."""
+    return tomllib.loads((TESTS / "planted.toml").read_text(encoding="utf-8"))
+
+
+def check_tests(page: str, row: str) -> None:
+    """Every test that planted.toml names for a row exists."""
+    assert planted()[page].get(row), f"{page}: no test of {row!r} in planted.toml"
+    for test in planted()[page][row]:
+        named = re.fullmatch(r"(tests/[\w/]+\.py)::(test_\w+)(\[[\w-]+\])?", test)
+        assert named, test
+        assert f"def {named[2]}(" in (DOCS.parent / named[1]).read_text(encoding="utf-8"), test
 
 
 def rows() -> list[list[str]]:
     """The rows of all tables of the page."""
     found = tables("failures.md")
-    assert all(header == ["failure", "outcome", "tests"] for header, *_ in found)
+    assert all(header == ["failure", "outcome"] for header, *_ in found)
     return [row for _, *some in found for row in some]
 
 
 def test_every_row_has_an_outcome_and_a_test_that_exists():
-    for failure, outcome, tests in rows():
+    for failure, outcome in rows():
         assert re.match(r"(impossible|refused|named)\b", outcome), failure
-        assert named_tests(tests)
+        check_tests("failures.md", failure)
+    assert planted()["failures.md"].keys() == {failure for failure, _ in rows()}
 
 
 def test_every_numbered_failure_is_there_once():

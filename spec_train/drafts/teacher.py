@@ -12,7 +12,7 @@ quotient of two sums over the same rounded logits cancel (0.004).
 
 The K logits and the logsumexp of all V logits are exact, so the target's probability m p of these K
 tokens is exact, and how much the others share is known, but not how: the missing mass. It is never
-renormalised away. See `topk_teacher`, and docs/drafts.md for what a loss makes of it.
+renormalised away. See `topk_teacher`, and docs/losses.md for what a loss makes of it.
 
 B packs, T slots, n slots asked for, V / Vd target / draft vocabulary, H hidden size.
 """

@@ -3,7 +3,7 @@
 A size that is not given is the target's, and the other switches of the shape are off.
 `spec_train.drafts.config` makes the fields of a draft's configuration from them, under the same
 names. What each loss computes is described in `losses`; which distribution of the target it uses,
-in docs/drafts.md.
+in docs/losses.md.
 """
 
 import dataclasses

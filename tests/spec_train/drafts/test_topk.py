@@ -114,7 +114,7 @@ def test_values_and_gradients_are_those_of_the_coarser_vocabulary(name: str, ful
 
 
 def bounds_of(kind: LossKind, t: float, w: float, full: bool) -> tuple[Any, Any, str]:
-    """Return the row of a loss in the table of docs/drafts.md: most errors of value and gradient
+    """Return the row of a loss in the table of docs/losses.md: most errors of value and gradient
     (None: no bound), and which bound the value is."""
     lower = "lower" if full else ""
     jsd = t * (1 + math.log1p(1 / t)) / 2 if full and t else None
