@@ -63,6 +63,19 @@ def open_dataset(
     return HiddenStatesDataset(path, [columns] if isinstance(columns, str) else columns)
 
 
+class Document(dict[str, Any]):
+    """A document: a dict of its columns. Another process receives a plain dict.
+
+    Attributes:
+        dataset: the dataset that it is of.
+    """
+
+    dataset: "HiddenStatesDataset"
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
 class HiddenStatesDataset:
     """A sealed dataset, or a view of others: one row per document, token frame, unshifted.
 
@@ -71,6 +84,7 @@ class HiddenStatesDataset:
     are decoded: names, projection and values are as if every column were stored in bf16.
 
     It is read like a dataset of the `datasets` library: `len`, iteration, `ds[-1]`, `ds[[0, 5]]`.
+    Another process that is given it opens it again: only its location and columns are sent.
 
     Attributes:
         mirror: of a remote dataset, its local files; None: the dataset is local.
@@ -107,6 +121,12 @@ class HiddenStatesDataset:
         self._shards: dict[int, Shard] = {}
         self.view = self.manifest.view
         self.sources = (self,) if self.view is None else self._open_sources(self.view)
+
+    def __reduce__(self) -> Any:
+        if type(self) is not HiddenStatesDataset:
+            raise TypeError(f"{self!r} cannot be sent to another process: open it there")
+        location = self.location if self.mirror else str(self.path.absolute())
+        return _reopened, (location, self.columns, self.manifest.fingerprint)
 
     def _check_sizes(self) -> None:
         """Refuse truncated or missing shards at once, and not in the middle of a run."""
@@ -239,6 +259,27 @@ class HiddenStatesDataset:
         """Return the target's configuration, with every default written out; errors as `file`."""
         return read_object(self.file("target/config.json"))
 
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the target, as transformers loads it.
+
+        Raises:
+            DatasetError: the dataset has no usable one.
+        """
+        from transformers import AutoTokenizer  # seconds of imports
+
+        try:
+            return AutoTokenizer.from_pretrained(str(self.target_dir))
+        except Exception as error:  # tokenizers raises a plain Exception
+            raise DatasetError(f"{self.target_dir}: no usable tokenizer ({error})") from None
+
+    def text(self, index: int) -> str:
+        """Return the text of a document, with its special tokens; errors as `ds[index]`."""
+        shard, row = self.locate(index, "input_ids")
+        ids = torch.empty(int(shard.index.lengths[row]), dtype=torch.int64)
+        shard.decode("input_ids", row, ids)
+        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
     # -- index ------------------------------------------------------------------------------------
 
     @cached_property
@@ -307,7 +348,7 @@ class HiddenStatesDataset:
         return (self._document(index) for index in range(len(self)))
 
     @overload
-    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]: ...
+    def __getitem__(self, index: SupportsIndex) -> Document: ...
     @overload
     def __getitem__(self, index: slice | Sequence[int]) -> dict[str, list[Any]]: ...
     def __getitem__(self, index: Any) -> dict[str, Any]:
@@ -331,10 +372,11 @@ class HiddenStatesDataset:
         rows = [self._document(number) for number in chosen]
         return {name: [row[name] for row in rows] for name in self.column_names}
 
-    def _document(self, index: int) -> dict[str, Any]:
+    def _document(self, index: int) -> Document:
         """Return a document; a negative number counts from the end."""
         shard, row = self.locate(index)
-        out: dict[str, Any] = shard.texts(row)
+        out = Document(shard.texts(row))
+        out.dataset = self
         if self.view is not None:
             out["doc_id"] = self.id_array[index].as_py()
         for column in self._columns.values():
@@ -497,6 +539,18 @@ class HiddenStatesDataset:
         numbers = np.searchsorted(self._firsts, list(rows), "right") - 1
         shards = [self.manifest.shards[n] for n in dict.fromkeys(numbers.tolist())]
         return sum(map(self.mirror.fetch_ahead, shards))
+
+
+def _reopened(location: str, columns: Sequence[str], fingerprint: str) -> HiddenStatesDataset:
+    """Open what another process has open.
+
+    Raises:
+        DatasetError: another dataset is there now; and as HiddenStatesDataset.
+    """
+    dataset = HiddenStatesDataset(location, columns)
+    if dataset.manifest.fingerprint != fingerprint:
+        raise DatasetError(f"{location}: replaced by another dataset meanwhile; open it again")
+    return dataset
 
 
 # -- small files -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ id -1, position 0 and zero states.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,39 @@ class DraftBatch:
             states = rows.states(packs * slots, device, dtype or torch.bfloat16, non_blocking)
             hidden[name] = states.view(packs, slots, -1)  # [B, T, H]
         return DraftBatch(**plain, hidden=hidden, rows=self.rows, coded={})
+
+
+def document_batch(
+    document: Mapping[str, Any], columns: Iterable[str], dtype: torch.dtype
+) -> DraftBatch:
+    """Return a document of a dataset, with its states in `dtype`, as a batch: B = 1.
+
+    Raises:
+        DatasetError: it lacks one of the `columns`.
+    """
+    names = dict.fromkeys(("input_ids", "loss_mask", "target_argmax", *columns))
+    if missing := [name for name in names if name not in document]:
+        raise DatasetError(
+            f"the document has no {', '.join(missing)}; open the dataset with all columns"
+        )
+    ids = document["input_ids"][None].long()
+    hidden = {
+        name: document[name][None].to(dtype) if name.startswith("hidden.") else document[name][None]
+        for name in names
+        if name not in PLAIN
+    }
+    return DraftBatch(
+        input_ids=ids,
+        loss_mask=document["loss_mask"][None] != 0,
+        position_ids=torch.arange(ids.shape[1])[None],
+        document_ids=torch.zeros_like(ids),
+        hidden=hidden,
+        target_argmax=document["target_argmax"][None].long(),
+        target_logsumexp=document["target_logsumexp"][None]
+        if "target_logsumexp" in names
+        else None,
+        rows=[[0]],
+    )
 
 
 def padding_batch(device: torch.device | str = "cpu", slots: int = 4) -> DraftBatch:

@@ -22,11 +22,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.position_data import Positions
+from spec_data.shards.reader import Document
 from spec_data.shards.schema import FINAL, Manifest, layer_column
 from spec_data.terminal.config import from_dict
-from spec_train.data.batch import DraftBatch
+from spec_train.data.batch import DraftBatch, document_batch
 from spec_train.drafts.config import DraftConfig, special_ids
 from spec_train.drafts.drafting import Drafter, KVCache
 from spec_train.drafts.layers import RMSNorm, Rotary, make_embedding
@@ -63,6 +64,7 @@ class Draft(nn.Module, ABC):
     options: Any
     embed_tokens: nn.Embedding  # the target's
     fc: nn.Linear
+    _head: tuple[Any, TargetHead] | None = None  # that of the last document; no module of the draft
     attention_backend: str = "auto"  # or one of `masked.BACKENDS`: all compute the same
     # The vocabulary; a draft over the target's full vocabulary may skip `make_vocabulary`.
     d2t: Tensor
@@ -137,8 +139,15 @@ class Draft(nn.Module, ABC):
         """
 
     @abstractmethod
-    def loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
+    def loss(
+        self,
+        batch: DraftBatch | Document,
+        head: TargetHead | None = None,
+        counts: Tensor | None = None,
+    ) -> DraftLoss:
         """Return the loss of a batch over the counts of the whole optimizer step.
+
+        A document, `ds[i]`, is a batch of its own, and has a head; `inputs` makes both of it.
 
         Losses of micro-batches therefore add up. `counts` are those of `slot_counts`, float64 [S];
         None: those of this batch. A padding-only batch has loss zero, and sums of the same names
@@ -150,6 +159,48 @@ class Draft(nn.Module, ABC):
     def forward(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
         """Return the loss: a distributed wrapper calls `forward`."""
         return self.loss(batch, head, counts)
+
+    @torch.no_grad()
+    def propose(self, document: Document, tokens: int = 0) -> Tensor:
+        """Draft greedily from every token of a document, as serving would, without the target.
+
+        Args:
+            document: `ds[i]`. tokens: how many are drafted; 0: as many as it was trained for.
+
+        Returns:
+            Target ids, int64 [T, tokens]: row t has drafts for t + 2, t + 3, ..., given the tokens
+            up to t + 1 and the states up to t. -1: the draft ended before. Its last row says
+            nothing: no token follows the state there.
+
+        Raises:
+            DatasetError: the document lacks a column that the draft reads.
+        """
+        batch, head = self.inputs(document, None)
+        return self.chains(batch, head, tokens or self.depth)[0]
+
+    def inputs(
+        self, batch: DraftBatch | Document, head: TargetHead | None
+    ) -> tuple[DraftBatch, TargetHead]:
+        """Return a batch and the target's head; of a document both are made for this draft.
+
+        Raises:
+            DatasetError: the document lacks a column that the draft reads, or its dataset.
+        """
+        weight = self.embed_tokens.weight
+        if isinstance(batch, dict):
+            dataset = getattr(batch, "dataset", None)
+            if dataset is None:
+                raise DatasetError("no document of an open dataset: pass ds[i]")
+            names = self.columns(dataset.manifest.supervision)
+            batch = document_batch(batch, names, weight.dtype).to(weight.device)
+            key = dataset.manifest.fingerprint, weight.dtype, weight.device
+            if head is None and (self._head is None or self._head[0] != key):
+                self._head = key, TargetHead.from_dataset(dataset, weight.dtype, weight.device)
+            if head is None and self._head is not None:
+                head = self._head[1]
+        if head is None:
+            raise DatasetError("a batch needs the target's head: pass TargetHead.from_dataset(ds)")
+        return batch, head
 
     summarise = staticmethod(summarise)
     """Turns added sums into metrics: "loss", "acceptance_length" and others (see `metrics`)."""

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from spec_data.models.families import TargetShape
 from spec_data.shards.layer_ids import as_block_inputs
 from spec_data.shards.packing import shift_left
+from spec_data.shards.reader import Document
 from spec_train.attention.unrolled import active_slots
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig
@@ -181,8 +182,14 @@ class Eagle3Draft(AuxDraft, AutoregressiveDraft):
         _, rows, choice = slots_of(self, batch)
         return Teachers.select(rows, choice, batch.document_ids, self.depth).counts()
 
-    def loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
+    def loss(
+        self,
+        batch: DraftBatch | Document,
+        head: TargetHead | None = None,
+        counts: Tensor | None = None,
+    ) -> DraftLoss:
         """Return the loss of a batch over `counts`, float64 [S]."""
+        batch, head = self.inputs(batch, head)
         options, steps = self.options, self.depth
         shares = step_shares(steps, options.step_decay, options.weights_of(steps))
         frame, kind = batch_frame(self, batch, head), LossKind.of(options)

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
+from spec_data.shards.reader import Document
 from spec_train.attention.masked import Attending
 from spec_train.attention.masks import (
     AttentionMask,
@@ -314,11 +315,17 @@ class PeagleDraft(AuxDraft):
         counts = supervised.flatten(1).sum(1).double()  # [K]
         return (counts @ depth_weights(self.options.weights_of(self.depth), counts))[None]
 
-    def loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
+    def loss(
+        self,
+        batch: DraftBatch | Document,
+        head: TargetHead | None = None,
+        counts: Tensor | None = None,
+    ) -> DraftLoss:
         """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step.
 
         The elements are those that `slot_counts` drew for the batch, or are drawn now.
         """
+        batch, head = self.inputs(batch, head)
         self._used_samples.add(_key(batch))
         sample = self._samples.get(_key(batch))
         return parallel_loss(

@@ -31,24 +31,28 @@ class FitResult:
     best: dict[str, Any] | None = None
 
     @property
-    def training(self) -> list[dict[str, Any]]:
-        """Every line of metrics.jsonl about training: step, loss, acceptance_length, ..."""
-        return self._lines("train")
+    def history(self) -> list[dict[str, Any]]:
+        """Every line of metrics.jsonl, in order: `pandas.DataFrame(result.history)`.
 
-    @property
-    def validation(self) -> list[dict[str, Any]]:
-        """Every line of metrics.jsonl about the held-out documents; the last is the newest."""
-        return self._lines("validation")
-
-    def _lines(self, split: str) -> list[dict[str, Any]]:
+        `split` is "train" or "validation"; RunError: the file is damaged.
+        """
         file = self.directory / "metrics.jsonl"
         text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
         whole = text[: text.rfind("\n") + 1]  # not a line that is being written
         try:
-            lines = [dict(json.loads(line)) for line in whole.splitlines()]
+            return [dict(json.loads(line)) for line in whole.splitlines()]
         except (ValueError, TypeError) as error:
             raise RunError(f"{file}: damaged ({error}); restore it, or remove the line") from None
-        return [line for line in lines if line.get("split") == split]
+
+    @property
+    def training(self) -> list[dict[str, Any]]:
+        """Every line of metrics.jsonl about training: step, loss, acceptance_length, ..."""
+        return [line for line in self.history if line.get("split") == "train"]
+
+    @property
+    def validation(self) -> list[dict[str, Any]]:
+        """Every line of metrics.jsonl about the held-out documents; the last is the newest."""
+        return [line for line in self.history if line.get("split") == "validation"]
 
     def __str__(self) -> str:
         text = f"{'finished' if self.finished else 'stopped and saved'} at step {self.step}"

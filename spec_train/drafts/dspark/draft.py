@@ -51,6 +51,7 @@ from torch.nn import functional as F
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
+from spec_data.shards.reader import Document
 from spec_train.attention.masked import Attending
 from spec_train.attention.masks import BlockWindow, block_mask
 from spec_train.attention.plain import attend_block
@@ -323,12 +324,13 @@ class DSparkDraft(LayersDraft):
 
     def loss(
         self,
-        batch: DraftBatch,
-        head: TargetHead,
-        counts: Tensor | None,
+        batch: DraftBatch | Document,
+        head: TargetHead | None = None,
+        counts: Tensor | None = None,
         blocks: Blocks | None = None,
     ) -> DraftLoss:
         """Return the loss of `blocks`; None: draw them. `counts` is float64 [2]."""
+        batch, head = self.inputs(batch, head)
         if blocks is None:
             limit = self.options.num_anchors
             blocks = sample_blocks(batch.loss_mask, batch.document_ids, limit)

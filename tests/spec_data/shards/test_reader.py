@@ -1,7 +1,9 @@
 """The dataset on disk: FORMAT.md read with numpy alone, copies, projection, damage."""
 
 import os
+import pickle
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +57,23 @@ def test_format_md_names_every_column_codec_and_manifest_key(path):
         assert f"`{column.codec}`" in text
     for key in dataset.manifest.to_json():
         assert f"`{key}`" in text, key
+
+
+def test_another_process_gets_a_handle_of_some_bytes_and_plain_documents(damaged):
+    """After a read, mapped shards once made it impossible."""
+    dataset = HiddenStatesDataset(damaged, ["input_ids", "hidden.L1"])
+    row = dataset[5]
+    assert dataset.index.num_rows == 9 and row.dataset is dataset
+    sent = pickle.dumps(dataset)
+    assert len(sent) < 1000
+    again = pickle.loads(sent)
+    assert again.columns == dataset.columns and torch.equal(again[5]["hidden.L1"], row["hidden.L1"])
+    plain = pickle.loads(pickle.dumps(row))
+    assert type(plain) is dict and plain["doc_id"] == row["doc_id"]
+    shutil.rmtree(damaged)
+    tiny_dataset(damaged, n_docs=8)
+    with pytest.raises(DatasetError, match="replaced by another dataset"):
+        pickle.loads(sent)
 
 
 def test_what_is_handed_out_may_be_modified(path):

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spec_data.shards.errors import ConfigError, DraftError, MissingError
+from spec_data.shards.errors import ConfigError, DatasetError, DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.batch import DraftBatch, padding_batch
+from spec_train.data.stream import read_packs
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.draft import Draft, DraftLoss
 from spec_train.drafts.eagle3 import Eagle3Config
@@ -61,6 +62,38 @@ def loss_of(draft: Draft, batch: DraftBatch, head: TargetHead) -> DraftLoss:
 def gradients(draft: Draft, loss: Tensor) -> dict[str, Tensor]:
     names = {k: p for k, p in draft.named_parameters() if p.requires_grad}
     return dict(zip(names, torch.autograd.grad(loss, list(names.values())), strict=True))
+
+
+# --- documents ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "options"), PLAIN, ids=str)
+def test_a_document_is_a_batch_with_the_head_of_its_dataset(dataset, head, name, options):
+    draft = build_draft(name, dataset, head, **options).eval()
+    columns = draft.columns(dataset.manifest.supervision)
+    for index in (0, 3):
+        row = dataset[index]
+        batch = read_packs(dataset, [[index]], columns, len(row["input_ids"]), torch.float32)
+        torch.manual_seed(3)
+        one = draft.loss(row)
+        torch.manual_seed(3)
+        whole = draft.loss(batch, head, None)
+        assert one.loss > 0 and torch.equal(one.loss, whole.loss)
+        assert draft.summarise(one.sums) == draft.summarise(whole.sums)
+        drafted = draft.propose(row, 2)
+        assert drafted.shape == (len(row["input_ids"]), 2) and drafted.max() >= 0
+        assert torch.equal(drafted[:-1], draft.chains(batch, head, 2)[0, : len(drafted) - 1])
+    assert set(draft.state_dict()) == set(build_draft(name, dataset, head, **options).state_dict())
+
+
+def test_what_is_no_document_of_this_draft_is_named(dataset, head):
+    draft = build_draft("eagle3", dataset, head)
+    with pytest.raises(DatasetError, match="no document of an open dataset"):
+        draft.loss(dict(dataset[0]))
+    with pytest.raises(DatasetError, match="no target_argmax, hidden"):
+        draft.propose(HiddenStatesDataset(dataset.path, ["input_ids", "loss_mask"])[0])
+    with pytest.raises(DatasetError, match="needs the target's head"):
+        draft.loss(packed(dataset))
 
 
 # --- files ---------------------------------------------------------------------------------------
