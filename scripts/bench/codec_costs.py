@@ -1,17 +1,17 @@
 """What each codec costs and saves on a target and corpus; with --fit, also in acceptance.
 
-`spec-data generate` makes one dataset per codec in --out; run the script again to resume. Errors
-come from the manifests. What a million values take to encode and decode is measured in this process
-on one column, in CPU-seconds, rotation and zstd together. "First choice" is the share of tokens
-whose most likely next token stays the same.
+The target is captured once, in bf16, and recoded for every codec; run the script again to resume.
+Errors come from the manifests. What a million values take to encode and decode is measured in this
+process on one column, in CPU-seconds, rotation and zstd together. "First choice" is the share of
+tokens whose most likely next token stays the same.
 
     python scripts/bench/codec_costs.py --target MODEL --corpus FILE --out DIR [--limit 300]
     python scripts/bench/codec_costs.py ... --fit SEEDS STEPS [--prompts FILE --decode 40]
 
-CODECS are values of --codec; the suffix "/supervised" adds --final supervised. With --fit every
-codec and seed trains a draft (--draft) through `spec-train fit`; all are then measured on the
-held-out documents of the *exact* dataset (every dataset holds out the same ones), and on prompts if
-there are any. Differences to bf16 are paired by seed, with 95 % t-confidence intervals.
+CODECS are values of --codec. With --fit every codec and seed trains a draft (--draft) through
+`spec-train fit`; all are then measured on the held-out documents of the *exact* dataset (every
+dataset holds out the same ones), and on prompts if there are any. Differences to bf16 are paired by
+seed, with 95 % t-confidence intervals.
 """
 
 import argparse
@@ -57,26 +57,23 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_dataset(args: argparse.Namespace, name: str) -> tuple[Path, Manifest]:
-    """Generate the dataset of a codec, unless it exists already."""
-    codec, _, final = name.partition("/")
-    out = Path(args.out) / "data" / folder_name(name)
-    options = spec_data.CaptureOptions(
-        limit=args.limit,
-        layers=args.layers,
-        device=args.device,
-        codec=codec,
-        final="supervised" if final == "supervised" else "all",
-    )
-    made = spec_data.generate(args.target, args.corpus, out, options)
-    if not made.sealed:
-        raise SystemExit(f"{out}: not sealed")
+def make_dataset(args: argparse.Namespace, codec: str) -> tuple[Path, Manifest]:
+    """Make the dataset of a codec, unless it exists; the target is run for the exact one only."""
+    data = Path(args.out) / "data"
+    out = data / folder_name(codec)
+    if codec == EXACT:
+        options = spec_data.CaptureOptions(
+            limit=args.limit, layers=args.layers, device=args.device, codec=codec
+        )
+        spec_data.generate(args.target, args.corpus, out, options)
+    elif not (out / MANIFEST).is_file():
+        spec_data.recode(data / EXACT, out, codec)
     return out, Manifest.read(out / MANIFEST)
 
 
 def folder_name(name: str) -> str:
     """Return the folder name of a codec."""
-    return name.replace("=", "-").replace(",", "+").replace("/", "+")
+    return name.replace("=", "-").replace(",", "+")
 
 
 def cpu_seconds(work: Callable[[], object], values: int) -> float:
@@ -140,7 +137,7 @@ def codec_table(datasets: dict[str, tuple[Path, Manifest]]) -> str:
         total = (f"{per_token(manifest):,.1f}", f"{per_token(manifest) / whole:.3f}")
         for column in (c for c in manifest.columns if c.name.startswith("hidden.")):
             same = ""
-            if column.error and column.name == FINAL and not column.sparse:
+            if column.error and column.name == FINAL:
                 dataset = HiddenStatesDataset(path)
                 same = first_choice(dataset, some_states(dataset, FINAL), states)
             cells = (column.name, *figures(column), same, *measured[column.error is None])
