@@ -31,7 +31,7 @@ import torch
 import spec_data.generation.capture as capture_module
 from spec_data.capture.attention_in_parts import attention_in_parts
 from spec_data.capture.mask_forms import PER_DOCUMENT, ROWS, SINGLE, packed_mask
-from spec_data.generation.capture import CaptureSettings, capture_unit
+from spec_data.generation.capture import CaptureSettings, capture_unit, capture_units
 from spec_data.generation.options import CaptureOptions
 from spec_data.generation.plan import Plan
 from spec_data.generation.proof import load_target, prepare_capture
@@ -123,8 +123,8 @@ class Bench:
         """Capture every unit; a second thread writes the shard before it."""
         with ThreadPoolExecutor(1) as writer:
             pending = None
-            for unit in self.units:
-                done = capture_unit(self.backend, self.plan, unit, self.settings)
+            units = capture_units(self.backend, self.plan, self.units, self.settings)
+            for unit, done in units:
                 if pending is not None:
                     pending.result()
                 pending = writer.submit(self._write, unit, done)

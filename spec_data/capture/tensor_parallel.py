@@ -10,7 +10,6 @@ whole sums.
 """
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -26,6 +25,7 @@ from torch import Tensor
 from spec_data.capture.backend import BackendOptions
 from spec_data.capture.hooks import States
 from spec_data.capture.model import Target
+from spec_data.models.devices import local_gpu
 from spec_data.models.target_options import Spread, processes
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.position_data import Positions
@@ -41,7 +41,7 @@ class _Commands:
     def __init__(self) -> None:
         cuda = torch.cuda.is_available()
         if cuda:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(local_gpu())
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, timeout=_COLLECTIVE)
         self.group = dist.new_group(backend="gloo", timeout=_WAITING)

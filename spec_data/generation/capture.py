@@ -9,7 +9,7 @@ vocabulary size. A row of a batch is a pack, or one document in the unpacked for
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -191,6 +191,18 @@ class CapturedUnit:
     left_out: list[int] = field(default_factory=list)
 
 
+@dataclass
+class _UnitUnderWay:
+    """A unit of which not all forwards are stored yet."""
+
+    unit: int
+    data: UnitData
+    figures: np.ndarray
+    broken: dict[int, str] = field(default_factory=dict)
+    waiting: int = 0  # forwards that were started and are not stored
+    all_started: bool = False
+
+
 def capture_unit(
     target: TargetBackend,
     plan: Plan,
@@ -198,40 +210,68 @@ def capture_unit(
     settings: CaptureSettings,
     on_tokens: Callable[[int], None] = lambda tokens: None,
 ) -> CapturedUnit:
-    """Run the documents of a unit through the target and fill its columns.
+    """Capture one unit; see `capture_units`."""
+    return next(capture_units(target, plan, [unit], settings, on_tokens))[1]
+
+
+def capture_units(
+    target: TargetBackend,
+    plan: Plan,
+    units: Iterable[int],
+    settings: CaptureSettings,
+    on_tokens: Callable[[int], None] = lambda tokens: None,
+) -> Iterator[tuple[int, CapturedUnit]]:
+    """Run the documents of units through the target; yield each unit with its columns filled.
+
+    With a `stream`, the next unit is asked for, and its first forward started, before the last
+    forward of a unit is stored: units of one forward would otherwise leave the device idle.
 
     Documents with a non-finite, all-zero or constant state vector are left out and counted.
     `on_tokens` is called with the number of tokens after each forward.
 
     Raises:
-        RunError: more than 1 % of the unit's documents (and more than one) have such states, so
+        RunError: more than 1 % of a unit's documents (and more than one) have such states, so
             the capture itself is broken.
     """
     columns, stream = settings.columns, settings.stream
-    data = plan.unit_documents(unit, columns)
-    broken: dict[int, str] = {}
     tables = {name: table.to(target.device) for name, table in settings.tables.items()}
-    figures = np.zeros((len(data.doc_ids), SUMS))
-    waiting: deque[tuple[ForwardBatch, np.ndarray, dict[str, Tensor], Arrival]] = deque()
+    queue: deque[tuple[_UnitUnderWay, ForwardBatch, np.ndarray, dict[str, Tensor], Arrival]] = (
+        deque()
+    )
 
-    def finish() -> None:
-        batch, following, values, arrival = waiting.popleft()
-        store(arrival, values, batch, columns, data, broken)
-        add_figures(arrival.arrays()[_FIGURES], following, batch, figures)
+    def store_first() -> _UnitUnderWay:
+        begun, batch, following, values, arrival = queue.popleft()
+        store(arrival, values, batch, columns, begun.data, begun.broken)
+        add_figures(arrival.arrays()[_FIGURES], following, batch, begun.figures)
+        begun.waiting -= 1
+        return begun
 
-    for batch, following in unit_forwards(plan, unit, settings.form, settings.batch_tokens):
-        given = (settings.form, columns, following, settings.temperature)
-        values, measured = forward_columns(target, batch, *given)
-        moved = encode_columns(values, columns, tables) | {_FIGURES: measured}
-        waiting.append((batch, following, values, Arrival(moved, stream)))
-        on_tokens(batch.tokens)
-        if stream is None or len(waiting) > 1:
-            finish()
-    while waiting:
-        finish()
-    if not np.array_equal(data.tokens["input_ids"], plan.unit_tokens(unit)["input_ids"]):
-        raise RunError(f"unit {unit}: stored token ids are not those of the plan; this is a bug")
-    return _without(data, figures, broken, unit, columns)
+    def finished(begun: _UnitUnderWay) -> Iterator[tuple[int, CapturedUnit]]:
+        if begun.all_started and not begun.waiting:
+            yield begun.unit, _finished(begun, plan, columns)
+
+    for unit in units:
+        data = plan.unit_documents(unit, columns)
+        begun = _UnitUnderWay(unit, data, np.zeros((len(data.doc_ids), SUMS)))
+        for batch, following in unit_forwards(plan, unit, settings.form, settings.batch_tokens):
+            given = (settings.form, columns, following, settings.temperature)
+            try:
+                values, measured = forward_columns(target, batch, *given)
+                moved = encode_columns(values, columns, tables) | {_FIGURES: measured}
+                queue.append((begun, batch, following, values, Arrival(moved, stream)))
+            except torch.OutOfMemoryError as error:
+                rows, slots = batch.input_ids.shape
+                error.add_note(f"in a forward of {rows} x {slots:,} tokens, unit {unit}")
+                raise
+            begun.waiting += 1
+            del values, moved  # else they would stay in memory during the next forward
+            on_tokens(batch.tokens)
+            if stream is None or len(queue) > 1:
+                yield from finished(store_first())
+        begun.all_started = True
+        yield from finished(begun)
+    while queue:
+        yield from finished(store_first())
 
 
 def unit_forwards(
@@ -367,14 +407,11 @@ def add_figures(
         start += length
 
 
-def _without(
-    data: UnitData,
-    figures: np.ndarray,
-    broken: dict[int, str],
-    unit: int,
-    columns: tuple[Column, ...],
-) -> CapturedUnit:
+def _finished(begun: _UnitUnderWay, plan: Plan, columns: tuple[Column, ...]) -> CapturedUnit:
     """Return the unit without its broken documents."""
+    unit, data, figures, broken = begun.unit, begun.data, begun.figures, begun.broken
+    if not np.array_equal(data.tokens["input_ids"], plan.unit_tokens(unit)["input_ids"]):
+        raise RunError(f"unit {unit}: stored token ids are not those of the plan; this is a bug")
     if not broken:
         return CapturedUnit(data, figures)
     count = len(data.doc_ids)

@@ -8,13 +8,13 @@ out/manifest.json                   written last: it makes the directory a datas
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 from spec_data.capture.backend import TargetBackend
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.generation.capture import CapturedUnit, capture_unit
+from spec_data.generation.capture import CapturedUnit, capture_units
 from spec_data.generation.output import LocalOutput
 from spec_data.generation.plan import Plan
 from spec_data.generation.probe import other_files
@@ -117,6 +117,11 @@ def _capture(
             bar.update(tokens)
             progress_file.add(tokens)
 
+        def begun() -> Iterator[int]:
+            for unit in todo:
+                progress_file.begin(unit)
+                yield unit
+
         def finish(unit: int, captured: CapturedUnit) -> None:
             finish_unit(out, unit, captured, settings.columns)
             output.upload(unit)
@@ -129,9 +134,8 @@ def _capture(
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer,
         ):
             writing: Future[None] | None = None
-            for number, unit in enumerate(todo, 1):
-                progress_file.begin(unit)
-                captured = capture_unit(target, plan, unit, settings, count)
+            units = capture_units(target, plan, begun(), settings, count)
+            for number, (unit, captured) in enumerate(units, 1):
                 if writing is not None:
                     writing.result()
                 writing = writer.submit(finish, unit, captured)

@@ -30,6 +30,7 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
+        self._beside = torch.cuda.Stream(device)
 
     def after_compute(self) -> None:
         """Let copies that are queued from now on wait for all computation queued so far."""
@@ -43,12 +44,13 @@ class CopyStream:
         source.record_stream(self._stream)
         return into
 
-    def select(self, source: Tensor, index: Tensor) -> Tensor:
-        """Queue the selection of rows of `source`; return them on the device."""
-        with torch.cuda.stream(self._stream):
-            rows = source.index_select(0, index.to(source.device))
-        source.record_stream(self._stream)
-        return rows
+    def rows(self, source: Tensor, index: Tensor) -> Tensor:
+        """Return some rows, on the host, of a tensor that is computed.
+
+        They pass what was queued in the meantime: copies that wait for the next forward.
+        """
+        with torch.cuda.stream(self._beside):
+            return source.index_select(0, index.to(source.device)).cpu()
 
     def mark(self) -> torch.cuda.Event:
         """Return an event, whose `synchronize` waits for all copies queued so far."""
@@ -91,9 +93,7 @@ class Arrival:
         if self._stream is None:
             return values[chosen.to(values.device)].cpu()
         self._event.synchronize()
-        rows = self._stream.copy(self._stream.select(values, chosen))
-        self._stream.mark().synchronize()
-        return rows
+        return self._stream.rows(values, chosen)
 
 
 # -- encoding --------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from msgspec import structs
 from spec_data.generation.capture import CapturedUnit
 from spec_data.generation.plan import ALSO, PLAN_COLUMNS, PROOF, Plan, load_plan, read_units
 from spec_data.generation.workers import running_workers
+from spec_data.models.devices import SMALLER_PIECES, memory_error_text
 from spec_data.shards.errors import MissingError, RunError
 from spec_data.shards.files import (
     CACHE_VARIABLE,
@@ -125,9 +126,10 @@ def explained_failures(out: Path) -> Iterator[None]:
             yield
     except torch.OutOfMemoryError as error:
         raise RunError(
-            f"out of device memory ({str(error).splitlines()[0]}). Run the same command again with "
+            f"out of device memory ({memory_error_text(error)}). Run the same command again with "
             "fewer --batch-tokens, a smaller --dtype, or the target on several GPUs (--device-map "
-            "auto); finished shards are kept"
+            f"auto); finished shards are kept. {SMALLER_PIECES} in the environment helps where "
+            "free memory lies in pieces"
         ) from None
 
 

@@ -4,6 +4,7 @@
 bfloat16 on a GPU and in float32 on a CPU unless told otherwise.
 """
 
+import os
 from collections.abc import Mapping
 
 import torch
@@ -47,6 +48,36 @@ def usable_device(name: str, flag: str = "--device") -> torch.device:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{flag} {name}: not usable on this machine ({reason})") from None
     return device
+
+
+def local_gpu() -> int:
+    """Return the GPU of this process, one of several that a launcher has started here.
+
+    A launcher that shows each process its own GPU alone (SLURM's --gpus-per-task) numbers the
+    processes of a machine all the same; that GPU is number 0.
+
+    Raises:
+        ConfigError: the process sees several GPUs, but fewer than there are processes.
+    """
+    local, visible = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if visible <= 1:
+        return 0
+    if local >= visible:
+        raise ConfigError(
+            f"LOCAL_RANK is {local} (from 0), but only {visible} GPUs are visible: start at most "
+            f"{visible} processes on this machine"
+        )
+    return local
+
+
+SMALLER_PIECES = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+"""The setting of PyTorch that lets it use free memory that lies in pieces."""
+
+
+def memory_error_text(error: torch.OutOfMemoryError) -> str:
+    """Return what PyTorch says of an allocation that failed, and the notes of it, in one line."""
+    words = str(error).partition(" Of the allocated memory")[0].split("\n")[0]
+    return "; ".join([words, *getattr(error, "__notes__", [])])
 
 
 def check_devices(name: str, device_map: object = None) -> None:

@@ -1,4 +1,4 @@
-"""What is said of a step whose loss or gradient is not finite, so that its cause is found.
+"""What is said of a step that failed: of a number that is not finite, and of memory.
 
 When a step's loss is read, its buffers already hold other documents, so the responsible micro-batch
 is read from the dataset again. If only the gradient of the whole step is not finite, its
@@ -6,17 +6,23 @@ micro-batches run again one by one. With several ranks, rank 0 does this for all
 the same on every rank.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 
+from spec_data.models.devices import SMALLER_PIECES, memory_error_text
+from spec_data.shards.errors import RunError
 from spec_train.data.batch import DraftBatch
 from spec_train.data.mixture import Documents
 from spec_train.data.order import Pack
 from spec_train.data.stream import BatchStream
 from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
+from spec_train.options.draft_options import DraftOptions
+from spec_train.options.training import Training
 from spec_train.training.loss import arithmetic, seed_micro_batch
 
 _SHOWN = 8  # documents
@@ -91,3 +97,32 @@ def _non_finite_states(batch: DraftBatch, dataset: Documents) -> str:
                         f"at {len(tokens)} tokens, first at token {tokens[0]}"
                     )
     return ""
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def explained_memory(
+    config: Training, options: DraftOptions, doing: Callable[[], str]
+) -> Iterator[None]:
+    """Turn full device memory into a RunError that names what was `doing`, and what helps."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        packs = config.micro_batch
+        half = packs // 2 if packs % 2 == 0 else 1
+        passes = config.accumulation * packs // half
+        helps = [f"--batch-size {half} --accumulation {passes}"] if packs > 1 else []
+        if not getattr(options, "gradient_checkpointing", True):
+            helps.append("--gradient-checkpointing")
+        helps.append("--sharding fsdp2 with several GPUs")
+        fresh = ["--seq-len"]
+        if (segments := getattr(options, "segments", None)) is not None:
+            fresh.insert(0, f"--segments {2 * segments}")
+        raise RunError(
+            f"out of device memory in {doing()} ({memory_error_text(error)}). The same command "
+            f"goes on from the last checkpoint with {' or '.join(helps)}, and gives the same; in a "
+            f"new --out, {' or a smaller '.join(fresh)} takes less too. {SMALLER_PIECES} in the "
+            "environment helps where free memory lies in pieces; --dry-run prints the peak"
+        ) from None

@@ -26,6 +26,7 @@ from spec_train.options.data_option import parse_sources
 from spec_train.options.draft_options import DraftOptions
 from spec_train.options.training import Training
 from spec_train.training.announce import announce, announce_vocabulary
+from spec_train.training.failure import explained_memory
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
 from spec_train.training.run_directory import RunDirectory, read_checkpoint
@@ -55,6 +56,7 @@ def fit(draft_name: str, config: Training, options: DraftOptions) -> FitResult:
     with (
         Ranks(usable_device(config.device), config.sharding) as ranks,
         contextlib.ExitStack() as at_end,
+        explained_memory(config, options, lambda: "the set-up, before the first step"),
     ):
         dataset = open_data(config)
         kind = draft_class(draft_name)

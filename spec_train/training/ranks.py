@@ -16,17 +16,20 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spec_data.models.devices import local_gpu
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 
 POLL_SECONDS = 0.02
@@ -34,7 +37,7 @@ WATCH_SECONDS = 1.0
 GRACE_SECONDS = 10.0
 """How long a rank may take to end by itself after another rank failed."""
 WAIT_SECONDS = 1800.0
-"""How long to wait for a silent rank, one without value or error; as torch.distributed does."""
+"""How long to wait for a silent rank, one without value or error, in messages and collectives."""
 _ERROR, _LEFT, _STOP = "error", "left", "stop"
 
 
@@ -78,22 +81,38 @@ class Ranks:
                     f"--device {self.device} with {self.world_size} processes: each process uses "
                     "its own GPU; pass --device cuda, and choose GPUs with CUDA_VISIBLE_DEVICES"
                 )
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            self.device = torch.device("cuda", local_gpu())
             torch.cuda.set_device(self.device)
         store, self.rank, self.world_size = next(dist.rendezvous("env://"))
+        self._store = dist.PrefixStore("messages", store)
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            self._refuse_shared_gpus()
         dist.init_process_group(
-            "nccl" if self.device.type == "cuda" else "gloo",
+            "nccl" if on_gpu else "gloo",
             store=dist.PrefixStore("collectives", store),
             rank=self.rank,
             world_size=self.world_size,
+            timeout=timedelta(seconds=WAIT_SECONDS),
+            device_id=self.device if on_gpu else None,
         )
-        self._store = dist.PrefixStore("messages", store)
         if not self.is_main:
             for package in ("spec_data", "spec_train"):
                 logging.getLogger(package).setLevel(logging.ERROR)
         # a second connection: a waiting call on the first one would block the watch thread
         watched = dist.PrefixStore("messages", store.clone())
         threading.Thread(target=self._watch, args=(watched,), name="watch", daemon=True).start()
+
+    def _refuse_shared_gpus(self) -> None:
+        """Say in words what NCCL reports as a duplicate GPU, or waits for."""
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        of_ranks = self.gather(f"GPU {uuid} of {socket.gethostname()}")
+        for rank, gpu in enumerate(of_ranks):
+            if (first := of_ranks.index(gpu)) < rank:
+                raise ConfigError(
+                    f"ranks {first} and {rank} share {gpu}: start one process per GPU, and let "
+                    "each see its own GPU alone, or all of the machine"
+                )
 
     @property
     def is_main(self) -> bool:

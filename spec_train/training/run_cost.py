@@ -22,6 +22,7 @@ from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DraftOptions
 from spec_train.options.training import Training
 from spec_train.training.announce import announce
+from spec_train.training.failure import explained_memory
 from spec_train.training.fit import count_supervised_tokens, open_data
 from spec_train.training.ranks import Ranks
 from spec_train.training.settings import resolve_config, sized, total_steps, with_intervals
@@ -99,7 +100,10 @@ def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:
     """
     if config.follow:
         raise ConfigError("--dry-run with --follow: its data are not there yet; leave one out")
-    with Ranks(usable_device(config.device), config.sharding) as ranks:
+    with (
+        Ranks(usable_device(config.device), config.sharding) as ranks,
+        explained_memory(config, options, lambda: "the set-up, before the first step"),
+    ):
         if not ranks.alone:
             raise ConfigError("--dry-run runs in one process; start it without torchrun")
         dataset = open_data(config)

@@ -47,9 +47,15 @@ class Tracking:
                 raise ConfigError(f"--track {name}: unknown; known: {choices}")
             if name not in map(str, get_available_trackers()):
                 raise ConfigError(f"--track {name}: not installed; run: pip install {name}")
-        self._accelerator = Accelerator(
-            cpu=cpu, mixed_precision="no", log_with=wanted, project_dir=str(folder)
-        )
+        try:
+            self._accelerator = Accelerator(
+                cpu=cpu, mixed_precision="no", log_with=wanted, project_dir=str(folder)
+            )
+        except NotImplementedError as error:  # several GPUs of the RTX 40 series, an old driver
+            raise ConfigError(
+                f"--track {names}: accelerate refuses these GPUs ({str(error).splitlines()[0]}); "
+                "set NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1, or leave --track out"
+            ) from None
         run = {"wandb": {"name": folder.name, "dir": str(folder)}}
         self._accelerator.init_trackers(PROJECT, init_kwargs=run)
 

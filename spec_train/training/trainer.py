@@ -36,7 +36,7 @@ from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import Sums, add_sums, shown
 from spec_train.options.training import Training
-from spec_train.training.failure import describe_failure
+from spec_train.training.failure import describe_failure, explained_memory
 from spec_train.training.loss import (
     LossOnRanks,
     arithmetic,
@@ -117,6 +117,7 @@ class Trainer:
         self._signals: list[int] = []
         self._held: dict[str, Tensor] = {}
         self._counts = torch.zeros(0)  # slot counts of the current step, over all ranks
+        self._in_work: Step | None = None  # the step whose micro-batches are in memory
 
     def _make_stream(self, plan: BatchPlan) -> BatchStream:
         on_gpu = self.device.type == "cuda"
@@ -144,6 +145,7 @@ class Trainer:
             total=self.total, initial=self.step, desc="fit", disable=not self.ranks.is_main
         )
         with (
+            explained_memory(self.config, self.draft.options, self._doing),
             contextlib.closing(self.saver),
             stop_signals() as self._signals,
             contextlib.closing(steps),
@@ -200,6 +202,15 @@ class Trainer:
             self.stream.untake(step)
         return None if stopped else step
 
+    def _doing(self) -> str:
+        """Say what is in work, and of which shape."""
+        if self._in_work is None:
+            shape = f"{self.config.micro_batch} packs of up to {self.stream.plan.seq_len:,} tokens"
+            return f"the validation or the checkpoint at step {self.step} ({shape} at a time)"
+        shapes = {tuple(batch.input_ids.shape) for batch in self._in_work.batches}
+        packs, slots = max(shapes, key=math.prod)
+        return f"step {self.step + 1}, with micro-batches of {packs} x {slots:,} tokens"
+
     def _stopping(self) -> bool:
         return bool(self._signals) or self.ranks.stop_called()
 
@@ -210,6 +221,7 @@ class Trainer:
         return (every is not None and self.step % every == 0) or self.step == self.total
 
     def _train_step(self, step: Step) -> None:
+        self._in_work = step
         losses: list[Tensor] = []
         for i, host in enumerate(step.batches):
             batch = host.to(self.device, self.dtype, non_blocking=True)
@@ -234,6 +246,7 @@ class Trainer:
         else:  # momentum would still move the weights
             log.warning("warning: step %d has no slot to train on; weights stay", self.step + 1)
         self.step += 1
+        self._in_work = None
 
     def _refuse_non_finite(self, step: Step, losses: list[float]) -> None:
         """Raise on all ranks: one non-finite loss makes the gradient norm non-finite on each."""

@@ -50,16 +50,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     target, corpus = save_target(folder / "target"), write_corpus(folder / "chats.jsonl", 12)
     given = {"codec": "aux=default,final=fine", "batch_tokens": 4096, "max_shard_size": "1GB"}
     run(target, corpus, folder / "cpu", **given)
-    capture, found = generation_run.capture_unit, []
+    capture, found = generation_run.capture_units, []
 
-    def counted(target: Any, plan: Any, unit: int, settings: Any, *more: Any) -> Any:
-        with counting() as syncs:
-            captured = capture(target, plan, unit, settings, *more)
-        found.append(syncs)
-        return captured
+    def counted(*given: Any) -> Any:
+        units = capture(*given)
+        while True:
+            with counting() as syncs:
+                captured = next(units, None)
+            if captured is None:
+                return
+            found.append(syncs)
+            yield captured
 
     with gpu() as patch:
-        patch.setattr(generation_run, "capture_unit", counted)
+        patch.setattr(generation_run, "capture_units", counted)
         run(target, corpus, folder / "gpu", device="cuda", **given)
     return folder, found[-1]
 

@@ -148,13 +148,13 @@ import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # as the program sets it before its imports
 from spec_data.cli import main
-from spec_data.generation import run as generation_run
-capture, held = generation_run.capture_unit, int(sys.argv.pop(1))
-def paused(target, plan, unit, *args, **kwargs):
+from spec_data.generation import capture
+forwards, held = capture.unit_forwards, int(sys.argv.pop(1))
+def paused(plan, unit, *args):
     while unit >= held:
         time.sleep(0.01)
-    return capture(target, plan, unit, *args, **kwargs)
-generation_run.capture_unit = paused
+    return forwards(plan, unit, *args)
+capture.unit_forwards = paused
 sys.exit(main())
 """
 

@@ -14,6 +14,7 @@ import spec_data.generation.run as generation_run
 from spec_data.capture.backend import States
 from spec_data.capture.mask_forms import ROWS
 from spec_data.capture.model import Target
+from spec_data.generation import capture
 from spec_data.generation.proof import SAFE, choose_batch_tokens, largest_batch, load_target
 from spec_data.generation.setup import make_plan
 from spec_data.shards.errors import ConfigError, RunError
@@ -125,15 +126,16 @@ def test_out_of_memory_in_the_middle_ends_the_run_and_keeps_finished_shards(
 ):
     given = options(*files, tmp_path / "out", packing="rows", batch_tokens=512)
     monkeypatch.setattr(gpu, "measures", False)
-    capture = generation_run.capture_unit
+    forwards = capture.unit_forwards
 
-    def fails_later(target, plan, unit, *rest):  # as if another process had taken memory
+    def fails_later(plan, unit, *rest):  # as if another process had taken memory
         monkeypatch.setattr(gpu, "room", 1 << 30 if unit == 0 else 300)
-        return capture(target, plan, unit, *rest)
+        return forwards(plan, unit, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(generation_run, "capture_unit", fails_later)
-        with pytest.raises(RunError, match=r"out of device memory .*fewer --batch-tokens"):
+        patch.setattr(capture, "unit_forwards", fails_later)
+        said = r"out of device memory .*in a forward of \d+ x \d+ tokens, unit 1\).*--batch-tokens"
+        with pytest.raises(RunError, match=said):
             generate_with(**given)
     kept = digests(tmp_path / "out" / "shards")
     assert "unit-00000.arrow" in kept
@@ -143,15 +145,15 @@ def test_out_of_memory_in_the_middle_ends_the_run_and_keeps_finished_shards(
 
 def interrupted(given: dict, monkeypatch) -> None:
     """Run generate until its first unit is finished."""
-    capture = generation_run.capture_unit
+    forwards = capture.unit_forwards
 
-    def stops(target, plan, unit, *rest):
+    def stops(plan, unit, *rest):
         if unit:
             raise KeyboardInterrupt
-        return capture(target, plan, unit, *rest)
+        return forwards(plan, unit, *rest)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(generation_run, "capture_unit", stops)
+        patch.setattr(capture, "unit_forwards", stops)
         generate_with(**given)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-import spec_data.generation.run as generation_run
+from spec_data.generation import capture
 from spec_data.generation.setup import make_plan
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.files import remove
@@ -171,7 +171,7 @@ def test_the_plan_of_a_run_that_captured_nothing_is_replaced(
     target, corpus, tmp_path, monkeypatch, caplog
 ):
     out = tmp_path / "data"
-    monkeypatch.setattr(generation_run, "capture_unit", failing)
+    monkeypatch.setattr(capture, "unit_forwards", failing)
     with pytest.raises(RunError, match="does not fit"):
         run(target, corpus, out, codec="fine")
     monkeypatch.undo()
@@ -186,7 +186,7 @@ def test_the_plan_of_a_run_that_captured_nothing_is_replaced(
 def test_removing_a_plan_is_finished_after_a_crash(target, corpus, tmp_path, monkeypatch, layers):
     """With the new settings, or with the old ones."""
     out = tmp_path / "data"
-    monkeypatch.setattr(generation_run, "capture_unit", failing)
+    monkeypatch.setattr(capture, "unit_forwards", failing)
     with pytest.raises(RunError):
         run(target, corpus, out, codec="fine")
     monkeypatch.undo()

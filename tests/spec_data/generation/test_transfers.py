@@ -7,10 +7,13 @@ import pytest
 import torch
 
 import spec_data.generation.proof as proof_module
+import spec_data.generation.run as generation_run
 from spec_data.capture.backend import ForwardBatch
+from spec_data.generation import capture
 from spec_data.generation.transfers import Arrival, copy_stream, encode_columns, store
 from spec_data.shards.schema import Column
 from spec_data.shards.writer import UnitData
+from tests.gpu.late_device import LateDevice
 from tests.spec_data.runs import digests, run
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.codec_tools import MIXED
@@ -18,44 +21,8 @@ from tests.spec_data.shards.codec_tools import MIXED
 target, corpus = codec_tools.target, codec_tools.corpus
 
 
-class LateStreams:
-    """A queue of copies that runs only when it must: what is read too early is poison."""
-
-    def __init__(self) -> None:
-        self.queue: deque = deque()
-        self.log: list[str] = []
-
-    def after_compute(self):
-        self.log.append("after compute")
-
-    def copy(self, source):
-        into = torch.empty_like(source)
-        into.view(torch.uint8).fill_(0xAB) if source.numel() else None
-        self.queue.append((source, into))
-        return into
-
-    def select(self, source, index):
-        return source[index]
-
-    def mark(self):
-        return _Event(self)
-
-
-class _Event:
-    """Runs the copies that were queued before it was made."""
-
-    def __init__(self, streams):
-        self.streams, self.last = streams, streams.queue[-1] if streams.queue else None
-
-    def synchronize(self):
-        self.streams.log.append("synchronize")
-        while self.last is not None and any(item is self.last for item in self.streams.queue):
-            source, into = self.streams.queue.popleft()
-            into.copy_(source)
-
-
 def test_arrays_are_whole_after_waiting():
-    streams, waiting = LateStreams(), deque()
+    streams, waiting = LateDevice(), deque()
     for step in range(5):
         sent = {
             str(kind): torch.randint(0, 2, (3 + step, 5)).to(kind)
@@ -73,19 +40,60 @@ def test_arrays_are_whole_after_waiting():
             assert torch.equal(again, wanted["odd"][[2, 0]])
 
 
+FORWARD, COPY, STORE = 1.0, 0.02, 0.4
+"""Seconds of a forward, of the copy of a tensor, and of the host's work on what has arrived."""
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A late device that captures."""
+    device, forward, put = LateDevice(COPY), capture.forward_columns, capture.store
+
+    def forward_columns(*given):
+        device.compute(FORWARD)
+        return forward(*given)
+
+    def store_late(arrival, *given):
+        put(arrival, *given)
+        device.host(STORE)
+
+    monkeypatch.setattr(proof_module, "copy_stream", lambda *_: device)
+    monkeypatch.setattr(capture, "forward_columns", forward_columns)
+    monkeypatch.setattr(capture, "store", store_late)
+    return device
+
+
+SMALL = {"batch_tokens": "96", "max_shard_size": "2KB", "max_length": 100}
+
+
 @pytest.mark.parametrize("given", [MIXED, {"supervision": "topk:3", "teacher": "all"}])
-def test_a_late_device_makes_the_same_bytes(target, corpus, tmp_path, monkeypatch, given):
-    """States that escape, sparse columns, several batches of a unit and several units."""
-    small = given | {"batch_tokens": "96", "max_shard_size": "200KB", "max_length": 100}
-    run(target, corpus, tmp_path / "plain", **small)
-    streams = LateStreams()
-    monkeypatch.setattr(proof_module, "copy_stream", lambda *_: streams)
-    run(target, corpus, tmp_path / "late", **small)
+def test_a_late_device_makes_the_same_bytes_and_is_never_idle(
+    target, corpus, tmp_path, given, device
+):
+    """States that escape, sparse columns, and many units, of one forward or several."""
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(proof_module, "copy_stream", lambda *_: None)
+        run(target, corpus, tmp_path / "plain", **given | SMALL)
+    device.__init__(COPY)
+    run(target, corpus, tmp_path / "late", **given | SMALL)
     shards = len(list((tmp_path / "late" / "shards").iterdir()))
-    assert streams.log.count("after compute") > shards and not streams.queue
+    forwards = device.log.count("after compute")
+    assert shards > 8 and forwards < 3 * shards and not device.queue
     # The copies of a batch are queued before the host waits for the batch before it.
-    assert streams.log[:3] == ["after compute", "after compute", "synchronize"]
+    assert device.log[:3] == ["after compute", "after compute", "synchronize"]
+    assert device.idle_share <= 0.02
     assert digests(tmp_path / "plain") == digests(tmp_path / "late")
+
+
+def test_a_queue_that_is_emptied_after_each_unit_would_be_seen(
+    target, corpus, tmp_path, monkeypatch, device
+):
+    def one_by_one(target, plan, units, settings, count):
+        return ((u, capture.capture_unit(target, plan, u, settings, count)) for u in units)
+
+    monkeypatch.setattr(generation_run, "capture_units", one_by_one)
+    run(target, corpus, tmp_path / "late", **MIXED | SMALL)
+    assert device.idle_share > 0.2
 
 
 def test_a_cpu_and_full_logits_move_at_once():

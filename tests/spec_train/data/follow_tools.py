@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_data.generation import run as generation_run
+from spec_data.generation import capture
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
@@ -46,7 +46,7 @@ class Stopped(Exception):
 
 def generate_units(source, out: Path, count: int, **changes) -> None:
     """Generate so many units and die; again: so many more."""
-    original, done = generation_run.capture_unit, []
+    original, done = capture.unit_forwards, []
 
     def dying(*args, **kwargs):
         if len(done) == count:
@@ -55,7 +55,7 @@ def generate_units(source, out: Path, count: int, **changes) -> None:
         return original(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation_run, "capture_unit", dying)
+        patch.setattr(capture, "unit_forwards", dying)
         with contextlib.suppress(Stopped):
             generate_with(**made(source, out, **changes))
 
@@ -80,13 +80,13 @@ GENERATE = """
 import sys, time
 from pathlib import Path
 from spec_data.cli import main
-from spec_data.generation import run as generation_run
-original, gate, held = generation_run.capture_unit, Path(sys.argv[1]), int(sys.argv[2])
-def gated(target, plan, unit, *args, **kwargs):
+from spec_data.generation import capture
+original, gate, held = capture.unit_forwards, Path(sys.argv[1]), int(sys.argv[2])
+def gated(plan, unit, *args):
     while unit >= held and not gate.exists():
         time.sleep(0.01)
-    return original(target, plan, unit, *args, **kwargs)
-generation_run.capture_unit = gated
+    return original(plan, unit, *args)
+capture.unit_forwards = gated
 sys.exit(main(["generate", *sys.argv[3:]]))
 """
 

@@ -11,7 +11,6 @@ import time
 import pytest
 import torch
 
-from spec_data.generation import run as generation_run
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.follow import LEFT_OUT, WORK, FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset
@@ -182,14 +181,14 @@ def test_documents_that_capture_leaves_out_keep_their_place(source, tmp_path, mo
             if broken.get(calls[-1]) == document:
                 found[document] = "non-finite-states"
 
-    capturing = generation_run.capture_unit
+    forwards = capture.unit_forwards
 
-    def numbered(target, plan, unit, *args, **kwargs):
+    def numbered(plan, unit, *args):
         calls.append(unit)
-        return capturing(target, plan, unit, *args, **kwargs)
+        return forwards(plan, unit, *args)
 
     monkeypatch.setattr(capture, "store", find)
-    monkeypatch.setattr(generation_run, "capture_unit", numbered)
+    monkeypatch.setattr(capture, "unit_forwards", numbered)
     data = tmp_path / "data"
     process = threading.Thread(target=lambda: generate_with(**made(source, data)), name="generate")
     process.start()

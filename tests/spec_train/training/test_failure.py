@@ -13,6 +13,7 @@ from spec_train.drafts import DRAFTS
 from spec_train.options.draft_options import draft_options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
+from spec_train.training.run_cost import dry_run
 from tests import factory
 from tests.spec_train.training.tools import change, run
 
@@ -80,3 +81,47 @@ def test_of_a_gradient_that_is_not_finite_the_micro_batch_is_found(config, monke
     with pytest.raises(RunError, match=r"step 2 .*gradient norm is nan.*micro-batch 2 of 2"):
         run(config)
     assert losses[0] == losses[1]
+
+
+TORCH_SAYS = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB. Of the "
+    "allocated memory 70 GiB is allocated by PyTorch. See documentation\nof PyTorch"
+)
+
+
+def fill_memory(monkeypatch, owner, name: str, when=lambda *_: True) -> None:
+    """Let a method meet a full GPU in calls for which `when(*arguments)` holds."""
+    original = getattr(owner, name)
+
+    def call(*given, **options):
+        if when(*given):
+            raise torch.OutOfMemoryError(TORCH_SAYS)
+        return original(*given, **options)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("command", ["fit", "dry-run"])
+def test_full_memory_names_the_shape_that_failed_and_what_helps(config, monkeypatch, command):
+    fill_memory(monkeypatch, DRAFTS["peagle"], "loss", lambda draft, *_: draft.training)
+    options = draft_options("peagle")(depths=2, draft_vocab_size=0, segments=2)
+    with pytest.raises(RunError) as error:
+        if command == "fit":
+            fit("peagle", config, options)
+        else:
+            dry_run("peagle", config, options)
+    text = str(error.value)
+    assert "out of device memory in step 1, with micro-batches of 2 x " in text
+    assert "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB.)" in text
+    assert "--batch-size 1 --accumulation 4 or --gradient-checkpointing or --sharding" in text
+    assert "--segments 4 or a smaller --seq-len" in text
+    assert "expandable_segments:True" in text and "\n" not in text
+
+
+def test_full_memory_outside_a_step_says_where(config, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(RunError, match=r"in the validation or the"):
+        fill_memory(patch, DRAFTS["eagle3"], "loss", lambda draft, *_: not draft.training)
+        run(config)
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="memory in the set-up"):
+        fill_memory(patch, DRAFTS["eagle3"], "build")
+        run(config)

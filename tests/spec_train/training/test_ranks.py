@@ -1,18 +1,23 @@
 """Several processes: their optimizer step equals the step of one process."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.splits import make_splits
+from spec_train.training import ranks
 from spec_train.training.ranks import Ranks
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
@@ -187,3 +192,54 @@ def test_a_launcher_that_does_not_say_the_rank_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="RANK or MASTER_ADDR is not set"):
         Ranks()
+
+
+class PretendedGpus:
+    """What NCCL and CUDA would be asked by rank 0 of 4, whose launcher shows it `visible` GPUs."""
+
+    def __init__(self, monkeypatch, visible: int, others: list[str], local: int = 3) -> None:
+        self.used: list[torch.device] = []
+        self.group: dict = {}
+        names = {"RANK": 0, "LOCAL_RANK": local, "WORLD_SIZE": 4, "MASTER_ADDR": "localhost"}
+        for name, value in names.items():
+            monkeypatch.setenv(name, str(value))
+        store = dist.HashStore()
+        for rank, uuid in enumerate(others, 1):
+            store.set(f"messages/1/{rank}", json.dumps(f"GPU {uuid} of {socket.gethostname()}"))
+        monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(store, 0, 4)]))
+        monkeypatch.setattr(dist, "init_process_group", self._init)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+        monkeypatch.setattr(torch.cuda, "set_device", self.used.append)
+        properties = SimpleNamespace(uuid="d")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setattr(Ranks, "_watch", lambda *_: None)
+
+    def _init(self, backend: str, **options) -> None:
+        self.group = {"backend": backend, **options}
+
+
+@pytest.mark.parametrize(("visible", "used"), [(1, 0), (4, 3)])
+def test_each_process_uses_its_own_gpu_even_if_it_sees_no_other(monkeypatch, visible, used):
+    """As with SLURM's --gpus-per-task, where every process calls its GPU number 0."""
+    gpus = PretendedGpus(monkeypatch, visible, ["a", "b", "c"])
+    assert Ranks("cuda").device == torch.device("cuda", used)
+    assert gpus.used == [torch.device("cuda", used)]
+    assert gpus.group["device_id"] == torch.device("cuda", used)
+    assert gpus.group["timeout"].total_seconds() == ranks.WAIT_SECONDS
+    assert gpus.group["backend"] == "nccl"
+
+
+def test_two_processes_on_one_gpu_are_refused(monkeypatch):
+    """Each sees one GPU, but it is the same one: NCCL would say so less clearly, or hang."""
+    gpus = PretendedGpus(monkeypatch, 1, ["a", "d", "c"])
+    with pytest.raises(
+        ConfigError, match=r"ranks 0 and 2 share GPU d of .*: start one process per"
+    ):
+        Ranks("cuda")
+    assert not gpus.group
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    PretendedGpus(monkeypatch, 2, ["a", "b", "c"])
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK is 3 .*, but only 2 GPUs are visible"):
+        Ranks("cuda")

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,6 +39,16 @@ def test_a_tracker_that_is_not_installed_is_named(config, monkeypatch):
         run(change(config, track="wandb"))
     with pytest.raises(ConfigError, match=r"--track abacus: unknown; known: .*tensorboard"):
         run(change(config, track="abacus"))
+
+
+def test_gpus_that_accelerate_refuses_are_an_error_for_users(config, monkeypatch):
+    """Several GPUs of the RTX 40 series with an old driver, under torchrun."""
+    accelerate = pytest.importorskip("accelerate.tracking")
+    monkeypatch.setattr(accelerate, "_available_trackers", ["tensorboard"])
+    refusal = NotImplementedError("Using RTX 4000 series doesn't support P2P or IB.\nMore")
+    monkeypatch.setattr("accelerate.Accelerator", Mock(side_effect=refusal))
+    with pytest.raises(ConfigError, match=r"--track tensorboard: .*RTX 4000.*NCCL_P2P_DISABLE=1"):
+        run(change(config, track="tensorboard"))
 
 
 def test_trackers_get_the_numbers_of_every_line(config, monkeypatch):
