@@ -21,7 +21,7 @@ examples, in the order in which they are run:
   spec-data verify data/qwen3-8b --target Qwen/Qwen3-8B --samples 32
   spec-data inspect data/qwen3-8b --doc 0
 
-Every command prints the next one. spec-data COMMAND -h shows its first options, --help-all all.
+Most commands name the next one. spec-data COMMAND -h shows its first options, --help-all all.
 """
 
 

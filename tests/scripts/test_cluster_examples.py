@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import spec_train.cli
 from spec_data.cli import PROGRAM
 from spec_data.generation.workers import launched_worker
 from tests.terminal_tools import flags_of
@@ -20,6 +21,9 @@ def check(words: list[str]) -> None:
     """Check the options of a command line."""
     words = [part for word in words for part in word.split("=", 1)]
     used = {word for word in words if word.startswith("--")}
+    if words[0] == "fit":
+        assert used <= set(flags_of(spec_train.cli.PROGRAM.entries[words[0], words[1]])), words
+        return
     assert used <= set(flags_of(PROGRAM.entries[words[0],])), words
     if words[0] == "generate":
         assert words[words.index("--workers") + 1].startswith("auto")
@@ -27,9 +31,9 @@ def check(words: list[str]) -> None:
 
 @pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
 def test_the_commands_of_a_script_parse(file):
-    text = file.read_text()
+    text = file.read_text().replace("\\\n", " ")
     subprocess.run(["bash", "-n", file], check=True)
-    commands = re.findall(r"^(?:srun .*?)?(spec-data .*)$", text, re.M)
+    commands = re.findall(r"^(?:srun .*?)?(spec-data .*|spec_train .*?)'?$", text, re.M)
     assert commands
     for command in commands:
         words = shlex.split(re.sub(r"\$\{?\w+(:-([^}]*))?\}?", r"x\2", command))
@@ -55,5 +59,7 @@ def test_the_page_names_flags_that_exist_and_every_example():
     for file in (*SCRIPTS, *(DOCS / "examples").glob("*.yaml")):
         assert f"(examples/{file.name})" in page
     flags = set().union(*map(flags_of, PROGRAM.entries.values()))
-    launchers = {"--nproc-per-node", "--no-python"}
+    flags |= set(flags_of(spec_train.cli.PROGRAM.entries["fit", "eagle3"]))
+    launchers = {"--nproc-per-node", "--no-python", "--nnodes", "--node-rank"}
+    launchers |= {"--master-addr", "--master-port"}
     assert set(re.findall(r"--[a-z][a-z-]+", page)) - launchers <= flags

@@ -1,0 +1,49 @@
+"""Pages that are made from functions or from other packages: commands, and moving from others."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts import peer_options
+from scripts.reference import api_pages, command_pages, command_table
+from spec_data import __all__ as of_data
+from spec_train import __all__ as of_train
+from tests.terminal_tools import flags_of
+from tests.test_failures_page import tables
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_table_of_commands_is_that_of_the_functions() -> None:
+    assert command_table() in (DOCS / "commands.md").read_text(encoding="utf-8")
+
+
+def test_the_reference_has_every_option_and_every_public_name() -> None:
+    from scripts.reference import PROGRAMS
+
+    pages = "\n".join(command_pages())
+    for program in PROGRAMS:
+        for chain, entry in program.entries.items():
+            section = pages.partition(f"## {program.name} {' '.join(chain)}\n")[2]
+            section = section.partition("\n## ")[0]
+            for flag in {*flags_of(entry)} - {f"--{n}" for n in entry.positional()}:
+                assert flag in section, (chain, flag)
+    named = re.findall(r"^## \w+\.(\w+)$", "\n".join(api_pages()), re.M)
+    assert sorted(named) == sorted([*of_data, *of_train])
+
+
+@pytest.mark.parametrize("peer", ["SpecForge", "speculators"])
+def test_names_of_other_trainers_are_those_of_their_packages(peer: str) -> None:
+    record = json.loads(peer_options.RECORD.read_text(encoding="utf-8"))[peer]
+    assert record["package"] == peer_options.PACKAGES[peer]
+    assert f"`{record['package']}`" in (DOCS / "moving.md").read_text(encoding="utf-8")
+    told = [
+        name
+        for header, *rows in tables("moving.md")
+        for row in rows
+        for name in re.findall(r"`([^`]+)`", row[header.index(peer)])
+    ]
+    assert len(told) > 15
+    assert set(told) <= set(record["names"]), set(told) - set(record["names"])
