@@ -1,0 +1,194 @@
+"""Write the figures of README and docs from the results of evidence.py, and the picture.
+
+A block of a page that begins with `<!-- evidence: NAME -->` and ends with `<!-- end -->` holds what
+`BLOCKS[NAME]` makes of the results, and nothing else; a test compares them. `--write` renews all
+blocks and docs/evidence/lengths.svg.
+"""
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "evidence"
+DRAFTS = {
+    "eagle": "EAGLE-1/2",
+    "eagle3": "EAGLE-3",
+    "peagle": "P-EAGLE",
+    "dspark": "DSpark",
+    "dflash": "DFlash",
+    "speculators-eagle3": "EAGLE-3, trained by speculators 0.9",
+}
+COLORS = dict(
+    zip(DRAFTS, ("#8c564b", "#1f77b4", "#9467bd", "#d62728", "#2ca02c", "#1f77b4"), strict=True)
+)
+BLOCK = re.compile(r"(<!-- evidence: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+Results = Mapping[str, Any]
+
+
+def read_results(folder: Path = RESULTS) -> Results:
+    """Return every result by the name of its file."""
+    return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+
+
+def runs_of(results: Results) -> dict[str, list[Any]]:
+    """Return the decoded runs of each draft, in the order of DRAFTS and of their seeds."""
+    runs: dict[str, list[Any]] = {draft: [] for draft in DRAFTS}
+    for result in results.values():
+        if "decoded" in result:
+            runs[result["draft"]].append(result)
+    return {d: sorted(some, key=lambda run: run["seed"]) for d, some in runs.items() if some}
+
+
+def lengths(results: Results) -> str:
+    """A row for each draft: lengths of real decoding at its last checkpoint, in all and by kind."""
+    runs = runs_of(results)
+    kinds = list(next(iter(runs.values()))[0]["decoded"][-1]["kinds"])
+    names = (
+        "draft",
+        "tokens trained",
+        "acceptance length",
+        *kinds,
+        "same output",
+        "modelled",
+        "here",
+    )
+    lines = [row(names), row(("---", *["--:"] * (len(names) - 1)))]
+    for draft, some in runs.items():
+        last = [run["decoded"][-1] for run in some]
+        length = f"**{mean(last, 'length'):.2f}** "
+        if len(last) > 1:
+            values = [point["length"] for point in last]
+            length += f"({min(values):.2f} to {max(values):.2f}, {len(values)} seeds)"
+        else:
+            low, high = last[0]["interval"]
+            length += f"({low:.2f} to {high:.2f})"
+        same = sum(point["identical"] + point["ties"] for point in last)
+        cells = (
+            DRAFTS[draft],
+            f"{last[0]['tokens']:,}",
+            length,
+            *(f"{statistics.mean(p['kinds'][kind]['length'] for p in last):.2f}" for kind in kinds),
+            f"{same}/{sum(point['responses'] for point in last)}",
+            f"{statistics.mean(map(modelled, last)):.2f}x",
+            f"{mean(last, 'speedup'):.2f}x",
+        )
+        lines.append(row(cells))
+    return "\n".join([*lines, "", rising(runs)])
+
+
+def row(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def mean(points: list[Any], name: str) -> float:
+    return statistics.mean(point[name] for point in points)
+
+
+def modelled(point: Mapping[str, Any]) -> float:
+    """The speed-up where a verification costs one pass of the target, and drafts cost as here."""
+    return float(point["length"] / (1 + point["passes"] * point["cost_ratio"]))
+
+
+def rising(runs: Mapping[str, list[Any]]) -> str:
+    """Say which drafts still gained in the last part of their training."""
+    still = [
+        DRAFTS[draft] for draft, some in runs.items() if statistics.mean(map(gain, some)) > 0.01
+    ]
+    fifth = "in the last fifth of the tokens, on held-out documents"
+    if not still:
+        return f"No length rose by more than 1 % {fifth}."
+    return f"Still rising by more than 1 % {fifth}: {', '.join(still)}."
+
+
+def gain(run: Mapping[str, Any]) -> float:
+    """By what share the length grew in the last fifth of a run; 0 without a curve."""
+    curve = run["curve"]
+    before = [point for point in curve if point["tokens"] <= 0.81 * curve[-1]["tokens"]]
+    return float(curve[-1]["length"] / before[-1]["length"] - 1) if before else 0.0
+
+
+def capture(results: Results) -> str:
+    """One line: what was captured, for all drafts at once."""
+    answers, data = results["answers"], results["dataset"]
+    totals = data["totals"]
+    per_token = totals["bytes"] / totals["tokens"]
+    return (
+        f"{answers['written']:,} answers of {answers['tokens']:,} tokens, captured once for every "
+        f"draft: {totals['tokens']:,} tokens, {totals['bytes'] / 1e6:,.0f} MB, {per_token:,.0f} "
+        f"bytes per token ({len(data['layers'])} layers and the final states)."
+    )
+
+
+BLOCKS: dict[str, Callable[[Results], str]] = {"lengths": lengths, "capture": capture}
+
+
+def renewed(page: str, results: Results) -> str:
+    """Return a page with every block as the results say."""
+    return BLOCK.sub(lambda m: f"{m[1]}{BLOCKS[m[2]](results)}\n{m[3]}", page)
+
+
+def pages() -> list[Path]:
+    """README and docs."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def draw(results: Results, file: Path) -> None:
+    """Draw the lengths over tokens trained: lines are simulated on held-out documents, dots real.
+
+    A line is the mean of a draft's seeds, its band their range; lines of other trainers are dotted.
+    """
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "evidence", "font.size": 10})
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
+    for draft, runs in runs_of(results).items():
+        color, dotted = COLORS[draft], draft.startswith("speculators")
+        points = [[point["length"] for point in run["curve"]] for run in runs]
+        tokens = [point["tokens"] / 1000 for point in runs[0]["curve"]]
+        if points[0]:
+            middle = [statistics.mean(values) for values in zip(*points, strict=True)]
+            axes.plot(tokens, middle, color=color, label=DRAFTS[draft], linestyle="-")
+            low, high = (list(map(f, zip(*points, strict=True))) for f in (min, max))
+            axes.fill_between(tokens, low, high, color=color, alpha=0.15, linewidth=0)
+        for number, run in enumerate(runs):
+            real = [(point["tokens"] / 1000, point["length"]) for point in run["decoded"]]
+            label = DRAFTS[draft] if dotted and not number else None
+            style = ":" if dotted else "None"
+            axes.plot(
+                *zip(*real, strict=True), "o", color=color, linestyle=style, label=label, ms=4
+            )
+    axes.set(xlabel="thousand tokens trained", ylabel="acceptance length")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(file, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Print every block, or write all of them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="what evidence.py wrote")
+    parser.add_argument("--write", action="store_true", help="renew the blocks and the figure")
+    options = parser.parse_args()
+    results = read_results(options.results)
+    if not options.write:
+        print("\n\n".join(f"{name}\n\n{block(results)}" for name, block in BLOCKS.items()))
+        return
+    draw(results, options.results / "lengths.svg")
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if (new := renewed(text, results)) != text:
+            page.write_text(new, encoding="utf-8")
+            print(f"renewed {page}")
+
+
+if __name__ == "__main__":
+    main()

