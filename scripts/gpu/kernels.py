@@ -11,8 +11,8 @@ from gpu.bench import Bench
 from gpu.target import dataset_of
 from spec_data.shards.codecs import Basis, bf16_bits, decode, encode_tensors
 from spec_data.shards.shard import CodedRows, StoredRows
-from spec_train.attention.flex import Case, flex_works
-from spec_train.attention.unrolled import default_backend, unrolled_case
+from spec_train.attention.flex import Case
+from spec_train.attention.masked import default_backend, small_case
 from spec_train.data.mixture import open_documents
 from spec_train.data.splits import make_splits
 from spec_train.data.stream import BatchStream, BufferOptions
@@ -77,21 +77,18 @@ def _codec(bench: Bench, values: torch.Tensor) -> tuple[bool, dict[str, Any]]:
 
 
 def prove_kernels(bench: Bench) -> None:
-    """Try flex_attention and both kernels of the unroll, by head size and dtype."""
+    """Try flex_attention and the kernel of chunks, by head size and dtype."""
+    device = torch.device(bench.device)
     low, wide = torch.bfloat16, torch.float32
     cases = [(128, low), (96, low), (80, low), (128, wide)] if bench.on_gpu else [(16, wide)]
     for size, dtype in cases:
         for backend in ("merged", "flex") if bench.on_gpu else ("merged",):
-            case = partial(unrolled_case, backend, bench.device, dtype, size)
-            name = f"unroll {backend} {str(dtype)[6:]} {size}"
+            case = partial(small_case, backend, device, dtype, (4, 2, size))
+            name = f"{backend} {str(dtype)[6:]} {size}"
             bench.attempt("kernels", name, lambda case=case: _judged(case()))
-        chosen = default_backend(bench.device, dtype, size)
+        chosen = default_backend(device, dtype, (4, 2, size))
         name = f"chosen for {str(dtype)[6:]} {size}"
         bench.row("kernels", name, chosen != "dense", backend=chosen)
-    for size in (128, 96) if bench.on_gpu else ():
-        bench.attempt(
-            "kernels", f"flex_attention {size}", lambda s=size: (flex_works("cuda", s), {})
-        )
 
 
 def _judged(case: Case) -> tuple[bool, dict[str, Any]]:

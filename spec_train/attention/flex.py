@@ -2,19 +2,24 @@
 
 Inductor pads head sizes to powers of two itself. Whether its kernels build on this machine
 (compiler, driver, enough shared memory for a head size) and are right is tried once, on a small
-case forward and backward, so that training does not fail in the middle.
+case forward and backward, so that training does not fail in the middle (`masked.default_backend`).
 """
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from spec_data.shards.errors import RunError
+from spec_train.attention.masks import AttentionMask, seen_between
 
 # -- trial -----------------------------------------------------------------------------------------
 # Trials: is a kernel right on this machine? A small case, compared with the formula written out.
@@ -82,21 +87,69 @@ def tried(name: str, make: Callable[[], Case]) -> bool:
     return False
 
 
+# -- masks -----------------------------------------------------------------------------------------
+
+
+BLOCK = 128  # queries, and keys, of a block of flex_attention
+
+
+def flex_mask(mask: AttentionMask) -> BlockMask:
+    """Return the blocks of keys that a block of queries sees in part, and those that it sees all.
+
+    They come from the ends of the spans. `create_block_mask` gives the same, from a table of every
+    query and key. Blocks are two at least each way: a size of one would be compiled by itself.
+    """
+    seen, ends = seen_keys(mask), mask.ends.int().movedim(-1, 0).contiguous().unbind()
+
+    def sees(pack: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return seen_between(key, *(end[pack, query] for end in ends))
+
+    def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how many blocks each row [B, 1, R] has, and which: they come first in a row."""
+        row = blocks[:, None].int()
+        order = torch.argsort(row, dim=-1, descending=True, stable=True)
+        return row.sum(-1).int(), order.int()
+
+    return BlockMask.from_kv_blocks(
+        *ordered((seen > 0) & (seen < BLOCK**2)),
+        *ordered(seen == BLOCK**2),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(mask.ends.shape[1], mask.keys),
+    )
+
+
+def seen_keys(mask: AttentionMask) -> Tensor:
+    """Return how many pairs of a query and a key each block has in the mask, int64 [B, R, C]."""
+    batch, queries, _ = mask.ends.shape
+    rows, columns = (max(2, -(-count // BLOCK)) for count in (queries, mask.keys))
+    first, last = mask.ends[..., ::2], mask.ends[..., 1::2]  # [B, Q, 2]
+    # A span is the keys from `first` on, less those from `stop` on. Keys from an edge on are
+    # counted where they begin: in its block those after it, in the next block the others.
+    changes = first.new_zeros(batch, rows, columns + 2)
+    for edge, sign in ((first, 1), (torch.maximum(first, last + 1), -1)):
+        edges = F.pad(edge, (0, 0, 0, rows * BLOCK - queries)).view(batch, rows, -1)
+        block, before = edges // BLOCK, edges % BLOCK
+        changes.scatter_add_(-1, block, sign * (BLOCK - before))
+        changes.scatter_add_(-1, block + 1, sign * before)
+    return changes.cumsum(-1)[..., :columns]
+
+
 # -- flex ------------------------------------------------------------------------------------------
 
 
 LEAST_SIZE = 16
 """The smallest head size that a matrix product of Triton accepts."""
+COMPILED = ("cuda",)
+"""Kinds of devices on which flex_attention is compiled."""
+COMPILER = "inductor"
+GRAPHS = 64
+"""Graphs that a process may compile: four of a draft (one pack or several, with gradients or not),
+for each dtype, head size and number of heads."""
 
 
-@cache
-def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=True)
-
-
-def flex(q: Tensor) -> Any:
-    """Return flex_attention for the device of `q`: compiled for CUDA."""
-    return _compiled() if q.is_cuda else flex_attention
+class GraphLimitError(RunError):
+    """flex_attention would be compiled again and again, and then run without being compiled."""
 
 
 def flex_problem(dtype: torch.dtype, head_dim: int) -> str | None:
@@ -106,33 +159,77 @@ def flex_problem(dtype: torch.dtype, head_dim: int) -> str | None:
     return "no kernel for float64" if dtype == torch.float64 else None
 
 
+def flex(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend; return the heads [B, h, Q, d] and the log-sum-exp of the scores [B, h, Q]."""
+    call: Any = _compiled() if q.device.type in COMPILED else flex_attention
+    # One memory layout, no views and no autocast, so that one graph serves all calls.
+    q, k, v = (_NoView.apply(x.transpose(1, 2).contiguous().transpose(1, 2)) for x in (q, k, v))
+    with torch.autocast(q.device.type, dtype=torch.bfloat16, enabled=False):
+        aux = AuxRequest(lse=True)
+        out, stats = call(q, k, v, block_mask=blocks, scale=scale, enable_gqa=True, return_aux=aux)
+    return out, stats.lse
+
+
+class _NoView(torch.autograd.Function):
+    """The same memory as a tensor that is no view: graphs depend on what a view is a view of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
 @cache
-def flex_works(device_type: str, head_dim: int) -> bool:
-    """Return whether compiled flex_attention and its gradient are right here, for a head size.
+def _compiled() -> "_Compiled":
+    return _Compiled()
 
-    Tried in float32 and in bfloat16, whichever a run uses.
+
+class _Compiled:
+    """flex_attention compiled for any sizes; it is an error if it cannot be, or too often."""
+
+    def __init__(self) -> None:
+        self.graphs = 0  # compiled so far
+        # of torch's own look at inputs that it compiles for
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        self._call = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=COMPILER)
+
+    def __call__(self, q: Tensor, *rest: Any, **options: Any) -> Any:
+        from torch._dynamo.exc import FailOnRecompileLimitHit
+        from torch._dynamo.utils import counters
+
+        before = counters["stats"]["unique_graphs"]
+        try:
+            with _settings():
+                return self._call(q, *rest, **options)
+        except FailOnRecompileLimitHit as problem:
+            raise GraphLimitError(
+                f"flex_attention was compiled {self.graphs} times in this process, and tensors of "
+                f"another kind came: {list(q.shape)}, {q.dtype}. TORCH_LOGS=recompiles names what "
+                "differs; use fewer drafts or dtypes in one process"
+            ) from problem
+        finally:
+            more = counters["stats"]["unique_graphs"] - before
+            self.graphs += more
+            if more:
+                packs = "one pack" if len(q) == 1 else "several packs"
+                mode = "with gradients" if q.requires_grad else "without gradients"
+                kind = f"{q.dtype}, head size {q.shape[3]}, {packs}, {mode}"
+                log.info("flex_attention: graph %d compiled (%s)", self.graphs, kind)
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    """Set what tracing reads: sizes that happen to be equal stay apart; DDP does not cut graphs.
+
+    (DDP's own cuts refuse flex_attention.)
     """
-    if device_type != "cuda" or flex_problem(torch.float32, head_dim):
-        return False
-    kinds = torch.float32, torch.bfloat16
-    return all(tried("flex_attention", partial(_case, head_dim, dtype)) for dtype in kinds)
+    from torch._dynamo import config
+    from torch.fx.experimental import _config
 
-
-def _case(head_dim: int, dtype: torch.dtype, device: str = "cuda") -> Case:
-    """Return a small causal case with grouped heads: outputs and gradients, and the true ones."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def draw(heads: int) -> Tensor:
-        shape = 1, heads, 200, head_dim
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_()
-
-    inputs = q, k, v = draw(2), draw(1), draw(1)
-    causal = create_block_mask(lambda b, h, i, j: i >= j, 1, None, 200, 200, device=device)
-    scale = head_dim**-0.5
-    result = flex(q)(
-        q, k, v, block_mask=causal, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
-    )
-    unseen = torch.ones(200, 200, dtype=torch.bool, device=device).triu(1)
-    scores = (q.float() @ k.float().mT * scale).masked_fill(unseen, float("-inf"))
-    expected = scores.softmax(-1) @ v.float(), scores.logsumexp(-1)
-    return Case(inputs, (result[0], result[1].lse), expected)
+    shapes: Any = _config
+    tracing = config.patch(recompile_limit=GRAPHS, optimize_ddp=False)
+    with tracing, shapes.patch(use_duck_shape=False):
+        yield

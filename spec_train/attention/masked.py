@@ -11,7 +11,7 @@ One softmax runs over both.
   called with the merged output and the merged log-sum-exp, and recomputes the joint probabilities.
   (Autograd would save keys, values and a float copy of the table of every chunk: Q x T numbers.)
 - "flex": flex_attention, which evaluates the mask and skips parts that no query sees, without a
-  Q x T table; its log-sum-exp has a gradient. The default where its compiled form works (flex.py).
+  Q x T table; its log-sum-exp has a gradient (flex.py).
 
 B packs, Q queries, T keys, h / g query / key-value heads, d head size, s steps of a diagonal.
 """
@@ -20,15 +20,15 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
-from spec_train.attention.flex import flex, flex_works
+from spec_train.attention import flex as compiling
+from spec_train.attention.flex import Case, flex, flex_mask, flex_problem, tried
 from spec_train.attention.masks import AttentionMask
 from spec_train.attention.plain import repeat_heads
 
@@ -40,14 +40,6 @@ CHUNK_ON_DEVICES = 1024  # a GPU needs more of them to be busy; their bias is 8 
 
 Diagonal = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of the later steps, oldest first, each [B, g, Q, d]: one per query and step."""
-
-
-@cache
-def default_backend(device_type: str, head_dim: int) -> str:
-    """Return the back end for a device and head size; decided once and logged."""
-    backend = "flex" if flex_works(device_type, head_dim) else "merged"
-    log.info("draft attention on %s, head_dim %d: %s", device_type, head_dim, backend)
-    return backend
 
 
 # -- lse kernels -----------------------------------------------------------------------------------
@@ -178,16 +170,15 @@ def _chunks(mask: AttentionMask) -> tuple[Chunk, ...]:
     count = mask.ends.shape[1]
     size = CHUNK if mask.ends.device.type == "cpu" else CHUNK_ON_DEVICES
     parts = [slice(i, min(i + size, count)) for i in range(0, count, size)]
-    ends = torch.cat([mask.ends[..., :2], mask.ends[..., 2:] + mask.common], dim=-1)
     # [B, Q, 2] each, of both spans; an empty span does not widen that of the chunk
-    low, high = ends[..., ::2], ends[..., 1::2]
+    low, high = mask.ends[..., ::2], mask.ends[..., 1::2]
     empty = high < low
     low, high = low.masked_fill(empty, mask.keys), high.masked_fill(empty, -1)
     edges = [torch.stack([low[:, p].amin(1), high[:, p].amax(1)], dim=-1) for p in parts]
     chunks = []  # edges: per chunk [B, 2, 2], first and last key of both spans
     for part, packs in zip(parts, torch.stack(edges).tolist(), strict=True):
         for pack, bounds in enumerate(packs):
-            rows = ends[pack, part]  # [queries, 4]
+            rows = mask.ends[pack, part]  # [queries, 4]
             spans = [
                 (slice(start, end + 1), rows[:, 2 * i : 2 * i + 2])
                 for i, (start, end) in enumerate(bounds)
@@ -210,25 +201,12 @@ class Attending:
     prepared: Any = None  # merged: tuple of Chunk; flex: BlockMask
 
     @classmethod
-    def prepare(cls, mask: AttentionMask, head_dim: int, backend: str = "auto") -> "Attending":
-        """Prepare a mask for a back end, one of `BACKENDS`; "auto" takes `default_backend`."""
-        device = mask.ends.device.type
-        if backend == "auto":
-            backend = default_backend(device, head_dim)
+    def prepare(cls, mask: AttentionMask, backend: str) -> "Attending":
+        """Prepare a mask for a back end, one of `BACKENDS`."""
         if backend not in BACKENDS:
             raise ValueError(f"backend = {backend!r}: choose from {', '.join(BACKENDS)}")
-        if backend == "dense":
-            return cls(backend, mask)
-        if backend == "merged":
-            return cls(backend, mask, _chunks(mask))
-
-        def mask_mod(pack: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return mask.sees(pack, query, key)
-
-        batch, queries = mask.ends.shape[:2]
-        return cls(
-            backend, mask, create_block_mask(mask_mod, batch, None, queries, mask.keys, device)
-        )
+        prepared = {"merged": _chunks, "flex": flex_mask}.get(backend)
+        return cls(backend, mask, prepared and prepared(mask))
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: Diagonal = ()
@@ -273,15 +251,12 @@ def _flex(
     q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: Diagonal, block_mask: Any
 ) -> Tensor:
     """Attend with flex_attention, merged with the diagonal."""
-    aux = AuxRequest(lse=True)
-    out, stats = flex(q)(
-        q, k, v, block_mask=block_mask, scale=scale, enable_gqa=True, return_aux=aux
-    )
+    out, first = flex(q, k, v, block_mask, scale)
     if not diagonal:
         return out
-    own_scores = _own_scores(q, diagonal, scale).to(stats.lse.dtype)  # [B, h, Q, s]
-    lse = torch.logaddexp(stats.lse, own_scores.logsumexp(-1))  # [B, h, Q], of all keys together
-    out = out * torch.exp(stats.lse - lse)[..., None].to(out.dtype)
+    own_scores = _own_scores(q, diagonal, scale).to(first.dtype)  # [B, h, Q, s]
+    lse = torch.logaddexp(first, own_scores.logsumexp(-1))  # [B, h, Q], of all keys together
+    out = out * torch.exp(first - lse)[..., None].to(out.dtype)
     return _add_own(out, torch.exp(own_scores - lse[..., None]).to(out.dtype), diagonal)
 
 
@@ -375,3 +350,74 @@ class _MergedAttention(torch.autograd.Function):
                 d_flat.append((score * _grouped(q, key)).sum(2))
                 d_flat.append((_grouped(share[..., None], value) * _grouped(grad, value)).sum(2))
         return dq, dk, dv, None, None, *d_flat
+
+
+# -- back end --------------------------------------------------------------------------------------
+# On a CPU it is "merged". On a GPU it is the first of "flex" and "merged" that a trial shows to be
+# right, in the dtype of the run. "dense", which holds Q x T scores, remains for float64 on a GPU,
+# and where both kernels fail there; the log then says so.
+
+
+@cache
+def default_backend(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> str:
+    """Return the back end for `heads`, (h, g, d); decided once and logged."""
+    head_dim = heads[2]
+    flex = device.type in compiling.COMPILED and flex_problem(dtype, head_dim) is None
+    candidates = ["flex"] * flex + ["merged"] * (dtype in kernel_dtypes(device.type))
+    backend = next((b for b in candidates if _serves(b, device, dtype, heads)), "dense")
+    log.info("draft attention on %s, %s, head size %d: %s", device, dtype, head_dim, backend)
+    if backend == "dense" and device.type != "cpu":
+        log.warning(
+            "no attention kernel for %s and head size %d here: every layer and step holds a score "
+            "for each query and key; shorten --seq-len if memory does not suffice",
+            dtype,
+            head_dim,
+        )
+    return backend
+
+
+def _serves(
+    backend: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]
+) -> bool:
+    """Whether a back end is right here; that of CPUs is part of torch and proven by tests."""
+    if backend == "merged" and device.type == "cpu":
+        return True
+    case = partial(small_case, backend, device, dtype, heads)
+    return tried(f"draft attention ({backend}, {dtype}, head size {heads[2]})", case)
+
+
+def small_case(
+    backend: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]
+) -> Case:
+    """Return a small case: a back end's heads, and those of "dense" in float32.
+
+    Two packs; documents that end inside a pack; slots that are no query; two spans of keys; two
+    later steps.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    number, groups, head_dim = heads
+
+    def draw(count: int, slots: int) -> Tensor:
+        shape = 2, count, slots, head_dim
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_()
+
+    width, more = 200, 50  # keys of documents, and further ones
+    ends = torch.tensor([[90], [150]], device=device)  # of the first document of each pack
+    active = torch.arange(width, device=device)[None, 1::3].expand(2, -1)  # [2, Q]
+    own = width + active % more
+    spans = [torch.where(active < ends, 0, ends), active, own, own]
+    mask = AttentionMask(width + more, torch.stack(spans, dim=-1))
+    inputs = [draw(number, active.shape[1]), *(draw(groups, mask.keys) for _ in range(2))]
+    inputs += [draw(groups, active.shape[1]) for _ in range(4)]
+
+    def heads_of(kind: str, tensors: list[Tensor]) -> Tensor:
+        q, k0, v0, *flat = tensors
+        diagonal = list(zip(flat[::2], flat[1::2], strict=True))
+        return Attending.prepare(mask, kind)(q, k0, v0, head_dim**-0.5, diagonal)
+
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    return Case(
+        inputs,
+        [heads_of(backend, inputs)],
+        [heads_of("dense", [x.to(exact) for x in inputs])],
+    )

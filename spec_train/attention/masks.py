@@ -1,8 +1,8 @@
 """Which keys a query may see: one function per draft algorithm.
 
-A mask is a few numbers per query, so that every attention back end can use it: as a boolean table,
-as chunks of queries with the keys that they see, or as the `mask_mod` of flex_attention, which
-never builds the table. Padding (document id -1) counts as one more document: every query sees at
+A mask is four numbers per query, so that every attention back end can use it: as a boolean table,
+as chunks of queries with the keys that they see, or as the blocks of flex_attention, which needs no
+table. Padding (document id -1) counts as one more document: every query sees at
 least one key, and no real token sees padding.
 
 A layer with a window of W sees the last W positions: a query at position p sees keys at positions
@@ -21,32 +21,32 @@ from spec_data.shards.packing import PADDING
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The keys that each query sees: one or two spans.
+    """The keys that each query sees: two spans without a common key.
 
-    The first `common` keys can be seen by queries of several blocks or chains; the others belong to
-    one each. A span whose last key is before its first one is empty.
+    The first is of keys that queries of several blocks or chains see, the second of those of its
+    own. A span whose last key is before its first one is empty.
     """
 
     keys: int  # T
-    common: int
-    ends: Tensor  # int64 [B, Q, 4]: first and last common key, and of the others, counted from 0
-
-    def sees(self, pack: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether a query sees a key; the indices, int64, broadcast together."""
-        ends, deeper = [x[pack, query] for x in self.ends.unbind(-1)], key - self.common
-        return ((key >= ends[0]) & (key <= ends[1])) | ((deeper >= ends[2]) & (deeper <= ends[3]))
+    ends: Tensor  # int64 [B, Q, 4]: first and last key of the one span, and of the other
 
     def dense(self) -> Tensor:
         """Return the table, bool [B, 1, Q, T]."""
-        batch, queries, device = *self.ends.shape[:2], self.ends.device
-        pack, query, key = (torch.arange(n, device=device) for n in (batch, queries, self.keys))
-        return self.sees(pack[:, None, None], query[:, None], key)[:, None]
+        key = torch.arange(self.keys, device=self.ends.device)
+        return seen_between(key, *self.ends[..., None].unbind(-2))[:, None]
+
+
+def seen_between(
+    key: Tensor, first: Tensor, last: Tensor, other_first: Tensor, other_last: Tensor
+) -> Tensor:
+    """Return whether keys are in one of two spans; the arguments broadcast together."""
+    return ((key >= first) & (key <= last)) | ((key >= other_first) & (key <= other_last))
 
 
 def span_mask(first: Tensor, last: Tensor, keys: int) -> AttentionMask:
     """Each query sees the keys `first` to `last`, int64 [B, Q] each."""
     nothing = torch.zeros_like(last)
-    return AttentionMask(keys, keys, torch.stack([first, last, nothing, nothing - 1], dim=-1))
+    return AttentionMask(keys, torch.stack([first, last, nothing, nothing - 1], dim=-1))
 
 
 def causal_mask(document_ids: Tensor, window: int | None = None) -> AttentionMask:
@@ -107,11 +107,11 @@ def parallel_mask(
     ends = (
         *(first, index.masked_fill(padding, -1)),
         *(
-            torch.where(padding, first_deeper, chain),
-            torch.where(first_deeper < 0, -1, first_deeper),
+            shallow + torch.where(padding, first_deeper, chain),
+            shallow + first_deeper.clamp_min(-1),
         ),
     )
-    return AttentionMask(count, shallow, torch.stack(ends, dim=-1))
+    return AttentionMask(count, torch.stack(ends, dim=-1))
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,6 @@ def block_mask(
         begin = torch.maximum(begin, slot - window.size + 1)
         end = torch.minimum(end, slot if window.causal else slot + window.size - 1)
     last = (anchor - 1).masked_fill(~counted, -1)
-    ends = torch.stack([first, last, begin.expand_as(last), end.expand_as(last)], dim=-1)
     length = document_ids.shape[1]
-    return AttentionMask(length + anchor.shape[1], length, ends)
+    own = (length + x.expand_as(last) for x in (begin, end))
+    return AttentionMask(length + anchor.shape[1], torch.stack([first, last, *own], dim=-1))

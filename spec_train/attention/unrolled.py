@@ -13,17 +13,11 @@ B packs, T slots, A active slots (queries), h / g query / key-value heads, d hea
 steps.
 """
 
-import logging
-from functools import cache, partial
-
 import torch
 from torch import Tensor
 
-from spec_train.attention.flex import Case, flex_problem, tried
-from spec_train.attention.masked import Attending, Diagonal, kernel_dtypes, own_only
+from spec_train.attention.masked import Attending, Diagonal, own_only
 from spec_train.attention.masks import span_mask
-
-log = logging.getLogger(__name__)
 
 
 def active_slots(used: Tensor) -> Tensor:
@@ -53,7 +47,7 @@ class StepQueries:
         self._prepared: dict[tuple[int, int], Attending] = {}  # by window and step
 
     def _prepare(self, first: Tensor) -> Attending:
-        return Attending.prepare(span_mask(first, self._active, self._width), 0, self._backend)
+        return Attending.prepare(span_mask(first, self._active, self._width), self._backend)
 
     def narrowed(self, part: Tensor) -> "StepQueries":
         """Return the queries of some of the active slots: their indices, int64 [B, A']."""
@@ -103,67 +97,3 @@ def narrowed_pairs(diagonal: Diagonal, part: Tensor) -> list[tuple[Tensor, Tenso
         for k, v in diagonal
         for at in [part[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])]
     ]
-
-
-# -- back end --------------------------------------------------------------------------------------
-# On a CPU it is "merged". On a GPU it is the first of "flex" and "merged" that a trial shows to be
-# right. "dense", which holds A x T scores per step, remains for float64 on a GPU, and where both
-# kernels fail there; the log then says so.
-
-
-@cache
-def default_backend(device_type: str, dtype: torch.dtype, head_dim: int) -> str:
-    """Return the back end for a device, dtype and head size; decided once and logged."""
-    case = device_type, dtype, head_dim
-    flex = device_type == "cuda" and flex_problem(dtype, head_dim) is None
-    candidates = ["flex"] * flex + ["merged"] * (dtype in kernel_dtypes(device_type))
-    backend = next((b for b in candidates if _serves(b, *case)), "dense")
-    log.info("draft attention on %s, %s, head_dim %d: %s", device_type, dtype, head_dim, backend)
-    if backend == "dense" and device_type != "cpu":
-        log.warning(
-            "no attention kernel for %s and head size %d here: every step of the unroll holds a "
-            "score for each pair of slots; shorten --seq-len if memory does not suffice",
-            dtype,
-            head_dim,
-        )
-    return backend
-
-
-def _serves(backend: str, device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether a back end is right here; that of CPUs is part of torch and proven by tests."""
-    if device_type == "cpu":
-        return True
-    case = partial(unrolled_case, backend, device_type, dtype, head_dim)
-    return tried(f"attention of the unroll ({backend}, {dtype}, head size {head_dim})", case)
-
-
-def unrolled_case(backend: str, device: str, dtype: torch.dtype, head_dim: int) -> Case:
-    """Return a small case of two later steps: a back end's heads, and those of "dense" in float32.
-
-    Two packs; grouped heads; documents that end inside a pack; slots that are no query.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-
-    def draw(heads: int, slots: int) -> Tensor:
-        shape = 2, heads, slots, head_dim
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_()
-
-    width = 200
-    slots = torch.arange(width, device=device)
-    ends = torch.tensor([[90], [150]], device=device)  # of the first document of each pack
-    active = active_slots((slots % 3 > 0).expand(2, -1))  # [2, A]
-    mask = span_mask(torch.where(active < ends, 0, ends), active, width)
-    inputs = [draw(2, active.shape[1]), *(draw(1, width) for _ in range(2))]
-    inputs += [draw(1, active.shape[1]) for _ in range(4)]
-
-    def heads_of(kind: str, tensors: list[Tensor]) -> Tensor:
-        q, k0, v0, *flat = tensors
-        diagonal = list(zip(flat[::2], flat[1::2], strict=True))
-        return Attending.prepare(mask, head_dim, kind)(q, k0, v0, head_dim**-0.5, diagonal)
-
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    return Case(
-        inputs,
-        [heads_of(backend, inputs)],
-        [heads_of("dense", [x.to(exact) for x in inputs])],
-    )

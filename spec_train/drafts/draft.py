@@ -27,6 +27,7 @@ from spec_data.shards.position_data import Positions
 from spec_data.shards.reader import Document
 from spec_data.shards.schema import FINAL, Manifest, layer_column
 from spec_data.terminal.config import from_dict
+from spec_train.attention.masked import default_backend
 from spec_train.data.batch import DraftBatch, document_batch
 from spec_train.drafts.config import DraftConfig, special_ids
 from spec_train.drafts.drafting import Drafter, KVCache
@@ -71,6 +72,17 @@ class Draft(nn.Module, ABC):
     t2d: Tensor
     draft_ids: Tensor  # int64 [Vd], ascending
     draft_index: Tensor  # int64 [V]: draft index of a target id, or -1
+
+    @property
+    def backend(self) -> str:
+        """The attention back end, for the device and the dtype in which layers compute now."""
+        if self.attention_backend != "auto":
+            return self.attention_backend
+        weight, shape = self.fc.weight, self.config
+        kind = weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        heads = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+        return default_backend(weight.device, dtype, heads)
 
     # -- drafting ---------------------------------------------------------------------------------
 

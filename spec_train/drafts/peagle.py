@@ -186,9 +186,8 @@ class PeagleDraft(AuxDraft):
 
     def attendings(self, mask_of: Callable[[int | None], AttentionMask]) -> list[Attending]:
         """Prepare every layer's mask; `mask_of` returns that of a layer with a window."""
-        size, backend = self.config.head_dim, self.attention_backend
         return per_window(
-            self.config.windows, lambda window: Attending.prepare(mask_of(window), size, backend)
+            self.config.windows, lambda window: Attending.prepare(mask_of(window), self.backend)
         )
 
     # -- drafting ---------------------------------------------------------------------------------
@@ -255,7 +254,7 @@ class PeagleDraft(AuxDraft):
 
         def mask_of(window: int | None) -> AttentionMask:
             mask = parallel_mask(documents, all_anchors, all_depths, length, window)
-            return AttentionMask(mask.keys, mask.common, mask.ends[:, length:])  # the new elements
+            return AttentionMask(mask.keys, mask.ends[:, length:])  # the new elements
 
         lengths = rope_lengths(self.rotary, batch.document_ids, anchors)  # [B, E]
         tokens, carried = self.unknown_inputs(packs, anchors.shape[1])  # [B, E], [B, E, H]

@@ -28,7 +28,6 @@ from spec_train.attention.plain import repeat_heads
 from spec_train.attention.unrolled import (
     StepQueries,
     active_slots,
-    default_backend,
     narrowed_pairs,
 )
 from spec_train.data.batch import DraftBatch
@@ -153,10 +152,7 @@ class Unroll:
         self.draft = draft
         self._layers, self._windows = draft.decoder_layers, draft.config.windows
         features = draft.project(states)  # [B, T, H]
-        backend = draft.attention_backend
-        if backend == "auto":
-            kind = features.device.type, features.dtype, draft.config.head_dim
-            backend = default_backend(*kind)
+        backend = draft.backend
         self._repeat = backend != "flex"  # key heads are repeated once for all steps
         every = torch.arange(document_ids.shape[1], device=document_ids.device)  # [T]
         begin = document_starts(document_ids)  # [B, T]

@@ -22,8 +22,8 @@ from spec_data.capture.model import Target
 from spec_data.models import loading
 from spec_data.models.devices import usable_device
 from spec_data.models.loading import load_model
-from spec_train.attention import unrolled as unrolled_backends
-from spec_train.attention.unrolled import default_backend
+from spec_train.attention import masked
+from spec_train.attention.masked import default_backend
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training import fit as fitting
@@ -121,7 +121,7 @@ def install(patch: pytest.MonkeyPatch, done: Trained) -> None:
 def gpu() -> Iterator[pytest.MonkeyPatch]:
     """Make CUDA available to commands and modules too: they move by replacing parameters.
 
-    Trials of kernels end as on a GPU without a compiler: the unroll takes "merged".
+    Trials of kernels end as on a GPU without a compiler: drafts take "merged".
     """
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     default_backend.cache_clear()
@@ -137,7 +137,7 @@ def gpu() -> Iterator[pytest.MonkeyPatch]:
             patch.setattr(loading, "_where", lambda *_: {})  # read to the CPU, then moved
             patch.setattr(model, "load_model", lambda *a, **k: load_model(*a, **k).to("cuda"))
             patch.setattr(Target, "peak_memory", lambda *_: None)  # there is none to measure
-            patch.setattr(unrolled_backends, "tried", lambda name, make: "merged" in name)
+            patch.setattr(masked, "tried", lambda name, make: "merged" in name)
             patch.setattr(torch.autograd.Function, "apply", classmethod(apply))
             for name in ("Event", "Stream", "current_stream"):  # all has happened always
                 patch.setattr(torch.cuda, name, lambda *_, **__: Mock())

@@ -3,20 +3,16 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention
 
-from spec_train.attention import flex, masked
-from spec_train.attention import unrolled as unrolled_backends
-from spec_train.attention.flex import Case, flex_problem, flex_works, tried
-from spec_train.attention.masked import Attending, _MergedAttention
+from spec_train.attention import masked
+from spec_train.attention.flex import Case, flex_problem, tried
+from spec_train.attention.masked import Attending, _MergedAttention, default_backend, small_case
 from spec_train.attention.masks import span_mask
-from spec_train.attention.unrolled import default_backend, unrolled_case
 from tests.gpu.fake_cuda import FakeCuda, cuda_autocast, download, upload
 from tests.gpu.machine import Context
 from tests.tolerance import LAYER, close, close_in_norm
 
-# Inductor's split of forward and backward, without a compiler
-BACKEND = "aot_eager_decomp_partition"
+CPU = torch.device("cpu")
 
 
 def _inputs(size: int, dtype: torch.dtype, steps: int = 2) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -44,14 +40,14 @@ def test_the_kernel_of_cuda_equals_float64_in_values_and_gradients(
     q, k0, v0, *flat = exact
     pairs = list(zip(flat[::2], flat[1::2], strict=True))
     scale = size**-0.5
-    attending = Attending.prepare(span_mask(first, active, 8), size, "dense")
+    attending = Attending.prepare(span_mask(first, active, 8), "dense")
     dense = attending(q, k0, v0, scale, pairs)
     pull = torch.linspace(-1, 2, dense.numel(), dtype=torch.float64).view_as(dense)
     expected = [dense, *torch.autograd.grad((dense * pull).sum(), exact)]
     context = Context()
     with FakeCuda(), torch.no_grad():
         mask = span_mask(upload(first), upload(active), 8)
-        chunks = Attending.prepare(mask, size, "merged").prepared
+        chunks = Attending.prepare(mask, "merged").prepared
         on_device = upload(tensors)
         out = _MergedAttention.forward(context, *on_device[:3], chunks, scale, *on_device[3:])
         grads = _MergedAttention.backward(context, upload(pull.to(dtype)))
@@ -82,7 +78,7 @@ def test_one_dtype_reaches_the_kernel_under_autocast() -> None:
     results = []
     for backend in ("merged", "dense"):
         with FakeCuda(), torch.no_grad(), cuda_autocast():
-            queries = Attending.prepare(span_mask(upload(first), upload(active), 8), 16, backend)
+            queries = Attending.prepare(span_mask(upload(first), upload(active), 8), backend)
             q, k0, v0, *flat = upload(tensors)
             out = queries(q, k0, v0, 0.25, list(zip(flat[::2], flat[1::2], strict=True)))
         assert out.dtype == torch.bfloat16
@@ -96,7 +92,7 @@ def test_a_trial_is_independent_of_the_modes_around_it(dtype: torch.dtype, outer
     """The first batch of a run is a validation without gradients, under autocast."""
     state = torch.get_rng_state()
     with outer(), torch.autocast("cpu", torch.bfloat16):
-        assert tried("merged", lambda: unrolled_case("merged", "cpu", dtype, 24))
+        assert tried("merged", lambda: small_case("merged", CPU, dtype, (2, 1, 24)))
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -119,7 +115,7 @@ def test_a_trial_finds_a_wrong_kernel(
     monkeypatch.setattr(masked, "attend_lse", attend)
     monkeypatch.setattr(masked, "attend_lse_backward", backward)
     with caplog.at_level("WARNING"):
-        assert not tried("merged", lambda: unrolled_case("merged", "cpu", torch.float32, 16))
+        assert not tried("merged", lambda: small_case("merged", CPU, torch.float32, (2, 1, 16)))
     said = "(no kernel image is available)" if fault == "raises" else "is wrong on this machine"
     assert said in caplog.text
 
@@ -128,22 +124,6 @@ def test_a_trial_compares_every_output_and_gradient() -> None:
     x = torch.ones(3, requires_grad=True)
     assert Case([x], [x * 2], [x * 2]).error() == 0
     assert Case([x], [x * 2, x], [x * 2, x.detach() * 3 + x * 0]).error() > 0.5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_trial_of_flex_passes_when_compiled_as_on_a_gpu(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A compiled backward gives the memory of its graph away: it cannot run twice."""
-    torch._dynamo.reset()
-    compiled = torch.compile(flex.flex_attention, dynamic=True, backend=BACKEND)
-    monkeypatch.setattr(flex, "flex", lambda q: compiled)
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # refuses a CPU's
-    case = flex._case(32, dtype, "cpu")
-    assert case.error() <= case.allowed()
-    again = flex._case(32, dtype, "cpu")
-    with pytest.raises(RuntimeError, match="donated buffers"):
-        torch.autograd.grad(again.outputs[0].sum(), again.inputs, retain_graph=True)
 
 
 def test_the_back_end_by_device_dtype_and_head_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,20 +135,24 @@ def test_the_back_end_by_device_dtype_and_head_size(monkeypatch: pytest.MonkeyPa
         tries.append(name)
         return not any(word in name for word in failing)
 
-    monkeypatch.setattr(unrolled_backends, "tried", trial)
-    choose = default_backend.__wrapped__
+    monkeypatch.setattr(masked, "tried", trial)
+
+    def choose(kind: str, dtype: torch.dtype, size: int) -> str:
+        return default_backend.__wrapped__(torch.device(kind), dtype, (4, 2, size))
+
+    low = torch.bfloat16
     assert choose("cpu", torch.float32, 32) == choose("cpu", torch.float64, 7) == "merged"
     assert not tries
-    assert choose("cuda", torch.bfloat16, 16) == choose("cuda", torch.bfloat16, 256) == "flex"
+    assert choose("cuda", low, 16) == choose("cuda:1", low, 256) == "flex"
+    assert len(tries) == 2 and all("bfloat16" in name for name in tries)  # no other dtype
     failing = ("flex",)
-    assert choose("cuda", torch.bfloat16, 8) == choose("cuda", torch.bfloat16, 256) == "merged"
+    assert choose("cuda", low, 8) == choose("cuda", low, 256) == "merged"
     assert choose("cuda", torch.float64, 64) == "dense"
     failing = ("flex", "merged")
-    assert choose("cuda", torch.bfloat16, 64) == choose("xpu", torch.bfloat16, 64) == "dense"
+    assert choose("cuda", low, 64) == choose("xpu", low, 64) == "dense"
 
 
 def test_flex_refuses_only_what_no_gpu_can_do() -> None:
     assert flex_problem(torch.bfloat16, 96) is None
     assert "below 16" in (flex_problem(torch.bfloat16, 8) or "")
     assert "float64" in (flex_problem(torch.float64, 64) or "")
-    assert not flex_works("cpu", 64)

@@ -214,7 +214,7 @@ class DSparkDraft(LayersDraft):
 
         def attending(window: BlockWindow | None) -> Attending:
             mask = block_mask(document_ids, anchors, blocks.real, size, window)
-            return Attending.prepare(mask, config.head_dim, self.attention_backend)
+            return Attending.prepare(mask, self.backend)
 
         attends = per_window(config.block_windows, attending)
         y = self.forward_blocks(ids.flatten(1), positions.flatten(1), context, attends, lengths)

@@ -1,10 +1,10 @@
-"""Chunks of queries, dtypes, the choice of the back end; `test_windows` has what masks say."""
+"""Chunks of queries and dtypes; `test_windows` has what masks say."""
 
 import pytest
 import torch
 
 from spec_train.attention import masked
-from spec_train.attention.masked import Attending, default_backend
+from spec_train.attention.masked import Attending
 from spec_train.attention.masks import AttentionMask, causal_mask, parallel_mask
 from tests.spec_train.attention.test_windows import DOCUMENTS, made
 from tests.tolerance import close_in_norm
@@ -17,7 +17,7 @@ def test_chunks_of_elements_hold_their_documents_and_chains_only() -> None:
     depths = torch.cat([torch.zeros(length).long(), torch.arange(1, depth).repeat(length)])
     documents = torch.zeros_like(anchors)
     mask = parallel_mask(documents[None], anchors[None], depths[None], length)
-    chunks = Attending.prepare(mask, 8, "merged").prepared
+    chunks = Attending.prepare(mask, "merged").prepared
     assert [chunk.queries for chunk in chunks] == [slice(0, 128), slice(128, 256), slice(256, 300)]
     # the second chunk: deeper elements 28 to 155, of the anchors 14 to 77
     assert chunks[1].keys == (slice(0, 78), slice(128, 256))
@@ -29,9 +29,9 @@ def test_chunks_take_what_autocast_leaves(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(masked, "CHUNK", 2)
     mask, generator = causal_mask(DOCUMENTS), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, mask.keys, 16, generator=generator) for _ in range(3))
-    found = Attending.prepare(mask, 16, "merged")(q, k, v.bfloat16(), 0.3)
+    found = Attending.prepare(mask, "merged")(q, k, v.bfloat16(), 0.3)
     assert found.dtype == torch.bfloat16
-    expected = Attending.prepare(mask, 16, "dense")(q, k, v, 0.3)
+    expected = Attending.prepare(mask, "dense")(q, k, v, 0.3)
     close_in_norm(found, expected, torch.bfloat16, terms=4)  # q, k, v and the result
 
 
@@ -40,19 +40,17 @@ def test_chunks_take_what_autocast_leaves(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", ["causal", "parallel", "block"])
 def test_the_kernels_of_cuda_agree_with_gradients(name: str, backend: str) -> None:
     mask = made(name, None)
-    mask = AttentionMask(mask.keys, mask.common, mask.ends.cuda())
+    mask = AttentionMask(mask.keys, mask.ends.cuda())
     q = torch.randn(2, 4, mask.ends.shape[1], 32, device="cuda", requires_grad=True)
     k = torch.randn(2, 2, mask.keys, 32, device="cuda", requires_grad=True)
     results = []
     for kind in (backend, "dense"):
-        out = Attending.prepare(mask, 32, kind)(q, k, k, 0.2)
+        out = Attending.prepare(mask, kind)(q, k, k, 0.2)
         results.append((out, *torch.autograd.grad(out.square().sum(), [q, k])))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
 
 
-def test_the_back_end_is_decided_by_device_and_head_size() -> None:
-    assert default_backend("cpu", 64) == default_backend("cuda", 8) == "merged"
-    assert default_backend("cuda", 64) == ("flex" if torch.cuda.is_available() else "merged")
+def test_a_back_end_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="choose from dense, merged, flex"):
-        Attending.prepare(causal_mask(DOCUMENTS), 16, "fast")
+        Attending.prepare(causal_mask(DOCUMENTS), "fast")

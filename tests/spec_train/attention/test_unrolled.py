@@ -21,7 +21,7 @@ def _queries(used: Tensor, backend: str = "dense", device: str = "cpu") -> Atten
     documents, active = DOCUMENTS[: len(used)], active_slots(used)
     first = torch.arange(documents.shape[1]) - document_offsets(documents)
     mask = span_mask(first.gather(1, active).to(device), active.to(device), documents.shape[1])
-    return Attending.prepare(mask, 4, backend)
+    return Attending.prepare(mask, backend)
 
 
 def _inputs(

@@ -150,7 +150,7 @@ def test_back_ends_are_the_loops_in_values_and_gradients(name, backend, monkeypa
     inputs = drawn(0, (2, 2, queries, size), (2, 1, mask.keys, size), (2, 1, mask.keys, size))
     if backend == "merged in chunks":
         monkeypatch.setattr(masked, "CHUNK", 2)
-    attending = Attending.prepare(mask, size, backend.removesuffix(" in chunks"))
+    attending = Attending.prepare(mask, backend.removesuffix(" in chunks"))
     if backend == "flex":  # on CPUs it has no backward, and no float64
         inputs = [x.detach().float() for x in inputs]
     found = attending(*inputs, 0.3)
@@ -182,7 +182,7 @@ def test_a_window_makes_the_context_of_a_chunk_shorter() -> None:
     anchors = torch.tensor([[30, 33]])
     kept = torch.ones_like(anchors, dtype=torch.bool)
     mask = block_mask(documents, anchors, kept, SIZE, BlockWindow(5, True))
-    (chunk,) = Attending.prepare(mask, 8, "merged").prepared
+    (chunk,) = Attending.prepare(mask, "merged").prepared
     assert chunk.keys == (slice(26, 33), slice(40, 46))  # slot 30 sees 26 to 29, then its block
 
 
@@ -311,7 +311,7 @@ def test_a_served_block_sees_what_a_trained_one_sees(window: int, causal: bool) 
     mask = block_mask(
         documents, anchors, torch.ones_like(anchors, dtype=torch.bool), SIZE, of_layer
     )
-    trained = Attending.prepare(mask, 8, "dense")(q, k, v, 0.5)
+    trained = Attending.prepare(mask, "dense")(q, k, v, 0.5)
     verified = torch.cat([torch.arange(9), torch.arange(10, 10 + SIZE)])  # not the anchor's state
     served = attend_block(q, k[:, :, verified], v[:, :, verified], 0.5, of_layer)
     close(served, trained, terms=LAYER)
