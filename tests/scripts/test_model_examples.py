@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 from transformers import GptOssConfig, LlamaConfig, Qwen3Config
 
+from spec_data.cli import PROGRAM
 from spec_data.models.families import registered
 from spec_data.shards.layer_ids import choose_layers
-from spec_data.terminal.config import read_config_file
+from spec_data.terminal.config import flag, read_config_file
 from tests.spec_data.runs import prepared
 from tests.spec_train import flat
+from tests.terminal_tools import flags_of
 
 FOLDER = Path(__file__).parents[2] / "docs" / "examples" / "models"
 NAMES = ("llama-3.1-8b", "qwen3-8b", "gpt-oss-20b", "llama-3.3-70b")
@@ -34,9 +36,21 @@ def config(name: str) -> Any:
     )  # fmt: skip
 
 
-def test_there_are_two_files_for_each_model() -> None:
+def test_there_is_a_file_for_each_step_of_each_model() -> None:
     found = {path.name for path in FOLDER.iterdir()}
-    assert found == {f"{name}-{step}.yaml" for name in NAMES for step in ("generate", "fit")}
+    steps = ("regenerate", "generate", "fit")
+    assert found == {f"{name}-{step}.yaml" for name in NAMES for step in steps}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_regenerate(name: str) -> None:
+    """Its options exist, and capture has the same target and template arguments."""
+    table = read_config_file(FOLDER / f"{name}-regenerate.yaml")
+    captured = read_config_file(FOLDER / f"{name}-generate.yaml")
+    assert {flag(key) for key in table} <= set(flags_of(PROGRAM.entries["regenerate",]))
+    for key in ("target", "chat_template_kwargs"):
+        assert table.get(key) == captured.get(key)
+    assert captured["on_policy"] is True and captured["corpus"] == ["answers.jsonl"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,10 +11,10 @@ NOTEBOOK = Path(__file__).parents[2] / "docs" / "examples" / "first_hour.ipynb"
 PARAMETERS = """
 TARGET, CORPUS, PROMPTS = "target", "chats.jsonl", "prompts.jsonl"
 DRAFT = {"ttt_steps": 4, "draft_vocab_size": 64}
-DOCUMENTS, STEPS, LAYERS = 12, 6, [0, 2, 4]
+DOCUMENTS, NEW_TOKENS, LAYERS = 12, 16, [0, 2, 4]
 GENERATE = {"device": "cpu"}
 FIT = {
-    "eval_every": 3, "batch_size": 1, "seq_len": 128,
+    "steps": 6, "eval_every": 3, "batch_size": 1, "seq_len": 128,
     "validation": 0.4, "device": "cpu",
 }
 """
@@ -49,3 +49,15 @@ def test_every_cell_runs(tmp_path, monkeypatch):
     assert names["real"].decoding.identical == names["real"].decoding.responses
     assert (tmp_path / "draft" / "README.md").is_file()
     pyplot.close("all")
+
+
+def test_outputs_of_every_cell_are_stored():
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    kinds = [output["output_type"] for output in outputs]
+    assert kinds.count("display_data") == 3 and "error" not in kinds
+    for cell in code:
+        shows = any(word in "".join(cell["source"]) for word in ("print(", "plt.show("))
+        assert bool(cell["outputs"]) == shows
