@@ -8,7 +8,7 @@ usage: bash scripts/quickstart.sh [OPTION ...]
 
 Trains a small target (unless one is given), captures its hidden states into a dataset, verifies
 the dataset, fits an EAGLE-3 draft to it, and decodes real prompts with target and draft. This takes
-less than five minutes on two idle CPU cores and downloads only Python packages. To resume a run
+some three minutes on two idle CPU cores after the installation, and downloads only Python packages. To resume a run
 that was stopped, run it again with the same options.
 
 options:

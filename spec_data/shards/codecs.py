@@ -21,7 +21,7 @@ The tables are fitted to a sample of states, and stored in codec.safetensors. A 
 tokens than components will do: the eigenvectors that it says nothing about are then arbitrary. That
 costs bits and no error, less than shrinking the covariance does.
 
-docs/performance.md has what was measured, and what was rejected.
+docs/performance.md has what was measured, CONTRIBUTING.md what was rejected.
 
 Shapes: N tokens, H channels, as many components.
 """

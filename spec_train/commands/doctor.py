@@ -21,7 +21,7 @@ def doctor(
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> "Diagnosis":
-    """Find out why a draft of any trainer is not accepted.
+    """Find out why a draft, of this or another trainer, is not accepted.
 
     Checks its files, its target and its data, and tries the conventions beside the declared ones
     on a dataset: layer ids and their order, shifts, norms, rope, slots, mask token, vocabulary map.

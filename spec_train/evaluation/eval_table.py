@@ -132,7 +132,7 @@ def _data_lines(report: dict[str, Any]) -> list[Line]:
         ("  " if real else "") + "serving-like length",
         shown(simulated["acceptance_length"]),
         "tokens per verification where the draft continues its own tokens on stored documents: "
-        f"predicts real greedy decoding{_between(simulated['interval'], documents)}",
+        f"estimates real greedy decoding{_between(simulated['interval'], documents)}",
     )
     lines = [
         *([dataset, length] if real else [length, dataset]),

@@ -221,7 +221,7 @@ def _learning(runs: Sequence[Run]) -> Section:
     return Section(
         title="Learning",
         text="Acceptance length: tokens per verification of the target, its own included. "
-        "Serving-like: the draft continues its own tokens, which predicts real greedy decoding. "
+        "Serving-like: the draft continues its own tokens, which estimates real greedy decoding. "
         "Product-limit: teacher-forced, also from answers shorter than a chain; chooses "
         "the best draft. Teacher-forced: the draft reads the documents' own tokens.",
         parts=[
@@ -343,7 +343,7 @@ def _evaluations(measured: Sequence[Evaluation]) -> Table:
         rows=rows,
         note="Length: tokens per verification of the target, its own token included; from and to: "
         "its 95 % interval over prompts or documents. Simulated: on stored documents, which "
-        "predicts real greedy decoding. Speed-up: of this implementation, one response at a time.",
+        "estimates real greedy decoding. Speed-up: of this implementation, one response at a time.",
     )
 
 

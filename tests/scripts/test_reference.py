@@ -10,9 +10,11 @@ from scripts import peer_options
 from scripts.reference import api_pages, command_pages, command_table
 from spec_data import __all__ as of_data
 from spec_train import __all__ as of_train
+from tests import api_workspace
 from tests.terminal_tools import flags_of
 from tests.test_failures_page import tables
 
+workspace = api_workspace.workspace
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -47,3 +49,11 @@ def test_names_of_other_trainers_are_those_of_their_packages(peer: str) -> None:
     ]
     assert len(told) > 15
     assert set(told) <= set(record["names"]), set(told) - set(record["names"])
+
+
+def test_every_word_of_metrics_is_in_the_glossary(workspace: Path) -> None:
+    lines = (workspace / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    words = {re.sub(r"/\d+$", "/d", word) for line in lines for word in json.loads(line)}
+    assert {"loss", "accept_rate/d", "serving_like_length"} <= words
+    page = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    assert not {word for word in words if f"`{word}`" not in page}
