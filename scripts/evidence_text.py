@@ -22,10 +22,9 @@ DRAFTS = {
     "dspark": "DSpark",
     "dflash": "DFlash",
     "speculators-eagle3": "EAGLE-3, trained by speculators 0.9",
+    "speculators-dspark": "DSpark, trained by speculators 0.9",
 }
-COLORS = dict(
-    zip(DRAFTS, ("#8c564b", "#1f77b4", "#9467bd", "#d62728", "#2ca02c", "#1f77b4"), strict=True)
-)
+COLORS = {"eagle": "C5", "eagle3": "C0", "peagle": "C4", "dspark": "C3", "dflash": "C2"}
 BLOCK = re.compile(r"(<!-- evidence: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Results = Mapping[str, Any]
 
@@ -67,18 +66,18 @@ def lengths(results: Results) -> str:
         else:
             low, high = last[0]["interval"]
             length += f"({low:.2f} to {high:.2f})"
-        same = sum(point["identical"] + point["ties"] for point in last)
+        same, ties, of = (sum(p[n] for p in last) for n in ("identical", "ties", "responses"))
         cells = (
             DRAFTS[draft],
             f"{last[0]['tokens']:,}",
             length,
             *(f"{statistics.mean(p['kinds'][kind]['length'] for p in last):.2f}" for kind in kinds),
-            f"{same}/{sum(point['responses'] for point in last)}",
+            f"{same}/{of}" + (f", {ties} ties" if ties else ""),
             f"{statistics.mean(map(modelled, last)):.2f}x",
             f"{mean(last, 'speedup'):.2f}x",
         )
         lines.append(row(cells))
-    return "\n".join([*lines, "", rising(runs)])
+    return "\n".join([*lines, "", speeds(runs), rising(runs)])
 
 
 def row(cells: tuple[str, ...]) -> str:
@@ -92,6 +91,18 @@ def mean(points: list[Any], name: str) -> float:
 def modelled(point: Mapping[str, Any]) -> float:
     """The speed-up where a verification costs one pass of the target, and drafts cost as here."""
     return float(point["length"] / (1 + point["passes"] * point["cost_ratio"]))
+
+
+def speeds(runs: Mapping[str, list[Any]]) -> str:
+    """Say what the two last columns assume."""
+    last = [run["decoded"][-1] for some in runs.values() for run in some]
+    low, high = min(p["cost_ratio"] for p in last), max(p["cost_ratio"] for p in last)
+    threads = max(p["threads"] for p in last)
+    return (
+        f"Speed-up: modelled, where a verification costs one pass of the target and a draft pass "
+        f"{low:.2f} to {high:.2f} (as here), and here, on {threads} CPU threads, where a "
+        f"verification costs {mean(last, 'verification_ratio'):.1f}."
+    )
 
 
 def rising(runs: Mapping[str, list[Any]]) -> str:
@@ -150,7 +161,7 @@ def draw(results: Results, file: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
     for draft, runs in runs_of(results).items():
-        color, dotted = COLORS[draft], draft.startswith("speculators")
+        color, dotted = COLORS[draft.rpartition("-")[2]], draft.startswith("speculators")
         points = [[point["length"] for point in run["curve"]] for run in runs]
         tokens = [point["tokens"] / 1000 for point in runs[0]["curve"]]
         if points[0]:
