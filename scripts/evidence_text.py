@@ -72,7 +72,7 @@ def lengths(results: Results) -> str:
             f"{last[0]['tokens']:,}",
             length,
             *(f"{statistics.mean(p['kinds'][kind]['length'] for p in last):.2f}" for kind in kinds),
-            f"{same}/{of}" + (f", {ties} ties" if ties else ""),
+            f"{same}/{of}" + (f", {ties} tie{'s' * (ties > 1)}" if ties else ""),
             f"{statistics.mean(map(modelled, last)):.2f}x",
             f"{mean(last, 'speedup'):.2f}x",
         )
@@ -177,6 +177,7 @@ def draw(results: Results, file: Path) -> None:
                 *zip(*real, strict=True), "o", color=color, linestyle=style, label=label, ms=4
             )
     axes.set(xlabel="thousand tokens trained", ylabel="acceptance length")
+    axes.set_title("lines: simulated, held-out documents; dots: real, held-out prompts", fontsize=9)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=9)
     figure.savefig(file, metadata={"Date": None})
