@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import structs
 
 from spec_data.generation.probe import Probe
+from spec_data.pages.page import notebook_html
 from spec_data.pages.report import dataset_text, refused_label
 from spec_data.shards.likelihood import Agreement
 from spec_data.shards.schema import Manifest
@@ -138,6 +139,14 @@ class WrittenDataset(Result):
                 *(("--target", target) if target else ()),
             ),
         )
+
+    def _repr_html_(self) -> str:
+        """Return the page of the dataset, without its tokens."""
+        from spec_data.pages.dataset_page import dataset_page
+
+        if not self.sealed:
+            return super()._repr_html_()
+        return notebook_html(lambda: dataset_page(self.path, 0), str(self))
 
     @property
     def exit_code(self) -> int:  # type: ignore[override]

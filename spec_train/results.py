@@ -8,8 +8,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from spec_data.pages.page import notebook_html
 from spec_data.terminal.command import Result
 from spec_train.evaluation.eval_table import table
+from spec_train.reports.results import evaluations
+from spec_train.reports.run_page import report_page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,10 @@ class AcceptanceResult(Result):
             figures=figures,
             **{name: figures[name] for name in names},
         )
+
+    def _repr_html_(self) -> str:
+        """Return the page of the evaluation."""
+        return _html({"warnings": [], "data": self.figures}, self.path.name, str(self))
 
     def __str__(self) -> str:
         return table({"data": self.figures})
@@ -108,5 +115,13 @@ class EvalResult(Result):
         """Return every metric."""
         return self.figures
 
+    def _repr_html_(self) -> str:
+        """Return the page of the evaluation."""
+        return _html(self.figures, self.draft.name, str(self))
+
     def __str__(self) -> str:
         return table(self.figures)
+
+
+def _html(figures: dict[str, Any], name: str, text: str) -> str:
+    return notebook_html(lambda: report_page([], evaluations(figures, "the result", name)), text)

@@ -1,4 +1,4 @@
-"""The page of a dataset: its documents, where they are from, what they cost, what was left out.
+"""The page of a dataset: its documents, the worst first, where they are from, what they cost.
 
 `dataset_page` is that of a sealed dataset. `plan_page` is that of a plan, before any capture: the
 same documents and masks, rendered by the code of `generate`.
@@ -19,13 +19,25 @@ import spec_data
 from spec_data.generation.plan import Plan, count_warnings
 from spec_data.generation.setup import Setup
 from spec_data.models.reading import load_tokenizer
-from spec_data.pages.page import Column, Figures, Note, Page, Part, Section, Table, Viewer, shown
+from spec_data.pages.page import (
+    Column,
+    Figure,
+    Note,
+    Page,
+    Part,
+    Section,
+    Table,
+    Viewer,
+    list_row,
+    shown,
+)
 from spec_data.pages.report import columns_table, counts_table, dataset_lines
 from spec_data.pages.token_texts import TokenTexts
 from spec_data.shards.packing import even_sample, sample_documents
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import ALL, Manifest
-from spec_data.terminal.progress import progress
+from spec_data.terminal.progress import progress, size
+from spec_data.views.select import document_scores
 
 DOCUMENTS = 1000
 """Documents that a page shows token by token unless --documents says otherwise."""
@@ -39,35 +51,44 @@ def dataset_page(data: str | Path, documents: int = DOCUMENTS) -> Page:
     """Return the page of a sealed dataset; equal datasets and arguments have equal pages.
 
     Args:
-        data: a directory or a URL. documents: how many the viewer holds at most.
+        data: a directory or a URL. documents: how many the viewer holds at most; 0: no viewer.
 
     Raises:
         MissingError, DatasetError: the dataset is not sealed, or damaged.
         TargetError: its tokenizer cannot be loaded.
     """
     dataset = HiddenStatesDataset(data)
-    manifest = dataset.manifest
-    totals, tokens = manifest.totals, max(manifest.totals.tokens, 1)
-    numbers = _sizes(totals.documents, totals.tokens, totals.supervised)
-    numbers.append(("bytes of all shards", totals.bytes, "bytes"))
-    numbers.append(("bytes per token", totals.bytes / tokens, "number"))
-    named = {name for name, _, _ in numbers}
-    rows = [line for line in dataset_lines(manifest) if line[0] not in named]
-    overview: list[Part] = [
-        Figures(items=numbers),
-        *(Note(text=text, warning=True) for text in manifest.suspicions),
-        Table(title="What it is", columns=[("", "text"), ("", "text")], rows=rows),
-    ]
+    manifest, totals = dataset.manifest, dataset.manifest.totals
+    tokens: list[Part] = [Note(text=text, warning=True) for text in manifest.suspicions]
+    if documents:
+        tokens.append(_stored_documents(dataset, documents))
     sources, columns = dataset.index.column("source"), manifest.columns
+    rows = dataset_lines(manifest)
+    about = Table(title="", columns=[("", "text"), ("", "text")], rows=rows)
     sections = [
-        Section(title="Overview", parts=overview),
-        Section(title="Tokens", parts=[_stored_documents(dataset, documents)]),
+        Section(title="Tokens", parts=tokens),
         _documents(dataset.lengths, dataset.supervised, sources, manifest),
         Section(title="Bytes", parts=[columns_table(columns, totals.tokens, totals.supervised)]),
+        Section(title="What it is", parts=[about]),
     ]
     if manifest.documents.rendered:
         sections.append(_left_out(structs.asdict(manifest.documents), totals.tokens))
-    return _page(dataset_name(data).name, "Dataset", sections)
+    kinds = sources.unique().to_pylist()
+    lead = (
+        f"{totals.documents:,} documents of {_named(kinds)}, with the states of "
+        f"{len(manifest.layers)} layers of {manifest.target.name}; {manifest.policy}."
+    )
+    per_token = f"bytes per token, {size(totals.bytes)} in all"
+    figures: list[Figure] = [
+        (f"supervised of {totals.tokens:,} tokens", totals.supervised, "count"),
+        (per_token, totals.bytes / max(totals.tokens, 1) or None, "number"),
+    ]
+    if manifest.agreement is not None:
+        all_of = manifest.agreement.total
+        own = shown(all_of.own_share, "share")
+        name = f"the target's first choice; own samples {own}"
+        figures.insert(1, (name, all_of.share, "share"))
+    return _page(dataset_name(data).name, "Dataset", lead, figures, sections)
 
 
 def plan_page(corpus: Sequence[str], setup: Setup, plan: Plan, documents: int = DOCUMENTS) -> Page:
@@ -84,26 +105,40 @@ def plan_page(corpus: Sequence[str], setup: Setup, plan: Plan, documents: int = 
         rows=[[getattr(source, name) for name in fields] for source in plan.corpus],
     )
     supervised = plan.documents.supervised
-    sizes = _sizes(len(plan.lengths), plan.tokens, int(supervised.sum()))
-    overview: list[Part] = [Figures(items=sizes), sources]
+    overview: list[Part] = [sources]
     if 0 < setup.options.limit <= plan.counts.read:
         overview.append(Note(text=f"Only the first {plan.counts.read:,} rows were read (--limit)."))
     bad = [[source.source, text] for source in plan.corpus for text in source.bad_examples]
     overview += _examples("Bad rows", "source", bad)
-    text = "Rendered, masked and cut as spec-data generate does it. Nothing is captured yet."
     sections = [
-        Section(title="Overview", parts=overview, text=text),
         Section(title="Tokens", parts=[viewer.part(len(plan.lengths))]),
         _documents(plan.lengths, supervised, pa.array(plan.documents.sources)),
+        Section(title="Corpus", parts=overview),
         _left_out(structs.asdict(plan.counts), plan.tokens),
     ]
     names = [Path(source.rstrip("/")).name or source for source in corpus]
-    return _page(", ".join(names), "Plan of a dataset", sections)
+    lead = (
+        f"What spec-data generate would capture of {_named(names)}, rendered, masked and cut as it "
+        f"does it: {plan.tokens:,} tokens. Nothing is captured yet."
+    )
+    figures: list[Figure] = [
+        (f"documents of {plan.counts.read:,} rows", len(plan.lengths), "count"),
+        ("supervised tokens", int(supervised.sum()), "count"),
+        ("share supervised", int(supervised.sum()) / max(plan.tokens, 1), "share"),
+    ]
+    return _page(", ".join(names), "Plan of a dataset", lead, figures, sections)
 
 
-def _page(title: str, kind: str, sections: Sequence[Section]) -> Page:
+def _page(
+    title: str, kind: str, lead: str, figures: Sequence[Figure], sections: Sequence[Section]
+) -> Page:
     footer = f"spec-data {spec_data.__version__}"
-    return Page(title=title, kind=kind, sections=sections, footer=footer)
+    kept = [section for section in sections if section.parts]
+    return Page(title=title, kind=kind, lead=lead, figures=figures, sections=kept, footer=footer)
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1:,} more"
 
 
 def dataset_name(data: str | Path) -> Path:
@@ -113,15 +148,6 @@ def dataset_name(data: str | Path) -> Path:
 
 
 # -- figures ---------------------------------------------------------------------------------------
-
-
-def _sizes(documents: int, tokens: int, supervised: int) -> list[Any]:
-    return [
-        ("documents", documents, "count"),
-        ("tokens", tokens, "count"),
-        ("supervised tokens", supervised, "count"),
-        ("share supervised", supervised / max(tokens, 1), "share"),
-    ]
 
 
 def _examples(title: str, name: str, rows: list[list[str]]) -> list[Part]:
@@ -197,6 +223,7 @@ class TokenViewer:
         self._texts = TokenTexts(tokenizer)
         self._rows: dict[int, int] = {}  # of the table of tokens, by id
         self._documents: list[dict[str, Any]] = []
+        self._scored = False
 
     def add(
         self,
@@ -207,6 +234,7 @@ class TokenViewer:
         mask: np.ndarray,
         turns: Sequence[tuple[str, int, int]],
         choice: np.ndarray | None = None,
+        scores: Sequence[float] = (),
     ) -> None:
         """Add the document of this number, id and source.
 
@@ -215,9 +243,17 @@ class TokenViewer:
             turns: (role, start, end) of the turns that may be supervised.
             choice: the target's first choice at every token, -1 where it is not stored, [T]; None:
                 there is no target yet.
+            scores: share of first choices and NLL of the document, nan where not known.
         """
         head = f"Document {number:,} · {source} · {len(ids):,} tokens, {np.count_nonzero(mask):,} "
+        supervised, self._scored = int(np.count_nonzero(mask)), bool(scores)
+        row: list[Figure] = [("", number, "count"), ("", len(ids), "count")]
+        row += [("", scores[0], "share"), ("", scores[1], "number")] if scores else []
+        row += [] if scores else [("", supervised, "count")]
+        row.append(("", source, "text"))
         document: dict[str, Any] = {
+            "number": number,
+            "row": list_row(row),
             "head": head + "supervised",
             "id": name,
             "t": self._rows_of(ids),
@@ -242,14 +278,25 @@ class TokenViewer:
         count, tokens = len(self._documents), list(self._rows)
         note = f"This page holds {count:,} of {total:,} documents, evenly spaced."
         keys = [["sup", "supervised: learned by drafts"], ["special", "special token"]]
+        columns: list[Column] = [
+            ("document", "count"),
+            ("tokens", "count"),
+            ("supervised", "count"),
+        ]
+        sorts: list[Any] = [["in order", 0, 1], ["longest", 1, -1], ["least supervised", 2, 1]]
         if any("known" in document for document in self._documents):
             keys.append(["wrong", "the target would choose another token"])
+        if self._scored:
+            columns[2:] = [("first choice", "share"), ("NLL", "number")]
+            sorts = [["lowest first choice", 2, 1], ["highest NLL", 3, -1], *sorts[:2]]
         return Viewer(
             data={
                 "note": note,
                 "noun": "document",
                 "item": "token",
                 "keys": keys,
+                "columns": [*columns, ("source", "text")],
+                "sorts": sorts,
                 "texts": self._texts.table(tokens),
                 "tokens": tokens,
                 "special": [i for i, token in enumerate(tokens) if token in self._texts.special],
@@ -270,11 +317,14 @@ def _stored_documents(dataset: HiddenStatesDataset, documents: int) -> Viewer:
     opened = HiddenStatesDataset(dataset.location, ["input_ids", "loss_mask", "target_argmax"])
     every = dataset.manifest.teacher == ALL
     numbers = shown_documents(dataset.lengths, documents)
-    for number in progress(numbers, desc="documents", unit="docs", leave=False):
+    nll = not dataset.manifest.supervision.startswith("topk")  # which lacks most logits
+    scores = np.stack(document_scores(dataset, np.array(numbers, np.int64), nll), 1).tolist()
+    bar = progress(numbers, desc="documents", unit="docs", leave=False)
+    for number, score in zip(bar, scores, strict=True):
         row = opened[number]
         mask = row["loss_mask"].numpy()
         choice = np.full(len(mask), -1, np.int64)  # nothing predicts the first token
         choice[1:] = np.where(every | (mask[1:] != 0), row["target_argmax"].numpy()[:-1], -1)
         ids, turns = row["input_ids"].numpy(), opened.turns_of(number)
-        viewer.add(number, row["doc_id"], row["source"], ids, mask, turns, choice)
+        viewer.add(number, row["doc_id"], row["source"], ids, mask, turns, choice, score)
     return viewer.part(len(dataset))

@@ -1,29 +1,31 @@
-"""A page: sections of figures, tables, charts and a viewer of tokens, as one HTML file.
+"""A page: a sentence, three figures, and sections of tables, charts and a viewer of tokens.
 
-`page.html` is the template; it escapes every text of the data. What the scripts read is JSON inside
-a script element of a type that no browser runs. The content security policy allows the scripts and
-the style of this file by their hashes, and nothing else. Equal pages have equal bytes.
+`page.html` is the template; it escapes every text of the data. A page is one HTML file: what its
+script reads is JSON inside a script element of a type that no browser runs, and the content
+security policy allows the script and the style by their hashes, and nothing else. In a notebook it
+is a part of the notebook (`notebook_html`), without the viewer and its script. Equal pages have
+equal bytes. Charts are drawn here, so that they need no script.
 """
 
 import base64
 import hashlib
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jinja2
 from markupsafe import Markup
 
-from spec_data.shards.errors import ConfigError, FileError
+from spec_data.shards.errors import ConfigError, FileError, SpecDataError
 from spec_data.shards.files import write_atomically
+from spec_data.shards.packing import even_sample
 from spec_data.terminal.command import Result
 from spec_data.terminal.progress import size
 
-CHART_FILE = "vendor/chart-4.6.1.umd.min.js"
 _HERE = Path(__file__).parent
 
 Format = Literal["text", "count", "number", "share", "bytes"]
@@ -32,25 +34,23 @@ Format = Literal["text", "count", "number", "share", "bytes"]
 Value = str | int | float | None
 Column = tuple[str, Format]
 Point = tuple[float, float | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """Key figures in a row: large values with their names, as (name, value, format)."""
-
-    kind: ClassVar[str] = "figures"
-    items: Sequence[tuple[str, Value, Format]]
+Figure = tuple[str, Value, Format]
+"""A key figure: its name, value and format."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table with a caption: one value per column in each row, and a sentence below."""
+    """A table with a caption: one value per column in each row, and a sentence below.
+
+    `best` is the number of a row that is marked.
+    """
 
     kind: ClassVar[str] = "table"
     title: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Value]]
     note: str = ""
+    best: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +64,39 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis of a chart: the quantity with its unit, and the least value, where it is fixed."""
+    """One axis of a chart: the quantity with its unit, and where it begins and reaches at least."""
 
     title: str
     format: Format = "number"
     least: float | None = None
+    most: float | None = None
+
+    def ticks(self, values: Sequence[float]) -> list[float]:
+        """Return about five round numbers that enclose `values`: 1, 2 or 5 times powers of ten."""
+        ends = [*values, *(end for end in (self.least, self.most) if end is not None)] or [0.0]
+        low, high = min(ends) if self.least is None else self.least, max(ends)
+        span = (high - low) or abs(high) or 1.0
+        power = 10.0 ** math.floor(math.log10(span / 5))
+        step = next(n * power for n in (1, 2, 5, 10) if span / (n * power) <= 5.001)
+        if self.format == "count":
+            step = max(1.0, step)
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        every = [i * step for i in range(first, max(last, first + 1) + 1)]
+        return [tick for tick in every if self.least is None or tick >= self.least]
+
+    def label(self, value: float) -> str:
+        """Return a short text of a tick: 20k, 1.5M, 25 %."""
+        if self.format == "share":
+            return f"{100 * value:g} %"
+        for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if abs(value) >= max(unit, 1e4):
+                return f"{value / unit:g}{letter}"
+        return f"{value:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Lines by name: (x, y) points in ascending x; None is a gap."""
+    """Lines by name: (x, y) points in ascending x; None is a gap. Both axes are linear."""
 
     kind: ClassVar[str] = "chart"
     title: str
@@ -91,6 +114,62 @@ class Chart:
             rows=[[x, *(line.get(x) for line in points)] for x in sorted(set().union(*points))],
         )
 
+    def drawing(self) -> dict[str, Any]:
+        """Return what `page.html` draws, in a space of WIDTH x HEIGHT: ticks, lines and points."""
+        left, right, top, bottom = 52.0, WIDTH - 24.0, 10.0, HEIGHT - 46.0
+        lines = {
+            name: [(x, y) for x, y in line if _number(y)] for name, line in self.series.items()
+        }
+        every = [point for line in lines.values() for point in line]
+        x_ticks = self.x.ticks([x for x, _ in every])
+        y_ticks = self.y.ticks([y for _, y in every if y is not None])
+        low, high = self.x.least if self.x.least is not None else x_ticks[0], x_ticks[-1]
+        base = self.y.least if self.y.least is not None else y_ticks[0]
+
+        def across(x: float) -> float:
+            return round(left + (x - low) / (high - low) * (right - left), 1)
+
+        def down(y: float) -> float:
+            return round(bottom - (y - base) / (y_ticks[-1] - base) * (bottom - top), 1)
+
+        series = []
+        for number, (name, line) in enumerate(self.series.items()):
+            parts: list[list[str]] = [[]]  # a gap ends a part
+            for x, y in line:
+                if y is None or not _number(y):
+                    parts.append([])
+                else:
+                    parts[-1].append(f"{across(x)},{down(y)}")
+            marks = [
+                (
+                    across(x),
+                    down(y),
+                    f"{name}: {shown(y, self.y.format)} at {shown(x, self.x.format)}",
+                )
+                for x, y in even_sample(lines[name], min(MARKS, len(lines[name])))
+                if y is not None
+            ]
+            style = f"s{number % SERIES} d{(number + number // SERIES) % SERIES}"
+            paths = [" ".join(part) for part in parts if len(part) > 1]
+            series.append({"name": name, "style": style, "paths": paths, "marks": marks})
+        return {
+            "x": [(across(tick), self.x.label(tick)) for tick in x_ticks],
+            "y": [(down(tick), self.y.label(tick)) for tick in y_ticks],
+            "box": (left, top, right, bottom),
+            "series": series,
+        }
+
+
+WIDTH, HEIGHT = 560, 300
+SERIES = 6
+"""Colours, and patterns of dashes: together they tell 36 lines apart."""
+MARKS = 40
+"""Points of a line that are marked, and say their values."""
+
+
+def _number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Viewer:
@@ -100,7 +179,7 @@ class Viewer:
     data: dict[str, Any]
 
 
-Part = Figures | Table | Chart | Note | Viewer
+Part = Table | Chart | Note | Viewer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,17 +197,20 @@ class Page:
 
     Attributes:
         title: such as "data/qwen3-8b". kind: what it is a page of, such as "Dataset".
+        lead: what it is, in one sentence. figures: the three that matter.
         footer: one line, such as the program and its version.
     """
 
     title: str
     kind: str
+    lead: str
+    figures: Sequence[Figure]
     sections: Sequence[Section]
     footer: str = ""
 
 
 def shown(value: Any, form: Format) -> str:
-    """Return the text of a value; page.js has the same for the axes of charts."""
+    """Return the text of a value."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "\u2013"
     if not isinstance(value, (int, float)) or form == "text":
@@ -141,37 +223,52 @@ def shown(value: Any, form: Format) -> str:
     return f"{value:,.0f}" if whole and abs(value) < 1e15 else f"{value:.4g}"
 
 
+def list_row(figures: Sequence[Figure]) -> list[list[Value]]:
+    """Return a row of the viewer's list: of each figure what it is sorted by, and its text."""
+    return [
+        [None if form == "text" or value != value else value, shown(value, form)]
+        for _, value, form in figures
+    ]
+
+
 def page_bytes(page: Page) -> bytes:
     """Return the HTML file of a page; equal pages and releases have equal bytes."""
     parts = [part for section in page.sections for part in section.parts]
-    charts = [asdict(part) for part in parts if isinstance(part, Chart)]
     viewer = next((part.data for part in parts if isinstance(part, Viewer)), None)
-    scripts = [_asset("page.js"), *([_asset("viewer.js")] if viewer else []), "page.start();\n"]
-    if charts:
-        library = _asset(CHART_FILE).split("//# sourceMappingURL=")[0].rstrip("\n")
-        scripts.insert(0, f"/*\n{_asset('vendor/chart-LICENSE.md').strip()}\n*/\n{library}\n")
-        charts = json.loads(json.dumps(charts), parse_constant=lambda _: None)  # NaN is no JSON
-    style = _asset("page.css")
+    script, style = _asset("viewer.js") if viewer else "", _style()
+    allowed = _hash(script) if script else "'none'"
     rules = [
         "default-src 'none'",
-        f"script-src {' '.join(map(_hash, scripts))}",
+        f"script-src {allowed}",
         f"style-src {_hash(style)}",
         "base-uri 'none'",
         "form-action 'none'",
     ]
+    names = {"policy": "; ".join(rules), "script": Markup(script), "viewer": viewer}
+    return _rendered(page, style, names).encode("utf-8", "replace")  # lone surrogates become "?"
+
+
+def notebook_html(make: Callable[[], Page], text: str) -> str:
+    """Return a page as a part of a notebook; `text` where it cannot be made any more."""
+    try:
+        return _rendered(make(), _style(), {"viewer": None, "policy": None})
+    except SpecDataError:
+        return f"<pre>{escape(text)}</pre>"
+
+
+def _style() -> str:
+    """Return the style: nested, so that it changes nothing else of a notebook."""
+    return f".spec {{\n{_asset('page.css')}}}\n"
+
+
+def _rendered(page: Page, style: str, names: Mapping[str, Any]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["shown"] = shown
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    text = environment.get_template("page.html").render(
-        page=page,
-        policy="; ".join(rules),
-        style=Markup(style),
-        scripts=list(map(Markup, scripts)),
-        data={"charts": charts, "viewer": viewer},
-    )
-    return text.encode("utf-8", "replace")  # a lone surrogate becomes a question mark
+    template = environment.get_template("page.html")
+    return template.render(page=page, style=Markup(style), width=WIDTH, height=HEIGHT, **names)
 
 
 @cache

@@ -21,6 +21,7 @@ only. Nothing here imports torch, so `--help` is instant.
 import argparse
 import dataclasses
 import functools
+import html
 import inspect
 import json
 import logging
@@ -66,6 +67,10 @@ class Result:
             return vars(self)
         shown = {field.name for field in dataclasses.fields(self) if field.repr}
         return {name: v for name, v in dataclasses.asdict(self).items() if name in shown}
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: what is printed, unless a subclass has a page."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         return ""

@@ -8,6 +8,8 @@ and lower their loss, `training.loss`), and write the page of the run (`reports.
 import inspect
 import os
 import signal
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spec_data.shards.path_kinds import Kind, what_is
@@ -76,13 +78,15 @@ def fit(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "FitRes
 def _fit(training: Training, draft: AnyDraftOptions) -> "FitResult":
     """Train, then write the page of the run."""
     name, training, draft = settled(training, draft)
+    from spec_data.pages.page import notebook_html
     from spec_train.reports.run_page import PAGE, leave_page, page_of
     from spec_train.training.fit import fit as train
 
     result = train(name, training, draft)
+    page = partial(page_of, [result.directory])
     if _is_main():
-        leave_page(result.directory / PAGE, lambda: page_of([result.directory]))
-    return result
+        leave_page(result.directory / PAGE, page)
+    return replace(result, html=partial(notebook_html, page))
 
 
 def _is_main() -> bool:

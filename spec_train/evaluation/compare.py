@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from spec_data.pages.page import notebook_html
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.terminal.command import Result
 from spec_train.reports.results import Decoded, convert, read_json
+from spec_train.reports.run_page import page_of
 from spec_train.simulation.intervals import LEVEL, Comparison, compare
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,12 @@ class ComparedDrafts(Comparison, Result):
         del figures["drafts"]
         a, b = figures.pop("files")
         return {"a": a, "b": b, "level": LEVEL, **figures}
+
+    def _repr_html_(self) -> str:
+        """Return the page of both evaluations, below the lines of the comparison."""
+        return super()._repr_html_() + notebook_html(
+            lambda: page_of(list(map(Path, self.files))), ""
+        )
 
     def __str__(self) -> str:
         """Return the comparison as lines for people."""

@@ -49,7 +49,11 @@ class Response:
             choice = emitted[step.accepted] if step.accepted < step.emitted else None
             part = {"drafted": list(step.tokens), "accepted": step.accepted}
             parts.append({"kind": "round", **part, "emitted": emitted, "choice": choice})
-        return {"name": self.where, "source": "", "parts": parts}
+        sample = {"name": self.where, "source": "", "parts": parts}
+        if self.plain is None or done < len(tokens):  # the times are of all of it
+            return sample
+        seconds = {"seconds": self.plain.seconds, "draft_seconds": self.generation.seconds}
+        return sample | {"plain": {"tokens": self.plain.tokens, **seconds}}
 
 
 def decoding_metrics(

@@ -48,12 +48,21 @@ class DraftedStep(msgspec.Struct, tag_field="kind", tag="round"):
             raise ValueError("a step accepts more tokens than were drafted")
 
 
+class PlainResponse(msgspec.Struct):
+    """The same prompt, decoded by the target alone: its tokens, and the seconds of both ways."""
+
+    tokens: list[int]
+    seconds: Annotated[float, msgspec.Meta(gt=0)]
+    draft_seconds: Annotated[float, msgspec.Meta(gt=0)]
+
+
 class SampleResponse(msgspec.Struct):
     """A response with every drafted token."""
 
     name: str
     parts: list[Context | First | DraftedStep]
     source: str | None = None
+    plain: PlainResponse | None = None
 
 
 class Acceptance(msgspec.Struct):

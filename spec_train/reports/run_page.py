@@ -1,4 +1,5 @@
-"""The page about runs and evaluations: lengths first, then curves, drafted tokens and settings.
+"""The page about runs and evaluations. A run opens on its curves, several on the best of them, an
+evaluation on answers decoded with and without the draft.
 
 Curves are drawn over trained tokens, so that runs with other batch sizes can be compared.
 """
@@ -14,7 +15,7 @@ from spec_data import __version__
 from spec_data.pages.page import (
     Axis,
     Chart,
-    Figures,
+    Figure,
     Format,
     Note,
     Page,
@@ -25,6 +26,8 @@ from spec_data.pages.page import (
     Value,
     Viewer,
     WrittenPage,
+    list_row,
+    shown,
     write_page,
 )
 from spec_data.shards.errors import ConfigError
@@ -49,8 +52,11 @@ log = logging.getLogger(__name__)
 PAGE = "report.html"
 MOST_POINTS = 600
 """Points of a curve that a page holds at most; a longer curve is thinned evenly."""
-Figure = tuple[str, Value, Format]
-_UNSAID = ("data", "out", "config", "track", "keep", "preset", "save_every")
+_UNSAID = (
+    *("out", "config", "track", "keep", "preset", "save_every", "log_every", "eval_every"),
+    *("device", "follow", "follow_timeout", "accept_edited", "sharding", "gradient_checkpointing"),
+)
+"""Options that change nothing of a draft."""
 
 
 def write_report(paths: Sequence[Path], out: Path | None = None) -> WrittenPage:
@@ -107,13 +113,30 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
     """Return the page about runs and evaluations, at least one of them, in the order given."""
     measured = [*(run.held_out for run in runs if run.held_out is not None), *others]
-    sections = [_overview(runs, others), _learning(runs)] if runs else []
-    sections += [_acceptance(measured, lead=not runs), _drafted_tokens(measured)]
-    sections.append(Section(title="Settings", parts=_settings(runs)))
+    decoded = [_decoded(run, others) for run in runs]
+    real = all(decoded)  # lengths of one column are measured in one way
+    facts = [_facts(run, one if real else None) for run, one in zip(runs, decoded, strict=True)]
+    answers, acceptance = _answers(measured), _acceptance(measured)
+    if not runs:
+        sections = [answers, acceptance]
+        kind, lead, figures = "Evaluation", _lead_of(others), _figures_of(others)
+    elif len(runs) == 1:
+        about = Table(title="", columns=[("", "text"), ("", "text")], rows=_as_texts(facts[0]))
+        sections = [_learning(runs), acceptance, answers, Section(title="The run", parts=[about])]
+        named = {figure[0]: figure for figure in facts[0]}
+        kind, lead = "Run", _lead_of_run(runs[0], facts[0], bool(decoded[0]))
+        figures = [_with_interval(facts[0]), named["its held-out loss"], named["trained tokens"]]
+    else:
+        best = _longest([row[0][1] for row in facts])
+        settings = Section(title="Settings", parts=_settings(runs))
+        sections = [_compared(runs, facts, best), _learning(runs), settings, acceptance, answers]
+        kind, (lead, figures) = "Runs", _lead_of_runs(runs, facts, best)
     names = list(dict.fromkeys([run.name for run in runs] or [one.name for one in others]))
     return Page(
         title=f"{names[0]} and {len(names) - 1} more" if len(names) > 3 else ", ".join(names),
-        kind=("Run" if len(runs) == 1 else "Runs") if runs else "Evaluation",
+        kind=kind,
+        lead=lead,
+        figures=figures,
         sections=[section for section in sections if section.parts],
         footer=f"spec-train {__version__}",
     )
@@ -131,30 +154,75 @@ def leave_page(file: Path, make: Callable[[], Page]) -> None:
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def _overview(runs: Sequence[Run], others: Sequence[Evaluation]) -> Section:
-    decoded = [_decoded(run, others) for run in runs]
-    real = all(decoded)  # lengths of one column are measured in one way
-    facts = [_facts(run, one if real else None) for run, one in zip(runs, decoded, strict=True)]
-    parts: list[Part] = [Figures(items=facts[0])]
-    if len(runs) > 1:
-        table = Table(
-            title="Runs",
-            columns=[("run", "text"), *((name, form) for name, _, form in facts[0])],
-            rows=[[r.name, *(v for _, v, _ in row)] for r, row in zip(runs, facts, strict=True)],
-            note="The best draft is the one with the longest product-limit length on held-out "
-            "documents. Tokens per second and waiting for data are medians.",
-        )
-        parts = [table]
-    for run in runs:
-        served, steps = (number(run.best, f"serving_like_{name}") for name in ("uncut", "rounds"))
-        problems = [train_serve_gap(run.best, served, int(steps or 0))]
-        if not run.validation:
-            problems.append("nothing was held out or validated yet: there is no held-out curve")
-        if number(run.best, "step") == 0 < run.last("step"):
-            problems.append("no validation was better than the draft at step 0")
-        texts = [f"{run.name}: {problem}." for problem in problems if problem]
-        parts += [Note(text=text, warning=True) for text in texts]
-    return Section(title="Overview", parts=parts)
+def _longest(lengths: Sequence[Value]) -> int | None:
+    """Return the number of the longest of several lengths; None: it is not one alone."""
+    known = sorted((x for x in lengths if isinstance(x, float)), reverse=True)
+    if len(known) < 2 or known[0] == known[1]:
+        return None
+    return lengths.index(known[0])
+
+
+def _lead_of_run(run: Run, facts: Sequence[Figure], decoded: bool) -> str:
+    data = ", ".join(_names_of(run.options.get("data"))) or "its data"
+    steps = dict((name, value) for name, value, _ in facts)["steps"]
+    lead = f"{run.draft}, trained for {steps} steps on {data}: "
+    length = facts[0][1]
+    if not isinstance(length, float):
+        return f"{lead}nothing was validated yet."
+    if decoded:
+        return f"{lead}each verification by the target yields {length:.2f} tokens."
+    step = shown(number(run.best, "step"), "count")
+    best = f"its best draft, of step {step}, would yield {length:.2f} tokens"
+    return f"{lead}{best} per verification; it was not yet decoded for real."
+
+
+def _lead_of_runs(
+    runs: Sequence[Run], facts: Sequence[Sequence[Figure]], best: int | None
+) -> tuple[str, list[Figure]]:
+    if best is None:
+        return f"{len(runs)} runs, none of which is the best by its length.", []
+    others = [i for i in range(len(runs)) if i != best and isinstance(facts[i][0][1], float)]
+    second = max(others, key=lambda i: facts[i][0][1] or 0.0)
+    (_, length, form), (_, other, _) = facts[best][0], facts[second][0]
+    lead = (
+        f"{runs[best].name} is the best of {len(runs)} runs: {length:.2f} tokens per verification. "
+        f"{runs[second].name} follows with {other:.2f}."
+    )
+    tokens = next(figure for figure in facts[best] if figure[0] == "trained tokens")
+    return lead, [_with_interval(facts[best]), (f"of {runs[second].name}", other, form), tokens]
+
+
+def _with_interval(facts: Sequence[Figure]) -> Figure:
+    """Return a length and its interval, which follows it, as one figure."""
+    (name, length, form), (about, between, _) = facts[:2]
+    return (f"{name}; {about} {between}" if between else name, length, form)
+
+
+def _as_texts(facts: Sequence[Figure]) -> list[list[Value]]:
+    return [[name, shown(value, form)] for name, value, form in facts]
+
+
+def _problems(run: Run) -> list[Part]:
+    served, steps = (number(run.best, f"serving_like_{name}") for name in ("uncut", "rounds"))
+    problems = [train_serve_gap(run.best, served, int(steps or 0))]
+    if not run.validation:
+        problems.append("nothing was held out or validated yet: there is no held-out curve")
+    if number(run.best, "step") == 0 < run.last("step"):
+        problems.append("no validation was better than the draft at step 0")
+    return [Note(text=f"{run.name}: {text}.", warning=True) for text in problems if text]
+
+
+def _compared(runs: Sequence[Run], facts: Sequence[Sequence[Figure]], best: int | None) -> Section:
+    """Return the table of several runs."""
+    table = Table(
+        title="",
+        columns=[("run", "text"), *((name, form) for name, _, form in facts[0])],
+        rows=[[r.name, *(v for _, v, _ in row)] for r, row in zip(runs, facts, strict=True)],
+        best=best,
+        note="\u2605 The longest acceptance length; intervals that overlap tell no drafts apart. "
+        "Tokens per second and waiting for data are medians.",
+    )
+    return Section(title="Runs", parts=[table])
 
 
 def _decoded(run: Run, others: Sequence[Evaluation]) -> Evaluation | None:
@@ -216,17 +284,24 @@ def _learning(runs: Sequence[Run]) -> Section:
         losses = {run.name: run.curve("loss", bool(run.validation)) for run in runs}
     note = "The runs have different drafts or losses: their values cannot be compared."
     kinds = {(run.draft, run.options.get("loss")) for run in runs}
-    tokens = Axis(title="trained tokens", format="count", least=0)
+    most = max(run.last("tokens") for run in runs)  # both charts have one axis
+    tokens = Axis(title="trained tokens", format="count", least=0, most=most)
     length, loss = Axis(title="tokens per verification", least=1), Axis(title="loss")
+    text = (
+        "On held-out documents; tokens per verification of the target, its own included. "
+        "Serving-like: the draft continues its own tokens, which estimates real greedy decoding."
+    )
+    if len(runs) == 1:
+        text += (
+            " Product-limit: teacher-forced, also from answers shorter than a chain; chooses "
+            "the best draft. Teacher-forced: the draft reads the documents' own tokens."
+        )
     return Section(
         title="Learning",
-        text="Acceptance length: tokens per verification of the target, its own included. "
-        "Serving-like: the draft continues its own tokens, which estimates real greedy decoding. "
-        "Product-limit: teacher-forced, also from answers shorter than a chain; chooses "
-        "the best draft. Teacher-forced: the draft reads the documents' own tokens.",
         parts=[
-            *_lines("Acceptance length", tokens, length, lengths, "On held-out documents."),
+            *_lines("Acceptance length", tokens, length, lengths, text),
             *_lines("Loss", tokens, loss, losses, note if len(kinds) > 1 else ""),
+            *(problem for run in runs for problem in _problems(run)),
         ],
     )
 
@@ -246,19 +321,31 @@ def _lines(
 
 
 def _settings(runs: Sequence[Run]) -> list[Part]:
-    """Return the table of the options in which several runs differ."""
+    """Return the table of the options that matter in which several runs differ."""
     options = dict.fromkeys(name for run in runs for name in run.options if name not in _UNSAID)
-    differing = [n for n in options if len({repr(run.options.get(n)) for run in runs}) > 1]
+    rows = [
+        [name, *texts]
+        for name in options
+        for texts in [[_option(run.options.get(name), name) for run in runs]]
+        if len(set(texts)) > 1
+    ]
     table = Table(
         title="Options in which the runs differ",
         columns=[("option", "text"), *((run.name, "text") for run in runs)],
-        rows=[[n, *(_option(run.options.get(n)) for run in runs)] for n in ("data", *differing)],
-        note="fit.json in each run has all options.",
+        rows=rows,
+        note="Of those that change a draft; fit.json in each run has all options.",
     )
-    return [table] if len(runs) > 1 else []
+    return [table] if rows else []
 
 
-def _option(value: Any) -> str:
+def _names_of(data: Any) -> list[str]:
+    """Return the last parts of the paths of datasets, and their weights."""
+    paths = [data] if isinstance(data, str) else data or ()
+    return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
+
+
+def _option(value: Any, name: str) -> str:
+    value = _names_of(value) if name == "data" else value
     if value is None:
         return "not set"
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
@@ -267,14 +354,43 @@ def _option(value: Any) -> str:
 # -- evaluations -----------------------------------------------------------------------------------
 
 
-def _acceptance(measured: Sequence[Evaluation], lead: bool) -> Section:
-    """Return lengths, and where drafts are accepted; to `lead` a page, it begins with a length."""
+def _lead_of(others: Sequence[Evaluation]) -> str:
+    """Say what was evaluated: the best of several, or the one."""
+    best = _longest([one.acceptance.acceptance_length for one in others])
+    if best is not None and len({one.decoded is None for one in others}) == 1:
+        length = f"{others[best].acceptance.acceptance_length:.2f} tokens per verification"
+        return f"{others[best].name} is the best of {len(others)}: {length}."
+    result = _first(others).result
+    if isinstance(result, Simulated):
+        on = f"{result.documents:,} documents of {_names_of([result.path])[0]}"
+        return f"On {on}, without the target: the draft continues its own tokens, as in serving."
+    name = _names_of([result.target])[0]
+    return f"{result.responses:,} answers of {name}, each decoded by it alone and with the draft."
+
+
+def _first(measured: Sequence[Evaluation]) -> Evaluation:
+    """Return the evaluation to trust most: by real decoding, if there is one."""
+    known = [one for one in measured if one.acceptance.acceptance_length is not None]
+    return min(known or measured, key=lambda one: one.decoded is None)
+
+
+def _figures_of(others: Sequence[Evaluation]) -> list[Figure]:
+    one = _first(others)
+    length, interval = one.acceptance.acceptance_length, one.acceptance.interval
+    figures = [_with_interval(_length_items(length, interval, one.decoded is not None))]
+    if (result := one.decoded) is None:
+        share = getattr(one.result, "on_policy", None)
+        figures.append(("of the tokens are the target's own choice", share, "share"))
+        return [*figures, ("verifications", one.acceptance.rounds, "count")]
+    same = None if result.identical is None else f"{result.identical:,} of {result.responses:,}"
+    speed = None if result.speedup is None else f"{result.speedup:.2f} times"
+    figures.append(("the speed of plain decoding, in this implementation", speed, "text"))
+    return [*figures, ("answers equal to plain decoding", same, "text")]
+
+
+def _acceptance(measured: Sequence[Evaluation]) -> Section:
+    """Return lengths, and where drafts are accepted."""
     parts: list[Part] = [_evaluations(measured)] if measured else []
-    lengths = [one for one in measured if one.acceptance.acceptance_length is not None]
-    if lead and lengths:  # the length to trust most: of real decoding, if there is one
-        first = min(lengths, key=lambda one: one.decoded is None)
-        length, interval = first.acceptance.acceptance_length, first.acceptance.interval
-        parts.insert(0, Figures(items=_length_items(length, interval, first.decoded is not None)))
     for one in measured:
         parts += [Note(text=f"{one.name}: {text}.", warning=True) for text in one.warnings]
     parts += _lines(
@@ -347,33 +463,32 @@ def _evaluations(measured: Sequence[Evaluation]) -> Table:
     )
 
 
-# -- drafted tokens --------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 _KEYS = [
     ["accepted", "drafted and accepted"],
-    ["rejected", "drafted and rejected"],
     ["target", "the target's own token"],
-    ["differs", "accepted, but the document differs"],
-    ["document", "the document's token, not the target's"],
+    ["document", "the document's token: the target would choose another"],
 ]
 
 
-def _drafted_tokens(measured: Sequence[Evaluation]) -> Section:
+def _answers(measured: Sequence[Evaluation]) -> Section:
     """Return the section with the responses that evaluations have kept."""
-    documents = [response(one, sample) for one in measured for sample in one.result.samples]
-    keys = _KEYS if any(one.decoded is None for one in measured) else _KEYS[:3]
-    data = {"note": "", "noun": "response", "item": "verification step", "keys": keys}
-    return Section(
-        title="Drafted tokens",
-        text="What the draft proposed in a few responses, evenly spread over those that were "
-        "measured, and what the target made of it.",
-        parts=[Viewer(data=data | {"documents": documents})] if documents else [],
-    )
+    order = sorted(measured, key=lambda one: one.decoded is None)  # real decoding first
+    samples = [(one, sample) for one in order for sample in one.result.samples]
+    documents = [response(i, one, sample) for i, (one, sample) in enumerate(samples, 1)]
+    keys = _KEYS if any(one.decoded is None for one in measured) else _KEYS[:2]
+    columns = [("answer", "count"), ("tokens", "count"), ("per step", "number"), ("of", "text")]
+    sorts = [["in order", 0, 1], ["most accepted", 2, -1], ["least accepted", 2, 1]]
+    note = "A few responses, evenly spread over those that were measured."
+    data: dict[str, Any] = {"note": note, "noun": "answer", "item": "verification step"}
+    data |= {"keys": keys, "columns": columns, "sorts": sorts, "documents": documents}
+    return Section(title="Answers", parts=[Viewer(data=data)] if documents else [])
 
 
-def response(one: Evaluation, sample: SampleResponse) -> dict[str, Any]:
+def response(number: int, one: Evaluation, sample: SampleResponse) -> dict[str, Any]:
     """Return a sampled response as a document of the viewer (`pages/viewer.js`)."""
-    texts = one.result.texts
+    texts, plain = one.result.texts, sample.plain
     segments: list[dict[str, Any]] = []
     steps = [part for part in sample.parts if isinstance(part, DraftedStep)]
     position, step = 0, 0
@@ -395,6 +510,7 @@ def response(one: Evaluation, sample: SampleResponse) -> dict[str, Any]:
             words = [[_text(token, texts), kind] for token in part.tokens]
         segments[-1]["items"].append({"words": words, "about": about})
     emitted, accepted = (sum(len(x.emitted) for x in steps), sum(x.accepted for x in steps))
+    per_step = emitted / len(steps) if steps else None
     head = (
         f"{len(steps):,} verification steps, {emitted:,} tokens: "
         f"{emitted / max(len(steps), 1):.2f} per step. {accepted:,} of "
@@ -402,8 +518,23 @@ def response(one: Evaluation, sample: SampleResponse) -> dict[str, Any]:
     )
     if one.decoded is not None and one.decoded.tree_tokens:
         head += " Decoded with trees: of the drafted tokens only the accepted path is kept."
-    name = " · ".join(filter(None, (one.name, sample.name, sample.source)))
-    return {"head": head, "id": name, "segments": segments}
+    if plain is not None:  # both side by side; the drafted one after the other
+        segments[-1] |= {"title": _timed("with the draft", position, plain.draft_seconds)}
+        segments[-1]["seconds"] = plain.draft_seconds
+        about = ["One pass of the target for each token."]
+        items = [{"words": [[_text(token, texts), ""]], "about": about} for token in plain.tokens]
+        title = _timed("the target alone", len(items), plain.seconds)
+        alone = {"title": title, "learned": False, "items": items, "seconds": plain.seconds}
+        segments.insert(-1, alone)
+    name = " \u00b7 ".join(filter(None, (one.name, sample.name, sample.source)))
+    row: list[Figure] = [("", number, "count"), ("", position, "count")]
+    row += [("", per_step, "number"), ("", name, "text")]
+    figures = {"number": number, "row": list_row(row)}
+    return figures | {"head": head, "id": name, "segments": segments}
+
+
+def _timed(name: str, tokens: int, seconds: float) -> str:
+    return f"{name}: {tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.1f} per second"
 
 
 def _text(token: int, texts: dict[str, str]) -> str:
@@ -411,19 +542,16 @@ def _text(token: int, texts: dict[str, str]) -> str:
 
 
 def _step(step: DraftedStep, texts: dict[str, str]) -> tuple[list[list[str]], list[str]]:
-    """Return the words of a verification step with their kinds, and what is said of it."""
+    """Return the words that a verification step adds, with their kinds, and what is said of it."""
     drafted, emitted, count, choice = step.drafted, step.emitted, step.accepted, step.choice
-    words = [
-        [_text(token, texts), "accepted" if emitted[i : i + 1] in ([], [token]) else "differs"]
-        for i, token in enumerate(drafted[:count])
-    ]
-    if choice is not None and len(drafted) > count:
-        words.append([_text(drafted[count], texts), "rejected"])
-    if len(emitted) > count:
-        kind = "target" if choice in (None, emitted[count]) else "document"
-        words.append([_text(emitted[count], texts), kind])
-    elif count and len(emitted) == count and emitted[-1] != drafted[count - 1]:
-        words.append([_text(emitted[-1], texts), "document"])
+    words = []
+    for i, token in enumerate(emitted):
+        kind = "document"
+        if i < count and drafted[i] == token:
+            kind = "accepted"
+        elif i >= count and choice in (None, token):
+            kind = "target"
+        words.append([_text(token, texts), kind])
 
     def quoted(token: int) -> str:
         return json.dumps(_text(token, texts), ensure_ascii=False)

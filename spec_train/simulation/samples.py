@@ -8,6 +8,9 @@ A sample is plain JSON, in the file of `spec-train eval --json`. Its `parts` are
     {"kind": "round", "drafted": ids, "accepted": n,    one verification of the target
      "emitted": ids, "choice": id or null}
 
+A response that was also decoded without the draft has "plain": its tokens, its `seconds`, and the
+`draft_seconds` of the response with it.
+
 The first `accepted` of the `drafted` tokens were kept, `emitted` are the tokens that the step adds
 to the response, and `choice` is the target's token where it rejected a draft or added one. In real
 decoding `emitted` are the accepted drafts and the choice. On a document they are the document's own
@@ -82,6 +85,7 @@ def token_texts(samples: Sequence[dict[str, Any]], tokenizer: Any) -> dict[str, 
         return {}
     parts = [part for sample in samples for part in sample["parts"]]
     lists = [part.get(name, ()) for part in parts for name in ("tokens", "drafted", "emitted")]
+    lists += [sample["plain"]["tokens"] for sample in samples if "plain" in sample]
     lists.append([part["choice"] for part in parts if part.get("choice") is not None])
     ids = sorted(set().union(*lists))
     return dict(zip(map(str, ids), TokenTexts(tokenizer).table(ids), strict=True))

@@ -3,7 +3,9 @@
 import json
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,11 @@ class FitResult:
     finished: bool
     stopped_by: int | None = None
     best: dict[str, Any] | None = None
+    html: Callable[[str], str] = field(default=escape, repr=False, compare=False)
+    """Makes what a notebook shows of the text of the result; `fit` gives that of the run's page."""
+
+    def _repr_html_(self) -> str:
+        return self.html(str(self))
 
     @property
     def history(self) -> list[dict[str, Any]]:

@@ -1,18 +1,23 @@
 """A page with every kind of part, and texts that try to become markup."""
 
-from spec_data.pages.page import Axis, Chart, Figures, Note, Page, Section, Table, Viewer
+from spec_data.pages.page import Axis, Chart, Note, Page, Section, Table, Viewer
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!--\u2028\u2029\ud800"
 
 
 def sample_viewer(text: str) -> Viewer:
     """Return a viewer of one response with `text` as a token of every kind."""
-    kinds = ("context", "accepted", "differs", "rejected", "target", "document", "sup", "wrong")
+    kinds = ("context", "accepted", "target", "document", "sup", "wrong", "special")
     items = [{"words": [[f"{text} ", kind]], "about": [f"{kind} {text}"]} for kind in kinds]
     segment = {"title": f"turn {text}", "learned": True, "items": items}
     keys = [[kind, f"{kind} {text}"] for kind in kinds]
-    documents = [{"head": f"{n} {text}", "id": text, "segments": [segment]} for n in range(2)]
-    data = {"note": text, "noun": "response", "item": "step", "keys": keys}
+    documents = [
+        {"number": n, "row": [[n, str(n)], [None, text]], "head": f"{n} {text}", "id": text}
+        | {"segments": [segment]}
+        for n in range(2)
+    ]
+    data = {"note": text, "noun": "answer", "item": "step", "keys": keys}
+    data |= {"columns": [("answer", "count"), (text, "text")], "sorts": [[text, 0, 1]]}
     return Viewer(data=data | {"documents": documents})
 
 
@@ -37,12 +42,13 @@ def sample_page(text: str = "plain") -> Page:
         rows=[[f"hidden.L1 {text}", 1536, 0.25], ["hidden.final", 10**9, float("nan")]],
         note=text,
     )
-    figures = Figures(items=[(f"documents {text}", 1234, "count"), ("target", text, "text")])
     return Page(
         title=f"data {text}",
         kind="Dataset",
+        lead=f"what it is {text}",
+        figures=[(f"documents {text}", 1234, "count"), ("target", text, "text")],
         sections=[
-            Section(title=f"Overview {text}", text=text, parts=[figures, Note(text=text)]),
+            Section(title=f"Overview {text}", text=text, parts=[Note(text=text)]),
             Section(title="Charts", parts=[lines, depths, table, Note(text=text, warning=True)]),
             Section(title="Viewer", parts=[sample_viewer(text)]),
         ],

@@ -1,6 +1,7 @@
 """The page of a dataset: every figure equals a slow loop over the dataset."""
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from spec_data.models.reading import load_tokenizer
 from spec_data.pages.dataset_page import dataset_page, shown_documents
 from spec_data.pages.page import page_bytes
 from spec_data.pages.token_texts import TokenTexts
+from spec_data.results import WrittenDataset
 from spec_data.shards.errors import MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.remote_tools import forget_memory, put_in_memory
@@ -48,14 +50,17 @@ def rows(data):
 
 
 def test_totals_and_bytes_are_those_of_the_shards(page, data, rows):
-    items = {name: value for name, value, _ in part(page, "Overview", "figures")["items"]}
     tokens = sum(len(row["input_ids"]) for row in rows)
     supervised = sum(int(row["loss_mask"].sum()) for row in rows)
     files = sum(file.stat().st_size for file in (data / "shards").iterdir())
-    assert items["documents"] == len(rows) == 20
-    assert (items["tokens"], items["supervised tokens"]) == (tokens, supervised)
-    assert items["bytes of all shards"] == files
-    assert items["bytes per token"] == pytest.approx(files / tokens)
+    (of, count, _), (own, share, _), (_, per_token, _) = page.figures
+    assert of == f"supervised of {tokens:,} tokens" and count == supervised
+    measured = HiddenStatesDataset(data).manifest.agreement.total
+    assert share == measured.share and f"{100 * measured.own_share:.1f}" in own
+    assert per_token == pytest.approx(files / tokens)
+    assert page.lead.startswith("20 documents of one.jsonl, two.jsonl, with the states of 3 layers")
+    table = dict(part(page, "What it is", "table")["rows"])
+    assert table["documents"] == "20" and table["tokens"] == f"{tokens:,}"
     columns = part(page, "Bytes", "table", "Columns")["rows"]
     width = rows[0]["hidden.L0"].shape[1]
     predicting = sum(int(row["loss_mask"][1:].sum()) for row in rows)
@@ -108,11 +113,32 @@ def test_the_viewer_holds_every_token_of_every_document(page, data, rows):
         assert f"{100 * (1 - wrong / sum(stored)):.1f}\u00a0% the target's" in found["head"]
 
 
+def test_the_worst_documents_come_first(page, rows):
+    """Sorted by the share of first choices, or by the NLL, as slow loops have them."""
+    viewer = part(page, "Tokens", "viewer")["data"]
+    assert [s[0] for s in viewer["sorts"][:2]] == ["lowest first choice", "highest NLL"]
+    for place, (row, own) in enumerate(zip(rows, viewer["documents"], strict=True)):
+        ids, best = row["input_ids"].tolist(), row["target_argmax"].tolist()
+        asked = [t for t in range(1, len(ids)) if row["loss_mask"][t]]
+        share = sum(best[t - 1] == ids[t] for t in asked) / len(asked)
+        (number, _), (tokens, _), (first, text), (nll, _), (_, source) = own["row"]
+        assert (own["number"], number, tokens, source) == (place, place, len(ids), row["source"])
+        assert first == pytest.approx(share) and text == f"{100 * share:.1f}\u00a0%" and nll > 0
+
+
 def test_a_sample_is_even_and_the_page_says_so(data):
-    viewer = dataset_page(data, documents=4).sections[1].parts[0]
+    viewer = dataset_page(data, documents=4).sections[0].parts[-1]
     heads = [d["head"].split(" · ")[0] for d in viewer.data["documents"]]
     assert heads == [f"Document {n}" for n in (2, 7, 12, 17)]
     assert viewer.data["note"].startswith("This page holds 4 of 20 documents, evenly spaced.")
+
+
+def test_a_notebook_has_the_tables_without_reading_the_documents(data, page):
+    shown = WrittenDataset.of(data, HiddenStatesDataset(data).manifest)._repr_html_()
+    for section in page.sections[1:]:
+        assert f">{section.title}</h2>" in shown
+    assert "viewer" not in re.sub(r"<style>.*</style>", "", shown, flags=re.DOTALL)
+    assert WrittenDataset(path=data, sealed=False)._repr_html_().startswith("<pre>not sealed")
 
 
 def test_a_dataset_here_is_named_by_its_directory(data, monkeypatch):

@@ -34,19 +34,24 @@ def test_a_page_is_whole_in_every_window(browser, file, size, dark):
     with open_page(browser, file, size, dark) as tab:
         assert not scrolls_sideways(tab)
         assert tab.title() == "data plain – Dataset"
-        assert tab.locator("canvas").count() == 2 and tab.locator("nav a").count() == 3
+        assert tab.locator("svg.chart").count() == 2
         behind = tab.evaluate("getComputedStyle(document.body).backgroundColor")
         assert behind == ("rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)")
-        drawn = tab.evaluate(
-            "[...document.querySelectorAll('canvas')].every(c => c.getContext('2d')"
-            ".getImageData(0, 0, c.width, c.height).data.some(v => v > 0))"
-        )
-        assert drawn
+        wide = "[...document.querySelectorAll('svg.chart')].map(c => c.getBoundingClientRect())"
+        assert tab.evaluate(f"{wide}.every(b => b.left >= 0 && b.right <= innerWidth)")
+
+
+def test_print_is_dark_on_white_in_dark_mode_too(browser, file):
+    with open_page(browser, file, dark=True) as tab:
+        tab.emulate_media(media="print")
+        style = "(s => [s.backgroundColor, s.color])(getComputedStyle(document.body))"
+        assert tab.evaluate(style) == ["rgb(255, 255, 255)", "rgb(28, 33, 40)"]
+        assert tab.locator(".bar").is_hidden() and tab.locator("svg.chart").first.is_visible()
 
 
 def test_charts_have_their_data_as_a_table_and_follow_the_colours_of_the_system(browser, file):
     with open_page(browser, file) as tab:
-        colour = "page.charts[0].data.datasets[0].borderColor"
+        colour = "getComputedStyle(document.querySelector('.chart .s0')).stroke"
         before = tab.evaluate(colour)
         tab.emulate_media(color_scheme="dark")
         wait_until(tab, f"{colour} !== {before!r}")
@@ -64,7 +69,7 @@ def test_charts_have_their_data_as_a_table_and_follow_the_colours_of_the_system(
 def test_a_script_that_is_not_of_the_page_does_not_run(browser, tmp_path):
     file = tmp_path / "page.html"
     whole = write_page(file, sample_page()).path.read_text()
-    file.write_text(whole.replace("<noscript>", "<script>window.planted = 1</script><noscript>"))
+    file.write_text(whole.replace("<footer>", "<script>window.planted = 1</script><footer>"))
     with (
         pytest.raises(AssertionError, match="Content Security Policy"),
         open_page(browser, file) as tab,
@@ -89,6 +94,7 @@ def add(viewer, tok, number, text, answer, teacher=True):
         mask=mask,
         turns=[("assistant", len(start), len(ids))],
         choice=choice if teacher else None,
+        scores=(0.9 - number / 10, float("nan") if number else 1.0),
     )
 
 
@@ -100,12 +106,19 @@ def viewer(tmp_path_factory):
     add(tokens, tok, 5, ATTACK, f"no {ATTACK}\u202e\u200b", teacher=False)
     add(tokens, tok, 10, "hello there", "the answer is Paris")
     section = Section(title="Tokens", parts=[tokens.part(3)])
-    page = Page(title="viewer", kind="Dataset", sections=[section])
+    page = Page(title="viewer", kind="Dataset", lead="", figures=[], sections=[section])
     return write_page(tmp_path_factory.mktemp("viewer") / "page.html", page).path
+
+
+def go_to(tab, number):
+    """Follow the link to a document."""
+    tab.evaluate(f"location.replace('#doc-{number}')")
+    wait_until(tab, f"document.querySelector('.head').innerText.startsWith('Document {number} ')")
 
 
 def test_a_document_is_shown_with_turns_special_tokens_and_white_space(browser, viewer):
     with open_page(browser, viewer) as tab:
+        go_to(tab, 0)
         assert tab.locator(".turn h3").nth(0).inner_text().startswith("context, not supervised")
         assert tab.locator(".turn h3").nth(1).inner_text().startswith("assistant · ")
         assert tab.locator(".turn.learned").count() == 1
@@ -119,23 +132,50 @@ def test_a_document_is_shown_with_turns_special_tokens_and_white_space(browser, 
         assert "46.7\u00a0% the target's first choice" in tab.locator(".head").inner_text()
 
 
-def test_buttons_and_numbers_move_between_documents(browser, viewer):
+def test_the_worst_document_comes_first_and_keys_work_at_once(browser, viewer):
     with open_page(browser, viewer) as tab:
-        head = tab.locator(".head")
-        before, after = (tab.get_by_role("button", name=name) for name in ("Previous", "Next"))
-        assert before.is_disabled() and head.inner_text().startswith("Document 0 ·")
-        after.click()
-        assert head.inner_text().startswith("Document 5 ·")
-        place = tab.get_by_label("Shown, of 3")
-        for number in ("3", "99"):
-            place.fill(number)
-            place.press("Enter")
-            assert head.inner_text().startswith("Document 10 ·") and place.input_value() == "3"
-        assert after.is_disabled()
+        head, now = tab.locator(".head"), tab.locator("tr[aria-current=true] a")
+        assert head.inner_text().startswith("Document 10 \u00b7")
+        for key, number in (("j", 5), ("j", 0), ("j", 0), ("k", 5)):
+            tab.keyboard.press(key)
+            wait_until(tab, f"document.querySelector('.head').innerText.includes(' {number} ')")
+            assert now.get_attribute("href") == f"#doc-{number}"
+        go_to(tab, 10)
+        tab.keyboard.press("ArrowRight")
+        assert "token 1, id" in tab.locator(".detail").inner_text()
+        tab.keyboard.press("/")
+        tab.keyboard.type("j k")
+        assert tab.get_by_label("Filter").input_value() == "j k", "letters are letters there"
+
+
+def test_the_list_is_sorted_and_filtered_and_links_to_documents(browser, viewer):
+    with open_page(browser, viewer) as tab:
+        links, box = tab.locator(".list tbody a"), tab.get_by_label("Filter")
+        assert links.all_inner_texts() == ["10", "5", "0"]
+        for name, order in (("highest NLL", ["0", "5", "10"]), ("in order", ["0", "5", "10"])):
+            tab.get_by_label("Sort").select_option(name)
+            assert links.all_inner_texts() == order
+        for text, order in (
+            ("answer IS par", ["10"]),
+            ("paris", ["0", "10"]),
+            ("", ["0", "5", "10"]),
+        ):
+            box.fill(text)
+            assert links.all_inner_texts() == order
+        box.fill("nowhere")
+        assert tab.get_by_role("status").inner_text().startswith("No document")
+        box.fill("")
+        links.nth(1).click()
+        wait_until(tab, "document.querySelector('.head').innerText.startsWith('Document 5 ')")
+        assert tab.url.endswith("#doc-5")
+        tab.reload()
+        wait_until(tab, "document.documentElement.dataset.ready === 'yes'")
+        assert tab.locator(".head").inner_text().startswith("Document 5 ")
 
 
 def test_what_a_token_is_by_mouse_and_by_keyboard(browser, viewer):
     with open_page(browser, viewer) as tab:
+        go_to(tab, 0)
         detail = tab.locator(".detail")
         tab.locator(".turn.learned .tok").nth(0).hover()
         first = detail.inner_text()
@@ -146,30 +186,18 @@ def test_what_a_token_is_by_mouse_and_by_keyboard(browser, viewer):
         tab.locator(".item[tabindex='0']").focus()
         tab.keyboard.press("ArrowRight")
         assert detail.inner_text() != first and "The target's first choice." in detail.inner_text()
-        tab.keyboard.press("Home")
+        tab.locator(".item").first.focus()
         assert "token 0, id" in detail.inner_text() and "context" in detail.inner_text()
         assert "No prediction of the target is stored" in detail.inner_text()
-        for key in ("End", "ArrowRight"):
-            tab.keyboard.press(key)
-            assert "<|im_end|>" in detail.inner_text(), "the last token has no next one"
-
-
-def test_search_finds_the_next_document(browser, viewer):
-    with open_page(browser, viewer) as tab:
-        box, head = tab.get_by_label("Search"), tab.locator(".head")
-        for text, number in (("answer IS par", 10), ("paris", 0), ("paris", 10)):
-            box.fill(text)
-            box.press("Enter")
-            assert head.inner_text().startswith(f"Document {number} ·")
-        box.fill("nowhere")
-        tab.get_by_role("button", name="Find").click()
-        assert tab.get_by_role("status").inner_text().startswith("No document")
+        tab.locator(".item").last.focus()
+        tab.keyboard.press("ArrowRight")
+        assert "<|im_end|>" in detail.inner_text(), "the last token has no next one"
 
 
 def test_texts_of_documents_stay_texts(browser, viewer):
     with open_page(browser, viewer, PHONE, dark=True) as tab:
         assert not scrolls_sideways(tab)
-        tab.get_by_role("button", name="Next").click()
+        go_to(tab, 5)
         assert tab.locator("img").count() == 0 and tab.locator(".tokens b").count() == 0
         assert ATTACK in "".join(tab.locator(".tokens .text").all_text_contents())
         tab.locator(".turn.learned .tok").last.hover()

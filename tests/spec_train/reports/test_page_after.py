@@ -58,9 +58,9 @@ def test_fit_and_eval_write_their_pages_into_the_run(run, place, tmp_path, capsy
     common = ["eval", "--data", str(place / "data"), "--limit", "2", "--device", "cpu"]
     file, result = run / "eval.html", tmp_path / "r.json"
     file.unlink(missing_ok=True)
-    assert titles(run / "report.html")[:3] == ["Overview", "Learning", "Acceptance"]
+    assert titles(run / "report.html")[:3] == ["Learning", "Acceptance", "Answers"]
     assert main([*common, "--draft", str(run), "--json", str(result)]) == 0
-    assert {"Acceptance", "Drafted tokens"} <= set(titles(file))
+    assert titles(file)[:2] == ["Answers", "Acceptance"]
     assert titles(spec_train.write_report(result).path) == titles(file)
     written = json.loads(result.read_text())
     assert f"{written['acceptance_length']:.3f}" in capsys.readouterr().out
@@ -73,7 +73,8 @@ def test_eval_with_a_target_shows_its_responses(run, place):
     found = spec_train.evaluate(
         run, target=place / "target", prompts=place / "p.jsonl", max_new_tokens=12, device="cpu"
     )
-    assert "Drafted tokens" in titles(run / "eval.html")
+    assert "Answers" in titles(run / "eval.html")
+    assert "<svg" in found._repr_html_() and "Evaluations" in found._repr_html_()
     (one,) = evaluations(found.figures, "eval", "run")
     (sample,) = one.result.samples
     told = [
@@ -81,5 +82,6 @@ def test_eval_with_a_target_shows_its_responses(run, place):
         for part in sample.parts[1:]
         for token in getattr(part, "emitted", None) or part.tokens
     ]
-    assert len(told) == found.decoding.tokens
+    assert len(told) == found.decoding.tokens and sample.plain.tokens == told
+    assert min(sample.plain.seconds, sample.plain.draft_seconds) > 0
     assert all(one.result.texts[str(token)] for token in told)

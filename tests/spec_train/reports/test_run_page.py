@@ -51,40 +51,47 @@ def test_the_best_draft_is_the_one_that_fit_keeps(tmp_path, seed):
     for line in lines:
         if line["split"] == "validation" and (best is None or better(line, best)):
             best = line
-    items = {
-        name: value for name, value, _ in page_of([tmp_path / "run"]).sections[0].parts[0].items
-    }
-    assert items["best at step"] == best["step"] and items["steps"] == "40 of 40"
-    assert items["its held-out loss"] == best["loss"]
-    assert items["trained tokens"] == max(line["tokens"] for line in lines)
+    page = page_of([tmp_path / "run"])
+    (table,) = next(section for section in page.sections if section.title == "The run").parts
+    items = dict(table.rows)
+    assert items["best at step"] == str(best["step"]) and items["steps"] == "40 of 40"
+    figures = {name: value for name, value, _ in page.figures}
+    assert figures["its held-out loss"] == best["loss"]
+    assert figures["trained tokens"] == max(line["tokens"] for line in lines)
+    length = f"{best['serving_like_length']:.2f} tokens per verification"
+    assert f"step {best['step']}," in page.lead and length in page.lead and "on data:" in page.lead
+    assert page.sections[0].title == "Learning"
 
 
-def first_tiles(page):
-    """The names and values of the two largest figures at the top of a page."""
-    return [(name, value) for name, value, _ in page.sections[0].parts[0].items[:2]]
+def first_figure(page):
+    """The name and the value of the first figure at the top of a page."""
+    return page.figures[0][:2]
 
 
 def test_a_page_leads_with_real_decoding_else_with_the_length_as_in_serving(tmp_path):
     """Of four lengths, the first tile once had the most flattering one, the teacher-forced."""
     run, file = tmp_path / "run", tmp_path / "result.json"
     best = Run(run, "run").best if write_run(run) else {}
-    served = ("acceptance length, serving-like", best["serving_like_length"])
-    assert first_tiles(page_of([run])) == [served, ("its 95 % interval", "1.25 to 1.75")]
+    name = "acceptance length, serving-like; its 95 % interval 1.25 to 1.75"
+    served = (name, best["serving_like_length"])
+    assert first_figure(page_of([run])) == served
 
-    real = [("acceptance length, real decoding", 2.5), ("its 95 % interval", "2.25 to 2.75")]
+    real = ("acceptance length, real decoding; its 95 % interval 2.25 to 2.75", 2.5)
     file.write_text(json.dumps(real_figures() | {"draft": str(run / "best")}))
-    assert first_tiles(page_of([run, file])) == real
+    assert first_figure(page_of([run, file])) == real
     file.write_text(json.dumps(real_figures() | {"data": data_figures()}))
-    assert first_tiles(page_of([file])) == real
-    assert first_tiles(page_of([run, file]))[0] == served
+    page = page_of([file])
+    assert first_figure(page) == real and page.sections[0].title == "Answers"
+    assert [value for _, value, _ in page.figures[1:]] == ["1.50 times", "8 of 8"]
+    assert first_figure(page_of([run, file])) == served
     file.write_text(json.dumps({"draft": "run", "warnings": [], "data": data_figures()}))
-    assert first_tiles(page_of([file]))[0] == ("acceptance length, serving-like", 1.5)
+    assert first_figure(page_of([file])) == ("acceptance length, serving-like", 1.5)
 
 
 def test_several_runs_share_their_charts_and_their_settings_are_compared(tmp_path):
     lines = {
-        "a": write_run(tmp_path / "a", 1, seed_of_data=5, lr=0.1),
-        "b": write_run(tmp_path / "b", 2, seed_of_data=5, lr=0.2),
+        "a": write_run(tmp_path / "a", 1, seed_of_data=5, lr=0.1, device="cpu"),
+        "b": write_run(tmp_path / "b", 2, seed_of_data=5, lr=0.2, device="auto", keep=3),
     }
     page = page_of([tmp_path / "a", tmp_path / "b"])
     parts = parts_of(page)
@@ -93,9 +100,22 @@ def test_several_runs_share_their_charts_and_their_settings_are_compared(tmp_pat
         assert curve == [(x["tokens"], x["loss"]) for x in held]
     table = parts["Options in which the runs differ"]
     assert [column[0] for column in table["columns"]] == ["option", "a", "b"]
-    assert table["rows"] == [["data", "data", "data"], ["lr", "0.1", "0.2"]]
-    assert [row[0] for row in parts["Runs"]["rows"]] == ["a", "b"]
+    assert table["rows"] == [["lr", "0.1", "0.2"]], "what changes no draft is not named"
+    (runs,) = page.sections[0].parts
+    lengths = [Run(tmp_path / name, name).best["serving_like_length"] for name in "ab"]
+    best = lengths.index(max(lengths))
+    assert [row[:2] for row in runs.rows] == [["a", lengths[0]], ["b", lengths[1]]]
+    assert runs.best == best and page.lead.startswith(f"{'ab'[best]} is the best of 2 runs: ")
+    assert [value for _, value, _ in page.figures[:2]] == sorted(lengths, reverse=True)
     assert page.kind == "Runs"
+    assert parts["Loss"]["x"] == parts["Acceptance length"]["x"], "equal axes"
+
+
+def test_no_run_is_the_best_of_equal_ones(tmp_path):
+    for name in "ab":
+        write_run(tmp_path / name, 1)
+    page = page_of([tmp_path / "a", tmp_path / "b"])
+    assert page.sections[0].parts[0].best is None and "none of which is the best" in page.lead
 
 
 def test_long_curves_are_thinned_evenly(tmp_path, monkeypatch):
@@ -113,13 +133,14 @@ def test_a_run_that_trains_or_was_damaged_is_shown_as_far_as_it_goes(tmp_path):
     file.write_text(text + '{"step": 42, "split": "tra')  # a line that is being written
     assert len(Run(tmp_path / "run", "run").training) == 20
     file.write_text(text.replace('"step"', '"at"'))  # lines that lack what others have
-    assert page_of([tmp_path / "run"]).sections[0].title == "Overview"
+    assert page_of([tmp_path / "run"]).sections[0].title == "Learning"
     file.write_text(text.replace('{"step": 2,', '{"st\0p": 2,}', 1))
     with pytest.raises(RunError, match=r"metrics\.jsonl: damaged"):
         page_of([tmp_path / "run"])
     file.unlink()
     page = page_of([tmp_path / "run"])
-    assert [section.title for section in page.sections] == ["Overview"]
+    assert [section.title for section in page.sections] == ["Learning", "The run"]
+    assert page.lead.endswith("nothing was validated yet.")
     notes = [part.text for part in page.sections[0].parts if part.kind == "note"]
     assert "nothing was held out" in notes[0]
     (tmp_path / "run" / "fit.json").write_text("{")
@@ -166,7 +187,7 @@ def test_evaluations_are_shown_with_sources_depths_and_responses(tmp_path):
     for row, line in zip(table["rows"], figures["data"]["by_source"], strict=True):
         assert row[0] == line["source"] and row[-1] == line["acceptance_length"]
     sections = {s.title: s for s in page.sections}
-    (viewer,) = sections["Drafted tokens"].parts
+    (viewer,) = sections["Answers"].parts
     ids = [document["id"] for document in viewer.data["documents"]]
     names = [rows[0][0]] * 2 + [rows[1][0]] * 3
     assert all(own.startswith(f"{name} · ") for own, name in zip(ids, names, strict=True))
@@ -177,7 +198,7 @@ def test_evaluations_are_shown_with_sources_depths_and_responses(tmp_path):
 def response_of(figures) -> dict:
     """The first response of an evaluation as the viewer shows it."""
     one = evaluations(figures, "e.json", "e")[0]
-    return run_page.response(one, one.result.samples[0])
+    return run_page.response(1, one, one.result.samples[0])
 
 
 def test_every_token_of_a_response_is_shown_with_what_became_of_it():
@@ -187,17 +208,29 @@ def test_every_token_of_a_response_is_shown_with_what_became_of_it():
     words = [item["words"] for item in response["items"]]
     assert words[0] == [["t10 ", "target"]]
     assert words[1] == [
-        *(["t11 ", "accepted"], ["\n", "accepted"], ["t13 ", "rejected"], ["t14 ", "target"]),
+        *(["t11 ", "accepted"], ["\n", "accepted"], ["t14 ", "target"]),
     ]
-    assert words[3] == [["t18 ", "rejected"], ["t19 ", "target"]]
+    assert words[3] == [["t19 ", "target"]]
     assert "step 1 of 3, after 1 tokens: 2 of 4" in response["items"][1]["about"][0]
     assert 'target\'s token: "t14 "' in response["items"][1]["about"][2]
     assert decoded["head"].startswith("3 verification steps, 7 tokens: 2.33 per step. 4 of 7")
     stored = response_of({"draft": "run", "warnings": [], "data": data_figures()})
     words = [item["words"] for item in stored["segments"][1]["items"]]
-    assert words[4] == [["t20 ", "differs"], ["t22 ", "document"]]
-    assert words[5] == [["t23 ", "rejected"], ["t24 ", "document"]]
+    assert words[4] == [["t22 ", "document"]] and words[5] == [["t24 ", "document"]]
     assert 'document goes on with "t24 "' in stored["segments"][1]["items"][5]["about"][3]
+
+
+def test_an_answer_stands_beside_that_of_the_target_alone_with_its_time():
+    figures = real_figures()
+    assert all("seconds" not in segment for segment in response_of(figures)["segments"])
+    plain = {"tokens": [10, 11, 12, 14, 15, 16, 17, 19], "seconds": 4.0, "draft_seconds": 2.0}
+    figures["samples"][0]["plain"] = plain
+    context, alone, drafted = response_of(figures)["segments"]
+    assert "seconds" not in context and (alone["seconds"], drafted["seconds"]) == (4.0, 2.0)
+    assert alone["title"] == "the target alone: 8 tokens in 4.00 s, 2.0 per second"
+    assert drafted["title"] == "with the draft: 8 tokens in 2.00 s, 4.0 per second"
+    both = ["".join(w for item in s["items"] for w, _ in item["words"]) for s in (alone, drafted)]
+    assert both[0] == both[1]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
     rounds = [[line["rounds"] for line in of["by_source"]] for of in (kept, measured["data"])]
     assert rounds[0] == pytest.approx(rounds[1], abs=TIES)
     titles = [section.title for section in page_of([Path(config.out)]).sections]
-    assert "Acceptance" in titles and "Drafted tokens" in titles
+    assert "Acceptance" in titles and "Answers" in titles
 
 
 def test_a_run_warns_of_a_draft_that_is_worse_on_its_own_states(
