@@ -139,8 +139,11 @@ class CodedRows:
                 part = slice(a, min(a + step, last))
                 out[targets[part]] = decode(codes[part], tables).to(dtype)
         for rows, bits in self._escaped:
-            where = targets[torch.from_numpy(rows).to(device, non_blocking=non_blocking)]
-            out[where] = bf16_tensor(bits).to(device, non_blocking=non_blocking).to(dtype)
+            few = torch.from_numpy(rows), bf16_tensor(bits)
+            if non_blocking and out.is_cuda:  # the host would wait for pageable memory
+                few = few[0].pin_memory(), few[1].pin_memory()
+            where, states = (x.to(device, non_blocking=non_blocking) for x in few)
+            out[targets[where]] = states.to(dtype)
         return out
 
 

@@ -82,20 +82,24 @@ class DraftBatch:
         reader decodes to.
         """
 
-        def move(values: Tensor, kind: torch.dtype | None = None) -> Tensor:
-            return values.to(device, kind or values.dtype, non_blocking=non_blocking)
+        plain = {n: v.to(device, non_blocking=non_blocking) for n, v in self.plain().items()}
+        hidden = self.hidden_on(device, dtype, non_blocking)
+        return DraftBatch(**plain, hidden=hidden, rows=self.rows, coded={})
 
-        plain = {name: move(values) for name, values in self.plain().items()}
-        hidden = {
-            name: move(values, dtype if name.startswith("hidden.") else None)
-            for name, values in self.hidden.items()
-        }
+    def hidden_on(
+        self, device: torch.device | str, dtype: torch.dtype | None, non_blocking: bool = False
+    ) -> dict[str, Tensor]:
+        """Return the columns `hidden` and `coded` on a device, as `to` does."""
+        hidden = {}
+        for name, values in self.hidden.items():
+            kind = (dtype if name.startswith("hidden.") else None) or values.dtype
+            hidden[name] = values.to(device, kind, non_blocking=non_blocking)
         packs, slots = self.input_ids.shape
         for name, rows in self.coded.items():
             # [B * T, H]: rows are numbered over all packs
             states = rows.states(packs * slots, device, dtype or torch.bfloat16, non_blocking)
             hidden[name] = states.view(packs, slots, -1)  # [B, T, H]
-        return DraftBatch(**plain, hidden=hidden, rows=self.rows, coded={})
+        return hidden
 
 
 def document_batch(

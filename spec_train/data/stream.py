@@ -10,6 +10,7 @@ the consumer requests the next step.
 Shapes: B packs of a micro-batch, T slots of a pack (`seq_len` in a buffer), H hidden size.
 """
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -235,6 +236,8 @@ class BatchStream:
         self.epoch, self.batches_done = 0, 0
         self.waited = 0.0  # seconds for which the consumer waited for data
         self._buffers: list[_Buffer] = []
+        self._ready: queue.Queue[Step | BaseException | None] = queue.Queue()
+        self._peeked: list[Step | BaseException | None] = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last step that was yielded."""
@@ -269,7 +272,7 @@ class BatchStream:
         self._make_buffers()
         free: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
         # no SimpleQueue: a signal near the end of its `get(timeout)` can make it wait for ever
-        ready: queue.Queue[Step | BaseException | None] = queue.Queue()
+        ready = self._ready = queue.Queue()
         for buffer in self._buffers:
             free.put(buffer)
         stop = threading.Event()
@@ -279,7 +282,7 @@ class BatchStream:
         )
         thread.start()
         try:
-            while isinstance(step := self._next(ready, stopping), Step):
+            while isinstance(step := self._next(stopping), Step):
                 self.epoch, self.batches_done = step.epoch, step.index + 1
                 yield step
                 for i in range(len(step.batches)):
@@ -290,6 +293,15 @@ class BatchStream:
             stop.set()
             free.put(None)
             thread.join()
+            self._peeked.clear()
+
+    def peek(self) -> Step | None:
+        """Return the step that `take` yields next, if it has been read; the position stays."""
+        if not self._peeked:
+            with contextlib.suppress(queue.Empty):
+                self._peeked.append(self._ready.get_nowait())
+        step = self._peeked[0] if self._peeked else None
+        return step if isinstance(step, Step) else None
 
     def untake(self, step: Step) -> None:
         """Go back to before the last yielded step, which was not used."""
@@ -309,14 +321,14 @@ class BatchStream:
                 _Buffer(self.dataset, self.columns, size, self.plan.seq_len, self.buffer_options)
             )
 
-    def _next(
-        self, ready: "queue.Queue", stopping: Callable[[], bool]
-    ) -> Step | BaseException | None:
+    def _next(self, stopping: Callable[[], bool]) -> Step | BaseException | None:
+        if self._peeked:
+            return self._peeked.pop()
         start = time.perf_counter()
         try:
             while True:
                 try:
-                    return ready.get(timeout=_POLL)
+                    return self._ready.get(timeout=_POLL)
                 except queue.Empty:
                     if stopping():
                         return None

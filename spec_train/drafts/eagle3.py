@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from spec_data.models.devices import sent
 from spec_data.models.families import TargetShape
 from spec_data.shards.layer_ids import as_block_inputs
 from spec_data.shards.packing import shift_left
@@ -267,7 +268,7 @@ def unrolled_loss(
     teachers = Teachers.select(frame.rows, frame.choice, frame.document_ids, steps)
     rows, trained = teachers.rows, teachers.counts()
     counts = trained if counts is None else counts.to(trained)
-    share = shares.to(rows.device, non_blocking=True)
+    share = sent(shares, rows.device)
     if rows.numel():
         hidden = _chain_states(draft, frame, teachers)  # [N, S, H]
 

@@ -36,6 +36,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from spec_data.models.devices import sent
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
 from spec_data.shards.reader import Document
@@ -618,7 +619,7 @@ def peagle_loss(
 def depth_weights(given: Sequence[float] | None, like: Tensor) -> Tensor:
     """Return the weights of the depths, float64 [K], where `like` [K] is; None: all are 1."""
     weights = torch.tensor([1.0] * len(like) if given is None else given, dtype=torch.float64)
-    return weights.to(like.device, non_blocking=True)  # the host does not wait
+    return sent(weights, like.device)
 
 
 def parallel_loss(

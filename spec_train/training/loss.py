@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from spec_train.data.batch import DraftBatch
 from spec_train.data.stream import Step
+from spec_train.data.upload import Uploads
 from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
 
@@ -37,7 +38,7 @@ def cast_draft(draft: Draft, dtype: torch.dtype) -> list[nn.Parameter]:
     return params
 
 
-def slot_counts(draft: Draft, step: Step, split: str, seed: int, device: torch.device) -> Tensor:
+def slot_counts(draft: Draft, step: Step, split: str, seed: int, uploads: Uploads) -> Tensor:
     """Return the loss denominators of this rank's micro-batches of a step, float64 [S].
 
     Seeded like the losses, so that a draft that samples slots counts the slots it will use.
@@ -45,7 +46,7 @@ def slot_counts(draft: Draft, step: Step, split: str, seed: int, device: torch.d
     parts = []
     for number, batch in zip(step.numbers, step.batches, strict=True):
         seed_micro_batch(seed, split, step.epoch, number)
-        parts.append(draft.slot_counts(batch.without_hidden().to(device, non_blocking=True)))
+        parts.append(draft.slot_counts(uploads.without_hidden(batch)))
     return torch.stack(parts).sum(0)
 
 

@@ -32,6 +32,7 @@ from spec_train.data.mixture import Documents
 from spec_train.data.order import BatchPlan
 from spec_train.data.splits import Splits
 from spec_train.data.stream import BatchStream, BufferOptions, Step
+from spec_train.data.upload import Uploads
 from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import Sums, add_sums, shown
@@ -103,6 +104,7 @@ class Trainer:
         self.saver = Saver(run, self.draft, dtype, tracking)
         self._loss = ranks.prepare(LossOnRanks(self.draft))
         self.masters = Masters(self.draft, config)
+        self._uploads = Uploads(self.device, self.dtype)
         self.stream = self._make_stream(splits.train)
         held_out = self._make_stream(next(iter(splits.validation.values())))
         self._validation = Validation(
@@ -194,7 +196,7 @@ class Trainer:
             self.ranks.call_stop()
             mine = self._no_counts()
         else:
-            mine = slot_counts(self.draft, step, "train", self.config.seed, self.device)
+            mine = slot_counts(self.draft, step, "train", self.config.seed, self._uploads)
         self._counts, stopped = self.ranks.agree(
             mine, stop=step is None, stopping=lambda: self._signals
         )
@@ -223,11 +225,12 @@ class Trainer:
     def _train_step(self, step: Step) -> None:
         self._in_work = step
         losses: list[Tensor] = []
-        for i, host in enumerate(step.batches):
-            batch = host.to(self.device, self.dtype, non_blocking=True)
-            self._pending_tokens += host.tokens
-            seed_micro_batch(self.config.seed, "train", step.epoch, step.numbers[i])
-            last = i == len(step.batches) - 1
+        batches = self._uploads.batches(step, self.stream.peek)
+        for i, number in enumerate(step.numbers):
+            batch = next(batches)
+            self._pending_tokens += step.batches[i].tokens
+            seed_micro_batch(self.config.seed, "train", step.epoch, number)
+            last = i == len(step.numbers) - 1
             with self.ranks.gradients(self._loss, last):
                 earlier = losses if last and not self.ranks.alone else None
                 with arithmetic(self.device, self.dtype):

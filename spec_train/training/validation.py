@@ -15,6 +15,7 @@ from torch import nn
 from spec_data.shards.packing import even_sample
 from spec_train.data.splits import Splits
 from spec_train.data.stream import BatchStream, Step
+from spec_train.data.upload import Uploads
 from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import Sums, add_sums, summarise_parts
@@ -88,16 +89,18 @@ class Validation:
         """Return teacher-forced sums by dataset, and simulated decoding of all, over all ranks."""
         total: dict[str, Sums] = {}
         dtype, device = self.stream.buffer_options.dtype, self.ranks.device
+        uploads = Uploads(device, dtype)
         sampled, depth = even_sample(self.splits.measured.tolist(), SAMPLES), self.draft.depth
         mine, all_ranks = Breakdown(depth, sampled), Breakdown(depth, sampled)
         self.draft.eval()
         with contextlib.closing(self._steps()) as steps, arithmetic(device, dtype):
             for part, step in steps:
                 # for the unused loss
-                counts = slot_counts(self.draft, step, "validation", self.seed, device)
+                counts = slot_counts(self.draft, step, "validation", self.seed, uploads)
+                batches = uploads.batches(step, self.stream.peek)
                 for number, host in zip(step.numbers, step.batches, strict=True):
                     seed_micro_batch(self.seed, "validation", step.epoch, number)
-                    batch = host.to(device, dtype, non_blocking=True)
+                    batch = next(batches)
                     sums = self.loss(batch, self.head, counts)[1]
                     total[part] = add_sums([total.get(part, {}), sums])
                     if host.tokens:  # else of a rank without documents

@@ -8,7 +8,8 @@ function of this project that asked for it.
 
 What it cannot do: backward passes by autograd (torch's engine has no queue for the device and ends
 the process; call the backward of a custom function as a plain function), kernels' own arithmetic
-(the CPU's is used; `kernels` has those that only CUDA has), streams, and events.
+(the CPU's is used; `kernels` has those that only CUDA has). Copies that do not block run late, see
+`late_streams`; one from memory that is not page-locked is noted, as a GPU has it wait.
 """
 
 import sys
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.gpu.kernels import KERNELS
+from tests.gpu.late_streams import COMPUTING, copied_late, current
 
 CUDA = torch.device("cuda:0")
 PACKAGES = ("spec_data", "spec_train")
@@ -105,6 +107,30 @@ def counting() -> Iterator[Syncs]:
         _noted.pop()
 
 
+_pinned: dict[int, Tensor] = {}  # by address, alive: an address must not be used again
+
+
+def page_locked(x: Tensor) -> Tensor:
+    """Note that the memory of a tensor is page-locked."""
+    _pinned[x.untyped_storage().data_ptr()] = x
+    return x
+
+
+def _uploaded(source: Tensor, dtype: torch.dtype | None, blocking: bool) -> "CudaTensor":
+    """Copy from the CPU, late unless the copy blocks."""
+    dtype = dtype or source.dtype
+    if blocking:
+        if source.ndim:
+            _note("upload")
+        return CudaTensor(source.to(dtype, copy=True))
+    if source.numel() and source.untyped_storage().data_ptr() not in _pinned:
+        _note("upload of pageable memory")
+        return CudaTensor(source.to(dtype, copy=True))
+    made = CudaTensor(torch.empty_like(source, dtype=dtype))
+    copied_late(made.held, lambda: source)
+    return made
+
+
 def upload(x: Any) -> Any:
     """Return tensors of any structure on cuda:0, without noting it."""
     return tree_map(lambda t: CudaTensor(t.detach().clone()) if _on_cpu(t) else t, x)
@@ -112,6 +138,7 @@ def upload(x: Any) -> Any:
 
 def download(x: Any) -> Any:
     """Return tensors of any structure on the CPU, without noting it."""
+    COMPUTING.run()
     return tree_map(lambda t: t.held.clone() if isinstance(t, CudaTensor) else t, x)
 
 
@@ -133,6 +160,7 @@ def _on_cpu(x: Any) -> bool:
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation on the numbers, after the checks of a GPU."""
+    current().run()
     packet = func.overloadpacket
     if packet not in WAITING and func._can_decompose():
         with _Factories():
@@ -175,6 +203,7 @@ def _check(func: Any, tensors: list[Tensor], indices: list[Tensor]) -> None:
 
 def _indexed(x: CudaTensor, index: Any, *value: Any) -> Any:
     """Read or write `x[index]`, which torch's Python binding does with a guard of the device."""
+    current().run()
     parts = [i for i in tree_flatten(index)[0] if isinstance(i, Tensor)]
     masks = [i for i in parts if i.dtype == torch.bool]
     # one number written at a mask is a masked_fill, whose size is known
@@ -213,7 +242,10 @@ def _copied(packet: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if _on_cpu(into) != _on_cpu(source) and (source.ndim or not _on_cpu(source)) and blocking:
             _note("upload" if _on_cpu(source) else "download")
         a, b = (x if _on_cpu(x) else x.held for x in (into, source))
-        a.copy_(b)
+        if blocking or _on_cpu(into) == _on_cpu(source):
+            a.copy_(b)
+        else:
+            copied_late(a, lambda: b)
         return into
     source, blocking = args[0], not kwargs.pop("non_blocking", False)
     device = torch.device(kwargs.pop("device", None) or CUDA)
@@ -221,9 +253,7 @@ def _copied(packet: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _note("download")  # without pinned memory the host always waits
         return source.held.to(kwargs.get("dtype"), copy=True)
     if _on_cpu(source):
-        if blocking:
-            _note("upload")
-        return CudaTensor(aten._to_copy(source, **kwargs))
+        return _uploaded(source, kwargs.get("dtype"), blocking)
     return CudaTensor(aten._to_copy(source.held, **kwargs))
 
 
@@ -261,7 +291,8 @@ class FakeCuda(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        kwargs.pop("pin_memory", None)
+        if kwargs.pop("pin_memory", False):
+            return page_locked(func(*args, **kwargs))
         if name == "backward":
             return self.backward(args[0])
         if name == "_has_compatible_shallow_copy_type":
@@ -280,6 +311,7 @@ class FakeCuda(TorchFunctionMode):
         if name in _GUARDED and isinstance(args[0], CudaTensor):
             return _guarded(name, *args, **kwargs)
         if name in ("tolist", "numpy") and isinstance(args[0], CudaTensor):
+            current().run()
             if name == "numpy":
                 raise TypeError("numpy of a CUDA tensor: use .cpu() first")
             _note("download")
@@ -311,9 +343,7 @@ class FakeCuda(TorchFunctionMode):
         if kind != "cuda" or isinstance(x, CudaTensor):
             more = {"device": "cpu"} if kind == "cpu" and isinstance(x, CudaTensor) else {}
             return x.to(dtype=dtype or x.dtype, copy=copy, **more)
-        if blocking and x.ndim:
-            _note("upload")
-        return CudaTensor(x.to(dtype=dtype or x.dtype, copy=True))
+        return _uploaded(x, dtype, blocking)
 
 
 @contextmanager

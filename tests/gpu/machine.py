@@ -2,8 +2,8 @@
 
 The arithmetic, the devices of all tensors and the host syncs are real (see fake_cuda). Gradients
 are not, as there is no graph: every custom autograd function runs its forward and its backward pass
-as plain functions, and every parameter then receives the same small gradient. Page-locked memory,
-events and `torch.cuda.synchronize` do nothing here.
+as plain functions, and every parameter then receives the same small gradient. Copies run late, see
+`late_streams`.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,7 +27,15 @@ from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training import fit as fitting
 from spec_train.training import trainer, validation
-from tests.gpu.fake_cuda import FakeCuda, Syncs, counting, cuda_autocast, upload
+from tests.gpu import late_streams
+from tests.gpu.fake_cuda import (
+    FakeCuda,
+    Syncs,
+    counting,
+    cuda_autocast,
+    page_locked,
+    upload,
+)
 from tests.spec_train.drafts.any_draft import SMALL
 
 
@@ -139,12 +146,9 @@ def gpu() -> Iterator[pytest.MonkeyPatch]:
             patch.setattr(Target, "peak_memory", lambda *_: None)  # there is none to measure
             patch.setattr(masked, "tried", lambda name, make: "merged" in name)
             patch.setattr(torch.autograd.Function, "apply", classmethod(apply))
-            for name in ("Event", "Stream", "current_stream"):  # all has happened always
-                patch.setattr(torch.cuda, name, lambda *_, **__: Mock())
-            patch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+            late_streams.install(patch)
             patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-            patch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)
-            patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+            patch.setattr(torch.Tensor, "pin_memory", lambda x, *_: page_locked(x.clone()))
             patch.setattr(torch.cuda, "get_device_name", lambda *_: "no GPU")
             yield patch
     finally:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spec_data.models.devices import sent
 from spec_data.shards.packing import PADDING, shift_left
 from spec_train.drafts.slots import document_offsets
 from spec_train.losses.metrics import Sums
@@ -71,7 +72,7 @@ def sample_blocks(loss_mask: Tensor, document_ids: Tensor, limit: int) -> Blocks
     anchors = torch.zeros(real.shape, dtype=torch.long)  # [B, N]
     anchors[real] = torch.cat(rows)
     device = loss_mask.device
-    return Blocks(anchors.to(device, non_blocking=True), real.to(device, non_blocking=True))
+    return Blocks(sent(anchors, device), sent(real, device))
 
 
 def drafted_mask(loss_mask: Tensor, document_ids: Tensor, depth: int) -> Tensor:
