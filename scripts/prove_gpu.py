@@ -1,15 +1,17 @@
-"""Prove the CUDA paths on one GPU: one command, ten minutes at most, no network.
+"""Prove the CUDA paths on one GPU: one command, no network; the same command goes on.
 
     python scripts/prove_gpu.py                              everything, on the first GPU
     python scripts/prove_gpu.py --only codecs,drafts         some parts
     python scripts/prove_gpu.py --device cpu --tiny          shows that the script itself works
 
 The parts run in order of importance. What does not hold is a failed row of the table, not the end
-of the script. After every row, --out/rows.json holds all rows so far, so a run that is cut off
-loses nothing. A part starts only if its usual time is left of --budget-seconds.
+of the script. After every row, --out/rows.json holds all rows so far: a run that is cut off loses
+nothing, and the next one does the parts that are not done. A part starts only if its usual time is
+left of --budget-seconds.
 
-Nothing is installed and nothing is downloaded: the target is made here, with random weights.
-Exit code 0: every row holds. 1: a row failed. 2: there is no such device.
+Nothing is installed and nothing is downloaded: the target is made here, with random weights. The
+first row names what the machine lacks, and how to carry it there.
+Exit code 0: every row holds. 1: a row failed. 2: there is no such device. 3: parts were left out.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +27,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
 
-from gpu import commands, drafts, kernels  # noqa: E402
+from gpu import commands, drafts, kernels, peers  # noqa: E402
 from gpu.bench import Bench  # noqa: E402
 
 PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {
@@ -36,22 +38,24 @@ PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {
     "capture": (commands.prove_capture, 80),
     "ring": (kernels.prove_ring, 15),
     "fit": (commands.prove_fit, 60),
-    "speed": (drafts.prove_speed, 60),
+    "checkpoint": (commands.prove_checkpoint, 20),
     "decoding": (commands.prove_decoding, 45),
     "resume": (commands.prove_resume, 60),
+    "speed": (drafts.prove_speed, 200),
+    "peers": (peers.prove_peers, 20),
 }
-"""The parts, the most important first, and the seconds that each usually takes on one H100."""
+"""The parts, the most important first, and the seconds to allow for each: no GPU has run them."""
 
 
-def main() -> None:
-    """Run the parts and print the table."""
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the parts and print the table; `words` are those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help=f"parts to run, with commas: {', '.join(PARTS)}")
-    parser.add_argument("--budget-seconds", type=float, default=570)
+    parser.add_argument("--budget-seconds", type=float, default=900)
     parser.add_argument("--out", type=Path, default=Path("gpu-proof"), help="rows.json, and files")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu with --tiny")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU: a few seconds")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     parts = list(PARTS) if args.only is None else args.only.split(",")
     if unknown := [name for name in parts if name not in PARTS]:
         parser.error(f"--only {','.join(unknown)}: choose from {', '.join(PARTS)}")
@@ -70,6 +74,9 @@ def run(parts: list[str], args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(args.device, args.tiny, args.out, time.monotonic() + args.budget_seconds)
     for name in parts:
+        if name in bench.done:
+            print(f"[{name}: done before]", flush=True)
+            continue
         prove, usual = PARTS[name]
         usual = 0 if args.tiny else usual
         if bench.left() < usual:
@@ -80,11 +87,16 @@ def run(parts: list[str], args: argparse.Namespace) -> int:
             prove(bench)
         except Exception as error:  # whatever happens is a row
             bench.fail(name, "the part itself", error, traceback.format_exc())
+        bench.end(name)
         print(f"[{name}: {time.monotonic() - started:.0f} s]", flush=True)
     print("\n" + bench.table())
     failed = [row for row in bench.rows if row["ok"] is False]
-    print(f"\n{len(bench.rows)} rows, {len(failed)} failed; {args.out / 'rows.json'}")
-    return int(bool(failed))
+    absent = [row for row in bench.rows if "why" in row]
+    print(
+        f"\n{len(bench.rows)} rows, {len(failed)} failed, {len(absent)} left out (the same command "
+        f"goes on); {args.out / 'rows.json'}"
+    )
+    return 1 if failed else 3 if absent else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""One row of random states, a random head, and a fresh draft for them: of `fit.py`, `prove_gpu.py`.
+"""Rows of random states, a random head, and a fresh draft for them: of `fit.py`, `prove_gpu.py`.
 
-The row is one document; its last 60 % are supervised.
+Each row is one document; its last 60 % are supervised.
 """
 
 import functools
@@ -21,7 +21,7 @@ LAYERS = (1, 4, 6)
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a problem; there are half as many key heads as query heads."""
+    """Sizes of a problem; `key_heads` 0: half as many as query heads."""
 
     hidden: int
     heads: int
@@ -29,35 +29,38 @@ class Size:
     vocab: int
     draft_vocab: int
     tokens: int
+    rows: int = 1
+    key_heads: int = 0
 
 
 SIZE = Size(hidden=256, heads=8, head_dim=32, vocab=32768, draft_vocab=4096, tokens=2048)
 """The sizes that `fit.py` measures, but for its own lengths and draft vocabularies."""
 
 
-@functools.cache
-def _states(size: Size) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return embedding and head [V, H], and the states [1, T, H] and choices [1, T] by name."""
-    generator = torch.Generator().manual_seed(0)
+@functools.lru_cache(1)
+def _states(size: Size, device: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return embedding and head [V, H], and the states [B, T, H] and choices [B, T] by name."""
+    generator = torch.Generator(device).manual_seed(0)
+    like: dict[str, Any] = {"generator": generator, "device": device}
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(*shape, generator=generator) * scale
+        return torch.randn(*shape, **like).mul_(scale)
 
     rows = draw(size.vocab, size.hidden, scale=0.1)
     rows[size.draft_vocab :] *= 0.5  # most choices are in the draft vocabulary
-    states = {layer_column(k): draw(1, size.tokens, size.hidden) for k in LAYERS}
-    states[FINAL] = draw(1, size.tokens, size.hidden)
+    states = {layer_column(k): draw(size.rows, size.tokens, size.hidden) for k in LAYERS}
+    states[FINAL] = draw(size.rows, size.tokens, size.hidden)
     logits = [part @ rows.T for part in states[FINAL].split(256, 1)]
     states["argmax"] = torch.cat([part.argmax(-1) for part in logits], 1)
     states["logsumexp"] = torch.cat([part.logsumexp(-1) for part in logits], 1)
-    states["ids"] = torch.randint(size.vocab, (1, size.tokens), generator=generator)
+    states["ids"] = torch.randint(size.vocab, (size.rows, size.tokens), **like)
     return draw(size.vocab, size.hidden, scale=0.02), rows, states
 
 
-def random_batch(size: Size) -> tuple[TargetHead, DraftBatch]:
-    """Return a head and one document of random states."""
-    embedding, rows, states = _states(size)
-    slots = torch.arange(size.tokens)[None]
+def random_batch(size: Size, device: str = "cpu") -> tuple[TargetHead, DraftBatch]:
+    """Return a head and documents of random states, drawn on the device."""
+    embedding, rows, states = _states(size, device)
+    slots = torch.arange(size.tokens, device=device).repeat(size.rows, 1)
     spec = HeadSpec(vocab_size=size.vocab, hidden_size=size.hidden, tied=False)
     return TargetHead(spec, embedding, rows), DraftBatch(
         input_ids=states["ids"],
@@ -67,7 +70,7 @@ def random_batch(size: Size) -> tuple[TargetHead, DraftBatch]:
         hidden={name: states[name] for name in (*map(layer_column, LAYERS), FINAL)},
         target_argmax=states["argmax"],
         target_logsumexp=states["logsumexp"],
-        rows=[[0]],
+        rows=[[row] for row in range(size.rows)],
     )
 
 
@@ -90,7 +93,7 @@ def fresh_draft(name: str, head: TargetHead, size: Size, published: bool = False
         "hidden_size": size.hidden,
         "intermediate_size": 3 * size.hidden,
         "num_attention_heads": size.heads,
-        "num_key_value_heads": size.heads // 2,
+        "num_key_value_heads": size.key_heads or size.heads // 2,
         "head_dim": size.head_dim,
         "num_hidden_layers": 8,
         "rms_norm_eps": 1e-6,

@@ -1,7 +1,13 @@
-"""What all parts share: rows, the budget, sizes, a clock and memory of the device."""
+"""What all parts share: rows, the budget, sizes, a clock and memory of the device.
+
+rows.json holds all rows, written after each one, and the parts that are done. A run that finds it
+keeps those parts and does the others.
+"""
 
 import json
 import os
+import shutil
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -20,8 +26,25 @@ class Bench:
         """Start without rows; `deadline` is a time of `time.monotonic`."""
         self.device, self.tiny, self.out = device, tiny, out
         self.rows: list[dict[str, Any]] = []
-        self.facts: dict[str, Any] = {}  # peak matmul FLOP/s, folders
+        self.facts: dict[str, Any] = {}  # peak matmul FLOP/s, the target; numbers and texts
+        self.done: list[str] = []
         self._deadline = deadline
+        self._load()
+
+    def _load(self) -> None:
+        """Take over the finished parts of an earlier run of this kind."""
+        path = self.out / ROWS
+        state = json.loads(path.read_text()) if path.is_file() else {}
+        if (state.get("device"), state.get("tiny")) == (self.device, self.tiny):
+            self.done, self.facts = state["done"], state["facts"]
+            self.rows = [row for row in state["rows"] if row["part"] in self.done]
+
+    def end(self, part: str) -> None:
+        """Note that a part is over; it is done unless a row of it failed or was left out."""
+        rows = [row for row in self.rows if row["part"] == part]
+        if not any(row["ok"] is False or "why" in row for row in rows):
+            self.done.append(part)
+            self._write()
 
     @property
     def on_gpu(self) -> bool:
@@ -40,15 +63,19 @@ class Bench:
     def row(self, part: str, name: str, ok: bool | None, **figures: Any) -> None:
         """Add a row and write all of them. `ok`: True, False, or None for what only informs."""
         self.rows.append({"part": part, "name": name, "ok": ok, **figures})
-        state = {"device": self.device, "tiny": self.tiny, "rows": self.rows}
+        self._write()
+        print(_line(self.rows[-1]), flush=True)
+
+    def _write(self) -> None:
+        state = {"device": self.device, "tiny": self.tiny, "done": self.done}
+        state |= {"facts": self.facts, "rows": self.rows}
         partial = self.out / f".{ROWS}"
         partial.write_text(json.dumps(state, indent=1, default=str))
         partial.replace(self.out / ROWS)
-        print(_line(self.rows[-1]), flush=True)
 
     def skip(self, part: str, why: str) -> None:
-        """Add a row that says why a part or case did not run."""
-        self.row(part, "skipped", None, why=why)
+        """Add a row that says why a part did not run."""
+        self.row(part, "left out", None, why=why)
 
     def fail(self, part: str, name: str, error: BaseException, trace: str) -> None:
         """Add the row of an exception; its traceback is in the file alone."""
@@ -62,12 +89,21 @@ class Bench:
         if self.left() <= 0:
             self.row(part, name, None, why="the budget is used up")
             return
+        self._forget_graphs()
         try:
             ok, figures = prove()
         except Exception as error:
             self.fail(part, name, error, traceback.format_exc())
         else:
             self.row(part, name, ok, **figures)
+
+    def _forget_graphs(self) -> None:
+        """Let each row compile its own graphs, and fail where it has too many, instead of going on
+        uncompiled.
+        """
+        if self.on_gpu or "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
 
     def synchronised(self) -> float:
         """Return the time, after all work of the device."""
@@ -84,6 +120,11 @@ class Bench:
             work()
             found.append(self.synchronised() - start)
         return min(found)
+
+    def fresh(self, name: str) -> Path:
+        """Return the path of a directory that does not exist yet."""
+        shutil.rmtree(self.out / name, ignore_errors=True)
+        return self.out / name
 
     def reset_memory(self) -> None:
         """Start a new peak of memory."""
@@ -112,7 +153,7 @@ class Bench:
 
 def _line(row: dict[str, Any]) -> str:
     mark = {True: "ok  ", False: "FAIL", None: "-   "}[row["ok"]]
-    hidden = ("part", "name", "ok", "traceback")
+    hidden = ("part", "name", "ok", "traceback", "kernels")
     figures = ", ".join(f"{k} {_shown(v)}" for k, v in row.items() if k not in hidden)
     return f"{mark} {row['part']:<9} {row['name']:<34} {figures}"
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,20 @@ from gpu.bench import Bench
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead
+from spec_train.options.training import Training
 from spec_train.training.loss import arithmetic, cast_draft
+from spec_train.training.optimizer import Masters
 
 TINY = Size(hidden=32, heads=4, head_dim=16, vocab=64, draft_vocab=40, tokens=40)
 SMALL = Size(hidden=256, heads=4, head_dim=64, vocab=4096, draft_vocab=2048, tokens=256)
-LARGE = Size(hidden=2048, heads=16, head_dim=128, vocab=32768, draft_vocab=16384, tokens=4096)
+QWEN = Size(4096, 32, 128, vocab=151936, draft_vocab=32000, tokens=8192, key_heads=8)
+SHAPES = {
+    "1 x 4096, H 2048, V 32k": Size(2048, 16, 128, vocab=32768, draft_vocab=16384, tokens=4096),
+    "Qwen3-8B, 4 x 2048": replace(QWEN, tokens=2048, rows=4),
+    "Qwen3-8B, 1 x 8192": QWEN,
+    "Qwen3-8B, 4 x 2048, V 32k": replace(QWEN, tokens=2048, rows=4, vocab=32000, draft_vocab=0),
+}
+"""What the speed of a step is measured on; the first with the straightforward formulation too."""
 ROUNDINGS = 80
 """Roundings to bfloat16, one after the other, in a loss of four layers or steps."""
 STEPS, RATE = 50, 1e-3
@@ -115,38 +124,73 @@ def _compared(exact: Run, found: Run, dtype: torch.dtype) -> tuple[bool, dict[st
 
 def prove_speed(bench: Bench) -> None:
     """Time a step of every draft, forward and backward, against straightforward formulations."""
-    size = TINY if bench.tiny else LARGE
-    dtype = torch.bfloat16
-    for name in DRAFTS:
-        ways = [f"ours, {b}" for b in backends(bench)[: 2 if bench.on_gpu else 1]]
-        for way in [*ways, *(["baseline"] if name in BASELINES else [])]:
-            bench.attempt(
-                "speed", f"{name}, {way}", lambda n=name, w=way: _timed(bench, n, w, size, dtype)
-            )
+    shapes = {"tiny": TINY} if bench.tiny else SHAPES
+    for shape, size in shapes.items():
+        for name in DRAFTS:
+            ways = [f"ours, {b}" for b in backends(bench)[: 2 if bench.on_gpu else 1]]
+            if name in BASELINES and shape == next(iter(shapes)):
+                ways.append("baseline")
+            for way in ways:
+                bench.attempt(
+                    "speed",
+                    f"{name}, {way}, {shape}",
+                    lambda n=name, w=way, s=size: _timed(bench, n, w, s, torch.bfloat16),
+                )
 
 
 def _timed(
     bench: Bench, name: str, way: str, size: Size, dtype: torch.dtype
 ) -> tuple[bool | None, dict[str, Any]]:
     place = torch.device(bench.device)
-    head, batch = random_batch(size)
+    head, batch = random_batch(size, bench.device)
     draft = fresh_draft(name, head, size).to(place)
     draft.eval()
     head, batch = head.to(place).to(dtype), batch.to(place, dtype)
     cast_draft(draft, dtype)
     value: list[float] = []
+    flops = _matmul_flops(_step(draft, batch, head, "ours, merged", dtype, value))
     step = _step(draft, batch, head, way, dtype, value)
-    with FlopCounterMode(display=False) as counter:
-        step()
+    step()
     bench.reset_memory()
     seconds = bench.seconds(step)
+    memory = bench.memory_gb()
+    masters = Masters(draft, Training(data="", out="", lr=RATE))
+    optimizer = bench.seconds(lambda: (masters.clip(), masters.step(RATE)))
     return None, {
-        "tokens_s": size.tokens / seconds,
-        "share_of_peak": bench.share_of_peak(counter.get_total_flops(), seconds),
-        "memory_gb": bench.memory_gb(),
+        "tokens_s": size.rows * size.tokens / seconds,
+        "share_of_peak": bench.share_of_peak(flops, seconds),
+        "optimizer_ms": 1e3 * optimizer,
+        "memory_gb": memory,
         "host_syncs": _host_syncs(step) if bench.on_gpu else None,
         "loss": value[-1],
+        "kernels": _top_kernels(step),
     }
+
+
+def _matmul_flops(step: Callable[[], None]) -> int:
+    """Return the FLOPs of the matrix products of a step, without those inside attention, which
+    differ by back end (flex_attention cannot be counted).
+    """
+    with FlopCounterMode(display=False) as counter:
+        step()
+    counts = counter.get_flop_counts()["Global"]
+    return sum(count for op, count in counts.items() if "attention" not in str(op))
+
+
+def _top_kernels(step: Callable[[], None], most: int = 8) -> list[str]:
+    """Return the kernels that take the most time in a step, with their share of it."""
+    with torch.profiler.profile() as profiler:
+        step()
+    spent = {e.key: e.self_device_time_total or e.self_cpu_time_total for e in _kernels(profiler)}
+    total = max(1.0, sum(spent.values()))
+    largest = sorted(spent, key=lambda name: -spent[name])[:most]
+    return [f"{spent[name] / total:.0%} {name[:60]}" for name in largest]
+
+
+def _kernels(profiler: torch.profiler.profile) -> list[Any]:
+    """Return the events of the device, or those of the CPU where there is no other."""
+    events = profiler.key_averages()
+    return [e for e in events if e.self_device_time_total] or list(events)
 
 
 def _host_syncs(step: Callable[[], None]) -> int:

@@ -1,7 +1,11 @@
 """The machine's peak, codecs on the device, attention kernels, and the reader's pinned buffers."""
 
+import os
 import platform
+import shutil
+from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -16,8 +20,20 @@ from spec_train.attention.masked import default_backend, small_case
 from spec_train.data.mixture import open_documents
 from spec_train.data.splits import make_splits
 from spec_train.data.stream import BatchStream, BufferOptions
+from spec_train.data.upload import Uploads
 from spec_train.options.data_option import parse_sources
 from spec_train.options.training import Training
+
+NEEDED: dict[str, Callable[[], object]] = {
+    "triton": lambda: find_spec("triton"),
+    "a C compiler": lambda: shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc"),
+}
+"""What Inductor compiles flex_attention with."""
+CARRY = (
+    "on a machine with a network, of the same system and Python: `pip download -d wheels triton` "
+    "(`apt-get download gcc` and what it needs for the compiler); here: `pip install --no-index "
+    "--find-links wheels triton`"
+)
 
 
 def prove_machine(bench: Bench) -> None:
@@ -28,6 +44,9 @@ def prove_machine(bench: Bench) -> None:
         facts |= {"gpu": torch.cuda.get_device_name(), "free_gb": round(free / 2**30, 1)}
         facts |= {"total_gb": round(total / 2**30, 1)}
     bench.row("machine", "software", None, **facts)
+    missing = [name for name, there in NEEDED.items() if bench.on_gpu and not there()]
+    carry = {"missing": ", ".join(missing), "carry": CARRY} if missing else {}
+    bench.row("machine", "what compiled kernels need", not missing, **carry)
 
     def peak() -> tuple[bool, dict[str, Any]]:
         size = 256 if bench.tiny else 8192
@@ -80,7 +99,8 @@ def prove_kernels(bench: Bench) -> None:
     """Try flex_attention and the kernel of chunks, by head size and dtype."""
     device = torch.device(bench.device)
     low, wide = torch.bfloat16, torch.float32
-    cases = [(128, low), (96, low), (80, low), (128, wide)] if bench.on_gpu else [(16, wide)]
+    cases = [(n, low) for n in (64, 80, 96, 128, 256)] + [(128, wide)]
+    cases = cases if bench.on_gpu else [(16, wide)]
     for size, dtype in cases:
         for backend in ("merged", "flex") if bench.on_gpu else ("merged",):
             case = partial(small_case, backend, device, dtype, (4, 2, size))
@@ -96,28 +116,47 @@ def _judged(case: Case) -> tuple[bool, dict[str, Any]]:
     return error <= case.allowed(), {"error": error, "allowed": case.allowed()}
 
 
+def _stream(bench: Bench, device: torch.device | None, pin: bool) -> tuple[BatchStream, int]:
+    """Return the batches of the captured dataset, and how many steps to take of them."""
+    config = Training(data=(str(dataset_of(bench)),), out="", seq_len=256, validation=0.0)
+    dataset = open_documents(parse_sources(config.data), config.mask)
+    plan = make_splits(dataset, config).train
+    columns = tuple(c.name for c in dataset.manifest.columns if c.name.startswith("hidden."))
+    options = BufferOptions(dtype=torch.bfloat16, pin=pin, decode_on=device)
+    stream = BatchStream(dataset, plan, columns, batch_size=2, buffers=options)
+    return stream, min(20, plan.count_batches(0))
+
+
 def prove_ring(bench: Bench) -> None:
-    """Batches through page-locked buffers, decoded on the device, equal those of the CPU."""
+    """Batches through page-locked buffers, decoded on the device, equal those of the CPU; and how
+    fast they come if nothing is computed.
+    """
 
     def ring() -> tuple[bool, dict[str, Any]]:
-        data = dataset_of(bench)
-        config = Training(data=(str(data),), out="", seq_len=256, batch_size=2, validation=0.0)
-        dataset = open_documents(parse_sources(config.data), config.mask)
-        plan = make_splits(dataset, config).train
-        columns = tuple(c.name for c in dataset.manifest.columns if c.name.startswith("hidden."))
-        places = ((False, None), (bench.on_gpu, bench.device if bench.on_gpu else "cpu"))
         sums = []
-        for pin, device in places:
-            options = BufferOptions(dtype=torch.bfloat16, pin=pin, decode_on=device)
-            stream = BatchStream(dataset, plan, columns, batch_size=2, buffers=options)
-            found = []
-            for step in stream.take(min(20, plan.count_batches(0))):
+        for pin, device in ((False, None), (bench.on_gpu, torch.device(bench.device))):
+            stream, steps = _stream(bench, device, pin)
+            batches = []
+            for step in stream.take(steps):
                 for host in step.batches:
                     batch = host.to(device or "cpu", torch.bfloat16, non_blocking=True)
-                    found.append({k: v.cpu().clone() for k, v in batch.hidden.items()})
-            sums.append(found)
+                    batches.append({k: v.cpu().clone() for k, v in batch.hidden.items()})
+            sums.append(batches)
         pairs = [(a[k], b[k]) for a, b in zip(*sums, strict=True) for k in a]
         equal = all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
-        return equal and len(sums[0]) > 0, {"batches": len(sums[0]), "columns": len(columns)}
+        return equal and len(sums[0]) > 0, {"batches": len(sums[0]), "columns": len(stream.columns)}
 
     bench.attempt("ring", "pinned, decoded on the device", ring)
+
+    def alone() -> tuple[None, dict[str, Any]]:
+        device, tokens = torch.device(bench.device), 0
+        stream, steps = _stream(bench, device, bench.on_gpu)
+        uploads = Uploads(device, torch.bfloat16)
+        start = bench.synchronised()
+        for step in stream.take(steps):
+            for host in uploads.batches(step, stream.peek):
+                tokens += host.document_ids.numel()
+        seconds = bench.synchronised() - start
+        return None, {"tokens_s": tokens / seconds, "tokens": tokens}
+
+    bench.attempt("ring", "the loader alone", alone)

@@ -648,7 +648,9 @@ def parallel_loss(
     if not losses:
         loss = draft.zero_loss()
     elif len(losses) > 1 and torch.is_grad_enabled():
-        loss = InTurn.apply(losses, *draft.trainable_parameters())
+        # the last one has a graph of its own: its gradients are complete layer by layer, so that
+        # several processes exchange those of one layer during the backward pass of the next
+        loss = InTurn.apply(losses[:-1], *draft.trainable_parameters()) + losses[-1]()
     else:
         loss = torch.stack([part() for part in losses]).sum()
     sums = {

@@ -291,8 +291,13 @@ class Ranks:
 
     # -- the draft --------------------------------------------------------------------------------
 
-    def prepare(self, module: nn.Module) -> nn.Module:
+    def prepare(
+        self, module: nn.Module, dtype: torch.dtype = torch.float32, low: bool = False
+    ) -> nn.Module:
         """Wrap the module whose `forward` is the loss; all ranks receive rank 0's weights.
+
+        With `low`, gradients are reduced in bfloat16; so are weights gathered if the forward pass,
+        which computes in `dtype`, rounds them anyway.
 
         "fsdp2" replaces trained parameters by their shards, so collect parameters after this call.
         Frozen parameters stay complete, because the target's head uses the same tensors.
@@ -311,12 +316,22 @@ class Ranks:
                 options["device_ids"] = [self.device]
             with warnings.catch_warnings():  # newer releases of torch have renamed an option
                 warnings.simplefilter("ignore", FutureWarning)
-                return nn.parallel.DistributedDataParallel(module, **options)
+                wrapped = nn.parallel.DistributedDataParallel(module, **options)
+            if low:
+                wrapped.register_comm_hook(None, _mean_in_bf16)
+            return wrapped
         from torch.distributed.device_mesh import init_device_mesh  # imported in a second
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = init_device_mesh(self.device.type, (self.world_size,))
-        return cast(nn.Module, fully_shard(module, mesh=mesh, ignored_params=frozen))
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if low and dtype == torch.bfloat16 else None,
+            reduce_dtype=torch.bfloat16 if low else None,
+            cast_forward_inputs=False,  # slot counts stay float64
+        )
+        return cast(
+            nn.Module, fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=frozen)
+        )
 
     @contextlib.contextmanager
     def gradients(self, module: Any, last: bool) -> Iterator[None]:
@@ -342,6 +357,14 @@ class Ranks:
         """Free weights that were gathered for a forward pass without a backward pass."""
         if self._sharded:
             module.reshard()
+
+
+def _mean_in_bf16(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients over the ranks, as torch's hook, which refuses CPUs, does."""
+    low = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(low, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 def _describe(error: BaseException) -> str:

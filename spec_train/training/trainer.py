@@ -102,7 +102,8 @@ class Trainer:
         if run is not None and config.track:
             tracking = Tracking(config.track, run.path, self.device.type == "cpu")
         self.saver = Saver(run, self.draft, dtype, tracking)
-        self._loss = ranks.prepare(LossOnRanks(self.draft))
+        low = config.exchange == "bf16"
+        self._loss = ranks.prepare(LossOnRanks(self.draft), self.dtype, low)
         self.masters = Masters(self.draft, config)
         self._uploads = Uploads(self.device, self.dtype)
         self.stream = self._make_stream(splits.train)

@@ -4,28 +4,22 @@ import argparse
 import contextlib
 import io
 import json
-import os
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-PARTS = (
-    *("machine", "codecs", "kernels", "drafts", "capture"),
-    *("ring", "fit", "decoding"),
-)
+LONG = ("resume", "speed")
 sys.path.append(str(ROOT / "scripts"))
 
 import prove_gpu  # noqa: E402
+from gpu import drafts  # noqa: E402
 from gpu.bench import Bench  # noqa: E402
 
-
-def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "prove_gpu.py"), "--out", str(out), *options]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+PARTS = tuple(part for part in prove_gpu.PARTS if part not in LONG)
 
 
 def given(out: Path) -> argparse.Namespace:
@@ -35,7 +29,7 @@ def given(out: Path) -> argparse.Namespace:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], str]:
-    """The rows of all parts but two: "resume" needs a minute of processes, "speed" needs a GPU."""
+    """The rows of all parts but the long ones."""
     out, shown = tmp_path_factory.mktemp("proof"), io.StringIO()
     with contextlib.redirect_stdout(shown):
         code = prove_gpu.run(list(PARTS), given(out))
@@ -54,23 +48,78 @@ def test_every_row_holds_on_a_cpu(tiny: tuple[list[dict], str]) -> None:
     compared = [row for row in rows if row["part"] == "drafts" and "gradient_error" in row]
     assert len(compared) == 10 and all(0 < row["gradient_error"] < 0.1 for row in compared)
     assert len([row for row in rows if row["part"] == "codecs"]) == 1
-    assert f"{len(rows)} rows, 0 failed" in shown
+    assert f"{len(rows)} rows, 0 failed, 0 left out" in shown
+
+
+@pytest.mark.long
+def test_the_other_rows_hold_too(tmp_path: Path) -> None:
+    """A run that is killed and resumed, and the speed of every draft."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert prove_gpu.run(list(LONG), given(tmp_path)) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    speed = [row for row in rows if row["part"] == "speed"]
+    assert all(row["tokens_s"] > 0 and row["optimizer_ms"] > 0 and row["kernels"] for row in speed)
+    assert {row["name"].partition(",")[0] for row in speed} == set(drafts.DRAFTS)
+
+
+def test_the_same_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Done parts stay as they are; failed ones and those that found no time run again."""
+    calls: list[str] = []
+
+    def part(name: str, ok: bool = True) -> None:
+        def prove(bench: Bench) -> None:
+            calls.append(name)
+            bench.facts[name] = len(calls)
+            bench.attempt(name, "row", lambda: (ok, {}))
+
+        monkeypatch.setitem(prove_gpu.PARTS, name, (prove, 0))
+
+    part("machine")
+    part("codecs", ok=False)
+    monkeypatch.setitem(prove_gpu.PARTS, "ring", (prove_gpu.PARTS["machine"][0], 10**6))
+    names, options = ["machine", "codecs"], given(tmp_path)
+    assert prove_gpu.run(names, options) == 1 and calls == names
+    part("codecs")
+    assert prove_gpu.run(names, options) == 0 and calls == [*names, "codecs"]
+    assert Bench("cpu", True, tmp_path, deadline=0.0).facts == {"machine": 1, "codecs": 3}
+    options.tiny = False  # another kind of run: nothing of it is done
+    assert prove_gpu.run(["ring"], options) == 3
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["left out"]
+
+
+def test_a_row_with_too_many_graphs_fails(tmp_path: Path) -> None:
+    """Dynamo would go on without compiling, and the row would name what it does not measure."""
+    bench = Bench("cpu", True, tmp_path, deadline=time.monotonic() + 600)
+
+    def row(shapes: int) -> tuple[bool, dict]:
+        def times(x: torch.Tensor, n: int) -> torch.Tensor:
+            return x * n if n % 2 else x + n
+
+        compiled = torch.compile(times, backend="eager", dynamic=False)
+        return all(bool(compiled(torch.ones(2), n).any()) for n in range(1, shapes)), {}
+
+    for shapes in (3, 3, 30, 3):
+        bench.attempt("speed", str(shapes), lambda shapes=shapes: row(shapes))
+    assert [row["ok"] for row in bench.rows] == [True, True, False, True]
 
 
 def test_failures_are_rows_and_a_spent_budget_leaves_the_others_out(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").mkdir()  # where the corpus is to be written
     assert prove_gpu.run(["ring"], given(tmp_path)) == 1
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row["ok"] for row in rows] == [False]
+    assert [row["ok"] for row in rows] == [False, False]
     assert "IsADirectoryError" in rows[0]["error"] and "Traceback" in rows[0]["traceback"]
     bench = Bench("cpu", False, tmp_path, deadline=0.0)
     bench.attempt("codecs", "late", lambda: (True, {}))
     assert bench.rows[0]["ok"] is None and "budget" in bench.rows[0]["why"]
 
 
-def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
-    done = run(tmp_path, "--only", "codecs,speeds")
-    assert done.returncode == 2 and "--only speeds: choose from machine, codecs" in done.stderr
+def test_options_that_cannot_work_are_refused(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        prove_gpu.main(["--only", "codecs,speeds"])
+    assert "--only speeds: choose from machine, codecs" in capsys.readouterr().err
     if not torch.cuda.is_available():
-        done = run(tmp_path, "--only", "machine")
-        assert done.returncode == 2 and "PyTorch finds no GPU" in done.stderr
+        with pytest.raises(SystemExit, match="2"):
+            prove_gpu.main(["--only", "machine"])
+        assert "PyTorch finds no GPU" in capsys.readouterr().err

@@ -17,10 +17,14 @@ import torch.distributed as dist
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.splits import make_splits
+from spec_train.options.draft_options import draft_options
 from spec_train.training import ranks
+from spec_train.training.fit import fit
 from spec_train.training.ranks import Ranks
+from spec_train.training.run_directory import read_checkpoint
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
+from tests.spec_train.drafts.any_draft import SMALL
 from tests.spec_train.training import ranks_tools
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.ranks_tools import (
@@ -95,6 +99,29 @@ def test_bf16_is_the_arithmetic_on_every_rank(gentle, tmp_path):
     assert {t.dtype for t in masters(gentle.out).values()} == {torch.float32}
 
 
+@pytest.mark.parametrize(
+    ("draft", "sharding", "dtype"),
+    [("eagle3", "ddp", "fp32"), ("eagle3", "fsdp2", "bf16"), ("peagle", "fsdp2", "bf16")],
+)
+def test_gradients_are_exchanged_in_bf16_where_asked(gentle, tmp_path, draft, sharding, dtype):
+    """A step differs from an exact one by the roundings of its gradients, and does differ."""
+    gentle = change(gentle, batch_size=2, steps=1, sharding=sharding, dtype=dtype, clip=0.0)
+    options = draft_options(draft)(**SMALL[draft])
+    for exchange in ("fp32", "bf16"):
+        config = change(gentle, out=str(tmp_path / exchange), exchange=exchange)
+        ended = on_ranks(lambda rank, config=config: fit(draft, config, options))
+        assert [end.code for end in ended] == [0, 0], ended
+    saved = [read_checkpoint((tmp_path / n / "last").resolve()).tensors for n in ("fp32", "bf16")]
+    exact, rounded = (
+        torch.cat([v.flatten() for n, v in sorted(t.items()) if n.startswith("optimizer.exp_avg.")])
+        for t in saved
+    )
+    error = float((rounded - exact).norm() / exact.norm())
+    assert 0 < error < 16 * torch.finfo(torch.bfloat16).eps, error
+    weights = [v for t in saved for n, v in t.items() if n.startswith("master.")]
+    assert {v.dtype for v in weights} == {torch.float32}
+
+
 def stop_at(step: int, rank: int):
     """Send SIGTERM to one rank in the middle of a step."""
     original = Trainer._train_step
@@ -167,6 +194,29 @@ def test_torchrun_runs_it_and_its_sigterm_saves(config, tmp_path):
     assert 10 <= saved < 60
     run(config)
     assert_close_runs(whole_run.out, config.out)
+
+
+@pytest.mark.long
+def test_two_machines_train_as_one(config, tmp_path):
+    """Two launchers that find each other by the address of the first; the second has its own."""
+    config = change(config, steps=8, lr=1e-4, batch_size=2, accumulation=1)
+    alone = change(config, out=str(tmp_path / "alone"), batch_size=4)
+    run(alone)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    machines = []
+    for node in range(2):
+        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+        words += ["--nproc-per-node", "1", "--node-rank", str(node), "--master-addr", "127.0.0.1"]
+        words += ["--master-port", str(port), "--local-addr", f"127.0.0.{node + 1}"]
+        words += ["-m", "spec_train", *command(config)[3:]]
+        env = environment() | {"GLOO_SOCKET_IFNAME": "lo"}
+        machines.append(subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True))
+    said = [machine.communicate(timeout=LIMIT_SECONDS)[1] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], "\n".join(said)
+    assert "in 2 processes (ddp)" in said[0] + said[1]
+    assert_close_runs(alone.out, config.out)
 
 
 @pytest.mark.parametrize("failing", [None, 0, 1])
