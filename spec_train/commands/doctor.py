@@ -32,7 +32,8 @@ def doctor(
         spec-train doctor --draft PUBLISHED --data DATA --target MODEL
 
     Args:
-        draft: a run (its best draft), a checkpoint or a draft directory, of any trainer.
+        draft: a run (its best draft), a checkpoint or a draft directory, also of
+            another trainer.
         data: a dataset of its target: its states decide which convention the draft was trained
             with, and its own damage is named.
         target: the target that serves: a directory, or a Hub id in the local cache. It is compared
