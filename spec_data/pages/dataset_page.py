@@ -29,6 +29,7 @@ from spec_data.pages.page import (
     Table,
     Viewer,
     list_row,
+    listed,
     shown,
 )
 from spec_data.pages.report import columns_table, counts_table, dataset_lines
@@ -75,7 +76,7 @@ def dataset_page(data: str | Path, documents: int = DOCUMENTS) -> Page:
         sections.append(_left_out(structs.asdict(manifest.documents), totals.tokens))
     kinds = sources.unique().to_pylist()
     lead = (
-        f"{totals.documents:,} documents of {_named(kinds)}, with the states of "
+        f"{totals.documents:,} documents of {listed(kinds)}, with the states of "
         f"{len(manifest.layers)} layers of {manifest.target.name}; {manifest.policy}."
     )
     per_token = f"bytes per token, {size(totals.bytes)} in all"
@@ -118,7 +119,7 @@ def plan_page(corpus: Sequence[str], setup: Setup, plan: Plan, documents: int = 
     ]
     names = [Path(source.rstrip("/")).name or source for source in corpus]
     lead = (
-        f"What spec-data generate would capture of {_named(names)}, rendered, masked and cut as it "
+        f"What spec-data generate would capture of {listed(names)}, rendered, masked and cut as it "
         f"does it: {plan.tokens:,} tokens. Nothing is captured yet."
     )
     figures: list[Figure] = [
@@ -135,10 +136,6 @@ def _page(
     footer = f"spec-data {spec_data.__version__}"
     kept = [section for section in sections if section.parts]
     return Page(title=title, kind=kind, lead=lead, figures=figures, sections=kept, footer=footer)
-
-
-def _named(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1:,} more"
 
 
 def dataset_name(data: str | Path) -> Path:
@@ -317,7 +314,7 @@ def _stored_documents(dataset: HiddenStatesDataset, documents: int) -> Viewer:
     opened = HiddenStatesDataset(dataset.location, ["input_ids", "loss_mask", "target_argmax"])
     every = dataset.manifest.teacher == ALL
     numbers = shown_documents(dataset.lengths, documents)
-    nll = not dataset.manifest.supervision.startswith("topk")  # which lacks most logits
+    nll = dataset.manifest.supervision == "final-hidden"  # others lack logits, or have gigabytes
     scores = np.stack(document_scores(dataset, np.array(numbers, np.int64), nll), 1).tolist()
     bar = progress(numbers, desc="documents", unit="docs", leave=False)
     for number, score in zip(bar, scores, strict=True):

@@ -231,6 +231,11 @@ def list_row(figures: Sequence[Figure]) -> list[list[Value]]:
     ]
 
 
+def listed(names: Sequence[str]) -> str:
+    """Return up to three names, or the first and how many more there are."""
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1:,} more"
+
+
 def page_bytes(page: Page) -> bytes:
     """Return the HTML file of a page; equal pages and releases have equal bytes."""
     parts = [part for section in page.sections for part in section.parts]

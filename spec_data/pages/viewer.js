@@ -181,8 +181,10 @@
     for (const row of rows.children) {
       const now = Number(row.dataset.i) === state.at;
       row.setAttribute("aria-current", now);
-      if (now && row.offsetTop < list.scrollTop) list.scrollTop = row.offsetTop - 40;
-      if (now && row.offsetTop + 40 > list.scrollTop + list.clientHeight) list.scrollTop = row.offsetTop;
+      if (!now) continue;
+      const top = row.offsetTop - list.querySelector("thead").offsetHeight; // which stays in sight
+      const least = row.offsetTop + row.offsetHeight - list.clientHeight;
+      list.scrollTop = Math.max(Math.min(list.scrollTop, top), least);
     }
   }
 

@@ -27,6 +27,7 @@ from spec_data.pages.page import (
     Viewer,
     WrittenPage,
     list_row,
+    listed,
     shown,
     write_page,
 )
@@ -121,7 +122,8 @@ def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
         sections = [answers, acceptance]
         kind, lead, figures = "Evaluation", _lead_of(others), _figures_of(others)
     elif len(runs) == 1:
-        about = Table(title="", columns=[("", "text"), ("", "text")], rows=_as_texts(facts[0]))
+        rows = [[name, shown(value, form)] for name, value, form in facts[0]]
+        about = Table(title="", columns=[("", "text"), ("", "text")], rows=rows)
         sections = [_learning(runs), acceptance, answers, Section(title="The run", parts=[about])]
         named = {figure[0]: figure for figure in facts[0]}
         kind, lead = "Run", _lead_of_run(runs[0], facts[0], bool(decoded[0]))
@@ -133,7 +135,7 @@ def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
         kind, (lead, figures) = "Runs", _lead_of_runs(runs, facts, best)
     names = list(dict.fromkeys([run.name for run in runs] or [one.name for one in others]))
     return Page(
-        title=f"{names[0]} and {len(names) - 1} more" if len(names) > 3 else ", ".join(names),
+        title=listed(names),
         kind=kind,
         lead=lead,
         figures=figures,
@@ -163,7 +165,7 @@ def _longest(lengths: Sequence[Value]) -> int | None:
 
 
 def _lead_of_run(run: Run, facts: Sequence[Figure], decoded: bool) -> str:
-    data = ", ".join(_names_of(run.options.get("data"))) or "its data"
+    data = listed(_names_of(run.options.get("data"))) or "its data"
     steps = dict((name, value) for name, value, _ in facts)["steps"]
     lead = f"{run.draft}, trained for {steps} steps on {data}: "
     length = facts[0][1]
@@ -196,10 +198,6 @@ def _with_interval(facts: Sequence[Figure]) -> Figure:
     """Return a length and its interval, which follows it, as one figure."""
     (name, length, form), (about, between, _) = facts[:2]
     return (f"{name}; {about} {between}" if between else name, length, form)
-
-
-def _as_texts(facts: Sequence[Figure]) -> list[list[Value]]:
-    return [[name, shown(value, form)] for name, value, form in facts]
 
 
 def _problems(run: Run) -> list[Part]:

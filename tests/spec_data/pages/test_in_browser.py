@@ -136,6 +136,7 @@ def test_the_worst_document_comes_first_and_keys_work_at_once(browser, viewer):
     with open_page(browser, viewer) as tab:
         head, now = tab.locator(".head"), tab.locator("tr[aria-current=true] a")
         assert head.inner_text().startswith("Document 10 \u00b7")
+        assert tab.evaluate("document.querySelector('.list').scrollTop") == 0
         for key, number in (("j", 5), ("j", 0), ("j", 0), ("k", 5)):
             tab.keyboard.press(key)
             wait_until(tab, f"document.querySelector('.head').innerText.includes(' {number} ')")

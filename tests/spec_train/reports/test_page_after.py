@@ -20,7 +20,10 @@ FIT = {"steps": 2, "seq_len": 128, "device": "cpu", "validation": 0.4, "draft_vo
 @pytest.fixture(scope="module")
 def run(place) -> Path:
     """A run that has ended, of the public function."""
-    flat.fit("eagle3", place / "data", place / "public", ttt_steps=2, **FIT)
+    result = flat.fit("eagle3", place / "data", place / "public", ttt_steps=2, **FIT)
+    shown = result._repr_html_()
+    assert "<svg" in shown and ">Learning</h2>" in shown and "<script" not in shown
+    assert [line["split"] for line in result.history].count("train") == len(result.training) > 0
     return place / "public"
 
 
