@@ -354,8 +354,7 @@ def _option(value: Any, name: str) -> str:
 
 def _lead_of(others: Sequence[Evaluation]) -> str:
     """Say what was evaluated: the best of several, or the one."""
-    best = _longest([one.acceptance.acceptance_length for one in others])
-    if best is not None and len({one.decoded is None for one in others}) == 1:
+    if (best := _best(others)) is not None:
         length = f"{others[best].acceptance.acceptance_length:.2f} tokens per verification"
         return f"{others[best].name} is the best of {len(others)}: {length}."
     result = _first(others).result
@@ -363,13 +362,25 @@ def _lead_of(others: Sequence[Evaluation]) -> str:
         on = f"{result.documents:,} documents of {_names_of([result.path])[0]}"
         return f"On {on}, without the target: the draft continues its own tokens, as in serving."
     name = _names_of([result.target])[0]
-    return f"{result.responses:,} answers of {name}, each decoded by it alone and with the draft."
+    depth = f"{result.draft_tokens} tokens at a time"
+    return f"{result.responses:,} answers of {name}; the draft proposes {depth}."
+
+
+def _best(measured: Sequence[Evaluation]) -> int | None:
+    """Return the number of the best of several evaluations of one kind."""
+    if len({one.decoded is None for one in measured}) > 1:
+        return None
+    return _longest([one.acceptance.acceptance_length for one in measured])
 
 
 def _first(measured: Sequence[Evaluation]) -> Evaluation:
-    """Return the evaluation to trust most: by real decoding, if there is one."""
-    known = [one for one in measured if one.acceptance.acceptance_length is not None]
-    return min(known or measured, key=lambda one: one.decoded is None)
+    """Return the evaluation to trust most: by real decoding, if there is one, and the longest."""
+
+    def trust(one: Evaluation) -> tuple[bool, bool, float]:
+        length = one.acceptance.acceptance_length
+        return length is not None, one.decoded is not None, length or 0.0
+
+    return max(measured, key=trust)
 
 
 def _figures_of(others: Sequence[Evaluation]) -> list[Figure]:
@@ -455,6 +466,7 @@ def _evaluations(measured: Sequence[Evaluation]) -> Table:
             *(("on-policy", "share"), ("lossless", "text"), ("speed-up", "number")),
         ],
         rows=rows,
+        best=_best(measured),
         note="Length: tokens per verification of the target, its own token included; from and to: "
         "its 95 % interval over prompts or documents. Simulated: on stored documents, which "
         "estimates real greedy decoding. Speed-up: of this implementation, one response at a time.",

@@ -201,6 +201,18 @@ def response_of(figures) -> dict:
     return run_page.response(1, one, one.result.samples[0])
 
 
+def test_the_best_of_several_evaluations_is_marked_and_told_first(tmp_path):
+    lengths = {"a.json": 2.25, "b.json": 2.75, "c.json": 2.5}
+    for name, length in lengths.items():
+        (tmp_path / name).write_text(json.dumps(real_figures() | {"acceptance_length": length}))
+    page = page_of([tmp_path / name for name in lengths])
+    assert page.lead == "b.json is the best of 3: 2.75 tokens per verification."
+    assert page.figures[0][1] == 2.75 and parts_of(page)["Evaluations"]["best"] == 1
+    page = page_of([tmp_path / "a.json"])
+    assert page.lead == "8 answers of target ; the draft proposes 3 tokens at a time."
+    assert parts_of(page)["Evaluations"]["best"] is None
+
+
 def test_every_token_of_a_response_is_shown_with_what_became_of_it():
     decoded = response_of(real_figures())
     context, response = decoded["segments"]
