@@ -21,7 +21,7 @@ import os
 import random
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,6 +89,17 @@ def read_symbols(root: Path) -> Iterator[Symbol]:
         yield from _symbols_of(tree, module, module, text.splitlines())
 
 
+def library_symbols() -> list[Symbol]:
+    """Return the functions and classes of this Python's standard library; end without them."""
+    symbols = list(read_symbols(Path(sysconfig.get_path("stdlib"))))
+    if not symbols:
+        sys.exit(
+            "error: this Python has no sources of its standard library (.py files) to train on; "
+            "install them, or use another Python"
+        )
+    return symbols
+
+
 def _symbols_of(node: ast.AST, module: str, prefix: str, lines: list[str]) -> Iterator[Symbol]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -150,10 +161,12 @@ def chats_about(symbol: Symbol) -> Iterator[Chat]:
         ]
 
 
-def split_chats(symbols: Iterator[Symbol]) -> tuple[list[Chat], list[Chat]]:
-    """Split the chats by symbol into (trained, held out), each in a fixed shuffled order.
+def split_chats(
+    symbols: Iterable[Symbol], about: Callable[[Symbol], Iterator[Chat]] = chats_about
+) -> tuple[list[Chat], list[Chat]]:
+    """Split the chats `about` symbols by symbol: (trained, held out), in a fixed shuffled order.
 
-    Every answer occurs once, so that no held-out answer is also trained on under another name.
+    Every last message occurs once, so that no held-out one is also trained on under another name.
     """
     trained: list[Chat] = []
     held_out: list[Chat] = []
@@ -161,7 +174,7 @@ def split_chats(symbols: Iterator[Symbol]) -> tuple[list[Chat], list[Chat]]:
     for symbol in symbols:
         digest = hashlib.sha256(symbol.name.encode()).digest()
         side = held_out if digest[0] / 256 < HELD_OUT else trained
-        for chat in chats_about(symbol):
+        for chat in about(symbol):
             if chat[-1]["content"] not in answers:
                 answers.add(chat[-1]["content"])
                 side.append(chat)
@@ -305,12 +318,7 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
-    trained, held_out = split_chats(read_symbols(Path(sysconfig.get_path("stdlib"))))
-    if not held_out:
-        sys.exit(
-            "error: this Python has no sources of its standard library (.py files) to train on; "
-            "install them, or use another Python"
-        )
+    trained, held_out = split_chats(library_symbols())
     tokenizer = train_tokenizer(trained)
     documents, held_out_rows = render(tokenizer, trained), pack(render(tokenizer, held_out))
     model = build_model(options.seed)

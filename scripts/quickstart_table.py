@@ -1,4 +1,4 @@
-"""Print the results of a quickstart (its --out is the argument) from the files that it wrote."""
+"""Print what a quickstart made (arguments: its --out, its seconds) from the files that it wrote."""
 
 import json
 import sys
@@ -6,39 +6,41 @@ from pathlib import Path
 
 from spec_data.terminal.text_table import text_table
 
-out = Path(sys.argv[1])
-totals = json.loads((out / "dataset" / "manifest.json").read_text())["totals"]
+out, seconds = Path(sys.argv[1]), int(sys.argv[2])
+manifest = json.loads((out / "dataset" / "manifest.json").read_text())
+decoded = json.loads((out / "eval.json").read_text())
+totals, target, modelled = manifest["totals"], manifest["target"], decoded["modelled"]
+states = [c for c in manifest["columns"] if c["name"].startswith("hidden.")]
+stored = totals["bytes"] / totals["tokens"]
+exact = sum(2 * column["width"] for column in states)
+low, high = decoded["interval"] or (decoded["acceptance_length"],) * 2
 rows = [
-    ("documents", f"{totals['documents']:,}", ""),
-    ("tokens", f"{totals['tokens']:,}", f"{totals['supervised']:,} of them supervised"),
+    ("target", target["name"], f"{target['num_layers']} blocks"),
+    ("its own answers", f"{totals['documents']:,}", f"{totals['tokens']:,} tokens"),
     (
         "bytes per token",
-        f"{totals['bytes'] / totals['tokens']:,.0f}",
-        f"{totals['bytes'] / 1e6:,.0f} MB in total",
+        f"{stored:,.0f}",
+        f"{totals['bytes'] / 1e6:,.1f} MB in all; hidden states alone in bf16: {exact:,}",
     ),
-    ("acceptance length", "", "tokens per verification of the target"),
-]
-figures = {}
-for name, file in (("untrained draft", "untrained.json"), ("trained draft", "run.json")):
-    figures = json.loads((out / file).read_text())
-    simulated = figures["data"]["simulated"]["acceptance_length"]
-    rows += [
-        (f"  {name}", f"{figures['acceptance_length']:.2f}", "real greedy decoding"),
-        ("", f"{simulated:.2f}", "simulated on held-out documents, without the target"),
-    ]
-remark = f"{figures['speedup']:.2f} times the speed"
-if figures["speedup"] < 1:
-    remark += ": drafting saves time if the target is much larger than the draft"
-rows += [
-    ("tokens/s, target alone", f"{figures['plain_tokens_per_second']:,.1f}", ""),
-    ("tokens/s, with the draft", f"{figures['tokens_per_second']:,.1f}", remark),
     (
-        "same output as alone",
-        f"{figures['identical']}/{figures['responses']}",
-        f"responses; {figures['ties']} more differ by a tie in rounding",
+        "acceptance length",
+        f"{decoded['acceptance_length']:.2f}",
+        f"tokens per verification, {low:.2f} to {high:.2f} (95%); {decoded['prompts']} held-out "
+        "prompts, greedy",
+    ),
+    (
+        "lossless",
+        f"{decoded['identical']}/{decoded['responses']}",
+        "responses are the target's own, token for token"
+        + (f"; {decoded['ties']} differ by a tie in rounding" if decoded["ties"] else ""),
+    ),
+    (
+        "modelled speed-up",
+        f"{modelled['speedup']:.2f}x",
+        f"if a verification costs one pass of the target and a draft pass "
+        f"{modelled['cost_ratio']:g} of it",
     ),
 ]
-print(f"\n{text_table(rows, '<><')}\n\ndataset  {out / 'dataset'}\ndraft    {out / 'run' / 'best'}")
-print(f"figures  {out / 'run.json'}, {out / 'untrained.json'}, {out / 'run' / 'metrics.jsonl'}")
-for page in ("report.html", "eval.html"):
-    print(f"look at  {out / 'run' / page}: open it in a browser")
+print(f"\nEAGLE-3, from nothing to a measured draft in {seconds // 60} min {seconds % 60} s")
+print(text_table(rows, "<><"))
+print(f"\ndraft  {out / 'run' / 'best'}\npages  {out / 'run'}/report.html and eval.html")

@@ -1,5 +1,7 @@
 """The commands of `spec-data`. Heavy imports wait until one runs."""
 
+from operator import itemgetter
+
 import spec_data
 from spec_data.commands.convert import convert, export_dataset
 from spec_data.commands.estimate import estimate
@@ -27,9 +29,9 @@ Most commands name the next one. spec-data COMMAND -h shows its first options, -
 
 PROGRAM = Program("spec-data", _DESCRIPTION, _EXAMPLES, spec_data.__version__)
 PROGRAM.add(estimate)
-PROGRAM.add(generate, stopped=kept_units)
+PROGRAM.add(generate, stopped=kept_units, logs=itemgetter("out"))
 PROGRAM.add(status)
-PROGRAM.add(convert, stopped=kept_units)
+PROGRAM.add(convert, stopped=kept_units, logs=itemgetter("out"))
 PROGRAM.add(export_dataset, name="export")
 PROGRAM.add(inspect)
 PROGRAM.add(verify)
@@ -38,8 +40,11 @@ PROGRAM.add(
     regenerate,
     usage="--target MODEL --corpus SRC [SRC ...] --out FILE",
     stopped=lambda given: f"the answers so far are kept in {given['out']}.journal",
+    logs=itemgetter("out"),
 )
-for _function in (select, merge, join, copy, recode, push, pull):
-    PROGRAM.add(_function)
+for _function in (select, merge, join, copy, recode):
+    PROGRAM.add(_function, logs=itemgetter("out"))
+PROGRAM.add(push)
+PROGRAM.add(pull)
 
 main = PROGRAM.main

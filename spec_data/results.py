@@ -3,6 +3,8 @@
 `print` shows them as the commands do.
 """
 
+import operator
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +19,9 @@ from spec_data.shards.likelihood import Agreement
 from spec_data.shards.schema import Manifest
 from spec_data.shards.storage import scheme_of
 from spec_data.terminal.command import Result
+from spec_data.terminal.console import wrapped
 from spec_data.terminal.progress import size
+from spec_data.terminal.text_table import text_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +60,52 @@ class EstimateResult(Result):
         """1 where the disk is too small."""
         return int(not self.fits)
 
+    def details(self) -> str:
+        """Return the counts, the columns and all sizes as tables."""
+        return self.text
+
     def __str__(self) -> str:
-        if self.fits:
-            return self.text
         needed, free = self.bytes_needed, self.bytes_free
-        return (
-            f"{self.text}\n\nthe dataset does not fit: it needs {size(needed)}, and the disk has "
-            f"{size(free)} free: {size(needed - free)} too little. Free some space, lower --limit "
-            "or --max-length, or capture fewer --layers"
+        known = self.probe is not None or self.bytes == self.bytes_least
+        least = "" if known else f", at least {size(needed - self.bytes + self.bytes_least)}"
+        drafts = [draft for draft, problem in self.fitting.items() if problem is None]
+        rows = _rows(self, drafts) | {
+            "bytes": (size(needed), f"of all files{least}; the disk has {size(free)} free"),
+            "bytes per token": (
+                f"{self.bytes / self.tokens:,.1f}",
+                "" if known else "at most; --probe measures it",
+            ),
+        }
+        if self.probe:
+            rows["time"] = (f"{self.probe.seconds / 3600:,.2f} h", "of one worker")
+            rows["memory"] = (size(self.probe.memory_bytes), f"on {self.probe.device}, at its peak")
+        text = text_table([(name, *cells) for name, cells in rows.items()], "<><")
+        if self.fits:
+            return text
+        return f"{text}\n\n" + textwrap.fill(
+            f"the dataset does not fit: it needs {size(needed)}, and the disk has {size(free)} "
+            f"free: {size(needed - free)} too little. Free some space, lower --limit or "
+            "--max-length, or capture fewer --layers"
         )
+
+
+def _rows(
+    of: "EstimateResult | WrittenDataset", drafts: Sequence[str] = ()
+) -> dict[str, tuple[str, str]]:
+    """Return what is in a dataset and what is not, by name: a figure and a remark."""
+    reasons = [f"{n:,} {reason}" for reason, n in (of.skipped_rows | of.dropped).items() if n]
+    shown, more = reasons[:_REASONS], len(reasons) - _REASONS
+    shown += [f"{more} more reasons (--verbose)"] if more > 0 else []
+    layers = ", ".join(map(str, of.layers)) or "none"
+    fits = f"; for {', '.join(drafts)}" if drafts else ""
+    return {
+        "documents": (f"{of.documents:,}", f"left out: {', '.join(shown) or 'none'}"),
+        "tokens": (f"{of.tokens:,}", f"{of.supervised_tokens:,} supervised"),
+        "layers": (str(len(of.layers)), f"outputs of blocks {layers}{fits}"),
+    }
+
+
+_REASONS = 4  # for which documents are left out; more are counted
 
 
 def skipped_rows(counts: Mapping[str, Any]) -> dict[str, int]:
@@ -107,6 +148,7 @@ class WrittenDataset(Result):
         repr=False, default="not sealed: units of other processes are not done, or used"
     )
     next_command: Sequence[str] = field(default=(), repr=False)
+    again: str = field(default="", repr=False)
 
     @classmethod
     def of(
@@ -153,5 +195,24 @@ class WrittenDataset(Result):
         """1 where the data contradict the label --on-policy."""
         return int(bool(self.refused_policy))
 
+    def details(self) -> str:
+        """Return what `inspect` prints."""
+        return self.text if self.sealed else ""
+
     def __str__(self) -> str:
-        return "\n".join(filter(None, (self.text, self.refused_policy)))
+        if not self.sealed:
+            return self.text
+        rows = _rows(self)
+        if self.bytes:
+            rows["bytes"] = size(self.bytes), f"in {self.shards:,} shards"
+            rows["bytes per token"] = f"{self.bytes / max(self.tokens, 1):,.1f}", ""
+        else:
+            rows["bytes"] = "0", "a view of other datasets, which must stay where they are"
+        if self.agreement:
+            of = [agreement.tokens for agreement in self.agreement.values()]
+            shares = [agreement.share for agreement in self.agreement.values()]
+            share = sum(map(operator.mul, shares, of)) / max(sum(of), 1)
+            rows["first choice"] = f"{share:.1%}", f"are what the target would say: {self.policy}"
+        text = text_table([(name, *cells) for name, cells in rows.items()], "<><")
+        lines = [wrapped(f"warning[answers]: {warning}") for warning in self.warnings]
+        return "\n".join(filter(None, (text, *lines, self.refused_policy)))

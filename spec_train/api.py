@@ -80,7 +80,7 @@ def load_draft(
         path: a run (its best draft), a checkpoint, or a draft directory in any form that `export`
             writes.
         device: where to put it: "cpu", "cuda", "cuda:1", "auto".
-        dtype: "fp32", "bf16", "fp16"; "auto": as it is stored.
+        dtype: "float32", "bfloat16", "float16"; "auto": as it is stored.
         accept_edited: read a draft that is not as it was sealed, with a warning.
 
     Returns:
@@ -92,7 +92,7 @@ def load_draft(
             or that was edited or damaged.
         ConfigError: an unknown dtype, or a device that this machine does not have.
 
-    >>> draft = spec_train.load_draft("run", dtype="fp32")
+    >>> draft = spec_train.load_draft("run", dtype="float32")
     >>> draft.name, draft.config.layers
     ('eagle3', (0, 2, 4))
     """

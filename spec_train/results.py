@@ -119,6 +119,10 @@ class EvalResult(Result):
         """Return the page of the evaluation."""
         return _html(self.figures, self.draft.name, str(self))
 
+    def details(self) -> str:
+        """Return every length that was measured."""
+        return table(self.figures, everything=True)
+
     def __str__(self) -> str:
         return table(self.figures)
 

@@ -118,7 +118,7 @@ def test_export_writes_and_checks(here, tmp_path, capsys):
 def test_drafts_are_loaded_where_and_as_asked(here):
     stored = spec_train.load_draft("run")
     assert stored.embed_tokens.weight.dtype == getattr(torch, stored.config.dtype)
-    half = spec_train.load_draft(Path("run"), dtype="bf16")
+    half = spec_train.load_draft(Path("run"), dtype="bfloat16")
     assert half.embed_tokens.weight.dtype == torch.bfloat16 and not half.training
     with pytest.raises(ConfigError, match="choose from auto"):
         spec_train.load_draft("run", dtype="int3")

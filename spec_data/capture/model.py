@@ -271,7 +271,8 @@ class Target:
             self._chunks[beyond] = reason is None
             if reason is not None:
                 logger.warning(
-                    "documents of over %d tokens are captured without chunks (%s): memory grows "
+                    "warning[long-rows]: documents of over %d tokens are captured without chunks "
+                    "(%s): memory grows "
                     "with the square of their length",
                     *(LONG_ROW, reason),
                 )

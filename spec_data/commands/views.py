@@ -216,5 +216,6 @@ def _copied(out: Path, copy: "Copy", dry_run: bool) -> "WrittenDataset":
         supervised_tokens=counts.supervised,
         bytes=size,
         dropped=copy.draft.documents.dropped,
+        again="next",
         text=f"{counts.documents:,} documents, {counts.tokens:,} tokens, {size:,} bytes",
     )

@@ -324,7 +324,8 @@ def find_conventions(
     worst = max(chunks, key=lambda match: match.difference)
     if worst.difference > _ROUNDING:
         logger.warning(
-            "warning: %s differs from what the target computes by %.2g, and rounding to bf16 or "
+            "warning[converted-states]: %s differs from what the target computes by %.2g, and "
+            "rounding to bf16 or "
             "8-bit floats by less than %.2g. Either the states are of a quantised target, or of "
             "one with slightly different weights, such as another fine-tune: check --target and "
             "--revision",

@@ -294,7 +294,9 @@ def _torchspec(root: Path) -> Opened:
         raise DatasetError(f"{manifest}: not the rows of TorchSpec: {error}") from None
     if len(files) < len(rows):
         others = len(rows) - len(files)
-        logger.warning("warning: %s: %d samples of other splits are left out", root, others)
+        logger.warning(
+            "warning[left-out-samples]: %s: %d samples of other splits are left out", root, others
+        )
     return opened
 
 
@@ -341,7 +343,7 @@ def _speculators(root: Path) -> Opened:
         )
     if len(numbers) < len(rows):
         logger.warning(
-            "warning: %s: %d of %d rows have no file of states, and are left out",
+            "warning[left-out-samples]: %s: %d of %d rows have no file of states, and are left out",
             *(root, len(rows) - len(numbers), len(rows)),
         )
     names = [f"{FOLDER}/hs_{number}.safetensors" for number in numbers]

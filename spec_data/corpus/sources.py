@@ -211,7 +211,7 @@ def _directory(path: Path, split: str, limit: int) -> list[Source]:
         words = set(re.split(r"[^a-z]+", inside.as_posix().lower())) & _SPLITS
         if words and not any(word.startswith(split) or split.startswith(word) for word in words):
             reason = "left out: by its name it belongs to split"
-            logger.warning("%s: %s '%s', not '%s'", file, reason, min(words), split)
+            logger.warning("warning[split]: %s: %s '%s', not '%s'", file, reason, min(words), split)
             continue
         sources.append(_file_source(str(file), file, path, limit))
     if not sources:

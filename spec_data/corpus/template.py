@@ -139,7 +139,8 @@ class Template:
         names = [name for name in names if any(word in name.lower() for word in _DATES)]
         if _CLOCK in str(self.tokenizer.chat_template) and not self.kwargs.keys() & set(names):
             logger.warning(
-                "the chat template prints today's date, so documents rendered on another day "
+                "warning[template-date]: the chat template prints today's date, so documents "
+                "rendered on another day "
                 "differ; set a fixed date with the template kwarg %s",
                 " or ".join(names),
             )

@@ -243,7 +243,8 @@ def fitted(
             logger.info("codec: %s %s", column.name, best[0].error)
         return best
     logger.warning(
-        "warning: %s is stored in bf16, because --codec cannot reach a quality of %g with few bits "
+        "warning[codec]: %s is stored in bf16, because --codec cannot reach a quality of %g with "
+        "few bits "
         "(%s)",
         *(column.name, column.quality, str(error)),
     )

@@ -364,7 +364,7 @@ def render_corpus(
         writer.discard()
         raise
     for warning in count_warnings(msgspec.structs.asdict(counts), int(planned.offsets[-1])):
-        logger.warning("warning: %s", warning)
+        logger.warning("warning[corpus]: %s", warning)
     return planned, {
         "documents_sha256": writer.sha256,
         "counts": counts,

@@ -299,7 +299,7 @@ def check_agreement(
             + (at_known if temperature is None else "")
         )
     for message in measured.suspicions(vocabulary, temperature, options.on_policy, False):
-        logger.warning("on a sample of %d documents, %s", len(chosen), message)
+        logger.warning("warning[answers]: on a sample of %d documents, %s", len(chosen), message)
 
 
 def sample_of_sources(sources: Sequence[str], proven: Iterable[int]) -> list[int]:
@@ -438,7 +438,8 @@ def _check_running(
         )
     noise = float(f"{max(difference, packing.noise or 0.0):.2g}")
     logger.warning(
-        "warning: finished units were captured with other settings (%s). The states are equal up "
+        "warning[mixed-capture]: finished units were captured with other settings (%s). The "
+        "states are equal up "
         "to rounding of %.1e, and the manifest records both",
         *(changes, noise),
     )

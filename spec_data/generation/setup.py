@@ -406,7 +406,8 @@ def find_plan(corpus: CorpusReader, setup: Setup, out: Path) -> Plan:
             if any(work.glob("unit-*.json")) or running_workers(work):
                 refuse_changes(changed, out)
             logger.warning(
-                "the settings changed, so the plan is made again (nothing was captured yet):\n  %s",
+                "warning[replanned]: the settings changed, so the plan is made again (nothing "
+                "was captured yet):\n  %s",
                 "\n  ".join(changed),
             )
             discard_plan(work)
@@ -499,7 +500,7 @@ def announce_drafts(setup: Setup) -> Fitting:
         problem = "no draft of spec-train can be fitted on this dataset: "
         _refuse_unless_asked(setup, problem + "\n  ".join(lines) + "\n")
     for line in engine_warnings(options.drafts or AUTO_DRAFTS, names):
-        logger.warning("warning: %s", line)
+        logger.warning("warning[engines]: %s", line)
     return Fitting(problems, lines)
 
 
@@ -507,7 +508,7 @@ def _refuse_unless_asked(setup: Setup, problem: str) -> None:
     """Raise TargetError, or warn if the layers were named: the states have another use then."""
     if comma_list(setup.options.layers).startswith((AUTO, "spread")):
         raise TargetError(f"{problem}Give --layers IDS to capture the states for another use")
-    logger.warning("warning: %s", problem.strip())
+    logger.warning("warning[no-draft]: %s", problem.strip())
 
 
 def find_positions(setup: Setup, plan: Plan, target: TargetBackend) -> Positions:
@@ -521,7 +522,8 @@ def find_positions(setup: Setup, plan: Plan, target: TargetBackend) -> Positions
     names = setup.target["architectures"] or [target.architecture]
     if not positions.proven and positions.kind != ROPE and registered(names):
         logger.warning(
-            "warning: positions: not found in the target (%s); a draft uses its config's rope",
+            "warning[positions]: positions: not found in the target (%s); a draft uses its "
+            "config's rope",
             positions.reason,
         )
     if not positions.proven and not registered(names):
@@ -535,5 +537,5 @@ def find_positions(setup: Setup, plan: Plan, target: TargetBackend) -> Positions
         config = json.loads(config_json(setup, target.dtype, target.architecture))
         fitted_shape(config, positions)
     except DraftError as error:
-        logger.warning("warning: %s", error)
+        logger.warning("warning[no-draft]: %s", error)
     return positions

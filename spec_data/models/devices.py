@@ -11,10 +11,7 @@ import torch
 
 from spec_data.shards.errors import ConfigError
 
-DTYPES = {
-    **{"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32},
-    **{"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32},
-}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """The dtype of every name that an option accepts."""
 
 
@@ -99,10 +96,10 @@ def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def compute_dtype_name(name: str, device: torch.device) -> str:
-    """Resolve a --dtype of training or evaluation: "auto" is "bf16" on a GPU, else "fp32"."""
+    """Resolve a --dtype of training or evaluation: "auto" is bfloat16 on a GPU, else float32."""
     if name != "auto":
         return name
-    return "bf16" if device.type == "cuda" else "fp32"
+    return "bfloat16" if device.type == "cuda" else "float32"
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:

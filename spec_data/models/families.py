@@ -279,11 +279,12 @@ def fitted_shape(config: dict[str, Any], positions: Positions | None) -> TargetS
         if table is None:
             raise
         shape = config_shape(config, with_rope=False)  # raises again if a size is missing
-        log.warning("the rope of config.json is not used: %s", error)
+        log.warning("warning[rope]: the rope of config.json is not used: %s", error)
     eps = positions.norm.get("eps")
     if eps is not None and not math.isclose(eps, shape.rms_norm_eps, rel_tol=1e-6):
         log.warning(
-            "warning: config.json leads to eps %g of the norms, the target's final norm has %g, "
+            "warning[rope]: config.json leads to eps %g of the norms, the target's final norm "
+            "has %g, "
             "which is used",
             *(shape.rms_norm_eps, eps),
         )
@@ -292,7 +293,7 @@ def fitted_shape(config: dict[str, Any], positions: Positions | None) -> TargetS
         return _with_table(shape, table)
     if positions.kind == ROPE:
         log.warning(
-            "warning: the target's rotary frequencies are not proven (%s): those of its "
+            "warning[rope]: the target's rotary frequencies are not proven (%s): those of its "
             "config.json are used",
             positions.reason or "no table for full attention",
         )
@@ -312,13 +313,14 @@ def _with_table(shape: TargetShape, table: RopeTable) -> TargetShape:
         if expressed:
             if parameters is not stated:
                 log.warning(
-                    "warning: the rope of the target's config.json, %s, is not what its rotary "
+                    "warning[rope]: the rope of the target's config.json, %s, is not what its "
+                    "rotary "
                     "module computes. The module decides; the draft's config.json has %s",
                     *(stated, parameters),
                 )
             return replace(fitted, positions=stored_json(table, expressed=True))
     log.warning(
-        "warning: the rope of the target's config.json, %s, is not what its rotary module "
+        "warning[rope]: the rope of the target's config.json, %s, is not what its rotary module "
         "computes, and no rope settings are. The draft stores the module's frequencies; engines "
         "cannot serve it",
         stated,

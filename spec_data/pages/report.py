@@ -1,5 +1,7 @@
 """What the commands print: sizes, counts and documents as plain aligned text."""
 
+import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -22,6 +24,7 @@ from spec_data.shards.schema import (
     PositionsRecord,
 )
 from spec_data.shards.storage import scheme_of
+from spec_data.terminal import WIDTH
 from spec_data.terminal.progress import size
 from spec_data.terminal.text_table import text_table
 
@@ -29,10 +32,20 @@ from spec_data.terminal.text_table import text_table
 def as_text(table: Table) -> str:
     """Return a table of a page as aligned lines."""
     names, formats = zip(*table.columns, strict=True)
-    rows = [[shown(v, f) for v, f in zip(row, formats, strict=True)] for row in table.rows]
+    columns = [_cells(c, f) for c, f in zip(zip(*table.rows, strict=True), formats, strict=True)]
     heads = [names] if any(names) else []
     align = "".join("<" if form == "text" else ">" for form in formats)
-    return "\n".join(filter(None, (text_table([*heads, *rows], align), table.note)))
+    rows = [*heads, *zip(*columns, strict=True)]
+    return "\n".join(filter(None, (text_table(rows, align), *textwrap.wrap(table.note, WIDTH))))
+
+
+def _cells(values: Sequence[Any], form: Format) -> list[str]:
+    """Return a column of a table; its numbers have as many digits after the point."""
+    numbers = [abs(v) for v in values if v] if form == "number" else []
+    if not numbers:
+        return [shown(v, form) for v in values]
+    digits = max(0, 2 - math.floor(math.log10(max(numbers))))
+    return [shown(v, form) if v is None else f"{v:,.{digits}f}" for v in values]
 
 
 def columns_table(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> Table:
@@ -42,16 +55,16 @@ def columns_table(columns: Sequence[Column], tokens: int, sparse_tokens: int) ->
     `tokens` have a row in columns that hold supervised tokens only.
     """
     names: list[tuple[str, Format]] = [("column", "text"), ("codec", "text")]
-    names += [("bytes per token", "number"), ("payload", "bytes")]
+    names += [("B/token", "number"), ("payload", "bytes")]
     figures: tuple[str, ...] = ()
     note = ""
     if any(column.error for column in columns):
-        names += [("error", "number"), ("worst channel", "number")]
-        names += [("teacher KL", "number"), ("escaped", "share")]
+        names += [("error", "number"), ("worst", "number")]
+        names += [("KL", "number"), ("escaped", "share")]
         figures = ("total", "mse_max", "kl", "escaped")
         note = (
-            "Error: mean squared error of a channel over its variance, median over channels, as "
-            "measured on held-out documents. Teacher KL: of the teacher's distribution, in nats."
+            "Error: mean squared error of a channel over its variance, median and worst channel, "
+            "as measured on held-out documents. KL: of the teacher's distribution, in nats."
         )
     rows: list[list[Any]] = []
     for column in columns:
@@ -166,7 +179,7 @@ def agreement_text(manifest: Manifest) -> str:
         f"those of samples at temperature {1.0 if temperature is None else temperature:g}",
         *(f"warning: {message}" for message in manifest.suspicions),
     ]
-    return "\n".join([text_table(manifest.agreement.rows()), *notes])
+    return "\n".join([text_table(manifest.agreement.rows()), *map(textwrap.fill, notes)])
 
 
 def refused_label(manifest: Manifest) -> str:

@@ -262,7 +262,8 @@ class LocalBackend:
         if error <= bound:
             return True
         logger.warning(
-            "warning: a padded prompt changes this target's logits (by %.2g of their spread, more "
+            "warning[padding]: a padded prompt changes this target's logits (by %.2g of their "
+            "spread, more "
             "than %.2g), so only prompts of one length share a batch, which is slower",
             *(error, bound),
         )

@@ -30,6 +30,7 @@ from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.files import atomic_write, dump_json, remove_left_of, write_atomically
 from spec_data.shards.resumable import process_lock, refuse_other_settings
 from spec_data.terminal.command import Result
+from spec_data.terminal.console import wrapped
 from spec_data.terminal.paths import check_file_to_write
 from spec_data.terminal.progress import progress
 
@@ -93,7 +94,7 @@ class RegenerateResult(Result):
                 "tokens; `generate` does not supervise their end. Raise --max-new-tokens"
             )
         lines += [f"failed    {f['where']}: {f['reason']}" for f in self.failures[:_SHOWN]]
-        return "\n".join(lines)
+        return "\n".join(map(wrapped, lines))
 
 
 def check_out(out: Path, corpus: Sequence[str]) -> None:

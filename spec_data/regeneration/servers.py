@@ -189,7 +189,7 @@ class ServerBackend:
                 if isinstance(error, openai.APITimeoutError):
                     break
                 if self._clients.pop(url, None):
-                    logger.warning("warning: this server is left out: %s", reason)
+                    logger.warning("warning[server]: this server is left out: %s", reason)
             else:
                 if expected and answer.prompt_tokens not in (0, expected):
                     return msgspec.structs.replace(answer, note=OTHER_PROMPT)

@@ -25,10 +25,12 @@ import html
 import inspect
 import json
 import logging
+import os
 import re
 import shlex
 import sys
 import textwrap
+import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,8 +40,9 @@ from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Dict
 
 from spec_data.shards.files import write_atomically
+from spec_data.terminal import NOTICE, WIDTH
 from spec_data.terminal.config import checked, flag, read_config_file
-from spec_data.terminal.console import print_text, run_cli
+from spec_data.terminal.console import log_file, print_text, run_cli
 from spec_data.terminal.paths import check_file_to_write
 from spec_data.terminal.types import ONE_TOKEN, comma_list
 
@@ -49,7 +52,7 @@ R = TypeVar("R")
 
 
 class Result:
-    """What a command returns: `str()` of it is printed.
+    """What a command returns: `str()` of it is printed, in a few lines.
 
     Attributes:
         next_command: words of the command to run next, which is named at the end.
@@ -71,6 +74,10 @@ class Result:
     def _repr_html_(self) -> str:
         """Return what a notebook shows: what is printed, unless a subclass has a page."""
         return f"<pre>{html.escape(str(self))}</pre>"
+
+    def details(self) -> str:
+        """Return what --verbose prints before the result, and the log file has too."""
+        return ""
 
     def __str__(self) -> str:
         return ""
@@ -129,12 +136,25 @@ def words_of(function: Callable[..., Any], values: Mapping[str, Any]) -> list[st
     return words
 
 
+def command_text(words: Sequence[str]) -> str:
+    """Return a command as a shell reads it, on lines that are narrower than the terminal."""
+    lines, indent = [""], "\n      "
+    for number, word in enumerate(map(shlex.quote, words)):
+        after = words[number + 1] if number + 1 < len(words) else ""
+        pair = word if not word.startswith("--") or after.startswith("--") else f"{word} {after}"
+        if number and len(lines[-1]) + len(pair) > WIDTH - 12:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return f" \\{indent}".join(lines)
+
+
 # -- the command line -------------------------------------------------------------------------
 
 COMMON = {
     "--config FILE": "options from a TOML, YAML or JSON table; those typed replace them",
     "--json [FILE]": "write the result as JSON to FILE; without FILE, print it instead of text",
-    "--quiet": "results, warnings and errors only: no bars and no log lines",
+    "--quiet": "results, warnings and errors only: no bars, no next command",
+    "--verbose": "(-v) everything that is known and done, not only results and warnings",
     "--debug": "show the Python traceback of an error; add it to a bug report",
 }
 """The options of every command."""
@@ -157,6 +177,7 @@ class _Entry:
     summary: str
     usage: str
     stopped: Callable[[Mapping[str, Any]], str] | None
+    logs: Callable[[Mapping[str, Any]], str | os.PathLike[str] | None] | None
     epilog: str
 
     def arguments(self) -> list[Any]:
@@ -200,11 +221,12 @@ class Program:
     def add(
         self,
         function: Callable[..., Any],
-        *,
         name: str = "",
+        *,
         summary: str = "",
         usage: str = "",
         stopped: Callable[[Mapping[str, Any]], str] | None = None,
+        logs: Callable[[Mapping[str, Any]], str | os.PathLike[str] | None] | None = None,
         epilog: str = "",
     ) -> None:
         """Add a function that `command` decorates.
@@ -215,6 +237,8 @@ class Program:
             summary: what it does; not given: the first paragraph of its docstring.
             usage: what follows the name in the usage line; not given: its required arguments.
             stopped: called with the arguments when the command was interrupted; says what is kept.
+            logs: called with the arguments; returns the path that is made, PATH: the log file is
+                PATH.log.
             epilog: text at the end of the help; its first paragraph is that of -h.
         """
         words = tuple((name or function.__name__).split())
@@ -225,7 +249,9 @@ class Program:
             app = app[word]
         app.command(function, name=words[-1])
         summary = summary or _description(function)[0].partition("\n\n")[0]
-        self.entries[words] = _Entry(function, app[words[-1]], summary, usage, stopped, epilog)
+        self.entries[words] = _Entry(
+            function, app[words[-1]], summary, usage, stopped, logs, epilog
+        )
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run a command line and return its exit code."""
@@ -250,7 +276,7 @@ class Program:
             if entry is None or entry.stopped is None:
                 return "interrupted"
             progress = entry.stopped(given) if given else "nothing was written yet"
-            return f"stopped: {progress}\nresume:  {shlex.join([self.name, *words])}"
+            return f"stopped: {progress}\nresume:  {command_text([self.name, *words])}"
 
         def run() -> int:
             if entry is None and not tokens:
@@ -262,8 +288,15 @@ class Program:
                 return self._refuse(chain, str(error).strip())
             assert entry is not None
             given.update(call.arguments)
-            result = entry.function(*call.args, **call.kwargs)
-            _show(result, common.json)
+            started = time.monotonic()
+            with log_file(entry.logs(given) if entry.logs else None) as file:
+                result = entry.function(*call.args, **call.kwargs)
+                if isinstance(result, Result):
+                    logger.info("%s", result.details())
+                _show(result, common.json)
+                if file is not None:
+                    seconds = time.monotonic() - started
+                    logger.log(NOTICE, "%.0f seconds; everything else: %s", seconds, file)
             return self._finish(result, words)
 
         return run_cli(run, common, stopped)
@@ -300,7 +333,7 @@ class Program:
         if result.again:
             following = [self.name, *(word for word in words if word != "--dry-run")]
         if following:
-            logger.info("\n%s:  %s", result.again or "next", shlex.join(following))
+            logger.log(NOTICE, "\n%s:  %s", result.again or "next", command_text(following))
         return result.exit_code
 
     def _refuse(self, chain: tuple[str, ...], message: str) -> int:
@@ -374,6 +407,7 @@ def _take_common(words: Sequence[str]) -> tuple[Any, list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--quiet", "--debug", "--version", "--help-all"):
         parser.add_argument(name, action="store_true")
+    parser.add_argument("-v", "--verbose", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--json", nargs="?", const="-")
     parser.add_argument("--config")

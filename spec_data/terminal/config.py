@@ -85,6 +85,9 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
             reason = f"choose from {', '.join(choices)}{did_you_mean(str(value), choices)}"
         text = " ".join(repr(value).split())[:100]
         raise ConfigError(f"{flag(name)} {text}: {reason[0].lower()}{reason[1:]}") from None
+    except TypeError:  # several dataclasses, of which the value is none
+        kinds = ", ".join(f"{kind.__name__}(...)" for kind in typing.get_args(hint))
+        raise ConfigError(f"{name}={value!r}: expected one of {kinds}") from None
 
 
 def _checked_values(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:

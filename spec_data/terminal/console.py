@@ -1,6 +1,8 @@
 """What both programs do on a terminal: parse, log, report errors, stop, name the next command.
 
-Results go to stdout. Log lines, bars, errors and the next command go to stderr. Nothing here
+Results go to stdout; bars, warnings, errors and the next command to stderr. Lines of level INFO go
+there only with --verbose; a command that makes something also writes them to a log file beside it.
+A warning is "warning[CODE]: ...", explained in docs/warnings.md, and shown once. Nothing here
 imports torch, so `--help` is instant.
 """
 
@@ -11,13 +13,20 @@ import logging
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from spec_data.shards.errors import SpecDataError
 from spec_data.shards.files import REFUSALS, file_error
+from spec_data.shards.storage import scheme_of
+from spec_data.terminal import NOTICE, WIDTH
 
 log = logging.getLogger(__name__)
+
+logging.addLevelName(NOTICE, "NOTICE")
+_LONG = 40  # a warning of more characters, before its values are set, is recognised by them
 
 _NOISY = (
     *("httpx", "httpx2", "openai", "transformers", "datasets", "huggingface_hub"),
@@ -39,7 +48,31 @@ def did_you_mean(name: str, names: Sequence[str]) -> str:
 
 
 class _ConsoleHandler(logging.StreamHandler):
-    """Log lines on stderr that never glue to a bar: bars step aside while a line is written."""
+    """Log lines on stderr: on a terminal they fit its width and never glue to a bar."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.seen: set[str] = set()
+        self.repeated = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Leave out a warning that was shown before, with other names or numbers."""
+        message = record.getMessage()
+        warning = record.msg if len(record.msg) > _LONG else message
+        if warning in self.seen and record.levelno >= logging.WARNING and self.level > logging.INFO:
+            self.repeated += 1
+            return False
+        self.seen.add(warning)
+        return bool(message and super().filter(record))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the lines; on a terminal, long ones are wrapped."""
+        from spec_data.terminal.progress import live
+
+        text = super().format(record)
+        if not live() or record.exc_info or "\\\n" in text:  # a command is pasted as it is
+            return text
+        return "\n".join(map(wrapped, text.split("\n")))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record on a line of its own."""
@@ -52,28 +85,81 @@ class _ConsoleHandler(logging.StreamHandler):
                 super().emit(record)
 
 
-@contextlib.contextmanager
-def console_logging(quiet: bool, debug: bool) -> Iterator[None]:
-    """Send log lines to stderr (warnings only if `quiet`) while this is open."""
-    from spec_data.terminal.progress import bars, live
+def wrapped(line: str) -> str:
+    """Return a line broken before column 80; what follows the first line is indented."""
+    indent = " " * (2 + len(line) - len(line.lstrip()))
+    return textwrap.fill(
+        *(line, WIDTH - 1),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    )
 
+
+class _LogFile(logging.Handler):
+    """Appends every line to a file, once what it is about exists; `of` is that path.
+
+    A file that cannot be written is no error: the lines are on the console with --verbose.
+    """
+
+    def __init__(self, of: Path) -> None:
+        super().__init__()
+        self.of, self.path = of, of.with_name(of.name + ".log")
+        self._lines: list[str] = []
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, and those before it."""
+        self._lines.append(self.format(record) + "\n")
+        with contextlib.suppress(OSError):
+            if self.of.exists():
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write("".join(self._lines))
+                self._lines = []
+
+
+@contextlib.contextmanager
+def log_file(of: str | os.PathLike[str] | None) -> Iterator[Path | None]:
+    """Append all log lines to OF.log while this is open; yield its path. None: no file."""
+    if of is None or scheme_of(str(of)):
+        yield None
+        return
+    handler = _LogFile(Path(of))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield handler.path
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+@contextlib.contextmanager
+def console_logging(level: int, debug: bool) -> Iterator[None]:
+    """Send log lines from `level` on to stderr while this is open; draw bars up to `NOTICE`."""
     logging.raiseExceptions = debug  # a closed stderr is no traceback
-    if quiet or not live():  # bars of the libraries would leave carriage returns
+    quiet = level > NOTICE
+    if quiet or not (hasattr(sys.stderr, "isatty") and sys.stderr.isatty()):
+        # bars of the libraries would leave carriage returns; read when tqdm is imported
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    from spec_data.terminal.progress import bars
+
     for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    console = _ConsoleHandler(sys.stderr)
-    console.setLevel(logging.WARNING if quiet else logging.INFO)
+    console = _ConsoleHandler()
+    console.setLevel(level)
     root = logging.getLogger()
-    level = root.level
-    root.setLevel(min(logging.INFO, level or logging.INFO))
+    before = root.level
+    root.setLevel(min(logging.INFO, before or logging.INFO))
     root.addHandler(console)
     try:
         with bars(quiet=quiet):
             yield
     finally:
+        if console.repeated:
+            log.log(NOTICE, "%d repeated warnings: see --verbose", console.repeated)
         root.removeHandler(console)
-        root.setLevel(level)
+        root.setLevel(before)
 
 
 def run_cli(
@@ -83,12 +169,14 @@ def run_cli(
 ) -> int:
     """Run one command and return its exit code; report every error in one message.
 
-    `options` has `quiet` and `debug`. `when_stopped` says what an interrupted command keeps.
+    `options` has `quiet`, `verbose` and `debug`. `when_stopped` says what an interrupted command
+    keeps.
     """
     from spec_data.terminal.progress import close_bars
 
+    level = logging.WARNING if options.quiet else logging.INFO if options.verbose else NOTICE
     with (
-        console_logging(options.quiet, options.debug),
+        console_logging(level, options.debug),
         handled_signals(STOP_SIGNALS, _raise_terminated),
     ):
         try:

@@ -16,6 +16,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from spec_data.terminal import NOTICE
+
 logger = logging.getLogger(__name__)
 
 LINE_SECONDS = 10.0
@@ -93,14 +95,14 @@ class Bar(tqdm):
         if self._logged and now >= self._next_line and self.n != self.total:
             self._pause = min(self._pause * _SLOWER, max(_MOST_SECONDS, LINE_SECONDS))
             self._next_line = now + self._pause
-            logger.info("%s", self.line())
+            logger.log(NOTICE, "%s", self.line())
         return shown
 
     def close(self) -> None:
         """End the bar; a bar that stays on the screen leaves its last line in the log too."""
         if not self.disable and self.leave is not False and self._logged:
             self._logged = False
-            logger.info("%s", self.line())
+            logger.log(NOTICE, "%s", self.line())
         super().close()
 
     def line(self) -> str:
@@ -146,7 +148,7 @@ def progress(
         mininterval=_REDRAW_SECONDS if drawn else 1.0,
         dynamic_ncols=drawn,
         file=sys.stderr if drawn else _NOWHERE,
-        **options,
+        **({"disable": False} | options),  # TQDM_DISABLE is for the bars of libraries
     )
 
 

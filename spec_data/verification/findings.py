@@ -12,6 +12,7 @@ from spec_data.shards.errors import SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import predicts_supervised
 from spec_data.terminal.command import Result
+from spec_data.terminal.console import wrapped
 
 _SHOWN = 20
 
@@ -63,10 +64,14 @@ class VerifyReport(Result):
         if len(self.failures) == self._failures_before:
             self.proven.append(fact)
 
+    def details(self) -> str:
+        """Return everything that was proven."""
+        return "\n".join(wrapped(f"ok    {fact}") for fact in self.proven)
+
     def __str__(self) -> str:
-        lines = [f"ok    {fact}" for fact in self.proven]
+        lines = [f"ok    {len(self.proven)} checks (--verbose names them)"] if self.proven else []
         for word, messages in (("warn", self.warnings), ("FAIL", self.failures)):
-            lines += [f"{word}  {message}" for message in messages[:_SHOWN]]
+            lines += [wrapped(f"{word}  {message}") for message in messages[:_SHOWN]]
             if len(messages) > _SHOWN:
                 lines.append(f"{word}  and {len(messages) - _SHOWN} more")
         verdict = f"verified, fingerprint {self.fingerprint[:16]}"

@@ -77,7 +77,8 @@ def plain_copy(dataset: HiddenStatesDataset) -> Copy:
     several = dataset.columns_of_several_tables()
     if several:
         logger.warning(
-            "warning: %s will be stored in bf16, because the documents come from datasets that "
+            "warning[codec]: %s will be stored in bf16, because the documents come from datasets "
+            "that "
             "encode them differently; copy these one by one, and merge the copies",
             ", ".join(several),
         )

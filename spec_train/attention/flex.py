@@ -74,12 +74,13 @@ def tried(name: str, make: Callable[[], Case]) -> bool:
             error, allowed = case.error(), case.allowed()
     except Exception as problem:  # compiler, driver and kernel may raise anything
         lines = str(problem).splitlines() or [type(problem).__name__]
-        log.warning("%s cannot be used on this machine (%s)", name, lines[0])
+        log.warning("warning[kernel]: %s cannot be used on this machine (%s)", name, lines[0])
         return False
     if error <= allowed:
         return True
     log.warning(
-        "%s is wrong on this machine: relative error %.2g, %.2g allowed; it is not used",
+        "warning[kernel]: %s is wrong on this machine: relative error %.2g, %.2g allowed; it is "
+        "not used",
         name,
         error,
         allowed,

@@ -368,7 +368,8 @@ def default_backend(device: torch.device, dtype: torch.dtype, heads: tuple[int, 
     log.info("draft attention on %s, %s, head size %d: %s", device, dtype, head_dim, backend)
     if backend == "dense" and device.type != "cpu":
         log.warning(
-            "no attention kernel for %s and head size %d here: every layer and step holds a score "
+            "warning[kernel]: no attention kernel for %s and head size %d here: every layer and "
+            "step holds a score "
             "for each query and key; shorten --seq-len if memory does not suffice",
             dtype,
             head_dim,

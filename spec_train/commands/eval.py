@@ -52,7 +52,7 @@ def evaluate(
     cost_ratio: Annotated[float, Meta(ge=0), _DECODING] = 0.0,
     confidence_threshold: Annotated[Share, _DECODING] = 0.0,
     chat_template_kwargs: Annotated[JsonObject | None, _DECODING] = None,
-    dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], _RUNNING] = "auto",
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _RUNNING] = "auto",
     device: Annotated[str, _RUNNING] = "auto",
     accept_edited: Annotated[bool, _RUNNING] = False,
     trust_remote_code: Annotated[bool, _RUNNING] = False,
@@ -96,7 +96,7 @@ def evaluate(
             it, for drafts that forecast it (DSpark); 0: never.
         chat_template_kwargs: for the chat template, such as {"enable_thinking": false}; not given:
             as the training data was rendered, where that is known.
-        dtype: of target and draft. auto: the target's own on a GPU, else fp32, in which greedy
+        dtype: of target and draft. auto: the target's own on a GPU, else float32, in which greedy
             decoding can be proven lossless.
         device: cpu, cuda, cuda:1, ...; auto: a GPU where there is one.
         accept_edited: measure a draft that is not as it was sealed, with a warning.

@@ -8,7 +8,7 @@ and lower their loss, `training.loss`), and write the page of the run (`reports.
 import inspect
 import os
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -146,17 +146,31 @@ prepare the run, train a few steps that are thrown away, and print what would be
             it takes, and how much memory and disk it needs; write nothing"""
 
 
+@dataclass
+class _Ended(Result):
+    """How `fit` ended, on the command line."""
+
+    text: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
 def _fit_command(training: Training, draft: Any, dry_run: bool) -> Result:
     if dry_run:
         return _dry_run(training, draft)
-    fitted, result = _fit(training, draft), Result()  # everything was logged before
+    fitted, ended = _fit(training, draft), _Ended()
+    if _is_main():
+        from spec_train.training.result import result_table
+
+        ended.text = result_table(fitted)
     if fitted.stopped_by is not None:
-        result.exit_code = 128 + fitted.stopped_by
-        result.again = "" if "RANK" in os.environ else "resume"  # else torchrun's own words
+        ended.exit_code = 128 + fitted.stopped_by
+        ended.again = "" if "RANK" in os.environ else "resume"  # else torchrun's own words
     elif _is_main():
         data = parse_sources(training.data)[0].location
-        result.next_command = ["spec-train", "eval", "--draft", training.out, "--data", data]
-    return result
+        ended.next_command = ["spec-train", "eval", "--draft", training.out, "--data", data]
+    return ended
 
 
 def add_fit(program: Program) -> None:
@@ -174,5 +188,9 @@ def add_fit(program: Program) -> None:
         )
         summary = inspect.getdoc(options) or ""
         program.add(
-            command(fit_one), name=f"fit {name}", summary=summary, usage=usage, epilog=presets
+            *(command(fit_one), f"fit {name}"),
+            summary=summary,
+            usage=usage,
+            epilog=presets,
+            logs=lambda given: given["training"].out if _is_main() else None,
         )

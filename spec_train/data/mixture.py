@@ -348,7 +348,9 @@ def _require_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset)
             "generate one of them again"
         )
     for line in compared.warned:
-        log.warning("warning: prompts of an engine can match only one of two datasets: %s", line)
+        log.warning(
+            "warning[mixture]: prompts of an engine can match only one of two datasets: %s", line
+        )
 
 
 def _differing_tensors(first: HiddenStatesDataset, other: HiddenStatesDataset) -> list[str]:

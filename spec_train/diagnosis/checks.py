@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from spec_data.terminal.command import Result
+from spec_data.terminal.console import wrapped
 
 OK, FINDING, UNDECIDED = "ok", "finding", "undecided"
 _MARKS = {FINDING: "FINDING", OK: "ok", UNDECIDED: "not decidable"}
@@ -180,20 +181,28 @@ class Diagnosis(Result):
         facts["checks"] = [asdict(check) | {"fix": check.fix} for check in self.checks]
         return facts | {"findings": [check.name for check in self.findings]}
 
+    def details(self) -> str:
+        """Return every check."""
+        return "\n".join(map(wrapped, self._lines(*_MARKS)))
+
     def __str__(self) -> str:
         head, length = f"{self.draft}: {self.kind or 'not readable as a draft'}", ""
         if self.acceptance_length is not None:
             length = f"acceptance length {self.acceptance_length:.2f} over all slots, "
         if self.documents:
             head += f", {length}tried on {self.documents} documents"
+        fine = sum(check.state == OK for check in self.checks)
         count = len(self.findings)
-        last = f"{self.draft}: {count or 'no'} finding{'' if count == 1 else 's'}"
-        return "\n".join([head, *self._lines(), last])
+        last = f"{count or 'no'} finding{'' if count == 1 else 's'}, {fine} checks are fine"
+        shown = (state for state in _MARKS if state != OK)
+        lines = [head, *self._lines(*shown), f"{self.draft}: {last} (--verbose)"]
+        return "\n".join(map(wrapped, lines))
 
-    def _lines(self) -> Iterator[str]:
+    def _lines(self, *states: str) -> Iterator[str]:
         width = max(map(len, _MARKS.values()))
         indent = " " * (width + 2)
-        for check in sorted(self.checks, key=lambda check: [*_MARKS].index(check.state)):
+        chosen = (check for check in self.checks if check.state in states)
+        for check in sorted(chosen, key=lambda check: [*_MARKS].index(check.state)):
             yield f"{_MARKS[check.state]:{width}}  {check.name}: {check.text}"
             label = "evidence: " if check.state == FINDING else ""
             yield from (f"{indent}{label}{line}" for line in check.evidence)

@@ -7,6 +7,7 @@ its result gets the name of the failure that it is.
 import contextlib
 import dataclasses
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from logging.handlers import BufferingHandler
@@ -154,7 +155,7 @@ def _read_checked(
     ]
     doubts = []
     for record in said:
-        text = record.getMessage().removeprefix("warning: ")
+        text = re.sub(r"^warning\[[\w-]+\]: ", "", record.getMessage())
         if failure := getattr(record, "failure", None):  # one with a page of its own
             checks.append(judged(failure, [text]))
         elif "no seal" not in text:

@@ -70,7 +70,7 @@ def read_draft(
     refuse_contradictions(files)
     draft = _draft_of(files, target)
     if unread := unread_keys(files):
-        log.warning("warning: %s: %s", files.config_path, unread_text(unread))
+        log.warning("warning[unread-keys]: %s: %s", files.config_path, unread_text(unread))
     return draft, files
 
 

@@ -106,7 +106,8 @@ class DraftConfig(LayerSizes):
         shape = target_shape(cls.draft, target_config, positions)
         if layers and layers[-1] >= shape.num_hidden_layers - 1:
             log.warning(
-                "layer %d is the target's last block: engines disagree on whether its output is "
+                "warning[last-layer]: layer %d is the target's last block: engines disagree on "
+                "whether its output is "
                 "taken before or after the final norm; do not use it in drafts for serving",
                 layers[-1],
             )

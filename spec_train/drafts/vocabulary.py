@@ -32,7 +32,8 @@ def choose_vocabulary(
         missing = sorted({i for i in special if 0 <= i < vocab} - set(chosen.tolist()))
         if missing:
             log.warning(
-                "warning: --draft-vocab %s lacks the special tokens %s: the draft can never "
+                "warning[vocabulary]: --draft-vocab %s lacks the special tokens %s: the draft "
+                "can never "
                 "propose them, so it never drafts the end of a turn if it is among them",
                 *(options.draft_vocab, missing),
             )

@@ -1,6 +1,7 @@
 """`spec-train compare`: is one draft accepted longer than another, on the same prompts?"""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from spec_data.pages.page import notebook_html
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_data.terminal.command import Result
+from spec_data.terminal.console import wrapped
 from spec_train.reports.results import Decoded, convert, read_json
 from spec_train.reports.run_page import page_of
 from spec_train.simulation.intervals import LEVEL, Comparison, compare
@@ -25,6 +27,11 @@ class ComparedDrafts(Comparison, Result):
 
     files: tuple[str, str]
     drafts: tuple[str, str]
+
+    @property
+    def next_command(self) -> Sequence[str]:  # type: ignore[override]
+        """The page of both."""
+        return ("spec-train", "report", *self.files, "--out", "compared.html")
 
     def facts(self) -> dict[str, Any]:
         """Return every figure, for --json."""
@@ -43,7 +50,7 @@ class ComparedDrafts(Comparison, Result):
         """Return the comparison as lines for people."""
         level = f"{LEVEL:.0%} interval"
         lines = [
-            f"{name}  {length:.3f}  {level} {low:.3f} to {high:.3f}  {draft}"
+            wrapped(f"{name}  {length:.3f}  {level} {low:.3f} to {high:.3f}  {draft}")
             for name, length, (low, high), draft in zip(
                 "AB", self.lengths, self.intervals, self.drafts, strict=True
             )
@@ -69,11 +76,11 @@ def compare_files(first: str, second: str, seed: int) -> ComparedDrafts:
     settings[name] = a.options.get(name), b.options.get(name)
     for name, (x, y) in settings.items():
         if x != y:
-            log.warning("warning: %s differs: %r and %r", name, x, y)
+            log.warning("warning[compare]: %s differs: %r and %r", name, x, y)
     counts = _by_prompt(a), _by_prompt(b)
     common = [prompt for prompt in counts[0] if prompt in counts[1]]
     if alone := sum(map(len, counts)) - 2 * len(common):
-        log.warning("warning: %d prompts are in one file only, and are left out", alone)
+        log.warning("warning[compare]: %d prompts are in one file only, and are left out", alone)
     one, other = (np.array([c[p] for p in common], dtype=np.int64).reshape(-1, 2) for c in counts)
     try:
         figures = compare(one, other, seed)
@@ -81,7 +88,8 @@ def compare_files(first: str, second: str, seed: int) -> ComparedDrafts:
         raise ConfigError(f"{first} and {second}: {error}") from None
     if len(common) > figures.prompts:
         log.warning(
-            "warning: %d prompts have no verification with one of the drafts, and are left out",
+            "warning[compare]: %d prompts have no verification with one of the drafts, and are "
+            "left out",
             len(common) - figures.prompts,
         )
     return ComparedDrafts(**vars(figures), files=(first, second), drafts=(a.draft, b.draft))

@@ -9,50 +9,56 @@ from spec_train.simulation.intervals import LEVEL
 
 Line = tuple[str, str, str]
 
-_ROWS = 8  # sets are lines of their own up to so many; --json has all
+_FEW, _ROWS = 3, 8  # sets are lines of their own up to so many; --json has all
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: dict[str, Any], everything: bool = False) -> str:
     """Return the metrics as aligned lines; the first one is the length to trust most."""
-    lines = _decoding_lines(report) if "target" in report else []
-    lines += _data_lines(report) if "data" in report else []
+    real = "target" in report
+    lines = _decoding_lines(report, everything) if real else []
+    if "data" in report and (everything or not real):
+        lines += _data_lines(report, everything)
     return text_table(lines, "<><")
 
 
-def _decoding_lines(report: dict[str, Any]) -> list[Line]:
+def _decoding_lines(report: dict[str, Any], everything: bool) -> list[Line]:
     kind = "greedy" if report["temperature"] == 0 else f"temperature {report['temperature']:g}"
     depth, nodes = report["draft_tokens"], report["tree_tokens"]
     drafted = (
         f"trees of {nodes} drafted tokens, depth {depth}" if nodes else f"{depth} drafted each"
     )
     answered = sum(line["rounds"] > 0 for line in report["per_prompt"])
-    where = f"{report['target']}, {kind}, {report['dtype']}, {report['device']}, {drafted}"
+    between = _between(report["interval"])
     with_draft, plain = report["tokens_per_second"], report["plain_tokens_per_second"]
+    length = shown(report["acceptance_length"])
     lines = [
         (
             "acceptance length",
-            shown(report["acceptance_length"]),
-            "tokens per verification in real decoding"
-            + _between(report["interval"], f"{answered:,} prompts"),
-        ),
-        ("real decoding", "", where),
-        _by_depth(report["accept_rate"]),
+            length,
+            f"{between}real decoding of {answered:,} prompts, {kind}, {drafted}",
+        )
+    ]
+    if everything:
+        where = f"{report['target']}, {report['dtype']}, {report['device']}"
+        lines.append(("  on", "", where))
+    lines.append(_by_depth(report["accept_rate"]))
+    if report["identical"] is not None:
+        wrong = len(report["different"])
+        meaning = f"responses equal to plain greedy decoding; {report['ties']} ties, {wrong} wrong"
+        lines.append(("  lossless", f"{report['identical']}/{report['responses']}", meaning))
+    lines.append(
         (
             "  speed-up",
             shown(report["speedup"], 2) + "x",
             f"in this implementation, over {report['timed_pairs']} responses, prefill included: "
             f"{with_draft:.1f} tokens/s with the draft, {plain:.1f} with the target alone",
-        ),
-    ]
+        )
+    )
     modelled = report["modelled"]
     if modelled["speedup"] is not None:
         passes = f"{modelled['passes_per_round']:.1f} draft passes per verification"
         meaning = f"{_shown_costs(modelled)}; {passes}, prefill left out"
         lines.append(("  modelled speed-up", f"{modelled['speedup']:.2f}x", meaning))
-    if report["identical"] is not None:
-        wrong = len(report["different"])
-        meaning = f"responses equal to plain greedy decoding; {report['ties']} ties, {wrong} wrong"
-        lines.append(("  lossless", f"{report['identical']}/{report['responses']}", meaning))
     if report["bad_prompts"]:
         lines.append(("  bad prompts", f"{report['bad_prompts']:,}", "rows that were left out"))
     count, problem = report["trained_prompts"], report["trained_prompts_not_compared"]
@@ -61,22 +67,20 @@ def _decoding_lines(report: dict[str, Any]) -> list[Line]:
         meaning = f"not checked: {problem}"
     elif problem:
         meaning += f"; not all were compared: {problem}"
-    lines.append(("  trained on", "-" if count is None else f"{count:,}", meaning))
+    if count or everything:
+        lines.append(("  trained on", "-" if count is None else f"{count:,}", meaning))
     if report["too_long"]:
         lines.append(("  skipped", str(len(report["too_long"])), "prompts that fill the context"))
     if len(report["by_set"]) > 1:
-        lines += _set_lines(report["by_set"])
+        lines += _set_lines(report["by_set"], _ROWS if everything else _FEW)
     if len(report["sweep"]) > 1:
         lines += _sweep_lines(report)
     return lines
 
 
-def _between(interval: Sequence[float] | None, of: str) -> str:
+def _between(interval: Sequence[float] | None) -> str:
     """Say how far a length would move with other prompts or documents of the same kind."""
-    if interval is None:
-        return ""
-    low, high = interval
-    return f"; {LEVEL:.0%} interval {low:.2f} to {high:.2f} over {of}"
+    return "" if interval is None else "{:.2f} to {:.2f} ({:.0%}), ".format(*interval, LEVEL)
 
 
 def _by_depth(rates: list[float | None]) -> Line:
@@ -94,14 +98,14 @@ def _shown_costs(modelled: dict[str, Any]) -> str:
     )
 
 
-def _set_lines(sets: list[dict[str, Any]]) -> list[Line]:
+def _set_lines(sets: list[dict[str, Any]], most: int) -> list[Line]:
     lines = [("by set", "", "acceptance length, its interval, and what is accepted by depth")]
-    for one in sets[:_ROWS]:
+    for one in sets[:most]:
         between = "" if one["interval"] is None else "{:.2f}-{:.2f}, ".format(*one["interval"])
         meaning = f"{between}{one['prompts']:,} prompts, {_rates(one['accept_rate'])}"
         lines.append((f"  {one['set']}", shown(one["acceptance_length"]), meaning))
-    if len(sets) > _ROWS:
-        lines.append(("  ...", "", f"{len(sets) - _ROWS} more in --json"))
+    if len(sets) > most:
+        lines.append(("  ...", "", f"{len(sets) - most} more in --json"))
     return lines
 
 
@@ -121,7 +125,7 @@ def _sweep_lines(report: dict[str, Any]) -> list[Line]:
     return lines
 
 
-def _data_lines(report: dict[str, Any]) -> list[Line]:
+def _data_lines(report: dict[str, Any], everything: bool) -> list[Line]:
     """Return the lines of a dataset; without real decoding, its length stands first."""
     data, real = report["data"], "target" in report
     simulated, forced = data["simulated"], data["teacher_forced"]
@@ -131,23 +135,16 @@ def _data_lines(report: dict[str, Any]) -> list[Line]:
     length = (
         ("  " if real else "") + "serving-like length",
         shown(simulated["acceptance_length"]),
-        "tokens per verification where the draft continues its own tokens on stored documents: "
-        f"estimates real greedy decoding{_between(simulated['interval'], documents)}",
+        f"{_between(simulated['interval'])}{documents} ({data['split']}), the draft on its own "
+        "tokens: estimates greedy decoding",
     )
-    lines = [
-        *([dataset, length] if real else [length, dataset]),
-        _by_depth(simulated["accept_rate"]),
-        (
-            "  teacher-forced length",
-            shown(forced["acceptance_length"]),
-            "the draft reads the documents' own tokens at every depth, as in training",
-        ),
-        (
-            "  on-policy",
-            f"{data['on_policy']:.1%}",
-            f"of {data['supervised_tokens']:,} tokens are the target's own greedy choice",
-        ),
-    ]
+    lines = [length, _by_depth(simulated["accept_rate"])]
+    if everything:
+        meaning = "the draft reads the documents' own tokens at every depth, as in training"
+        figure = shown(forced["acceptance_length"])
+        lines = [dataset, *lines, ("  teacher-forced length", figure, meaning)]
+    of = f"of {data['supervised_tokens']:,} tokens are the target's own greedy choice"
+    lines.append(("  on-policy", f"{data['on_policy']:.1%}", of))
     if report.get("gap") is not None:
         meaning = "simulated minus real length; the texts differ unless --data has these answers"
         lines.append(("  minus real", f"{report['gap']:+.3f}", meaning))

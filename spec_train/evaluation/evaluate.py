@@ -64,7 +64,7 @@ class Warnings(list[str]):
     def add(self, more: list[str]) -> None:
         """Log and keep some."""
         for warning in more:
-            log.warning("warning: %s", warning)
+            log.warning("warning[eval]: %s", warning)
         self.extend(more)
 
 

@@ -20,6 +20,7 @@ from spec_data.models.resolve import cached_model, local_directory
 from spec_data.shards.errors import ConfigError, DraftError, RunError
 from spec_data.shards.files import atomic_write, remove_left_of, write_atomically
 from spec_data.terminal.command import Result
+from spec_data.terminal.console import wrapped
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_train.drafts import load_draft, own_files, read_draft
 from spec_train.formats.draft_card import CARD, Serving, draft_card, servings
@@ -67,7 +68,10 @@ class ExportResult(Result):
         """Return the report on all engines, or what was written and how it is served."""
         if self.path is None:
             return "\n".join(
-                [self.title, *(f"  {f.level:<7}{f.engine}: {f.text}" for f in self.of())]
+                map(
+                    wrapped,
+                    [self.title, *(f"  {f.level:<7}{f.engine}: {f.text}" for f in self.of())],
+                )
             )
         size = f"{self.tensors} tensors, {self.bytes / 1e6:.1f} MB"
         lines = [f"{self.path}: {self.format} format, {size}; verified by reading it back"]
@@ -108,7 +112,8 @@ def export_draft(
     if facts.name is None and (name := (section.get("origin") or {}).get("target_name")):
         if form == "speculators":
             log.warning(
-                "the target is named %s, as its dataset names it; --target names another one "
+                "warning[target-name]: the target is named %s, as its dataset names it; --target "
+                "names another one "
                 "(a directory or a Hub id from which it can be served)",
                 name,
             )
@@ -135,7 +140,7 @@ def export_draft(
         _write_once(written, trained, facts, card, out)
         for finding in (f for engine in (SPEC_TRAIN, *readers(form)) for f in findings[engine]):
             if finding.level == WARN:
-                log.warning("warning: %s: %s", finding.engine, finding.text)
+                log.warning("warning[engines]: %s: %s", finding.engine, finding.text)
             elif finding.level == NOTE:
                 log.info("%s: %s", finding.engine, finding.text)
         shell = [serving.lines[-1] for serving in serve if serving.language == "sh"]
@@ -161,7 +166,9 @@ def _validation(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
     except (OSError, ValueError, TypeError) as error:
-        log.warning("warning: %s: cannot be read (%s); the card has no acceptance", path, error)
+        log.warning(
+            "warning[card]: %s: cannot be read (%s); the card has no acceptance", path, error
+        )
         return {}
 
 

@@ -200,7 +200,8 @@ class PairedDecoding:
             if limit < 1:
                 self.too_long.append(prompt.where)
                 log.warning(
-                    "%s: skipped; its %d tokens leave no room for an answer in the target's "
+                    "warning[long-prompt]: %s: skipped; its %d tokens leave no room for an "
+                    "answer in the target's "
                     "context",
                     *(prompt.where, len(ids)),
                 )
@@ -214,7 +215,9 @@ class PairedDecoding:
             try:
                 ids = prompts.continued(prompt, chat)
             except RenderError as error:
-                log.warning("warning: the next turn of a prompt is left out: %s", error)
+                log.warning(
+                    "warning[long-prompt]: the next turn of a prompt is left out: %s", error
+                )
                 self.failed_turns.append(str(error))
                 break
         return self.responses[before:]

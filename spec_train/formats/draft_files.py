@@ -92,7 +92,7 @@ def read_files(directory: str | Path, accept_edited: bool = False) -> DraftFiles
             "`eval` or `fit` (accept_edited=True in Python); an export then has a new seal"
         )
     if problems:
-        log.warning("warning: %s: accepted as edited (%s)", folder, some_of(problems))
+        log.warning("warning[edited]: %s: accepted as edited (%s)", folder, some_of(problems))
     return DraftFiles(config, tensors, str(folder), seal is not None and not problems)
 
 

@@ -163,7 +163,8 @@ def draft_keys(files: DraftFiles) -> DraftFiles:
             result["num_target_layers"] = raw.get("num_hidden_layers")
         if not any(name in raw for name in layer_ids):
             log.warning(
-                "warning: %s: AutoModel writes no layer ids; its default is assumed, the outputs "
+                "warning[assumed]: %s: AutoModel writes no layer ids; its default is assumed, "
+                "the outputs "
                 "of blocks 1, L/2-1 and L-4. If aux_layer_ids were given to it, add the key "
                 '"eagle_config": {"eagle_aux_hidden_state_layer_ids": [...]} with them',
                 files.config_path,

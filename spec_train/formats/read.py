@@ -164,7 +164,8 @@ def _of_speculators(files: DraftFiles) -> tuple[str, DraftFiles, int | None]:
     raw = {**layer, **{name: value for name, value in raw.items() if value is not None}}
     if kind == "eagle3" and raw.get("norm_before_residual") is None:
         log.warning(
-            "warning: %s: has no norm_before_residual; it is read as true, as vLLM serves such a "
+            "warning[assumed]: %s: has no norm_before_residual; it is read as true, as vLLM "
+            "serves such a "
             "file (the speculators library itself assumes false). Add the key to be sure",
             files.config_path,
         )
@@ -188,7 +189,8 @@ def _check_blocks_of_speculators(kind: str, files: DraftFiles, depth: int | None
                 "as false. Add the value that it was trained with"
             )
         log.warning(
-            "warning: %s: has no %s; read as true, as the speculators library does. vLLM reads it "
+            "warning[assumed]: %s: has no %s; read as true, as the speculators library does. "
+            "vLLM reads it "
             "as false: serve an export of this draft",
             *(files.config_path, _ANCHOR),
         )
@@ -284,7 +286,8 @@ def _eagle3(
         }
         if config["norm_output"] and any("midlayer." in name for name in files.tensors):
             log.warning(
-                "warning: %s: norm_output = true is read as engines serve it: the normed state is "
+                "warning[assumed]: %s: norm_output = true is read as engines serve it: the "
+                "normed state is "
                 "fed back. SpecForge up to 0.2.0 trained such drafts as if it were false (see its "
                 "pull request 879); if this is one of them, set norm_output to false",
                 files.config_path,
@@ -355,7 +358,8 @@ def _sort_states(
     if ascending == tuple(layers) or collected:
         return ascending, tensors
     log.warning(
-        "warning: %s: layers %s are not ascending. The parts of fc are taken to have the order of "
+        "warning[layer-order]: %s: layers %s are not ascending. The parts of fc are taken to "
+        "have the order of "
         "the file, as llama.cpp does, and were sorted; vLLM and SGLang would pass ascending states "
         "to the unsorted parts. An export is read alike by all engines",
         *(where, list(layers)),
@@ -728,7 +732,7 @@ def _float_type(tensors: dict[str, Tensor]) -> str:
     chosen = str(tensors.get("fc.weight", floats[0]).dtype).removeprefix("torch.")
     if len(kinds) > 1:
         log.warning(
-            "warning: the weights have several dtypes (%s); all are read as %s",
+            "warning[dtypes]: the weights have several dtypes (%s); all are read as %s",
             *(", ".join(sorted(kinds)), chosen),
         )
     return chosen
@@ -851,7 +855,8 @@ def _require_target_head(head: Tensor, files: DraftFiles, target: TargetFacts) -
     """Refuse an LM head in the file that is not the target's."""
     if target.head is None:
         log.warning(
-            "warning: %s: lm_head is assumed to be a copy of the target's; pass --target to check",
+            "warning[assumed]: %s: lm_head is assumed to be a copy of the target's; pass "
+            "--target to check",
             files.weights_path,
         )
     elif not torch.equal(head, target.head.detach().to("cpu", head.dtype)):

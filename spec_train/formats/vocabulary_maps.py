@@ -96,7 +96,8 @@ def target_ids(d2t: Tensor | None, t2d: Tensor | None, vocab: int, size: int, wh
     if not fault:
         if size < vocab and not bool(values.any()):
             log.warning(
-                "warning: %s: d2t is all zero, so the draft vocabulary is the tokens 0 to %d. Some "
+                "warning[vocabulary-map]: %s: d2t is all zero, so the draft vocabulary is the "
+                "tokens 0 to %d. Some "
                 "trainers leave it so if no vocabulary was chosen",
                 *(where, size - 1),
                 extra={"failure": "vocabulary-map"},
@@ -109,7 +110,8 @@ def target_ids(d2t: Tensor | None, t2d: Tensor | None, vocab: int, size: int, wh
             "damaged or belongs to another draft: copy the draft again"
         )
     log.warning(
-        "warning: %s: d2t holds token ids instead of offsets; engines add the number of the row, "
+        "warning[vocabulary-map]: %s: d2t holds token ids instead of offsets; engines add the "
+        "number of the row, "
         "and then propose other tokens. It is read as ids; an export writes offsets",
         where,
         extra={"failure": "vocabulary-map"},

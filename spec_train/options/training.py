@@ -114,9 +114,9 @@ class Training:
     window_tokens: Annotated[Positive, DATA] = 4_194_304
     """Documents are shuffled inside windows of so many tokens: a larger window mixes better, a
     smaller one reads the disk in longer runs."""
-    dtype: Annotated[Literal["auto", "fp32", "bf16"], RUNNING] = "auto"
-    """Dtype of the arithmetic; weights and optimizer are always fp32. auto: bf16 on a GPU, fp32
-    elsewhere."""
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], RUNNING] = "auto"
+    """Dtype of the arithmetic; weights and optimizer are always float32. auto: bfloat16 on
+    a GPU, float32 elsewhere."""
     device: Annotated[str, RUNNING] = "auto"
     """Cpu, cuda, cuda:1, ...; auto: a GPU where there is one."""
     init_from: Annotated[str | None, Parameter(metavar="DIR"), Holds(Kind.DRAFT)] = None

@@ -149,7 +149,7 @@ def leave_page(file: Path, make: Callable[[], Page]) -> None:
     try:
         log.info("page       %s", write_page(file, make()).path)
     except Exception as error:
-        log.warning("warning: %s was not written: %s: %s", file, type(error).__name__, error)
+        log.warning("warning[page]: %s was not written: %s: %s", file, type(error).__name__, error)
         log.debug("the page failed", exc_info=error)
 
 

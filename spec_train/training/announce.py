@@ -48,7 +48,8 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
     supervised = int(dataset.supervised[held_out].sum())
     if len(held_out) and (len(held_out) < FEWEST_HELD_OUT or supervised < FEWEST_TOKENS):
         log.warning(
-            f"warning: {len(held_out)} held-out documents with {supervised:,} supervised tokens "
+            f"warning[held-out]: {len(held_out)} held-out documents with {supervised:,} "
+            f"supervised tokens "
             "choose the best draft: their figures say little. In a new run, raise --validation"
         )
     _announce_draft(trainer)
@@ -76,19 +77,21 @@ def _announce_draft(trainer: Trainer) -> None:
         given = started or draft.options.layers != "auto"
         if recipe and recipe != tuple(draft.config.layers) and not given:
             log.warning(
-                f"warning: the recipe of {draft.name} reads layers {', '.join(map(str, recipe))}, "
+                f"warning[recipe-layers]: the recipe of {draft.name} reads layers "
+                f"{', '.join(map(str, recipe))}, "
                 f"which the dataset lacks; to have them: spec-data generate ... --for {draft.name}"
             )
     for name in ("attention_bias", "mlp_bias"):
         if getattr(draft.config, name, False) and (engines := refusing(draft.name, name)):
             log.warning(
-                f"warning: the draft has {name}, as its target or the option says. Engines that do "
+                f"warning[engines]: the draft has {name}, as its target or the option says. "
+                f"Engines that do "
                 f"not load such biases in {draft.name} drafts: {', '.join(engines)}. "
                 f"--{name.replace('_', '-')} false fits a draft without"
             )
     target = target_architectures(trainer.dataset.target_config())
     for line in engine_warnings([draft.name], target):
-        log.warning("warning: %s", line)
+        log.warning("warning[engines]: %s", line)
 
 
 def announce_vocabulary(draft: Draft, counts: Tensor, dataset: Documents) -> None:
@@ -106,7 +109,7 @@ def announce_vocabulary(draft: Draft, counts: Tensor, dataset: Documents) -> Non
     )
     if best - coverage > CLEARLY_BELOW:
         log.warning(
-            f"warning: the draft vocabulary is not made for this data: it holds "
+            f"warning[vocabulary]: the draft vocabulary is not made for this data: it holds "
             f"{100 * coverage:.1f} % of the supervised tokens, and one chosen on these documents "
             f"{100 * best:.1f} %. The draft can never propose the others. Train a new draft "
             "without --init-from and --draft-vocab, or take a larger vocabulary"

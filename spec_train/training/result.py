@@ -9,9 +9,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from spec_data.shards.errors import RunError
+from spec_data.terminal import NOTICE
+from spec_data.terminal.text_table import text_table
 from spec_train.losses.metrics import shown
 from spec_train.simulation.simulated_decoding import train_serve_gap
+from spec_train.training.advice import advice
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +25,17 @@ BEST_FIGURES = (
     *("serving_like_length", "serving_like_interval", "serving_like_uncut", "serving_like_rounds"),
 )
 """Figures of a validation that a run keeps of its best draft."""
+
+
+class _Line(msgspec.Struct):
+    """Types of values of metrics.jsonl; all others are numbers and lists of them."""
+
+    step: int = 0
+    split: str = ""
+    tokens: float = 0
+
+
+_Values = dict[str, float | list[float | None] | None]
 
 
 @dataclass(frozen=True)
@@ -47,8 +63,12 @@ class FitResult:
         text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
         whole = text[: text.rfind("\n") + 1]  # not a line that is being written
         try:
-            return [dict(json.loads(line)) for line in whole.splitlines()]
-        except (ValueError, TypeError) as error:
+            lines = [json.loads(line) for line in whole.splitlines()]
+            msgspec.convert(lines, list[_Line])
+            for line in lines:
+                msgspec.convert({k: v for k, v in line.items() if k != "split"}, _Values)
+            return lines
+        except ValueError as error:  # msgspec's is one, too
             raise RunError(f"{file}: damaged ({error}); restore it, or remove the line") from None
 
     @property
@@ -68,15 +88,38 @@ class FitResult:
         return text
 
 
+def result_table(result: FitResult) -> str:
+    """Return a run in a few lines: what was trained, the headline length, what would help."""
+    best, training = result.best or {}, result.training
+    tokens = f"{training[-1]['tokens']:,} tokens" if training else ""
+    rows = [("steps", f"{result.step:,}", tokens)]
+    if best.get("loss") is not None:
+        length = best.get("serving_like_length")
+        low, high = best.get("serving_like_interval") or (None, None)
+        between = "" if low is None else f"{low:.2f} to {high:.2f} (95%), "
+        meaning = "on held-out documents, as in serving"
+        if length is None:
+            length, meaning = best.get("product_limit_length"), "on held-out documents, as trained"
+        rows.append(("acceptance length", shown(length, 2), between + meaning))
+        rows.append(("best draft", f"{best['step']:,}", "its step"))
+    if result.finished and (text := advice(training, result.validation)):
+        rows.append(("would help", "", text))
+    if (page := result.directory / "report.html").is_file():
+        rows.append(("page", "", str(page)))
+    return text_table(rows, "<><")
+
+
 def log_result(result: FitResult) -> None:
     """Log how a run ended, and what speaks against its best draft."""
-    log.info("%s: %s", result.directory, result)
+    level = logging.INFO if result.finished else NOTICE
+    log.log(level, "%s: %s", result.directory, result)
     best = result.best or {}
     if not result.finished:
-        log.info("the same command resumes the run")
-    elif best.get("step") == 0 and result.step > 0:
+        return
+    if best.get("step") == 0 and result.step > 0:
         log.warning(
-            "warning: %d steps did not improve the draft: no validation was better than the one at "
+            "warning[no-gain]: %d steps did not improve the draft: no validation was better than "
+            "the one at "
             "step 0, so `best` is the draft that the run started with. Use another draft "
             "(RUN/last is the trained one) only after an eval of its own; else lower --lr, train "
             "longer, or check that the data are what the draft is for",
@@ -85,7 +128,7 @@ def log_result(result: FitResult) -> None:
     else:
         steps = best.get("serving_like_rounds") or 0
         if text := train_serve_gap(best, best.get("serving_like_uncut"), steps):
-            log.warning("warning: %s", text)
+            log.warning("warning[serving-gap]: %s", text)
 
 
 def better(figures: dict[str, Any], best: dict[str, Any]) -> bool:

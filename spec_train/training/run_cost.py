@@ -75,7 +75,7 @@ class DryRun(Result):
         where = "on the GPU" if self.device.startswith("cuda") else "of this process"
         return (
             f"time       {rate}\n"
-            f"memory     {size(self.peak_bytes)} at most {where}, in the steps that were run; "
+            f"memory     {size(self.peak_bytes)} at most {where}; "
             f"checkpoints add {size(self.checkpoint_bytes)} on the host\n"
             f"disk       {size(self.checkpoint_bytes)} per checkpoint, {self.checkpoints} are "
             f"kept; {size(self.draft_bytes)} for the best draft"

@@ -304,7 +304,12 @@ class RunDirectory:
                 aside = self.path / f"damaged-{checkpoint.name}"
                 remove(aside)
                 checkpoint.rename(aside)
-                log.warning("%s; renamed to %s, trying the checkpoint before it", error, aside.name)
+                log.warning(
+                    "warning[damaged-checkpoint]: %s; renamed to %s, trying the checkpoint "
+                    "before it",
+                    error,
+                    aside.name,
+                )
         damaged = sorted(p.name for p in self.path.glob("damaged-*"))
         if damaged:  # now or in an earlier call: never restart over what was learned
             raise RunError(

@@ -143,7 +143,7 @@ def new_draft(
             + "\nUse the options of that draft, or leave --init-from out"
         )
     for warning in start.join(head, dataset.manifest, where):
-        log.warning("warning: %s", warning)
+        log.warning("warning[init-from]: %s", warning)
     asked = _vocabulary_options(options)
     if asked and not torch.equal(start.draft_ids.cpu(), fresh.draft_ids.cpu()):
         raise DraftError(

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from spec_data.models.devices import compute_dtype
 from spec_data.shards.errors import DraftError, RunError
+from spec_data.terminal import NOTICE
 from spec_data.terminal.console import STOP_SIGNALS, handled_signals
 from spec_data.terminal.progress import progress
 from spec_train.data.batch import padding_batch
@@ -64,7 +65,7 @@ def stop_signals() -> Iterator[list[int]]:
         if caught and number == signal.SIGINT:
             raise KeyboardInterrupt
         caught.append(number)
-        log.warning("%s: finishing this step, then saving", signal.Signals(number).name)
+        log.log(NOTICE, "%s: finishing this step, then saving", signal.Signals(number).name)
 
     with handled_signals((*STOP_SIGNALS, signal.SIGINT), handle):
         yield caught
@@ -248,7 +249,9 @@ class Trainer:
         if counted:
             self.masters.step(self._lr)
         else:  # momentum would still move the weights
-            log.warning("warning: step %d has no slot to train on; weights stay", self.step + 1)
+            log.warning(
+                "warning[empty-step]: step %d has no slot to train on; weights stay", self.step + 1
+            )
         self.step += 1
         self._in_work = None
 

@@ -55,18 +55,17 @@ def headers(done):
 def test_steps_are_numbered_and_say_what_is_left(quickstart):
     done, calls = quickstart()
     assert done.returncode == 0, done.stderr
-    assert [header[:2] for header in headers(done)] == [(n, 8) for n in range(1, 9)]
+    assert [header[:2] for header in headers(done)] == [(n, 5) for n in range(1, 6)]
     lefts = [words.split(", ")[-1] for _, _, words in headers(done)]
     assert lefts[0] == "about 3 min left"
     assert lefts[-1] == "less than a minute left"
-    bars = [line.count("#") for line in done.stderr.splitlines() if re.match(r"\[\d/8\]", line)]
+    bars = [line.count("#") for line in done.stderr.splitlines() if re.match(r"\[\d/5\]", line)]
     assert bars == sorted(bars) and bars[0] == 0 and 10 < bars[-1] < 20
-    commands = ["data estimate", "data generate", "data verify", *["train fit"] * 2]
-    commands = [f"spec-{name}" for name in (*commands, *["train eval"] * 2)]
+    commands = ["spec-data regenerate", "spec-data generate", "spec-train fit", "spec-train eval"]
     assert [" ".join(call.split()[:2]) for call in calls[1:-1]] == commands
-    assert "all 8 steps are done, in 0 min" in done.stderr
+    assert "--on-policy" in calls[2] and f"--corpus {quickstart.root}" not in calls[2]
     done, calls = quickstart("--steps", "089")  # the target is not trained again
-    assert [header[:2] for header in headers(done)] == [(n, 7) for n in range(1, 8)]
+    assert [header[:2] for header in headers(done)] == [(n, 4) for n in range(1, 5)]
     assert not any("make_target.py" in call for call in calls)
     assert any("--steps 89 " in call for call in calls), "leading zeros are decimal"
 
@@ -77,7 +76,7 @@ def test_a_target_of_ones_own_is_not_given_a_time_and_keeps_rows_for_decoding(qu
     done, calls = quickstart("--target", "some/model", "--corpus", str(corpus), "--decode", "3")
 
     assert done.returncode == 0, done.stderr
-    assert [header[:2] for header in headers(done)] == [(n, 7) for n in range(1, 8)]
+    assert [header[:2] for header in headers(done)] == [(n, 4) for n in range(1, 5)]
     assert "left" not in "".join(words for _, _, words in headers(done))
     out = quickstart.root / "quickstart"
     held = [json.loads(line)["row"] for line in (out / "prompts.jsonl").read_text().splitlines()]

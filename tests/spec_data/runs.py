@@ -135,11 +135,11 @@ ON_CPU = EngineOptions(device="cpu")
 
 
 def verify(**given) -> int:
-    """Run every check and print the report; return 0 if all pass, else 1."""
+    """Run every check and print all of the report, not wrapped; return 0 if all pass, else 1."""
     names = EngineOptions.__dataclass_fields__
     running = EngineOptions(**{name: given.pop(name) for name in names if name in given})
     report = examine(**given, running=running)
-    print(report)
+    print(f"{report.details()}\n{report}".replace("\n  ", " "))
     return report.exit_code
 
 

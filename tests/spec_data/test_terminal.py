@@ -24,7 +24,7 @@ from tests.terminal_tools import COLUMNS, drawings, environment, flags_of, on_te
 BARS = """
 import logging, sys, time
 from argparse import Namespace
-from spec_data.terminal import console, progress
+from spec_data.terminal import NOTICE, console, progress
 progress.LINE_SECONDS = 0.3
 
 def work():
@@ -34,7 +34,7 @@ def work():
             bar.update(10)
             bar.set_postfix_str("loss 3.122, acceptance 1.52, 8,200 tok/s, held out 3.1 and 1.5")
             if step == 6:
-                logging.getLogger("spec_data.x").info("a line in the middle")
+                logging.getLogger("spec_data.x").log(25, "a line in the middle")
         time.sleep(0.6)
         bar.refresh()
     print("the result")
@@ -42,7 +42,7 @@ def work():
         time.sleep(0.35)
         raise OSError("no such disk")
 
-sys.exit(console.run_cli(work, Namespace(quiet=QUIET, debug=False)))
+sys.exit(console.run_cli(work, Namespace(quiet=QUIET, verbose=False, debug=False)))
 """
 
 
@@ -258,3 +258,50 @@ def test_flags_change_only_on_purpose(program):
     if os.environ.get("SPEC_WRITE_FLAGS"):
         file.write_text(found)
     assert found == file.read_text()
+
+
+# -- log lines --------------------------------------------------------------------------------
+
+
+def test_every_code_of_a_warning_is_explained():
+    root = Path(__file__).parents[2]
+    code = re.compile(r"warning\[([a-z-]+)\]")
+    files = [p for name in ("spec_data", "spec_train") for p in (root / name).rglob("*.py")]
+    used = {found for path in files for found in code.findall(path.read_text())}
+    page = (root / "docs" / "warnings.md").read_text()
+    assert sorted(used) == re.findall(r"^\| `([\w-]+)` \|", page, re.M)
+    without = [p for p in files if re.search(r"\.warning\(\s*f?\"(?!warning\[)", p.read_text())]
+    assert without == []
+
+
+LINES = """
+import logging, sys
+from argparse import Namespace
+from pathlib import Path
+from spec_data.terminal import NOTICE, console
+log = logging.getLogger("x")
+
+def work():
+    with console.log_file(Path(sys.argv[1])):
+        log.info("a detail")
+        for shard in range(3):
+            log.warning("warning[codec]: column %d is stored in bf16 instead of few bits", shard)
+        log.warning("warning[codec]: %s", "something else " * 9)
+        Path(sys.argv[1]).mkdir()
+        log.log(NOTICE, "next")
+
+sys.exit(console.run_cli(work, Namespace(quiet=False, verbose=len(sys.argv) > 2, debug=False)))
+"""
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_repeated_warnings_are_shown_once_and_the_log_file_has_everything(tmp_path, verbose):
+    out = tmp_path / "data"
+    code, raw = on_terminal("-c", LINES, str(out), *(["-v"] if verbose else []))
+    lines = screen(raw)
+    assert code == 0 and max(map(len, lines)) < COLUMNS
+    assert sum("stored in bf16" in line for line in lines) == (3 if verbose else 1)
+    assert ("a detail" in lines) == verbose and "next" in lines
+    assert any("2 repeated warnings" in line for line in lines) != verbose
+    text = (tmp_path / "data.log").read_text()
+    assert text.count("INFO a detail") == 1 and text.count("stored in bf16") == 3

@@ -64,7 +64,7 @@ def test_config_file_and_flags_make_one_config(data, tmp_path):
     assert main(flags(data, tmp_path / "run", "--config", str(file))) == 0
     resolved = json.loads((tmp_path / "run" / "fit.json").read_text())
     assert (resolved["lr"], resolved["fc_norm"], resolved["seq_len"]) == (0.002, True, 48)
-    assert (resolved["dtype"], resolved["epochs"]) == ("fp32", None)
+    assert (resolved["dtype"], resolved["epochs"]) == ("float32", None)
 
 
 @pytest.mark.parametrize("typed", [["--epochs", "1"], ["--epochs=1"]])
@@ -105,9 +105,9 @@ def test_a_signal_saves_and_exits_with_its_code(data, tmp_path, number):
 
 def next_command(text: str, label: str = "next") -> list[str]:
     """The words of the command that a text ends with."""
-    found = re.search(rf"^{label}:  (.*)$", text, re.MULTILINE)
+    found = re.search(rf"^{label}:  ((.*\\\n)*.*)$", text, re.MULTILINE)
     assert found, text
-    return shlex.split(found[1])
+    return shlex.split(found[1].replace("\\\n", " "))
 
 
 def test_every_command_names_the_next_one_and_it_runs(data, tmp_path, capsys):

@@ -246,7 +246,8 @@ class DSparkDraft(LayersDraft):
             self.lm_head.weight = nn.Parameter(rows, False)
         else:
             log.warning(
-                "warning: the draft's lm_head is not made of the target's rows: it is kept, and "
+                "warning[lm-head]: the draft's lm_head is not made of the target's rows: it is "
+                "kept, and "
                 "not trained"
             )
 

@@ -150,7 +150,7 @@ def test_malformed_and_not_finite_samples_are_counted_listed_and_limited(
     (entry,) = Manifest.read(out / "manifest.json").corpus
     assert (entry.rows, entry.bad) == (12, 1)
     assert "data_3.ckpt: the file is damaged" in entry.bad_examples[0]
-    assert "bad row skipped" in caplog.text
+    assert "rows skipped" in caplog.text
     check_states(out, [s for i, s in enumerate(samples) if i not in (3, 11)])
     with pytest.raises(CorpusError, match=r"data_3\.ckpt"):
         convert(**options(target, src, tmp_path / "b", max_bad_rows="0"))

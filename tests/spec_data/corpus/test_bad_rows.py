@@ -50,7 +50,7 @@ def test_a_directory_counts_as_one_source_and_each_corpus_as_its_own(tmp_path, c
     (folder / "7.txt").write_bytes(b"\xff")
     records, reports = read(folder)
     assert len(records) == 39 and sum(r.bad for r in reports) == 1
-    assert f"bad row skipped: {folder}/7.txt:1: not UTF-8" in caplog.text
+    assert f"rows skipped: {folder}/7.txt:1: not UTF-8" in caplog.text
     write_jsonl(tmp_path / "good.jsonl", rows(1000))
     with pytest.raises(CorpusError, match=r"few\.jsonl: 1 of 2 rows"):
         write_jsonl(tmp_path / "few.jsonl", [*rows(1), "{"])

@@ -157,7 +157,7 @@ def test_mistakes_that_lower_the_share_are_named_with_their_causes(
     assert "on a sample of" in caplog.text
     for command in (["inspect", str(tmp_path / "data")], ["verify", str(tmp_path / "data")]):
         assert main(command) == 0
-        text = capsys.readouterr().out
+        text = " ".join(capsys.readouterr().out.split())
         for cause in ("template", "doubled BOS", "shuffled", "wrongly configured weights"):
             assert cause in text, command
     assert manifest.agreement.total.first_choice < 0.9 * 273

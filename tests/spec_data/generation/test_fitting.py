@@ -62,9 +62,9 @@ def test_what_no_draft_can_use_is_refused_before_the_corpus_is_read(
     assert "render" not in text and not (tmp_path / "out").exists()
     if command == "estimate":
         arguments[arguments.index("spread:3")] = "0,2,4"
-        assert main(arguments) == 0
-        text = capsys.readouterr().out
-        assert "none (MambaForCausalLM is not registered" in text.splitlines()[1]
+        assert main([*arguments, "--verbose"]) == 0
+        text = capsys.readouterr().err
+        assert "\n  none (MambaForCausalLM is not registered" in text
 
 
 def test_an_unregistered_family_is_named_and_derived(place: Path, tmp_path, monkeypatch) -> None:

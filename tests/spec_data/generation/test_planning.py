@@ -195,7 +195,7 @@ def render():
     for n, _ in enumerate(pool.in_order(rows, work, 2)):
         if n == 150:
             print("running", flush=True)
-sys.exit(run_cli(render, Namespace(quiet=False, debug=False)))
+sys.exit(run_cli(render, Namespace(quiet=False, verbose=False, debug=False)))
 """
 
 

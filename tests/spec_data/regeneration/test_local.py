@@ -1,6 +1,7 @@
 """The local target writes the answers: which prompts, which answers, and what generate finds."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def test_greedy_answers_are_all_first_choices(trained, tmp_path, capsys):
     assert main(["regenerate", *words, "--max-new-tokens", "40", "--device", "cpu"]) == 0
     shown = capsys.readouterr()
     assert "24 read = 24 written + 0 failed + 0 skipped" in shown.out
-    assert f"next:  spec-data generate --target {trained.path} --corpus {out}" in shown.err
+    following = re.sub(r"\s*\\\n\s*", " ", shown.err)
+    assert f"next:  spec-data generate --target {trained.path} --corpus {out}" in following
     assert [contents(r) for r in rows(out)] == [contents(r) for r in trained.rows]
     manifest = run(trained.path, out, tmp_path / "data", layers="0,1", on_policy=True)
     assert manifest.agreement is not None

@@ -38,7 +38,9 @@ def test_a_page_that_fails_is_a_warning(place, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(run_page, "write_page", broken)
     result = flat.fit("eagle3", place / "data", tmp_path / "run", ttt_steps=2, **FIT)
     assert result.finished and (tmp_path / "run" / "best").is_dir()
-    text = f"warning: {tmp_path / 'run' / 'report.html'} was not written: OSError: no space left"
+    text = (
+        f"warning[page]: {tmp_path / 'run' / 'report.html'} was not written: OSError: no space left"
+    )
     assert text in caplog.text
     found = spec_train.evaluate(tmp_path / "run", data=place / "data", limit=2)
     assert found.acceptance_length is not None and "eval.html was not written" in caplog.text

@@ -134,9 +134,12 @@ def test_a_run_that_trains_or_was_damaged_is_shown_as_far_as_it_goes(tmp_path):
     assert len(Run(tmp_path / "run", "run").training) == 20
     file.write_text(text.replace('"step"', '"at"'))  # lines that lack what others have
     assert page_of([tmp_path / "run"]).sections[0].title == "Learning"
-    file.write_text(text.replace('{"step": 2,', '{"st\0p": 2,}', 1))
-    with pytest.raises(RunError, match=r"metrics\.jsonl: damaged"):
-        page_of([tmp_path / "run"])
+    for damage in ('{"st\0p": 2,}', '{"step": "two",', '{"lr": "high", "step": 2,', "[]", "7"):
+        rest = "" if damage in ("[]", "7") else None
+        lines = [damage] if rest == "" else [text.replace('{"step": 2,', damage, 1)]
+        file.write_text("".join(lines) + "\n")
+        with pytest.raises(RunError, match=r"metrics\.jsonl: damaged"):
+            page_of([tmp_path / "run"])
     file.unlink()
     page = page_of([tmp_path / "run"])
     assert [section.title for section in page.sections] == ["Learning", "The run"]

@@ -46,7 +46,7 @@ def on_ranks(body: Callable[[int], object], world: int = 2, agent: bool = True) 
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         place |= {"TORCHELASTIC_USE_AGENT_STORE": agent, "TORCHELASTIC_RESTART_COUNT": 0}
         os.environ.update({name: str(value) for name, value in place.items()})
-        plain = Namespace(quiet=False, debug=False)
+        plain = Namespace(quiet=False, verbose=False, debug=False)
         return run_cli(lambda: body(rank) and None, plain)
 
     children = [Forked(lambda rank=rank: work(rank)) for rank in range(world)]

@@ -67,7 +67,7 @@ def test_training_that_does_not_improve_is_called_out(config, caplog):
     assert "did not improve" not in caplog.text
     result = run(change(config, out=config.out + "-b", init_from=config.out, lr=1e-30, seed=2))
     assert result.best["step"] == 0
-    assert "warning: 12 steps did not improve the draft" in caplog.text
+    assert "[no-gain]: 12 steps did not improve the draft" in caplog.text
 
 
 @pytest.mark.parametrize(("total", "every"), [(0, 1), (9, 1), (2499, 499), (100_000, 500)])

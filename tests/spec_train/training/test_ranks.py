@@ -91,7 +91,7 @@ def test_a_rank_without_a_batch_takes_part(tmp_path, config, sharding):
 
 def test_bf16_is_the_arithmetic_on_every_rank(gentle, tmp_path):
     """The same micro-batches, so the same rounding; weights and moments stay fp32."""
-    gentle = change(gentle, batch_size=2, dtype="bf16", steps=5)
+    gentle = change(gentle, batch_size=2, dtype="bfloat16", steps=5)
     alone = change(gentle, out=str(tmp_path / "alone"), accumulation=2)
     run(alone)
     fit_well(change(gentle, sharding="fsdp2"))
@@ -210,7 +210,7 @@ def test_two_machines_train_as_one(config, tmp_path):
         words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
         words += ["--nproc-per-node", "1", "--node-rank", str(node), "--master-addr", "127.0.0.1"]
         words += ["--master-port", str(port), "--local-addr", f"127.0.0.{node + 1}"]
-        words += ["-m", "spec_train", *command(config)[3:]]
+        words += ["-m", "spec_train", *command(config)[3:], "-v"]
         env = environment() | {"GLOO_SOCKET_IFNAME": "lo"}
         machines.append(subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True))
     said = [machine.communicate(timeout=LIMIT_SECONDS)[1] for machine in machines]

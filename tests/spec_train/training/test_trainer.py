@@ -86,7 +86,7 @@ def test_the_saved_embedding_is_the_targets_bit_for_bit(config):
 def test_masters_are_fp32_and_only_matrices_decay(config, monkeypatch):
     captured, original = [], Trainer.run
     monkeypatch.setattr(Trainer, "run", lambda self: captured.append(self) or original(self))
-    run(change(config, dtype="bf16", weight_decay=0.1, steps=6))
+    run(change(config, dtype="bfloat16", weight_decay=0.1, steps=6))
     trainer = captured[0]
     assert {p.dtype for p in trainer.masters.params} == {torch.float32}
     decays = {
@@ -157,7 +157,7 @@ def test_fit_never_opens_the_target(config, tmp_path):
     """Not its weights (only the dataset exists) and not its model class."""
     shutil.copytree(config.data, tmp_path / "only" / "set")
     config = change(config, data=str(tmp_path / "only" / "set"), steps=3)
-    arguments = [sys.executable, "-c", TARGET_FREE, *command(config)[3:]]
+    arguments = [sys.executable, "-c", TARGET_FREE, *command(config)[3:], "--verbose"]
     done = subprocess.run(arguments, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "60 documents" in done.stderr and "trainable" not in done.stdout

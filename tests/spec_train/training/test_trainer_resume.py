@@ -190,7 +190,7 @@ def test_a_draft_read_from_disk_shares_the_targets_embedding(config, tmp_path, m
     run(change(config, steps=6, save_every=2, eval_every=100))
     shutil.rmtree(Path(config.out) / "checkpoint-00000006")
     run(change(config, steps=6, save_every=2, eval_every=100))
-    run(change(config, steps=0, out=str(tmp_path / "more"), init_from=config.out, dtype="bf16"))
+    run(change(config, steps=0, out=str(tmp_path / "more"), init_from=config.out, dtype="bfloat16"))
     assert [trainer.step for trainer in captured] == [6, 6, 0]
     for trainer in captured:
         own = trainer.draft.embed_tokens.weight

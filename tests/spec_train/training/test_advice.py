@@ -1,0 +1,53 @@
+"""What `fit` says would help, on curves whose answer is known."""
+
+import pytest
+
+from spec_train.training.advice import advice
+
+
+def curves(trained, held_out, epochs=3.0, chains=2000, steps=300):
+    """Lines of metrics.jsonl: gains as functions of the share of the steps that are done."""
+    lines = [
+        {"step": step, "epoch": epochs * step / steps, "acceptance_length": 1 + gain(step / steps)}
+        for gain, every in ((trained, 10), (held_out, 50))
+        for step in range(every, steps + 1, every)
+    ]
+    half = steps // 10
+    start = {"step": 0, "acceptance_length": 1.0, "chains": chains}
+    return lines[:half], [start, *(line | {"chains": chains} for line in lines[half:])]
+
+
+def rising(share):
+    return 2 * share
+
+
+def flat(share):
+    return min(1.0, 4 * share)
+
+
+def higher(share):
+    return 1.5 * min(1.0, 4 * share)
+
+
+@pytest.mark.parametrize(
+    ("trained", "held_out", "given", "words"),
+    [
+        (rising, rising, {}, "more steps"),
+        (higher, flat, {}, "more data"),
+        (rising, flat, {}, "more data"),
+        (flat, flat, {}, ""),  # neither: the curves say nothing
+        (higher, flat, {"epochs": 0.9}, ""),  # every document was new
+        (rising, rising, {"epochs": 0.9}, "more steps"),
+        (rising, rising, {"chains": 100}, ""),  # too few held-out tokens
+        (rising, rising, {"steps": 200}, ""),  # too few validations
+        (rising, lambda share: 0.0, {}, ""),
+    ],
+)
+def test_what_would_help_is_judged_by_the_curves(trained, held_out, given, words):
+    text = advice(*curves(trained, held_out, **given))
+    assert text.startswith(words) and bool(text) == bool(words)
+
+
+def test_a_run_without_held_out_documents_gets_no_advice():
+    training, validation = curves(rising, rising)
+    assert advice(training, []) == "" and advice([], validation) == ""
