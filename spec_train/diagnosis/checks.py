@@ -195,8 +195,8 @@ class Diagnosis(Result):
         count = len(self.findings)
         last = f"{count or 'no'} finding{'' if count == 1 else 's'}, {fine} checks are fine"
         shown = (state for state in _MARKS if state != OK)
-        lines = [head, *self._lines(*shown), f"{self.draft}: {last} (--verbose)"]
-        return "\n".join(map(wrapped, lines))
+        lines = map(wrapped, self._lines(*shown))
+        return "\n".join([head, *lines, f"{self.draft}: {last} (--verbose)"])
 
     def _lines(self, *states: str) -> Iterator[str]:
         width = max(map(len, _MARKS.values()))
