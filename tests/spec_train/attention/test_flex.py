@@ -161,7 +161,7 @@ def test_four_graphs_serve_a_fit_of_every_draft(
     """
     config = Training(
         data=str(data), out=str(tmp_path), epochs=2, batch_size=2, seq_len=80, validation=0.2,
-        dtype="bf16", eval_every=100, device="cpu",
+        dtype="bfloat16", eval_every=100, device="cpu",
     )  # fmt: skip
     options = DRAFT_OPTIONS[name](**SMALL[name] | CHANGED.get(name, {}))
     default_backend.cache_clear()
