@@ -193,7 +193,8 @@ class Eagle3Draft(AuxDraft, AutoregressiveDraft):
         batch, head = self.inputs(batch, head)
         options, steps = self.options, self.depth
         shares = step_shares(steps, options.step_decay, options.weights_of(steps))
-        frame, kind = batch_frame(self, batch, head), LossKind.of(options)
+        kind = LossKind.of(options)
+        frame = batch_frame(self, batch, head, kind)
         return unrolled_loss(self, frame, shares=shares, kind=kind, counts=counts)
 
 
@@ -321,6 +322,7 @@ def _sums(stats: RowStats, teachers: Teachers, drafted: Tensor, share: Tensor) -
     """
     rows, valid, supervised = teachers.rows, teachers.valid, teachers.counts()
     hit = (stats.best == teachers.choice[:, None]) & valid  # [N, S]
+    measured = valid & ~stats.acceptance.isnan()  # [N, S]
     steps, slots = len(drafted), drafted[0].numel()
     # [N, S]: the slot that starts the chain; one more slot takes the rows that have none. Selecting
     # the others with a mask would make the host wait for their number.
@@ -332,6 +334,7 @@ def _sums(stats: RowStats, teachers: Teachers, drafted: Tensor, share: Tensor) -
         "loss": (stats.loss.double() * teachers.trained).sum(0),
         "supervised": supervised,
         "weighted": supervised * share,
-        "acceptance": (stats.acceptance.double() * valid).sum(0),
+        "acceptance": torch.where(measured, stats.acceptance, 0).double().sum(0),
+        "measured": measured.sum(0).double(),
         **chain_sums(hits.view_as(drafted), drafted),
     }

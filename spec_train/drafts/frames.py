@@ -13,6 +13,7 @@ vocabulary.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError
@@ -28,10 +29,19 @@ from spec_train.drafts.teacher import (
     Teacher,
     head_teacher,
     logits_teacher,
+    measured_at,
+    sums_at,
     topk_teacher,
 )
 from spec_train.losses.head import TargetHead
+from spec_train.losses.menu import LossKind
 from spec_train.losses.teacher_rows import TeacherRows
+
+MEASURED = 16
+"""In training, one slot of a pack in so many has an expected acceptance, unless the loss needs it.
+
+With a reduced draft vocabulary it takes all rows of the target's head, else a pass over the logits.
+"""
 
 
 def require_frame(given: str, wanted: str) -> None:
@@ -158,9 +168,13 @@ def shifted_frame(
     )
 
 
-def batch_frame(draft: Draft, batch: DraftBatch, head: TargetHead) -> Frame:
-    """Return the frame of a batch, which is shifted here."""
+def batch_frame(draft: Draft, batch: DraftBatch, head: TargetHead, kind: LossKind) -> Frame:
+    """Return the frame of a batch, which is shifted here; `kind` is the loss of a slot."""
     mask, rows, choice = slots_of(draft, batch)
+    measured = None
+    if draft.training and not kind.needs_mass:
+        chosen = torch.arange(mask.shape[1], device=mask.device) % MEASURED == 0
+        measured = (mask & chosen).flatten()
     return Frame(
         aux=batch.aux(draft.config.layers),
         input_ids=shift_left(batch.input_ids, batch.document_ids),
@@ -169,7 +183,7 @@ def batch_frame(draft: Draft, batch: DraftBatch, head: TargetHead) -> Frame:
         mask=mask,
         rows=rows,
         choice=choice,
-        teacher=teacher_of(draft, batch, head, shift=1),
+        teacher=teacher_of(draft, batch, head, 1, measured),
     )
 
 
@@ -189,11 +203,21 @@ def slot_mask_of(batch: DraftBatch) -> Tensor:
     return slot_masks(shift_left(batch.loss_mask, batch.document_ids), batch.document_ids)
 
 
-def teacher_of(draft: Draft, batch: DraftBatch, head: TargetHead, shift: int) -> Teacher:
+def teacher_of(
+    draft: Draft, batch: DraftBatch, head: TargetHead, shift: int, measured: Tensor | None = None
+) -> Teacher:
     """Return the teacher of a batch: from its logits, all or K, or else from its final states.
 
-    `shift` is 1 for slots of the shifted frame, 0 for slots of the token frame.
+    `shift` is 1 for slots of the shifted frame, 0 for slots of the token frame. The mass is that of
+    the `measured` slots only, bool [B*T]; None: of all.
     """
+    teacher = _teacher_of(draft, batch, head, shift, measured)
+    return teacher if measured is None else measured_at(teacher, measured)
+
+
+def _teacher_of(
+    draft: Draft, batch: DraftBatch, head: TargetHead, shift: int, measured: Tensor | None
+) -> Teacher:
     ids = draft.proposed_ids
     if LOGITS in batch.hidden:
         return logits_teacher(batch.hidden[LOGITS].flatten(0, 1), ids, shift)
@@ -202,4 +226,7 @@ def teacher_of(draft: Draft, batch: DraftBatch, head: TargetHead, shift: int) ->
         assert batch.target_logsumexp is not None  # `columns` names it
         size, total = draft.config.draft_vocab_size, batch.target_logsumexp.flatten()
         return topk_teacher(chosen, logits, total, draft.draft_index, size, shift)
-    return head_teacher(head, batch.hidden[FINAL].flatten(0, 1), ids, shift=shift)
+    states, sums = batch.hidden[FINAL].flatten(0, 1), None
+    if ids is not None and measured is not None:
+        sums = sums_at(head, states, measured.nonzero().squeeze(1) + shift)
+    return head_teacher(head, states, ids, sums, shift)

@@ -327,13 +327,13 @@ class PeagleDraft(AuxDraft):
         """
         batch, head = self.inputs(batch, head)
         self._used_samples.add(_key(batch))
-        sample = self._samples.get(_key(batch))
+        sample, kind = self._samples.get(_key(batch)), LossKind.of(self.options)
         return parallel_loss(
             self,
-            batch_frame(self, batch, head),
+            batch_frame(self, batch, head, kind),
             sample=self.draw(batch) if sample is None else sample,
             segments=self.options.segments,
-            kind=LossKind.of(self.options),
+            kind=kind,
             position_weights=self.options.weights_of(self.depth),
             count=counts,
         )
@@ -640,7 +640,8 @@ def parallel_loss(
     weights = depth_weights(position_weights, counts)  # [K]
     total = counts @ weights if count is None else count.to(counts).sum()
     shares = weights / total.clamp_min(1e-30)  # [K]; the weights may add up to less than 1
-    tally = _Tally(torch.zeros_like(counts), torch.zeros_like(counts), torch.zeros_like(drafted))
+    zeros = torch.zeros_like
+    tally = _Tally(zeros(counts), zeros(counts), zeros(counts), zeros(drafted))
     losses = [
         partial(_segment_loss, draft, frame, elements, shares, kind, tally)
         for elements in segments_of(sample, drafted, frame.document_ids, segments, draft.reach)
@@ -658,6 +659,7 @@ def parallel_loss(
         "supervised": counts,
         "weighted": counts * weights,
         "acceptance": tally.acceptance,
+        "measured": tally.measured,
         **chain_sums(tally.hits, drafted),
     }
     return DraftLoss(loss, sums)
@@ -669,6 +671,7 @@ class _Tally:
 
     loss: Tensor  # float64 [K]
     acceptance: Tensor  # float64 [K]
+    measured: Tensor  # elements in `acceptance`, float64 [K]
     hits: Tensor  # bool [K, B, T]
 
 
@@ -700,7 +703,10 @@ def _segment_loss(
     loss, stats = head_loss(hidden[:, None], draft.lm_head.weight, teacher, factors, kind)
     with torch.no_grad():
         tally.loss.index_add_(0, depth, stats.loss[:, 0].double() * trained)
-        tally.acceptance.index_add_(0, depth, stats.acceptance[:, 0].double())
+        acceptance = stats.acceptance[:, 0].double()  # [n]
+        measured = ~acceptance.isnan()
+        tally.acceptance.index_add_(0, depth, torch.where(measured, acceptance, 0.0))
+        tally.measured.index_add_(0, depth, measured.double())
         tally.hits[depth, row, anchor] = stats.best[:, 0] == choice
     return loss
 

@@ -8,7 +8,8 @@ A teacher of a reduced draft vocabulary also knows how much of the target's prob
 because serving accepts with the target's full distribution. Final hidden states of a dataset need
 all V rows of the head for that: a codec rounds the states, and a quotient of rounded logits and the
 stored, exact `target_logsumexp` is wrong by 0.1 on average with the default codec. The errors of a
-quotient of two sums over the same rounded logits cancel (0.004).
+quotient of two sums over the same rounded logits cancel (0.004). In training most losses need none
+of this: only the figure does, so it is measured at a sample of the slots (`measured_at`).
 
 The K logits and the logsumexp of all V logits are exact, so the target's probability m p of these K
 tokens is exact, and how much the others share is known, but not how: the missing mass. It is never
@@ -17,7 +18,9 @@ renormalised away. See `topk_teacher`, and docs/losses.md for what a loss makes 
 B packs, T slots, n slots asked for, V / Vd target / draft vocabulary, H hidden size.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -47,8 +50,9 @@ def head_teacher(
     """Return the teacher of final hidden states [B*T, H]: slot r reads state r + `shift`.
 
     `ids` are the target ids of the draft vocabulary, int64 [Vd]; None: the full vocabulary.
-    `logsumexp` [B*T] is that of the target's logits over the full vocabulary, of states that are
-    not rounded; None: computed from all rows of the head, if `ids` need it.
+    `logsumexp` [B*T] is that of the target's logits over the full vocabulary, from states as exact
+    as `states`, NaN where no mass is wanted; None: computed from all rows of the head, if `ids`
+    need it.
     """
 
     def teacher(r: Tensor) -> TeacherRows:
@@ -70,6 +74,26 @@ def _of_whole_head(head: TargetHead, states: Tensor, ids: Tensor) -> TeacherRows
         parts.append((logits[:, ids], log_sums(logits)))
     selected, sums = (torch.cat(column) for column in zip(*parts, strict=True))
     return TeacherRows.of_logits(selected, sums)
+
+
+def sums_at(head: TargetHead, states: Tensor, slots: Tensor) -> Tensor:
+    """Return the log-sum-exp [n] of all logits of states [n, H] at `slots`; NaN elsewhere."""
+    sums = torch.full_like(wide(states[:, 0]), math.nan)
+    for some in slots.split(rows_per_chunk(len(head.head_weight), states.device)):
+        if len(some):
+            sums[some] = log_sums(head.logits(states[some])).to(sums)
+    return sums
+
+
+def measured_at(teacher: Teacher, measured: Tensor) -> Teacher:
+    """Return a teacher whose mass is NaN except at `measured` slots, bool [B*T]."""
+
+    def some(r: Tensor) -> TeacherRows:
+        rows = teacher(r)
+        mass = rows.p.new_ones(len(r)) if rows.mass is None else rows.mass
+        return replace(rows, mass=mass.masked_fill(~measured[r], math.nan))
+
+    return some
 
 
 def logits_teacher(logits: Tensor, ids: Tensor | None, shift: int = 0) -> Teacher:

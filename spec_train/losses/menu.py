@@ -27,6 +27,7 @@ these q, without a gradient, which leads to that very value and gradient.
 N teacher rows, S unroll steps, H hidden size, Vd draft vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -78,6 +79,11 @@ class LossKind:
         if self.name not in KINDS:
             raise DraftError(f"loss {self.name!r}: choose from {', '.join(KINDS)}")
 
+    @property
+    def needs_mass(self) -> bool:
+        """Whether the loss, not only a figure beside it, depends on m."""
+        return self.name in ("tv", "lk-alpha", "lk-lambda")
+
     @classmethod
     def of(cls, options: Any) -> Self:
         """Return the loss that the options of a draft name (see `draft_options`)."""
@@ -105,13 +111,13 @@ def distribution_loss(
 
     Returns:
         loss [N, S], acceptance sum_v min(m p, q) [N, S] with the target's own distribution, also
-        if the loss has a hard target, d loss / d logits [N, S, Vd], and the largest logit's index,
-        int64 [N, S].
+        if the loss has a hard target, NaN where m is; d loss / d logits [N, S, Vd], and the largest
+        logit's index, int64 [N, S].
     """
     wanted = teacher.hardened() if kind.hard else teacher
     agreement = dot(wanted.p[:, None], logits)
     q, total, best = softmax_sums(logits, None if logits.device.type == "cpu" else logits)
-    acceptance = torch.minimum(teacher.full()[:, None], q).sum(-1)
+    acceptance = _acceptance(teacher, q)
     p, tail = wanted.completed(q)  # [N, 1 or S, Vd], [N, S]
     if kind.name in ("reverse-kl", "jsd"):
         loss, slope = _divergence(q, p, kind.name)
@@ -132,6 +138,16 @@ def distribution_loss(
     accepted = torch.minimum(full, q).sum(-1) if kind.hard else acceptance
     loss, slope = _acceptance_loss(q, full, accepted, kind, entropy, p)
     return loss, acceptance, slope, best
+
+
+def _acceptance(teacher: TeacherRows, q: Tensor) -> Tensor:
+    """Return sum_v min(m p, q) [N, S] of q [N, S, Vd]; NaN where m is."""
+    if teacher.mass is None or q.device.type != "cpu":  # a GPU would wait for the number of rows
+        return torch.minimum(teacher.full()[:, None], q).sum(-1)
+    measured = (~teacher.mass.isnan()).nonzero().squeeze(1)
+    out = q.new_full(q.shape[:2], math.nan)
+    out[measured] = torch.minimum(teacher[measured].full()[:, None], q[measured]).sum(-1)
+    return out
 
 
 def _divergence(q: Tensor, p: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -174,7 +190,7 @@ class RowStats:
     """Figures per teacher row and step, [N, S], or per row of a block draft, [N]; no gradients."""
 
     loss: Tensor  # float32 or float64
-    acceptance: Tensor  # sum_v min(m p, q)
+    acceptance: Tensor  # sum_v min(m p, q); NaN: not measured
     best: Tensor  # int64, index of the largest draft logit
     cross_entropy: Tensor | None = None  # of block drafts
     overlap: Tensor | None = None  # of block drafts: sum_v min(p, q) = 1 - L1 / 2

@@ -9,9 +9,10 @@ A draft's sums are float64 tensors. Most are [S], with one entry per depth (unro
     drafted      number of slots in the slot mask; a target's choice outside the draft vocabulary
                  counts as a miss
     hits         slots whose greedy draft token is the target's choice, given the true prefix
-    acceptance   sum over the `drafted` slots of sum_v min(p, q), with p the target's full
+    acceptance   sum over the `measured` slots of sum_v min(p, q), with p the target's full
                  distribution: the probability that a draft sampled from q is kept at temperature 1.
                  It counts where the target's choice is outside the draft vocabulary, too
+    measured     number of these slots, a part of the `drafted` ones; not given: all of them
     chains       [] whole chains: all S depths are in the slot mask
     survive      whole chains that are hit at every depth up to this one
     at_risk      chains, whole or not, in the slot mask up to this depth and hit at every depth
@@ -65,7 +66,8 @@ def summarise(sums: Sums) -> dict[str, float | None]:
     - "acceptance_length" = 1 + sum over depths of P(survive), over whole chains.
     - "accept_rate/d" for every depth d = P(hit at d | hit at every depth before), over the same
       chains (0 if no chain got there). The length is 1 plus the sum of their running products.
-    - "hit_rate/d" and "expected_acceptance/d", over all slots of depth d, given the true prefix.
+    - "hit_rate/d" and "expected_acceptance/d", over all slots, or all measured ones, of depth d,
+      given the true prefix.
     - "product_limit_length" estimates the same length from chains of any length (Kaplan and Meier
       1958): a chain cut off by the end of its turn counts for the depths that it has, and depths
       that no chain reached add nothing. So it also compares drafts on short answers, where no
@@ -83,12 +85,13 @@ def summarise(sums: Sums) -> dict[str, float | None]:
         "chains": float(chains),
     }
     drafted = values["drafted"]
-    for name, rates, measured in (
+    measured = values.get("measured", drafted)
+    for name, rates, counts in (
         ("accept_rate", _ratio(survive, alive), chains.expand_as(survive)),
         ("hit_rate", _ratio(values["hits"], drafted), drafted),
-        ("expected_acceptance", _ratio(values["acceptance"], drafted), drafted),
+        ("expected_acceptance", _ratio(values["acceptance"], measured), measured),
     ):
-        for depth, (rate, count) in enumerate(zip(rates, measured, strict=True), start=1):
+        for depth, (rate, count) in enumerate(zip(rates, counts, strict=True), start=1):
             out[f"{name}/{depth}"] = float(rate) if count else None
     return out
 

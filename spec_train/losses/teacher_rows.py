@@ -17,7 +17,8 @@ class TeacherRows:
     """The target's distribution at n slots, over the draft vocabulary."""
 
     p: Tensor  # probabilities over the draft vocabulary [n, Vd]: rows add up to 1 - rest
-    mass: Tensor | None = None  # the target's probability of the draft vocabulary [n]; None: 1
+    # the target's probability of the draft vocabulary [n], NaN: not measured; None: 1
+    mass: Tensor | None = None
     rest: Tensor | None = None  # probability of all tokens where p is 0 [n]; None: 0
     label: Tensor | None = None  # the one token of a hard target, int64 [n]
     entropy: Tensor | None = None  # -sum_v p log p - rest log rest [n], if it is known already

@@ -6,6 +6,7 @@ distribution. The draft vocabulary is the odd tokens: the target has much of its
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,7 +83,8 @@ def test_expected_acceptance_is_the_rate_that_rejection_sampling_measures(kind, 
     head, batch = head_of(model), batch_of(model, [respond(model, prompts[0])])
     draft = make(kind, model)
     teach(draft, model, prompts[:1], steps=15, lr=1e-2)
-    sums = draft.loss(batch, head, None).sums
+    sums = draft.eval().loss(batch, head, None).sums
+    assert torch.equal(sums["measured"], sums["drafted"])
     reported = float(sums["acceptance"][0] / sums["drafted"][0])
     mask, z = batch.loss_mask[0], head.logits(batch.hidden["hidden.final"])[0]
     sampler, kept, wrong, slots = Sampled(1.0, 0), 0, 0.0, 0
@@ -97,6 +99,40 @@ def test_expected_acceptance_is_the_rate_that_rejection_sampling_measures(kind, 
     measured = kept / (slots * DRAWS)
     assert abs(reported - measured) < 4 * 0.5 / (slots * DRAWS) ** 0.5
     assert wrong / slots > measured + 0.1
+
+
+@pytest.mark.parametrize("loss", ["ce", "tv"])
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_a_training_step_measures_the_acceptance_of_some_slots_unless_its_loss_needs_it(
+    kind: str, loss: str, model: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, batch = head_of(model), batch_of(model, [respond(model, prompts[0])])
+    draft = make(kind, model)
+    draft.use_options(replace(draft.options, loss=loss))
+
+    def step(every: int) -> tuple[Any, list[Tensor]]:
+        monkeypatch.setattr("spec_train.drafts.frames.MEASURED", every)
+        torch.manual_seed(1)  # of the elements that P-EAGLE draws
+        result = draft.train().loss(batch, head, None)
+        return result.sums, list(torch.autograd.grad(result.loss, draft.trainable_parameters()))
+
+    sums, gradients = step(3)
+    everywhere, same = step(1)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, same, strict=True))
+    mask, z = batch.loss_mask[0], head.logits(batch.hidden["hidden.final"])[0]
+    total, count = 0.0, 0
+    for t in range(1, len(mask) - 1):  # the slot before t drafts token t + 1
+        if mask[t] and mask[t + 1] and (loss == "tv" or (t - 1) % 3 == 0):
+            (logits,) = logits_at(draft, head, batch, t, 1)
+            p = torch.softmax(z[t], -1)[DRAFT_IDS]
+            total += float(torch.minimum(p, torch.softmax(logits, -1)).sum())
+            count += 1
+    assert 0 < count == int(sums["measured"][0])
+    assert abs(total - float(sums["acceptance"][0])) < 1e-4 * count
+    assert torch.equal(everywhere["measured"], everywhere["drafted"])
+    assert (loss == "tv") == bool(sums["measured"][0] == sums["drafted"][0])
+    for name in ("loss", "supervised", "drafted", "hits", "kept"):
+        assert torch.equal(sums[name], everywhere[name])
 
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash"])
