@@ -7,7 +7,8 @@ part. A part is a chunk of queries of one long document, or a whole document of 
 output depends on no other query, so the results are those of the plain forward up to rounding; both
 are compared with it before they are used, and where a family raises, that comparison fails.
 
-Documents of a pack are a form for CPUs: on a GPU, many small kernels cost more than they save.
+Documents of a pack may also attend in one kernel, flash attention of documents of many lengths. The
+proof of a GPU chooses by time: many small kernels may cost more than a dense mask.
 
 Shapes: B rows, T slots of a row, q queries and k keys of a part, h heads, d head size.
 """
@@ -26,7 +27,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from spec_data.capture.mask_forms import additive, view_of
+from spec_data.capture.mask_forms import PER_DOCUMENT, VARLEN, additive, view_of
+from spec_data.models.devices import sent
 from spec_data.models.reading import text_config
 
 LONG_ROW = 2048
@@ -51,6 +53,18 @@ class RuleMask:
     always: bool  # every part needs a mask; else only a document that is longer than `reach`
     # Masks of documents, which are the same for every layer of a kind.
     made: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    layouts: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def layout(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the slots b * T + t of the N tokens of documents, int64 [N], and where each of the
+        D documents begins among them, int32 [D + 1].
+        """
+        if device not in self.layouts:
+            rows = enumerate(self.spans or ())
+            slots = [torch.arange(a, b) + row * length for row, spans in rows for a, b in spans]
+            bounds = torch.tensor([0, *map(len, slots)]).cumsum(0).int()
+            self.layouts[device] = sent(torch.cat(slots), device), sent(bounds, device)
+        return self.layouts[device]
 
     def parts(self, length: int, heads: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield row, first query, the slot after the last query, and first key of each part.
@@ -109,17 +123,20 @@ def spans_of(document_ids: Tensor) -> list[list[tuple[int, int]]]:
 
 
 @contextmanager
-def attention_in_parts(model: Any, attn: str, document_ids: Tensor | None = None) -> Iterator[None]:
+def attention_in_parts(
+    model: Any, attn: str, document_ids: Tensor | None = None, form: str = PER_DOCUMENT
+) -> Iterator[None]:
     """Let forwards without a mask argument attend in parts.
 
     Args:
         model: the target. attn: its attention implementation, "sdpa" or "eager".
+        form: PER_DOCUMENT, or VARLEN: all documents in one kernel.
         document_ids: of packed rows, int64 [B, T], -1 in padding, whose states mean nothing: each
             document attends on its own. None: one unpadded document attends in chunks.
     """
     config = text_config(model.config)  # the one that decoder blocks read
     token = _spans.set(None if document_ids is None else spans_of(document_ids))
-    config._attn_implementation = _PREFIX + attn
+    config._attn_implementation = _PREFIX + (VARLEN if form == VARLEN else attn)
     try:
         yield
     finally:
@@ -202,6 +219,39 @@ def _attend_eager(module: Any, *heads: Any, **options: Any) -> tuple[Tensor, Non
     return _attend(function, True, module, *heads, **options)
 
 
+def _attend_varlen(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend inside all documents of a pack in one kernel; key heads are not repeated."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if not isinstance(attention_mask, RuleMask) or attention_mask.spans is None:
+        raise NotImplementedError("this family's attention makes masks of its own")
+    if softcap or s_aux is not None or options.get("position_bias") is not None:
+        raise NotImplementedError("flash attention has no caps, sinks or biases")
+    rows, heads, length, _ = query.shape
+    slots, bounds = attention_mask.layout(length, query.device)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1)[slots] for x in (query, key, value))  # [N, h, d]
+    longest = max(b - a for spans in attention_mask.spans for a, b in spans)
+    behind = -1 if attention_mask.reach is None else attention_mask.reach - 1
+    options = {"scale": scaling, "window_size": (behind, 0), "enable_gqa": heads != key.shape[1]}
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
+    joined = out.new_zeros(rows * length, *out.shape[1:])  # zeros where no document is
+    joined[slots] = out
+    return joined.unflatten(0, (rows, length)), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_PREFIX + VARLEN, _attend_varlen)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + VARLEN, _make_mask)
 ALL_ATTENTION_FUNCTIONS.register(_PREFIX + "sdpa", partial(_attend, sdpa_attention_forward, False))
 ALL_ATTENTION_FUNCTIONS.register(_PREFIX + "eager", _attend_eager)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + "sdpa", _make_sdpa_mask)

@@ -4,7 +4,8 @@ No form is right for every family: one 4-D mask for all layers removes the slidi
 families, and with position ids alone others let documents see each other. So each form is only a
 candidate, which `proofs.py` accepts or rejects on real packs.
 
-    per-document          no mask of the pack: attention runs inside each document (on a CPU)
+    per-document          no mask of the pack: attention runs inside each document, one by one
+    varlen                the same in one kernel, flash attention of documents of many lengths (GPU)
     mask-per-layer-type   one block-causal mask per attention type, with its sliding window
     block-causal-window   one block-causal mask with the sliding window for all layers
     block-causal          one block-causal mask without a window
@@ -23,6 +24,9 @@ from spec_data.models.reading import text_config
 from spec_data.shards.packing import block_causal_mask
 
 PER_DOCUMENT = "per-document"
+VARLEN = "varlen"
+WITHOUT_MASK = (PER_DOCUMENT, VARLEN)
+"""Forms of `attention_in_parts`."""
 ROWS = "rows"
 SINGLE = "single"
 REQUESTS = "requests"
@@ -42,14 +46,16 @@ def view_of(config: Any) -> int | None:
 def mask_forms(config: Any, attn: str, device: str = "cpu") -> list[str]:
     """Return the candidate forms for a model, the most specific first, unpacked forms last.
 
+    On a CPU the first one that is proven is taken, elsewhere the fastest of `WITHOUT_MASK` and of
+    the first other one.
+
     `config` is the transformers configuration, `attn` the attention implementation, `device` the
     type of device that the model runs on.
     """
     text = text_config(config)
     forms = []
     if attn in ("sdpa", "eager"):
-        if device == "cpu":
-            forms.append(PER_DOCUMENT)
+        forms += [PER_DOCUMENT] if device == "cpu" else [VARLEN, PER_DOCUMENT]
         types = set(getattr(text, "layer_types", None) or ())
         if types and types <= {_WINDOWED, _PLAIN}:
             forms.append("mask-per-layer-type")
@@ -89,6 +95,6 @@ def packed_mask(form: str, config: Any, attn: str, document_ids: Tensor, dtype: 
     if form == "mask-per-layer-type":
         types = sorted(set(text.layer_types))
         return {kind: mask(window if kind == _WINDOWED else None) for kind in types}
-    if form in (PER_DOCUMENT, "position-ids"):
+    if form in (*WITHOUT_MASK, "position-ids"):
         return None
     return mask({"block-causal-window": window, "block-causal": None}[form])

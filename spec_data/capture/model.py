@@ -31,9 +31,9 @@ from spec_data.capture.hooks import (
 )
 from spec_data.capture.live_positions import read_positions
 from spec_data.capture.mask_forms import (
-    PER_DOCUMENT,
     ROWS,
     SINGLE,
+    WITHOUT_MASK,
     mask_forms,
     packed_mask,
     view_of,
@@ -237,8 +237,8 @@ class Target:
         attention: Any = nullcontext()
         if alone and len(ids) == 1 and ids.shape[1] > LONG_ROW and self._attends_in_chunks(ids):
             attention = attention_in_parts(self.model, self.attn)
-        elif form == PER_DOCUMENT and not alone:
-            attention = attention_in_parts(self.model, self.attn, document_ids)
+        elif form in WITHOUT_MASK and not alone:
+            attention = attention_in_parts(self.model, self.attn, document_ids, form)
         return self._forward(ids, given, full_logits, attention)
 
     def _forward(
@@ -382,7 +382,9 @@ class Target:
                 f"{self.architecture} carries state from one packed document into the next under "
                 "every mask; pass one document per row (seq_lens=None)"
             )
-        return mask_forms(self.config, self.attn, self.device.type)[0]  # one per row cannot leak
+        forms = mask_forms(self.config, self.attn, self.device.type)
+        tried = self.device.type == "cpu"  # elsewhere a kernel may be missing
+        return next(f for f in forms if tried or f not in WITHOUT_MASK)  # one per row cannot leak
 
     def _supervise(self, states: States) -> dict[str, Tensor]:
         """Return the teacher [B, T, ...] and `target_argmax` int64 [B, T], in the token frame.

@@ -33,8 +33,8 @@ QUALITIES = {"bf16": 0.0, "fine": 0.01, "default": 0.02, "small": 0.05}
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 Packing = Literal[
-    "auto", "rows", "per-document", "mask-per-layer-type", "block-causal-window", "block-causal",
-    "position-ids", "requests",
+    "auto", "rows", "per-document", "varlen", "mask-per-layer-type", "block-causal-window",
+    "block-causal", "position-ids", "requests",
 ]  # fmt: skip
 
 

@@ -1,18 +1,22 @@
 """Attention in parts gives the plain states, without anything of the size of a whole row."""
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from spec_data.capture import attention_in_parts as module
 from spec_data.capture import model as model_module
+from spec_data.capture import proofs
 from spec_data.capture.attention_in_parts import RuleMask, attention_in_parts, spans_of
 from spec_data.capture.hooks import States
-from spec_data.capture.mask_forms import PER_DOCUMENT, mask_forms
+from spec_data.capture.mask_forms import PER_DOCUMENT, VARLEN, mask_forms
 from spec_data.capture.model import Target
 from spec_data.capture.proofs import proof_documents, proof_length, prove_isolation
 from spec_data.models.reading import text_config
@@ -152,7 +156,6 @@ def test_a_document_alone_has_no_mask_argument_in_any_packed_form():
 # --- documents of a pack ---
 
 LENGTHS = [[5, 30, 11], [3, 17], [2 * WINDOW]]
-WIDTH = 48
 DOCUMENTS = (5, 30, 11, 3, 17, 26, 9)
 SDPA = ["gpt2", "mistral-sliding", "gemma3", "qwen3_moe", "deepseek_v3"]
 EAGER = ["llama", "gemma2", "gpt_oss"]
@@ -162,22 +165,27 @@ EAGER = ["llama", "gemma2", "gpt_oss"]
     ("family", "attn"), [(f, "sdpa") for f in SDPA] + [(f, "eager") for f in EAGER]
 )
 def test_states_are_those_of_documents_alone(family: str, attn: str) -> None:
-    target = target_of(family, attn)
+    compare_with_documents_alone(family, attn, PER_DOCUMENT, LENGTHS)
+
+
+def compare_with_documents_alone(family: str, attn: str, form: str, lengths: Any) -> None:
+    target, most = target_of(family, attn), max(map(sum, lengths))
     assert target.attn == attn
-    documents = [ids_of(*row, seed=b) for b, row in enumerate(LENGTHS)]
-    ids = torch.zeros(len(LENGTHS), WIDTH, dtype=torch.long)
+    documents = [ids_of(*row, seed=b) for b, row in enumerate(lengths)]
+    ids = torch.zeros(len(lengths), most + 2, dtype=torch.long)
     for row, parts in zip(ids, documents, strict=True):
         row[: sum(map(len, parts))] = torch.cat(parts)
-    layout = row_layout(LENGTHS, WIDTH)
+    layout = row_layout(lengths, most + 2)
     with Largest() as largest:
-        packed = target.forward(ids, *layout, PER_DOCUMENT)
+        packed = target.forward(ids, *layout, form)
     with pytest.raises(KeyboardInterrupt), attention_in_parts(target.model, attn, layout[0]):
         raise KeyboardInterrupt
     assert target.config._attn_implementation == attn  # as it was, after an error too
-    longest = max(max(row) for row in LENGTHS)
+    longest = max(max(row) for row in lengths)
     heads, slots = text_config(target.config).num_attention_heads, ids.numel()
     width = max(p.shape[0] for p in target.model.parameters())  # of activations
-    if family not in ("gpt_oss", "qwen3_moe", "deepseek_v3"):  # experts have larger tensors
+    experts = ("gpt_oss", "qwen3_moe", "deepseek_v3")  # they have larger tensors
+    if form == PER_DOCUMENT and family not in experts:
         assert largest.elements <= max(heads * longest**2, slots * width)
     for row, parts in enumerate(documents):
         start = 0
@@ -188,6 +196,74 @@ def test_states_are_those_of_documents_alone(family: str, attn: str) -> None:
                 close(found, alone.layers[k][0], **FORWARD)
             close(packed.final[row, start : start + len(part)], alone.final[0], **FORWARD)
             start += len(part)
+
+
+def slow_varlen(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, bounds_k: Tensor, longest: int, longest_k: int,
+    *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """What `torch.nn.attention.varlen` computes: q [N, h, d], k and v [N, g, d], token by token."""
+    assert enable_gqa == (q.shape[1] != k.shape[1]) and window_size[1] == 0
+    assert torch.equal(bounds, bounds_k) and bounds.dtype == torch.int32
+    assert longest == longest_k == int(bounds.diff().max())
+    out, group = torch.zeros_like(q), q.shape[1] // k.shape[1]
+    for start, stop in itertools.pairwise(bounds.tolist()):
+        for i in range(start, stop):
+            first = start if window_size[0] < 0 else max(start, i - window_size[0])
+            for h in range(q.shape[1]):
+                scores = k[first : i + 1, h // group].double() @ q[i, h].double() * scale
+                out[i, h] = (scores.softmax(0) @ v[first : i + 1, h // group].double()).to(q.dtype)
+    return out
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3"])
+def test_one_kernel_for_all_documents_gives_their_states(family, monkeypatch):
+    """A kernel of CUDA alone; windows, and fewer key heads than query heads."""
+    monkeypatch.setattr(varlen, "varlen_attn", slow_varlen)
+    compare_with_documents_alone(family, "sdpa", VARLEN, [[5, 3], [2, 9], [WINDOW + 4]])
+
+
+@pytest.mark.parametrize(
+    ("fastest", "planted"),
+    [(VARLEN, ""), ("block-causal-window", ""), (PER_DOCUMENT, "window"), (PER_DOCUMENT, "no")],
+)
+def test_a_gpu_takes_the_fastest_of_the_forms_that_are_proven(fastest, planted, monkeypatch):
+    """Planted: the kernel loses the window, or does not run."""
+
+    def kernel(*given: Any, window_size: tuple[int, int], **options: Any) -> Tensor:
+        if planted == "no":
+            raise RuntimeError("no kernel image is available")
+        window = (-1, 0) if planted == "window" else window_size
+        return slow_varlen(*given, window_size=window, **options)
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    target, seen = target_of("mistral-sliding", "sdpa"), []
+    on_gpu = SimpleNamespace(
+        config=target.config, attn="sdpa", dtype=target.dtype, capture=target.capture,
+        device=SimpleNamespace(type="cuda"),
+    )  # fmt: skip
+
+    def choose(forms: list[str], run: Any) -> str:
+        seen.extend(forms)
+        assert run(forms[0])
+        return fastest
+
+    monkeypatch.setattr(proofs, "_fastest", choose)
+    proof = prove_isolation(on_gpu, ids_of(5, WINDOW + 6, 3), 24)
+    assert proof.form == fastest and proof.form in proof.differences
+    assert seen == [VARLEN] * (not planted) + [PER_DOCUMENT, "block-causal-window"]
+    assert (VARLEN in proof.differences) == (bool(planted) or fastest == VARLEN)
+
+
+def test_the_fastest_form_is_timed(monkeypatch):
+    clock = {"slow": 0.3, "fast": 0.1, "middle": 0.2}
+    times = {"now": 0.0}
+
+    def run(form: str) -> None:
+        times["now"] += clock[form]
+
+    monkeypatch.setattr(proofs, "perf_counter", lambda: times["now"])
+    assert proofs._fastest(list(clock), run) == "fast"
 
 
 @pytest.mark.parametrize(
@@ -203,7 +279,7 @@ def test_a_family_with_attention_of_its_own_falls_back(family, attn, form, monke
     proof = prove_isolation(target, ids_of(*DOCUMENTS), 48)
     assert "does not accept it" in str(proof.differences[PER_DOCUMENT])
     assert proof.form == form
-    assert PER_DOCUMENT not in mask_forms(target.config, attn, "cuda")
+    assert mask_forms(target.config, attn, "cuda")[:2] == [VARLEN, PER_DOCUMENT]
 
 
 @pytest.mark.parametrize("planted", ["spans", "window"])
