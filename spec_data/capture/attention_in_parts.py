@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -244,7 +244,7 @@ def _attend_varlen(
     longest = max(b - a for spans in attention_mask.spans for a, b in spans)
     behind = -1 if attention_mask.reach is None else attention_mask.reach - 1
     options = {"scale": scaling, "window_size": (behind, 0), "enable_gqa": heads != key.shape[1]}
-    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
+    out = cast(Tensor, varlen_attn(q, k, v, bounds, bounds, longest, longest, **options))
     joined = out.new_zeros(rows * length, *out.shape[1:])  # zeros where no document is
     joined[slots] = out
     return joined.unflatten(0, (rows, length)), None

@@ -80,6 +80,7 @@ class Trained:
     """What the steps of a run did."""
 
     syncs: list[Syncs] = field(default_factory=list)  # of every optimizer step
+    validations: list[Syncs] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     trainer: Any = None
 
@@ -102,6 +103,11 @@ def watched(done: Trained) -> type[trainer.Trainer]:
             with counting() as syncs:
                 super()._train_step(step)
             done.syncs[-1] += syncs
+
+        def validate(self) -> None:
+            with counting() as syncs:
+                super().validate()
+            done.validations.append(syncs)
 
         def _refuse_non_finite(self, step: Any, losses: list[float]) -> None:
             done.losses.append(sum(losses))

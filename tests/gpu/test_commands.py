@@ -37,7 +37,9 @@ from tests.spec_train.drafts.any_draft import build_draft
 from tests.tolerance import roundings
 
 PAGE = Path(__file__).with_name("host_syncs.md")
-ROW = re.compile(r"^\| (generate|fit) \| `(\S+)` \| ([a-z ]+) \| (\d+) \| (.+) \|$", re.MULTILINE)
+ROW = re.compile(
+    r"^\| (generate|fit|validate|decode) \| `(\S+)` \| ([a-z ]+) \| (\d+) \| (.+) \|$", re.MULTILINE
+)
 Rows = dict[tuple[str, str, str], int]
 NAMES = ("eagle", "eagle3", "peagle", "dspark", "dflash")
 FITTED = NAMES[:4]  # dflash trains with the code of dspark
@@ -100,13 +102,49 @@ def test_the_first_loss_is_that_of_the_cpu_in_float32(fitted: Any, name: str) ->
     assert all(isinstance(p, CudaTensor) and p.dtype == torch.float32 for p in weights)
 
 
-def _observed(made: Any, fitted: Any) -> Rows:
-    """Return the syncs of a captured unit of one batch, and the most of a draft's second step."""
+@pytest.fixture(scope="module")
+def decoded(made: Any) -> dict[str, tuple[list[Any], list[Any], Syncs]]:
+    """What every draft drafts in three rounds, on the CPU and on the GPU; the last one's syncs."""
+    return {name: _decoded(made[0] / "cpu", name) for name in NAMES}
+
+
+def _decoded(data: Path, name: str) -> tuple[list[Any], list[Any], Syncs]:
+    dataset = HiddenStatesDataset(data)
+    head = TargetHead.from_dataset(dataset.path)
+    draft = build_draft(name, dataset, head).eval()
+    states = torch.randn(1, 9, len(draft.state_columns) * dataset.manifest.hidden_size)
+    drafted: list[list[Any]] = []
+    syncs: Syncs = Counter()
+    for place in ("cpu", "cuda"):
+        with gpu(), torch.no_grad():
+            drafter = draft.to(place).drafter(head.to(place))
+            chains, at = [], 0
+            for count in (4, 2, 3):
+                part = states[:, at : at + count].to(place)
+                with counting() as syncs:
+                    ids, _ = drafter.propose(list(range(at, at + count)), part, 2, Greedy())
+                assert ids.device.type == place
+                chains.append(download(ids).tolist())
+                at += count
+        drafted.append(chains)
+    return drafted[0], drafted[1], syncs
+
+
+def _observed(made: Any, fitted: Any, decoded: Any) -> Rows:
+    """Return the syncs of a captured unit of one batch, and the most that any draft has in its
+    second step, in its last validation, and in a round of drafting.
+    """
     rows = {("generate", *key): count for key, count in made[1].items()}
-    most: Syncs = Counter()
-    for name in FITTED:
-        most |= fitted[name, "cuda"].syncs[1]
-    return rows | {("fit", *key): count for key, count in most.items()}
+    for command, counts in {
+        "fit": [fitted[name, "cuda"].syncs[1] for name in FITTED],
+        "validate": [fitted[name, "cuda"].validations[-1] for name in FITTED],
+        "decode": [syncs for _, _, syncs in decoded.values()],
+    }.items():
+        most: Syncs = Counter()
+        for syncs in counts:
+            most |= syncs
+        rows |= {(command, *key): count for key, count in most.items()}
+    return rows
 
 
 def _write(rows: Rows) -> None:
@@ -123,8 +161,10 @@ def _write(rows: Rows) -> None:
     PAGE.write_text(before + head + "\n".join(lines) + "\n" + rest, encoding="utf-8")
 
 
-def test_every_host_sync_is_in_the_table_with_its_reason(made: Any, fitted: Any) -> None:
-    rows = _observed(made, fitted)
+def test_every_host_sync_is_in_the_table_with_its_reason(
+    made: Any, fitted: Any, decoded: Any
+) -> None:
+    rows = _observed(made, fitted, decoded)
     if os.environ.get("SPEC_WRITE_SYNCS"):
         _write(rows)
     found = list(ROW.finditer(PAGE.read_text(encoding="utf-8")))
@@ -182,25 +222,10 @@ def test_the_codec_on_the_gpu_makes_the_bits_of_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_decoding_steps_stay_on_the_gpu(made: Any, name: str) -> None:
-    """Three rounds of drafting: the tokens of the CPU; one download per chain at most."""
-    dataset = HiddenStatesDataset(made[0] / "cpu")
-    head = TargetHead.from_dataset(dataset.path)
-    draft = build_draft(name, dataset, head).eval()
-    states = torch.randn(1, 9, len(draft.state_columns) * dataset.manifest.hidden_size)
-    drafted = []
-    for place in ("cpu", "cuda"):
-        with gpu(), torch.no_grad():
-            drafter = draft.to(place).drafter(head.to(place))
-            chains, at = [], 0
-            for count in (4, 2, 3):
-                part = states[:, at : at + count].to(place)
-                ids, _ = drafter.propose(list(range(at, at + count)), part, 2, Greedy())
-                assert ids.device.type == place
-                chains.append(download(ids).tolist())
-                at += count
-        drafted.append(chains)
-    assert drafted[0] == drafted[1]
+def test_decoding_steps_stay_on_the_gpu(decoded: Any, name: str) -> None:
+    """Three rounds of drafting: the tokens of the CPU."""
+    on_cpu, on_gpu, _ = decoded[name]
+    assert on_cpu == on_gpu
 
 
 def test_every_draft_is_here() -> None:
