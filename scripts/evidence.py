@@ -46,8 +46,8 @@ HELD_OUT = 20
 CORES = 2
 # CPU-seconds, for the estimates: per answer, per document, per 1,000 tokens trained, per prompt
 ANSWER, CAPTURE, DECODE = 1.1, 0.7, 14.0
-FIT = {"eagle3": 5.0, "dspark": 6.5, "peagle": 5.0, "dflash": 6.0, "eagle": 2.5}
-TOKENS_PER_DOCUMENT = 240
+FIT = {"eagle3": 6.0, "dspark": 6.5, "peagle": 5.0, "dflash": 6.0, "eagle": 2.5}
+TOKENS_PER_DOCUMENT = 225
 TRAINED = 0.98
 """Share of the documents that `spec-train fit` trains on by default; the peers' share, too."""
 PEER = """
@@ -171,7 +171,8 @@ class Evidence:
     def fit(self, draft: str, seed: int) -> None:
         """Train with all defaults; record the curve of simulated decoding on held-out documents."""
         run = self.work / "runs" / f"{draft}-{seed}"
-        size = ("--epochs", self.epochs(), "--seed", seed, "--keep", 6)
+        # every step logged: a validation tells the tokens of the last line of the log
+        size = ("--epochs", self.epochs(), "--seed", seed, "--keep", 6, "--log-every", 1)
         self.command("spec-train", "fit", draft, "--data", self.work / "data", "--out", run, *size)
         curve = [
             {
@@ -222,7 +223,7 @@ class Evidence:
         for checkpoint, tokens in (checkpoints[i] for i in sorted(chosen)):
             prompts = ("--prompts", held, "--max-new-tokens", self.settings.tokens)
             where = ("--draft", checkpoint, "--target", self.target)
-            made = f"{name}-{tokens}"
+            made = f"{name}-{checkpoint.name}"
             figures = self.asked("spec-train", "eval", *where, *prompts, name=made)
             lines.append({"tokens": tokens, **decoded_figures(figures)})
         self.record(name, {**record, "decoded": lines})
@@ -346,7 +347,7 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     add("--documents", type=int, default=1593, help="training prompts")
     add("--held-out", type=int, default=HELD_OUT, help="prompts of each kind that are decoded")
     add("--budget", type=int, default=750_000, help="tokens that each draft trains on")
-    add("--tokens", type=int, default=128, help="longest answer of real decoding")
+    add("--tokens", type=int, default=96, help="longest answer of real decoding")
     add("--peer-python", help="a Python with speculators 0.9, to train its drafts, too")
     add("--only", nargs="+", default=[], help="pieces to run, such as fit-eagle3-0")
     add("--minutes", type=float, default=600, help="stop after so many minutes")

@@ -17,6 +17,7 @@ import evidence  # noqa: E402
 import evidence_text  # noqa: E402
 
 KINDS = {"arithmetic": 1.5, "code": 2.5}
+STEPS = [f"{step:08}" for step in (2, 4, 6, 8, 10)]
 PAGE = "Before.\n<!-- evidence: lengths -->\nold\n<!-- end -->\nAfter.\n"
 
 
@@ -161,9 +162,9 @@ def test_what_is_there_is_not_run_again(tmp_path, monkeypatch, capsys):
 def test_points_of_a_run_and_their_tokens(tmp_path, monkeypatch):
     made, asked = options(tmp_path), []
     run = tmp_path / "w" / "runs" / "eagle3-0"
-    for step in (2, 4, 6, 8, 10):
-        (run / f"checkpoint-{step:08}").mkdir(parents=True)
-        (run / f"checkpoint-{step:08}" / "training_state.safetensors").write_text("large")
+    for step in STEPS:
+        (run / f"checkpoint-{step}").mkdir(parents=True)
+        (run / f"checkpoint-{step}" / "training_state.safetensors").write_text("large")
     lines = [{"step": step, "split": "train", "tokens": 100 * step} for step in range(11)]
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     made.record("eagle3-0", {"draft": "eagle3", "seed": 0, "curve": []})
@@ -176,14 +177,13 @@ def test_points_of_a_run_and_their_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence.Evidence, "asked", answer)
     monkeypatch.setattr(evidence, "decoded_figures", lambda figures: {"length": 1.5})
     made.decode("eagle3-0", 3)
-    assert asked == [
-        *(("00000002", "eagle3-0-200"), ("00000006", "eagle3-0-600")),
-        ("00000010", "eagle3-0-1000"),
-    ]
+    assert asked == [(step, f"eagle3-0-checkpoint-{step}") for step in STEPS[::2]]
+    decoded = json.loads((tmp_path / "r" / "eagle3-0.json").read_text())["decoded"]
+    assert [point["tokens"] for point in decoded] == [200, 600, 1000]
     assert made.has("eagle3-0", "decoded")() and not list(run.rglob("*.safetensors"))
     asked.clear()
     made.decode("eagle3-0", 1)
-    assert [name for _, name in asked] == ["eagle3-0-1000"]
+    assert [step for step, _ in asked] == STEPS[-1:]
 
 
 def test_a_command_is_stopped_when_the_time_is_over(tmp_path):
