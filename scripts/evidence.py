@@ -330,6 +330,7 @@ def decoded_figures(figures: dict[str, Any]) -> dict[str, Any]:
         "passes": figures["modelled"]["passes_per_round"],
         "cost_ratio": figures["speed"]["cost_ratio"],
         "verification_ratio": figures["speed"]["verification_ratio"],
+        "trained_prompts": figures["trained_prompts"],
         "threads": figures["threads"],
         "versions": figures["versions"],
     }

@@ -77,7 +77,7 @@ def lengths(results: Results) -> str:
             f"{mean(last, 'speedup'):.2f}x",
         )
         lines.append(row(cells))
-    return "\n".join([*lines, "", speeds(runs), rising(runs)])
+    return "\n".join([*lines, "", speeds(runs), rising(runs), *trained(runs)])
 
 
 def row(cells: tuple[str, ...]) -> str:
@@ -114,6 +114,16 @@ def rising(runs: Mapping[str, list[Any]]) -> str:
     if not still:
         return f"No length rose by more than 1 % {fifth}."
     return f"Still rising by more than 1 % {fifth}: {', '.join(still)}."
+
+
+def trained(runs: Mapping[str, list[Any]]) -> list[str]:
+    """Say how many prompts share text with training documents, if any do."""
+    last = [run["decoded"][-1] for some in runs.values() for run in some]
+    point = max(last, key=lambda p: p["trained_prompts"] or 0)
+    if not point["trained_prompts"]:
+        return []
+    shared = f"{point['trained_prompts']} of {point['responses']} prompts"
+    return [f"{shared} share 13 tokens in a row with a training document."]
 
 
 def gain(run: Mapping[str, Any]) -> float:

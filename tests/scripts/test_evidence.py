@@ -36,6 +36,7 @@ def point(length: float, tokens: int = 2_000, **others: float) -> dict:
         "cost_ratio": 0.1,
         "verification_ratio": 1.7,
         "threads": 2,
+        "trained_prompts": 1,
         **others,
     }
 
@@ -90,6 +91,7 @@ def test_a_block_is_made_from_the_results(results):
     assert "| DSpark | 2,000 | **1.60** (1.50 to 1.70) |" in page
     assert "held-out documents: EAGLE-3.\n" in page  # DSpark gained 0.3 %, the peer has no curve
     assert "a draft pass 0.10 to 0.10 (as here), and here, on 2 CPU threads, where" in page
+    assert "1 of 4 prompts share 13 tokens in a row with a training document.\n<!-- end" in page
     assert evidence_text.renewed(page, results) == page
     capture = evidence_text.renewed(PAGE.replace("lengths", "capture"), results)
     assert "captured once for every draft: 8,000 tokens, 12 MB, 1,500 bytes per token" in capture
