@@ -101,7 +101,11 @@ def test_bf16_is_the_arithmetic_on_every_rank(gentle, tmp_path):
 
 @pytest.mark.parametrize(
     ("draft", "sharding", "dtype"),
-    [("eagle3", "ddp", "fp32"), ("eagle3", "fsdp2", "bf16"), ("peagle", "fsdp2", "bf16")],
+    [
+        ("eagle3", "ddp", "float32"),
+        ("eagle3", "fsdp2", "bfloat16"),
+        ("peagle", "fsdp2", "bfloat16"),
+    ],
 )
 def test_gradients_are_exchanged_in_bf16_where_asked(gentle, tmp_path, draft, sharding, dtype):
     """A step differs from an exact one by the roundings of its gradients, and does differ."""
