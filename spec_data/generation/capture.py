@@ -25,7 +25,14 @@ from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import RunError
 from spec_data.shards.likelihood import SUMS, document_sums
 from spec_data.shards.packing import pack_documents
-from spec_data.shards.schema import FINAL, TEACHERS, Column, layer_column, predicts_supervised
+from spec_data.shards.schema import (
+    FINAL,
+    TEACHERS,
+    Column,
+    largest,
+    layer_column,
+    predicts_supervised,
+)
 from spec_data.shards.writer import UnitData
 
 # -- logits ----------------------------------------------------------------------------------------
@@ -125,12 +132,11 @@ def logit_columns(
         else:
             block = target.logits_of(final[part]) if len(final) else final.new_zeros(0, top_k or 1)
         wide = block.float()
-        argmax = block.argmax(-1)
-        largest = wide.gather(-1, argmax[:, None])  # [k, 1]
+        peak, argmax = largest(wide)  # [k]
         # They cost more than all other steps together, so they are computed once. The sum is not
         # finite if the largest logit is not.
-        exponentials = (wide - largest).exp_()
-        logsumexp = exponentials.sum(-1).log_() + largest[:, 0]
+        exponentials = (wide - peak[:, None]).exp_()
+        logsumexp = exponentials.sum(-1).log_() + peak
         parts.append({"target_argmax": argmax, "target_logsumexp": logsumexp})
         if top_k:
             top = wide.topk(top_k, dim=-1)

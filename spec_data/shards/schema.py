@@ -71,6 +71,29 @@ def apply_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSp
     return logits
 
 
+_BLOCK = 64  # entries of which the largest one is found at once
+
+
+def largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest entry of [..., V], and its index, int64; both [...].
+
+    Of equal entries it is the first. torch's own CPU kernel is several times slower.
+    """
+    width = x.shape[-1] // _BLOCK * _BLOCK
+    if x.device.type != "cpu" or width < 16 * _BLOCK:
+        peak, best = x.max(-1)
+        return peak, best
+    blocks = x[..., :width].unflatten(-1, (-1, _BLOCK))
+    peak, block = blocks.amax(-1).max(-1)  # [...] each
+    chosen = blocks.gather(-2, block[..., None, None].expand(*block.shape, 1, _BLOCK))
+    best = block * _BLOCK + chosen.squeeze(-2).argmax(-1)
+    if width < x.shape[-1]:
+        rest, at = x[..., width:].max(-1)
+        later = rest > peak
+        peak, best = torch.where(later, rest, peak), torch.where(later, at + width, best)
+    return peak, best
+
+
 def logit_error(logits: Tensor, argmax: Tensor, logsumexp: Tensor) -> Tensor:
     """Return the error of argmax (int64 [T]) and logsumexp (float32 [T]) against logits [T, V].
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spec_data.shards.schema import largest
+
 TILE_ELEMENTS = 1 << 18  # of a tile on a CPU: 1 MB of float32
-_BLOCK = 64  # entries of which the largest one is found at once
 
 
 def tiles(rows: int, width: int, device: torch.device) -> list[slice]:
@@ -25,23 +26,6 @@ def tiles(rows: int, width: int, device: torch.device) -> list[slice]:
 def dot(left: Tensor, right: Tensor) -> Tensor:
     """Return the sums of products over the last dimension; the others broadcast."""
     return (left * right).sum(-1)
-
-
-def largest(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest entry of [..., V], and its index, int64; both [...]."""
-    width = x.shape[-1] // _BLOCK * _BLOCK
-    if x.device.type != "cpu" or width < 16 * _BLOCK:
-        peak, best = x.max(-1)
-        return peak, best
-    blocks = x[..., :width].unflatten(-1, (-1, _BLOCK))
-    peak, block = blocks.amax(-1).max(-1)  # [...] each
-    chosen = blocks.gather(-2, block[..., None, None].expand(*block.shape, 1, _BLOCK))
-    best = block * _BLOCK + chosen.squeeze(-2).argmax(-1)
-    if width < x.shape[-1]:
-        rest, at = x[..., width:].max(-1)
-        later = rest > peak
-        peak, best = torch.where(later, rest, peak), torch.where(later, at + width, best)
-    return peak, best
 
 
 def softmax_sums(logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

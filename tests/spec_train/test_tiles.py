@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from spec_data.shards.schema import largest
 from spec_train.losses.teacher_rows import TeacherRows
-from spec_train.losses.tiles import dot, largest, log_sums, softmax_sums
+from spec_train.losses.tiles import dot, log_sums, softmax_sums
 from tests.tolerance import close
 
 SUMS = 2500  # terms of the longest sum
