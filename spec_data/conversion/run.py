@@ -40,7 +40,7 @@ from spec_data.generation.setup import (
     refuse_other_files,
     set_up,
 )
-from spec_data.models.devices import check_devices, usable_device
+from spec_data.models.devices import check_devices, use_device
 from spec_data.models.reading import load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
@@ -91,7 +91,7 @@ def set_up_conversion(
     if evidence is None:
         refuse_other_files(out)
         skeleton = SkeletonTarget(path, (), options.dtype, trust)
-        skeleton.move_to(usable_device(options.device))
+        skeleton.move_to(use_device(options.device))
         evidence = find_conventions(
             *(samples, path, load_tokenizer(path, trust), skeleton.normed),
             blocks=text.num_hidden_layers,
@@ -177,7 +177,7 @@ class StoredBackend(SkeletonTarget):
         """Load what the target's weights tell; `samples` are those of the plan."""
         options = setup.options
         super().__init__(setup.model_dir, setup.layers, options.dtype, options.trust_remote_code)
-        self.move_to(usable_device(options.device))
+        self.move_to(use_device(options.device))
         self._samples, self._evidence, self._documents = samples, evidence, plan.documents
         self._order = np.argsort(evidence.stored_layers)  # of the chunks, ascending
         if not samples.numbers:  # the plan was made before: only its rows tell their samples

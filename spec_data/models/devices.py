@@ -77,6 +77,20 @@ def memory_error_text(error: torch.OutOfMemoryError) -> str:
     return "; ".join([words, *getattr(error, "__notes__", [])])
 
 
+def use_device(name: str) -> torch.device:
+    """Return the device of --device, and make it the current one of this thread.
+
+    What names no device of its own, such as page-locked memory, then needs no other GPU.
+
+    Raises:
+        ConfigError: the device does not exist or cannot be used on this machine.
+    """
+    device = usable_device(name)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    return device
+
+
 def check_devices(name: str, device_map: object = None) -> None:
     """Raise ConfigError unless the device of --device, or all of --device-map, can be used here."""
     if not isinstance(device_map, Mapping):

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from spec_data.models.devices import DTYPES, check_devices, usable_device
+from spec_data.models.devices import DTYPES, check_devices, use_device
 from spec_data.models.reading import check_quantisation, load_config, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.models.target_options import Spread
@@ -77,7 +77,7 @@ def load_model(
     """
     spread = spread or Spread()
     check_devices(device, spread.device_map)  # before the weights are read
-    where = _where(usable_device(device), spread)
+    where = _where(use_device(device), spread)
     directory, _ = resolve_model(path)
     weight_files(directory)
     config = load_config(directory, trust)  # refuses what is no decoder-only model

@@ -60,7 +60,7 @@ class BufferOptions:
     """Page-lock the buffers, for fast copies to CUDA."""
     decode_on: torch.device | str | None = None
     """`DraftBatch.to` decodes lossy columns on this device, so that half of the bytes
-    cross the bus; None: the reading thread decodes them."""
+    cross the bus; None: the reading thread decodes them. Pinned batches go to this device."""
 
 
 class _Buffer:
@@ -101,7 +101,7 @@ class _Buffer:
         self._ids, self._places = self.document_ids.numpy(), self.position_ids.numpy()
         self.columns = tuple(columns)
         self.seq_len = seq_len
-        self._pinned = pin
+        self._pinned, self._device = pin, options.decode_on
         self._copied: Any = None  # CUDA event: the last copy out of these tensors is done
 
     def fill(self, dataset: Documents, packs: Sequence[Pack]) -> DraftBatch:
@@ -138,7 +138,7 @@ class _Buffer:
         """Note that all copies to the device are queued; `fill` waits until they are done."""
         if self._pinned:
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._device))
 
     def _batch(self, packs: Sequence[Pack], width: int) -> DraftBatch:
         view = {name: t[: len(packs), :width] for name, t in self.tensors.items()}

@@ -14,7 +14,7 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
-from spec_data.models.devices import compute_dtype, usable_device
+from spec_data.models.devices import compute_dtype, use_device
 from spec_data.models.resolve import cached_model, local_directory
 from spec_data.models.target_options import EngineOptions
 from spec_data.shards.errors import DatasetError, DraftError, SpecDataError
@@ -76,7 +76,7 @@ def examine(
         MissingError: draft, dataset or target do not exist.
         ConfigError: the device is not usable here.
     """
-    used = usable_device(device)
+    used = use_device(device)
     folder = resolve_draft_dir(draft)
     checks: list[Check] = []
     dataset = None

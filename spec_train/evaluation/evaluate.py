@@ -17,7 +17,7 @@ import transformers
 from spec_data import __version__
 from spec_data.corpus.prompt_overlap import Grams, add_prompt
 from spec_data.corpus.template import Template
-from spec_data.models.devices import compute_dtype, usable_device
+from spec_data.models.devices import compute_dtype, use_device
 from spec_data.models.identify import identify
 from spec_data.models.reading import load_config, load_tokenizer
 from spec_data.models.resolve import cached_model, local_directory, resolve_model
@@ -96,7 +96,7 @@ def measure(
     """
     folder = resolve_draft_dir(given)
     run = read_run(Path(given), folder)
-    where = usable_device(device)
+    where = use_device(device)
     # a published draft may leave its embedding or layers to the target
     facts = None if is_own_form(read_config(folder)) else _facts_of(documents, decoding)
     draft = load_draft(folder, facts, accept_edited=accept_edited).eval()

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spec_data.models.devices import compute_dtype, usable_device
+from spec_data.models.devices import compute_dtype, use_device
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.terminal.config import to_dict
@@ -54,7 +54,7 @@ def fit(draft_name: str, config: Training, options: DraftOptions) -> FitResult:
     """
     check_directory_to_write("--out", config.out)
     with (
-        Ranks(usable_device(config.device), config.sharding) as ranks,
+        Ranks(use_device(config.device), config.sharding) as ranks,
         contextlib.ExitStack() as at_end,
         explained_memory(config, options, lambda: "the set-up, before the first step"),
     ):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spec_data.models.devices import compute_dtype, usable_device
+from spec_data.models.devices import compute_dtype, use_device
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal.command import Result
 from spec_data.terminal.progress import bars, size
@@ -101,7 +101,7 @@ def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:
     if config.follow:
         raise ConfigError("--dry-run with --follow: its data are not there yet; leave one out")
     with (
-        Ranks(usable_device(config.device), config.sharding) as ranks,
+        Ranks(use_device(config.device), config.sharding) as ranks,
         explained_memory(config, options, lambda: "the set-up, before the first step"),
     ):
         if not ranks.alone:

@@ -124,7 +124,7 @@ class Saver:
 
         "master.<name>" is also the weight of that name in the draft that is written.
         """
-        held, copying = {}, False
+        held, devices = {}, set()
         for name, tensor in tensors:  # every rank iterates to the end: this gathers shards
             if self.directory is None:
                 continue
@@ -132,9 +132,9 @@ class Saver:
                 self._host[name] = _host_buffer(tensor)
             held[name] = self._host[name]
             held[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-            copying |= tensor.is_cuda
-        if copying:
-            torch.cuda.synchronize()
+            devices |= {tensor.device} if tensor.is_cuda else set()
+        for device in devices:
+            torch.cuda.synchronize(device)
         return held
 
     def checkpoint(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:

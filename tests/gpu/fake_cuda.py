@@ -1,4 +1,4 @@
-"""CUDA tensors for a machine without CUDA: they name cuda:0 as their device, and hold real numbers.
+"""CUDA tensors for a machine without CUDA: they name `CUDA` as their device, and hold real numbers.
 
 `FakeCuda` is a context in which `device="cuda"` works in factories and in `Tensor.to`. Its tensors
 take the same paths as on a GPU: code that asks for the device type, torch's autocast for CUDA, and
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from tests.gpu.kernels import KERNELS
 from tests.gpu.late_streams import COMPUTING, copied_late, current
 
-CUDA = torch.device("cuda:0")
+CUDA = torch.device("cuda:0")  # where tensors are; the current device is always cuda:0
 PACKAGES = ("spec_data", "spec_train")
 aten = torch.ops.aten
 
@@ -154,6 +154,14 @@ def move(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+def on_cuda(device: Any) -> bool:
+    """Return whether a device is the GPU; refuse one that is another GPU, or the current one."""
+    device = torch.device("cuda" if device is None else device)
+    if device.type == "cuda" and (device.index or 0) != CUDA.index:
+        raise MixedDevices(f"{device} is not {CUDA}")
+    return device.type == "cuda"
+
+
 def _on_cpu(x: Any) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, CudaTensor)
 
@@ -176,7 +184,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     _check(func, tensors, [x for x in indices if x is not None])
     if packet in WAITING:
         _note(WAITING[packet])
-    if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+    if kwargs.get("device") is not None and on_cuda(kwargs["device"]):
         kwargs = kwargs | {"device": "cpu"}
     held = tree_map(lambda x: x.held if isinstance(x, CudaTensor) else x, (args, kwargs))
     out = func(*held[0], **held[1])
@@ -248,8 +256,7 @@ def _copied(packet: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             copied_late(a, lambda: b)
         return into
     source, blocking = args[0], not kwargs.pop("non_blocking", False)
-    device = torch.device(kwargs.pop("device", None) or CUDA)
-    if device.type == "cpu":
+    if not on_cuda(kwargs.pop("device", None) or CUDA):
         _note("download")  # without pinned memory the host always waits
         return source.held.to(kwargs.get("dtype"), copy=True)
     if _on_cpu(source):
@@ -265,7 +272,7 @@ class _Factories(TorchDispatchMode):
         if any(isinstance(x, CudaTensor) for x in tree_flatten((args, kwargs))[0]):
             return _run(func, args, kwargs)
         device = kwargs.get("device")
-        if device is None or torch.device(device).type != "cuda":
+        if device is None or not on_cuda(device):
             return func(*args, **kwargs)
         if func.overloadpacket is aten._to_copy:
             return _copied(aten._to_copy, args, kwargs)
@@ -318,7 +325,7 @@ class FakeCuda(TorchFunctionMode):
             return args[0].held.tolist()
         if name in ("to", "cuda") and isinstance(args[0], Tensor):
             return self._moved(func, *args, **kwargs)
-        if kwargs.get("device") is None or torch.device(kwargs["device"]).type != "cuda":
+        if kwargs.get("device") is None or not on_cuda(kwargs["device"]):
             return func(*args, **kwargs)
         if any(isinstance(x, CudaTensor) for x in args):  # zeros_like, new_full: dispatched
             return func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
@@ -339,9 +346,9 @@ class FakeCuda(TorchFunctionMode):
                 dtype = arg
             elif isinstance(arg, str | torch.device):
                 device = arg
-        kind = x.device.type if device is None else torch.device(device).type
-        if kind != "cuda" or isinstance(x, CudaTensor):
-            more = {"device": "cpu"} if kind == "cpu" and isinstance(x, CudaTensor) else {}
+        there = on_cuda(x.device if device is None else device)
+        if not there or isinstance(x, CudaTensor):
+            more = {} if there or not isinstance(x, CudaTensor) else {"device": "cpu"}
             return x.to(dtype=dtype or x.dtype, copy=copy, **more)
         return _uploaded(x, dtype, blocking)
 

@@ -8,7 +8,7 @@ as plain functions, and every parameter then receives the same small gradient. C
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training import fit as fitting
 from spec_train.training import trainer, validation
-from tests.gpu import late_streams
+from tests.gpu import fake_cuda, late_streams
 from tests.gpu.fake_cuda import (
     FakeCuda,
     Syncs,
@@ -130,10 +130,22 @@ def install(patch: pytest.MonkeyPatch, done: Trained) -> None:
     patch.setattr(FakeCuda, "backward", staticmethod(backward))
 
 
+def _checked(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of `torch.cuda` that refuses another device than that of the tensors."""
+
+    def call(device: Any = None) -> Any:
+        assert fake_cuda.on_cuda(device)
+        return make()
+
+    return call
+
+
 @contextlib.contextmanager
-def gpu() -> Iterator[pytest.MonkeyPatch]:
+def gpu(device: str = "cuda") -> Iterator[pytest.MonkeyPatch]:
     """Make CUDA available to commands and modules too: they move by replacing parameters.
 
+    All tensors must be on `device`. The current device is cuda:0 and stays so: what names no device
+    is refused where `device` is another one.
     Trials of kernels end as on a GPU without a compiler: drafts take "merged".
     """
     torch.__future__.set_overwrite_module_params_on_conversion(True)
@@ -144,16 +156,20 @@ def gpu() -> Iterator[pytest.MonkeyPatch]:
             FakeCuda(),
             torch._C._AutoDispatchBelowAutograd(),
         ):
+            patch.setattr(fake_cuda, "CUDA", torch.device("cuda", torch.device(device).index or 0))
             for module in [m for m in sys.modules.values() if m.__name__.startswith("spec_")]:
                 if getattr(module, "usable_device", None) is usable_device:
                     patch.setattr(module, "usable_device", torch.device)
             patch.setattr(loading, "_where", lambda *_: {})  # read to the CPU, then moved
-            patch.setattr(model, "load_model", lambda *a, **k: load_model(*a, **k).to("cuda"))
+patch.setattr(model, "load_model", lambda *a, **k: load_model(*a, **k).to(device))
             patch.setattr(proofs, "_fastest", lambda forms, _: forms[-1])  # a mask
             patch.setattr(Target, "peak_memory", lambda *_: None)  # there is none to measure
             patch.setattr(masked, "tried", lambda name, make: "merged" in name)
             patch.setattr(torch.autograd.Function, "apply", classmethod(apply))
             late_streams.install(patch)
+            for name in ("Stream", "current_stream", "synchronize"):
+                patch.setattr(torch.cuda, name, _checked(getattr(torch.cuda, name)))
+            patch.setattr(torch.cuda, "set_device", fake_cuda.on_cuda)
             patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
             patch.setattr(torch.Tensor, "pin_memory", lambda x, *_: page_locked(x.clone()))
             patch.setattr(torch.cuda, "get_device_name", lambda *_: "no GPU")
@@ -176,7 +192,7 @@ def fit_on(device: str, name: str, data: Path, out: Path, steps: int = 1) -> Tra
             patch.setattr(fitting, "Trainer", watched(done))
             fitting.fit(name, config, options)
             return done
-        with gpu() as machine:
+        with gpu(device) as machine:
             install(machine, done)
             fitting.fit(name, config, options)
     return done

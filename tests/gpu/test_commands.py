@@ -18,8 +18,10 @@ from spec_data.generation import run as generation_run
 from spec_data.shards.codecs import Basis, decompress, encode
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.shard import CodedRows, StoredRows
+from spec_train.diagnosis.examination import examine
 from spec_train.drafts import DRAFTS, peagle
 from spec_train.drafts.frames import slots_of
+from spec_train.evaluation.evaluate import Documents, measure
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy
 from tests.gpu.fake_cuda import (
@@ -41,6 +43,7 @@ ROW = re.compile(
     r"^\| (generate|fit|validate|decode) \| `(\S+)` \| ([a-z ]+) \| (\d+) \| (.+) \|$", re.MULTILINE
 )
 Rows = dict[tuple[str, str, str], int]
+SECOND = "cuda:1"  # while the current device is cuda:0
 NAMES = ("eagle", "eagle3", "peagle", "dspark", "dflash")
 FITTED = NAMES[:4]  # dflash trains with the code of dspark
 
@@ -64,9 +67,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
             found.append(syncs)
             yield captured
 
-    with gpu() as patch:
+    with gpu(SECOND) as patch:
         patch.setattr(generation_run, "capture_units", counted)
-        run(target, corpus, folder / "gpu", device="cuda", **given)
+        run(target, corpus, folder / "gpu", device=SECOND, **given)
     return folder, found[-1]
 
 
@@ -75,8 +78,8 @@ def fitted(made: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Steps of the drafts on the GPU, and one on the CPU in float32, from lossy columns."""
     folder, runs = tmp_path_factory.mktemp("fitted"), {}
     for name in FITTED:
-        for device, steps in (("cuda", 2), ("cpu", 1)):
-            out = folder / f"{name}-{device}"
+        for device, steps in ((SECOND, 2), ("cpu", 1)):
+            out = folder / f"{name}-{device[:4]}"
             runs[name, device] = fit_on(device, name, made[0] / "cpu", out, steps)
     return runs
 
@@ -95,10 +98,10 @@ def test_a_dataset_made_on_the_gpu_equals_that_of_the_cpu(made: Any) -> None:
 
 @pytest.mark.parametrize("name", FITTED)
 def test_the_first_loss_is_that_of_the_cpu_in_float32(fitted: Any, name: str) -> None:
-    gpu_loss, cpu_loss = (fitted[name, device].losses[0] for device in ("cuda", "cpu"))
+    gpu_loss, cpu_loss = (fitted[name, device].losses[0] for device in (SECOND, "cpu"))
     allowed = torch.finfo(torch.bfloat16).eps * roundings(2) ** 0.5
     assert abs(gpu_loss - cpu_loss) <= allowed * abs(cpu_loss)
-    weights = fitted[name, "cuda"].trainer.masters.params
+    weights = fitted[name, SECOND].trainer.masters.params
     assert all(isinstance(p, CudaTensor) and p.dtype == torch.float32 for p in weights)
 
 
@@ -136,8 +139,8 @@ def _observed(made: Any, fitted: Any, decoded: Any) -> Rows:
     """
     rows = {("generate", *key): count for key, count in made[1].items()}
     for command, counts in {
-        "fit": [fitted[name, "cuda"].syncs[1] for name in FITTED],
-        "validate": [fitted[name, "cuda"].validations[-1] for name in FITTED],
+        "fit": [fitted[name, SECOND].syncs[1] for name in FITTED],
+        "validate": [fitted[name, SECOND].validations[-1] for name in FITTED],
         "decode": [syncs for _, _, syncs in decoded.values()],
     }.items():
         most: Syncs = Counter()
@@ -174,6 +177,26 @@ def test_every_host_sync_is_in_the_table_with_its_reason(
     gone = table.keys() - rows.keys()
     assert not gone, f"host_syncs.md names host syncs that are gone; SPEC_WRITE_SYNCS=1: {gone}"
     assert all(m.group(5).strip() not in ("", "?") for m in found)
+
+
+def test_eval_and_doctor_run_on_the_second_gpu(made: Any, fitted: Any) -> None:
+    """What names no device, or waits for another one, is refused there."""
+    folder, draft = made[0], fitted["eagle3", "cpu"].trainer.config.out
+    data = str(folder / "cpu")
+    with gpu(SECOND):
+        report = measure(draft, Documents(data=data), None, draft_tokens=[0], device=SECOND)
+        diagnosis = examine(draft, data, None, device=SECOND)
+    assert report["device"].startswith(SECOND)
+    assert diagnosis.kind == "eagle3"  # too few documents to try conventions
+    planted = (
+        torch.cuda.synchronize,
+        torch.cuda.current_stream,
+        lambda: torch.ones(2, device="cuda"),
+    )
+    with gpu(SECOND):
+        for fault in planted:
+            with pytest.raises(MixedDevices, match="cuda is not cuda:1"):
+                fault()
 
 
 def test_a_planted_sync_and_a_planted_cpu_tensor_are_found(

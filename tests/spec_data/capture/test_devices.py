@@ -86,7 +86,7 @@ def test_weights_are_read_to_their_device(device, expected, tmp_path, monkeypatc
     tiny_model("llama").save_pretrained(tmp_path)
     load = Mock(side_effect=OSError)
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", load)
-    monkeypatch.setattr(loading, "usable_device", torch.device)
+    monkeypatch.setattr(loading, "use_device", torch.device)
     monkeypatch.setattr(loading, "check_devices", lambda *_: None)
     with pytest.raises(TargetError, match="cannot load"):
         loading.load_model(str(tmp_path), device=device)
