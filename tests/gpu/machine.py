@@ -161,7 +161,7 @@ def gpu(device: str = "cuda") -> Iterator[pytest.MonkeyPatch]:
                 if getattr(module, "usable_device", None) is usable_device:
                     patch.setattr(module, "usable_device", torch.device)
             patch.setattr(loading, "_where", lambda *_: {})  # read to the CPU, then moved
-patch.setattr(model, "load_model", lambda *a, **k: load_model(*a, **k).to(device))
+            patch.setattr(model, "load_model", lambda *a, **k: load_model(*a, **k).to(device))
             patch.setattr(proofs, "_fastest", lambda forms, _: forms[-1])  # a mask
             patch.setattr(Target, "peak_memory", lambda *_: None)  # there is none to measure
             patch.setattr(masked, "tried", lambda name, make: "merged" in name)

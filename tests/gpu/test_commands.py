@@ -189,8 +189,8 @@ def test_eval_and_doctor_run_on_the_second_gpu(made: Any, fitted: Any) -> None:
     assert report["device"].startswith(SECOND)
     assert diagnosis.kind == "eagle3"  # too few documents to try conventions
     planted = (
-        torch.cuda.synchronize,
-        torch.cuda.current_stream,
+        lambda: torch.cuda.synchronize(),
+        lambda: torch.cuda.current_stream(),
         lambda: torch.ones(2, device="cuda"),
     )
     with gpu(SECOND):
