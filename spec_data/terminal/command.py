@@ -42,7 +42,7 @@ from cyclopts.config import Dict
 from spec_data.shards.files import write_atomically
 from spec_data.terminal import NOTICE, WIDTH
 from spec_data.terminal.config import checked, flag, read_config_file
-from spec_data.terminal.console import log_file, print_text, run_cli
+from spec_data.terminal.console import print_text, run_cli, start_log_file
 from spec_data.terminal.paths import check_file_to_write
 from spec_data.terminal.types import ONE_TOKEN, comma_list
 
@@ -289,14 +289,14 @@ class Program:
             assert entry is not None
             given.update(call.arguments)
             started = time.monotonic()
-            with log_file(entry.logs(given) if entry.logs else None) as file:
-                result = entry.function(*call.args, **call.kwargs)
-                if isinstance(result, Result):
-                    logger.info("%s", result.details())
-                _show(result, common.json)
-                if file is not None:
-                    seconds = time.monotonic() - started
-                    logger.log(NOTICE, "%.0f seconds; everything else: %s", seconds, file)
+            file = start_log_file(entry.logs(given)) if entry.logs else None
+            result = entry.function(*call.args, **call.kwargs)
+            if isinstance(result, Result) and (details := result.details()):
+                logger.info("%s", details)
+            _show(result, common.json)
+            if file is not None and file.written:
+                seconds = time.monotonic() - started
+                logger.log(NOTICE, "%.0f seconds; everything else: %s", seconds, file.path)
             return self._finish(result, words)
 
         return run_cli(run, common, stopped)

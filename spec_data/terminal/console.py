@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import logging
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -26,6 +27,7 @@ from spec_data.terminal import NOTICE, WIDTH
 log = logging.getLogger(__name__)
 
 logging.addLevelName(NOTICE, "NOTICE")
+_LOGIN = re.compile(r"://[^/\s@]+@")
 _LONG = 40  # a warning of more characters, before its values are set, is recognised by them
 
 _NOISY = (
@@ -57,13 +59,15 @@ class _ConsoleHandler(logging.StreamHandler):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Leave out a warning that was shown before, with other names or numbers."""
-        message = record.getMessage()
-        warning = record.msg if len(record.msg) > _LONG else message
-        if warning in self.seen and record.levelno >= logging.WARNING and self.level > logging.INFO:
-            self.repeated += 1
-            return False
-        self.seen.add(warning)
-        return bool(message and super().filter(record))
+        if record.levelno == logging.WARNING and self.level > logging.INFO:
+            warning = str(record.msg)
+            if len(warning) <= _LONG:
+                warning += str(record.args)
+            if warning in self.seen:
+                self.repeated += 1
+                return False
+            self.seen.add(warning)
+        return bool(super().filter(record))
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the lines; on a terminal, long ones are wrapped."""
@@ -97,10 +101,14 @@ def wrapped(line: str) -> str:
     )
 
 
-class _LogFile(logging.Handler):
-    """Appends every line to a file, once what it is about exists; `of` is that path.
+class LogFile(logging.Handler):
+    """Appends every line to the file OF.log, once OF exists, until the command ends. Names and
+    passwords are taken out of URLs.
 
     A file that cannot be written is no error: the lines are on the console with --verbose.
+
+    Attributes:
+        written: whether the file has all lines.
     """
 
     def __init__(self, of: Path) -> None:
@@ -109,28 +117,32 @@ class _LogFile(logging.Handler):
         self._lines: list[str] = []
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
 
+    @property
+    def written(self) -> bool:
+        return not self._lines and self.path.is_file()
+
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, and those before it."""
-        self._lines.append(self.format(record) + "\n")
-        with contextlib.suppress(OSError):
+        try:
+            self._lines.append(_LOGIN.sub("://", self.format(record)) + "\n")
             if self.of.exists():
-                with self.path.open("a", encoding="utf-8") as file:
+                with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                     file.write("".join(self._lines))
                 self._lines = []
+        except OSError:
+            pass
+        except Exception:  # a library's record that cannot be formatted
+            self.handleError(record)
 
 
-@contextlib.contextmanager
-def log_file(of: str | os.PathLike[str] | None) -> Iterator[Path | None]:
-    """Append all log lines to OF.log while this is open; yield its path. None: no file."""
+def start_log_file(of: str | os.PathLike[str] | None) -> LogFile | None:
+    """Append all log lines of this command, errors too, to OF.log. None, or a URL: no file."""
     if of is None or scheme_of(str(of)):
-        yield None
-        return
-    handler = _LogFile(Path(of))
-    logging.getLogger().addHandler(handler)
-    try:
-        yield handler.path
-    finally:
-        logging.getLogger().removeHandler(handler)
+        return None
+    path = Path(of)
+    log_file = LogFile(path if path.name.strip(".") else path.resolve())  # "." and ".."
+    logging.getLogger().addHandler(log_file)
+    return log_file
 
 
 @contextlib.contextmanager
@@ -157,8 +169,10 @@ def console_logging(level: int, debug: bool) -> Iterator[None]:
             yield
     finally:
         if console.repeated:
-            log.log(NOTICE, "%d repeated warnings: see --verbose", console.repeated)
-        root.removeHandler(console)
+            log.log(NOTICE, "repeated warnings: %d (see --verbose)", console.repeated)
+        for handler in root.handlers[:]:
+            if handler is console or isinstance(handler, LogFile):
+                root.removeHandler(handler)
         root.setLevel(before)
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import os
 import random
 import re
@@ -18,6 +19,7 @@ import pytest
 from spec_data import cli
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sources import expected_rows
+from spec_data.terminal.console import console_logging, start_log_file
 from spec_train import cli as train_cli
 from tests.terminal_tools import COLUMNS, drawings, environment, flags_of, on_terminal, screen
 
@@ -282,13 +284,18 @@ from spec_data.terminal import NOTICE, console
 log = logging.getLogger("x")
 
 def work():
-    with console.log_file(Path(sys.argv[1])):
-        log.info("a detail")
-        for shard in range(3):
-            log.warning("warning[codec]: column %d is stored in bf16 instead of few bits", shard)
-        log.warning("warning[codec]: %s", "something else " * 9)
-        Path(sys.argv[1]).mkdir()
-        log.log(NOTICE, "next")
+    file = console.start_log_file(Path(sys.argv[1]))
+    log.info("a detail")
+    for shard in range(3):
+        log.warning("warning[codec]: column %d is stored in bf16 instead of few bits", shard)
+    log.warning("warning[codec]: %s", "something else " * 9)
+    for message in (ValueError("an object"), "%d wrong"):  # of libraries
+        log.warning(message, *["x"] * isinstance(message, str))
+    assert not file.written
+    Path(sys.argv[1]).mkdir()
+    log.log(NOTICE, "next \\udcff")
+    assert file.written
+    raise MemoryError("of http://me:secret@host/v1")
 
 sys.exit(console.run_cli(work, Namespace(quiet=False, verbose=len(sys.argv) > 2, debug=False)))
 """
@@ -299,9 +306,24 @@ def test_repeated_warnings_are_shown_once_and_the_log_file_has_everything(tmp_pa
     out = tmp_path / "data"
     code, raw = on_terminal("-c", LINES, str(out), *(["-v"] if verbose else []))
     lines = screen(raw)
-    assert code == 0 and max(map(len, lines)) < COLUMNS
+    assert code == 1 and max(map(len, lines)) < COLUMNS
     assert sum("stored in bf16" in line for line in lines) == (3 if verbose else 1)
-    assert ("a detail" in lines) == verbose and "next" in lines
-    assert any("2 repeated warnings" in line for line in lines) != verbose
+    assert ("a detail" in lines) == verbose and "an object" in lines
+    assert any("repeated warnings: 2" in line for line in lines) != verbose
     text = (tmp_path / "data.log").read_text()
     assert text.count("INFO a detail") == 1 and text.count("stored in bf16") == 3
+    assert "an object" in text and "ERROR error: MemoryError: of http://host/v1" in text
+
+
+@pytest.mark.parametrize("out", [".", "..", "../other"])
+def test_the_log_file_is_beside_any_folder(tmp_path, monkeypatch, out):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "in")
+    with console_logging(logging.WARNING, debug=False):
+        file = start_log_file(out)
+        logging.getLogger("x").warning("a line")
+        assert file is not None and file.written
+    assert file not in logging.getLogger().handlers
+    assert file.path.resolve() == Path(f"{Path(out).resolve()}.log")
+    file.path.unlink()
