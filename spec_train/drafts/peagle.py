@@ -548,28 +548,43 @@ def element_masks(
     return drafted, step_masks(inside, document_ids, depths) & sampled
 
 
-class InTurn(torch.autograd.Function):
-    """The sum of losses, each computed and differentiated before the next one starts."""
+class _Differentiated(torch.autograd.Function):
+    """A number whose gradients are known."""
 
     @staticmethod
-    def forward(ctx: Any, losses: Sequence[Callable[[], Tensor]], *parameters: Tensor) -> Tensor:
-        total, gradients = None, [torch.zeros_like(p) for p in parameters]
-        for loss in losses:
-            with torch.enable_grad():
-                value = loss()
-            # The backward pass of a training loop runs outside autocast, so this one does too.
-            with torch.autocast(value.device.type, enabled=False):
-                parts = torch.autograd.grad(value, parameters)
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient += part
-            total = value.detach() if total is None else total + value.detach()
+    def forward(
+        ctx: Any, value: Tensor, gradients: Sequence[Tensor], *parameters: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*gradients)
-        assert total is not None  # there is at least one loss
-        return total
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(gradient * grads[0].to(gradient.dtype) for gradient in ctx.saved_tensors)
+        given = (gradient * grads[0].to(gradient.dtype) for gradient in ctx.saved_tensors)
+        return None, None, *given
+
+
+def in_turn(losses: Sequence[Callable[[], Tensor]], parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return the sum of two or more losses; each is differentiated before the next one starts.
+
+    The last one keeps its graph: gradients become complete layer by layer, so that several
+    processes exchange those of one layer during the backward pass of the next.
+    """
+    total, gradients = None, [torch.zeros_like(p) for p in parameters]
+    for loss in losses[:-1]:
+        value = loss()
+        # The backward pass of a training loop runs outside autocast, so this one does too.
+        with torch.autocast(value.device.type, enabled=False):
+            parts = torch.autograd.grad(value, parameters)
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient += part
+        total = value.detach() if total is None else total + value.detach()
+    assert total is not None
+    # A backward pass visits what was made last first. So the casts of weights are made anew, each
+    # with its layer, and the known gradients join at the end.
+    torch.clear_autocast_cache()
+    last = losses[-1]()
+    return _Differentiated.apply(total, gradients, *parameters) + last
 
 
 # -- loss ------------------------------------------------------------------------------------------
@@ -649,9 +664,7 @@ def parallel_loss(
     if not losses:
         loss = draft.zero_loss()
     elif len(losses) > 1 and torch.is_grad_enabled():
-        # the last one has a graph of its own: its gradients are complete layer by layer, so that
-        # several processes exchange those of one layer during the backward pass of the next
-        loss = InTurn.apply(losses[:-1], *draft.trainable_parameters()) + losses[-1]()
+        loss = in_turn(losses, draft.trainable_parameters())
     else:
         loss = torch.stack([part() for part in losses]).sum()
     sums = {

@@ -287,6 +287,21 @@ def test_bfloat16_and_autocast_stay_near_float32(dataset, head, name, options):
         close(out.loss, exact.loss, dtype=torch.bfloat16, terms=roundings(4) / slots)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_segments_deliver_gradients_layer_by_layer(dataset, head, dtype):
+    """Several processes send those of the last layer while the first one is differentiated."""
+    draft = build_draft("peagle", dataset, head, num_layers=2, segments=3)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        loss = loss_of(draft, packed(dataset), head).loss
+    events: list[str] = []
+    names = {parameter: name for name, parameter in draft.named_parameters()}
+    for parameter in draft.trainable_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: events.append(names[p]))
+    loss.backward()
+    layers = [name.split(".")[1] for name in events if name.startswith("layers.")]
+    assert layers == sorted(layers, reverse=True) and set(layers) == {"0", "1"}
+
+
 @pytest.mark.parametrize("name", DRAFTS)
 def test_training_lowers_the_loss_and_leaves_the_embedding_and_the_frequencies(dataset, head, name):
     draft, batch = build_draft(name, dataset, head), packed(dataset)

@@ -5,15 +5,18 @@ import pytest
 from spec_train.training.advice import advice
 
 
-def curves(trained, held_out, epochs=3.0, chains=2000, steps=300):
-    """Lines of metrics.jsonl: gains as functions of the share of the steps that are done."""
+def curves(trained, held_out, epochs=3.0, chains=2000, steps=300, deeper=0):
+    """Lines of metrics.jsonl: tokens accepted of two, as functions of the share of the steps that
+    are done. Validations may measure `deeper` depths than training does, all accepted.
+    """
     lines = [
-        {"step": step, "epoch": epochs * step / steps, "acceptance_length": 1 + gain(step / steps)}
-        for gain, every in ((trained, 10), (held_out, 50))
+        {"step": step, "epoch": epochs * step / steps, "accept_rate/1": gain(step / steps) / 2}
+        | {f"accept_rate/{d}": 1.0 for d in range(2, 3 + more)}
+        for gain, every, more in ((trained, 10, 0), (held_out, 50, deeper))
         for step in range(every, steps + 1, every)
     ]
     half = steps // 10
-    start = {"step": 0, "acceptance_length": 1.0, "chains": chains}
+    start = {"step": 0, "chains": chains}
     return lines[:half], [start, *(line | {"chains": chains} for line in lines[half:])]
 
 
@@ -38,6 +41,12 @@ def higher(share):
         (flat, flat, {}, ""),  # neither: the curves say nothing
         (higher, flat, {"epochs": 0.9}, ""),  # every document was new
         (rising, rising, {"epochs": 0.9}, "more steps"),
+        (
+            higher,
+            flat,
+            {"deeper": 2},
+            "more data (accepted of 2 drafted: 1.50 on trained documents, 1.00",
+        ),
         (rising, rising, {"chains": 100}, ""),  # too few held-out tokens
         (rising, rising, {"steps": 200}, ""),  # too few validations
         (rising, lambda share: 0.0, {}, ""),
