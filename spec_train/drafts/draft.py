@@ -206,9 +206,9 @@ class Draft(nn.Module, ABC):
             names = self.columns(dataset.manifest.supervision)
             batch = document_batch(batch, names, weight.dtype).to(weight.device)
             key = dataset.manifest.fingerprint, weight.dtype, weight.device
-            if head is None and (self._head is None or self._head[0] != key):
-                self._head = key, TargetHead.from_dataset(dataset, weight.dtype, weight.device)
-            if head is None and self._head is not None:
+            if head is None:
+                if self._head is None or self._head[0] != key:
+                    self._head = key, TargetHead.from_dataset(dataset, weight.dtype, weight.device)
                 head = self._head[1]
         if head is None:
             raise DatasetError("a batch needs the target's head: pass TargetHead.from_dataset(ds)")
