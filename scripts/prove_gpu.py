@@ -6,8 +6,8 @@
 
 The parts run in order of importance. What does not hold is a failed row of the table, not the end
 of the script. After every row, --out/rows.json holds all rows so far: a run that is cut off loses
-nothing, and the next one does the parts that are not done. A part starts only if its usual time is
-left of --budget-seconds.
+nothing, and the next one does the parts that are not done, or all if code, torch or GPU changed. A
+part starts only if its usual time is left of --budget-seconds.
 
 Nothing is installed and nothing is downloaded: the target is made here, with random weights. The
 first row names what the machine lacks, and how to carry it there.

@@ -1,9 +1,10 @@
 """What all parts share: rows, the budget, sizes, a clock and memory of the device.
 
 rows.json holds all rows, written after each one, and the parts that are done. A run that finds it
-keeps those parts and does the others.
+keeps those parts and does the others, if code, torch and GPU are still the same.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 ROWS = "rows.json"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Bench:
@@ -29,13 +31,16 @@ class Bench:
         self.facts: dict[str, Any] = {}  # peak matmul FLOP/s, the target; numbers and texts
         self.done: list[str] = []
         self._deadline = deadline
+        gpu = torch.cuda.get_device_name() if self.on_gpu else ""
+        self._of = {"device": device, "tiny": tiny, "gpu": gpu, "torch": torch.__version__}
+        self._of["code"] = _code()
         self._load()
 
     def _load(self) -> None:
         """Take over the finished parts of an earlier run of this kind."""
         path = self.out / ROWS
         state = json.loads(path.read_text()) if path.is_file() else {}
-        if (state.get("device"), state.get("tiny")) == (self.device, self.tiny):
+        if state.get("of") == self._of:
             self.done, self.facts = state["done"], state["facts"]
             self.rows = [row for row in state["rows"] if row["part"] in self.done]
 
@@ -67,8 +72,7 @@ class Bench:
         print(_line(self.rows[-1]), flush=True)
 
     def _write(self) -> None:
-        state = {"device": self.device, "tiny": self.tiny, "done": self.done}
-        state |= {"facts": self.facts, "rows": self.rows}
+        state = {"of": self._of, "done": self.done, "facts": self.facts, "rows": self.rows}
         partial = self.out / f".{ROWS}"
         partial.write_text(json.dumps(state, indent=1, default=str))
         partial.replace(self.out / ROWS)
@@ -149,6 +153,12 @@ class Bench:
     def table(self) -> str:
         """Return all rows as text."""
         return "\n".join(map(_line, self.rows))
+
+
+def _code() -> str:
+    """Return a hash of all code that is proven or proves."""
+    sources = (p for d in ("spec_data", "spec_train", "scripts") for p in (ROOT / d).rglob("*.py"))
+    return hashlib.sha256(b"".join(p.read_bytes() for p in sorted(sources))).hexdigest()
 
 
 def _line(row: dict[str, Any]) -> str:

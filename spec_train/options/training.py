@@ -76,7 +76,8 @@ class Training:
     gradients and optimizer are split among them, for drafts that do not fit one GPU."""
     exchange: Annotated[Literal["fp32", "bf16"], RUNNING] = "fp32"
     """What several processes send each other: gradients, and the weights that fsdp2 gathers, as
-    they are; or rounded to bf16, which is half of the bytes."""
+    they are; or rounded to bf16, which is half of the bytes. With bf16, fsdp2 also adds up the
+    gradients of --accumulation in bf16."""
     seq_len: Annotated[int, Meta(ge=4)] = DOCUMENT_LENGTH
     """Tokens per pack; longer documents are cut to it, and counted. Set it to the --max-length of
     the dataset to lose nothing; memory grows with it."""

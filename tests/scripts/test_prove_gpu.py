@@ -82,6 +82,8 @@ def test_the_same_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     part("codecs")
     assert prove_gpu.run(names, options) == 0 and calls == [*names, "codecs"]
     assert Bench("cpu", True, tmp_path, deadline=0.0).facts == {"machine": 1, "codecs": 3}
+    monkeypatch.setattr("gpu.bench._code", lambda: "changed")  # so what was done proves nothing
+    assert prove_gpu.run(["machine"], options) == 0 and calls[-1] == "machine"
     options.tiny = False  # another kind of run: nothing of it is done
     assert prove_gpu.run(["ring"], options) == 3
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
