@@ -107,8 +107,8 @@ class DraftConfig(LayerSizes):
         if layers and layers[-1] >= shape.num_hidden_layers - 1:
             log.warning(
                 "warning[last-layer]: layer %d is the target's last block: engines disagree on "
-                "whether its output is "
-                "taken before or after the final norm; do not use it in drafts for serving",
+                "whether its output is taken before or after the final norm; do not use it in "
+                "drafts for serving",
                 layers[-1],
             )
         options = options.sized(shape.hidden_size, shape.num_hidden_layers)

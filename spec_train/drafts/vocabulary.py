@@ -33,8 +33,7 @@ def choose_vocabulary(
         if missing:
             log.warning(
                 "warning[vocabulary]: --draft-vocab %s lacks the special tokens %s: the draft "
-                "can never "
-                "propose them, so it never drafts the end of a turn if it is among them",
+                "can never propose them, so it never drafts the end of a turn if it is among them",
                 *(options.draft_vocab, missing),
             )
     elif options.draft_vocab_coverage is None and not 0 < size < vocab:

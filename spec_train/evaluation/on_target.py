@@ -201,8 +201,7 @@ class PairedDecoding:
                 self.too_long.append(prompt.where)
                 log.warning(
                     "warning[long-prompt]: %s: skipped; its %d tokens leave no room for an "
-                    "answer in the target's "
-                    "context",
+                    "answer in the target's context",
                     *(prompt.where, len(ids)),
                 )
                 break

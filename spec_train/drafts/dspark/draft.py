@@ -247,8 +247,7 @@ class DSparkDraft(LayersDraft):
         else:
             log.warning(
                 "warning[lm-head]: the draft's lm_head is not made of the target's rows: it is "
-                "kept, and "
-                "not trained"
+                "kept, and not trained"
             )
 
     # -- drafting ---------------------------------------------------------------------------------
