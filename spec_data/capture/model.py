@@ -272,8 +272,7 @@ class Target:
             if reason is not None:
                 logger.warning(
                     "warning[long-rows]: documents of over %d tokens are captured without chunks "
-                    "(%s): memory grows "
-                    "with the square of their length",
+                    "(%s): memory grows with the square of their length",
                     *(LONG_ROW, reason),
                 )
         return self._chunks[beyond]

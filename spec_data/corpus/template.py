@@ -140,8 +140,7 @@ class Template:
         if _CLOCK in str(self.tokenizer.chat_template) and not self.kwargs.keys() & set(names):
             logger.warning(
                 "warning[template-date]: the chat template prints today's date, so documents "
-                "rendered on another day "
-                "differ; set a fixed date with the template kwarg %s",
+                "rendered on another day differ; set a fixed date with the template kwarg %s",
                 " or ".join(names),
             )
 

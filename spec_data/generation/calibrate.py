@@ -244,8 +244,7 @@ def fitted(
         return best
     logger.warning(
         "warning[codec]: %s is stored in bf16, because --codec cannot reach a quality of %g with "
-        "few bits "
-        "(%s)",
+        "few bits (%s)",
         *(column.name, column.quality, str(error)),
     )
     return structs.replace(column, codec="bf16", quality=0.0), None

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from spec_data.capture.backend import BackendOptions, ForwardBatch, TargetBackend, open_backend
-from spec_data.capture.mask_forms import ROWS, SINGLE
+from spec_data.capture.mask_forms import ROWS, SINGLE, VARLEN
 from spec_data.capture.proofs import proof_documents, proof_length, proof_text
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import (
@@ -114,6 +114,11 @@ def prepare_capture(
     if not share():
         draft = prove_target(setup, plan, target, out)
     columns, codec, form = draft.columns, draft.codec, draft.packing.form
+    if form == VARLEN and target.device.type == "cpu":
+        raise RunError(
+            f"{out} was begun on a GPU, with a kernel ({form}) that no CPU has: resume it on a "
+            "GPU, or choose another --out"
+        )
     widths = {c.name: c.width or 1 for c in columns if c.lossy}
     proven, batch_tokens = draft.captured_with, setup.options.tokens_per_forward
     if proven != running_facts(target, proven["batch_tokens"]):  # other devices
@@ -150,8 +155,10 @@ def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> 
     if not setup.options.supervision.startswith("logits"):
         head_error = target.prove_head(documents)
     proof = target.prove(documents, plan.pack_length, setup.options.packing)
-    level = logging.INFO if "rows" not in proof.form else logging.WARNING
-    logger.log(level, "packing: %s", proof_text(proof))
+    if "rows" in proof.form:
+        logger.warning("warning[packing]: %s", proof_text(proof))
+    else:
+        logger.info("packing: %s", proof_text(proof))
     asked = setup.options.tokens_per_forward
     batch_tokens = choose_batch_tokens(target, plan, proof.form, setup.columns, asked)
     check_agreement(setup, plan, target, proof.form, batch_tokens, chosen)
@@ -438,9 +445,8 @@ def _check_running(
         )
     noise = float(f"{max(difference, packing.noise or 0.0):.2g}")
     logger.warning(
-        "warning[mixed-capture]: finished units were captured with other settings (%s). The "
-        "states are equal up "
-        "to rounding of %.1e, and the manifest records both",
+        "warning[mixed-capture]: finished units were captured with other settings (%s). The states "
+        "are equal up to rounding of %.1e, and the manifest records both",
         *(changes, noise),
     )
     digest = hashlib.sha256(json.dumps(here, sort_keys=True).encode()).hexdigest()[:12]

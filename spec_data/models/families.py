@@ -283,9 +283,8 @@ def fitted_shape(config: dict[str, Any], positions: Positions | None) -> TargetS
     eps = positions.norm.get("eps")
     if eps is not None and not math.isclose(eps, shape.rms_norm_eps, rel_tol=1e-6):
         log.warning(
-            "warning[rope]: config.json leads to eps %g of the norms, the target's final norm "
-            "has %g, "
-            "which is used",
+            "warning[rope]: config.json leads to eps %g of the norms, the target's final norm has "
+            "%g, which is used",
             *(shape.rms_norm_eps, eps),
         )
         shape = replace(shape, rms_norm_eps=eps)
@@ -314,8 +313,7 @@ def _with_table(shape: TargetShape, table: RopeTable) -> TargetShape:
             if parameters is not stated:
                 log.warning(
                     "warning[rope]: the rope of the target's config.json, %s, is not what its "
-                    "rotary "
-                    "module computes. The module decides; the draft's config.json has %s",
+                    "rotary module computes. The module decides; the draft's config.json has %s",
                     *(stated, parameters),
                 )
             return replace(fitted, positions=stored_json(table, expressed=True))

@@ -216,12 +216,13 @@ def chosen_factors(choice: str, config: Any, longest: int) -> str | None:
     if limit is None:
         return None
     factors = choice if choice != "auto" else "long" if longest > limit else "short"
+    unusual = factors == "long" and longest <= limit
     logger.log(
-        logging.WARNING if factors == "long" and longest <= limit else logging.INFO,
-        "longrope: every document is captured with the %s factors (the longest has %d tokens, the "
+        logging.WARNING if unusual else logging.INFO,
+        "%s: every document is captured with the %s factors (the longest has %d tokens, the "
         "short ones cover %d). Engines such as vLLM use the long ones for every prompt if their "
         "maximum length is above %d; --rope-factors long captures so",
-        *(factors, longest, limit, limit),
+        *("warning[longrope]" if unusual else "longrope", factors, longest, limit, limit),
     )
     return factors
 

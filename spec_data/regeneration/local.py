@@ -263,8 +263,7 @@ class LocalBackend:
             return True
         logger.warning(
             "warning[padding]: a padded prompt changes this target's logits (by %.2g of their "
-            "spread, more "
-            "than %.2g), so only prompts of one length share a batch, which is slower",
+            "spread, more than %.2g), so only prompts of one length share a batch, which is slower",
             *(error, bound),
         )
         return False

@@ -78,8 +78,7 @@ def plain_copy(dataset: HiddenStatesDataset) -> Copy:
     if several:
         logger.warning(
             "warning[codec]: %s will be stored in bf16, because the documents come from datasets "
-            "that "
-            "encode them differently; copy these one by one, and merge the copies",
+            "that encode them differently; copy these one by one, and merge the copies",
             ", ".join(several),
         )
     columns = tuple(

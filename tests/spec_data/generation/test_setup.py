@@ -4,10 +4,12 @@ import json
 import logging
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from spec_data.generation import capture
+from spec_data.generation import capture, proof
 from spec_data.generation.setup import make_plan
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.files import remove
@@ -206,3 +208,11 @@ def test_removing_a_plan_is_finished_after_a_crash(target, corpus, tmp_path, mon
     run(target, corpus, out, **given)
     run(target, corpus, tmp_path / "fresh", **given)
     assert digests(out) == digests(tmp_path / "fresh")
+
+
+def test_a_form_of_gpus_is_not_resumed_on_a_cpu(monkeypatch, tmp_path):
+    proven = SimpleNamespace(columns=(), codec=None, packing=SimpleNamespace(form="varlen"))
+    monkeypatch.setattr(proof, "prove_target", lambda *_: proven)
+    target = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(RunError, match=r"begun on a GPU.*varlen"):
+        proof.prepare_capture(None, None, target, tmp_path)
