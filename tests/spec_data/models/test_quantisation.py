@@ -95,7 +95,7 @@ def test_datasets_verify_and_fit_say_that_the_target_was_quantised(fp8, tmp_path
     assert str(manifest.target.quantised_as) == said
     assert manifest.identity["quantization"]["quant_method"] == "fp8"
     found = examine(data=str(tmp_path / "data"), target=str(folder), samples=3)
-    assert not found.failures and f"captured quantised: {said}" in str(found)
+    assert not found.failures and f"captured quantised: {said}" in found.details()
     caplog.set_level(logging.INFO)
     flat.fit(*("eagle3", tmp_path / "data", tmp_path / "run"), steps=1, seq_len=64, device="cpu")
     assert f"the target was quantised: {said}" in caplog.text
