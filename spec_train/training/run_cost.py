@@ -13,6 +13,7 @@ import torch
 
 from spec_data.models.devices import compute_dtype, use_device
 from spec_data.shards.errors import ConfigError
+from spec_data.terminal import NOTICE
 from spec_data.terminal.command import Result
 from spec_data.terminal.progress import bars, size
 from spec_train.data.mixture import parts_of
@@ -132,7 +133,7 @@ def _measure(trainer: Trainer, config: Training, total: int) -> DryRun:
     if cuda:
         torch.cuda.reset_peak_memory_stats(trainer.device)
     before = logging.root.manager.disable
-    logging.disable(logging.INFO)  # only its warnings: a few steps are no run
+    logging.disable(NOTICE)  # only its warnings: a few steps are no run
     try:
         with bars(quiet=True):
             trainer.run(lambda: times.append(time.perf_counter()))

@@ -57,7 +57,7 @@ def test_real_decoding_end_to_end_and_what_its_own_responses_predict(
     assert simulated["data"]["on_policy"] == 1.0
     # stored states are bfloat16, which may flip a draft here and there
     assert simulated["acceptance_length"] == pytest.approx(report["acceptance_length"], abs=0.1)
-    assert "estimates real greedy decoding" in capsys.readouterr().out
+    assert "of 256 tokens are the target's own" in capsys.readouterr().out
 
 
 def test_sampling_reports_no_identity_and_repeats_itself(workplace, monkeypatch):

@@ -118,18 +118,16 @@ def test_data_that_cannot_be_compared_is_named(run, prompts, tmp_path, target):
     assert found.problem, "not all were compared"
 
 
-def test_eval_warns_of_training_documents(run, workplace, capsys):
+def test_eval_warns_of_training_documents(run, workplace):
     report = run_eval(config_of(workplace, draft=str(run), max_new_tokens=2))
     learned = choose_documents(HiddenStatesDataset(run.parent / "data"), "train", facts_of(run))[0]
     count = sum(number < 6 for number in learned)  # six of the prompts are the first six
     assert report["trained_prompts"] == count > 0
     (warning,) = [w for w in report["warnings"] if "in training documents" in w]
     assert warning.startswith(f"{count} of 7 prompts are in training documents (the first: ")
-    assert "of 7 prompts are in training documents\n" in capsys.readouterr().out
     report = run_eval(config_of(workplace, max_new_tokens=2, limit=1))
     assert report["trained_prompts"] is None
     assert not [w for w in report["warnings"] if "in training documents" in w]
-    assert "not checked: the training data is not known" in capsys.readouterr().out
 
 
 def test_a_later_turn_that_the_template_rejects_is_counted(workplace, tmp_path):
