@@ -53,6 +53,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fit", nargs=2, type=int, metavar=("SEEDS", "STEPS"))
     parser.add_argument("--fit-options", default="", help="more options of `spec-train fit`")
     parser.add_argument("--prompts", help="JSONL chats to decode, not trained on")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest decoded answer")
     parser.add_argument("--decode", type=int, default=40, help="how many prompts")
     return parser.parse_args()
 
@@ -174,7 +175,8 @@ def train_and_measure(
         call("eval", "--draft", run, *measure)
     if args.prompts and not decoded.is_file():
         measure = ["--target", args.target, "--prompts", args.prompts, "--limit", args.decode]
-        call("eval", "--draft", run, *measure, "--json", decoded)
+        measure += ["--max-new-tokens", args.max_new_tokens, "--json", decoded]
+        call("eval", "--draft", run, *measure)
     found = json.loads(held_out.read_text())["data"]
     figures = {
         "held-out loss": found["teacher_forced"]["loss"],
