@@ -77,7 +77,8 @@ def test_a_converted_dataset_has_the_stored_states_and_verifies(data, target, sa
     assert found["tool"] == "SpecForge" and found["stored_layers"] == [1, 2, 4]
     assert raw["settings"]["converted"]["from"] == "specforge"
     assert raw["corpus"][0]["kind"] == "states of SpecForge"
-    assert "by SpecForge; differs from the target's own blocks by" in dataset_text(Manifest.of(raw))
+    text = " ".join(dataset_text(Manifest.of(raw)).split())
+    assert "by SpecForge; differs from the target's own blocks by" in text
     assert not (data / ".generate").exists() and len(raw["shards"]) > 1
 
 

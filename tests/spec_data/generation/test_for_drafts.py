@@ -86,7 +86,7 @@ def test_fit_reads_the_layers_of_its_recipe(place, tmp_path, caplog, draft, data
         config.get("target_layer_ids") or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     )
     assert tuple(found) == layers
-    assert (": the recipe of" in log) == (data == "old")
+    assert ("[recipe-layers]: the recipe of" in log) == (data == "old")
 
 
 def test_targets_that_engines_cannot_serve_are_named_before_the_run(tmp_path, caplog):

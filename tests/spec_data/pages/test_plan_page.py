@@ -80,7 +80,7 @@ def test_a_sample_of_the_documents_and_a_limit_of_rows_are_named(target, corpus,
     assert notes == ["Only the first 9 rows were read (--limit)."]
 
 
-def test_what_misleads_a_draft_is_named_by_estimate(tmp_path, capsys, caplog):
+def test_what_misleads_a_draft_is_named_by_estimate(tmp_path, caplog):
     """Documents are cut, and the template closes no turn while no token is known that ends one."""
     bare = save_target(tmp_path / "bare")
     (bare / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
@@ -96,7 +96,5 @@ def test_what_misleads_a_draft_is_named_by_estimate(tmp_path, capsys, caplog):
     corpus.write_text("".join(json.dumps({"messages": t}) + "\n" for t in talks))
     words = ["--corpus", str(corpus), "--target", str(bare), "--max-length", "40"]
     assert main(["estimate", *words, "--layers", "0,1,2", "--out", str(tmp_path / "out")]) == 0
-    printed = capsys.readouterr().out
     for what in ("of all tokens", "2 turns have no end-of-turn token"):
-        assert what in printed
         assert any(what in r.getMessage() for r in caplog.records if r.levelname == "WARNING")

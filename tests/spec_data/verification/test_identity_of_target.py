@@ -81,4 +81,4 @@ def test_another_tokenizer_or_template_is_a_warning_that_names_the_fact(place, t
     template_line, tokenizer_line = found.warnings
     assert "chat_template_hash: the dataset was captured with" in template_line
     assert "tokenizer.pre_tokenizer: the dataset was captured with 'Sequence " in tokenizer_line
-    assert "warn  " in str(found) and found.facts()["warnings"] == found.warnings
+    assert "\nwarn" in str(found) and found.facts()["warnings"] == found.warnings

@@ -34,7 +34,7 @@ def failures(data: Path, capsys, **changes) -> str:
 def test_intact_data_passes(data, target, capsys):
     out = failures(data, capsys, target=str(target), samples=5)
     assert "FAIL" not in out
-    assert out.count("ok ") == 8, out
+    assert "ok    8 checks" in out
 
 
 def rewrite(data: Path, shard: int, column: str, change) -> None:

@@ -404,7 +404,7 @@ def test_the_commands(data, other, tmp_path, capsys):
     out = str(tmp_path / "v")
     assert cli.main(["merge", str(data), str(other), "--out", out]) == 0
     printed = capsys.readouterr()
-    assert f"next:  spec-data verify {out}" in printed.err and "view of" in printed.out
+    assert "next:  spec-data verify" in printed.err and "view of" in printed.out
     assert cli.main(["inspect", out]) == 0
     assert "view of" in capsys.readouterr().out
     words = ["select", out, str(tmp_path / "w"), "--where", "length < 20 and source = 'tiny'"]
