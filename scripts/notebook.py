@@ -4,7 +4,7 @@
     python scripts/make_target.py --out DIR/target
     python scripts/notebook.py DIR
 
-Bars and log lines (stderr) are left out. It takes some five minutes on two idle CPU cores.
+Bars and log lines (stderr) are left out. It takes about a minute on two idle CPU cores.
 """
 
 import argparse
