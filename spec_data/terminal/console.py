@@ -89,9 +89,9 @@ class _ConsoleHandler(logging.StreamHandler):
                 super().emit(record)
 
 
-def wrapped(line: str) -> str:
-    """Return a line broken before column 80; what follows the first line is indented."""
-    indent = " " * (2 + len(line) - len(line.lstrip()))
+def wrapped(line: str, hang: int = 2) -> str:
+    """Return a line broken before column 80; what follows the first line is `hang` further in."""
+    indent = " " * (hang + len(line) - len(line.lstrip()))
     return textwrap.fill(
         *(line, WIDTH - 1),
         subsequent_indent=indent,

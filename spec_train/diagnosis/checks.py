@@ -195,7 +195,8 @@ class Diagnosis(Result):
         count = len(self.findings)
         last = f"{count or 'no'} finding{'' if count == 1 else 's'}, {fine} checks are fine"
         shown = (state for state in _MARKS if state != OK)
-        lines = map(wrapped, self._lines(*shown))
+        hang = max(map(len, _MARKS.values())) + 2
+        lines = [wrapped(x, 2 if x.startswith(" ") else hang) for x in self._lines(*shown)]
         return "\n".join([head, *lines, f"{self.draft}: {last} (--verbose)"])
 
     def _lines(self, *states: str) -> Iterator[str]:

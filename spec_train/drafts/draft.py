@@ -150,16 +150,25 @@ class Draft(nn.Module, ABC):
         and may be padding only (a rank without a batch).
         """
 
-    @abstractmethod
     def loss(
         self,
         batch: DraftBatch | Document,
         head: TargetHead | None = None,
         counts: Tensor | None = None,
     ) -> DraftLoss:
-        """Return the loss of a batch over the counts of the whole optimizer step.
+        """Return the loss of a batch, or of a document `ds[i]`, which brings its head.
 
-        A document, `ds[i]`, is a batch of its own, and has a head; `inputs` makes both of it.
+        As `batch_loss`.
+
+        Raises:
+            DatasetError: the document lacks a column that the draft reads; a batch without a head.
+        """
+        batch, head = self.inputs(batch, head)
+        return self.batch_loss(batch, head, counts)
+
+    @abstractmethod
+    def batch_loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
+        """Return the loss of a batch over the counts of the whole optimizer step.
 
         Losses of micro-batches therefore add up. `counts` are those of `slot_counts`, float64 [S];
         None: those of this batch. A padding-only batch has loss zero, and sums of the same names
@@ -170,7 +179,7 @@ class Draft(nn.Module, ABC):
 
     def forward(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
         """Return the loss: a distributed wrapper calls `forward`."""
-        return self.loss(batch, head, counts)
+        return self.batch_loss(batch, head, counts)
 
     @torch.no_grad()
     def propose(self, document: Document, tokens: int = 0) -> Tensor:
@@ -185,8 +194,11 @@ class Draft(nn.Module, ABC):
             nothing: no token follows the state there.
 
         Raises:
+            ConfigError: `tokens` is negative.
             DatasetError: the document lacks a column that the draft reads.
         """
+        if tokens < 0:
+            raise ConfigError(f"tokens={tokens}: draft at least one token, or 0 for {self.depth}")
         batch, head = self.inputs(document, None)
         return self.chains(batch, head, tokens or self.depth)[0]
 

@@ -33,7 +33,6 @@ from torch.nn import functional as F
 
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import shift_left
-from spec_data.shards.reader import Document
 from spec_data.shards.schema import FINAL, Manifest, data_problem
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig
@@ -178,17 +177,11 @@ class EagleDraft(AutoregressiveDraft):
         masks = supervised_slots(batch.loss_mask, batch.document_ids, self._steps)
         return masks.flatten(1).sum(1).double()
 
-    def loss(
-        self,
-        batch: DraftBatch | Document,
-        head: TargetHead | None = None,
-        counts: Tensor | None = None,
-    ) -> DraftLoss:
+    def batch_loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
         """Return the loss of a batch over `counts`, float64 [1] in training, [depth] otherwise.
 
         In training mode, noise from torch's generator is added to the input states.
         """
-        batch, head = self.inputs(batch, head)
         options, states, noise = self.options, batch.hidden[FINAL], None
         if self.training and options.noise > 0:
             noise = (torch.rand(states.shape, device=states.device) * 2 - 1) * options.noise

@@ -30,7 +30,6 @@ from spec_data.models.devices import sent
 from spec_data.models.families import TargetShape
 from spec_data.shards.layer_ids import as_block_inputs
 from spec_data.shards.packing import shift_left
-from spec_data.shards.reader import Document
 from spec_train.attention.unrolled import active_slots
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig
@@ -183,14 +182,8 @@ class Eagle3Draft(AuxDraft, AutoregressiveDraft):
         _, rows, choice = slots_of(self, batch)
         return Teachers.select(rows, choice, batch.document_ids, self.depth).counts()
 
-    def loss(
-        self,
-        batch: DraftBatch | Document,
-        head: TargetHead | None = None,
-        counts: Tensor | None = None,
-    ) -> DraftLoss:
+    def batch_loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
         """Return the loss of a batch over `counts`, float64 [S]."""
-        batch, head = self.inputs(batch, head)
         options, steps = self.options, self.depth
         shares = step_shares(steps, options.step_decay, options.weights_of(steps))
         kind = LossKind.of(options)

@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from spec_data.models.devices import sent
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
-from spec_data.shards.reader import Document
 from spec_train.attention.masked import Attending
 from spec_train.attention.masks import (
     AttentionMask,
@@ -315,17 +314,11 @@ class PeagleDraft(AuxDraft):
         counts = supervised.flatten(1).sum(1).double()  # [K]
         return (counts @ depth_weights(self.options.weights_of(self.depth), counts))[None]
 
-    def loss(
-        self,
-        batch: DraftBatch | Document,
-        head: TargetHead | None = None,
-        counts: Tensor | None = None,
-    ) -> DraftLoss:
+    def batch_loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
         """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step.
 
         The elements are those that `slot_counts` drew for the batch, or are drawn now.
         """
-        batch, head = self.inputs(batch, head)
         self._used_samples.add(_key(batch))
         sample, kind = self._samples.get(_key(batch)), LossKind.of(self.options)
         return parallel_loss(

@@ -51,7 +51,6 @@ from torch.nn import functional as F
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
-from spec_data.shards.reader import Document
 from spec_train.attention.masked import Attending
 from spec_train.attention.masks import BlockWindow, block_mask
 from spec_train.attention.plain import attend_block
@@ -322,15 +321,14 @@ class DSparkDraft(LayersDraft):
             ]
         )
 
-    def loss(
+    def batch_loss(
         self,
-        batch: DraftBatch | Document,
-        head: TargetHead | None = None,
-        counts: Tensor | None = None,
+        batch: DraftBatch,
+        head: TargetHead,
+        counts: Tensor | None,
         blocks: Blocks | None = None,
     ) -> DraftLoss:
         """Return the loss of `blocks`; None: draw them. `counts` is float64 [2]."""
-        batch, head = self.inputs(batch, head)
         if blocks is None:
             limit = self.options.num_anchors
             blocks = sample_blocks(batch.loss_mask, batch.document_ids, limit)

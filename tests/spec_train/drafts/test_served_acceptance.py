@@ -142,7 +142,7 @@ def test_tau_is_the_length_that_rejection_sampling_measures(kind, model, prompts
     depth = draft.depth
     teach(draft, model, prompts[:1], steps=15, lr=1e-2)
     z, anchors = head.logits(batch.hidden["hidden.final"])[0], anchors_of(batch, depth)
-    result = draft.loss(batch, head, None, blocks=blocks_at(anchors))
+    result = draft.batch_loss(batch, head, None, blocks=blocks_at(anchors))
     figures = draft.summarise(result.sums)
     sampler, tokens, wrong_tokens = Sampled(1.0, 0), 0, 0.0
     for anchor in anchors:
@@ -173,7 +173,7 @@ def test_the_confidence_label_is_the_rate_that_rejection_sampling_measures(model
     draft = make("dspark", model)
     teach(draft, model, prompts[:1], steps=15, lr=1e-2)
     anchors = anchors_of(batch, draft.depth)
-    sums = draft.loss(batch, head, None, blocks=blocks_at(anchors)).sums
+    sums = draft.batch_loss(batch, head, None, blocks=blocks_at(anchors)).sums
     reported = float(sums["confidence_accepted"].sum() / sums["confidence_number"].sum())
     z, choice = head.logits(batch.hidden["hidden.final"])[0], batch.target_argmax[0]
     sampler, kept, wrong, total = Sampled(1.0, 0), 0.0, 0.0, 0.0
