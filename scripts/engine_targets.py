@@ -5,7 +5,7 @@ A draft reads hidden states of its target, so the engine's own class of the targ
 over. vLLM, SGLang and llama.cpp each have it in some of their classes only. Where a release has one
 class per platform, that of NVIDIA GPUs counts. Nothing is imported: Python sources are parsed,
 those of llama.cpp are searched. Writes
-spec_data/models/engine_targets.json and the columns of docs/targets.md. Releases and packages are
+spec_data/models/engine_targets.json and the table of docs/targets.md. Releases and packages are
 those of spec_data/models/engines.toml.
 
     python scripts/engine_targets.py                    # downloads the packages (0.8 GB) with pip
@@ -284,28 +284,28 @@ def read(folder: Path) -> dict[str, object]:
     return {"read": f"{datetime.now(UTC):%Y-%m-%d}", "engines": lists}
 
 
-def page_with_columns(page: str) -> str:
-    """Return docs/targets.md with the columns of engines and the releases as they are now."""
-    lines = page.splitlines()
-    for i, line in enumerate(lines):
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        names = re.findall(r"`(\w+)`", cells[1]) if len(cells) > 1 else []
-        if line.startswith("Read on "):
-            releases = ", ".join(engines().engine[engine].release for engine in COLUMNS)
-            lines[i] = f"Read on {target_classes().read} from the packages of {releases}."
-        elif names and set(names) <= TARGETS.keys():
-            cells[-len(COLUMNS) :] = [_cell(engine, names) for engine in COLUMNS]
-            lines[i] = "| " + " | ".join(cells) + " |"
-    return "\n".join(lines) + "\n"
+def page_with_table(page: str) -> str:
+    """Return docs/targets.md with the table of engines and the releases as they are now."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(TARGETS, key=str.lower):
+        rows.setdefault(tuple(_cell(engine, name) for engine in COLUMNS), []).append(f"`{name}`")
+    ranked = sorted(rows, key=lambda cells: (-cells.count("all"), cells.count("?"), cells))
+    table = [f"| {' | '.join(cells)} | {', '.join(rows[cells])} |" for cells in ranked]
+    releases = ", ".join(engines().engine[engine].release for engine in COLUMNS)
+    line = f"Read on {target_classes().read} from the packages of {releases}."
+    page = re.sub(r"^Read on .*$", line, page, flags=re.M)
+    head, after = "| targets |\n| --- | --- | --- | --- |\n", "\n\n## "
+    before, rest = page.split(head)
+    return before + head + "\n".join(table) + after + rest.partition(after)[2]
 
 
-def _cell(engine: str, names: list[str]) -> str:
-    """Return the drafts of an engine for the architectures of a row: "all", "none", "?" or some."""
+def _cell(engine: str, name: str) -> str:
+    """Return the drafts that an engine serves with an architecture: all, none, ? or some names."""
     drafts = engines().engine[engine].drafts
-    answers = {draft: {served(engine, draft, [name]).answer for name in names} for draft in drafts}
-    if any(None in some for some in answers.values()):
+    answers = {draft: served(engine, draft, [name]).answer for draft in drafts}
+    if None in answers.values():
         return "?"
-    yes = [draft for draft, some in answers.items() if some == {True}]
+    yes = [draft for draft, answer in answers.items() if answer]
     return "all" if len(yes) == len(drafts) else ", ".join(yes) or "none"
 
 
@@ -317,7 +317,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         table = read(folder or Path(temporary))
     CLASSES.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page_with_columns(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(page_with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"wrote {CLASSES.relative_to(ROOT)} and {PAGE.relative_to(ROOT)}")
 
 
