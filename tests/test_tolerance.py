@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from tests.tolerance import (
-    close,
-    decided,
-    network,
-    same_but_for_a_tie,
-    same_choice,
-    tolerance,
-)
+from tests.tolerance import close, decided, network, same_but_for_a_tie, same_choice, tolerance
 
 SLOTS = 320
 

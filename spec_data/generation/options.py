@@ -14,16 +14,7 @@ from spec_data.models.target_options import RUNNING, EngineOptions, LoadOptions
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.layer_ids import RECIPES
 from spec_data.terminal.console import did_you_mean
-from spec_data.terminal.types import (
-    WHOLE,
-    Count,
-    JsonObject,
-    Layers,
-    Names,
-    Text,
-    comma_list,
-    more,
-)
+from spec_data.terminal.types import WHOLE, Count, JsonObject, Layers, Names, Text, comma_list, more
 
 AUTO: Final = "auto"
 STORED, DOCUMENTS = more("what is captured"), more("documents")

@@ -28,20 +28,9 @@ import numpy as np
 import pyarrow.compute as pc
 
 from spec_data.corpus.chat import Renderer, RenderError
-from spec_data.corpus.documents import (
-    CUT_ANSWERS,
-    LEFT_OUT,
-    UNENDED,
-    Document,
-    RenderCounts,
-)
+from spec_data.corpus.documents import CUT_ANSWERS, LEFT_OUT, UNENDED, Document, RenderCounts
 from spec_data.corpus.in_order import default_processes, in_order
-from spec_data.corpus.record_reader import (
-    CorpusReader,
-    RawRow,
-    RowResult,
-    parsed_row,
-)
+from spec_data.corpus.record_reader import CorpusReader, RawRow, RowResult, parsed_row
 from spec_data.corpus.records import parse_row
 from spec_data.corpus.sources import expected_rows
 from spec_data.generation.options import AUTO, parse_size
@@ -51,12 +40,7 @@ from spec_data.shards.files import dump_json, read_object, sha256_file, write_at
 from spec_data.shards.follow import PlannedDocuments
 from spec_data.shards.identity import count_kwargs
 from spec_data.shards.packing import pack_documents
-from spec_data.shards.schema import (
-    Column,
-    CountsRecord,
-    SourceRecord,
-    predicts_supervised,
-)
+from spec_data.shards.schema import Column, CountsRecord, SourceRecord, predicts_supervised
 from spec_data.shards.writer import ShardStream, UnitData, shard_bytes
 from spec_data.terminal.progress import progress
 

@@ -40,12 +40,7 @@ from spec_data.shards.codecs import TABLES, load_tables
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.files import dump_json, write_atomically, write_once, writing
 from spec_data.shards.follow import WORK
-from spec_data.shards.likelihood import (
-    SUMS,
-    above_random_text,
-    indices_by_name,
-    summarise,
-)
+from spec_data.shards.likelihood import SUMS, above_random_text, indices_by_name, summarise
 from spec_data.shards.packing import even_sample
 from spec_data.shards.position_data import POSITIONS, Positions
 from spec_data.shards.records import read_json

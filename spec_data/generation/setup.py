@@ -44,13 +44,7 @@ from spec_data.models.identify import TargetFiles, read_target, versions
 from spec_data.models.loading import check_choice
 from spec_data.models.reading import text_config
 from spec_data.shards.codecs import TABLES
-from spec_data.shards.errors import (
-    ConfigError,
-    DatasetError,
-    DraftError,
-    RunError,
-    TargetError,
-)
+from spec_data.shards.errors import ConfigError, DatasetError, DraftError, RunError, TargetError
 from spec_data.shards.files import dump_json, remove, remove_left_of
 from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import AUTO_DRAFTS, RECIPES, choose_layers

@@ -27,13 +27,7 @@ from huggingface_hub.errors import (
 
 from spec_data.models.reading import load_tokenizer
 from spec_data.shards.dataset_card import CARD, DOCUMENTS, dataset_card
-from spec_data.shards.errors import (
-    ConfigError,
-    DatasetError,
-    MissingError,
-    RunError,
-    SpecDataError,
-)
+from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError, SpecDataError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.seal import check_shard, datasets_files

@@ -17,11 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spec_data.models.rope_settings import (
-    config_table,
-    rope_parameters,
-    stored_json,
-)
+from spec_data.models.rope_settings import config_table, rope_parameters, stored_json
 from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import ROPE, Positions, RopeTable
 

@@ -23,12 +23,7 @@ import msgspec
 
 from spec_data.corpus.bad_rows import printable
 from spec_data.corpus.records import REASONING, Message, is_text, parse_row
-from spec_data.regeneration.conversations import (
-    Answer,
-    Conversation,
-    Sampling,
-    Unanswerable,
-)
+from spec_data.regeneration.conversations import Answer, Conversation, Sampling, Unanswerable
 from spec_data.regeneration.journal import Journal
 from spec_data.regeneration.local import ChatTarget
 from spec_data.shards.errors import ConfigError, RunError

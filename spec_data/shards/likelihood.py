@@ -162,8 +162,7 @@ class Agreement(JsonRecord, frozen=True, kw_only=True):
         if not on_policy and self.share < _LOW_SHARE:
             return (
                 f"{self}, which is low. Answers of people or of other models often have no more; "
-                "drafts are accepted longer when the target writes its own. Otherwise, "
-                f"{_CAUSES}"
+                f"drafts are accepted longer when the target writes its own. Otherwise, {_CAUSES}"
             )
         return None
 

@@ -29,14 +29,7 @@ from spec_data.shards.checksums import (
     stored_checksums,
     turns_bytes,
 )
-from spec_data.shards.codecs import (
-    Tables,
-    bf16_tensor,
-    decode,
-    decode_into,
-    decompress,
-    tensor_of,
-)
+from spec_data.shards.codecs import Tables, bf16_tensor, decode, decode_into, decompress, tensor_of
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
 

@@ -14,14 +14,7 @@ from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.identity import compare, joined
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import differing_settings
-from spec_data.shards.schema import (
-    FINAL,
-    SUPERVISED,
-    TEACHERS,
-    Column,
-    Manifest,
-    layer_column,
-)
+from spec_data.shards.schema import FINAL, SUPERVISED, TEACHERS, Column, Manifest, layer_column
 from spec_data.views.derive import derived, joined_counts
 from spec_data.views.rows import Rows, stacked
 

@@ -22,13 +22,7 @@ from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.files import sha256_json
 from spec_data.shards.packing import sample_documents
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.schema import (
-    FINAL,
-    Column,
-    HeadSpec,
-    Manifest,
-    predicts_supervised,
-)
+from spec_data.shards.schema import FINAL, Column, HeadSpec, Manifest, predicts_supervised
 from spec_data.terminal.progress import progress
 from spec_data.views.copy import Copy
 from spec_data.views.derive import derived

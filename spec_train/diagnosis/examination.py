@@ -21,14 +21,7 @@ from spec_data.shards.errors import DatasetError, DraftError, SpecDataError
 from spec_data.shards.identity import compare
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine as verify_dataset
-from spec_train.diagnosis.checks import (
-    FINDING,
-    Check,
-    Diagnosis,
-    judged,
-    one_per_name,
-    undecided,
-)
+from spec_train.diagnosis.checks import FINDING, Check, Diagnosis, judged, one_per_name, undecided
 from spec_train.diagnosis.conventions import Setting
 from spec_train.diagnosis.sample import LEAST_DOCUMENTS, Reading, TooFewDocuments, read_sample
 from spec_train.diagnosis.trials import LONGEST, Trials, run_trials, trial_checks

@@ -113,8 +113,7 @@ def export_draft(
         if form == "speculators":
             log.warning(
                 "warning[target-name]: the target is named %s, as its dataset names it; --target "
-                "names another one "
-                "(a directory or a Hub id from which it can be served)",
+                "names another one (a directory or a Hub id from which it can be served)",
                 name,
             )
         facts = dataclasses.replace(facts, name=name)

@@ -164,9 +164,8 @@ def _of_speculators(files: DraftFiles) -> tuple[str, DraftFiles, int | None]:
     raw = {**layer, **{name: value for name, value in raw.items() if value is not None}}
     if kind == "eagle3" and raw.get("norm_before_residual") is None:
         log.warning(
-            "warning[assumed]: %s: has no norm_before_residual; it is read as true, as vLLM "
-            "serves such a "
-            "file (the speculators library itself assumes false). Add the key to be sure",
+            "warning[assumed]: %s: has no norm_before_residual; it is read as true, as vLLM serves "
+            "such a file (the speculators library itself assumes false). Add the key to be sure",
             files.config_path,
         )
         raw.pop("norm_before_residual", None)
@@ -189,9 +188,8 @@ def _check_blocks_of_speculators(kind: str, files: DraftFiles, depth: int | None
                 "as false. Add the value that it was trained with"
             )
         log.warning(
-            "warning[assumed]: %s: has no %s; read as true, as the speculators library does. "
-            "vLLM reads it "
-            "as false: serve an export of this draft",
+            "warning[assumed]: %s: has no %s; read as true, as the speculators library does. vLLM "
+            "reads it as false: serve an export of this draft",
             *(files.config_path, _ANCHOR),
         )
     if BLOCK_INPUT_KEY not in raw:
@@ -286,10 +284,9 @@ def _eagle3(
         }
         if config["norm_output"] and any("midlayer." in name for name in files.tensors):
             log.warning(
-                "warning[assumed]: %s: norm_output = true is read as engines serve it: the "
-                "normed state is "
-                "fed back. SpecForge up to 0.2.0 trained such drafts as if it were false (see its "
-                "pull request 879); if this is one of them, set norm_output to false",
+                "warning[assumed]: %s: norm_output = true is read as engines serve it: the normed "
+                "state is fed back. SpecForge up to 0.2.0 trained such drafts as if it were false "
+                "(see its pull request 879); if this is one of them, set norm_output to false",
                 files.config_path,
             )
     config |= named_class(config, PEAGLE if kind == "peagle" else EAGLE3)
@@ -358,10 +355,9 @@ def _sort_states(
     if ascending == tuple(layers) or collected:
         return ascending, tensors
     log.warning(
-        "warning[layer-order]: %s: layers %s are not ascending. The parts of fc are taken to "
-        "have the order of "
-        "the file, as llama.cpp does, and were sorted; vLLM and SGLang would pass ascending states "
-        "to the unsorted parts. An export is read alike by all engines",
+        "warning[layer-order]: %s: layers %s are not ascending. The parts of fc are taken to have "
+        "the order of the file, as llama.cpp does, and were sorted; vLLM and SGLang would pass "
+        "ascending states to the unsorted parts. An export is read alike by all engines",
         *(where, list(layers)),
         extra={"failure": "layer-order"},
     )

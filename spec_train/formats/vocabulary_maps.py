@@ -97,8 +97,7 @@ def target_ids(d2t: Tensor | None, t2d: Tensor | None, vocab: int, size: int, wh
         if size < vocab and not bool(values.any()):
             log.warning(
                 "warning[vocabulary-map]: %s: d2t is all zero, so the draft vocabulary is the "
-                "tokens 0 to %d. Some "
-                "trainers leave it so if no vocabulary was chosen",
+                "tokens 0 to %d. Some trainers leave it so if no vocabulary was chosen",
                 *(where, size - 1),
                 extra={"failure": "vocabulary-map"},
             )

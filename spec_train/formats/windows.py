@@ -77,9 +77,8 @@ def windows_of(files: DraftFiles, layers: int | None = None) -> Windows:
     if len(raw.get("layer_types") or ()) > count:
         log.warning(
             "warning[assumed]: %s: layer_types has more entries than the draft has layers, so it "
-            "may be a "
-            "copy of the target's; the draft is read with a window of %s in its first layers, as "
-            "vLLM serves it. Remove layer_types if it was trained without a window",
+            "may be a copy of the target's; the draft is read with a window of %s in its first "
+            "layers, as vLLM serves it. Remove layer_types if it was trained without a window",
             files.config_path,
             window,
         )

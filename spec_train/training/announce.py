@@ -85,9 +85,8 @@ def _announce_draft(trainer: Trainer) -> None:
         if getattr(draft.config, name, False) and (engines := refusing(draft.name, name)):
             log.warning(
                 f"warning[engines]: the draft has {name}, as its target or the option says. "
-                f"Engines that do "
-                f"not load such biases in {draft.name} drafts: {', '.join(engines)}. "
-                f"--{name.replace('_', '-')} false fits a draft without"
+                f"Engines that do not load such biases in {draft.name} drafts: "
+                f"{', '.join(engines)}. --{name.replace('_', '-')} false fits a draft without"
             )
     target = target_architectures(trainer.dataset.target_config())
     for line in engine_warnings([draft.name], target):

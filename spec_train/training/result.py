@@ -119,10 +119,9 @@ def log_result(result: FitResult) -> None:
     if best.get("step") == 0 and result.step > 0:
         log.warning(
             "warning[no-gain]: %d steps did not improve the draft: no validation was better than "
-            "the one at "
-            "step 0, so `best` is the draft that the run started with. Use another draft "
-            "(RUN/last is the trained one) only after an eval of its own; else lower --lr, train "
-            "longer, or check that the data are what the draft is for",
+            "the one at step 0, so `best` is the draft that the run started with. Use another "
+            "draft (RUN/last is the trained one) only after an eval of its own; else lower --lr, "
+            "train longer, or check that the data are what the draft is for",
             result.step,
         )
     else:

@@ -38,12 +38,7 @@ from spec_data.shards.files import (
     writing,
 )
 from spec_data.shards.path_kinds import Kind, expect
-from spec_data.shards.resumable import (
-    differing_settings,
-    process_lock,
-    read_record,
-    write_record,
-)
+from spec_data.shards.resumable import differing_settings, process_lock, read_record, write_record
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_train.formats.draft_files import CONFIG, WEIGHTS, find_weights
 

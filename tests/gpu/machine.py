@@ -28,14 +28,7 @@ from spec_train.options.training import Training
 from spec_train.training import fit as fitting
 from spec_train.training import trainer, validation
 from tests.gpu import fake_cuda, late_streams
-from tests.gpu.fake_cuda import (
-    FakeCuda,
-    Syncs,
-    counting,
-    cuda_autocast,
-    page_locked,
-    upload,
-)
+from tests.gpu.fake_cuda import FakeCuda, Syncs, counting, cuda_autocast, page_locked, upload
 from tests.spec_train.drafts.any_draft import SMALL
 
 

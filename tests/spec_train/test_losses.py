@@ -6,12 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spec_data.shards.schema import HeadSpec, apply_head
-from spec_train.losses.menu import (
-    LossKind,
-    TeacherRows,
-    distribution_loss,
-    head_loss,
-)
+from spec_train.losses.menu import LossKind, TeacherRows, distribution_loss, head_loss
 from spec_train.options.draft_options import KINDS
 from tests.spec_train.drafts.slot_loss import SlotLoss
 from tests.tolerance import LAYER, close

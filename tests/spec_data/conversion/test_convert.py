@@ -16,13 +16,7 @@ from spec_data.conversion import export
 from spec_data.conversion import run as conversion
 from spec_data.models.target_options import LoadOptions
 from spec_data.pages.report import dataset_text
-from spec_data.shards.errors import (
-    ConfigError,
-    CorpusError,
-    DatasetError,
-    MissingError,
-    RunError,
-)
+from spec_data.shards.errors import ConfigError, CorpusError, DatasetError, MissingError, RunError
 from spec_data.shards.files import write_atomically
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest

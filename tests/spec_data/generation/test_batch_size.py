@@ -19,13 +19,7 @@ from spec_data.generation.proof import SAFE, choose_batch_tokens, largest_batch,
 from spec_data.generation.setup import make_plan
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.schema import Manifest
-from tests.spec_data.runs import (
-    digests,
-    generate_with,
-    inputs_of,
-    options,
-    write_corpus,
-)
+from tests.spec_data.runs import digests, generate_with, inputs_of, options, write_corpus
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation"
 WEIGHTS = 0.2  # share of the pretended memory

@@ -11,14 +11,7 @@ from spec_data.generation.setup import announce_drafts, make_plan
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests import forked
-from tests.spec_data.runs import (
-    estimate_with,
-    inputs_of,
-    options,
-    run,
-    verify,
-    write_corpus,
-)
+from tests.spec_data.runs import estimate_with, inputs_of, options, run, verify, write_corpus
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.codec_tools import MIXED
 

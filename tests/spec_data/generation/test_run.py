@@ -23,13 +23,7 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.resumable import write_record
 from spec_data.shards.schema import TEACHERS
 from tests import forked
-from tests.spec_data.runs import (
-    digests,
-    run,
-    save_target,
-    verify,
-    with_teacher,
-)
+from tests.spec_data.runs import digests, run, save_target, verify, with_teacher
 from tests.spec_data.shards.integrity_tools import flip
 from tests.tolerance import close, network, same_choice
 

@@ -15,13 +15,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from tests.factory import tiny_dataset
 from tests.spec_data.runs import verify
 from tests.spec_data.shards import codec_tools, integrity_tools
-from tests.spec_data.shards.integrity_tools import (
-    equal,
-    flip,
-    place_of,
-    read_all,
-    shard_file,
-)
+from tests.spec_data.shards.integrity_tools import equal, flip, place_of, read_all, shard_file
 
 target, corpus, mixed = codec_tools.target, codec_tools.corpus, codec_tools.mixed
 whole, data = integrity_tools.whole, integrity_tools.data

@@ -25,11 +25,7 @@ from tests.factory import tiny_dataset
 from tests.remote_tools import forget_memory, put_in_memory
 from tests.spec_data.runs import digests, run, save_target, write_corpus
 from tests.spec_data.shards.integrity_tools import flip
-from tests.spec_data.views.view_tools import (
-    assert_same_documents,
-    assert_verified,
-    documents_of,
-)
+from tests.spec_data.views.view_tools import assert_same_documents, assert_verified, documents_of
 from tests.spec_train.training.tools import change, metrics
 from tests.spec_train.training.tools import config as config_fixture
 from tests.spec_train.training.tools import run as fit_run

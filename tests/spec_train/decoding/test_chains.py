@@ -19,13 +19,7 @@ from spec_train.decoding.chains import (
     examine_difference,
 )
 from spec_train.drafts.drafting import ChainDrafter, KVCache
-from spec_train.losses.sampling import (
-    Greedy,
-    accept_probability,
-    pick,
-    reject_sampled,
-    residual,
-)
+from spec_train.losses.sampling import Greedy, accept_probability, pick, reject_sampled, residual
 from tests.factory import tiny_llama
 from tests.families import FAMILIES, LEAKY, VOCAB, WINDOW, tiny_model
 from tests.spec_train.evaluation.tools import decodes_alike_everywhere

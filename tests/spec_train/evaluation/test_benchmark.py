@@ -11,11 +11,7 @@ from spec_data.corpus.template import Template
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_train.decoding.chains import Generation, VerificationStep
 from spec_train.evaluation import on_target
-from spec_train.evaluation.decoding_metrics import (
-    Response,
-    decoding_metrics,
-    speed,
-)
+from spec_train.evaluation.decoding_metrics import Response, decoding_metrics, speed
 from spec_train.evaluation.eval_table import table
 from spec_train.evaluation.prompts import read_prompts
 from tests.spec_train.evaluation import test_prompts, tools

@@ -19,12 +19,7 @@ from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.evaluation import tools as evaluate_tools
-from tests.spec_train.evaluation.tools import (
-    STEPS,
-    VOCAB,
-    head_of,
-    run_eval,
-)
+from tests.spec_train.evaluation.tools import STEPS, VOCAB, head_of, run_eval
 from tests.tolerance import close, network
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts

@@ -13,11 +13,7 @@ from tests.draft_tools import read_json, reseal, write_json
 from tests.spec_data.runs import run, save_target, write_corpus
 from tests.spec_train import fitted, flat
 from tests.spec_train.evaluation.tools import run_eval
-from tests.spec_train.fitted import (
-    ROWS,
-    fine_tune,
-    switch_yarn_on,
-)
+from tests.spec_train.fitted import ROWS, fine_tune, switch_yarn_on
 
 place, target = fitted.place, fitted.target
 
