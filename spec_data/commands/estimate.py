@@ -15,7 +15,7 @@ from spec_data.terminal.types import Corpus, File, NewDataset, Target, path_list
 if TYPE_CHECKING:
     from spec_data.generation.plan import Plan
     from spec_data.generation.probe import Probe
-    from spec_data.generation.setup import Fitting, Setup
+    from spec_data.generation.setup import Setup
     from spec_data.results import EstimateResult
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,11 @@ def estimate(
 
 
 def estimated(
-    setup: "Setup", plan: "Plan", drafts: "Fitting", out: Path, probe: "Probe | None" = None
+    setup: "Setup",
+    plan: "Plan",
+    drafts: tuple[dict[str, str | None], list[str]],
+    out: Path,
+    probe: "Probe | None" = None,
 ) -> "EstimateResult":
     """Return the sizes of the dataset of a plan; `out` says which disk is meant."""
     from msgspec import structs
@@ -153,7 +157,7 @@ def estimated(
     return EstimateResult(
         target=setup.target["name"],
         layers=setup.layers,
-        fitting=drafts.problems,
+        fitting=drafts[0],
         documents=len(plan.lengths),
         tokens=tokens,
         supervised_tokens=supervised,
@@ -169,7 +173,7 @@ def estimated(
         probe=probe,
         text="\n\n".join(
             [
-                "drafts that can be fitted\n  " + "\n  ".join(drafts.lines),
+                "drafts that can be fitted\n  " + "\n  ".join(drafts[1]),
                 counts_text(counts, tokens),
                 as_text(columns_table(setup.columns, tokens, predicting)),
                 text_table(lines),

@@ -125,8 +125,7 @@ def fit_columns(
     """Choose how the lossy columns that have `states` are stored.
 
     Args:
-        columns: all columns of a dataset.
-        lengths: tokens of all its documents, int64 [D].
+        lengths: tokens of all documents of the dataset, int64 [D].
         documents: the sampled ones.
         states: of their tokens, [N, H] by column; not finite where none is stored.
         target: its head turns hidden.final into logits; the work is done on its device.

@@ -112,10 +112,8 @@ def logit_columns(
     """Return argmax, logsumexp and, if `names` has them, top-k or full logits; and the figures.
 
     Args:
-        target: has the head.
         final: final states [n, H].
         logits: the target's own logits [n, V]; None: computed from `final`, in blocks of tokens.
-        names: the columns of the dataset, by name.
         following: the next token of each token, -1 where it is not supervised, int64 [n], on the
             host, so that nothing waits for the device.
         temperature: see `token_figures`.
@@ -183,13 +181,7 @@ class CaptureSettings:
 
 @dataclass
 class CapturedUnit:
-    """The arrays of a unit, ready to write, and the documents that were left out of it.
-
-    Attributes:
-        figures: how well the documents of `data` agree with the target.
-        dropped: number of documents that were left out, by reason.
-        left_out: their indices in the unit, ascending.
-    """
+    """The arrays of a unit, ready to write, and what a `UnitRecord` says beside its shard."""
 
     data: UnitData
     figures: np.ndarray
@@ -342,12 +334,9 @@ def unit_batches(
 def forward_batches(
     offsets: np.ndarray, ids: np.ndarray, form: str, pack_length: int, batch_tokens: int
 ) -> Iterator[ForwardBatch]:
-    """Yield the forwards of D documents in a mask form; T is the longest row of each batch.
+    """Yield the forwards of D documents, as `unit_batches` has them; T is their longest row.
 
-    Args:
-        offsets: int64 [D + 1]; document d has the tokens offsets[d]:offsets[d + 1].
-        ids: token ids of all documents, integers [N].
-        form, pack_length, batch_tokens: see `unit_batches`.
+    Document d has the tokens `ids[offsets[d] : offsets[d + 1]]`: integers [N], int64 [D + 1].
     """
 
     def tokens(d: int) -> Tensor:

@@ -12,6 +12,7 @@ from msgspec import Meta
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.models.target_options import RUNNING, EngineOptions, LoadOptions
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.files import parse_size
 from spec_data.shards.layer_ids import RECIPES
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.types import WHOLE, Count, JsonObject, Layers, Names, Text, comma_list, more
@@ -21,7 +22,6 @@ STORED, DOCUMENTS = more("what is captured"), more("documents")
 WORKERS = more("shards and workers")
 QUALITIES = {"bf16": 0.0, "fine": 0.01, "default": 0.02, "small": 0.05}
 """Values of --codec by name: the error that a column may have, see `calibrate`."""
-_SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 Packing = Literal[
     "auto", "rows", "per-document", "varlen", "mask-per-layer-type", "block-causal-window",
@@ -184,18 +184,6 @@ class CaptureOptions(LoadOptions, EngineOptions):
     def temperature(self) -> float:
         """The temperature at which the target's samples are imagined."""
         return 1.0 if self.sampling_temperature is None else self.sampling_temperature
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as 500MB, 2GB or 1000000.
-
-    Raises:
-        ConfigError: not a size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    if not match:
-        raise ConfigError(f"size {text!r}: expected something like 500MB or 2GB")
-    return int(float(match[1]) * _SIZES[match[2].upper()])
 
 
 def parse_codecs(text: str, supervision: str) -> dict[str, float]:

@@ -33,10 +33,16 @@ from spec_data.corpus.in_order import default_processes, in_order
 from spec_data.corpus.record_reader import CorpusReader, RawRow, RowResult, parsed_row
 from spec_data.corpus.records import parse_row
 from spec_data.corpus.sources import expected_rows
-from spec_data.generation.options import AUTO, parse_size
+from spec_data.generation.options import AUTO
 from spec_data.shards.checksums import numbers
 from spec_data.shards.errors import CorpusError, DatasetError, TargetError
-from spec_data.shards.files import dump_json, read_object, sha256_file, write_atomically
+from spec_data.shards.files import (
+    dump_json,
+    parse_size,
+    read_object,
+    sha256_file,
+    write_atomically,
+)
 from spec_data.shards.follow import PlannedDocuments
 from spec_data.shards.identity import count_kwargs
 from spec_data.shards.packing import pack_documents
@@ -57,7 +63,6 @@ class TruncatedDocument(NamedTuple):
     """A document as a plan stores it, or the reason why it stores none.
 
     Attributes:
-        source: the name of its source.
         dropped: the reason; None for a document that is stored.
         cut: tokens lost by the maximum length; tail: tokens removed after the last supervised one.
         digest: 16 bytes, the beginning of a SHA-256 over ids and mask; its doc_id in hex.
@@ -118,11 +123,9 @@ _LITTLE = 0.01  # of the tokens: fewer that are cut off need no warning
 
 
 def count_warnings(counts: Mapping[str, Any], tokens: int) -> list[str]:
-    """Return what in the counts of a corpus misleads a draft, in words.
+    """Return what misleads a draft, in words, of the fields of a `CountsRecord`.
 
-    Args:
-        counts: the fields of `CountsRecord`.
-        tokens: those that are kept.
+    `tokens` are those that are kept.
     """
     warnings = []
     cut, rendering = counts.get("tokens_cut", 0), counts.get("rendering", {})
@@ -297,17 +300,9 @@ def render_corpus(
     processes: int = 0,
     folder: Path | None = None,
 ) -> tuple[CorpusDocuments, dict[str, Any]]:
-    """Render all rows of `reader`.
+    """Render all rows of `reader`; return the documents, and what a `PlanRecord` says of them.
 
-    Args:
-        reader: of the corpus.
-        renderer: makes documents of its rows.
-        max_length: documents are cut to so many tokens.
-        processes: how many render; 0: the default.
-        folder: receives plan.arrow; None: a temporary folder, removed with the documents.
-
-    Returns:
-        The documents, and what a `PlanRecord` says of them.
+    `folder` receives plan.arrow; None: a temporary folder, removed with the documents.
 
     Raises:
         CorpusError: the corpus cannot be read, too many rows are bad, or no document is left.
@@ -339,9 +334,10 @@ def render_corpus(
             rendering=dict(rendered.methods + rendered.counts),
         )
         if counts.rendered == sum(counts.dropped.values()):
+            reasons = {"bad rows": counts.bad_rows} | counts.unrendered | counts.dropped
+            left_out = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
             raise CorpusError(
-                f"no document is left to capture: {counts.read} rows read, {counts.bad_rows} bad, "
-                f"not rendered {counts.unrendered or 'none'}, dropped {counts.dropped or 'none'}"
+                f"no document is left to capture of {counts.read:,} rows; left out: {left_out}"
             )
         planned = writer.finish()
     except BaseException:
@@ -475,11 +471,7 @@ def unit_tokens(size: str, bytes_per_token: float, tokens: int, batch_tokens: in
         1/16 of the corpus  so that a small corpus, too, has units to share out and to resume from;
                             but at least one batch, below which the target is used badly
 
-    Args:
-        size: --max-shard-size, such as "500MB", or "auto".
-        bytes_per_token: payload bytes of a stored token.
-        tokens: tokens of all documents.
-        batch_tokens: tokens per forward of the target.
+    `tokens` are those of all documents, `batch_tokens` those of a forward of the target.
     """
     if size != AUTO:
         return max(1, int(parse_size(size) / bytes_per_token))

@@ -1,7 +1,5 @@
 """What `generate` would take: bytes beside the shards, and of --probe speed, time and memory."""
 
-import resource
-import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from spec_data.generation.proof import (
     tokenizer_files,
 )
 from spec_data.generation.setup import Setup, config_json, find_positions
-from spec_data.models.devices import DTYPES
+from spec_data.models.devices import DTYPES, peak_memory
 from spec_data.models.reading import text_config
 from spec_data.shards.files import dump_json
 from spec_data.shards.packing import sample_documents
@@ -38,7 +36,6 @@ class Probe:
     Attributes:
         tokens, tokens_per_second: of timed forwards with logits; encoding and writing run beside.
         seconds: of the whole plan at that speed, for one worker.
-        memory_bytes: largest memory of the device in use; on a CPU, that of the process.
         form: the mask form that was proven.
         batch_tokens: tokens per forward, as `generate` would choose them.
     """
@@ -89,20 +86,12 @@ def run_probe(setup: Setup, plan: Plan) -> tuple[Probe, tuple[Column, ...]]:
             tokens=tokens,
             tokens_per_second=tokens / elapsed,
             seconds=plan.tokens * elapsed / tokens,
-            memory_bytes=_memory(target.device),
+            memory_bytes=peak_memory(target.device),
             device=str(target.device),
             form=form,
             batch_tokens=batch_tokens,
         )
         return probe, calibrate(setup, plan, target, form, batch_tokens, None)[0]
-
-
-def _memory(device: torch.device) -> int:
-    """Return the largest memory in use so far, in bytes."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 # -- disk bytes ------------------------------------------------------------------------------------

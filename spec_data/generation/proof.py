@@ -301,7 +301,8 @@ def check_agreement(
             + (at_known if temperature is None else "")
         )
     for message in measured.suspicions(vocabulary, temperature, options.on_policy, False):
-        logger.warning("warning[answers]: on a sample of %d documents, %s", len(chosen), message)
+        sampled = f"on a sample of {len(chosen)} documents, {message}"  # its names tell it apart
+        logger.warning("warning[answers]: %s", sampled)
 
 
 def sample_of_sources(sources: Sequence[str], proven: Iterable[int]) -> list[int]:

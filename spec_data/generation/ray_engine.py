@@ -58,13 +58,8 @@ def import_ray() -> Any:
 def connected(target: str, replicas: int, options: CaptureOptions) -> Iterator[Replicas]:
     """Connect to the cluster of RAY_ADDRESS or start one; yield the replicas that fit it.
 
-    A cluster that was started here ends with the block; a connection of the caller stays.
-
-    Args:
-        target: its name.
-        replicas: of --replicas; 0: one per free GPU; one per machine without GPUs, or with
-            --device-map.
-        options: how each of them runs its target.
+    A cluster that was started here ends with the block; a connection of the caller stays. With 0
+    `replicas` there is one per free GPU, or one per machine without GPUs or with --device-map.
 
     Raises:
         ConfigError: there is no such cluster, it has too few GPUs, or Ray is missing.

@@ -56,16 +56,8 @@ def write_dataset(
 ) -> Manifest | None:
     """Plan, capture and finalize, or go on where a run was interrupted.
 
-    Args:
-        corpus: the rows to capture.
-        setup: the target without its weights, and what is captured of it.
-        output: the directory, or the stage of a URL.
-        worker: which units this process captures.
-        fleet: the replicas of --engine ray; None captures in this process.
-        load: opens what stands for the target; None opens the target.
-
-    Returns:
-        The manifest of the finished dataset; None: other workers are not done.
+    Without the replicas of --engine ray (`fleet`), this process captures. `load` opens what stands
+    for the target. Return the manifest of the finished dataset; None: other workers are not done.
     """
     if (manifest := output.manifest()) is not None:
         return _complete_already(corpus, setup, manifest, output.name)

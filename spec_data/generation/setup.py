@@ -19,7 +19,7 @@ from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sampling_record import read_record
 from spec_data.corpus.sources import Source, corpus_directory, resolve
-from spec_data.generation.options import AUTO, CaptureOptions, column_qualities, parse_size
+from spec_data.generation.options import AUTO, CaptureOptions, column_qualities
 from spec_data.generation.plan import (
     ALSO,
     BATCH_TOKENS,
@@ -45,7 +45,7 @@ from spec_data.models.loading import check_choice
 from spec_data.models.reading import text_config
 from spec_data.shards.codecs import TABLES
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, RunError, TargetError
-from spec_data.shards.files import dump_json, remove, remove_left_of
+from spec_data.shards.files import dump_json, parse_size, remove, remove_left_of
 from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import AUTO_DRAFTS, RECIPES, choose_layers
 from spec_data.shards.position_data import ROPE, Positions
@@ -448,21 +448,10 @@ def discard_plan(work: Path) -> None:
 # begins: sizes from config.json, frequencies from the loaded target.
 
 
-@dataclass(frozen=True)
-class Fitting:
-    """Which drafts can be fitted on a dataset.
-
-    Attributes:
-        problems: by draft, why it cannot be fitted; None if it can.
-        lines: the same in words.
-    """
-
-    problems: dict[str, str | None]
-    lines: list[str]
-
-
-def announce_drafts(setup: Setup) -> Fitting:
+def announce_drafts(setup: Setup) -> tuple[dict[str, str | None], list[str]]:
     """Log which drafts can be fitted on a dataset; refuse a capture that no draft can use.
+
+    Return why each draft cannot be fitted, None if it can; and the lines of the log.
 
     Raises:
         TargetError: there is none, and --layers names no layers.
@@ -495,7 +484,7 @@ def announce_drafts(setup: Setup) -> Fitting:
         _refuse_unless_asked(setup, problem + "\n  ".join(lines) + "\n")
     for line in engine_warnings(options.drafts or AUTO_DRAFTS, names):
         logger.warning("warning[engines]: %s", line)
-    return Fitting(problems, lines)
+    return problems, lines
 
 
 def _refuse_unless_asked(setup: Setup, problem: str) -> None:

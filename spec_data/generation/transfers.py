@@ -111,10 +111,7 @@ def encode_columns(
 ) -> dict[str, Tensor]:
     """Return what is moved to the host, on the device of `values`.
 
-    Args:
-        values: the columns [n] or [n, W] of `forward_columns`.
-        columns: those to store; the loss mask is stored already.
-        tables: of the lossy columns.
+    `values` are the columns [n] or [n, W] of `forward_columns`; the loss mask is stored already.
 
     Returns:
         Each column as it is stored, or its codes, int8 [n, W]; for columns of floating point, which
@@ -159,13 +156,8 @@ def store(
 ) -> None:
     """Copy what has arrived to the documents of a unit, and note those with unusable states.
 
-    Args:
-        arrival: of the result of `encode_columns`, made from `values`, of which tokens that escape
-            a codec are read.
-        batch: whose documents these are.
-        columns: those to store.
-        data: of the unit.
-        broken: receives the reason by document.
+    `arrival` has what `encode_columns` made from `values`, of which tokens that escape a codec are
+    read. `broken` receives the reason by document.
     """
     arrays = arrival.arrays()
     for column in columns:

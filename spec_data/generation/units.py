@@ -52,11 +52,8 @@ SHARDS = "shards"
 class UnitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The record of a finished unit, as unit-00000.json holds it.
 
-    Attributes:
-        record: size and checksum of the shard.
-        dropped: number of documents that were left out, by reason.
-        left_out: their indices in the unit.
-        agreement: how well the other documents agree with the target, see `document_sums`.
+    Documents that were `left_out` (indices in the unit) are counted in `dropped`, by reason;
+    `agreement` has the `document_sums` of the others.
     """
 
     record: ShardRecord
@@ -142,14 +139,8 @@ def finalize(out: Path, checked: set[int], others: bool = False) -> Manifest | N
     Each worker calls this after it has released its own lock. Of two that finish together, the
     second one sees that nobody else is running.
 
-    Args:
-        out: the directory.
-        checked: units that this process wrote; their checksums are not computed again.
-        others: there are other workers.
-
-    Returns:
-        The manifest, also if another worker has finalized; None if a worker that is still running,
-        or has not run yet, does so later.
+    Checksums of the units `checked`, which this process wrote, are not computed again. Return the
+    manifest, also if another worker has finalized; None if one of `others` does so later.
 
     Raises:
         MissingError: there is no plan, or units are not finished.

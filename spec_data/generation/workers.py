@@ -62,10 +62,7 @@ class Worker:
 def this_worker(workers: str, device: str, *, one_device: bool = True) -> Worker:
     """Return which worker this process is, by --workers or by the environment.
 
-    Args:
-        workers: "i/n", "auto" or "auto/n".
-        device: of --device.
-        one_device: the target lies on one device, so that workers of a machine take one each.
+    With `one_device`, the target lies on one device, and workers of a machine take one each.
 
     Raises:
         ConfigError: a bad value, or the environment contradicts itself or the options.
@@ -157,10 +154,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 def device_of(worker: Worker, device: str, gpus: int) -> str:
     """Return the --device of a worker: of several visible GPUs, the one of its local number.
 
-    Args:
-        worker: by its launcher.
-        device: --device.
-        gpus: that this process sees; one, if the launcher gives each process its own.
+    This process sees `gpus`: one, if the launcher gives each process its own.
 
     Raises:
         ConfigError: the machine has fewer GPUs than workers.

@@ -9,9 +9,8 @@ client skips what has arrived, and a download stays with the commit of its first
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,13 @@ from huggingface_hub.errors import (
 from spec_data.models.reading import load_tokenizer
 from spec_data.shards.dataset_card import CARD, DOCUMENTS, dataset_card
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError, SpecDataError
-from spec_data.shards.files import dump_json, write_atomically
+from spec_data.shards.files import (
+    dump_json,
+    remove,
+    remove_left_of,
+    temporary_name,
+    write_atomically,
+)
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.seal import check_shard, datasets_files
 from spec_data.terminal.command import Result
@@ -119,11 +124,15 @@ def push(data: Path, repo: str, *, private: bool = False, dry_run: bool = False)
     files: dict[str, Any] = {name: path / name for name in sorted(names)}
     files[CARD] = card if card.is_file() else dataset_card(manifest).encode()
     api = hub()
-    with tempfile.TemporaryDirectory(dir=path.resolve().parent) as scratch, _hub_errors(repo):
+    scratch = temporary_name(path.resolve())
+    remove_left_of(path.resolve())
+    with ExitStack() as at_end, _hub_errors(repo):
+        at_end.callback(remove, scratch)
+        scratch.mkdir()
         api.create_repo(repo, repo_type="dataset", private=True if private else None, exist_ok=True)
-        _refuse_another(api, repo, manifest.fingerprint, Path(scratch))
+        _refuse_another(api, repo, manifest.fingerprint, scratch)
         rows = f"{DOCUMENTS}/part-00000.arrow"
-        files[rows] = Path(scratch) / "rows.arrow"
+        files[rows] = scratch / "rows.arrow"
         _write_viewer_rows(dataset, files[rows])
         for last in (False, True):  # what has a manifest is complete
             api.create_commit(

@@ -5,6 +5,8 @@ bfloat16 on a GPU and in float32 on a CPU unless told otherwise.
 """
 
 import os
+import resource
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -75,6 +77,14 @@ def memory_error_text(error: torch.OutOfMemoryError) -> str:
     """Return what PyTorch says of an allocation that failed, and the notes of it, in one line."""
     words = str(error).partition(" Of the allocated memory")[0].split("\n")[0]
     return "; ".join([words, *getattr(error, "__notes__", [])])
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the largest memory in use so far, in bytes; on a CPU that of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def use_device(name: str) -> torch.device:

@@ -42,10 +42,7 @@ def identify(directory: Path, config: Any, tokenizer: Any, weights: bool = True)
     Its weights and its config.json are hashed. How it runs (`dtype`) and what its prompts have
     (`chat_template_kwargs`) is not in it.
 
-    Args:
-        directory: the model directory.
-        config, tokenizer: the transformers configuration; the tokenizer with its chat template.
-        weights: hash the weights; False: their hash is None, and they need not be there.
+    Without `weights`, their hash is None, and they need not be there.
 
     Raises:
         TargetError: config.json is damaged, or there are no complete safetensors files.

@@ -17,7 +17,7 @@ from typing import Any
 
 from xxhash import xxh3_64
 
-from spec_data.shards.errors import DatasetError, FileError, SpecDataError
+from spec_data.shards.errors import ConfigError, DatasetError, FileError, SpecDataError
 
 CACHE_VARIABLE = "SPEC_DATA_CACHE"
 """Environment variable that moves the cache directory."""
@@ -37,6 +37,14 @@ def cache_directory(kind: str) -> Path:
         return Path(moved).expanduser() / kind
     shared = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(shared).expanduser() / "spec-data" / kind
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as 500MB, 2GB or 1000000; ConfigError: it is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise ConfigError(f"size {text!r}: expected something like 500MB or 2GB")
+    return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
 
 
 def unit_name(unit: int) -> str:

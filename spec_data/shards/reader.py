@@ -64,11 +64,7 @@ def open_dataset(
 
 
 class Document(dict[str, Any]):
-    """A document: a dict of its columns. Another process receives a plain dict.
-
-    Attributes:
-        dataset: the dataset that it is of.
-    """
+    """A document of `dataset`: a dict of its columns. Another process receives a plain dict."""
 
     dataset: "HiddenStatesDataset"
 
@@ -450,8 +446,7 @@ class HiddenStatesDataset:
 
     def _sparse_tokens(self, index: int) -> np.ndarray:
         """Return which tokens of a document a sparse column has, bool [T]."""
-        mask = self.mask_of(index)
-        return predicts_supervised(mask, np.array([0, len(mask)]))
+        return predicts_supervised(self.mask_of(index))
 
     # -- shards -----------------------------------------------------------------------------------
 

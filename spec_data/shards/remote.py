@@ -8,9 +8,9 @@ by datasets and, through a lock per file, by processes. Those that were not used
 time are deleted; a mapped one stays readable meanwhile. A file is whole and right, or absent.
 """
 
+import contextlib
 import hashlib
 import os
-import re
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,9 +26,11 @@ from spec_data.shards.files import (
     MANIFEST,
     cache_directory,
     is_temporary,
+    parse_size,
     sha256_file,
     temporary_name,
     write_atomically,
+    xxh3_file,
 )
 from spec_data.shards.schema import Manifest, ShardRecord
 from spec_data.shards.storage import DISK_FULL, Storage
@@ -36,18 +38,16 @@ from spec_data.shards.storage import DISK_FULL, Storage
 THREADS = 4
 """Shards that are downloaded ahead at once, per process and dataset."""
 SIZE_VARIABLE = "SPEC_DATA_REMOTE_SIZE"
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _LEFT_OVER = 3600.0  # seconds after which a temporary file is one of a killed process
 
 
 def size_limit() -> int:
     """Return how many bytes of shards stay on disk; ConfigError: SPEC_DATA_REMOTE_SIZE is none."""
     text = os.environ.get(SIZE_VARIABLE) or "50GB"
-    size = re.fullmatch(r"(\d+\.?\d*) *([KMGT]?)B?", text.strip().upper())
-    limit = int(float(size[1]) * _UNITS[size[2]]) if size else 0
-    if not limit:
-        raise ConfigError(f"{SIZE_VARIABLE}={text}: expected a size such as 50GB")
-    return limit
+    with contextlib.suppress(ConfigError):
+        if limit := parse_size(text):
+            return limit
+    raise ConfigError(f"{SIZE_VARIABLE}={text}: expected a size such as 50GB")
 
 
 class Mirror:
@@ -88,13 +88,13 @@ class Mirror:
     # -- small files ------------------------------------------------------------------------------
 
     def fetch(self, name: str) -> Path:
-        """Return the local path of a small file, which is downloaded if it is not there.
+        """Return the local path of a small file, which is downloaded unless it is there, intact.
 
         Raises:
             MissingError: there is no such file. DatasetError: it is not the manifest's.
         """
         file, where = self.directory / name, self.storage.where(name)
-        if file.is_file():
+        if file.is_file() and not self._damaged(name):
             return file
         try:
             data = self.storage.read(name)
@@ -106,6 +106,13 @@ class Mirror:
             raise self._explained(DatasetError(f"{where}: {changed}"))
         self._store(name, data)
         return file
+
+    def _damaged(self, name: str) -> bool:
+        """Return whether the local copy of a small file is not the manifest's."""
+        file, codec = self.directory / name, self.manifest.codec
+        if (record := self.manifest.files.get(name)) is not None:
+            return record.xxh3 != xxh3_file(file)
+        return codec is not None and codec.file == name and codec.sha256 != sha256_file(file)
 
     @property
     def target_dir(self) -> Path:

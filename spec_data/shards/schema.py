@@ -282,14 +282,16 @@ def token_columns(
     )
 
 
-def predicts_supervised(loss_mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+def predicts_supervised(loss_mask: np.ndarray, offsets: np.ndarray | None = None) -> np.ndarray:
     """Return which tokens sparse columns store: those whose next token is supervised, bool [N].
 
-    `loss_mask` [N] is of D documents; document d has tokens offsets[d] to offsets[d + 1].
+    `loss_mask` [N] is of D documents; document d has tokens offsets[d] to offsets[d + 1]. None: of
+    one document.
     """
     stored = np.zeros(len(loss_mask), dtype=bool)
     stored[:-1] = loss_mask[1:] != 0
-    stored[offsets[1:] - 1] = False  # the last token of a document has no next one
+    if offsets is not None:
+        stored[offsets[1:] - 1] = False  # the last token of a document has no next one
     return stored
 
 

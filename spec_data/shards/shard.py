@@ -306,8 +306,7 @@ class Shard:
 
     def _sparse_tokens(self, row: int) -> np.ndarray:
         """Tokens that have a row in sparse columns, bool [T]."""
-        mask = self.mask(row)
-        return predicts_supervised(mask, np.array([0, len(mask)]))
+        return predicts_supervised(self.mask(row))
 
     def _values(self, column: Column, row: int) -> np.ndarray:
         """Stored values (or bytes) of one document, [n] or [n, W]: a view of the mapped file."""

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,7 +91,7 @@ def stored_tokens(dataset: HiddenStatesDataset, name: str, row: dict[str, Any]) 
     """
     mask, column = row["loss_mask"].numpy(), dataset.declared.get(name)
     if column is not None and column.sparse:
-        return torch.from_numpy(predicts_supervised(mask, np.array([0, len(mask)])))
+        return torch.from_numpy(predicts_supervised(mask))
     return torch.ones(len(mask), dtype=torch.bool)
 
 

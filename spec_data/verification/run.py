@@ -51,13 +51,7 @@ def examine(
     samples: int = 16,
     running: EngineOptions = EngineOptions(),
 ) -> VerifyReport:
-    """Run every check of a dataset.
-
-    Args:
-        data: the dataset.
-        target: also run this model on the sampled documents; None: only its own files are read.
-        samples: documents that are computed again.
-        running: how the target runs; its device also computes logits.
+    """Run every check of a dataset; see `spec_data.verify` for the arguments.
 
     Raises:
         SpecDataError: the dataset cannot be opened, `target` is not a model, or `device` is not

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Sequence
 from functools import cached_property
 
-import numpy as np
 import torch
 from msgspec import structs
 from torch import Tensor
@@ -142,8 +141,7 @@ def _sampled(
     states: dict[str, list[Tensor]] = {name: [] for name in names}
     for document in progress(documents, desc="sample", unit="docs", leave=False):
         row = reader[document]
-        mask = row["loss_mask"].numpy()
-        absent = torch.from_numpy(~predicts_supervised(mask, np.array([0, len(mask)])))
+        absent = torch.from_numpy(~predicts_supervised(row["loss_mask"].numpy()))
         for column in columns:
             if column.sparse:
                 row[column.name][absent] = torch.nan

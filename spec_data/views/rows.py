@@ -173,6 +173,8 @@ def check_out(out: Path, inputs: Sequence[HiddenStatesDataset]) -> None:
         ConfigError: it is read-only, or one of the inputs, inside one, or contains one.
     """
     check_directory_to_write("--out", out)
+    if not out.name.strip("."):  # it is written under another name first
+        raise ConfigError(f"--out {out}: give a new directory by its name")
     for dataset in (source for each in inputs for source in (each, *each.sources)):
         here, there = out.resolve(), dataset.path.resolve()
         if here.is_relative_to(there) or there.is_relative_to(here):

@@ -187,7 +187,7 @@ def document_scores(
     for number, document in enumerate(bar):
         row = reader[document]
         mask = row["loss_mask"].numpy()
-        asked = torch.from_numpy(predicts_supervised(mask, np.array([0, len(mask)])))  # [T]
+        asked = torch.from_numpy(predicts_supervised(mask))  # [T]
         following = row["input_ids"].roll(-1)[asked]  # [m]
         if not len(following):
             continue

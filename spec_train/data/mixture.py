@@ -380,10 +380,8 @@ def count_tokens(
 
     Only ids and masks are read, one document at a time.
 
-    Args:
-        dataset: what is read.
-        documents: (row, tokens that are counted, times that each counts).
-        longest: largest number of tokens.
+    `documents` are (row, tokens that are counted, times that each counts); none has more than
+    `longest` tokens.
     """
     counts = np.zeros(dataset.manifest.vocab_size, dtype=np.int64)
     ids = torch.zeros(longest, dtype=torch.int64)

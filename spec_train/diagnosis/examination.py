@@ -58,12 +58,7 @@ def examine(
 ) -> Diagnosis:
     """Run every check of a draft.
 
-    Args:
-        draft: a run, a checkpoint or a draft directory.
-        data: a dataset of its target. target: the target that serves.
-        documents: of the dataset, on which conventions are tried.
-        device: of the draft.
-        trust: run code that comes with the target.
+    The arguments are those of `spec_train.doctor`.
 
     Raises:
         MissingError: draft, dataset or target do not exist.

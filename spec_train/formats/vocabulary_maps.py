@@ -71,10 +71,7 @@ def own_vocabulary(
 def target_ids(d2t: Tensor | None, t2d: Tensor | None, vocab: int, size: int, where: str) -> Tensor:
     """Return the target id of every row of the head, int64 [Vd], in any order.
 
-    Args:
-        d2t, t2d: the maps of a file, or None.
-        vocab, size: V and Vd.
-        where: path of the weights, for messages.
+    `vocab` and `size` are V and Vd; `where` is the path of the weights, for messages.
 
     Raises:
         DraftError: they do not name Vd different tokens.

@@ -43,11 +43,8 @@ def describe_failure(
 ) -> str:
     """Say which documents it was, and which stored states or weights are not finite.
 
-    Args:
-        parts: the micro-batches of all ranks.
-        epoch, grad_norm, counts: of the whole step; slot counts are float64 [S].
-        draft: with the complete weights from before the step.
-        head, stream, seed: of the run.
+    `parts` are the micro-batches of all ranks; slot `counts`, float64 [S], those of the whole step.
+    The draft has its complete weights from before the step.
     """
     bad = [i for i, (_, _, loss) in enumerate(parts) if not math.isfinite(loss)]
     what = f"loss is {parts[bad[0]][2]}" if bad else f"gradient norm is {grad_norm}"

@@ -3,15 +3,13 @@
 import dataclasses
 import itertools
 import logging
-import resource
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 
 import torch
 
-from spec_data.models.devices import compute_dtype, use_device
+from spec_data.models.devices import compute_dtype, peak_memory, use_device
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal import NOTICE
 from spec_data.terminal.command import Result
@@ -129,8 +127,7 @@ def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:
 def _measure(trainer: Trainer, config: Training, total: int) -> DryRun:
     """Run the few steps of `trainer`; `config` and `total` steps are those of the whole run."""
     times: list[float] = []
-    cuda = trainer.device.type == "cuda"
-    if cuda:
+    if trainer.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(trainer.device)
     before = logging.root.manager.disable
     logging.disable(NOTICE)  # only its warnings: a few steps are no run
@@ -139,11 +136,7 @@ def _measure(trainer: Trainer, config: Training, total: int) -> DryRun:
             trainer.run(lambda: times.append(time.perf_counter()))
     finally:
         logging.disable(before)
-    if cuda:
-        peak = torch.cuda.max_memory_allocated(trainer.device)
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = peak_memory(trainer.device)
     gaps = [b - a for a, b in itertools.pairwise(times)]
     validations = 1 + -(-total // (config.eval_every or max(1, total)))
     step = validation = seconds = None

@@ -4,8 +4,8 @@ import pytest
 
 import spec_data
 from spec_data import cli
-from spec_data.generation.options import parse_size
 from spec_data.shards.errors import ConfigError, MissingError, SpecDataError
+from spec_data.shards.files import parse_size
 from spec_data.terminal.config import from_dict, read_config_file, to_dict
 from spec_train.options.draft_options import Eagle3Options
 from tests.spec_data.runs import prepared

@@ -15,6 +15,7 @@ from spec_data import cli
 from spec_data.hub.transfer import pull, push
 from spec_data.shards.dataset_card import dataset_card
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
+from spec_data.shards.files import temporary_name
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from tests.spec_data.hub.hub_server import on_this_machine
@@ -121,7 +122,9 @@ def test_damage_on_the_way_is_found(pushed, tmp_path):
 
 
 def test_pushing_again_and_pushing_another_dataset(pushed, data, tmp_path):
+    temporary_name(data).mkdir()  # of a push that was killed
     push(data, REPO)  # the same: nothing to refuse
+    assert not list(data.parent.glob(".*.tmp"))
     files = pushed.commits[REPO][-1]
     files["manifest.json"] = json.dumps({"fingerprint": "f" * 64}).encode()
     with pytest.raises(ConfigError, match="holds another dataset"):

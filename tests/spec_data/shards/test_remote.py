@@ -24,6 +24,7 @@ from spec_data.verification.run import examine
 from tests.factory import tiny_dataset
 from tests.remote_tools import put_in_memory
 from tests.spec_data.runs import ON_CPU
+from tests.spec_data.shards.integrity_tools import flip
 
 URL = "memory://bucket/some data"
 
@@ -209,12 +210,23 @@ def test_damage_of_local_copies_heals(system, local):
     place = data.index(here[row]["hidden.L0"].view(torch.int16).numpy().tobytes())
     data[place] ^= 1
     value.write_bytes(data)
+    for name in (there.mirror.fetch("index.arrow"), there.mirror.fetch("target/config.json")):
+        flip(name)
     again = HiddenStatesDataset(URL)
     with pytest.raises(DatasetError, match=r"some data/shards/unit.* \(local copy .*hidden.L0"):
         _ = again[row]
     again = HiddenStatesDataset(URL)
     for index in range(len(here)):
         assert same(here[index]["hidden.L0"], again[index]["hidden.L0"])
+
+
+def test_damage_of_local_tables_heals(system, local, tmp_path):
+    spec_data.recode(local, tmp_path / "coded", "default")
+    put_in_memory(tmp_path / "coded", f"{URL} coded")
+    tables = HiddenStatesDataset(f"{URL} coded").tables
+    flip(HiddenStatesDataset(f"{URL} coded").mirror.fetch("codec.safetensors"))
+    again = HiddenStatesDataset(f"{URL} coded").tables
+    assert all(torch.equal(tables[name].basis, again[name].basis) for name in tables) and tables
 
 
 def test_damage_in_the_storage_is_named(system):

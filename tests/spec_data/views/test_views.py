@@ -287,6 +287,8 @@ def test_directories_that_cannot_be_written_are_refused(data, tmp_path):
             spec_data.select(data, tmp_path / name, sample="4")
     with pytest.raises(ConfigError, match="no document is left"):
         spec_data.select(data, tmp_path / "n", where="length > 1000000")
+    with pytest.raises(ConfigError, match="--out \\.: give a new directory by its name"):
+        spec_data.select(data, ".", sample="3")
     with pytest.raises(ConfigError, match="nothing would change"):
         spec_data.select(data, tmp_path / "n")
     target = save_target(tmp_path / "target")

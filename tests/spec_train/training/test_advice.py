@@ -2,7 +2,7 @@
 
 import pytest
 
-from spec_train.training.advice import advice
+from spec_train.training.result import advice
 
 
 def curves(trained, held_out, epochs=3.0, chains=2000, steps=300, deeper=0):
