@@ -3,7 +3,9 @@
 import fcntl
 import os
 import pty
+import re
 import select
+import shlex
 import struct
 import subprocess
 import sys
@@ -73,3 +75,10 @@ def flags_of(entry) -> list[str]:
     """Every option of a command of a program."""
     names = (name for a in entry.arguments() for name in a.names if name.startswith("--"))
     return sorted({*names, *(words.split()[0] for words in COMMON)})
+
+
+def next_command(text: str, label: str = "next") -> list[str]:
+    """The words of the command that a text ends with."""
+    found = re.search(rf"^{label}:  ((.*\\\n)*.*)$", text, re.MULTILINE)
+    assert found, text
+    return shlex.split(found[1].replace("\\\n", " "))

@@ -101,20 +101,6 @@ def test_evaluate_returns_the_figures_of_the_command(here, tmp_path, capsys):
         spec_train.evaluate("run")
 
 
-def test_export_writes_and_checks(here, tmp_path, capsys):
-    written = spec_train.export(Path("run"), tmp_path / "out", "vllm", Path("target"))
-    assert written.path == tmp_path / "out" and written.format == "vllm"
-    assert (written.path / "config.json").is_file() and written.tensors > 5 and written.bytes > 0
-    checked = spec_train.export("run")
-    assert checked.path is None and checked.format is None and "eagle3" in str(checked)
-    for engine in ("vllm", "sglang", "speculators", "spec-train"):
-        assert checked.of(engine), f"no word about {engine}"
-    assert checked.of("other") == []
-    back = spec_train.load_draft(written.path)
-    assert back.config.layers == spec_train.load_draft("run").config.layers
-    assert capsys.readouterr().out == "", "functions print nothing"
-
-
 def test_drafts_are_loaded_where_and_as_asked(here):
     stored = spec_train.load_draft("run")
     assert stored.embed_tokens.weight.dtype == getattr(torch, stored.config.dtype)

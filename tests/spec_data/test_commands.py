@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from spec_data.terminal.command import words_of
 from spec_data.terminal.console import run_cli
 from tests.spec_data.runs import arguments, options, run, start_cli
 from tests.spec_data.shards.integrity_tools import flip
-from tests.terminal_tools import environment
+from tests.terminal_tools import environment, next_command
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +34,6 @@ def data(tmp_path_factory, target, corpus):
 def words(target: Path, corpus: Path, out: Path, **changes) -> list[str]:
     given = arguments(options(target, corpus, out, **changes))
     return words_of(inspect.unwrap(spec_data.generate), given)
-
-
-def next_command(text: str, label: str = "next") -> list[str]:
-    """The words of the command that a text ends with."""
-    found = re.search(rf"^{label}:  ((.*\\\n)*.*)$", text, re.MULTILINE)
-    assert found, text
-    return shlex.split(found[1].replace("\\\n", " "))
 
 
 # -- errors and signals -----------------------------------------------------------------------

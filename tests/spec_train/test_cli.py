@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import signal
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.training.settings import default_lr
 from tests.factory import tiny_dataset
 from tests.forked import Forked
-from tests.terminal_tools import flags_of
+from tests.terminal_tools import flags_of, next_command
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +100,6 @@ def test_a_signal_saves_and_exits_with_its_code(data, tmp_path, number):
     assert len(list(out.glob("checkpoint-*"))) == 1
     resume = next_command(error, "resume")
     assert resume == ["spec-train", *arguments]
-
-
-def next_command(text: str, label: str = "next") -> list[str]:
-    """The words of the command that a text ends with."""
-    found = re.search(rf"^{label}:  ((.*\\\n)*.*)$", text, re.MULTILINE)
-    assert found, text
-    return shlex.split(found[1].replace("\\\n", " "))
 
 
 def test_every_command_names_the_next_one_and_it_runs(data, tmp_path, capsys):

@@ -5,12 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine
 from tests.spec_data.runs import ON_CPU, run, save_target, write_corpus
-from tests.spec_train.fitted import edit
+from tests.spec_train.fitted import edit, round_to_3_bits, switch_yarn_on
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +39,6 @@ def verified(place: Path, target: Path):
     return found
 
 
-def round_to_3_bits(file: Path) -> None:
-    tensors = {}
-    for name, value in load_file(file).items():
-        step = value.abs().amax() / 3
-        tensors[name] = (value / step).round() * step
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
 def test_the_manifest_has_the_identity_and_the_kwargs_of_rows(place, target):
     identity = HiddenStatesDataset(place / "data").manifest.identity
     assert identity["rope.rope_type"] == "default"
@@ -58,11 +49,8 @@ def test_the_manifest_has_the_identity_and_the_kwargs_of_rows(place, target):
 
 
 def test_another_target_is_a_failure_that_names_the_fact(place, target):
-    edit(target / "config.json", rope_parameters={
-        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
-        "original_max_position_embeddings": 256,
-    })  # fmt: skip
-    round_to_3_bits(target / "model.safetensors")
+    switch_yarn_on(target)
+    round_to_3_bits(target)
     text = "\n".join(verified(place, target).failures)
     assert (
         "rope_type: the dataset was captured with 'default', this target has 'yarn'" in text

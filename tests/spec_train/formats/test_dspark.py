@@ -8,7 +8,6 @@ from spec_train.drafts import load_draft
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
-from tests.draft_tools import unseal, write_json
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.formats import own_draft
 from tests.spec_train.formats.own_draft import read
@@ -75,23 +74,6 @@ def test_what_cannot_be_represented_is_refused(saved, head, facts, tmp_path, cha
     theirs = write(tmp_path / "theirs", raw, tensors | {"lm_head.weight": head.head_weight})
     with pytest.raises(DraftError, match=message):
         load_draft(theirs, facts)
-
-
-def test_speculators_drafts_without_the_slot_that_drafts_first(
-    saved, facts, tmp_path, target, caplog
-):
-    """The library reads true; vLLM reads false, and so say the tokens per round of such a file."""
-    out = export(saved("dspark"), "speculators", tmp_path / "out", target)
-    raw, _ = read(unseal(out))
-    del raw["sample_from_anchor"], raw["spec_train"]
-    write_json(out, raw)
-    assert load_draft(out, facts).config.sample_from_anchor
-    assert "has no sample_from_anchor; read as true" in caplog.text
-    (method,) = raw["speculators_config"]["proposal_methods"]
-    method["speculative_tokens"] -= 1
-    write_json(out, raw)
-    with pytest.raises(DraftError, match=r"no sample_from_anchor, and 2 drafted tokens.*of 3"):
-        load_draft(out, facts)
 
 
 def test_fit_starts_from_a_form_and_from_no_other_kind(saved, dataset, tmp_path, target):

@@ -6,7 +6,6 @@ import pytest
 
 import spec_train
 from spec_data.shards.errors import ConfigError, MissingError, TargetError
-from tests.draft_tools import read_json, reseal, write_json
 from tests.spec_train import fitted
 from tests.spec_train.fitted import (
     edit,
@@ -105,14 +104,3 @@ def test_a_target_whose_files_cannot_be_read_is_named_in_words(place, target):
     (target / "config.json").write_text("[]")
     with pytest.raises(TargetError, match=r"config\.json: expected a JSON object, found"):
         found(place, target)
-
-
-def test_a_draft_that_records_fewer_facts_says_what_was_not_compared(place, target, tmp_path):
-    shutil.copytree(place / "run" / "best", tmp_path / "old")
-    raw = read_json(tmp_path / "old")
-    origin = raw["spec_train"]["origin"]
-    raw["spec_train"]["origin"] = {"weights_hash": origin["weights_hash"]}
-    write_json(tmp_path / "old", raw)
-    reseal(tmp_path / "old")
-    (note,) = [text for level, text in found(tmp_path, target, "old") if level == "note"]
-    assert "architectures, chat_template_hash, config" in note and "rope" in note

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,18 +11,15 @@ import pytest
 import torch
 
 from spec_data.shards.errors import ConfigError, DraftError
-from spec_train.cli import main
 from spec_train.drafts import load_draft
 from spec_train.drafts.eagle3 import Unroll
 from spec_train.training.run_directory import HELD_OUT
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
-from tests.forked import Forked
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import (
     OPTIONS,
     change,
-    command,
     make_noisy,
     masters,
     metrics,
@@ -106,26 +102,6 @@ def test_measuring_and_saving_do_not_touch_training(config, tmp_path, monkeypatc
     run(other)
     a, b = masters(config.out), masters(other.out)
     assert all(torch.equal(a[n], b[n]) for n in a)
-
-
-def test_kill_9_and_the_same_command_give_the_same_run(config, tmp_path):
-    config = change(config, steps=80, save_every=5, eval_every=30, log_every=7)
-    whole = change(config, out=str(tmp_path / "whole"))
-    first = Forked(lambda: main(command(whole)[3:]))
-    assert first.wait() == 0
-    process = Forked(lambda: main(command(config)[3:]))
-    while process.poll() is None and not list(Path(config.out).glob("checkpoint-*[2-6]5")):
-        time.sleep(0.002)
-    assert process.poll() is None, "the run ended before it could be killed"
-    process.kill()
-    process.wait()
-    reached = max(p.name for p in Path(config.out).glob("checkpoint-*"))
-    assert "checkpoint-00000025" <= reached < "checkpoint-00000080"
-    again = Forked(lambda: main(command(config)[3:]))
-    _, error = again.communicate()
-    assert again.returncode == 0, error
-    assert "resuming from" in Path(f"{config.out}.log").read_text()
-    assert_same_run(whole.out, config.out)
 
 
 def test_micro_batch_shape_may_change_on_resume_but_not_the_step(config):
