@@ -4,7 +4,7 @@
 
 Both are made from the typed functions: what `--help-all` prints, and what `help()` prints. They are
 longer than all other pages together, so they are made where they are wanted and not part of the
-repository; the table of docs/commands.md is `command_table`, which a test compares.
+repository; the list of docs/commands.md is `command_list`, which a test compares.
 """
 
 import argparse
@@ -28,14 +28,13 @@ def first_sentence(function: object) -> str:
     return " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
 
 
-def command_table() -> str:
-    """Return the table of all commands; the drafts of `fit` share a row."""
-    rows = {}
+def command_list() -> str:
+    """Return the list of all commands; the drafts of `fit` share a line."""
+    lines = {}
     for program in PROGRAMS:
         for chain, entry in program.entries.items():
-            rows[f"`{program.name} {chain[0]}`"] = first_sentence(entry.function)
-    lines = [f"| {name} | {text} |" for name, text in rows.items()]
-    return "\n".join(["| command | what it does |", "| --- | --- |", *lines])
+            lines[f"- `{program.name} {chain[0]}`: "] = first_sentence(entry.function)
+    return "\n".join(name + text for name, text in lines.items())
 
 
 def command_pages() -> Iterator[str]:

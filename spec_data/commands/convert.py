@@ -120,7 +120,7 @@ def export_dataset(
     *,
     layers: Layers | None = None,
 ) -> "ExportedStates":
-    """Write a dataset in the layout of another trainer, so that one capture serves it, too.
+    """Write a dataset in the layout of another trainer.
 
     An interrupted run goes on when the same command is run again.
 

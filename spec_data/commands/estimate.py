@@ -31,7 +31,7 @@ def estimate(
     probe: bool = False,
     page: File | None = None,
 ) -> "EstimateResult":
-    """Compute what `generate` would write with the same arguments: tokens, shards, bytes.
+    """Compute what `generate` would write: tokens, shards, bytes.
 
     The corpus is read and rendered, and nothing is written. Bytes of the shards are exact with
     --codec bf16. How many bits a lossy codec takes depends on the states: `bytes_least` to `bytes`,

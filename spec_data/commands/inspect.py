@@ -176,7 +176,7 @@ def write_report(
     out: File | None = None,
     documents: Positive = 1000,
 ) -> "WrittenPage":
-    """Write one HTML page of a dataset, which needs no network and no other file.
+    """Write one HTML page of a dataset.
 
     It shows the documents token by token (supervised tokens, turns, special tokens, the target's
     first choice), sources and their agreement with the target, lengths, bytes by column and their

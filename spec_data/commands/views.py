@@ -140,7 +140,7 @@ def join(data: Datasets, out: Directory) -> "WrittenDataset":
 
 @command
 def copy(data: Dataset, out: Directory, *, dry_run: bool = False) -> "WrittenDataset":
-    """Write a view, or a remote dataset, with shards of its own, so that it stands alone.
+    """Write a view, or a remote dataset, with shards of its own.
 
     The same command resumes.
 
@@ -164,7 +164,7 @@ def copy(data: Dataset, out: Directory, *, dry_run: bool = False) -> "WrittenDat
 
 @command
 def recode(data: Dataset, out: Directory, codec: str, *, dry_run: bool = False) -> "WrittenDataset":
-    """Write a dataset with its bf16 states as coarsely as an error allows, as `generate` does.
+    """Write a dataset with its bf16 states in fewer bits.
 
     A column that cannot be stored so stays in bf16, with a warning. States that are lossy already
     are not encoded again. The same command resumes.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @command
 def fit(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "FitResult":
-    """Train a draft on a dataset that `spec-data generate` has written.
+    """Train a draft on a dataset.
 
     The target is never opened: its embeddings and head are part of the dataset. RUN receives
     fit.json (every option), metrics.jsonl, report.html, checkpoint-*/ directories to resume

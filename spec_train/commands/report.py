@@ -21,7 +21,7 @@ Runs = Annotated[
 
 @command
 def write_report(runs: Runs, *, out: File | None = None) -> "WrittenPage":
-    """Write one HTML page about runs and evaluations, which needs no network.
+    """Write one HTML page about runs and evaluations.
 
     It shows loss and acceptance length over trained tokens, acceptance by depth and source, which
     drafted tokens of sampled responses were accepted, and settings that differ. `fit` and `eval`

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from scripts import peer_options
-from scripts.reference import api_pages, command_pages, command_table
+from scripts.reference import api_pages, command_list, command_pages
 from spec_data import __all__ as of_data
 from spec_train import __all__ as of_train
 from tests import api_workspace
+from tests.spec_train import flat
 from tests.terminal_tools import flags_of
 from tests.test_failures_page import tables
 
@@ -18,8 +19,8 @@ workspace = api_workspace.workspace
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_table_of_commands_is_that_of_the_functions() -> None:
-    assert command_table() in (DOCS / "commands.md").read_text(encoding="utf-8")
+def test_the_list_of_commands_is_that_of_the_functions() -> None:
+    assert command_list() in (DOCS / "commands.md").read_text(encoding="utf-8")
 
 
 def test_the_reference_has_every_option_and_every_public_name() -> None:
@@ -57,3 +58,17 @@ def test_every_word_of_metrics_is_in_the_glossary(workspace: Path) -> None:
     assert {"loss", "accept_rate/d", "serving_like_length"} <= words
     page = (DOCS / "glossary.md").read_text(encoding="utf-8")
     assert not {word for word in words if f"`{word}`" not in page}
+
+
+def test_every_line_of_the_log_of_fit_is_in_the_glossary(
+    workspace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="spec_train")
+    options = {**api_workspace.FIT, "steps": 1, "eval_every": 1, "draft_vocab_size": 64}
+    options.pop("ttt_steps", None)
+    flat.fit("dspark", workspace / "data", tmp_path / "run", **options)
+    lines = [re.match(r"([a-z]+(?: [a-z]+)?)(?: {2,}| at | on | \d)", m) for m in caplog.messages]
+    words = {line[1] for line in lines if line}
+    assert {"dataset", "layers", "vocabulary", "mask token", "validation"} <= words
+    page = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    assert not {word for word in words if f"- `{word}`" not in page} - {"page"}

@@ -271,7 +271,7 @@ def test_every_code_of_a_warning_is_explained():
     files = [p for name in ("spec_data", "spec_train") for p in (root / name).rglob("*.py")]
     used = {found for path in files for found in code.findall(path.read_text())}
     page = (root / "docs" / "warnings.md").read_text()
-    assert sorted(used) == re.findall(r"^\| `([\w-]+)` \|", page, re.M)
+    assert sorted(used) == re.findall(r"^- `([\w-]+)`: ", page, re.M)
     without = [p for p in files if re.search(r"\.warning\(\s*f?\"(?!warning\[)", p.read_text())]
     assert without == []
 
