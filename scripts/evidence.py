@@ -198,7 +198,8 @@ class Evidence:
         words += ["--target-layer-ids", *(layer + 1 for layer in layers)]  # inputs of blocks
         words += ["--on-missing", "raise", "--train-data-ratio", TRAINED]
         words += ["--epochs", self.settings.epochs, "--checkpoint-freq", 0.5]
-        words += ["--total-seq-len", self.settings.seq_len, "--hidden-states-dtype", "float32", "--num-workers", 0]
+        words += ["--total-seq-len", self.settings.seq_len, "--num-workers", 0]
+        words += ["--hidden-states-dtype", "float32"]
         words += ["--loss-implementation", "eager", "--draft-attn-impl", "eager"]
         where = ("--data-path", data, "--save-path", run)
         self.command(self.options.peer_python, "-c", PEER, "train", *words, *where)

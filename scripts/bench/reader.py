@@ -10,7 +10,6 @@ no layout pays page faults for new batches in every pass: ours reuses its buffer
 """
 
 import argparse
-import ctypes
 import json
 import resource
 import statistics
@@ -41,6 +40,7 @@ from spec_data.shards.schema import (
 )
 from spec_data.shards.seal import seal
 from spec_data.shards.writer import UnitData, write_shard
+from spec_data.terminal.command import keep_freed_memory
 from spec_data.terminal.text_table import text_table
 from spec_train.data.order import BatchPlan
 from spec_train.data.stream import BatchStream, BufferOptions
@@ -59,18 +59,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    keep_freed_memory()
+    if not keep_freed_memory():
+        raise SystemExit("this benchmark needs glibc, and no MALLOC_* in the environment")
     datasets.disable_progress_bars()
     with tempfile.TemporaryDirectory(prefix="bench_reader_") as folder:
         bench_passes(Path(folder), args)
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc's malloc to hand no memory of up to 32 MB, its limit, back to the system."""
-    m_trim_threshold, m_mmap_threshold = -1, -3
-    libc = ctypes.CDLL(None)
-    if not (libc.mallopt(m_trim_threshold, 2**31 - 1) and libc.mallopt(m_mmap_threshold, 1 << 25)):
-        raise SystemExit("mallopt refused: this benchmark needs glibc")
 
 
 def cpu_seconds() -> float:

@@ -2,7 +2,11 @@
 
 import dataclasses
 import json
+import os
+import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -238,3 +242,31 @@ def test_arguments_become_words_again():
     lists = {"layers": [-1, 3], "for_": ["eagle3", "eagle"]}  # as Python may give them
     assert words_of(capture, lists) == ["--layers=-1,3", "--for", "eagle3,eagle"]
     assert words_of(fit, {"draft": Chain(steps=3)}) == ["--steps", "3"]
+
+
+ARRAYS = """
+import resource
+from spec_data.terminal.command import keep_freed_memory
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        [bytearray(1 << 23) for _ in range(4)]  # 32 MB, freed at once
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(pages() if keep_freed_memory() else -1, pages())
+"""
+
+
+@pytest.mark.parametrize("malloc", [{}, {"MALLOC_ARENA_MAX": "2"}])
+def test_freed_memory_is_kept_unless_the_environment_sets_malloc(malloc):
+    """A run reuses its pages: malloc's default asks for new ones in each of the 20 rounds."""
+    clean = {n: text for n, text in os.environ.items() if not n.startswith("MALLOC_")}
+    words = [sys.executable, "-c", ARRAYS]
+    text = subprocess.run(words, env=clean | malloc, capture_output=True, text=True, check=True)
+    first, again = map(int, text.stdout.split())
+    size = (1 << 25) // resource.getpagesize()
+    if malloc:
+        assert first == -1 and again > 10 * size
+    elif first == -1:
+        pytest.skip("no glibc")
+    else:
+        assert first < 2 * size and again < size
