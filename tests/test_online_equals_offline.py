@@ -10,8 +10,8 @@ from spec_data.capture.target_batch import TargetBatch
 from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts.dspark.blocks import sample_blocks
-from spec_train.drafts.dspark.draft import dspark_loss
+from spec_train.drafts.block.blocks import sample_blocks
+from spec_train.drafts.block.draft import dspark_loss
 from spec_train.drafts.eagle import eagle_loss
 from spec_train.drafts.eagle3 import eagle3_loss
 from spec_train.drafts.peagle import peagle_loss

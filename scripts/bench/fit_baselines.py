@@ -20,8 +20,8 @@ from spec_data.shards.schema import FINAL, apply_head
 from spec_train.attention.masks import AttentionMask, block_mask, causal_mask, parallel_mask
 from spec_train.attention.plain import repeat_heads
 from spec_train.data.batch import DraftBatch
-from spec_train.drafts.dspark.blocks import drafted_mask, sample_blocks
-from spec_train.drafts.dspark.draft import draft_weights
+from spec_train.drafts.block.blocks import drafted_mask, sample_blocks
+from spec_train.drafts.block.draft import draft_weights
 from spec_train.drafts.eagle import supervised_slots
 from spec_train.drafts.frames import slots_of
 from spec_train.drafts.peagle import element_masks, segments_of
@@ -159,8 +159,8 @@ def all_blocks(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     y = draft.forward_blocks(ids.flatten(1), positions.flatten(1), context, attends)
     y = y.unflatten(1, (anchors.shape[1], size))[:, :, config.first :]  # [B, N, D, H]
     places = blocks.slots(depth).clamp_max(documents.shape[1] - 1)
-    logits, heads = y @ draft.head_rows(head).mT, draft.markov_head  # [B, N, D, Vd]
-    known = None
+    logits = y @ draft.head_rows(head).mT  # [B, N, D, Vd]
+    heads, known = getattr(draft, "markov_head", None), None
     if heads is not None:
         known = heads.markov_w1(rows_at(batch.input_ids, places))
         logits = logits + heads.markov_w2(heads.block(known, y))
@@ -177,7 +177,7 @@ def all_blocks(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     ce_total, total = draft.slot_counts(batch)
     loss = options.ce_weight * (entropy * weight * (labels >= 0)).sum() / ce_total
     loss = loss + options.l1_weight * (distance * weight).sum() / total
-    if draft.confidence_head is not None:
+    if getattr(draft, "confidence_head", None) is not None:
         rate = (1 - distance / 2).detach().clamp(0, 1)
         if not draft.full_vocabulary:  # the target's probability of the draft vocabulary
             mass = (proposed(draft, z).logsumexp(-1) - z.logsumexp(-1)).exp()

@@ -8,8 +8,9 @@ import logging
 from pathlib import Path
 
 from spec_data.shards.errors import DraftError, SpecDataError
+from spec_train.drafts.block.draft import DFlashDraft
+from spec_train.drafts.block.markov import DSparkDraft
 from spec_train.drafts.draft import Draft, DraftLoss
-from spec_train.drafts.dspark.draft import DFlashDraft, DSparkDraft
 from spec_train.drafts.eagle import EagleDraft
 from spec_train.drafts.eagle3 import Eagle3Draft
 from spec_train.drafts.peagle import PeagleDraft

@@ -194,6 +194,8 @@ class RowStats:
     best: Tensor  # int64, index of the largest draft logit
     cross_entropy: Tensor | None = None  # of block drafts
     overlap: Tensor | None = None  # of block drafts: sum_v min(p, q) = 1 - L1 / 2
+    candidates: Tensor | None = None  # the K largest logits' indices, best first, int64 [N, K]
+    probability: Tensor | None = None  # m p at these [N, K]
 
 
 def head_loss(

@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_data.shards.schema import HeadSpec
 from spec_train.drafts import DRAFTS
+from spec_train.drafts.block.draft import dspark_loss
 from spec_train.drafts.draft import DraftLoss
-from spec_train.drafts.dspark.draft import dspark_loss
 from spec_train.drafts.eagle import eagle_loss
 from spec_train.drafts.eagle3 import eagle3_loss
 from spec_train.drafts.peagle import peagle_loss

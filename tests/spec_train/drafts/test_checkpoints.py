@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
-from spec_train.drafts.dspark.model import DSparkConfig
+from spec_train.drafts.block.config import DSparkConfig
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions, PeagleOptions
 from tests.draft_tools import read_json, reseal, write_json
 from tests.factory import tiny_llama

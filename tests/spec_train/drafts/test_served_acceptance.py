@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_train.drafts.dspark.blocks import Blocks
+from spec_train.drafts.block.blocks import Blocks
 from spec_train.drafts.frames import teacher_of
 from spec_train.losses.sampling import Sampled
 from tests.spec_train.drafts.any_draft import draft_for, teach

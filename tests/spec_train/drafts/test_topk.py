@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spec_train.cli import main
-from spec_train.drafts.dspark.draft import block_rows_loss
+from spec_train.drafts.block.draft import block_rows_loss
 from spec_train.drafts.teacher import Teacher, logits_teacher, missing_mass, topk_teacher
 from spec_train.losses.menu import LossKind, TeacherRows, distribution_loss
 from spec_train.options.draft_options import KINDS

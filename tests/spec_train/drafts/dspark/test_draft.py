@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from spec_data.shards.packing import PADDING, row_layout
-from spec_train.drafts.dspark.blocks import (
+from spec_train.drafts.block.blocks import (
     Blocks,
     anchor_candidates,
     expected_weights,

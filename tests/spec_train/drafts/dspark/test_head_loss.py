@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spec_train.drafts.dspark.draft import block_rows_loss
+from spec_train.drafts.block.draft import block_rows_loss
 from spec_train.losses.menu import LowRank, TeacherRows
 from tests import tolerance
 from tests.spec_train.drafts.cases import (

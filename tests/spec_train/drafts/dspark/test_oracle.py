@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spec_train.decoding.chains import TargetSession
-from spec_train.drafts.dspark.draft import BlockDrafter
+from spec_train.drafts.block.draft import BlockDrafter
 from spec_train.losses.sampling import Greedy
 from tests.spec_train.drafts.any_draft import draft_for
 from tests.spec_train.evaluation import tools as evaluate_tools

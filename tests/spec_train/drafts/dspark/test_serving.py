@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spec_train.decoding.chains import Request, decode_plain, decode_speculative
-from spec_train.drafts.dspark.draft import BlockDrafter
+from spec_train.drafts.block.draft import BlockDrafter
 from spec_train.drafts.slots import NOT_DRAFTED
 from spec_train.losses.sampling import Greedy, Sampled
 from spec_train.simulation.simulated_decoding import no_counts

@@ -1,4 +1,4 @@
-"""DSpark and DFlash: drafts of a block of tokens in one forward pass.
+"""The backbone of block drafts, and DFlash, which is the backbone alone.
 
 The states of a verified token become c = RMSNorm(fc(states)). Every layer projects c to keys and
 values of that position, without an input norm; the layers do not change c. A block consists of the
@@ -11,28 +11,33 @@ Embedding and LM head are the target's, frozen. The head is in `TargetHead`; the
 some of its rows if the draft vocabulary is a selection. If the target scales, biases or caps its
 logits, the draft leaves that out, as the engines do.
 
+A second stage makes drafts of a block's logits. It is a module with a subclass of `BlockDraft`:
+
+    make_stage    its weights
+    walk          drafts tokens left to right (`Walk`): which tokens, with which logits
+    stage_rows    training (`StageRows`): what it adds to the logits, its loss, its metrics
+
 Drafting: tokens are chosen left to right. The keys and values of a position are computed once, when
 the target has verified it, and are never removed. A round always computes the whole block, also if
 fewer drafts are wanted: the slots of a block see each other, and a draft must not depend on how
 many are asked for.
 
 Loss (`blocks` says which blocks and drafts count): with p the target's distribution renormalised
-over the draft vocabulary, m the target's probability of that vocabulary, q = softmax(W y + W2 g)
-the draft (W: rows of the head, W2 g: the Markov bias over the document's previous token) and c its
-confidence, the loss of a draft is
+over the draft vocabulary, m the target's probability of that vocabulary, and q the softmax of the
+logits with the stage's bias, the loss of a draft is
 
-    0.1 * cross-entropy + 0.9 * |q - p|_1 + 1.0 * BCE(c, c*),    c* = sum_v min(m p, q), detached
+    ce_weight * cross-entropy + l1_weight * |q - p|_1 + the stage's weight * the stage's loss
 
 That is --loss ce+l1. Any other loss of `losses` replaces the cross-entropy and the L1 term by one
-term of weight 1, between p (or a hard target) and q; both are measured all the same. c* is the
-probability that sampling with the target's full distribution keeps the draft. It equals (1 + m -
-|q - m p|_1) / 2, which is 1 - |q - p|_1 / 2, as published, only if m = 1. Each term is a mean over
-the drafts that count, weighted by exp(-d / gamma). The cross-entropy is taken with the document's
-token, as published, with p, or with the target's choice. The first term (the cross-entropy, or the
-other loss) has a denominator of its own, because it may count at fewer drafts. If the draft
-vocabulary is a selection of the target's, a draft whose target's choice is outside it is not
-trained and counts as a miss; its c* still counts in tau and in the acceptance. A cross-entropy with
-a token outside the draft vocabulary is left out.
+term of weight 1, between p (or a hard target) and q; both are measured all the same. The acceptance
+c* = sum_v min(m p, q) is the probability that sampling with the target's full distribution keeps
+the draft. It equals (1 + m - |q - m p|_1) / 2, which is 1 - |q - p|_1 / 2, as published, only if
+m = 1. Each term is a mean over the drafts that count, weighted by exp(-d / gamma). The
+cross-entropy is taken with the document's token, as published, with p, or with the target's choice.
+The first term (the cross-entropy, or the other loss) has a denominator of its own, because it may
+count at fewer drafts. If the draft vocabulary is a selection of the target's, a draft whose
+target's choice is outside it is not trained and counts as a miss; its c* still counts in tau and in
+the acceptance. A cross-entropy with a token outside the draft vocabulary is left out.
 
 B packs, T tokens, N blocks of a pack, S slots of a block, D drafts of a block, R drafts that count,
 Q slots of blocks, n captured layers, H hidden size, h / g query / key-value heads, d head size, r
@@ -55,23 +60,17 @@ from spec_train.attention.masked import Attending
 from spec_train.attention.masks import BlockWindow, block_mask
 from spec_train.attention.plain import attend_block
 from spec_train.data.batch import DraftBatch
-from spec_train.drafts.config import DraftConfig
-from spec_train.drafts.draft import DraftLoss, LayersDraft
-from spec_train.drafts.drafting import Drafter, Proposal
-from spec_train.drafts.dspark.blocks import (
+from spec_train.drafts.block.blocks import (
     Blocks,
-    Forecasts,
     drafted_mask,
     expected_weights,
     sample_blocks,
     summarise_blocks,
 )
-from spec_train.drafts.dspark.model import (
-    ConfidenceHead,
-    DFlashConfig,
-    DSparkConfig,
-    MarkovHead,
-)
+from spec_train.drafts.block.config import BlockConfig, DFlashConfig
+from spec_train.drafts.config import DraftConfig
+from spec_train.drafts.draft import DraftLoss, LayersDraft
+from spec_train.drafts.drafting import Drafter, Proposal
 from spec_train.drafts.frames import require_frame, teacher_of
 from spec_train.drafts.layers import (
     DecoderLayer,
@@ -104,7 +103,7 @@ from spec_train.losses.metrics import Sums, chain_sums
 from spec_train.losses.sampling import Sampler
 from spec_train.losses.teacher_rows import SomeRows, TeacherRows
 from spec_train.losses.tiles import dot, softmax_sums
-from spec_train.options.draft_options import BlockOptions, DFlashOptions, DSparkOptions
+from spec_train.options.draft_options import BlockOptions, DFlashOptions
 
 log = logging.getLogger(__name__)
 
@@ -117,39 +116,51 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Queries [B, h, Q, d], keys and values [B, g, T + Q, d], scale -> heads [B, h, Q, d]."""
 
 
-class DSparkDraft(LayersDraft):
-    """The draft that `spec-train fit dspark` trains."""
+class BlockDraft(LayersDraft):
+    """The backbone: the draft is what its logits say, unless a second stage follows them.
 
-    name: ClassVar[str] = "dspark"
-    options_class: ClassVar[type[Any]] = DSparkOptions
-    config_class: ClassVar[type[DraftConfig]] = DSparkConfig
+    A kind with a second stage subclasses this with `make_stage`, `walk` and `stage_rows`.
+    """
+
+    stage_term: ClassVar[str] = "confidence_bce"
+    """Name of the loss of the second stage in the metrics; without a stage, a figure of none."""
     confidence_threshold: float = 0.0  # see `stop_below`
 
-    def __init__(self, config: DSparkConfig, options: BlockOptions | None = None) -> None:
+    def __init__(self, config: BlockConfig, options: BlockOptions | None = None) -> None:
         super().__init__()
         self.config = config
-        self.options: Any = options or DSparkOptions()
-        size, eps, rank = config.hidden_size, config.rms_norm_eps, config.markov_rank
+        self.options: Any = options or self.options_class()
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.embed_tokens = make_embedding(config.vocab_size, size, trained=config.train_embeddings)
         self.fc = nn.Linear(len(config.layers) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
-        layers = [DecoderLayer(config) for _ in range(config.num_hidden_layers)]
+        layers = [self.make_layer() for _ in range(config.num_hidden_layers)]
         self.layers: Any = nn.ModuleList(layers)
         self.norm = RMSNorm(size, eps)
-        self.markov_head: MarkovHead | None = None
-        if rank:
-            sizes = config.vocab_size, config.draft_vocab_size, rank, size
-            self.markov_head = MarkovHead(*sizes, config.markov_head_type)
-        self.confidence_head: ConfidenceHead | None = None
-        if config.enable_confidence_head:
-            width = rank if config.confidence_head_with_markov else 0
-            self.confidence_head = ConfidenceHead(size, width)
+        self.make_stage()
         self.lm_head: nn.Linear | None = None
         if not self.full_vocabulary:
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
             self.lm_head.weight.requires_grad_(False)
         self.rotary = Rotary(config)
         self.make_vocabulary()
+
+    # -- the second stage: none -------------------------------------------------------------------
+
+    def make_layer(self) -> nn.Module:
+        """Return a layer of the backbone."""
+        return DecoderLayer(self.config)
+
+    def make_stage(self) -> None:
+        """Make the modules of the second stage, under their names in the checkpoint."""
+
+    def walk(self, head: TargetHead, states: Tensor) -> "Walk":
+        """Start to draft blocks with the states y [..., D, H], token by token."""
+        return Walk(self, head, states)
+
+    def stage_rows(self, chosen: "TrainedRows") -> "StageRows":
+        """Return what the second stage does with the drafts of a batch that count."""
+        return StageRows(self, chosen)
 
     def head_rows(self, head: TargetHead) -> Tensor:
         """Return the frozen head rows [Vd, H] that map states to logits; `head` is the target's."""
@@ -220,10 +231,6 @@ class DSparkDraft(LayersDraft):
         # y: [B, N*S, H]; the slots from `first` on make the D drafts.
         return y.unflatten(1, (anchors.shape[1], size))[:, :, config.first :]
 
-    def previous(self, token_ids: Tensor) -> Tensor | None:
-        """Return W1 [..., r] of previous tokens, int64 [...]; None without a Markov head."""
-        return None if self.markov_head is None else self.markov_head.markov_w1(token_ids)
-
     # -- the target's weights ---------------------------------------------------------------------
 
     @torch.no_grad()
@@ -250,11 +257,6 @@ class DSparkDraft(LayersDraft):
             )
 
     # -- drafting ---------------------------------------------------------------------------------
-
-    def stop_below(self, confidence: float) -> None:
-        if self.confidence_head is None:
-            super().stop_below(confidence)
-        self.confidence_threshold = confidence
 
     @property
     def depth(self) -> int:
@@ -293,13 +295,17 @@ class DSparkDraft(LayersDraft):
             chosen = part.expand(rows, -1)  # [B, N], N <= width
             blocks = Blocks(chosen, torch.ones_like(chosen, dtype=torch.bool))
             y = self.block_states(context, ids, documents, positions, blocks)  # [B, N, D, H]
-            tokens_of, token = BlockTokens(self, head, y), ids.gather(1, chosen)
+            walk, token = self.walk(head, y), ids.gather(1, chosen)
             alive, chain = torch.ones_like(token, dtype=torch.bool), []
             for _ in range(depth):
-                logits, confidence = tokens_of.advance(token)  # [B, N, Vd], [B, N]
+                logits, candidates, confidence = walk.advance(token)  # [B, N, C], .., [B, N]
                 if threshold and confidence is not None:
                     alive = alive & (confidence >= threshold)
-                token = self.draft_ids[logits.argmax(-1)]
+                best = logits.argmax(-1)
+                if candidates is None:
+                    token = self.draft_ids[best]
+                else:
+                    token = candidates.gather(-1, best[..., None])[..., 0]
                 chain.append(torch.where(alive, token, NOT_DRAFTED))
             chains[:, at] = torch.stack(chain, dim=-1)
         return chains
@@ -310,7 +316,7 @@ class DSparkDraft(LayersDraft):
     def slot_counts(self, batch: DraftBatch) -> Tensor:
         """Return the summed weights of the cross-entropy and of the other terms, float64 [2].
 
-        They are the mean over the draw of the blocks (see `dspark.blocks`).
+        They are the mean over the draw of the blocks (see `block.blocks`).
         """
         following = shift_left(batch.input_ids, batch.document_ids)
         weights, limit = draft_weights(self).to(following.device), self.options.num_anchors
@@ -335,11 +341,13 @@ class DSparkDraft(LayersDraft):
         aux, teacher = batch.aux(self.config.layers), teacher_of(self, batch, head, shift=0)
         return blocks_loss(self, batch, blocks, aux, teacher, head, counts)
 
-    summarise = staticmethod(summarise_blocks)
+    @classmethod
+    def summarise(cls, sums: Sums) -> dict[str, float | None]:
+        return summarise_blocks(sums, cls.stage_term)
 
 
-class DFlashDraft(DSparkDraft):
-    """The draft that `spec-train fit dflash` trains: DSpark without the two small heads."""
+class DFlashDraft(BlockDraft):
+    """The draft that `spec-train fit dflash` trains: the backbone alone."""
 
     name: ClassVar[str] = "dflash"
     options_class: ClassVar[type[Any]] = DFlashOptions
@@ -358,32 +366,30 @@ def _over_context(
 # -- drafting --------------------------------------------------------------------------------------
 
 
-class BlockTokens:
-    """Drafts the tokens of one or more blocks left to right, each from the token before it."""
+class Walk:
+    """Drafts the tokens of one or more blocks left to right, each from the token before it.
 
-    def __init__(self, draft: DSparkDraft, head: TargetHead, states: Tensor) -> None:
+    This is the walk without a second stage. A stage overrides `advance`.
+    """
+
+    def __init__(self, draft: Any, head: TargetHead, states: Tensor) -> None:
         """Start at the anchors, with the states y [..., D, H] of their blocks."""
-        self._draft, self._rows, self._states = draft, draft.head_rows(head), states
-        self._markov: Tensor | None = None  # state [..., r] of an "rnn" Markov head
+        self.draft, self._rows, self._states = draft, draft.head_rows(head), states
         self._depth = 0
 
-    def advance(self, previous: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the logits [..., Vd] of the next draft, and its confidence [...].
-
-        `previous` int64 [...] is the token before it. The confidence is None without a confidence
-        head.
-        """
-        draft, y = self._draft, self._states[..., self._depth, :]  # [..., H]
-        e = draft.previous(previous)
-        logits = wide(F.linear(y.to(self._rows.dtype), self._rows))
-        if draft.markov_head is not None and e is not None:
-            g, self._markov = draft.markov_head.step(e, y, self._markov)
-            logits = logits + draft.markov_head.markov_w2(g)
-        confidence = None
-        if draft.confidence_head is not None:
-            confidence = draft.confidence_head(y, e).float().sigmoid()
+    def slot(self) -> tuple[Tensor, Tensor]:
+        """Return the state y [..., H] of the next draft and the backbone's logits [..., Vd]."""
+        y = self._states[..., self._depth, :]
         self._depth += 1
-        return logits, confidence
+        return y, wide(F.linear(y.to(self._rows.dtype), self._rows))
+
+    def advance(self, previous: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the next draft's logits [..., C], its C candidates, and its confidence [...].
+
+        `previous` int64 [...] is the token before it. The candidates are target ids, int64
+        [..., C]; None: the draft vocabulary. The confidence is None if nothing forecasts it.
+        """
+        return self.slot()[1], None, None
 
 
 class BlockDrafter(Drafter):
@@ -392,7 +398,7 @@ class BlockDrafter(Drafter):
     A block ends before its first draft with a confidence below `threshold`.
     """
 
-    def __init__(self, draft: DSparkDraft, head: TargetHead, threshold: float) -> None:
+    def __init__(self, draft: BlockDraft, head: TargetHead, threshold: float) -> None:
         self._draft, self._head, self._threshold = draft, head, threshold
         self._caches = draft.new_caches()
         self._verified = 0  # verified positions in the caches
@@ -412,24 +418,25 @@ class BlockDrafter(Drafter):
         attends = per_window(config.block_windows, lambda w: partial(attend_block, window=w))
         y = draft.forward_blocks(block, positions, context, attends)
         self.passes += 1
-        tokens_of = BlockTokens(draft, self._head, y[0, config.first :])
+        walk = draft.walk(self._head, y[0, config.first :])
         token, drafted, distributions = block[0, 0], [], []
         for _ in range(min(count, config.depth)):
-            logits, confidence = tokens_of.advance(token)
+            logits, candidates, confidence = walk.advance(token)
             # The decision depends on earlier tokens only, not on the draw: sampling stays lossless.
             if self._threshold and confidence is not None and confidence < self._threshold:
                 break
-            token, q = sampler.draft(logits, draft.draft_ids, config.vocab_size)
+            ids = draft.draft_ids if candidates is None else candidates
+            token, q = sampler.draft(logits, ids, config.vocab_size)
             drafted.append(token)
             distributions.append(q)
-        ids = torch.stack(drafted) if drafted else block.new_empty(0)  # 0: the first one is unsure
-        return ids, distributions
+        chain = torch.stack(drafted) if drafted else block.new_empty(0)  # 0: the first is unsure
+        return chain, distributions
 
 
 # -- loss ------------------------------------------------------------------------------------------
 
 
-def draft_weights(draft: DSparkDraft) -> Tensor:
+def draft_weights(draft: BlockDraft) -> Tensor:
     """Return exp(-d / gamma), or the options' `position_weights`, float64 [D]."""
     device, depth = draft.fc.weight.device, draft.config.depth
     given = draft.options.weights_of(depth)
@@ -439,9 +446,7 @@ def draft_weights(draft: DSparkDraft) -> Tensor:
     return torch.exp(-steps / draft.options.loss_decay_gamma)
 
 
-def learnable(
-    draft: DSparkDraft, target_argmax: Tensor, following: Tensor
-) -> tuple[Tensor, Tensor]:
+def learnable(draft: BlockDraft, target_argmax: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
     """Return where the first term and where the others can be learned, bool [B, T] each.
 
     The arguments are the target's choice and the document's token after every token, int64 [B, T].
@@ -466,7 +471,7 @@ class TrainedRows:
     previous: Tensor  # the token before every draft, int64 [B, N, D]
 
     @classmethod
-    def select(cls, draft: DSparkDraft, batch: DraftBatch, blocks: Blocks) -> "TrainedRows":
+    def select(cls, draft: BlockDraft, batch: DraftBatch, blocks: Blocks) -> "TrainedRows":
         documents, ids = batch.document_ids, batch.input_ids
         depth, length = draft.config.depth, ids.shape[1]
         at = blocks.anchors[..., None].expand(-1, -1, depth)
@@ -501,10 +506,40 @@ class TrainedRows:
         return torch.stack([(self.weight * self.has_token).sum(), self.weight.sum()])
 
 
+@dataclass(frozen=True)
+class StageTerm:
+    """What a second stage adds to the loss and the metrics of the R drafts that count."""
+
+    losses: Tensor  # of every draft [R], with a graph
+    weight: float  # of their weighted mean in the loss
+    figures: RowStats  # of the drafts with the second stage
+    sums: Sums  # of its own
+
+
+class StageRows:
+    """A second stage at the R drafts of a batch that count. Here: none."""
+
+    candidates = 0  # how many of a slot's most probable tokens the stage chooses from; 0: all
+
+    def __init__(self, draft: Any, chosen: TrainedRows) -> None:
+        self.draft, self.chosen = draft, chosen
+
+    def bias(self, y: Tensor, shared: SharedTeacher) -> LowRank | None:
+        """Return what is added to the logits, of the blocks' states y [B, N, D, H]."""
+        return None
+
+    def term(self, hidden: Tensor, head_rows: Tensor, figures: RowStats) -> StageTerm | None:
+        """Return the loss of the stage, of the drafts' states [R, H]; None: it has none.
+
+        `head_rows` are those of the target's head [Vd, H], and `figures` those of the logits.
+        """
+        return None
+
+
 @torch.no_grad()
 def _sums(
     figures: RowStats,  # of the R drafts that count
-    forecasts: Forecasts | None,  # of the same; None without a confidence head
+    term: StageTerm | None,  # of the same; None without a second stage that has a loss
     chosen: TrainedRows,
     weights: Tensor,  # of draft d, float64 [D]
     options: Any,  # with the weights of the three terms in the loss
@@ -516,13 +551,13 @@ def _sums(
     hit = figures.best == chosen.choice  # [R]
     acceptance, overlap = figures.acceptance.double(), figures.overlap.double()
     cross_entropy = figures.cross_entropy.double()
-    bce = torch.zeros_like(acceptance) if forecasts is None else forecasts.bce.double()
+    third = torch.zeros_like(acceptance) if term is None else term.losses.double()
     ce_weights = w * chosen.has_token
-    forecast_weight = w.sum() if forecasts is not None else w.new_zeros(())
+    third_weight = w.sum() if term is not None else w.new_zeros(())
     measured = (options.ce_weight, options.l1_weight) if options.mixed else (0.0, 0.0)
-    alphas = *measured, options.confidence_weight
-    terms = [(ce_weights * cross_entropy).sum(), (w * 2 * (1 - overlap)).sum(), (w * bce).sum()]
-    term_weights = torch.stack([ce_weights.sum(), w.sum(), forecast_weight])  # [3]
+    alphas = *measured, 0.0 if term is None else term.weight
+    terms = [(ce_weights * cross_entropy).sum(), (w * 2 * (1 - overlap)).sum(), (w * third).sum()]
+    term_weights = torch.stack([ce_weights.sum(), w.sum(), third_weight])  # [3]
     hits, shares = (torch.zeros_like(drafted, dtype=kind) for kind in (torch.bool, torch.float64))
     hits.view(-1)[rows] = hit  # [B, N, D]
     shares.view(-1)[rows] = acceptance  # [B, N, D]; 0 where no draft counts
@@ -549,17 +584,11 @@ def _sums(
     if not options.mixed:
         sums["kind"] = (ce_weights * figures.loss.double()).sum()
         sums["kind_weight"] = ce_weights.sum()
-    if forecasts is not None:
-        sums |= {
-            "confidence_number": w.sum(),
-            "confidence_sum": (w * forecasts.confidence.double()).sum(),
-            "confidence_accepted": (w * acceptance).sum(),
-        }
-    return sums
+    return sums if term is None else sums | term.sums
 
 
 def dspark_loss(
-    draft: DSparkDraft,
+    draft: BlockDraft,
     *,
     head: TargetHead,
     aux_hidden_states: Tensor,
@@ -581,7 +610,7 @@ def dspark_loss(
     Everything is in the token frame: index t is token t, nothing is shifted.
 
     Args:
-        draft: the weights, as `DSparkDraft.from_pretrained` reads them.
+        draft: the weights, as `Draft.from_pretrained` reads them.
         head: the target's; its rows also make the draft's logits.
         aux_hidden_states: a_t, layers ascending, [B, T, n*H].
         input_ids: x_t, int64 [B, T].
@@ -635,7 +664,7 @@ def dspark_loss(
 
 
 def blocks_loss(
-    draft: DSparkDraft,
+    draft: BlockDraft,
     batch: DraftBatch,
     blocks: Blocks,
     aux: Tensor,
@@ -656,37 +685,28 @@ def blocks_loss(
         documents, positions = batch.document_ids, batch.position_ids
         context = draft.context(aux, positions, documents)
         y = draft.block_states(context, batch.input_ids, documents, positions, blocks)
-        loss, figures, forecasts = _rows_loss(draft, y, chosen, head, teacher, shares)
+        loss, figures, term = _rows_loss(draft, y, chosen, head, teacher, shares)
     else:
-        loss, empty = draft.zero_loss(), totals.new_zeros(0)
-        figures = RowStats(empty, empty, chosen.rows, empty, empty)
-        forecasts = None if draft.confidence_head is None else Forecasts(empty, empty)
+        loss, empty, stage = draft.zero_loss(), totals.new_zeros(0), draft.stage_rows(chosen)
+        tops = chosen.rows.new_zeros(0, stage.candidates)
+        figures = RowStats(empty, empty, chosen.rows, empty, empty, tops, tops.double())
+        rows = draft.head_rows(head)
+        term = stage.term(rows.new_zeros(0, rows.shape[1]), rows, figures)
     weights = draft_weights(draft).to(totals.device)  # [D]
-    return DraftLoss(loss, _sums(figures, forecasts, chosen, weights, draft.options))
+    return DraftLoss(loss, _sums(figures, term, chosen, weights, draft.options))
 
 
 def _rows_loss(
-    draft: DSparkDraft,
+    draft: BlockDraft,
     y: Tensor,  # states of the blocks [B, N, D, H]
     chosen: TrainedRows,  # the R drafts
     head: TargetHead,  # the target's
     teacher: Teacher,  # of flat slots
     shares: Tensor,  # one over the denominators, float64 [2]
-) -> tuple[Tensor, RowStats, Forecasts | None]:
-    """Return the loss of the chosen drafts with a graph, their figures, and their confidence."""
-    options, rows = draft.options, chosen.rows
-    hidden, low_rank, markov_rows = y.flatten(0, 2)[rows], None, None  # hidden: [R, H]
-    shared = SharedTeacher(teacher, chosen.slot)
-    if draft.markov_head is not None:
-        markov, w2 = draft.markov_head, draft.markov_head.markov_w2.weight
-        if markov.of_token_alone:  # drafts of one slot follow the same token
-            latent = markov.markov_w1(chosen.token_before(shared.slots))  # [M, r], M slots
-            low_rank = LowRank(latent, w2, (shared.index, shared.bounds))
-            markov_rows = latent[shared.index]  # [R, r]
-        else:
-            e = markov.markov_w1(chosen.previous)  # [B, N, D, r]
-            low_rank = LowRank(markov.block(e, y).flatten(0, 2)[rows], w2)
-            markov_rows = e.flatten(0, 2)[rows]
+) -> tuple[Tensor, RowStats, StageTerm | None]:
+    """Return the loss of the chosen drafts with a graph, their figures, and their second stage."""
+    options, stage = draft.options, draft.stage_rows(chosen)
+    hidden, shared = y.flatten(0, 2)[chosen.rows], SharedTeacher(teacher, chosen.slot)  # [R, H]
     head_rows = draft.head_rows(head)  # [Vd, H]
     label = {"tokens": chosen.token, "hard": chosen.choice.clamp_min(0), "soft": None}
     first = chosen.weight * chosen.has_token * shares[0]  # [R]
@@ -698,16 +718,16 @@ def _rows_loss(
         label[options.compared_with],
         options.ce_weight * first if mixed else first,
         options.l1_weight * chosen.weight * shares[1],
-        low_rank,
+        stage.bias(y, shared),
         None if mixed else LossKind.of(options),
+        candidates=stage.candidates,
     )
-    if draft.confidence_head is None:
+    term = stage.term(hidden, head_rows, figures)
+    if term is None:
         return loss, figures, None
-    logits = draft.confidence_head(hidden, markov_rows).to(figures.acceptance.dtype)  # [R]
-    bce = F.binary_cross_entropy_with_logits(logits, figures.acceptance, reduction="none")  # [R]
-    weight = options.confidence_weight * chosen.weight * shares[1]  # [R]
-    loss = loss + (weight.to(bce.dtype) * bce).sum()
-    return loss, figures, Forecasts(logits.detach().sigmoid(), bce.detach())
+    weight = term.weight * chosen.weight * shares[1]  # [R]
+    loss = loss + (weight.to(term.losses.dtype) * term.losses).sum()
+    return loss, term.figures, term
 
 
 # -- the loss of rows ------------------------------------------------------------------------------
@@ -728,6 +748,7 @@ def block_rows_loss(
     low_rank: LowRank | None = None,  # the Markov bias; None without a Markov head
     kind: LossKind | None = None,  # the loss instead of cross-entropy and L1; None: these two
     chunk_rows: int | None = None,  # rows of a chunk; None: `rows_per_chunk`
+    candidates: int = 0,  # how many of a row's most probable tokens the figures have
 ) -> tuple[Tensor, RowStats]:
     """Return the sum over rows of ce_weights * cross-entropy + l1_weights * L1.
 
@@ -742,16 +763,20 @@ def block_rows_loss(
     def score(logits: Tensor, rows: TeacherRows, part: slice) -> tuple[Tensor, ...]:
         labelled = None if labels is None else labels[part]
         ce, l1 = ce_weights[part], l1_weights[part]
+        tops: tuple[Tensor, ...] = ()
+        if candidates:
+            ids = logits.topk(candidates).indices  # [n, K]
+            tops = ids, rows.full().gather(1, ids)
         if kind is None:
             entropy, overlap, acceptance, best = _row_losses(logits, rows, labelled, ce, l1)
             weighted = ce * entropy + l1 * 2 * (1 - overlap)
-            return weighted, entropy, acceptance, best, entropy, overlap
+            return weighted, entropy, acceptance, best, entropy, overlap, *tops
         zero = torch.zeros_like(ce)
         entropy, overlap, acceptance, best = _row_losses(logits.clone(), rows, labelled, zero, zero)
         rows = rows if labelled is None else rows.labelled(labelled)
         loss, _, slope, _ = distribution_loss(logits[:, None], rows, kind)  # [n, 1], ...
         torch.mul(slope[:, 0], ce[:, None], out=logits)
-        return ce * loss[:, 0], loss[:, 0], acceptance, best, entropy, overlap
+        return ce * loss[:, 0], loss[:, 0], acceptance, best, entropy, overlap, *tops
 
     rows = chunk_rows or rows_per_chunk(len(weight), weight.device)
     return scored_rows(hidden, weight, teacher, score, rows, low_rank=low_rank)

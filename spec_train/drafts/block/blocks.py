@@ -115,7 +115,7 @@ def expected_weights(
 # -- metrics ---------------------------------------------------------------------------------------
 # The sums of `losses.metrics`, and some that only blocks have:
 #
-#     terms        [3] weighted sums of cross-entropy, L1 and the confidence's BCE
+#     terms        [3] weighted sums of cross-entropy, L1 and the second stage's loss
 #     term_weights [3] sums of their weights
 #     term_shares  [3] those, times the terms' weights in the loss
 #     tau, blocks  [] expected tokens per verification, 1 + sum_d prod_{j<=d} c*_j, summed over
@@ -130,21 +130,10 @@ def expected_weights(
 # document's own tokens up to it. So `acceptance_length` is comparable with that of other drafts.
 
 
-TERMS = ("cross_entropy", "l1", "confidence_bce")
-
-
-@dataclass(frozen=True)
-class Forecasts:
-    """What the confidence head forecasts for the R drafts that count, no gradients."""
-
-    confidence: Tensor  # probability of acceptance [R]
-    bce: Tensor  # its binary cross-entropy with the acceptance [R]
-
-
-def summarise_blocks(sums: Sums) -> dict[str, float | None]:
+def summarise_blocks(sums: Sums, stage_term: str) -> dict[str, float | None]:
     """Turn added sums into metrics: those of `metrics.summarise`, and the following.
 
-    "loss" is the whole loss; "cross_entropy", "l1" and "confidence_bce" are its terms, unweighted.
+    "loss" is the whole loss; "cross_entropy", "l1" and `stage_term` are its terms, unweighted.
     With another loss than ce+l1, "distribution_loss" replaces the first two in it, and they are
     only measured.
     "tau" is the expected number of tokens per verification if drafts are sampled.
@@ -160,7 +149,8 @@ def summarise_blocks(sums: Sums) -> dict[str, float | None]:
         mean = float(values["kind"]) / weighed if weighed else 0.0
         out["distribution_loss"] = mean if weighed else None
         out["loss"] = float((alphas * means).sum()) + mean
-    for name, mean, some in zip(TERMS, means.tolist(), weight.tolist(), strict=True):
+    names = "cross_entropy", "l1", stage_term
+    for name, mean, some in zip(names, means.tolist(), weight.tolist(), strict=True):
         out[name] = mean if some else None
     blocks = float(values["blocks"])
     out["tau"] = float(values["tau"]) / blocks if blocks else None
