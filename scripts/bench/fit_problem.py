@@ -82,8 +82,8 @@ def fresh_draft(name: str, head: TargetHead, size: Size, published: bool = False
     """
     kind = DRAFTS[name]
     options = kind.options_class()
-    changes = {"draft_vocab_size": size.draft_vocab}
-    changes |= {} if published else {"noise": 0.0, "mask_token_id": 5}
+    changes = {"draft_vocab_size": size.draft_vocab, "mask_token_id": 5}
+    changes |= {} if published else {"noise": 0.0}
     known = type(options).__dataclass_fields__
     options = replace(options, **{k: v for k, v in changes.items() if k in known})
     if published:
