@@ -10,6 +10,7 @@ those of spec_data/models/engines.toml.
 
     python scripts/engine_targets.py                    # downloads the packages (0.8 GB) with pip
     python scripts/engine_targets.py --packages FOLDER  # reads wheels and sdists that lie there
+    python scripts/engine_targets.py --page             # only the page, after a new target family
 """
 
 import argparse
@@ -313,12 +314,16 @@ def main() -> None:
     """Read the packages and write the table and the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--packages", type=Path, help="folder of downloaded packages")
-    folder = parser.parse_args().packages
-    with tempfile.TemporaryDirectory() as temporary:
-        table = read(folder or Path(temporary))
-    CLASSES.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    given = parser.parse_args()
+    if not given.page:
+        with tempfile.TemporaryDirectory() as temporary:
+            table = read(given.packages or Path(temporary))
+        CLASSES.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page_with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"wrote {CLASSES.relative_to(ROOT)} and {PAGE.relative_to(ROOT)}")
+    print(
+        f"wrote {PAGE.relative_to(ROOT)}" + f" and {CLASSES.relative_to(ROOT)}" * (not given.page)
+    )
 
 
 if __name__ == "__main__":
