@@ -321,9 +321,7 @@ def main() -> None:
             table = read(given.packages or Path(temporary))
         CLASSES.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page_with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(
-        f"wrote {PAGE.relative_to(ROOT)}" + f" and {CLASSES.relative_to(ROOT)}" * (not given.page)
-    )
+    print(f"wrote {PAGE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
