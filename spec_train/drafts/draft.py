@@ -233,9 +233,29 @@ class Draft(nn.Module, ABC):
         """Return a loss of zero [] that is connected to every trainable parameter.
 
         For a batch without a supervised slot: optimizers and all-reduces then see zero gradients
-        instead of missing ones.
+        instead of missing ones. `units` run as in any loss: other ranks gather their weights then.
         """
-        return sum((p.flatten()[0] * 0 for p in self.trainable_parameters()), torch.zeros(()))
+        connected = [p.flatten()[0] * 0 for p in self.parameters_outside_units()]
+        if self.units:
+            connected.append(self.states_of_one_slot().sum() * 0)
+        return sum(connected, torch.zeros(()))
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """The layers, if a training loss runs each once, in this order, by its `forward` alone.
+
+        --sharding fsdp2 then gathers the weights of one layer at a time.
+        """
+        return []
+
+    def states_of_one_slot(self) -> Tensor:
+        """Return states [..., H] of a slot that means nothing, through all `units`."""
+        raise NotImplementedError
+
+    def parameters_outside_units(self) -> list[nn.Parameter]:
+        """Return the trainable parameters that belong to no unit."""
+        inside = {p for unit in self.units for p in unit.parameters()}
+        return [p for p in self.trainable_parameters() if p not in inside]
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """Return the parameters for the optimizer, in a fixed order."""

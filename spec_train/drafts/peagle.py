@@ -119,6 +119,15 @@ class PeagleDraft(AuxDraft):
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     @property
+    def units(self) -> list[nn.Module]:
+        """The layers; none with segments, each of which runs all layers, forward and backward."""
+        return list(self.layers) if self.options.segments == 1 else []
+
+    def states_of_one_slot(self) -> Tensor:
+        ids, carried = self.unknown_inputs(1, 1)
+        return self.step(ids, carried, torch.zeros_like(ids), self.new_caches())
+
+    @property
     def reach(self) -> int | None:
         """How many positions back an element's state depends on inputs; None: all of them."""
         windows = [window for window in self.config.windows if window is not None]

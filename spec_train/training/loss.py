@@ -70,15 +70,16 @@ class LossOnRanks(nn.Module):
         A plain tuple, because wrappers look for tensors in the result.
 
         `earlier` holds the previous losses of this rank in the step; it is passed with the last
-        micro-batch when there are several ranks. The loss is then connected to every parameter, so
-        that each parameter joins the all-reduce even if this rank's packs did not use it. If any
-        loss is not finite, every gradient is non-finite too, and all ranks refuse the step.
+        micro-batch when there are several ranks. The loss is then connected to every parameter
+        outside of the draft's `units`, which it always is connected to, so that each parameter
+        joins the all-reduce even if this rank's packs did not use it. If any loss is not finite,
+        these gradients are non-finite too, and all ranks refuse the step.
         """
         result = self.draft.loss(batch, head, counts)
         if earlier is None:
             return result.loss, result.sums
         total = torch.stack([*earlier, result.loss.detach()]).sum()
-        connected = _Connected.apply(result.loss, total * 0, *self.draft.trainable_parameters())
+        connected = _Connected.apply(result.loss, total * 0, *self.draft.parameters_outside_units())
         return connected, result.sums
 
 

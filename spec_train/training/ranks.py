@@ -7,12 +7,13 @@ store, because a failed rank no longer joins collectives. The first error of any
 the store, and waiting ranks look for it there. A watch thread ends a rank that is blocked inside a
 collective. So an error on one rank ends all ranks with the message of that rank, and none hangs.
 
-Weights are replicated by torch's DDP, or sharded by its `fully_shard` on the whole draft as one
-module: drafts use methods and weights of their submodules directly, so all weights must be gathered
-when the loss is entered.
+Weights are replicated by torch's DDP, or sharded by its `fully_shard`. Each of a draft's `units` is
+gathered for itself, while the one before it computes, and freed after it, forward and backward. All
+other weights are gathered when the loss is entered, and freed after the backward pass.
 """
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Self, cast
 
@@ -62,6 +63,7 @@ class Ranks:
         """
         self.rank, self.world_size = 0, int(os.environ.get("WORLD_SIZE", "1"))
         self.sharding = sharding
+        self._units: list[Any] = []  # what `fully_shard` gathers for itself
         self.device = torch.device(device)
         self._store: Any = None
         self._messages = 0  # exchanges of messages so far: the same number on every rank
@@ -292,9 +294,15 @@ class Ranks:
     # -- the draft --------------------------------------------------------------------------------
 
     def prepare(
-        self, module: nn.Module, dtype: torch.dtype = torch.float32, low: bool = False
+        self,
+        module: nn.Module,
+        dtype: torch.dtype = torch.float32,
+        low: bool = False,
+        units: Sequence[nn.Module] = (),
     ) -> nn.Module:
         """Wrap the module whose `forward` is the loss; all ranks receive rank 0's weights.
+
+        `units` are those of the draft (see `Draft.units`).
 
         With `low`, gradients are reduced in bfloat16; so are weights gathered if the forward pass,
         which computes in `dtype`, rounds them anyway.
@@ -329,9 +337,17 @@ class Ranks:
             reduce_dtype=torch.bfloat16 if low else None,
             cast_forward_inputs=False,  # slot counts stay float64
         )
-        return cast(
-            nn.Module, fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=frozen)
-        )
+        given: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": frozen}
+        self._units = [fully_shard(unit, **given) for unit in units]
+        whole: Any = fully_shard(module, reshard_after_forward=False, **given)
+        # Said, and not left to what ran before: after a validation, in which ranks make other
+        # calls, each would gather other weights ahead.
+        order = [whole, *self._units]
+        for one, following in itertools.pairwise(order):
+            one.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([one])
+        whole.set_modules_to_backward_prefetch(order[-1:])
+        return cast(nn.Module, whole)
 
     @contextlib.contextmanager
     def gradients(self, module: Any, last: bool) -> Iterator[None]:
@@ -342,21 +358,24 @@ class Ranks:
         if self._sharded:
             module.set_requires_gradient_sync(last)
             module.set_reshard_after_backward(last)
+            for unit in self._units:
+                unit.set_reshard_after_forward(last)
         elif not self.alone and not last:
             with module.no_sync():
                 yield
             return
         yield
 
-    def assemble(self, module: Any) -> None:
-        """Gather the complete weights on every rank, to inspect them after a failure."""
-        if self._sharded:
-            module.unshard()
-
-    def release(self, module: Any) -> None:
-        """Free weights that were gathered for a forward pass without a backward pass."""
-        if self._sharded:
-            module.reshard()
+    @contextlib.contextmanager
+    def assembled(self, module: Any) -> Iterator[None]:
+        """Gather the complete weights once, for forward passes that differ between the ranks."""
+        parts = [module, *self._units] if self._sharded else []
+        for part in parts:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        yield
+        for part in parts:
+            part.reshard()
 
 
 def _mean_in_bf16(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -104,7 +104,8 @@ class Trainer:
             tracking = Tracking(config.track, run.path, self.device.type == "cpu")
         self.saver = Saver(run, self.draft, dtype, tracking)
         low = config.exchange == "bf16"
-        self._loss = ranks.prepare(LossOnRanks(self.draft), self.dtype, low)
+        units = self.draft.units
+        self._loss = ranks.prepare(LossOnRanks(self.draft), self.dtype, low, units)
         self.masters = Masters(self.draft, config)
         self._uploads = Uploads(self.device, self.dtype)
         self.stream = self._make_stream(splits.train)
@@ -262,10 +263,11 @@ class Trainer:
         packs = [batch.rows for batch in step.batches]
         mine = [part for part in zip(step.numbers, packs, losses, strict=True) if any(part[1])]
         parts = sorted(tuple(part) for parts in self.ranks.gather(mine) for part in parts)
-        self.ranks.assemble(self._loss)
+        self._hold_weights()
         cause = None
-        if self.ranks.is_main:
-            of_run = self.draft, self.head, self.stream, self.config.seed
+        if self.ranks.is_main:  # it alone has all weights; sharded ones would wait for other ranks
+            whole = self.saver.draft.to(self.device)
+            of_run = whole, self.head, self.stream, self.config.seed
             cause = describe_failure(parts, step.epoch, self._grad_norm, self._counts, *of_run)
         cause = self.ranks.gather(cause)[0]
         raise RunError(f"step {self.step + 1} (epoch {step.epoch}, batch {step.index}): {cause}")

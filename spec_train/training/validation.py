@@ -93,7 +93,11 @@ class Validation:
         sampled, depth = even_sample(self.splits.measured.tolist(), SAMPLES), self.draft.depth
         mine, all_ranks = Breakdown(depth, sampled), Breakdown(depth, sampled)
         self.draft.eval()
-        with contextlib.closing(self._steps()) as steps, arithmetic(device, dtype):
+        with (
+            contextlib.closing(self._steps()) as steps,
+            self.ranks.assembled(self.loss),
+            arithmetic(device, dtype),
+        ):
             for part, step in steps:
                 # for the unused loss
                 counts = slot_counts(self.draft, step, "validation", self.seed, uploads)
@@ -104,11 +108,9 @@ class Validation:
                     sums = self.loss(batch, self.head, counts)[1]
                     total[part] = add_sums([total.get(part, {}), sums])
                     if host.tokens:  # else of a rank without documents
-                        # after the loss, which has gathered the weights
                         chains = self.draft.chains(batch, self.head, depth, scored_only=True)
                         for document, arrays in documents_of(batch, chains):
                             mine.add(document, self.stream.dataset.source_of(document), arrays)
-        self.ranks.release(self.loss)
         self.draft.train()
         for other in self.ranks.gather(mine.as_json()):
             all_ranks.add_all(other)

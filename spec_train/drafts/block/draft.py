@@ -109,8 +109,11 @@ log = logging.getLogger(__name__)
 
 _CHUNK_ELEMENTS = 1 << 24  # mask entries, or logits, in memory at a time
 
-Context = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values [B, g, T, d] of verified positions, one pair per layer."""
+Pair = tuple[Tensor, Tensor]
+"""Keys and values [B, g, T, d] of verified positions, in a layer."""
+
+Context = Sequence[Pair | Callable[[], Pair]]
+"""A pair per layer, or what makes it inside the layer."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Queries [B, h, Q, d], keys and values [B, g, T + Q, d], scale -> heads [B, h, Q, d]."""
@@ -170,8 +173,14 @@ class BlockDraft(LayersDraft):
 
     def context(
         self, aux: Tensor, position_ids: Tensor, document_ids: Tensor | None = None
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values [B, g, T, d] of verified positions, one pair per layer.
+    ) -> list[Pair]:
+        """Return keys and values of verified positions, one pair per layer; see `late_context`."""
+        return [make() for make in self.late_context(aux, position_ids, document_ids)]
+
+    def late_context(
+        self, aux: Tensor, position_ids: Tensor, document_ids: Tensor | None = None
+    ) -> list[Callable[[], Pair]]:
+        """Return what makes the keys and values of verified positions, to call inside each layer.
 
         `aux` are their aux states [B, T, n*H]; the ids are int64 [B, T]. None: a row is one
         document.
@@ -179,13 +188,23 @@ class BlockDraft(LayersDraft):
         c = self.hidden_norm(self.fc(self.cast(aux)))  # [B, T, H]
         lengths = None if document_ids is None else rope_lengths(self.rotary, document_ids)
         cos, sin = self.rotary(position_ids, lengths, c.dtype)
-        return [layer.self_attn.keys_values(c, cos, sin) for layer in self.layers]
+        return [partial(layer.self_attn.keys_values, c, cos, sin) for layer in self.layers]
+
+    @property
+    def units(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def states_of_one_slot(self) -> Tensor:
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.fc.weight.device)
+        context = self.late_context(self.fc.weight.new_zeros(1, 1, self.fc.in_features), ids)
+        attends = [partial(attend_block, window=None)] * len(self.layers)
+        return self.forward_blocks(ids, ids, context, attends)
 
     def forward_blocks(
         self,
         token_ids: Tensor,  # of the slots, int64 [B, Q]
         position_ids: Tensor,  # of the slots, int64 [B, Q]
-        context: Context,  # keys and values of T positions, as `context` returns them
+        context: Context,  # of T positions, as `context` or `late_context` returns it
         # per layer, the attention of the Q slots over the T context positions and then the Q slots
         attends: Sequence[Attend],
         # tokens of each slot's document, int64 [B, Q], or None (see `Rotary`)
@@ -195,8 +214,8 @@ class BlockDraft(LayersDraft):
         x = self.embed(token_ids)  # [B, Q, H]
         cos, sin = self.rotary(position_ids, lengths, x.dtype)
         recompute = self.options.gradient_checkpointing
-        for layer, (k0, v0), attend in zip(self.layers, context, attends, strict=True):
-            attention = partial(_over_context, attend, k0, v0, self.scale)
+        for layer, pair, attend in zip(self.layers, context, attends, strict=True):
+            attention = partial(_over_context, attend, pair, self.scale)
             x = run_layer(layer, x, cos, sin, attention, recompute=recompute)
         return self.norm(x)
 
@@ -355,9 +374,15 @@ class DFlashDraft(BlockDraft):
 
 
 def _over_context(
-    attend: Attend, k0: Tensor, v0: Tensor, scale: float, q: Tensor, k: Tensor, v: Tensor
+    attend: Attend,
+    pair: Pair | Callable[[], Pair],
+    scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
 ) -> Tensor:
     """Attend over keys and values of the context [B, g, T, d], then those of the own slots."""
+    k0, v0 = pair() if callable(pair) else pair
     # Under autocast, norms return float32 and projections bfloat16; kernels need one dtype.
     keys, values = torch.cat([k0, k], dim=2).to(v.dtype), torch.cat([v0, v], dim=2)
     return attend(q.to(v.dtype), keys, values, scale)
@@ -683,7 +708,7 @@ def blocks_loss(
     shares = torch.where(counts > 0, 1 / counts, 0.0)  # [2]
     if chosen.rows.numel():
         documents, positions = batch.document_ids, batch.position_ids
-        context = draft.context(aux, positions, documents)
+        context = draft.late_context(aux, positions, documents)
         y = draft.block_states(context, batch.input_ids, documents, positions, blocks)
         loss, figures, term = _rows_loss(draft, y, chosen, head, teacher, shares)
     else:

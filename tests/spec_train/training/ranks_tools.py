@@ -9,9 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from spec_data.terminal.console import run_cli
+from spec_train.options.draft_options import draft_options
 from spec_train.training import ranks
+from spec_train.training.fit import fit
 from tests.forked import Forked
-from tests.spec_train.training.tools import OPTIONS, run
+from tests.spec_train.drafts.any_draft import SMALL
+from tests.spec_train.training.tools import OPTIONS
 
 LIMIT_SECONDS = 240
 
@@ -56,19 +59,25 @@ def on_ranks(body: Callable[[int], object], world: int = 2, agent: bool = True) 
     return [Ended(child.wait(), text) for child, text in zip(children, texts, strict=True)]
 
 
-def fit_on_ranks(config, world: int = 2, prepare=lambda rank: None):
+def fit_on_ranks(config, world: int = 2, prepare=lambda rank: None, draft: str = "eagle3"):
     """Run a fit on several ranks; `prepare(rank)` patches each rank first."""
 
     def body(rank: int):
         prepare(rank)
-        run(config, OPTIONS)
+        run_draft(draft, config)
 
     return on_ranks(body, world)
 
 
-def fit_well(config, world: int = 2, prepare=lambda rank: None):
+def run_draft(draft: str, config):
+    """Run a small fit of a draft by its name."""
+    options = OPTIONS if draft == "eagle3" else draft_options(draft)(**SMALL[draft])
+    return fit(draft, config, options)
+
+
+def fit_well(config, world: int = 2, prepare=lambda rank: None, draft: str = "eagle3"):
     """Like `fit_on_ranks`; every rank must end without an error."""
-    ended = fit_on_ranks(config, world, prepare)
+    ended = fit_on_ranks(config, world, prepare, draft)
     said = "\n".join(f"-- rank {rank}\n{end.text}" for rank, end in enumerate(ended))
     assert [end.code for end in ended] == [0] * world, f"{[e.code for e in ended]}\n{said}"
     return ended

@@ -23,6 +23,7 @@ from spec_train.training.fit import fit
 from spec_train.training.ranks import Ranks
 from spec_train.training.run_directory import read_checkpoint
 from spec_train.training.trainer import Trainer
+from spec_train.training.validation import Validation
 from tests.factory import tiny_dataset
 from tests.spec_train.drafts.any_draft import SMALL
 from tests.spec_train.training import ranks_tools
@@ -33,6 +34,7 @@ from tests.spec_train.training.ranks_tools import (
     fit_on_ranks,
     fit_well,
     on_ranks,
+    run_draft,
 )
 from tests.spec_train.training.tools import (
     assert_close_runs,
@@ -56,11 +58,18 @@ def gentle(config):
 
 
 @pytest.mark.parametrize(
-    "world,size,count,sharding",
-    [(2, 1, 2, "ddp"), (2, 2, 1, "fsdp2"), (3, 1, 1, "ddp")],
+    "world,size,count,sharding,draft",
+    [
+        (2, 1, 2, "ddp", "eagle3"),
+        (2, 2, 1, "fsdp2", "eagle3"),
+        (3, 1, 1, "ddp", "eagle3"),
+        (2, 1, 2, "fsdp2", "dspark"),
+        (2, 2, 1, "fsdp2", "peagle"),
+        (4, 1, 1, "fsdp2", "dflash"),
+    ],
 )
 def test_any_number_of_ranks_and_micro_batches_is_one_batch(
-    gentle, tmp_path, world, size, count, sharding
+    gentle, tmp_path, world, size, count, sharding, draft
 ):
     """Crosses the end of an epoch, whose last batch has no micro-batch for some ranks. Metrics of
     training and validation equal those of one process."""
@@ -69,25 +78,106 @@ def test_any_number_of_ranks_and_micro_batches_is_one_batch(
     assert len(splits.train.batches(0)) < gentle.steps
     assert len(splits.train.batches(0)[-1]) < 4
     alone = change(gentle, out=str(tmp_path / "alone"), batch_size=packs)
-    run(alone)
+    if draft == "peagle":  # draws elements per micro-batch
+        alone = change(alone, batch_size=size, accumulation=world * count)
+    run_draft(draft, alone)
     many = change(gentle, batch_size=size, accumulation=count, sharding=sharding)
-    said = fit_well(many, world)
+    said = fit_well(many, world, draft=draft)
     assert_close_runs(alone.out, many.out)
     assert [bool(end.text) for end in said] == [True] + [False] * (world - 1), (
         "rank 0 alone reports"
     )
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
-def test_a_rank_without_a_batch_takes_part(tmp_path, config, sharding):
+@pytest.mark.parametrize(
+    ("sharding", "draft"),
+    [
+        ("ddp", "eagle3"),
+        ("fsdp2", "eagle3"),
+        ("ddp", "dspark"),
+        ("fsdp2", "dspark"),
+        ("fsdp2", "peagle"),
+    ],
+)
+def test_a_rank_without_a_batch_takes_part(tmp_path, config, sharding, draft):
     """Each epoch has one pack, and so has validation: rank 1 never has a micro-batch."""
     data = tiny_dataset(tmp_path / "few", n_docs=2, seed=3)
     few = change(config, data=str(data), steps=4, batch_size=1, accumulation=1, seq_len=96)
     few = change(few, validation=0.5, lr=1e-4)
-    fit_well(change(few, out=str(tmp_path / "many"), sharding=sharding))
+    fit_well(change(few, out=str(tmp_path / "many"), sharding=sharding), draft=draft)
     alone = change(few, out=str(tmp_path / "alone"), batch_size=2)
-    run(alone)
+    run_draft(draft, alone)
     assert_close_runs(alone.out, tmp_path / "many")
+
+
+def gathered(config, tmp_path, draft: str, owner: type, method: str) -> list:
+    """What two ranks send in every call of a method: gather or reduce, its bytes, and the bytes of
+    trained weights that are complete on the rank then, with what it gathers."""
+    functions = {"gather": "all_gather_single", "reduce": "reduce_scatter_single"}
+    if not hasattr(dist, "all_gather_single"):  # older releases of torch
+        functions = {"gather": "all_gather_into_tensor", "reduce": "reduce_scatter_tensor"}
+    original = getattr(owner, method)
+
+    def prepare(rank: int) -> None:
+        calls: list[list] = []
+        watched: list = []
+
+        def note(kind: str, send):
+            def sent(*given, **options):
+                tensors = [t for t in (*given, *options.values()) if isinstance(t, torch.Tensor)]
+                moved = max(t.nbytes for t in tensors)
+                for draft in watched:
+                    trained = [p for p in draft.parameters() if p.requires_grad]
+                    whole = sum(p.nbytes for p in trained if not hasattr(p, "full_tensor"))
+                    calls[-1].append((kind, moved, whole + moved))
+                return send(*given, **options)
+
+            return sent
+
+        def call(self, *given):
+            watched.append(self.draft)
+            calls.append([])
+            result = original(self, *given)
+            watched.clear()
+            (tmp_path / f"{rank}.json").write_text(json.dumps(calls))
+            return result
+
+        setattr(owner, method, call)
+        for kind, name in functions.items():
+            setattr(dist, name, note(kind, getattr(dist, name)))
+
+    fit_well(config, 2, prepare, draft)
+    one, two = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert one == two, "every rank sends the same in the same order"
+    return one
+
+
+@pytest.mark.parametrize(("draft", "count"), [("dspark", 1), ("dspark", 2), ("peagle", 1)])
+def test_a_step_gathers_layer_by_layer(config, tmp_path, monkeypatch, draft, count):
+    """Each twice, the next one while one computes; never the whole draft. Before the last of
+    several micro-batches nothing is freed, and no gradient is sent."""
+    monkeypatch.setitem(SMALL, draft, SMALL[draft] | {"num_layers": 4})
+    config = change(config, sharding="fsdp2", steps=3, accumulation=count)
+    steps = gathered(config, tmp_path, draft, Trainer, "_train_step")
+    assert len(steps) == 3
+    for step in steps:
+        gathers = [moved for kind, moved, _ in step if kind == "gather"]
+        rest, *layers = gathers[:5]
+        assert gathers[5:] == layers[::-1]
+        assert [kind for kind, *_ in step[5:]] == ["gather", *["gather", "reduce"] * 3] + [
+            "reduce"
+        ] * 2
+        reduced = [moved for kind, moved, _ in step if kind == "reduce"]
+        assert sorted(reduced) == sorted([rest, *layers]) and reduced[:3] == layers[:0:-1]
+        most = max(whole for kind, _, whole in step if kind == "gather")
+        assert count > 1 or most <= rest + sum(sorted(layers)[-2:]) < rest + sum(layers)
+
+
+def test_a_validation_gathers_everything_once(config, tmp_path):
+    """Then ranks may draft from more slots, or fewer, than others."""
+    config = change(config, sharding="fsdp2", steps=4, batch_size=1, validation=0.5)
+    for sent in gathered(config, tmp_path, "dspark", Validation, "measure"):
+        assert [kind for kind, *_ in sent] == ["gather"] * 3
 
 
 def test_bf16_is_the_arithmetic_on_every_rank(gentle, tmp_path):
@@ -157,15 +247,17 @@ def test_a_run_goes_on_with_another_number_of_ranks(gentle, tmp_path, before, af
     assert_close_runs(whole_run.out, gentle.out)
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
-def test_on_the_same_ranks_it_goes_on_bit_for_bit(config, tmp_path, sharding, monkeypatch):
+@pytest.mark.parametrize(
+    ("sharding", "draft"), [("ddp", "eagle3"), ("fsdp2", "eagle3"), ("fsdp2", "dspark")]
+)
+def test_on_the_same_ranks_it_goes_on_bit_for_bit(config, tmp_path, sharding, draft, monkeypatch):
     make_noisy(monkeypatch)
     config = change(config, batch_size=1, sharding=sharding, save_every=3, keep=9)
     whole_run = change(config, out=str(tmp_path / "whole"))
-    fit_well(whole_run)
-    fit_on_ranks(config, 2, stop_at(5, 1))
+    fit_well(whole_run, draft=draft)
+    fit_on_ranks(config, 2, stop_at(5, 1), draft)
     assert not (Path(config.out) / "checkpoint-00000012").exists()
-    fit_well(config)
+    fit_well(config, draft=draft)
     a, b = masters(whole_run.out), masters(config.out)
     assert all(torch.equal(a[n], b[n]) for n in a)
     assert metrics(whole_run.out)[-1] == metrics(config.out)[-1]

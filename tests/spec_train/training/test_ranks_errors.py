@@ -130,14 +130,22 @@ def test_a_rank_that_hears_of_nothing_is_ended_too(monkeypatch):
     assert ended[0].text == "error: rank 1: damaged\n"
 
 
-@pytest.mark.parametrize("kind, sharding", [("loss", "fsdp2"), ("gradient", "ddp")])
-def test_a_non_finite_number_on_one_rank_stops_all(config, kind, sharding):
+@pytest.mark.parametrize(
+    "kind, sharding, draft",
+    [
+        ("loss", "fsdp2", "eagle3"),
+        ("gradient", "ddp", "eagle3"),
+        ("gradient", "fsdp2", "dspark"),
+        ("loss", "fsdp2", "dspark"),
+    ],
+)
+def test_a_non_finite_number_on_one_rank_stops_all(config, kind, sharding, draft):
     config = change(config, batch_size=1, save_every=2, sharding=sharding)
     dataset = HiddenStatesDataset(config.data)
     victim = make_splits(dataset, config, 2).train.batches(0)[2][1]
 
     def prepare(rank):
-        original = DRAFTS["eagle3"].loss
+        original = DRAFTS[draft].loss
 
         def poisoned(self, batch, head, counts):
             result = original(self, batch, head, counts)
@@ -147,9 +155,9 @@ def test_a_non_finite_number_on_one_rank_stops_all(config, kind, sharding):
                 result.loss.register_hook(lambda gradient: gradient * torch.inf)
             return result
 
-        DRAFTS["eagle3"].loss = poisoned
+        DRAFTS[draft].loss = poisoned
 
-    ended = fit_on_ranks(config, 2, prepare)
+    ended = fit_on_ranks(config, 2, prepare, draft)
     assert [end.code for end in ended] == [1, 1]
     # Every rank finds it; on a loaded machine a slow one may quote the other.
     assert any("rank" not in end.text for end in ended)
