@@ -200,7 +200,7 @@ def print_rounds(found: dict[str, list[float]], tokens: int) -> None:
         cost = [1e6 * s / tokens for s in seconds]
         ratio = [s / g for s, g in zip(seconds, found["generate"], strict=True)]
         print(
-            f"{name:18}{statistics.median(cost):12,.0f} ({min(cost):,.0f} to {max(cost):,.0f})"
+            f"{name:18}{statistics.median(cost):12,.2f} ({min(cost):,.2f} to {max(cost):,.2f})"
             f"{statistics.median(ratio):12.3f}x ({min(ratio):.3f} to {max(ratio):.3f})"
         )
 

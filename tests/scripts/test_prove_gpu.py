@@ -12,7 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-LONG = ("resume", "speed")
+LONG = ("resume", "throughput", "speed")
 sys.path.append(str(ROOT / "scripts"))
 
 import prove_gpu  # noqa: E402
@@ -53,10 +53,14 @@ def test_every_row_holds_on_a_cpu(tiny: tuple[list[dict], str]) -> None:
 
 @pytest.mark.long
 def test_the_other_rows_hold_too(tmp_path: Path) -> None:
-    """A run that is killed and resumed, and the speed of every draft."""
+    """A run that is killed and resumed, and the speed of capture and of every draft."""
     with contextlib.redirect_stdout(io.StringIO()):
         assert prove_gpu.run(list(LONG), given(tmp_path)) == 0
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    captured = next(row for row in rows if row["part"] == "throughput")
+    assert (
+        0 < captured["capture_tokens_s"] / captured["bare_tokens_s"] == captured["capture_of_bare"]
+    )
     speed = [row for row in rows if row["part"] == "speed"]
     assert all(row["tokens_s"] > 0 and row["optimizer_ms"] > 0 and row["kernels"] for row in speed)
     assert {row["name"].partition(",")[0] for row in speed} == set(drafts.DRAFTS)
