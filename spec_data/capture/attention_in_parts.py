@@ -10,6 +10,9 @@ are compared with it before they are used, and where a family raises, that compa
 Documents of a pack may also attend in one kernel, flash attention of documents of many lengths. The
 proof of a GPU chooses by time: many small kernels may cost more than a dense mask.
 
+The slots of a row may also lie on several processes (--context-parallel): each has the queries of
+its share, and gathers the keys and values of all.
+
 Shapes: B rows, T slots of a row, q queries and k keys of a part, h heads, d head size.
 """
 
@@ -22,9 +25,14 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from spec_data.capture.mask_forms import PER_DOCUMENT, VARLEN, additive, view_of
@@ -35,12 +43,53 @@ LONG_ROW = 2048
 """Documents with more tokens attend in chunks, unless plain causal attention needs no mask."""
 QUERIES = 256  # most queries of a chunk
 _SCORES = 1 << 25  # most scores (queries x keys x heads) of a chunk
+# The same of a share, whose chunks have all keys before them: more queries, as each chunk repeats
+# the keys for all heads; sdpa has no scores in memory, so these are the elements of a mask.
+_SHARE_QUERIES, _SHARE_SCORES = 1024, 1 << 27
 _PREFIX = "spec_data_parts_"
 
 Spans = Sequence[Sequence[tuple[int, int]]]
 """Per row of a batch, the slots [start, stop) of each document."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The slots of a row that a process has: one piece from its begin and one from its end.
+
+    Of 2n equal pieces, process r of n has r and 2n - 1 - r, so under a causal mask all processes
+    have equally many keys to attend to.
+    """
+
+    rank: int
+    processes: int
+    length: int  # slots of the row: a multiple of 2 * processes
+
+    @property
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """Of each piece its first slot here, and its slots [start, stop) of the row."""
+        size = self.length // (2 * self.processes)
+        starts = self.rank * size, (2 * self.processes - 1 - self.rank) * size
+        return [(i * size, start, start + size) for i, start in enumerate(starts)]
+
+    def of(self, row: Tensor) -> Tensor:
+        """Return this share of rows [B, T]."""
+        return torch.cat([row[:, start:stop] for _, start, stop in self.pieces], 1)
+
+    @staticmethod
+    def joined(shares: Sequence[Tensor], dim: int) -> Tensor:
+        """Return the rows of which these are the shares of all processes, along axis `dim`."""
+        pairs = [share.chunk(2, dim) for share in shares]
+        return torch.cat([*(first for first, _ in pairs), *(last for _, last in pairs[::-1])], dim)
+
+    def gathered(self, heads: Tensor) -> Tensor:
+        """Return [B, h, T, d] of the [B, h, S, d] of each process; all must call it together."""
+        shares = list(heads.new_empty((self.processes, *heads.shape)).unbind())
+        dist.all_gather(shares, heads.contiguous())
+        return self.joined(shares, 2)
+
+
 _spans: ContextVar[Spans | None] = ContextVar("spans of packed documents", default=None)
+_share: ContextVar[Share | None] = ContextVar("the slots of this process", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +100,7 @@ class RuleMask:
     reach: int | None  # a query sees none of the keys this far behind it; None: no limit
     spans: Spans | None  # the documents of packed rows; None: one long document, in chunks
     always: bool  # every part needs a mask; else only a document that is longer than `reach`
+    share: Share | None = None  # the slots of the queries, where keys and values are gathered
     # Masks of documents, which are the same for every layer of a kind.
     made: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     layouts: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -66,19 +116,35 @@ class RuleMask:
             self.layouts[device] = sent(torch.cat(slots), device), sent(bounds, device)
         return self.layouts[device]
 
-    def parts(self, length: int, heads: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield row, first query, the slot after the last query, and first key of each part.
+    def parts(self, length: int, heads: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """Yield row, first query, the slot after the last query, and first key of each part of rows
+        of `length` slots; and which slot here is the first query.
 
         Its keys end with its queries, as every rule is causal.
         """
-        if self.spans is not None:
-            for row, spans in enumerate(self.spans):
-                yield from ((row, start, stop, start) for start, stop in spans)
-            return
-        size = max(16, min(QUERIES, _SCORES // (heads * length)))
-        for start in range(0, length, size):
-            first = 0 if self.reach is None else max(0, start - self.reach + 1)
-            yield 0, start, min(start + size, length), first
+        pieces = [(0, 0, length)] if self.share is None else self.share.pieces
+        for row, spans in enumerate(self.spans or [[(0, length)]]):
+            for first, last in spans:
+                for here, low, high in pieces:
+                    start, stop = max(first, low), min(last, high)
+                    size = self._part_size(start == first, stop - start, length, heads)
+                    for a in range(start, stop, size):
+                        key = first if self.reach is None else max(first, a - self.reach + 1)
+                        yield row, a, min(a + size, stop), key, here + a - low
+
+    def _part_size(self, square: bool, queries: int, length: int, heads: int) -> int:
+        """Return how many of so many queries attend together; `square`: no key is before them."""
+        if self.share is None:
+            chunk = max(16, min(QUERIES, _SCORES // (heads * length)))
+            return chunk if self.spans is None else max(1, queries)
+        if square and not self._masked(queries):
+            return max(1, queries)
+        limit = _SCORES // heads if self.always else _SHARE_SCORES
+        return max(16, min(_SHARE_QUERIES, limit // length))
+
+    def _masked(self, queries: int) -> bool:
+        """Whether a square part needs more than causal attention."""
+        return self.always or (self.reach is not None and self.reach < queries)
 
     def of(
         self, row: int, start: int, stop: int, first: int, device: torch.device
@@ -87,7 +153,7 @@ class RuleMask:
 
         It is made on the device of the queries: the blocks of a target may lie on several.
         """
-        if not self.always and (self.reach is None or self.reach >= stop - start):
+        if start == first and not self._masked(stop - start):
             return None
         if (mask := self.made.get((row, start))) is not None:
             return mask
@@ -96,7 +162,7 @@ class RuleMask:
         keys = torch.arange(first, stop, device=device).view(1, 1, 1, -1)
         seen = self.rule(batch, torch.zeros_like(batch), queries, keys)
         mask = seen.expand(1, 1, stop - start, stop - first)
-        if self.spans is not None:
+        if self.spans is not None and start == first:
             self.made[row, start] = mask
         return mask
 
@@ -124,7 +190,11 @@ def spans_of(document_ids: Tensor) -> list[list[tuple[int, int]]]:
 
 @contextmanager
 def attention_in_parts(
-    model: Any, attn: str, document_ids: Tensor | None = None, form: str = PER_DOCUMENT
+    model: Any,
+    attn: str,
+    document_ids: Tensor | None = None,
+    form: str = PER_DOCUMENT,
+    share: Share | None = None,
 ) -> Iterator[None]:
     """Let forwards without a mask argument attend in parts.
 
@@ -133,15 +203,18 @@ def attention_in_parts(
         form: PER_DOCUMENT, or VARLEN: all documents in one kernel.
         document_ids: of packed rows, int64 [B, T], -1 in padding, whose states mean nothing: each
             document attends on its own. None: one unpadded document attends in chunks.
+        share: the slots of the rows that the model is given, of all those of `document_ids`.
     """
     config = text_config(model.config)  # the one that decoder blocks read
     token = _spans.set(None if document_ids is None else spans_of(document_ids))
+    of_share = _share.set(share)
     config._attn_implementation = _PREFIX + (VARLEN if form == VARLEN else attn)
     try:
         yield
     finally:
         config._attn_implementation = attn
         _spans.reset(token)
+        _share.reset(of_share)
 
 
 def _make_mask(
@@ -156,11 +229,14 @@ def _make_mask(
     **_options: Any,
 ) -> RuleMask:
     """Return the mask that transformers asks for (see `masking_utils.sdpa_mask`) as a rule."""
-    spans = _spans.get()
+    spans, share = _spans.get(), _share.get()
     rows = 1 if spans is None else len(spans)
     if batch_size != rows or q_length != kv_length or attention_mask is not None or use_vmap:
         raise NotImplementedError("this family's masks do not allow attention in parts")
-    return RuleMask(rule=mask_function, reach=local_size, spans=spans, always=always)
+    if share is not None:  # the rule counts the slots of this process, and takes gaps for documents
+        window = None if local_size is None else sliding_window_causal_mask_function(local_size)
+        mask_function = window or causal_mask_function
+    return RuleMask(rule=mask_function, reach=local_size, spans=spans, always=always, share=share)
 
 
 def _make_sdpa_mask(**options: Any) -> RuleMask | None:
@@ -195,19 +271,23 @@ def _attend(
     if key.shape[2] != query.shape[2] or options.get("position_bias") is not None:
         raise NotImplementedError("this family's attention does not run in parts")
     joined: Tensor | None = None
-    for row, start, stop, first in attention_mask.parts(query.shape[2], query.shape[1]):
+    share = attention_mask.share
+    if share is not None:
+        key, value = share.gathered(key), share.gathered(value)
+    for row, start, stop, first, here in attention_mask.parts(key.shape[2], query.shape[1]):
         mask = attention_mask.of(row, start, stop, first, query.device)
         if mask is not None and additive_mask:
             mask = additive(mask, query.dtype)
+        queries = query[row : row + 1, :, here : here + stop - start]
         keys, values = (x[row : row + 1, :, first:stop] for x in (key, value))
-        heads, _ = function(
-            module, query[row : row + 1, :, start:stop], keys, values, mask, **options
-        )
+        heads, _ = function(module, queries, keys, values, mask, **options)
         if joined is None:  # zeros where no document is
             joined = heads.new_zeros(query.shape[0], query.shape[2], *heads.shape[2:])
-        joined[row, start:stop] = heads[0]
-    if joined is None:
+        joined[row, here : here + stop - start] = heads[0]
+    if joined is None and share is None:
         raise NotImplementedError("a batch without documents")
+    if joined is None:  # this process has padding alone
+        joined = query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[-1])
     return joined, None
 
 

@@ -29,7 +29,10 @@ BACKENDS = {
     "vllm": "spec_data.capture.vllm_backend.VLLMBackend",
 }
 """The class of each value of --backend, imported when it is opened by `open(BackendOptions)`."""
-_SHARDED = "spec_data.capture.tensor_parallel.ShardedTarget"  # "hf" with --tp-plan
+_SHARED = {  # "hf" on several processes, by the option
+    "--tp-plan": "spec_data.capture.tensor_parallel.ShardedTarget",
+    "--context-parallel": "spec_data.capture.context_parallel.SplitTarget",
+}
 VLLM_MISSING = (
     "--backend vllm needs vLLM, which is not installed here: pip install vllm, in an "
     "environment of its own, because vLLM pins its releases of PyTorch and transformers"
@@ -171,6 +174,6 @@ def open_backend(name: str, options: BackendOptions) -> TargetBackend:
         MissingError: there is no such model, or a package of the backend is missing.
         TargetError: the target cannot be loaded, or does not have these layers.
     """
-    sharded = options.spread is not None and options.spread.tensor_parallel
-    module, _, kind = (_SHARDED if sharded else BACKENDS[name]).rpartition(".")
+    flag = None if options.spread is None else options.spread.over_processes[0]
+    module, _, kind = (_SHARED[flag] if flag else BACKENDS[name]).rpartition(".")
     return getattr(import_module(module), kind).open(options)

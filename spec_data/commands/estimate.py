@@ -66,6 +66,7 @@ def estimate(
     True
     """
     given = {"target": target, "corpus": corpus, "out": out, "options": options}
+    from spec_data.capture.processes import leading
     from spec_data.generation.probe import run_probe
     from spec_data.generation.setup import (
         announce_drafts,
@@ -75,6 +76,7 @@ def estimate(
         set_up,
     )
     from spec_data.models.devices import check_devices
+    from spec_data.models.target_options import Spread
     from spec_data.pages.dataset_page import plan_page
     from spec_data.pages.page import write_page
     from spec_data.shards.errors import ConfigError
@@ -93,12 +95,13 @@ def estimate(
         check_file_to_write("--page", str(page))
     if probe:
         check_devices(options.device, options.spread.device_map)  # before the corpus is read
-    setup = set_up(str(target), sources, options, weights=probe)
-    drafts = announce_drafts(setup)
-    plan = make_plan(open_corpus(sources, setup.options), setup)
-    if page is not None:
-        logger.info("page: %s", write_page(str(page), plan_page(sources, setup, plan)).path)
-    measured, columns = run_probe(setup, plan) if probe else (None, setup.columns)
+    with leading(options.spread if probe else Spread()):
+        setup = set_up(str(target), sources, options, weights=probe)
+        drafts = announce_drafts(setup)
+        plan = make_plan(open_corpus(sources, setup.options), setup)
+        if page is not None:
+            logger.info("page: %s", write_page(str(page), plan_page(sources, setup, plan)).path)
+        measured, columns = run_probe(setup, plan) if probe else (None, setup.columns)
     result = estimated(replace(setup, columns=columns), plan, drafts, Path(out), measured)
     if not result.fits:
         return result

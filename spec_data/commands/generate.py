@@ -71,7 +71,7 @@ def generate(
     >>> made.dropped
     {}
     """
-    from spec_data.capture.tensor_parallel import leading
+    from spec_data.capture.processes import leading
     from spec_data.generation.output import open_output
     from spec_data.generation.ray_engine import connected
     from spec_data.generation.run import write_dataset
@@ -82,12 +82,12 @@ def generate(
     options.check()
     corpus, fleet = path_list(corpus), None
     check_outside_corpus(str(out), corpus)
-    check_engine(engine, workers, replicas, str(out), options.tp_plan is not None)
+    check_engine(engine, workers, replicas, str(out), options.spread.over_processes[0])
     with ExitStack() as stack:
         if engine == "ray":
             fleet = stack.enter_context(connected(str(target), replicas, options))
             worker = Worker(device=fleet.device)
-        else:  # of the processes of --tp-plan, only the first comes any further
+        else:  # of its processes, only the first comes any further
             stack.enter_context(leading(options.spread))
             one_device = options.spread.is_one_device
             worker = this_worker(workers, options.device, one_device=one_device)
@@ -99,8 +99,8 @@ def generate(
     return WrittenDataset.of(str(out), manifest, str(target))
 
 
-def check_engine(engine: str, workers: str, replicas: int, out: str, tp_plan: bool) -> None:
-    """Refuse --engine beside options that contradict it.
+def check_engine(engine: str, workers: str, replicas: int, out: str, shared: str | None) -> None:
+    """Refuse --engine beside options that contradict it; `shared` is the one that needs torchrun.
 
     Raises:
         ConfigError: see above.
@@ -111,9 +111,9 @@ def check_engine(engine: str, workers: str, replicas: int, out: str, tp_plan: bo
     problem = ""
     if engine != "ray" and replicas:
         problem = "--replicas goes with --engine ray; add it"
-    elif tp_plan and workers.startswith("auto"):
+    elif shared and workers.startswith("auto"):
         problem = (
-            "--tp-plan: the processes of torchrun are one worker; give --workers I/N if there are "
+            f"{shared}: the processes of torchrun are one worker; give --workers I/N if there are "
             "others"
         )
     elif engine == "ray" and workers != "0/1":
@@ -121,8 +121,8 @@ def check_engine(engine: str, workers: str, replicas: int, out: str, tp_plan: bo
             f"--workers {workers} with --engine ray: Ray shares out the units; give --replicas N "
             "instead"
         )
-    elif engine == "ray" and tp_plan:
-        problem = "--tp-plan needs torchrun; with --engine ray give --device-map auto"
+    elif engine == "ray" and shared:
+        problem = f"{shared} needs torchrun; with --engine ray give --device-map auto"
     elif engine == "ray" and scheme_of(out):
         problem = (
             f"--engine ray --out {out}: replicas share a directory; give a local --out, or start "

@@ -156,12 +156,12 @@ def verify(
     >>> report.ok, report.failures
     (True, [])
     """
-    from spec_data.capture.tensor_parallel import leading
+    from spec_data.capture.processes import leading
     from spec_data.pages.report import fit_words
     from spec_data.verification.run import examine
 
     running.check()
-    with leading(running.spread):  # of the processes of --tp-plan, only the first comes here
+    with leading(running.spread):  # of several processes, only the first comes here
         path = None if target is None else str(target)
         report = examine(str(data), path, samples=samples, running=running)
     if report.ok:

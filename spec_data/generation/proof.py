@@ -209,9 +209,9 @@ def choose_batch_tokens(
     if not best:
         raise RunError(
             f"out of memory on {target.device}: the longest document has {plan.lengths.max():,} "
-            "tokens, and one forward of it takes too much. Lower --max-length, or spread the "
-            "target over several GPUs (--device-map auto, or --tp-plan auto under torchrun); a "
-            "document is never split over GPUs by its tokens"
+            "tokens, and one forward of it takes too much. Lower --max-length, spread the target "
+            "over several GPUs (--device-map auto, or --tp-plan auto under torchrun), or split the "
+            "document over them (--context-parallel N)"
         )
     logger.info(
         "batch: %s tokens per forward, with %.0f %% of the device's memory at the peak",

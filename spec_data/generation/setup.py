@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from spec_data.capture.backend import TargetBackend, vllm_version
+from spec_data.capture.context_parallel import check_family
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import CorpusReader
@@ -163,6 +164,8 @@ def set_up(
             "token; ask for fewer"
         )
     check_choice(options.rope_factors, files.model_config)
+    if options.context_parallel > 1:
+        check_family(files.model_config)
     options = within_context(options, files.model_config)
     return Setup(
         **vars(files),
@@ -253,7 +256,9 @@ def config_json(setup: Setup, dtype: torch.dtype, architecture: str = "") -> str
 
 # What changes states by rounding at most. A run with others is compared with the one that proved
 # the target, see `generation.proof`.
-_OF_RUNNING = ("device", "device_map", "tp_plan", "tensor_parallel", "batch_tokens")
+_OF_RUNNING = (
+    *("device", "device_map", "tp_plan", "context_parallel", "tensor_parallel", "batch_tokens"),
+)
 
 
 def settings(setup: Setup, reports: Iterable[SourceRecord]) -> dict[str, Any]:
@@ -286,6 +291,7 @@ def settings(setup: Setup, reports: Iterable[SourceRecord]) -> dict[str, Any]:
         "device": device_type(options.device),
         "device_map": options.spread.device_map,
         "tp_plan": options.tp_plan,
+        "context_parallel": options.context_parallel if options.context_parallel > 1 else None,
         "tensor_parallel": options.vllm_tensor_parallel,
         "on_policy": options.on_policy,
         "sampling_temperature": options.sampling_temperature,

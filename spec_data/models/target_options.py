@@ -25,11 +25,19 @@ class Spread:
     # What each device may hold of the weights, by GPU number or "cpu".
     max_memory: dict[int | str, Any] | None = None
     tensor_parallel: bool = False  # every layer is split over the processes of torchrun
+    context_parallel: int = 1  # processes of torchrun that share the tokens of each row
+
+    @property
+    def over_processes(self) -> tuple[str | None, int | None]:
+        """The option that needs several processes, None: none does; and how many it asks for."""
+        if self.context_parallel > 1:
+            return "--context-parallel", self.context_parallel
+        return ("--tp-plan" if self.tensor_parallel else None), None
 
     @property
     def is_one_device(self) -> bool:
         """Whether the whole target lies on one device."""
-        return self.device_map is None and not self.tensor_parallel
+        return self.device_map is None and self.over_processes[0] is None
 
 
 def processes() -> int:
@@ -78,6 +86,9 @@ class EngineOptions(DeviceOptions):
     tp_plan: Annotated[Literal["auto"] | None, RUNNING] = None
     """Auto splits every layer of the target over the processes that torchrun starts; the first
     process writes what there is to write."""
+    context_parallel: Annotated[Positive, RUNNING] = 1
+    """Split the tokens of each forward over N processes that torchrun starts, for documents that
+    are too long for one GPU; each process holds all weights."""
     vllm_tensor_parallel: Annotated[Positive, RUNNING] = 1
     """With --backend vllm: GPUs that share every layer."""
     vllm_memory: Annotated[float, Meta(gt=0, lt=1), RUNNING] = 0.8
@@ -91,6 +102,11 @@ class EngineOptions(DeviceOptions):
             raise ConfigError("--max-memory goes with --device-map; add it")
         if self.device_map is not None and self.tp_plan is not None:
             raise ConfigError("--tp-plan and --device-map exclude each other; choose one")
+        if self.context_parallel > 1 and (self.device_map is not None or self.tp_plan is not None):
+            raise ConfigError(
+                "--context-parallel holds the whole target in each process: leave --device-map and "
+                "--tp-plan out"
+            )
         table: Any = self.device_map
         if table not in (None, *_POLICIES):
             try:
@@ -104,18 +120,21 @@ class EngineOptions(DeviceOptions):
                 )
         memory = {int(k) if k.isdigit() else k: v for k, v in (self.max_memory or {}).items()}
         return Spread(
-            device_map=table, max_memory=memory or None, tensor_parallel=self.tp_plan is not None
+            device_map=table,
+            max_memory=memory or None,
+            tensor_parallel=self.tp_plan is not None,
+            context_parallel=self.context_parallel,
         )
 
     def check(self) -> None:
         """Raise ConfigError for options that contradict each other."""
         if not self.spread.is_one_device and self.device != "auto":
-            name = "--tp-plan" if self.spread.tensor_parallel else "--device-map"
+            name = self.spread.over_processes[0] or "--device-map"
             raise ConfigError(f"{name} chooses the devices; leave --device {self.device} out")
         if self.backend != "vllm" and self.vllm_tensor_parallel > 1:
             raise ConfigError("--vllm-tensor-parallel goes with --backend vllm; add it")
         if self.backend == "vllm" and not self.spread.is_one_device:
             raise ConfigError(
-                "--device-map and --tp-plan are for --backend hf; vLLM spreads a target over GPUs "
-                "with --vllm-tensor-parallel N"
+                "--device-map, --tp-plan and --context-parallel are for --backend hf; vLLM spreads "
+                "a target over GPUs with --vllm-tensor-parallel N"
             )

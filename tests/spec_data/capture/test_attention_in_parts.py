@@ -102,7 +102,7 @@ def test_chunks_that_lose_the_window_are_found_and_not_used(family, monkeypatch,
     monkeypatch.setattr(RuleMask, "of", everything)
     whole = RuleMask.parts
     monkeypatch.setattr(
-        RuleMask, "parts", lambda *given: ((0, a, b, 0) for _, a, b, _ in whole(*given))
+        RuleMask, "parts", lambda *given: ((0, a, b, 0, a) for _, a, b, *_ in whole(*given))
     )
     target, (ids,) = target_of(family, "default"), ids_of(LENGTH)
     plain = target.model(ids[None], output_hidden_states=True, use_cache=False)

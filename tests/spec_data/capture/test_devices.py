@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from spec_data.capture.model import Target
-from spec_data.capture.tensor_parallel import leading
+from spec_data.capture.processes import leading
 from spec_data.models import loading
 from spec_data.models.target_options import Spread
 from spec_data.shards.errors import ConfigError, SpecDataError, TargetError
