@@ -26,10 +26,7 @@ from .generation.status import Status as Status
 from .hub.transfer import Pulled as Pulled, Pushed as Pushed
 from .models.target_options import EngineOptions as EngineOptions, LoadOptions as LoadOptions
 from .regeneration.run import RegenerateResult as RegenerateResult
-from .results import (
-    EstimateResult as EstimateResult,
-    WrittenDataset as WrittenDataset,
-)
+from .results import EstimateResult as EstimateResult, WrittenDataset as WrittenDataset
 from .shards.errors import SpecDataError as SpecDataError
 from .shards.reader import HiddenStatesDataset as HiddenStatesDataset, open_dataset as open_dataset
 from .verification.findings import VerifyReport as VerifyReport

@@ -3,10 +3,7 @@
 import spec_data
 import spec_data.shards.errors
 
-from .api import (
-    load_draft as load_draft,
-    simulate_acceptance as simulate_acceptance,
-)
+from .api import load_draft as load_draft, simulate_acceptance as simulate_acceptance
 from .commands.doctor import doctor as doctor
 from .commands.eval import compare as compare, evaluate as evaluate
 from .commands.export import export as export

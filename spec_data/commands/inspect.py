@@ -81,9 +81,7 @@ def inspect(data: Dataset, *, doc: Count | None = None) -> Inspected:
         )
     document = document_facts(dataset, doc)
     return Inspected(
-        text=document_text(document),
-        values=document,
-        next_command=fit_words(str(data)),
+        text=document_text(document), values=document, next_command=fit_words(str(data))
     )
 
 
@@ -171,10 +169,7 @@ def verify(
 
 @command
 def write_report(
-    path: Dataset,
-    *,
-    out: File | None = None,
-    documents: Positive = 1000,
+    path: Dataset, *, out: File | None = None, documents: Positive = 1000
 ) -> "WrittenPage":
     """Write one HTML page of a dataset.
 

@@ -18,9 +18,7 @@ _CLOSE, _OPEN = "</think>", "<think>"
 
 
 def left_out(
-    messages: Sequence[Message],
-    ends: Sequence[int],
-    text: Callable[[Sequence[Message]], str],
+    messages: Sequence[Message], ends: Sequence[int], text: Callable[[Sequence[Message]], str]
 ) -> Counter[str]:
     """Count the parts of a conversation that are in none of its documents, by kind.
 

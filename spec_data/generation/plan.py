@@ -36,13 +36,7 @@ from spec_data.corpus.sources import expected_rows
 from spec_data.generation.options import AUTO
 from spec_data.shards.checksums import numbers
 from spec_data.shards.errors import CorpusError, DatasetError, TargetError
-from spec_data.shards.files import (
-    dump_json,
-    parse_size,
-    read_object,
-    sha256_file,
-    write_atomically,
-)
+from spec_data.shards.files import dump_json, parse_size, read_object, sha256_file, write_atomically
 from spec_data.shards.follow import PlannedDocuments
 from spec_data.shards.identity import count_kwargs
 from spec_data.shards.packing import pack_documents

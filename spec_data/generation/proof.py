@@ -175,11 +175,7 @@ def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> 
 
 
 def choose_batch_tokens(
-    target: TargetBackend,
-    plan: Plan,
-    form: str,
-    columns: tuple[Column, ...],
-    asked: int | None,
+    target: TargetBackend, plan: Plan, form: str, columns: tuple[Column, ...], asked: int | None
 ) -> int:
     """Return the tokens per forward: those of --batch-tokens (`asked`), or as many as are safe.
 

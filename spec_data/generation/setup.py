@@ -186,9 +186,7 @@ def set_up(
 
 
 def open_corpus(
-    sources: Sequence[str],
-    options: CaptureOptions,
-    find: Callable[..., list[Source]] = resolve,
+    sources: Sequence[str], options: CaptureOptions, find: Callable[..., list[Source]] = resolve
 ) -> CorpusReader:
     """Return a reader of a corpus; `find` returns what is behind each source, as `resolve` does.
 

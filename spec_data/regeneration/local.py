@@ -136,10 +136,7 @@ class LocalBackend:
         """
         loading, directory = self._loading, str(self._target.directory)
         self._model = load_model(
-            directory,
-            dtype=loading.dtype,
-            device=loading.device,
-            trust=loading.trust_remote_code,
+            directory, dtype=loading.dtype, device=loading.device, trust=loading.trust_remote_code
         )
         self._model.generation_config = self._generation_config()
         # The head gets the last position of each prompt as a slice. For one that is not contiguous,

@@ -38,11 +38,7 @@ _COMMON = (
     *("final", "teacher", "codec", "columns", "head", "positions", "packing"),
 )
 _PLANNED = pa.schema(
-    {
-        "doc_id": pa.string(),
-        "input_ids": pa.large_list(pa.int32()),
-        MASK: pa.large_list(pa.uint8()),
-    }
+    {"doc_id": pa.string(), "input_ids": pa.large_list(pa.int32()), MASK: pa.large_list(pa.uint8())}
 )
 
 log = logging.getLogger(__name__)

@@ -24,9 +24,7 @@ from spec_data.shards.turn_masks import (
 
 
 def masks_under(
-    dataset: HiddenStatesDataset,
-    policy: str,
-    bar: Callable[[range], Iterable[int]] = iter,
+    dataset: HiddenStatesDataset, policy: str, bar: Callable[[range], Iterable[int]] = iter
 ) -> LossMasks:
     """Return the loss masks of all documents under a policy; their turns are read once.
 

@@ -261,13 +261,7 @@ class Shard:
         values[done:] = 0
 
     def gather(
-        self,
-        name: str,
-        row: int,
-        out: CodedRows,
-        start: int,
-        count: int,
-        wanted: np.ndarray | None,
+        self, name: str, row: int, out: CodedRows, start: int, count: int, wanted: np.ndarray | None
     ) -> None:
         """Append the rows of the first `count` tokens of a lossy column to `out`, undecoded.
 

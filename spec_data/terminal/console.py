@@ -189,10 +189,7 @@ def run_cli(
     from spec_data.terminal.progress import close_bars
 
     level = logging.WARNING if options.quiet else logging.INFO if options.verbose else NOTICE
-    with (
-        console_logging(level, options.debug),
-        handled_signals(STOP_SIGNALS, _raise_terminated),
-    ):
+    with console_logging(level, options.debug), handled_signals(STOP_SIGNALS, _raise_terminated):
         try:
             code = main() or 0
             print(end="", flush=True)  # also where stdout is closed

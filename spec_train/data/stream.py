@@ -40,11 +40,7 @@ ROUND = 32
 LOOK_AHEAD = 64
 """How many steps are looked ahead, where their shards are less than a quarter of the cache."""
 _POLL = 0.2  # seconds between two checks whether to stop, while waiting for data
-_SMALL = {
-    "input_ids": torch.int64,
-    "loss_mask": torch.bool,
-    "target_argmax": torch.int64,
-}
+_SMALL = {"input_ids": torch.int64, "loss_mask": torch.bool, "target_argmax": torch.int64}
 
 PlannedStep = tuple[int, int, float, list[Pack]]
 """Epoch, index of the batch, share of the epoch done after it, and its packs on all ranks."""

@@ -176,10 +176,7 @@ def _to_speculators(ours: DraftFiles, target: TargetFacts) -> DraftFiles:
             "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {
-                "name_or_path": target.name,
-                "architectures": list(target.architectures),
-            },
+            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
         },
         SECTION: raw[SECTION],
     }

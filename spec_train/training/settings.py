@@ -149,9 +149,7 @@ def with_intervals(config: Training, total: int) -> Training:
     """
     steps = max(1, min(INTERVAL, total // TIMES))
     return dataclasses.replace(
-        config,
-        eval_every=config.eval_every or steps,
-        save_every=config.save_every or steps,
+        config, eval_every=config.eval_every or steps, save_every=config.save_every or steps
     )
 
 

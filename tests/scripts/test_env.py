@@ -55,16 +55,8 @@ NOTHING = {"FAKE_PIP": "no", "FAKE_UV": "no"}
     ("settings", "files", "said"),
     [
         (NOTHING, {}, "uv could not install PyTorch"),
-        (
-            NOTHING,
-            {"site/torch.py": TORCH},
-            "uv could not install what spec-data needs",
-        ),
-        (
-            {"PYTHON": "/nowhere/python"},
-            {"uv": "#!/bin/sh\nexit 1\n"},
-            "with /nowhere/python",
-        ),
+        (NOTHING, {"site/torch.py": TORCH}, "uv could not install what spec-data needs"),
+        ({"PYTHON": "/nowhere/python"}, {"uv": "#!/bin/sh\nexit 1\n"}, "with /nowhere/python"),
     ],
 )
 def test_where_nothing_works_the_error_says_so_in_words(machine, settings, files, said):

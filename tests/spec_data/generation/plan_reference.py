@@ -36,10 +36,7 @@ def slow_renderer(*args: Any, **options: Any) -> Renderer:
 
 
 def one_by_one(
-    reader: CorpusReader,
-    renderer: Renderer,
-    max_length: int,
-    records: Iterable | None = None,
+    reader: CorpusReader, renderer: Renderer, max_length: int, records: Iterable | None = None
 ) -> Reference:
     """Return the documents of a corpus and their counts; `records` are those of the reader."""
     found, rendered = Reference(), RenderCounts()

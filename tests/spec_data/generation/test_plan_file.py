@@ -50,10 +50,7 @@ def test_documents_are_read_by_range_by_number_and_by_their_beginnings(monkeypat
         assert [part.tolist() for part in parts] == [rows[d][3][:4] for d in some]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"units": [[0, "1"]]}, {"settings": None}],
-)
+@pytest.mark.parametrize("change", [{"units": [[0, "1"]]}, {"settings": None}])
 def test_a_damaged_plan_is_refused_by_its_path(target, corpus, tmp_path, change):
     out, work = tmp_path / "data", tmp_path / "data" / ".generate"
     run(target, corpus, out, workers="0/2")

@@ -32,12 +32,7 @@ def test_a_short_target_has_fewer_layers_for_block_drafts():
 @pytest.mark.parametrize(
     ("drafts", "layers", "blocks", "named"),
     [
-        (
-            ["eagle3"],
-            "auto",
-            6,
-            r"--for eagle3 takes blocks 1, .* which are \(1, 2, 2\)",
-        ),
+        (["eagle3"], "auto", 6, r"--for eagle3 takes blocks 1, .* which are \(1, 2, 2\)"),
         (["dspark"], "auto", 2, r"--for dspark spreads .* only L=2 blocks"),
         (["eagle3"], [1, 2], 12, "one or the other"),
         (["eagle4"], "auto", 9, "unknown drafts eagle4; known: eagle, eagle3"),

@@ -154,13 +154,7 @@ def test_a_wrong_condition_is_an_error_that_lists_the_columns(condition, words):
 
 
 @pytest.mark.parametrize(
-    "read",
-    [
-        "read_text('{file}')",
-        "'{file}'",
-        "read_parquet('http://127.0.0.1:9/x')",
-        "secret",
-    ],
+    "read", ["read_text('{file}')", "'{file}'", "read_parquet('http://127.0.0.1:9/x')", "secret"]
 )
 def test_a_condition_reads_no_file_no_url_and_no_variable(tmp_path, read):
     secret = pa.table({"length": [1]})  # noqa: F841 (a variable that duckdb could find)

@@ -191,12 +191,7 @@ def test_states_that_were_not_stored_are_refused(place, tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "policy", "said"),
     [
-        (
-            "all",
-            {},
-            "roles=assistant,user",
-            "no document has a turn of role user; stored",
-        ),
+        ("all", {}, "roles=assistant,user", "no document has a turn of role user; stored"),
         ("last-turn", {"mask": "assistant"}, "all", "stored mask is not that of its turns under"),
         ("assistant", {"documents": 7}, "first-2", "7 conversations were rendered turn by turn"),
     ],

@@ -125,10 +125,7 @@ def workplace(tmp_path_factory, target, trained, prompts) -> Path:
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        unk_token="<unk>",
-        eos_token="<end>",
-        chat_template=TEMPLATE,
+        tokenizer_object=core, unk_token="<unk>", eos_token="<end>", chat_template=TEMPLATE
     )
     target.generation_config.eos_token_id = STOP
     target.save_pretrained(folder / "target")

@@ -23,12 +23,7 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("auto", None),
-        ("0.5", (1.0, 0.5, 0.25)),
-        ("1,0.5,0", (1.0, 0.5, 0.0)),
-    ],
+    ("text", "expected"), [("auto", None), ("0.5", (1.0, 0.5, 0.25)), ("1,0.5,0", (1.0, 0.5, 0.0))]
 )
 def test_position_weights_are_a_decay_or_a_list(text: str, expected: Any) -> None:
     options = draft_options("eagle3")(ttt_steps=3, position_weights=text)

@@ -17,14 +17,7 @@ from spec_train.training.run_directory import HELD_OUT
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
 from tests.spec_train.training import tools as trainer_tools
-from tests.spec_train.training.tools import (
-    OPTIONS,
-    change,
-    make_noisy,
-    masters,
-    metrics,
-    run,
-)
+from tests.spec_train.training.tools import OPTIONS, change, make_noisy, masters, metrics, run
 
 data, config = trainer_tools.data, trainer_tools.config
 
