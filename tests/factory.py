@@ -26,6 +26,16 @@ from spec_data.shards.seal import seal
 from spec_data.shards.writer import UnitData, write_shard
 
 
+def hub_snapshot(cache: Path) -> Path:
+    """The empty snapshot of some/model in a cache of the Hub; `main` is its commit."""
+    repository, commit = cache / "models--some--model", "0123456789abcdef0123456789abcdef01234567"
+    snapshot, refs = repository / "snapshots" / commit, repository / "refs"
+    for folder in (snapshot, refs):
+        folder.mkdir(parents=True)
+    (refs / "main").write_text(commit)
+    return snapshot
+
+
 def tiny_llama(vocab: int = 64, layers: int = 4, hidden: int = 32, seed: int = 0, **changes: Any):
     """A random Llama in float32 with GQA, untied embeddings and head_dim 8."""
     torch.manual_seed(seed)

@@ -159,7 +159,7 @@ def test_a_flipped_bit_of_a_draft_is_refused_or_decides_nothing(
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)
-def test_missing_cut_swapped_and_mixed_files_are_refused(
+def test_missing_cut_and_mixed_files_are_refused(
     place: Path, facts: TargetFacts, data: Path, target: Path, request: Any, tmp_path: Path
 ) -> None:
     name = f"files of {request.node.callspec.id}"
@@ -172,28 +172,13 @@ def test_missing_cut_swapped_and_mixed_files_are_refused(
         file.unlink()
         outcomes[f"deleted: {outcome(place, facts, whole)}"] += 1
         cuts = [content[: rng.integers(len(content) - 1)] for _, rng in trials(f"{name} cut", 4)]
-        swapped = [] if file.name == CONFIG else [swap(content, file, name)]
-        for damaged in (*cuts, content + b"\0", *swapped, theirs):
+        for damaged in (*cuts, content + b"\0", theirs):
             if damaged != content:  # equal configs of two drafts differ too
                 file.write_bytes(damaged)
                 outcomes[f"changed: {outcome(place, facts, whole)}"] += 1
         file.write_bytes(content)
     report(name, outcomes)
     assert outcomes and all(what.endswith(": refused") for what in outcomes)
-
-
-def swap(content: bytes, file: Path, name: str) -> bytes:
-    """Return a file in which two tensors of equal size have exchanged their bytes."""
-    file.write_bytes(content)
-    parts = [content[start:end] for region, start, end in regions(file) if region != "header"]
-    pairs = [(a, b) for a in parts for b in parts if len(a) == len(b) and a != b]
-    if not pairs:
-        return content
-    a, b = pairs[next(rng for _, rng in trials(f"{name} swap", 1)).integers(len(pairs))]
-    first, second = content.index(a), content.index(b)
-    swapped = bytearray(content)
-    swapped[first : first + len(a)], swapped[second : second + len(b)] = b, a
-    return bytes(swapped)
 
 
 # --- a run ----------------------------------------------------------------------------------------

@@ -77,17 +77,9 @@ def test_a_block_is_made_from_the_results(results):
     assert page.endswith("\n<!-- end -->\nAfter.\n") and "old" not in page
     eagle3 = next(line for line in page.splitlines() if line.startswith("| EAGLE-3 |"))
     # 2 / (1 + 5 * 0.1), the mean of 1.8 and 2.2 over it
-    assert eagle3.split(" | ")[1:] == [
-        *(
-            "2,000",
-            "**2.00** (1.80 to 2.20, 2 seeds)",
-            "1.50",
-            "2.50",
-            "6/8, 2 ties",
-            "1.33x",
-            "0.50x |",
-        ),
-    ]
+    assert eagle3.endswith(
+        "| 2,000 | **2.00** (1.80 to 2.20, 2 seeds) | 1.50 | 2.50 | 6/8, 2 ties | 1.33x | 0.50x |"
+    )
     assert "| DSpark | 2,000 | **1.60** (1.50 to 1.70) |" in page
     assert "held-out documents: EAGLE-3.\n" in page  # DSpark gained 0.3 %, the peer has no curve
     assert "a draft pass 0.10 to 0.10 (as here), and here, on 2 CPU threads, where" in page
@@ -95,15 +87,6 @@ def test_a_block_is_made_from_the_results(results):
     assert evidence_text.renewed(page, results) == page
     capture = evidence_text.renewed(PAGE.replace("lengths", "capture"), results)
     assert "captured once for every draft: 8,000 tokens, 12 MB, 1,500 bytes per token" in capture
-
-
-@pytest.mark.parametrize("wrong", ["**2.10** (1.80", "(1.80 to 2.30", "7/8", "| DFlash", "1.34x"])
-def test_another_figure_in_the_text_is_noticed(results, wrong):
-    page = evidence_text.renewed(PAGE, results)
-    right = {"**2.10** (1.80": "**2.00** (1.80", "(1.80 to 2.30": "(1.80 to 2.20", "7/8": "6/8"}
-    right |= {"| DFlash": "| DSpark", "1.34x": "1.33x"}
-    changed = page.replace(right[wrong], wrong)
-    assert changed != page and evidence_text.renewed(changed, results) == page
 
 
 def test_drafts_are_lines_and_peers_dots(results, tmp_path):
@@ -115,9 +98,8 @@ def test_drafts_are_lines_and_peers_dots(results, tmp_path):
     names = re.findall(r"<!-- (.*) -->", text)  # matplotlib names its texts so
     for draft in ("eagle3", "dspark", "speculators-eagle3"):
         assert evidence_text.DRAFTS[draft] in names
-    assert (
-        "DFlash" not in text and text.count("stroke-dasharray") == 2
-    )  # of the line, in the legend
+    assert "DFlash" not in text
+    assert text.count("stroke-dasharray") == 2  # of the line, in the legend
 
 
 def options(folder: Path, *words: str) -> evidence.Evidence:

@@ -4,6 +4,7 @@ import pytest
 
 from spec_data.models.resolve import cached_model, local_directory, resolve_model
 from spec_data.shards.errors import ConfigError, MissingError
+from tests.factory import hub_snapshot
 
 
 @pytest.mark.parametrize(
@@ -33,12 +34,7 @@ def test_a_hub_id_is_found_in_the_local_cache_or_not_at_all(tmp_path, monkeypatc
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert local_directory("some/model") is None
     assert cached_model("some/model") is None
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = tmp_path / "models--some--model"
-    snapshot = repository / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
+    snapshot = hub_snapshot(tmp_path)
     assert cached_model("some/model") is None  # nothing is in it
     (snapshot / "config.json").write_text("{}")
     assert cached_model("some/model") == snapshot

@@ -7,6 +7,7 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from filelock import FileLock
@@ -105,17 +106,22 @@ def test_kills_at_any_moment_end_in_the_same_bytes(source, whole, tmp_path):
     assert kills == 3 and both(out) == both(whole)
 
 
-def test_a_kill_between_the_files_at_the_end(source, whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "error", "refused", "left"),
+    [
+        ("regeneration.run.write_atomically", Killed(), Killed, {"a.jsonl", "a.jsonl.journal"}),
+        ("shards.files.os.fsync", OSError(errno.ENOSPC, ""), RunError, {"a.jsonl.journal"}),
+    ],
+    ids=["a kill between the files", "a full disk"],
+)
+def test_a_stop_at_the_end_leaves_no_half_output(
+    source, whole, tmp_path, monkeypatch, place, error, refused, left
+):
     out = tmp_path / "a.jsonl"
-
-    def killed(*_):
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr("spec_data.regeneration.run.write_atomically", killed)
-        with pytest.raises(Killed):
-            answered(source[1], out, target=str(source[0]), **SAMPLED)
-    assert out.exists() and journal_path(out).exists()
+    with monkeypatch.context() as patch, pytest.raises(refused, match=r"^$|the disk is full"):
+        patch.setattr(f"spec_data.{place}", Mock(side_effect=error))
+        answered(source[1], out, target=str(source[0]), **SAMPLED)
+    assert {p.name for p in tmp_path.iterdir()} - {".a.jsonl.lock"} == left
     answered(source[1], out, target=str(source[0]), **SAMPLED)
     assert both(out) == both(whole) and not journal_path(out).exists()
 
@@ -238,18 +244,3 @@ def test_a_full_disk_keeps_the_answers_before_it(tmp_path):
     assert Forked(work).wait() == 7
     with JOURNAL(file) as again:
         assert again.read(NAME) == [FIRST]
-
-
-def test_a_full_disk_at_the_end_leaves_no_half_output(source, whole, tmp_path, monkeypatch):
-    out = tmp_path / "a.jsonl"
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "no space")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("spec_data.shards.files.os.fsync", full)
-        with pytest.raises(RunError, match="the disk is full"):
-            answered(source[1], out, target=str(source[0]), **SAMPLED)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".a.jsonl.lock", "a.jsonl.journal"]
-    answered(source[1], out, target=str(source[0]), **SAMPLED)
-    assert both(out) == both(whole)

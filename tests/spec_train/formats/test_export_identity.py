@@ -6,6 +6,7 @@ import pytest
 
 import spec_train
 from spec_data.shards.errors import ConfigError, MissingError, TargetError
+from tests.factory import hub_snapshot
 from tests.spec_train import fitted
 from tests.spec_train.fitted import (
     edit,
@@ -16,7 +17,6 @@ from tests.spec_train.fitted import (
 )
 
 place, target = fitted.place, fitted.target
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def found(place, name, draft="run") -> list[tuple[str, str]]:
@@ -74,18 +74,17 @@ def test_a_hub_id_is_compared_with_the_local_cache_or_said_not_to_be(
 ):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    notes = [text for level, text in found(place, "some/target") if level == "note"]
+    notes = [text for level, text in found(place, "some/model") if level == "note"]
     assert notes == [
-        "not compared with the draft's training: some/target is no directory here and not in the "
+        "not compared with the draft's training: some/model is no directory here and not in the "
         "local Hub cache"
     ]
-    repository = tmp_path / "hub" / "models--some--target"
-    snapshot = repository / "snapshots" / COMMIT
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(COMMIT)
+    snapshot = hub_snapshot(tmp_path / "hub")
     switch_yarn_on(target)
-    shutil.copytree(target, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
-    findings = found(place, "some/target")
+    shutil.copytree(
+        target, snapshot, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    findings = found(place, "some/model")
     assert any("rope_type: the draft was fitted with 'default'" in text for _, text in findings)
     notes = [text for level, text in findings if level == "note"]
     assert "no .safetensors weights" in notes[0] and "weights_hash" in notes[1]

@@ -15,6 +15,7 @@ import spec_train
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
 from spec_train.evaluation.exporting import ExportResult
+from tests.factory import hub_snapshot
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.formats import own_draft
 
@@ -202,12 +203,7 @@ def test_sizes_of_a_hub_name_are_checked_with_its_cached_config(
 ):
     """Only config.json is in the cache of the Hub, as after a look at the model."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    snapshot = tmp_path / "models--some--model" / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    refs = tmp_path / "models--some--model" / "refs"
-    refs.mkdir()
-    (refs / "main").write_text(commit)
+    snapshot = hub_snapshot(tmp_path)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     config[key] = (config.get(key) or 0) * factor
     (snapshot / "config.json").write_text(json.dumps(config), encoding="utf-8")

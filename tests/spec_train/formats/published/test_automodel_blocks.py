@@ -8,11 +8,9 @@ from tests.spec_train.formats.published import blocks, parallel, tiny
 from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, RANK, SIZE
 from tests.spec_train.formats.published.tiny import VD, H, L
 
-TARGET: dict[str, Any] = {k: v for k, v in tiny.SIZES.items() if k != "rope_theta"}
-TARGET |= tiny.COMMON | {
+TARGET: dict[str, Any] = tiny.OF_TRANSFORMERS_5 | {
     "model_type": "qwen3",
     "num_hidden_layers": L,
-    "rope_parameters": {"rope_type": "default", "rope_theta": tiny.THETA},
     "layer_types": ["full_attention"] * L,
     "max_window_layers": L,
     "sliding_window": None,

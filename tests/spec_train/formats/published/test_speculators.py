@@ -21,8 +21,7 @@ from tests.spec_train.formats.published.tiny import VD, H, V
 from tests.spec_train.formats.tools import same_weights
 
 WINDOW = 4
-LAYER: dict[str, Any] = {name: tiny.SIZES[name] for name in tiny.SIZES if name != "rope_theta"}
-LAYER |= tiny.COMMON | {
+LAYER: dict[str, Any] = tiny.OF_TRANSFORMERS_5 | {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "mlp_bias": False,
@@ -30,7 +29,6 @@ LAYER |= tiny.COMMON | {
     "num_hidden_layers": 1,
     "pad_token_id": None,
     "pretraining_tp": 1,
-    "rope_parameters": {"rope_theta": tiny.THETA, "rope_type": "default"},
     "tie_word_embeddings": False,
     "transformers_version": "5.12.0",
 }
@@ -45,19 +43,7 @@ CONFIG: dict[str, Any] = {
     "norm_before_fc": False,
     "norm_before_residual": False,
     "norm_output": False,
-    "speculators_config": {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [
-            {
-                "accept_tolerance": 0.0,
-                "proposal_type": "greedy",
-                "speculative_tokens": 5,
-                "verifier_accept_k": 1,
-            }
-        ],
-        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "Some/Target"},
-    },
+    "speculators_config": tiny.speculators_config("eagle3", 5, "LlamaForCausalLM"),
     "speculators_model_type": "eagle3",
     "speculators_version": "0.9.0",
     "target_hidden_size": None,

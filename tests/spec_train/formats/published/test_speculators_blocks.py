@@ -14,23 +14,17 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 def layer_config(kind: str = "qwen3", **changes: Any) -> dict[str, Any]:
     """Return `transformer_layer_config`: what the config class of the layer writes."""
-    plain = {k: v for k, v in tiny.SIZES.items() if k != "rope_theta"}
-    return (
-        plain
-        | tiny.COMMON
-        | {
-            "model_type": kind,
-            "num_hidden_layers": LAYERS,
-            "rope_parameters": {"rope_theta": tiny.THETA, "rope_type": "default"},
-            "layer_types": [FULL] * LAYERS,
-            "max_window_layers": 28,
-            "sliding_window": None,
-            "use_sliding_window": False,
-            "tie_word_embeddings": False,
-            "transformers_version": "5.2.0",
-            **changes,
-        }
-    )
+    return tiny.OF_TRANSFORMERS_5 | {
+        "model_type": kind,
+        "num_hidden_layers": LAYERS,
+        "layer_types": [FULL] * LAYERS,
+        "max_window_layers": 28,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+        "transformers_version": "5.2.0",
+        **changes,
+    }
 
 
 def config(kind: str, tokens: int, layer: dict[str, Any], **own: Any) -> dict[str, Any]:
@@ -45,19 +39,7 @@ def config(kind: str, tokens: int, layer: dict[str, Any], **own: Any) -> dict[st
         "target_hidden_size": None,
         "tie_word_embeddings": False,
         "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "accept_tolerance": 0.0,
-                    "proposal_type": "greedy",
-                    "speculative_tokens": tokens,
-                    "verifier_accept_k": 1,
-                }
-            ],
-            "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "Some/Target"},
-        },
+        "speculators_config": tiny.speculators_config(kind, tokens, "Qwen3ForCausalLM"),
         **own,
     }
 

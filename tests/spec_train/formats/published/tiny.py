@@ -44,6 +44,9 @@ COMMON |= {"initializer_range": 0.02, "use_cache": True}
 PLAIN = SIZES | COMMON
 """With what most trainers write besides."""
 
+ROPE = {"rope_parameters": {"rope_theta": THETA, "rope_type": "default"}}
+OF_TRANSFORMERS_5 = {k: v for k, v in PLAIN.items() if k != "rope_theta"} | ROPE
+
 
 def noise(*shape: int) -> Tensor:
     """Random float64 values of a size that keeps all parts of a layer visible."""
@@ -131,6 +134,17 @@ def write(
     else:
         save_file(plain, folder / weights)
     return folder
+
+
+def speculators_config(algorithm: str, tokens: int, architecture: str) -> dict[str, Any]:
+    """Return the field of this name as speculators 0.9 writes it, for `tokens` per round."""
+    proposal = {"accept_tolerance": 0.0, "proposal_type": "greedy", "verifier_accept_k": 1}
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal | {"speculative_tokens": tokens}],
+        "verifier": {"architectures": [architecture], "name_or_path": "Some/Target"},
+    }
 
 
 def read_config(folder: Path) -> dict[str, Any]:
