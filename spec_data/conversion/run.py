@@ -72,8 +72,6 @@ def set_up_conversion(
 
     Args:
         tool: what wrote the samples in `directory`, a key of `samples.READERS`.
-        target: whose states they are.
-        out: the dataset to write.
         options: of `generate`; layers, mask and length are those that are found.
         every_token: supervise every token, and read no stored mask.
 

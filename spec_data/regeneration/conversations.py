@@ -105,9 +105,7 @@ def parse_question(row: Any, **where: Any) -> Record:
 def conversations(reader: CorpusReader, turns: str) -> Iterator[Conversation]:
     """Yield the conversations of a corpus; count those that are left out in `reader.refused`.
 
-    Args:
-        reader: of the corpus, with `parse_question`.
-        turns: "all" or "last", the assistant turns that are answered again.
+    The reader has `parse_question`. Of the assistant turns, "all" or the "last" are answered again.
     """
     digests: set[bytes] = set()
     for record in reader:

@@ -105,10 +105,8 @@ class LogFile(logging.Handler):
     """Appends every line to the file OF.log, once OF exists, until the command ends. Names and
     passwords are taken out of URLs.
 
-    A file that cannot be written is no error: the lines are on the console with --verbose.
-
-    Attributes:
-        written: whether the file has all lines.
+    A file that cannot be written is no error: the lines are on the console with --verbose, and
+    `written`, whether the file has all lines, is False.
     """
 
     def __init__(self, of: Path) -> None:

@@ -100,12 +100,9 @@ class AcceptedPath:
 
 
 def accepted_path(tree: DraftTree, logits: Tensor, sampler: Sampler) -> AcceptedPath:
-    """Follow the target's choices through the tree.
+    """Follow the target's choices through the tree of n nodes.
 
-    Args:
-        tree: n nodes.
-        logits: the target's logits [1 + n, V], in its dtype: after the root, then after each node.
-        sampler: chooses the target's tokens.
+    `logits` are the target's [1 + n, V], in its dtype: after the root, then after each node.
     """
     children: dict[int, dict[int, int]] = {}
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
@@ -153,11 +150,9 @@ class TreeDrafter:
         return cls(chain, shape)
 
     def propose(self, tokens: Sequence[int], states: Tensor, depth: int) -> DraftTree:
-        """Append verified positions and grow a tree after the last of them.
+        """Append verified positions and grow a tree of at most `depth` levels after the last.
 
-        Args:
-            tokens, states: those of `DraftRequest`.
-            depth: number of levels at most, at least 1.
+        `tokens` and `states` are those of `DraftRequest`; `depth` is at least 1.
         """
         state, position = self._chain.extend(tokens, states)  # [1, 1, H], int64 [1, 1]
         draft, caches, device = self._chain.draft, self._chain.caches, state.device

@@ -32,10 +32,8 @@ def kwargs_for(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the template kwargs for the prompts, and warnings about them.
 
-    Args:
-        given: --chat-template-kwargs; None: those of most documents of the training data.
-        trained: the identity that a draft was fitted to.
-        tokenizer: that of the target.
+    Without `given` ones they are those of most documents of the identity that the draft was fitted
+    to.
     """
     if given is not None:
         return given, []

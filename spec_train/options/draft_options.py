@@ -137,12 +137,10 @@ class DraftOptions:
     def layer_fields(self, target: dict[str, Any], count: int) -> dict[str, Any]:
         """Return the fields of a draft's configuration that these options decide.
 
-        Args:
-            target: the target's sizes and its (text) config.json, as one table.
-            count: decoder layers of the draft.
+        `target` has the target's sizes and its (text) config.json, as one table.
 
         Raises:
-            DraftError: the number of layer types is not `count`.
+            DraftError: the number of layer types is not `count`, that of the draft's layers.
         """
         types = self.types
         if self.sliding_window and not types:
