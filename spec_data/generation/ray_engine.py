@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from spec_data.capture.backend import TargetBackend
-from spec_data.generation.capture import CaptureSettings, capture_unit
+from spec_data.generation.capture import CapturedUnit, CaptureSettings, capture_units
 from spec_data.generation.options import CaptureOptions
 from spec_data.generation.plan import Plan, load_plan
 from spec_data.generation.proof import load_target, prepare_capture
@@ -31,7 +32,7 @@ from spec_data.terminal.progress import progress
 
 RETRIES = 3
 """How often Ray repeats a unit whose replica was lost."""
-_AT_ONCE = 2  # units per replica: one is captured while the other is written
+_AT_ONCE = 3  # units per replica: one is written, one captured, and one begins before it ends
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,8 @@ def capture_on_ray(
 class RayReplica:
     """A copy of the target that captures units. This class does not need Ray itself.
 
-    Its methods run in threads: the shard of one unit is written while the next one is captured.
+    Its methods run in threads: the shard of one unit is written while the next one is captured, and
+    the device starts with a unit that waits before the last results of the one before are stored.
     The target is loaded with the first unit: what fails there is an error of a task, which Ray
     counts and hands on.
     """
@@ -161,6 +163,10 @@ class RayReplica:
         self.name = f"ray-{number}"
         self._capturing, self._writing = threading.Lock(), threading.Lock()
         self._loaded: tuple[TargetBackend, Plan, CaptureSettings] | None = None
+        self._waiting: deque[int] = deque()  # units that are not begun
+        self._begun: list[int] = []
+        self._stream: Iterator[tuple[int, CapturedUnit]] | None = None  # of what was begun
+        self._captured: dict[int, CapturedUnit] = {}  # for the threads that asked for them
         self._progress: ProgressFile | None = None
         logging.basicConfig(format="%(message)s")  # Ray shows it at the driver
         logging.getLogger("spec_data").setLevel(logging.INFO)
@@ -187,16 +193,16 @@ class RayReplica:
         Raises:
             SpecDataError: a failed proof, broken states, a full disk or a full device.
         """
+        self._waiting.append(unit)
         try:
             with explained_failures(self.out):
                 with self._capturing:
-                    target, plan, settings = self._loaded = self._loaded or self._load()
-                    assert self._progress is not None
-                    self._progress.begin(unit)
-                    captured = capture_unit(target, plan, unit, settings, self._progress.add)
+                    self._loaded = self._loaded or self._load()
+                    captured = self._capture(unit, *self._loaded)
                     self._writing.acquire()
                 try:
-                    finish_unit(self.out, unit, captured, settings.columns)
+                    finish_unit(self.out, unit, captured, self._loaded[-1].columns)
+                    assert self._progress is not None
                     self._progress.finish(unit)
                 finally:
                     self._writing.release()
@@ -208,6 +214,41 @@ class RayReplica:
             with self._writing:  # the unit before this one is not lost
                 os._exit(1)
         return unit
+
+    def _capture(
+        self, unit: int, target: TargetBackend, plan: Plan, settings: CaptureSettings
+    ) -> CapturedUnit:
+        """Go on with the units that were begun, and those that wait, until `unit` is captured."""
+        assert self._progress is not None
+        given = settings, self._progress.add
+        while unit not in self._captured:
+            self._stream = self._stream or capture_units(target, plan, self._begin(), *given)
+            try:
+                done = next(self._stream, None)
+            except Exception:
+                others = [other for other in self._begun if other != unit]
+                self._stream, self._begun = None, []
+                if not others:
+                    raise
+                # whose error it was shows when each is captured without the others
+                self._waiting.extendleft(reversed(others))
+                with suppress(ValueError):
+                    self._waiting.remove(unit)
+                return next(capture_units(target, plan, [unit], *given))[1]
+            if done is None:
+                self._stream = None
+            else:
+                self._begun.remove(done[0])
+                self._captured[done[0]] = done[1]
+        return self._captured.pop(unit)
+
+    def _begin(self) -> Iterator[int]:
+        assert self._progress is not None
+        while self._waiting:
+            unit = self._waiting.popleft()
+            self._begun.append(unit)
+            self._progress.begin(unit)
+            yield unit
 
     def close(self, error: Exception | None = None) -> None:
         """Say in the file of this process that it ends, and why."""

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 import spec_data
-from spec_data.generation import ray_engine
+from spec_data.generation import capture, ray_engine
 from spec_data.generation.options import CaptureOptions
 from spec_data.generation.ray_engine import RayReplica
 from spec_data.generation.workers import worker_lock
@@ -44,20 +44,18 @@ class Failing(RayReplica):
     def capture(self, unit):
         from spec_data.generation import ray_engine
 
-        capture_unit = ray_engine.capture_unit
+        def failing(target, plan, units, *args):
+            def cursed():
+                for unit in units:
+                    if unit == 2:
+                        (self.out.parent / f"try-{os.getpid()}").touch()
+                        raise ValueError("unit 2 is cursed")
+                    yield unit
 
-        def failing(target, plan, unit, *args):
-            if unit == 2:
-                with (self.out.parent / "tries").open("a") as file:
-                    file.write("x")
-                raise ValueError("unit 2 is cursed")
-            return capture_unit(target, plan, unit, *args)
+            return capture.capture_units(target, plan, cursed(), *args)
 
-        ray_engine.capture_unit = failing
-        try:
-            return super().capture(unit)
-        finally:
-            ray_engine.capture_unit = capture_unit
+        ray_engine.capture_units = failing
+        return super().capture(unit)
 
 
 class Full(RayReplica):
@@ -114,7 +112,7 @@ def test_a_unit_that_always_fails_ends_the_run_and_costs_no_other(
     monkeypatch.setattr(ray_engine, "RETRIES", 1)
     with pytest.raises(RunError, match=r"unit 2: ValueError: unit 2 is cursed"):
         run(*source, out, replicas=1, **ON_RAY)
-    assert (tmp_path / "tries").read_text() == "xx"
+    assert len(list(tmp_path.glob("try-*"))) == 2
     assert "ValueError" in spec_data.status(out).workers[0].error
     kept = {p.name: p.read_bytes() for p in out.glob("shards/unit-*")}
     assert {"unit-00000.arrow", "unit-00001.arrow"} <= set(kept)

@@ -1,6 +1,10 @@
 """Copies beside the forward: order, memory and results, with a device that works late."""
 
+import logging
+import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -9,7 +13,8 @@ import torch
 import spec_data.generation.proof as proof_module
 import spec_data.generation.run as generation_run
 from spec_data.capture.backend import ForwardBatch
-from spec_data.generation import capture
+from spec_data.generation import capture, ray_engine
+from spec_data.generation.ray_engine import RayReplica, Replicas
 from spec_data.generation.transfers import Arrival, copy_stream, encode_columns, store
 from spec_data.shards.schema import Column
 from spec_data.shards.writer import UnitData
@@ -94,6 +99,36 @@ def test_a_queue_that_is_emptied_after_each_unit_would_be_seen(
     monkeypatch.setattr(generation_run, "capture_units", one_by_one)
     run(target, corpus, tmp_path / "late", **MIXED | SMALL)
     assert device.idle_share > 0.2
+
+
+def test_a_replica_of_ray_is_not_idle_either(target, corpus, tmp_path, monkeypatch, device):
+    """Its units are calls in threads; those that wait are begun before one that ends is stored."""
+    run(target, corpus, tmp_path / "plain", **MIXED | SMALL)
+    device.__init__(COPY)
+
+    def on_threads(options, fleet, plan, out, todo):
+        class Replica(RayReplica):
+            def _load(self):
+                while len(self._waiting) < len(todo):
+                    time.sleep(0.001)
+                return super()._load()
+
+        replica = Replica(fleet.target, options, str(out), 0, torch.get_num_threads())
+        with ThreadPoolExecutor(len(todo)) as threads:
+            assert list(threads.map(replica.capture, todo)) == todo
+        replica.close()
+
+    alone = nullcontext(Replicas(str(target), 1, 0, "cpu"))
+    monkeypatch.setattr(ray_engine, "connected", lambda *_: alone)
+    monkeypatch.setattr(generation_run, "capture_on_ray", on_threads)
+    level = logging.getLogger("spec_data").level
+    try:
+        run(target, corpus, tmp_path / "late", engine="ray", **MIXED | SMALL)
+    finally:
+        logging.getLogger("spec_data").setLevel(level)
+    assert len(list((tmp_path / "late" / "shards").iterdir())) > 8 and not device.queue
+    assert device.idle_share <= 0.02
+    assert digests(tmp_path / "plain") == digests(tmp_path / "late")
 
 
 def test_a_cpu_and_full_logits_move_at_once():
