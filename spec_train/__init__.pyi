@@ -12,6 +12,7 @@ from .commands.report import write_report as write_report
 from .diagnosis.checks import Diagnosis as Diagnosis
 from .evaluation.exporting import ExportResult as ExportResult
 from .options.draft_options import (
+    DFlash2Options as DFlash2Options,
     DFlashOptions as DFlashOptions,
     DSparkOptions as DSparkOptions,
     Eagle3Options as Eagle3Options,

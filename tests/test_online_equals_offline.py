@@ -27,12 +27,13 @@ LOSSES = {
     "peagle": peagle_loss,
     "dspark": dspark_loss,
     "dflash": dspark_loss,
+    "dflash2": dspark_loss,
 }
 FRAMES = {"eagle": "token", "eagle3": "shifted", "peagle": "shifted"} | dict.fromkeys(
-    ("dspark", "dflash"), "token"
+    ("dspark", "dflash", "dflash2"), "token"
 )
 BLOCK = {"num_layers": 1, "block_size": 4, "mask_token_id": 63}
-CHANGED = {"eagle": {"noise": 0.0}, "dspark": BLOCK, "dflash": BLOCK}
+CHANGED = {"eagle": {"noise": 0.0}, **dict.fromkeys(("dspark", "dflash", "dflash2"), BLOCK)}
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_a_batch_of_the_target_has_the_loss_of_the_dataset(kind, supervision, mo
 
     vocabulary = draft.draft_ids if supervision == "target-probs" else None
     batch = online_batch(model, rows, supervision=supervision, draft_vocabulary=vocabulary)
-    if supervision == "final-hidden" or kind in ("dspark", "dflash"):
+    if supervision == "final-hidden" or kind in ("dspark", "dflash", "dflash2"):
         other |= {"head": head}
     frame, aux = FRAMES[kind], kind != "eagle"
     online = LOSSES[kind](draft, **batch.to_trainer_inputs(frame, aux=aux), **other)

@@ -60,7 +60,7 @@ class TargetBatch:
         | loss | arguments |
         | --- | --- |
         | `eagle3_loss`, `peagle_loss` | `to_trainer_inputs()` |
-        | `dspark_loss` (DSpark and DFlash) | `to_trainer_inputs("token")` |
+        | `dspark_loss` (of all block drafts) | `to_trainer_inputs("token")` |
         | `eagle_loss` | `to_trainer_inputs("token", aux=False)` |
 
         `head`, and what a loss draws at random, are passed beside them. Each loss raises DraftError

@@ -61,7 +61,8 @@ def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
     return 1, num_layers // 2 - 1, num_layers - 4
 
 
-RECIPES = {"eagle": 0, "eagle3": 3, "peagle": 3, "dspark": BLOCK_LAYERS, "dflash": BLOCK_LAYERS}
+RECIPES = {"eagle": 0, "eagle3": 3, "peagle": 3}
+RECIPES |= dict.fromkeys(("dspark", "dflash", "dflash2"), BLOCK_LAYERS)
 """How many layers each draft reads by its recipe; EAGLE-1/2 read the final hidden states alone."""
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from spec_data.shards.errors import DraftError, SpecDataError
 from spec_train.drafts.block.draft import DFlashDraft
 from spec_train.drafts.block.markov import DSparkDraft
+from spec_train.drafts.block.selector import DFlash2Draft
 from spec_train.drafts.draft import Draft, DraftLoss
 from spec_train.drafts.eagle import EagleDraft
 from spec_train.drafts.eagle3 import Eagle3Draft
@@ -29,6 +30,7 @@ DRAFTS: dict[str, type[Draft]] = {
     "peagle": PeagleDraft,
     "dspark": DSparkDraft,
     "dflash": DFlashDraft,
+    "dflash2": DFlash2Draft,
 }
 
 

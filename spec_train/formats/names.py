@@ -32,7 +32,9 @@ CLASSES = {kind: tuple(text.split()) for kind, text in NAMES["classes"].items()}
 EAGLE, EAGLE_SGLANG = "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"
 EAGLE3, PEAGLE = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"
 WITH_QK_NORM = "Eagle3Qwen3ForCausalLM"  # vLLM's one class whose queries and keys are normed
-DSPARK, DFLASH = "Qwen3DSparkModel", "DFlashDraftModel"
+DSPARK, DFLASH, DFLASH2 = "Qwen3DSparkModel", "DFlashDraftModel", "DFlash2DraftModel"
+SELECTOR_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Keys of DFlash 2, and fields of its configuration."""
 MUSE = "MuseGlimmerAssistantModel"  # the DFlash draft of transformers
 _SHARED = "LlamaForCausalLM"  # SafeAILab's name of EAGLE-1/2 and of EAGLE-3
 EAGLE_NORMS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")  # AutoModel's, and ours

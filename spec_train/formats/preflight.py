@@ -17,7 +17,7 @@ from spec_data.models.engines import Fact, engines, served
 from spec_data.shards.identity import compare
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.names import DFLASH, unread_text
+from spec_train.formats.names import DFLASH, DFLASH2, unread_text
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.options.draft_options import FULL, SLIDING
 
@@ -104,7 +104,8 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
     types = types if SLIDING in types else {FULL}
     ttt_steps = options.get("ttt_steps", 1)
     return {
-        "qk_norm": kind in ("dspark", "dflash"),  # block drafts have it unless the key denies it
+        "qk_norm": kind
+        in ("dspark", "dflash", "dflash2"),  # block drafts have it unless the key denies it
         **config,
         "kind": kind,
         "form": subject.form,
@@ -115,7 +116,7 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         "reduced": config.get("draft_vocab_size", 0) < config.get("vocab_size", 0),
         "mask_hidden": "mask_hidden" in subject.draft.tensors,
         "lm_head": "lm_head.weight" in subject.draft.tensors,
-        "dflash_class": DFLASH in (config.get("architectures") or ()),
+        "dflash_class": bool({DFLASH, DFLASH2} & set(config.get("architectures") or ())),
         "markov": config.get("markov_head_type") if config.get("markov_rank") else None,
         "sliding": SLIDING in types,
         "mixed": len(types) > 1,  # sliding and full layers

@@ -37,6 +37,7 @@ from spec_train.formats.names import (
     BLOCK_INPUT_KEY,
     CLASSES,
     DFLASH,
+    DFLASH2,
     DSPARK,
     EAGLE,
     EAGLE3,
@@ -49,6 +50,7 @@ from spec_train.formats.names import (
     MASK_KEYS,
     MASK_STATES,
     PEAGLE,
+    SELECTOR_KEYS,
     TOKEN_KEYS,
     TYPE,
     block_keys,
@@ -72,6 +74,7 @@ log = logging.getLogger(__name__)
 
 _WHAT = {"eagle": "an EAGLE-1/2 draft", "eagle3": "an EAGLE-3 draft", "peagle": "a P-EAGLE draft"}
 _WHAT |= dict.fromkeys(("dspark", "dflash"), "a DSpark or DFlash draft")
+_WHAT["dflash2"] = "a DFlash 2 draft"
 _LAYER_NORMS = ("norm_before_fc", "norm_before_residual")
 _NORMS = (*_LAYER_NORMS, "fc_norm", "norm_output")
 _ANCHOR, _NON_CAUSAL = "sample_from_anchor", "sliding_window_non_causal"
@@ -88,7 +91,7 @@ _PROJECTIONS = {
 _OPTIONS = (
     *(*_LAYER_NORMS, "hidden_act", "qk_norm", "train_embeddings", "draft_vocab_size", "block_size"),
     *("mask_token_id", "fc_norm", "norm_output", "markov_rank", "markov_head_type"),
-    "sliding_window_non_causal",
+    *("sliding_window_non_causal", *SELECTOR_KEYS),
 )
 """Options of a draft that have the name of the field in its config."""
 _COMPARED, _NEAR = 4096, 0.5
@@ -101,6 +104,10 @@ _OF_SPECULATORS: dict[str, dict[str, Any]] = {
     "eagle3": {"norm_before_residual": True},
     "peagle": {"embed_requires_grad": True},
     "dflash": {_ANCHOR: False, "block_size": 8},
+    "dflash2": {
+        **{_ANCHOR: False, _NON_CAUSAL: True, "block_size": 8, "conv_kernel_size": 2},
+        **{"conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16},
+    },
     "dspark": {
         _ANCHOR: True,
         "block_size": 8,
@@ -139,7 +146,7 @@ def own_form(files: DraftFiles, target: TargetFacts) -> DraftFiles:
         collected = True
     else:
         kind = kind_of(files)
-    if kind in ("dspark", "dflash"):
+    if kind in ("dspark", "dflash", "dflash2"):
         return _blocks(files, target, collected)
     # ModelOpt collects states with hooks, in the order of the target's blocks
     collected |= "next_layer_regular" in table_of(files.config, "eagle_config")
@@ -169,11 +176,12 @@ def _of_speculators(files: DraftFiles) -> tuple[str, DraftFiles, int | None]:
             files.config_path,
         )
         raw.pop("norm_before_residual", None)
-    if kind in ("dspark", "dflash"):
-        kind = "dflash" if _is_dflash(raw) else "dspark"
+    if kind in ("dspark", "dflash", "dflash2"):
+        if kind != "dflash2":
+            kind = "dflash" if _is_dflash(raw) else "dspark"
         _check_blocks_of_speculators(kind, replace(files, config=raw), depth)
         raw["target_layer_ids"] = from_block_inputs(raw.pop(BLOCK_INPUT_KEY))
-        raw["architectures"] = [DFLASH if kind == "dflash" else DSPARK]
+        raw["architectures"] = [{"dflash": DFLASH, "dflash2": DFLASH2}.get(kind, DSPARK)]
     return kind, replace(files, config=_OF_SPECULATORS[kind] | raw), depth
 
 
@@ -194,7 +202,7 @@ def _check_blocks_of_speculators(kind: str, files: DraftFiles, depth: int | None
         )
     if BLOCK_INPUT_KEY not in raw:
         raise files.bad_config(f"{BLOCK_INPUT_KEY} is missing; add it")
-    if _NON_CAUSAL not in raw and windows_of(files).layer_types:
+    if _NON_CAUSAL not in _OF_SPECULATORS[kind] | raw and windows_of(files).layer_types:
         raise files.bad_config(
             f"has sliding layers and no {_NON_CAUSAL}; the speculators library reads it as false, "
             "vLLM as true. Add the value that it was trained with"
@@ -525,13 +533,15 @@ def _refuse_set(files: DraftFiles, what: str, names: tuple[str, ...]) -> None:
 
 
 def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFiles:
-    """DSpark and DFlash draft whole blocks."""
+    """DSpark, DFlash and DFlash 2 draft whole blocks."""
     stated = table_of(files.config, SECTION).get("draft")
-    dflash = _is_dflash(files.config)
+    second = not set(files.config.get("architectures") or ()).isdisjoint(CLASSES["dflash2"])
+    dflash = second or _is_dflash(files.config)
     files = block_keys(files)
     files = replace(files, tensors=block_tensors(files))
-    refuse_arithmetic(files, _WHAT["dspark"])
-    _refuse_set(files, _WHAT["dspark"], _NORMS)
+    what = _WHAT["dflash2" if second else "dspark"]
+    refuse_arithmetic(files, what, but=SELECTOR_KEYS if second else ())
+    _refuse_set(files, what, _NORMS)
     blocks = _needed(files, "num_hidden_layers")
     files = _with_layer_ids(files, dflash)
     files = replace(files, config=sizes_of_weights(files))
@@ -544,6 +554,8 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
         )
     confident = bool(raw.get("enable_confidence_head"))
     heads = bool(raw.get("markov_rank")) or confident
+    if second and heads:
+        raise files.bad_config("a DFlash 2 draft has no Markov or confidence head")
     anchor = _anchor(files, dflash, heads)
     layers, tensors = _sort_states(
         files.tensors, raw["target_layer_ids"], files.config_path, collected=collected
@@ -564,12 +576,15 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
         "markov_head_type": raw.get("markov_head_type") or "vanilla",
         "enable_confidence_head": confident,
     }
+    if second:
+        config["architectures"] = [DFLASH2]
+        config |= {name: _needed(files, name) for name in SELECTOR_KEYS}
     config["confidence_head_with_markov"] = _with_markov(files, config)
     non_causal = slides_non_causal(files, windows)
     config |= {_NON_CAUSAL: True} if windows.layer_types and non_causal else {}
     for name in ("num_target_layers", "mask_token_id"):
         _needed(replace(files, config=config), name)
-    kind = stated or ("dflash" if dflash and not heads else "dspark")
+    kind = stated or ("dflash2" if second else "dflash" if dflash and not heads else "dspark")
     options = options_of(
         kind,
         config,

@@ -24,6 +24,7 @@ from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import (
     BLOCK_INPUT_KEY,
     DFLASH,
+    DFLASH2,
     DSPARK,
     EAGLE_SGLANG,
     EMBEDDING,
@@ -32,6 +33,7 @@ from spec_train.formats.names import (
     INPUT_KEY,
     LAYER,
     MUSE,
+    SELECTOR_KEYS,
     TYPE,
     written_names,
     written_tensors,
@@ -46,6 +48,7 @@ _SPECULATORS_CLASSES = {
     "peagle": "PEagleDraftModel",
     "dspark": "DSparkSpeculator",
     "dflash": "DFlashSpeculator",
+    "dflash2": DFLASH2,
 }
 _EAGLE3_KINDS = ("eagle3", "peagle")
 _MIDLAYER, _LAYER0 = "midlayer.", "layers.0."
@@ -149,7 +152,7 @@ def _to_speculators(ours: DraftFiles, target: TargetFacts) -> DraftFiles:
         fields, depth = _eagle_fields(raw, kind)
         tensors = _without_midlayer(ours)
     else:
-        kind = "dflash" if DFLASH in raw["architectures"] else "dspark"
+        kind = {DFLASH: "dflash", DFLASH2: "dflash2"}.get(raw["architectures"][0], "dspark")
         fields, depth = _block_fields(raw, kind)
         tensors = _blocks_to_flat(ours, target).tensors
     layer = {name: raw[name] for name in written_names("speculators_layer") if name in raw}
@@ -197,7 +200,7 @@ def _eagle_fields(raw: dict[str, Any], kind: str) -> tuple[dict[str, Any], int]:
 
 
 def _block_fields(raw: dict[str, Any], kind: str) -> tuple[dict[str, Any], int]:
-    """Return the fields of DSpark or DFlash, and the tokens per verification step."""
+    """Return the fields of a block draft, and the tokens per verification step."""
     fields: dict[str, Any] = {
         BLOCK_INPUT_KEY: as_block_inputs(raw[SECTION]["layers"]),
         **{name: raw[name] for name in ("block_size", "mask_token_id", "sample_from_anchor")},
@@ -208,8 +211,9 @@ def _block_fields(raw: dict[str, Any], kind: str) -> tuple[dict[str, Any], int]:
         **{name: raw[name] for name in ("target_hidden_size", "num_target_layers")},
     }
     heads = "markov_rank markov_head_type enable_confidence_head confidence_head_with_markov"
-    if kind == "dspark":
-        fields |= {name: raw[name] for name in heads.split()}
+    if kind != "dflash":
+        names = SELECTOR_KEYS if kind == "dflash2" else heads.split()
+        fields |= {name: raw[name] for name in names}
     return fields, raw["block_size"] - (0 if raw["sample_from_anchor"] else 1)
 
 
@@ -240,6 +244,7 @@ WRITERS: dict[str, dict[str, Writer]] = {
     "peagle": {"hf": _unchanged, "vllm": _unchanged, "speculators": _to_speculators},
     "dspark": _BLOCKS,
     "dflash": {**_BLOCKS, "transformers": _dflash_to_transformers},
+    "dflash2": {name: writer for name, writer in _BLOCKS.items() if name != "deepspec"},
 }
 """By kind of draft and form."""
 _OWN_CLASS = ("deepspec", "transformers")

@@ -216,8 +216,8 @@ class AuxOptions(DraftOptions):
     def check(self) -> None:
         """Refuse two ways to choose the vocabulary, and weights of another number of tokens."""
         super().check()
-        names = ("draft_vocab_size", *VOCABULARY_CHOICES)
         default = {field.name: field.default for field in dataclasses.fields(self)}
+        names = [n for n in ("draft_vocab_size", *VOCABULARY_CHOICES) if n in default]
         given = [name for name in names if getattr(self, name) != default[name]]
         if len(given) > 1:
             flags = (f"--{name.replace('_', '-')} {getattr(self, name)}" for name in given)
@@ -418,6 +418,11 @@ class BlockOptions(AuxOptions):
         return "tokens" if self.loss in (MIXED, "ce") else "soft"
 
 
+def _rank(hidden: int) -> int:
+    """Return the rank of tables of tokens beside a target of this width."""
+    return min(256, max(8, 8 * round(256 * hidden / _WIDTH / 8)))
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class DSparkOptions(BlockOptions):
@@ -439,8 +444,7 @@ class DSparkOptions(BlockOptions):
         sized = super().sized(hidden, blocks)
         if sized.markov_rank is not None:
             return sized
-        rank = min(256, max(8, 8 * round(256 * hidden / _WIDTH / 8)))
-        return dataclasses.replace(sized, markov_rank=rank)
+        return dataclasses.replace(sized, markov_rank=_rank(hidden))
 
     @property
     def with_markov(self) -> bool:
@@ -467,14 +471,45 @@ class DFlashOptions(BlockOptions):
     l1_weight: ClassVar[float] = 0.0
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class DFlash2Options(DFlashOptions):
+    """Options of the DFlash 2 draft: DFlash with convolutions inside a block, and a selector that
+    walks through the candidates of its slots."""
+
+    draft_vocab_size: ClassVar[int] = 0  # type: ignore[misc]
+    draft_vocab: ClassVar[None] = None  # type: ignore[misc]
+    draft_vocab_coverage: ClassVar[None] = None  # type: ignore[misc]
+    layout: ClassVar[str] = "mask"  # type: ignore[misc]
+    selector_weight: Annotated[Weight, DRAFT] = 1.0
+    """Weight of the selector's loss: its cross-entropy over the candidates of a slot."""
+    selector_top_k: Annotated[Positive, NO_FLAG] = 16
+    """Candidates of a slot: the most probable tokens, among which the selector chooses."""
+    selector_rank: Annotated[Count, NO_FLAG] = 0
+    """Width of the selector's tables of tokens. 0: 256, or for a target narrower than 2560 channels
+    a tenth of its width."""
+    conv_kernel_size: Annotated[Positive, NO_FLAG] = 2
+    """Slots that a convolution reads: a slot and the ones before it in its block."""
+    conv_group_size: Annotated[Positive, NO_FLAG] = 16
+    """Channels that share the part of a convolution's weights that depends on the slot."""
+
+    def sized(self, hidden: int, blocks: int) -> Self:
+        """Return the options with a number of layers, and a rank of the selector."""
+        sized = super().sized(hidden, blocks)
+        return dataclasses.replace(sized, selector_rank=sized.selector_rank or _rank(hidden))
+
+
 DRAFT_OPTIONS: dict[str, type] = {
     "eagle": EagleOptions,
     "eagle3": Eagle3Options,
     "peagle": PeagleOptions,
     "dspark": DSparkOptions,
     "dflash": DFlashOptions,
+    "dflash2": DFlash2Options,
 }
-AnyDraftOptions = EagleOptions | Eagle3Options | PeagleOptions | DSparkOptions | DFlashOptions
+AnyDraftOptions = (
+    EagleOptions | Eagle3Options | PeagleOptions | DSparkOptions | DFlashOptions | DFlash2Options
+)
 
 
 def draft_options(name: str) -> type:

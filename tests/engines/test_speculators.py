@@ -12,7 +12,9 @@ from spec_data.commands.convert import convert, export_dataset
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_train.attention.plain import attend_block
 from spec_train.drafts import load_draft
+from spec_train.drafts.block.draft import dspark_loss
 from spec_train.losses.head import TargetHead
+from spec_train.losses.sampling import Greedy
 from tests.engines.engine_tools import (
     LAYERS,
     fitted,
@@ -24,7 +26,7 @@ from tests.engines.engine_tools import (
 )
 from tests.spec_data.conversion import layouts
 from tests.spec_train.formats.tools import export
-from tests.tolerance import close, network
+from tests.tolerance import close, close_in_norm, network, roundings
 
 pytestmark = needs("speculators")
 
@@ -99,6 +101,7 @@ def test_chains(place, tmp_path, kind, options, taken):
         ("dspark", {"markov_rank": 8}),
         ("dspark", {"markov_rank": 8, "draft_vocab_size": 128, "layout": "mask"}),
         ("dflash", {}),
+        ("dflash2", {"selector_top_k": 6, "selector_rank": 8}),
     ],
     ids=str,
 )
@@ -141,6 +144,103 @@ def test_block_drafts(place, tmp_path, kind, options):
             theirs = model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden)
             own = ours.markov_head.markov_w2(ours.markov_head.block(ours.previous(before), states))
             close(theirs, own, terms=network(4))
+
+
+def test_the_loss_its_gradients_and_the_path_of_dflash2(place, tmp_path):
+    """On random weights: the library's loss divides by the drafts, ours by their weights."""
+    from speculators.losses.eager import kl_div_loss, tv_loss
+    from torch.nn.attention.flex_attention import create_mask
+
+    options = {"block_size": 4, "num_layers": 2, "mask_token_id": 2, "loss": "kl"}
+    options |= {"selector_rank": 8, "selector_top_k": 6, "selector_weight": 0.7}
+    draft = fitted("dflash2", place / "data", tmp_path / "run", 1, **options)
+    ours = load_draft(draft).float()
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if "conv" in name or "selector" in name:
+                parameter += torch.randn_like(parameter) * 0.3
+    ours.save_pretrained(tmp_path / "random", torch.float32)
+    out = export(tmp_path / "random", "speculators", tmp_path / "out", place / "target")
+    model = load_speculators(out, frozenset({"embed_tokens.weight", "lm_head.weight"})).float()
+    model.load_verifier_weights()
+    # its flex attention has no gradient on a CPU
+    model._attn_impl = model.config.transformer_layer_config._attn_implementation = "sdpa"
+    model._create_mask_fn = create_mask
+    ours, length = load_draft(tmp_path / "random"), 20
+    head = TargetHead.from_dataset(place / "data", torch.float32)
+    aux, tokens = torch.randn(1, length, 3 * 64), torch.randint(3, 192, (1, length))
+    mask = torch.zeros(1, length, dtype=torch.bool)
+    mask[:, 8:15] = True
+    final, documents = torch.randn(1, length, 64), torch.zeros(1, length, dtype=torch.long)
+    chosen: list[torch.Tensor] = []
+    make_masks = model._build_attention_mask
+
+    def recorded(*arguments: Any) -> Any:
+        made = make_masks(*arguments)
+        chosen.extend(made[2:])
+        return made
+
+    model._build_attention_mask = recorded
+    _, theirs, metrics = model(
+        aux,
+        tokens,
+        mask,
+        final,
+        documents,
+        loss_config={"kl_div": (kl_div_loss, 1.0)},
+        tv_loss_fn=tv_loss,
+        gamma=7.0,
+        max_anchors=4,
+        selector_loss_alpha=0.7,
+    )
+    theirs.backward()
+    anchors, real = chosen
+    assert bool(real.all())
+    with torch.no_grad():
+        z = model.verifier_lm_head(model.verifier_norm(final))
+    given = {"aux_hidden_states": aux, "input_ids": tokens, "loss_mask": mask, "logits": z}
+    count = float(metrics["unary_candidate_recall_at_6_total"])
+    mine = dspark_loss(
+        ours,
+        head=head,
+        anchors=anchors[None],
+        counts=torch.tensor([count, count]),
+        **given,
+    )
+    mine.loss.backward()
+    close(mine.loss.detach(), theirs.detach(), terms=network(4))
+    figures = ours.summarise(mine.sums)
+    for name, other in (
+        ("candidate_recall", "unary_candidate_recall_at_6"),
+        ("candidate_mass", "unary_candidate_target_mass_at_6"),
+        ("selector_accuracy", "teacher_forced_selector_acc"),
+    ):
+        expected = float(metrics[f"{other}_sum"] / metrics[f"{other}_total"].clamp(min=1))
+        if name != "candidate_mass":  # theirs counts an inserted token
+            assert abs((figures[name] or 0.0) - expected) < 1e-5, name
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    trained = {name: p.grad for name, p in ours.named_parameters() if p.requires_grad}
+    assert trained.keys() == gradients.keys() - {"embed_tokens.weight", "lm_head.weight"}
+    rounded = 16 * roundings(4, backward=True)  # of both sides; q - p cancels in both
+    for name, gradient in trained.items():
+        assert gradient is not None and bool(gradient.any()), name
+        close_in_norm(gradient, gradients[name], torch.float32, rounded)
+    # the greedy path of one block, walked with the library's selector
+    with torch.no_grad():
+        hidden, logits, *_ = model._backbone_forward(
+            aux, tokens, mask, final, documents, max_anchors=4
+        )
+        anchor = int(chosen[-2][0])  # it draws them again
+        path = [tokens[0, anchor]]
+        for slot in range(1, 4):
+            ids, scores = model.candidate_selector.select(
+                logits[0, slot], hidden[0, slot], path[-1]
+            )
+            path.append(ids[scores.argmax()])
+        drafted, _ = ours.drafter(head).propose(
+            tokens[0, 1 : anchor + 1].tolist(), aux[:, :anchor], 3, Greedy()
+        )
+    assert drafted.tolist() == [int(token) for token in path[1:]]
 
 
 def test_its_own_dataset_returns_our_states(tmp_path):

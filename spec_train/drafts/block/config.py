@@ -25,6 +25,8 @@ class BlockConfig(DraftConfig):
 
     architectures: ClassVar[tuple[str, ...]] = (DSPARK, DFLASH)
     switches: ClassVar[tuple[str, ...]] = (*DraftConfig.switches, "sliding_window_non_causal")
+    table: ClassVar[tuple[str, ...]] = ("block_size",)
+    """Fields that a published DFlash draft also has in its `dflash_config`."""
 
     qk_norm: bool = True  # as in Qwen3's layers
     sliding_window_non_causal: bool = False  # sliding layers see later slots of their block
@@ -76,9 +78,9 @@ class BlockConfig(DraftConfig):
         return self.block_size - self.first
 
     def to_json(self, options: BlockOptions) -> dict[str, Any]:
-        published = self.draft == "dflash" and not self.sample_from_anchor
+        published = self.draft != "dspark" and not self.sample_from_anchor
         out: dict[str, Any] = {
-            "architectures": [DFLASH if published else DSPARK],
+            "architectures": [self.architectures[-1] if published else DSPARK],
             "model_type": "qwen3",
             **self.shared_json(),
             "target_layer_ids": list(self.layers),
@@ -98,7 +100,7 @@ class BlockConfig(DraftConfig):
             out["dflash_config"] = {
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": list(self.layers),
-                "block_size": self.block_size,
+                **{name: getattr(self, name) for name in self.table},
             }
         return out
 

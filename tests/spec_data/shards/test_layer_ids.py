@@ -18,6 +18,7 @@ def test_recipes_are_those_of_the_papers_and_never_the_last_block(blocks):
         "peagle": eagle3,
         "dspark": block,
         "dflash": block,
+        "dflash2": block,
     }
     assert layers == tuple(sorted({*eagle3, *block}))
     assert max(layers) == blocks - 2

@@ -26,6 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "peagle": {"draft_vocab_size": 40, "depths": 3, "num_layers": 2, "mask_token_id": 5},
     "dspark": {"num_layers": 2, "block_size": 3, "markov_rank": 4, "mask_token_id": 5},
     "dflash": {"num_layers": 2, "block_size": 3, "mask_token_id": 5},
+    "dflash2": {"num_layers": 2, "block_size": 3, "mask_token_id": 5, "selector_top_k": 6},
 }
 """Options of a small draft of each kind."""
 

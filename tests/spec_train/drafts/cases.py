@@ -24,6 +24,7 @@ from spec_train.drafts.peagle import peagle_loss
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind
 from spec_train.options.draft_options import DRAFT_OPTIONS
+from tests.spec_train.drafts.dflash2 import reference as dflash2
 from tests.spec_train.drafts.dspark import reference as dspark
 from tests.spec_train.drafts.eagle import reference as eagle
 from tests.spec_train.drafts.eagle3 import reference as eagle3
@@ -36,14 +37,18 @@ HIDDEN, WIDTH, STATES, VOCAB, MASK = 12, 10, 3, 14, 13
 DRAFT_IDS = [0, 2, 3, 5, 6, 7, 9, 10, 12]
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 REFERENCES: dict[str, ModuleType] = {"eagle": eagle, "eagle3": eagle3, "peagle": peagle}
-REFERENCES |= dict.fromkeys(("dspark", "dflash"), dspark)
-BLOCKS = ("dspark", "dflash")
+REFERENCES |= dict.fromkeys(("dspark", "dflash"), dspark) | {"dflash2": dflash2}
+BLOCKS = ("dspark", "dflash", "dflash2")
 BASE: dict[str, dict[str, Any]] = {
     "eagle": {"depth": 3},
     "eagle3": {"ttt_steps": 4},
     "peagle": {"depths": 4, "num_layers": 3, "cod_ratio": 0.9, "mask_token_id": MASK},
     "dspark": {"num_layers": 2, "block_size": 4, "markov_rank": 5, "mask_token_id": MASK},
     "dflash": {"num_layers": 2, "block_size": 4, "layout": "anchor", "mask_token_id": MASK},
+    "dflash2": {
+        **{"num_layers": 2, "block_size": 5, "mask_token_id": MASK, "selector_rank": 3},
+        **{"selector_top_k": 5, "conv_group_size": 4},
+    },
 }
 """Options of every case of a kind."""
 EVERY: dict[str, Any] = {
@@ -232,10 +237,12 @@ def reference_config(case: Case) -> Any:
             "gamma": options.loss_decay_gamma,
             "ce_weight": options.ce_weight,
             "l1_weight": options.l1_weight,
-            "confidence_weight": options.confidence_weight,
+            "confidence_weight": getattr(options, "selector_weight", options.confidence_weight),
             "against": options.compared_with,
             "weights": () if weights == "auto" else tuple(map(float, weights.split(","))),
         }
+    if case.kind == "dflash2":
+        fields |= {"stage": dflash2, "top_k": options.selector_top_k}
     return REFERENCES[case.kind].ReferenceConfig(**fields)
 
 

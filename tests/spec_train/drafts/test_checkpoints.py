@@ -31,11 +31,23 @@ HEADS = ["self_attn.q_norm", "self_attn.k_norm"]
 BLOCK = ["fc", "hidden_norm", "norm", "layers.0.input_layernorm", "layers.1.input_layernorm"]
 BLOCK += [f"layers.{i}.{x}" for i in range(2) for x in HEADS]
 MARKOV = ["markov_head.markov_w1", "markov_head.markov_w2", "confidence_head.proj"]
+CONVOLVED = ("attention", "mlp")
 MARKOV_SHAPES = {
     "markov_head.markov_w1.weight": (64, 4),
     "markov_head.markov_w2.weight": (64, 4),
     "confidence_head.proj.weight": (1, 32 + 4),
     "confidence_head.proj.bias": (1,),
+}
+SELECTOR_SHAPES = {  # two taps, two groups of channels
+    "candidate_selector.predecessor_codebook": (64, 4),
+    "candidate_selector.successor_codebook": (64, 4),
+    "candidate_selector.hidden_projection.weight": (4, 32),
+    **{f"layers.{i}.{x}_conv.base_kernel": (2, 2, 32) for i in range(2) for x in CONVOLVED},
+    **{
+        f"layers.{i}.{x}_conv.kernel_projection.weight": (2 * 2 * 2, 32)
+        for i in range(2)
+        for x in CONVOLVED
+    },
 }
 FILES: list[tuple[str, dict[str, Any], list[str], dict[str, tuple[int, ...]]]] = [
     # vLLM's llama_eagle.py fails on any other name; its first layer has no norm parameter
@@ -73,6 +85,7 @@ FILES: list[tuple[str, dict[str, Any], list[str], dict[str, tuple[int, ...]]]] =
     # the head is the target's; a draft vocabulary has rows of it, and maps
     ("dflash", {}, BLOCK, {}),
     ("dflash", {"draft_vocab_size": 40}, [*BLOCK, "lm_head"], {"d2t": (40,), "t2d": (64,)}),
+    ("dflash2", {"selector_rank": 4}, BLOCK, SELECTOR_SHAPES),
 ]
 
 

@@ -48,6 +48,7 @@ VARIANTS: list[tuple[str, Options]] = [
     ("dspark", {"markov_head_type": "rnn", "layout": "mask", "num_anchors": 5}),
     ("dspark", {"markov_rank": 0, "confidence_weight": 0.0}),
     ("dflash", {"layout": "anchor", "draft_vocab_size": 40}),
+    ("dflash2", {"conv_kernel_size": 3, "loss": "kl", "gradient_checkpointing": True}),
 ]
 
 
@@ -180,6 +181,7 @@ def test_another_target_is_refused_and_the_same_one_shares_its_embedding(
         ("peagle", {"cod_ratio": 1.5}),
         ("peagle", {"mask_token_id": -2}),
         ("dflash", {"block_size": 1}),
+        ("dflash2", {"selector_top_k": 0}),
         ("dspark", {"markov_rank": -1}),
         ("dspark", {"confidence_weight": float("inf")}),
     ],
@@ -210,6 +212,7 @@ def test_options_that_the_dataset_cannot_serve_are_refused(dataset, head):
         ("eagle3", {"step_decay": 0.5}),
         ("peagle", {"cod_ratio": 0.4}),
         ("dspark", {"confidence_weight": 0.5}),
+        ("dflash2", {"selector_weight": 0.5}),
     ],
     ids=str,
 )
@@ -248,7 +251,8 @@ def test_micro_batches_with_the_counts_of_the_whole_add_up(dataset, head, name, 
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_nothing_supervised_gives_zero_gradients_everywhere(dataset, head, name):
-    longer = {"block_size": 16} if name in ("dspark", "dflash") else {}  # than the padding
+    # longer than the padding
+    longer = {"block_size": 16} if name in ("dspark", "dflash", "dflash2") else {}
     draft, batch = build_draft(name, dataset, head, **longer), packed(dataset)
     assert not draft.slot_counts(padding_batch()).any()  # a rank without a batch
     batch.loss_mask.zero_()

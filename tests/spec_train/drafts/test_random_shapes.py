@@ -25,7 +25,7 @@ from tests.spec_train.formats.published import tiny
 
 dataset, head = any_draft.dataset, any_draft.head
 SEEDS = range(3)
-BLOCKS = ("dspark", "dflash")
+BLOCKS = ("dspark", "dflash", "dflash2")
 TYPES = ("full_attention", "sliding_attention")
 NORMS = ("norm_before_fc", "norm_before_residual", "fc_norm")
 EVERY: dict[str, dict[str, Any]] = {  # every slot counts, without noise
@@ -56,10 +56,17 @@ def random_options(name: str, seed: int) -> dict[str, Any]:
         options |= {norm: draw.random() < 0.5 for norm in NORMS}
     if name == "eagle3":
         options["norm_output"] = draw.random() < 0.5
-    if name != "eagle":
+    if name == "dflash2":
+        options |= {
+            "conv_kernel_size": draw.choice([1, 2, 3]),
+            "selector_top_k": draw.choice([2, 9]),
+        }
+        options["conv_group_size"] = draw.choice([1, 8, 32])
+    elif name != "eagle":
         options["draft_vocab_size"] = draw.choice([0, 40])
     if name in BLOCKS:
-        options["layout"] = draw.choice(["anchor", "mask"])
+        if name != "dflash2":
+            options["layout"] = draw.choice(["anchor", "mask"])
         options["sliding_window_non_causal"] = draw.random() < 0.5
     return options | EVERY.get(name, {})
 

@@ -39,6 +39,7 @@ from tests.spec_train.drafts.cases import (
     reference_state,
     same_gradients,
 )
+from tests.spec_train.drafts.dspark import reference as dspark_reference
 from tests.spec_train.drafts.slot_loss import LOSSES, SlotLoss
 from tests.spec_train.drafts.slow_layer import slot_counts
 from tests.tolerance import network
@@ -59,6 +60,7 @@ eagle3 = functools.partial(case, "eagle3", True)
 peagle = functools.partial(case, "peagle", True)
 dspark = functools.partial(case, "dspark")
 dflash = functools.partial(case, "dflash")
+dflash2 = functools.partial(case, "dflash2")
 
 CASES: dict[str, Case] = {
     "eagle": eagle(),
@@ -176,6 +178,16 @@ CASES: dict[str, Case] = {
     "dflash": dflash(),
     "dflash: non-causal": dflash(layout="mask", sliding_window=6, sliding_window_non_causal=True),
     "dflash: reverse kl": dflash(True, loss=SlotLoss(name="reverse-kl")),
+    "dflash2": dflash2(),
+    "dflash2: three taps, target's choice": dflash2(
+        conv_kernel_size=3, conv_group_size=1, loss_target="hard", selector_weight=0.5
+    ),
+    "dflash2: kl, window, recomputed": dflash2(
+        **{"loss": SlotLoss(name="kl"), "sliding_window": 6, "sliding_window_non_causal": True},
+        **{"conv_kernel_size": 1, "gradient_checkpointing": True, "position_weights": "1,0.5,0,2"},
+    ),
+    "dflash2: two candidates": dflash2(selector_top_k=2, num_layers=1, conv_group_size=12),
+    "dflash2: all candidates": dflash2(selector_top_k=14, block_size=3, **EVERY),
 }
 
 
@@ -218,7 +230,7 @@ def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> 
 
 ON_BACKENDS = ("eagle: two layers", "eagle3", "eagle3: one kv head", "eagle3: 3.1, recomputed")
 ON_BACKENDS += ("eagle3: seven steps", "eagle3: one step", "eagle3: window shorter than the unroll")
-ON_BACKENDS += ("peagle", "peagle: mixed layers", "dspark", "dspark: non-causal")
+ON_BACKENDS += ("peagle", "peagle: mixed layers", "dspark", "dspark: non-causal", "dflash2")
 
 
 @pytest.mark.parametrize("backend", ["dense", "merged"])
@@ -248,6 +260,8 @@ LAST = {
     **{(kind, "aux"): 3 for kind in ("eagle3", "peagle", "dspark")},
     ("dspark", "x"): 5,  # the label of the cross-entropy
     ("dspark", "z"): 4,
+    ("dflash2", "x"): 5,  # its loss reads no logits of the target
+    ("dflash2", "aux"): 3,
 }
 """The last token of the answer's document whose token, state or logits count, by kind."""
 
@@ -264,7 +278,7 @@ def test_other_documents_and_later_tokens_change_nothing(kind, what, changes) ->
     made = case(kind, **({"cod_ratio": 1.0} if kind == "peagle" else {}) | changes)
     draft = make_draft(made)
     documents = make_documents(made, [[0] * 6, [0, 0, 1, 1, 1, 1, 0, 0, 0, 0], [0] * 5])
-    if kind == "dspark":
+    if kind in BLOCKS:
         anchors = ([2], [2, 3, 4], [3])
         documents = [replace(d, picks=a) for d, a in zip(documents, anchors, strict=True)]
     only_the_past_counts(
@@ -386,10 +400,11 @@ class Forced:
     """A sampler that drafts given tokens and records the logits that it receives."""
 
     def __init__(self, tokens: Iterator[int]) -> None:
-        self.tokens, self.seen = tokens, []
+        self.tokens, self.seen, self.ids = tokens, [], []
 
     def draft(self, logits: Tensor, draft_ids: Tensor, vocab_size: int) -> tuple[Tensor, None]:
         self.seen.append(logits)
+        self.ids.append(draft_ids)
         return torch.tensor(next(self.tokens)), None
 
 
@@ -401,7 +416,8 @@ SERVED = [
     *("peagle: fc_norm", "peagle: window", "peagle: mixed layers", "dspark", "dspark: one slot"),
     *("dspark: gated", "dspark: rnn", "dspark: rnn, mask", "dspark: no Markov head"),
     *("dspark: window", "dspark: window, mask", "dspark: mixed layers", "dflash", "dflash: mask"),
-    *("dspark: seven slots", "dflash: non-causal"),
+    *("dspark: seven slots", "dflash: non-causal", "dflash2", "dflash2: all candidates"),
+    *("dflash2: three taps, target's choice", "dflash2: kl, window, recomputed"),
 ]
 
 
@@ -426,4 +442,9 @@ def test_decoding_has_the_logits_of_training_at_every_slot(name: str, pieces: li
         assert drafted.tolist() == document.x[anchor + 1 : anchor + 1 + draft.depth]
         expected = reference(state, config, document, [anchor], draft.depth)
         wanted = torch.stack([expected[anchor, d] for d in depths])
+        if made.kind == "dflash2":  # the candidates only
+            wanted = wanted.gather(1, torch.stack(sampler.ids))
+            unary = dspark_reference.block_logits(state, config, document, anchor)[0]
+            best = torch.stack(unary).topk(config.top_k).indices
+            assert torch.equal(best, torch.stack(sampler.ids))
         tolerance.close(torch.stack(sampler.seen), wanted, terms=terms)

@@ -194,6 +194,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "peagle": ("--num-layers", "1", "--depths", "2"),
     "dspark": ("--num-layers", "1", "--markov-rank", "4", "--block-size", "4"),
     "dflash": ("--num-layers", "1", "--block-size", "4", "--loss-target", "soft"),
+    "dflash2": ("--num-layers", "1", "--block-size", "4", "--loss", "kl"),
 }
 
 
@@ -210,7 +211,9 @@ def sets(tmp_path_factory) -> dict[str, Path]:
 
 def command(draft: str, data: Path, out: Path, *more: str) -> list[str]:
     flags = ["fit", draft, "--data", str(data), "--out", str(out), "--seq-len", "48"]
-    return [*flags, *SMALL.get(draft, ()), "--log-every", "1", "--validation", "0.3", *more]
+    vocabulary = () if draft == "dflash2" else ("--draft-vocab-size", "40")
+    flags += [*SMALL.get(draft, ()), *(vocabulary if draft in SMALL else ())]
+    return [*flags, "--log-every", "1", "--validation", "0.3", *more]
 
 
 def first_line(out: Path, split: str) -> dict[str, Any]:
@@ -221,7 +224,7 @@ def first_line(out: Path, split: str) -> dict[str, Any]:
 @pytest.mark.parametrize("draft", SMALL)
 def test_every_draft_trains_and_resumes_on_k_logits(sets, tmp_path, draft, monkeypatch):
     out = tmp_path / "run"
-    flags = command(draft, sets["some"], out, "--steps", "2", "--draft-vocab-size", "40")
+    flags = command(draft, sets["some"], out, "--steps", "2")
     with monkeypatch.context() as patch:
         stop_after(1, patch)
         assert main(flags) == 128 + signal.SIGTERM
@@ -236,7 +239,7 @@ def test_all_logits_as_top_k_train_like_supervision_by_logits(sets, tmp_path, dr
     lines = []
     for name in ("all", "logits"):
         out = tmp_path / name
-        flags = command(draft, sets[name], out, "--steps", "1", "--draft-vocab-size", "40")
+        flags = command(draft, sets[name], out, "--steps", "1")
         assert main(flags) == 0
         lines.append([first_line(out, split) for split in ("train", "validation")])
     keys = ["loss", "grad_norm", "expected_acceptance/1"]

@@ -23,11 +23,13 @@ DRAFTS_OF: dict[str, dict[str, Any]] = {
     "peagle": {"depths": DEPTH, "num_layers": 2},
     "dspark": {"num_layers": 2, "block_size": DEPTH, "markov_rank": 4},
     "dflash": {"num_layers": 2, "block_size": DEPTH + 1, "layout": "mask"},
+    "dflash2": {"num_layers": 2, "block_size": DEPTH + 1, "selector_top_k": 4},
 }
+BLOCKS = ("dspark", "dflash", "dflash2")
 CASES = [
     *((kind, "auto", False) for kind in DRAFTS_OF),
     *((kind, MIXED, False) for kind in DRAFTS_OF),
-    *((kind, "auto", True) for kind in ("dspark", "dflash")),
+    *((kind, "auto", True) for kind in BLOCKS),
 ]
 
 
@@ -84,7 +86,7 @@ def test_chains_of_a_pack_are_those_of_decoding_beyond_the_window(
     full.load_state_dict(draft.state_dict())
     with torch.no_grad():
         others = full.chains(batch, head, DEPTH)
-    assert torch.equal(others[0, :2], chains[0, :2]) or kind in ("dspark", "dflash")
+    assert torch.equal(others[0, :2], chains[0, :2]) or kind in BLOCKS
     assert not torch.equal(others, chains)
 
 
@@ -94,7 +96,7 @@ def test_a_window_longer_than_the_documents_is_no_window_bit_for_bit(kind, targe
     head, batch = head_of(target), batch_of(target, documents)
     results = []
     long = {"sliding_window": 100}
-    if kind in ("dspark", "dflash"):
+    if kind in BLOCKS:
         long["sliding_window_non_causal"] = True
     for changes in ({}, long):
         draft = make(kind, target, **changes).train()

@@ -60,6 +60,8 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"layout": "anchor"}, "hf vllm sglang speculators deepspec"),
     ("dflash", MASK | {"num_attention_heads": 2, "train_embeddings": True}, "hf vllm speculators"),
     ("dflash", MASK | MIXED, "hf vllm sglang"),
+    ("dflash2", {}, "hf vllm sglang speculators"),
+    ("dflash2", {"train_embeddings": True, "conv_kernel_size": 3}, "hf vllm speculators"),
     ("dflash", MASK | MIXED | BOTH_WAYS, "hf vllm sglang speculators transformers"),
 ]
 """(kind, options, the forms that hold it and whose engines read it right)."""

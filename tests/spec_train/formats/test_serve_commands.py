@@ -30,8 +30,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dspark": BLOCK | {"markov_rank": 8},
     "dflash": BLOCK,
     "dflash anchor": BLOCK | {"layout": "anchor"},
+    "dflash2": BLOCK,
 }
 COUNTS = {"eagle": 5, "eagle3": 3, "peagle": 4, "dspark": 4, "dflash": 3, "dflash anchor": 4}
+COUNTS["dflash2"] = 3
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,7 @@ SERVED_AS = {
     "dspark": ("dspark", "DSPARK", "draft-dspark"),
     "dflash": ("dflash", "DFLASH", "draft-dflash"),
     "dflash anchor": ("dspark", "DSPARK", "draft-dspark"),
+    "dflash2": ("dflash", "DFLASH", None),
 }
 """The method of vLLM, the algorithm of SGLang and the type of llama.cpp."""
 

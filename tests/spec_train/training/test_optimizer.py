@@ -108,7 +108,9 @@ def test_muon_never_moves_embeddings_heads_norms_or_biases(name: str, config, mo
     adamw, muon = ({id(p) for g in o.param_groups for p in g["params"]} for o in masters.optimizers)
     assert not adamw & muon and adamw | muon == {id(p) for p in masters.params}
     for parameter_name, parameter in draft.named_parameters():
-        matrix = parameter.ndim == 2 and parameter_name.endswith("_proj.weight")
+        matrix = parameter.ndim == 2 and parameter_name.endswith(
+            ("_proj.weight", "kernel_projection.weight")
+        )
         allowed = matrix or parameter_name.endswith("fc.weight")
         assert (id(parameter) in muon) in (matrix, allowed), parameter_name
 

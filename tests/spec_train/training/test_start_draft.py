@@ -33,6 +33,13 @@ SHAPES = {
         **{"confidence_weight": 0.0, "draft_vocab_size": 40, "mask_token_id": 5},
     },
     "dflash": {**LAYER, "num_layers": 1, "block_size": 4},
+    "dflash2": {
+        **LAYER,
+        "num_layers": 1,
+        "block_size": 4,
+        "selector_rank": 6,
+        "conv_group_size": 4,
+    },
 }
 
 

@@ -1,4 +1,4 @@
-"""A slow DSpark loss: one document, block, slot and head at a time (see `slow_layer`).
+"""A slow loss of block drafts: one document, block, slot and head at a time (see `slow_layer`).
 
 B slots of a block, D drafts of a block, r Markov rank.
 """
@@ -6,6 +6,7 @@ B slots of a block, D drafts of a block, r Markov rank.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ class ReferenceConfig(slow_layer.Sizes):
     loss: SlotLoss | None = None  # another loss in place of cross-entropy and L1
     against: str = "soft"  # what that loss, or the cross-entropy, compares with: or hard, tokens
     weights: tuple[float, ...] = ()  # of the drafts of a block, instead of exp(-d / gamma)
+    stage: ModuleType | None = None  # a second stage that judges drafts and has a loss of its own
+    top_k: int = 0  # of a selector
 
     @property
     def depth(self) -> int:
@@ -64,15 +67,18 @@ def reference_loss(
         hits = {}
         for anchor in document.picks:
             logits, confidences = block_logits(state, config, document, anchor)
+            stage = config.stage and config.stage.Block(state, config, document, anchor)
             product, expected = 1.0, 1.0
             for d in range(config.depth):
                 if not draft_counts(document.m, anchor, d):
                     break
-                judged = judge(logits[d], document.z[anchor + d], ids)
-                accepted = judged.acceptance
+                judged = served = judge(logits[d], document.z[anchor + d], ids)
+                if stage is not None:
+                    served = stage.judge(d, logits[d], judged)
+                accepted = served.acceptance
                 product *= float(accepted)
                 expected += product
-                hits[anchor, d] = judged.hit
+                hits[anchor, d] = served.hit
                 entropy = None
                 if judged.label is not None:
                     w = config.weights[d] if config.weights else math.exp(-d / config.gamma)
@@ -90,6 +96,11 @@ def reference_loss(
                             kind = kind + w * loss
                     terms[1] = terms[1] + w * (judged.log_q.exp() - judged.p).abs().sum()
                     term_weights[1] += w
+                    if stage is not None:
+                        token = document.x[anchor + 1 + d]
+                        right = token if config.against == "tokens" else judged.wanted
+                        terms[2] = terms[2] + w * stage.loss(d, logits[d], right)
+                        term_weights[2] += w
                     if confident in state:
                         c = confidences[d]
                         bce = -(accepted * torch.log(c) + (1 - accepted) * torch.log(1 - c))
@@ -97,10 +108,14 @@ def reference_loss(
                         term_weights[2] += w
                         forecast = float(c.detach())
                         forecasts += forecasts.new_tensor([w, w * forecast, w * float(accepted)])
-                sums.add(d, judged, entropy)
+                sums.add(d, served, entropy)
+                if stage is not None:
+                    stage.count(sums, d, logits[d], judged, served)
             if draft_counts(document.m, anchor, 0):
                 tau, blocks = tau + expected, blocks + 1
         sums.add_chains(hits)
+        if config.stage:
+            config.stage.count_chains(sums, document)
     sums |= {"terms": [float(x.detach()) for x in terms], "term_weights": term_weights}
     sums |= {"tau": tau, "blocks": float(blocks)}
     if config.loss is not None:
@@ -196,16 +211,78 @@ def _layer(
     anchor: int,
 ) -> list[Tensor]:
     inputs = [config.norm(row, state[f"{name}.input_layernorm.weight"]) for row in rows]
+    if f"{name}.attention_conv.base_kernel" in state:
+        return _convolved_layer(state, name, config, context, rows, inputs, anchor)
+    attended = _attended(state, name, config, context, inputs, anchor)
+    pairs = zip(rows, attended, strict=True)
+    return [slow_layer.finish(state, name, row, heads, config) for row, heads in pairs]
+
+
+def _attended(
+    state: State,
+    name: str,
+    config: ReferenceConfig,
+    context: list[Tensor],
+    inputs: list[Tensor],
+    anchor: int,
+) -> list[Tensor]:
     # Keys: those of the context, then those of the block; the context has no input norm.
     keys = [
         slow_layer.keys_values(state, name, x, position, config)
         for position, x in enumerate([*context, *inputs])
     ]
     window, out = config.windows[int(name.split(".")[1])], []
-    for k, (row, u) in enumerate(zip(rows, inputs, strict=True)):
+    for k, u in enumerate(inputs):
         seen = [keys[j] for j in _seen(config, window, anchor, k)]
-        heads = slow_layer.attend(state, name, u, anchor + k, seen, config)
-        out.append(slow_layer.finish(state, name, row, heads, config))
+        out.append(slow_layer.attend(state, name, u, anchor + k, seen, config))
+    return out
+
+
+def _convolved_layer(
+    state: State,
+    name: str,
+    config: ReferenceConfig,
+    context: list[Tensor],
+    rows: list[Tensor],
+    inputs: list[Tensor],
+    anchor: int,
+) -> list[Tensor]:
+    """A layer of DFlash 2: both sublayers between convolutions whose weights their inputs give."""
+    conv = f"{name}.attention_conv"
+    inside = convolved(state, conv, 0, inputs, inputs)
+    heads = _attended(state, name, config, context, inside, anchor)
+    added = [slow_layer.linear(state, f"{name}.self_attn.o_proj", x) for x in heads]
+    added = convolved(state, conv, 1, inputs, added)
+    middle = [row + x for row, x in zip(rows, added, strict=True)]
+    conv, norm = f"{name}.mlp_conv", state[f"{name}.post_attention_layernorm.weight"]
+    inputs = [config.norm(x, norm) for x in middle]
+    inside = convolved(state, conv, 0, inputs, inputs)
+    added = [slow_layer.mlp(state, f"{name}.mlp", x, config.act) for x in inside]
+    added = convolved(state, conv, 1, inputs, added)
+    return [x + y for x, y in zip(middle, added, strict=True)]
+
+
+def convolved(
+    state: State, name: str, side: int, inputs: list[Tensor], slots: list[Tensor]
+) -> list[Tensor]:
+    """Convolve the slots of one block, channel by channel; the sublayer's inputs give the kernels.
+
+    Rows of the projection: first side 0, in it first tap 0, in it the groups in order.
+    """
+    base = state[f"{name}.base_kernel"]
+    taps, size = base.shape[1:]
+    out = []
+    for i, row in enumerate(inputs):
+        delta = slow_layer.linear(state, f"{name}.kernel_projection", row)
+        groups = len(delta) // (2 * taps)
+        channels = []
+        for c in range(size):
+            total = torch.zeros((), dtype=torch.float64)
+            for t in range(min(taps, i + 1)):  # none before the block's first slot
+                at = (side * taps + t) * groups + c * groups // size
+                total = total + (base[side, t, c] + delta[at]) * slots[i - t][c]
+            channels.append(total)
+        out.append(torch.stack(channels))
     return out
 
 

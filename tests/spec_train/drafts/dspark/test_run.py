@@ -41,6 +41,7 @@ def fit(name: str, data: Path, out: Path, *more: str) -> int:
     [
         ("dspark", ("--markov-rank", "8", "--draft-vocab-size", "40", "markov_head_type=rnn")),
         ("dflash", ()),
+        ("dflash2", ("selector_top_k=4",)),
     ],
     ids=str,
 )
@@ -69,7 +70,7 @@ def test_fit_and_eval_end_to_end(name, more, data, workplace, tmp_path, capsys) 
     assert main([*common, *real, "--draft-tokens", "9"]) == 2
     assert f"drafts at most {draft.depth} tokens" in capsys.readouterr().err
     threshold = ["--confidence-threshold", "0.9"]
-    if name == "dflash":
+    if name != "dspark":
         assert main([*common, *real, *threshold]) == 2
         assert "has no confidence head" in capsys.readouterr().err
     else:
