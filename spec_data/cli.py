@@ -13,17 +13,19 @@ from spec_data.commands.views import copy, join, merge, recode, select
 from spec_data.terminal.command import Program
 
 _DESCRIPTION = """\
-Run a target model over a corpus once and keep what its drafts need to learn in a small Arrow
-dataset that proves itself. Train on it with spec-train; the target is not needed again.
+Run a target model over a corpus once and keep what its drafts need to learn in
+a small Arrow dataset that proves itself. Train on it with spec-train; the
+target is not needed again.
 """
 _EXAMPLES = """\
 examples, in the order in which they are run:
-  spec-data estimate --target Qwen/Qwen3-8B --corpus chats.jsonl --out data/qwen3-8b
-  spec-data generate --target Qwen/Qwen3-8B --corpus chats.jsonl --out data/qwen3-8b
-  spec-data verify data/qwen3-8b --target Qwen/Qwen3-8B --samples 32
-  spec-data inspect data/qwen3-8b --doc 0
+  spec-data estimate --target Qwen/Qwen3-8B --corpus chats.jsonl --out data/8b
+  spec-data generate --target Qwen/Qwen3-8B --corpus chats.jsonl --out data/8b
+  spec-data verify data/8b --target Qwen/Qwen3-8B --samples 32
+  spec-data inspect data/8b --doc 0
 
-Most commands name the next one. spec-data COMMAND -h shows its first options, --help-all all.
+Most commands name the next one. spec-data COMMAND -h shows its first options,
+--help-all all.
 """
 
 

@@ -13,14 +13,14 @@ from typing import Any
 from msgspec import structs
 
 from spec_data.generation.probe import Probe
-from spec_data.pages.page import notebook_html
+from spec_data.pages.page import Page, notebook_html
 from spec_data.pages.report import dataset_text, refused_label
 from spec_data.shards.likelihood import Agreement
 from spec_data.shards.schema import Manifest
 from spec_data.shards.storage import scheme_of
 from spec_data.terminal.command import Result
 from spec_data.terminal.console import wrapped
-from spec_data.terminal.progress import size
+from spec_data.terminal.progress import duration, size
 from spec_data.terminal.text_table import text_table
 
 
@@ -53,12 +53,19 @@ class EstimateResult(Result):
     probe: Probe | None
     """Tokens per second, time and memory, where a probe was asked for."""
     text: str = field(repr=False)
+    page: Page | None = field(default=None, repr=False)
+    """What would be captured, without its tokens."""
     next_command: Sequence[str] = field(default=(), repr=False)
 
     @property
     def exit_code(self) -> int:  # type: ignore[override]
         """1 where the disk is too small."""
         return int(not self.fits)
+
+    def _repr_html_(self) -> str:
+        """Return the page of the plan, below what is printed."""
+        page = self.page
+        return super()._repr_html_() + (notebook_html(lambda: page, "") if page else "")
 
     def details(self) -> str:
         """Return the counts, the columns and all sizes as tables."""
@@ -77,7 +84,7 @@ class EstimateResult(Result):
             ),
         }
         if self.probe:
-            rows["time"] = (f"{self.probe.seconds / 3600:,.2f} h", "of one worker")
+            rows["time"] = (duration(self.probe.seconds), "of one worker")
             rows["memory"] = (size(self.probe.memory_bytes), f"on {self.probe.device}, at its peak")
         text = text_table([(name, *cells) for name, cells in rows.items()], "<><")
         if self.fits:
@@ -98,10 +105,11 @@ def _rows(
     shown += [f"{more} more reasons (--verbose)"] if more > 0 else []
     layers = ", ".join(map(str, of.layers)) or "none"
     fits = f"; for {', '.join(drafts)}" if drafts else ""
+    plural = "s" * (len(of.layers) != 1)
     return {
         "documents": (f"{of.documents:,}", f"left out: {', '.join(shown) or 'none'}"),
         "tokens": (f"{of.tokens:,}", f"{of.supervised_tokens:,} supervised"),
-        "layers": (str(len(of.layers)), f"outputs of blocks {layers}{fits}"),
+        "layers": (str(len(of.layers)), f"outputs of block{plural} {layers}{fits}"),
     }
 
 
@@ -204,7 +212,7 @@ class WrittenDataset(Result):
             return self.text
         rows = _rows(self)
         if self.bytes:
-            rows["bytes"] = size(self.bytes), f"in {self.shards:,} shards"
+            rows["bytes"] = size(self.bytes), f"in {self.shards:,} shard{'s' * (self.shards > 1)}"
             rows["bytes per token"] = f"{self.bytes / max(self.tokens, 1):,.1f}", ""
         else:
             rows["bytes"] = "0", "a view of other datasets, which must stay where they are"

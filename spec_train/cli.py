@@ -15,7 +15,8 @@ examples, in the order in which they are run:
   spec-train eval --draft RUN --data DATA
   spec-train export --draft RUN --format vllm --out DIR --target MODEL
 
-Most commands name the next one. spec-train COMMAND -h shows its first options, --help-all all.
+Most commands name the next one. spec-train COMMAND -h shows its first options,
+--help-all all.
 """
 
 PROGRAM = Program("spec-train", _DESCRIPTION, _EXAMPLES, __version__)

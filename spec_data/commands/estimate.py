@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from spec_data.commands.generate import generate
 from spec_data.generation.options import CaptureOptions
+from spec_data.terminal import NOTICE
 from spec_data.terminal.command import command, words_of
 from spec_data.terminal.paths import check_directory_to_write, check_file_to_write
 from spec_data.terminal.types import Corpus, File, NewDataset, Target, path_list
@@ -100,13 +101,11 @@ def estimate(
         drafts = announce_drafts(setup)
         plan = make_plan(open_corpus(sources, setup.options), setup)
         if page is not None:
-            logger.info("page: %s", write_page(str(page), plan_page(sources, setup, plan)).path)
+            logger.log(NOTICE, "%s", write_page(str(page), plan_page(sources, setup, plan)))
         measured, columns = run_probe(setup, plan) if probe else (None, setup.columns)
     result = estimated(replace(setup, columns=columns), plan, drafts, Path(out), measured)
-    if not result.fits:
-        return result
-    words = words_of(generate, given)
-    return replace(result, next_command=("spec-data", "generate", *words))
+    words = ("spec-data", "generate", *words_of(generate, given)) if result.fits else ()
+    return replace(result, next_command=words, page=plan_page(sources, setup, plan, 0))
 
 
 def estimated(

@@ -30,9 +30,20 @@ class Inspected(Result):
     text: str
     values: Mapping[str, Any]
     next_command: Sequence[str]
+    data: str = ""
+    """The dataset, where it is shown as a whole."""
 
     def __str__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str:
+        """Return the page of the dataset, without its tokens; of a document what is printed."""
+        from spec_data.pages.dataset_page import dataset_page
+        from spec_data.pages.page import notebook_html
+
+        if not self.data:
+            return super()._repr_html_()
+        return notebook_html(lambda: dataset_page(self.data, 0), self.text)
 
     def facts(self) -> Mapping[str, Any]:
         """Return the values."""
@@ -78,6 +89,7 @@ def inspect(data: Dataset, *, doc: Count | None = None) -> Inspected:
             text=dataset_text(dataset.manifest),
             values=dataset_facts(dataset),
             next_command=("spec-data", "inspect", str(data), "--doc", "0"),
+            data=str(data),
         )
     document = document_facts(dataset, doc)
     return Inspected(

@@ -203,19 +203,21 @@ def _view(out: Path, inputs: Any, make: Callable[[], "tuple[Rows, Manifest]"]) -
 def _copied(out: Path, copy: "Copy", dry_run: bool) -> "WrittenDataset":
     """Write a copy, or say how large it is."""
     from spec_data.results import WrittenDataset
+    from spec_data.terminal.progress import size
     from spec_data.views.copy import copy_bytes, write_copy
 
     if not dry_run:
         return WrittenDataset.of(out, write_copy(out, copy))
-    counts, size = copy.dataset.manifest.totals, copy_bytes(copy)
+    counts, count = copy.dataset.manifest.totals, copy_bytes(copy)
+    about = "at most" if any(c.lossy and c.error is None for c in copy.columns) else "about"
     return WrittenDataset(
         path=out,
         sealed=False,
         documents=counts.documents,
         tokens=counts.tokens,
         supervised_tokens=counts.supervised,
-        bytes=size,
+        bytes=count,
         dropped=copy.draft.documents.dropped,
         again="next",
-        text=f"{counts.documents:,} documents, {counts.tokens:,} tokens, {size:,} bytes",
+        text=f"{counts.documents:,} documents, {counts.tokens:,} tokens, {about} {size(count)}",
     )

@@ -24,7 +24,7 @@ from spec_data.models.reading import text_config
 from spec_data.shards.files import dump_json
 from spec_data.shards.packing import sample_documents
 from spec_data.shards.schema import Column
-from spec_data.terminal.progress import size
+from spec_data.terminal.progress import duration, size
 
 _BATCHES = 3
 
@@ -55,7 +55,7 @@ class Probe:
             ("probe", f"{self.tokens:,} tokens on {self.device}, {self.form}"),
             ("tokens per forward", f"{self.batch_tokens:,}"),
             ("tokens per second", f"{self.tokens_per_second:,.0f} (one worker)"),
-            ("time to capture", f"about {self.seconds / 3600:,.2f} hours"),
+            ("time to capture", f"about {duration(self.seconds)}"),
             (f"memory {memory}", f"{size(self.memory_bytes)} at its peak"),
         ]
 

@@ -95,6 +95,8 @@ class Pushed(Result):
         """Download it somewhere else."""
         return ("spec-data", "pull", self.repo, "DIR") if self.uploaded else ()
 
+    again = property(lambda self: "" if self.uploaded else "next")
+
     def __str__(self) -> str:
         text = (
             f"{self.files} files, {size(self.bytes)}, and the documents without states: {self.repo}"
@@ -218,6 +220,8 @@ class Pulled(Result):
     def next_command(self) -> tuple[str, ...]:  # type: ignore[override]
         """Prove what was downloaded."""
         return ("spec-data", "verify", str(self.path)) if self.documents is not None else ()
+
+    again = property(lambda self: "next" if self.documents is None else "")
 
     def __str__(self) -> str:
         text = f"{self.repo} at {self.commit[:12]}, {size(self.bytes)}"

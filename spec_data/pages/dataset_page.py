@@ -28,9 +28,9 @@ from spec_data.pages.page import (
     Section,
     Table,
     Viewer,
-    list_row,
     listed,
     shown,
+    with_rows,
 )
 from spec_data.pages.report import columns_table, counts_table, dataset_lines
 from spec_data.pages.token_texts import TokenTexts
@@ -244,13 +244,9 @@ class TokenViewer:
         """
         head = f"Document {number:,} · {source} · {len(ids):,} tokens, {np.count_nonzero(mask):,} "
         supervised, self._scored = int(np.count_nonzero(mask)), bool(scores)
-        row: list[Figure] = [("", number, "count"), ("", len(ids), "count")]
-        row += [("", scores[0], "share"), ("", scores[1], "number")] if scores else []
-        row += [] if scores else [("", supervised, "count")]
-        row.append(("", source, "text"))
         document: dict[str, Any] = {
             "number": number,
-            "row": list_row(row),
+            "row": [number, len(ids), *(scores or (supervised,)), source],
             "head": head + "supervised",
             "id": name,
             "t": self._rows_of(ids),
@@ -275,16 +271,13 @@ class TokenViewer:
         count, tokens = len(self._documents), list(self._rows)
         note = f"This page holds {count:,} of {total:,} documents, evenly spaced."
         keys = [["sup", "supervised: learned by drafts"], ["special", "special token"]]
-        columns: list[Column] = [
-            ("document", "count"),
-            ("tokens", "count"),
-            ("supervised", "count"),
-        ]
+        columns: list[Column] = [("document", "count"), ("tokens", "count")]
+        columns += [("supervised", "count"), ("source", "text")]
         sorts: list[Any] = [["in order", 0, 1], ["longest", 1, -1], ["least supervised", 2, 1]]
         if any("known" in document for document in self._documents):
             keys.append(["wrong", "the target would choose another token"])
         if self._scored:
-            columns[2:] = [("first choice", "share"), ("NLL", "number")]
+            columns[2:3] = [("first choice", "share"), ("NLL", "number")]
             sorts = [["lowest first choice", 2, 1], ["highest NLL", 3, -1], *sorts[:2]]
         return Viewer(
             data={
@@ -292,12 +285,12 @@ class TokenViewer:
                 "noun": "document",
                 "item": "token",
                 "keys": keys,
-                "columns": [*columns, ("source", "text")],
+                "columns": columns,
                 "sorts": sorts,
                 "texts": self._texts.table(tokens),
                 "tokens": tokens,
                 "special": [i for i, token in enumerate(tokens) if token in self._texts.special],
-                "documents": self._documents,
+                "documents": with_rows(columns, self._documents),
             }
         )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from html import escape
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeGuard
 
 import jinja2
 from markupsafe import Markup
@@ -51,6 +51,11 @@ class Table:
     rows: Sequence[Sequence[Value]]
     note: str = ""
     best: int | None = None
+
+    def texts(self) -> list[tuple[str, ...]]:
+        """Return the texts of the rows; numbers of a column have equal digits."""
+        columns = zip(self.columns, zip(*self.rows, strict=True), strict=True) if self.rows else ()
+        return list(zip(*(_texts(values, form) for (_, form), values in columns), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +172,8 @@ MARKS = 40
 """Points of a line that are marked, and say their values."""
 
 
-def _number(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+def _number(value: Value) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,12 +228,26 @@ def shown(value: Any, form: Format) -> str:
     return f"{value:,.0f}" if whole and abs(value) < 1e15 else f"{value:.4g}"
 
 
-def list_row(figures: Sequence[Figure]) -> list[list[Value]]:
-    """Return a row of the viewer's list: of each figure what it is sorted by, and its text."""
-    return [
-        [None if form == "text" or value != value else value, shown(value, form)]
-        for _, value, form in figures
-    ]
+def _texts(values: Sequence[Value], form: Format) -> list[str]:
+    """Return the texts of a column: of its numbers, the largest has four significant digits."""
+    numbers = list(filter(_number, values))
+    if form != "number" or all(x == int(x) for x in numbers):
+        return [shown(x, form) for x in values]
+    digits = max(0, 3 - math.floor(math.log10(max(map(abs, numbers)))))
+    return [f"{x:,.{digits}f}" if _number(x) else shown(x, form) for x in values]
+
+
+def with_rows(
+    columns: Sequence[Column], documents: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return documents of the viewer: each value of their `row` with its text; nan: not known."""
+    texts = Table(title="", columns=columns, rows=[one["row"] for one in documents]).texts()
+
+    def row(values: Sequence[Any], shown: Sequence[str]) -> list[list[Value]]:
+        keys = (None if isinstance(x, str) or x != x else x for x in values)
+        return list(map(list, zip(keys, shown, strict=True)))
+
+    return [{**x, "row": row(x["row"], text)} for x, text in zip(documents, texts, strict=True)]
 
 
 def listed(names: Sequence[str]) -> str:
@@ -242,14 +261,9 @@ def page_bytes(page: Page) -> bytes:
     viewer = next((part.data for part in parts if isinstance(part, Viewer)), None)
     script, style = _asset("viewer.js") if viewer else "", _style()
     allowed = _hash(script) if script else "'none'"
-    rules = [
-        "default-src 'none'",
-        f"script-src {allowed}",
-        f"style-src {_hash(style)}",
-        "base-uri 'none'",
-        "form-action 'none'",
-    ]
-    names = {"policy": "; ".join(rules), "script": Markup(script), "viewer": viewer}
+    rules = f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; "
+    rules += "base-uri 'none'; form-action 'none'"
+    names = {"policy": rules, "script": Markup(script), "viewer": viewer}
     return _rendered(page, style, names).encode("utf-8", "replace")  # lone surrogates become "?"
 
 

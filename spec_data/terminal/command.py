@@ -37,7 +37,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
 from cyclopts.config import Dict
 
 from spec_data.shards.files import write_atomically
@@ -202,7 +202,7 @@ class _Entry:
         words, positional = [], self.positional()
         for argument in self.arguments() if not self.usage else ():
             name, parameter = argument.field_info.name, argument.parameter
-            metavar = name.upper() if name in positional else parameter.metavar or name.upper()
+            metavar = name.upper() if name in positional else parameter.metavar or "NAME"
             metavar += f" [{metavar} ...]" if parameter.consume_multiple else ""
             if argument.required:
                 words.append(metavar if name in positional else f"{flag(name)} {metavar}")
@@ -284,6 +284,12 @@ class Program:
                 return self._refuse(chain, f"{_kind_of(chain).upper()} is missing")
             try:
                 call = self._parsed(entry, rest, common)
+            except MissingArgumentError as error:
+                assert entry is not None and error.argument is not None
+                name = error.argument.field_info.name
+                word = name.upper() if name in entry.positional() else flag(name)
+                problem = "needs a value" if word in rest else "is missing"
+                return self._refuse(chain, f"{word} {problem}")
             except CycloptsError as error:
                 error.verbose = False
                 return self._refuse(chain, str(error).strip())
@@ -349,7 +355,8 @@ class Program:
     def _usage(self, chain: tuple[str, ...]) -> str:
         missing = f"{_kind_of(chain).upper()} [options]"
         entry = self.entries.get(chain)
-        return f"usage: {self._words(chain)} {entry.usage_line() if entry else missing}"
+        usage = f"usage: {self._words(chain)} {entry.usage_line() if entry else missing}"
+        return "\n".join(textwrap.wrap(usage, WIDTH, subsequent_indent=" " * 7))
 
     # -- help --
 

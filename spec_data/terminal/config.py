@@ -40,6 +40,8 @@ def checked(name: str, value: Any, hint: Any) -> Any:
             not what it should be.
     """
     value, notes = _plain(value), list(_notes_of(hint))
+    if isinstance(value, dict) and isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        value = from_dict(hint, value, name)
     several = any(isinstance(note, Parameter) and note.consume_multiple for note in notes)
     if isinstance(value, str) and several:
         value = [value]
@@ -159,9 +161,12 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "config") -> T:
     Raises:
         SpecDataError: see above; the message names `where` the values are from.
     """
+    names = typing.get_type_hints(cls)
+    for name in (name for name in values if name not in names):
+        raise ConfigError(f"{where}: no option {name!r}{did_you_mean(str(name), list(names))}")
     try:
         return cls(**values)
-    except TypeError as error:  # an unknown or a missing one
+    except TypeError as error:  # a missing one
         raise ConfigError(f"{where}: {error}") from None
     except SpecDataError as error:
         raise type(error)(f"{where}: {error}") from None

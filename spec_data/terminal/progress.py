@@ -45,6 +45,14 @@ def size(count: float) -> str:
     return f"{count:,.2f} TB"
 
 
+def duration(seconds: float) -> str:
+    """Return a duration for people, such as 45 s, 12 min or 3 h 20 min."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def live() -> bool:
     """Tell whether bars can be redrawn in place here: on a terminal or in a notebook."""
     return _IN_NOTEBOOK or (hasattr(sys.stderr, "isatty") and sys.stderr.isatty())

@@ -23,8 +23,10 @@ from spec_data.models.reading import load_config, load_tokenizer
 from spec_data.models.resolve import cached_model, local_directory, resolve_model
 from spec_data.pages.page import Page
 from spec_data.shards.errors import ConfigError, RunError
+from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.identity import compare, kwargs_text
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.terminal import NOTICE
 from spec_train.drafts import Draft, load_draft
 from spec_train.evaluation.decoding_metrics import fastest, sweep_line
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data, target_facts
@@ -42,9 +44,9 @@ from spec_train.formats.draft_files import read_config
 from spec_train.formats.read import is_own_form
 from spec_train.formats.target_facts import TargetFacts, read_target
 from spec_train.reports.results import evaluations
-from spec_train.reports.run_page import leave_page, report_page, short_names
+from spec_train.reports.run_page import PAGE, leave_page, page_of, report_page, short_names
 from spec_train.simulation.simulated_decoding import train_serve_gap, uncut_length
-from spec_train.training.run_directory import resolve_draft_dir
+from spec_train.training.run_directory import DECODED, resolve_draft_dir
 
 log = logging.getLogger(__name__)
 
@@ -275,10 +277,18 @@ def require_sound(report: dict[str, Any]) -> None:
 
 
 def write_eval_page(run: Path, report: dict[str, Any]) -> None:
-    """Write eval.html in a run."""
+    """Write eval.html in a run, and its own page with the length of real decoding."""
     (name,) = short_names([run])
 
     def page() -> Page:
         return report_page([], evaluations(report, "this evaluation", name))
 
-    leave_page(run / "eval.html", page)
+    leave_page(run / "eval.html", page, NOTICE)
+    if "target" in report:
+
+        def page_of_run() -> Page:
+            stored = dump_json(report | {"draft": Path(report["draft"]).resolve().name})
+            write_atomically(run / DECODED, stored)
+            return page_of([run])
+
+        leave_page(run / PAGE, page_of_run)

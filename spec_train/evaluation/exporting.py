@@ -76,7 +76,7 @@ class ExportResult(Result):
         size = f"{self.tensors} tensors, {self.bytes / 1e6:.1f} MB"
         lines = [f"{self.path}: {self.format} format, {size}; verified by reading it back"]
         for serving in self.servings:
-            note = [f"({serving.note})"] if serving.note else []
+            note = [wrapped(f"({serving.note})")] if serving.note else []
             lines += ["", f"serve with {serving.engine}:", *serving.lines, *note]
         return "\n".join(lines)
 

@@ -11,7 +11,7 @@ import msgspec
 from spec_data.pages.page import Point
 from spec_data.shards.errors import ConfigError, MissingError, RunError
 from spec_train.training.result import FitResult, better
-from spec_train.training.run_directory import HELD_OUT, read_run_json
+from spec_train.training.run_directory import DECODED, HELD_OUT, read_run_json
 
 METRICS, OPTIONS = "metrics.jsonl", "fit.json"
 
@@ -195,6 +195,7 @@ class Run:
         options: fit.json. training, validation: lines of metrics.jsonl, in order.
         best: the validation that `fit` chooses; empty: there is none yet.
         held_out: simulated decoding of the best draft on the held-out documents, if there is one.
+        decoded: the last real decoding with the best draft, if there is one.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -222,6 +223,10 @@ class Run:
                 raise RunError(f"{path / HELD_OUT}: damaged ({error}); remove it") from None
             held_out = f"{name}, step {simulated.step:,}"
             self.held_out = Evaluation(name=held_out, result=simulated)
+        self.decoded: Evaluation | None = None
+        file = path / DECODED
+        if (raw := _object(file)) and raw.get("draft") == (path / "best").resolve().name:
+            self.decoded = evaluations(raw, str(file), f"{name}, decoded")[0]
 
     def curve(self, name: str, held_out: bool = False) -> list[Point]:
         """Return (trained tokens, metric) of every line that has both."""

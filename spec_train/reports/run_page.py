@@ -15,6 +15,7 @@ from spec_data import __version__
 from spec_data.pages.page import (
     Axis,
     Chart,
+    Column,
     Figure,
     Format,
     Note,
@@ -26,9 +27,9 @@ from spec_data.pages.page import (
     Value,
     Viewer,
     WrittenPage,
-    list_row,
     listed,
     shown,
+    with_rows,
     write_page,
 )
 from spec_data.shards.errors import ConfigError
@@ -80,7 +81,9 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> WrittenPage:
     beside = paths[0] / PAGE if paths[0].is_dir() else paths[0].with_suffix(".html")
     file = beside if out is None else out
     check_file_to_write("--out", file)
-    return write_page(file, page_of(paths))
+    following = ("spec-train", "export", "--draft", str(paths[0]))
+    alone = len(paths) == 1 and is_run(paths[0])
+    return write_page(file, page_of(paths), following if alone else ())
 
 
 def page_of(paths: Sequence[Path]) -> Page:
@@ -113,8 +116,9 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
     """Return the page about runs and evaluations, at least one of them, in the order given."""
-    measured = [*(run.held_out for run in runs if run.held_out is not None), *others]
     decoded = [_decoded(run, others) for run in runs]
+    stored = [one for one in decoded if one is not None and one not in others]
+    measured = [*(run.held_out for run in runs if run.held_out is not None), *stored, *others]
     real = all(decoded)  # lengths of one column are measured in one way
     facts = [_facts(run, one if real else None) for run, one in zip(runs, decoded, strict=True)]
     answers, acceptance = _answers(measured), _acceptance(measured)
@@ -144,10 +148,10 @@ def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
     )
 
 
-def leave_page(file: Path, make: Callable[[], Page]) -> None:
+def leave_page(file: Path, make: Callable[[], Page], level: int = logging.INFO) -> None:
     """Write a page at the end of a command; a failure is a warning: the results are worth more."""
     try:
-        log.info("page       %s", write_page(file, make()).path)
+        log.log(level, "page       %s", write_page(file, make()).path)
     except Exception as error:
         log.warning("warning[page]: %s was not written: %s: %s", file, type(error).__name__, error)
         log.debug("the page failed", exc_info=error)
@@ -224,12 +228,12 @@ def _compared(runs: Sequence[Run], facts: Sequence[Sequence[Figure]], best: int 
 
 
 def _decoded(run: Run, others: Sequence[Evaluation]) -> Evaluation | None:
-    """Return the evaluation of a draft of the run by real decoding, if there is one."""
+    """Return the evaluation of a draft of the run by real decoding: one of these, or the last."""
     folder = run.path.resolve()
     for one in others:
         if one.decoded and Path(one.decoded.draft).resolve().is_relative_to(folder):
             return one
-    return None
+    return run.decoded
 
 
 def _facts(run: Run, decoded: Evaluation | None) -> list[Figure]:
@@ -325,7 +329,8 @@ def _settings(runs: Sequence[Run]) -> list[Part]:
         [name, *texts]
         for name in options
         for texts in [[_option(run.options.get(name), name) for run in runs]]
-        if len(set(texts)) > 1
+        # an option that one kind of draft alone has says no more than its kind
+        if len({text for run, text in zip(runs, texts, strict=True) if name in run.options}) > 1
     ]
     table = Table(
         title="Options in which the runs differ",
@@ -488,11 +493,13 @@ def _answers(measured: Sequence[Evaluation]) -> Section:
     samples = [(one, sample) for one in order for sample in one.result.samples]
     documents = [response(i, one, sample) for i, (one, sample) in enumerate(samples, 1)]
     keys = _KEYS if any(one.decoded is None for one in measured) else _KEYS[:2]
-    columns = [("answer", "count"), ("tokens", "count"), ("per step", "number"), ("of", "text")]
+    columns: list[Column] = [("answer", "count"), ("tokens", "count")]
+    columns += [("per step", "number"), ("of", "text")]
     sorts = [["in order", 0, 1], ["most accepted", 2, -1], ["least accepted", 2, 1]]
     note = "A few responses, evenly spread over those that were measured."
     data: dict[str, Any] = {"note": note, "noun": "answer", "item": "verification step"}
-    data |= {"keys": keys, "columns": columns, "sorts": sorts, "documents": documents}
+    data |= {"keys": keys, "columns": columns, "sorts": sorts}
+    data["documents"] = with_rows(columns, documents)
     return Section(title="Answers", parts=[Viewer(data=data)] if documents else [])
 
 
@@ -537,9 +544,7 @@ def response(number: int, one: Evaluation, sample: SampleResponse) -> dict[str, 
         alone = {"title": title, "learned": False, "items": items, "seconds": plain.seconds}
         segments.insert(-1, alone)
     name = " \u00b7 ".join(filter(None, (one.name, sample.name, sample.source)))
-    row: list[Figure] = [("", number, "count"), ("", position, "count")]
-    row += [("", per_step, "number"), ("", name, "text")]
-    figures = {"number": number, "row": list_row(row)}
+    figures = {"number": number, "row": [number, position, per_step, name]}
     return figures | {"head": head, "id": name, "segments": segments}
 
 

@@ -13,7 +13,8 @@ from spec_data.models.devices import compute_dtype, peak_memory, use_device
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal import NOTICE
 from spec_data.terminal.command import Result
-from spec_data.terminal.progress import bars, size
+from spec_data.terminal.progress import bars, duration, size
+from spec_data.terminal.text_table import text_table
 from spec_train.data.mixture import parts_of
 from spec_train.data.splits import make_splits
 from spec_train.drafts import draft_class
@@ -72,21 +73,14 @@ class DryRun(Result):
                 f"s and {self.validations:,} validations of {self.validation_seconds:.3g} s"
             )
         where = "on the GPU" if self.device.startswith("cuda") else "of this process"
-        return (
-            f"time       {rate}\n"
-            f"memory     {size(self.peak_bytes)} at most {where}; "
-            f"checkpoints add {size(self.checkpoint_bytes)} on the host\n"
-            f"disk       {size(self.checkpoint_bytes)} per checkpoint, {self.checkpoints} are "
-            f"kept; {size(self.draft_bytes)} for the best draft"
+        peak, checkpoint = size(self.peak_bytes), size(self.checkpoint_bytes)
+        best = f"{size(self.draft_bytes)} for the best draft"
+        rows = (
+            ("time", rate),
+            ("memory", f"{peak} at most {where}; checkpoints add {checkpoint} on the host"),
+            ("disk", f"{checkpoint} per checkpoint, {self.checkpoints} are kept; {best}"),
         )
-
-
-def duration(seconds: float) -> str:
-    """Return a duration for people, such as 45 s, 12 min or 3 h 20 min."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+        return text_table(rows, "<<")
 
 
 def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:

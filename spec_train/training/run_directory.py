@@ -48,6 +48,8 @@ RUN, METRICS, _LOCK = "run.json", "metrics.jsonl", ".lock"
 STATE_TENSORS, STATE = "training_state.safetensors", "training_state.json"
 HELD_OUT = "held-out.json"
 """Simulated decoding of the best draft over the held-out documents, as `eval --data` reports it."""
+DECODED = "decoded.json"
+"""The last real decoding with the best draft, as `eval --json` reports it."""
 
 # -- reading ---------------------------------------------------------------------------------------
 
@@ -224,7 +226,7 @@ class RunDirectory:
 
     def begin(self) -> None:
         """Delete what an attempt without a checkpoint left behind."""
-        for name in ("best", METRICS, HELD_OUT):
+        for name in ("best", METRICS, HELD_OUT, DECODED):
             remove(self.path / name)
         for folder in self.path.glob("best-*"):
             remove(folder)

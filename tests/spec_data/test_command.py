@@ -142,7 +142,7 @@ def test_the_command_line_and_python_give_the_same_arguments(program, capsys):
         ([*REQUIRED, "--template", "[1]"], "JSON object"),
         ([*REQUIRED, "--for", ""], "is a shell variable not set?"),
         ([*REQUIRED, "--for", "s3://x/y"], "s3://"),
-        (REQUIRED[:-2], "--out requires an argument"),
+        (REQUIRED[:-2], "--out is missing"),
         (
             ["fit", "chain", "--data", "x", "--out", "r", "--block-size", "3"],
             "Unknown option: --block-size",

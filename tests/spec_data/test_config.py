@@ -19,7 +19,8 @@ def test_a_saved_table_is_the_same_options():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"typo": 1}, "here: .*typo"),
+        ({"typo": 1}, "here: no option 'typo'"),
+        ({"ttt_step": 3}, "here: no option 'ttt_step'; did you mean ttt_steps"),
         ({"ttt_steps": "x"}, "here: --ttt-steps 'x': expected int"),
         ({"ttt_steps": True}, "expected int"),
         ({"layers": None}, "--layers None: expected str"),

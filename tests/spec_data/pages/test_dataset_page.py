@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import spec_data
 from spec_data.cli import main
 from spec_data.commands.inspect import write_report
 from spec_data.models.reading import load_tokenizer
@@ -138,6 +139,8 @@ def test_a_notebook_has_the_tables_without_reading_the_documents(data, page):
     for section in page.sections[1:]:
         assert f">{section.title}</h2>" in shown
     assert "viewer" not in re.sub(r"<style>.*</style>", "", shown, flags=re.DOTALL)
+    assert spec_data.inspect(data)._repr_html_() == shown
+    assert spec_data.inspect(data, doc=0)._repr_html_().startswith("<pre>document 0")
     assert WrittenDataset(path=data, sealed=False)._repr_html_().startswith("<pre>not sealed")
 
 

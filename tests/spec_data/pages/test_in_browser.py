@@ -60,7 +60,7 @@ def test_charts_have_their_data_as_a_table_and_follow_the_colours_of_the_system(
         tab.keyboard.press("Enter")
         rows = tab.locator("details").nth(0).locator("tbody tr")
         assert rows.count() == 40
-        assert rows.nth(1).locator("td").all_inner_texts() == ["1", "1", "1.2"]
+        assert rows.nth(1).locator("td").all_inner_texts() == ["1", "1.000", "1.200"]
         tab.locator("summary").nth(1).click()
         depths = tab.locator("details").nth(1).locator("tbody tr")
         assert depths.nth(0).locator("td").all_inner_texts() == ["1", "50.0\u00a0%"]

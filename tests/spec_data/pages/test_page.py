@@ -72,6 +72,21 @@ def test_values_are_shown_by_their_format():
         assert shown(value, form) == text, (value, form)
 
 
+def test_numbers_of_a_column_have_equal_digits():
+    columns = [("", "text"), ("", "number"), ("", "number"), ("", "share")]
+    rows = [("a", 4, 3, 0.5), ("b", 65.28, 12, None), ("c", None, 5, 1), ("d", 1.678, None, 0)]
+    texts = list(zip(*Table(title="", columns=columns, rows=rows).texts(), strict=True))
+    assert texts[1] == ("4.00", "65.28", "\u2013", "1.68")
+    assert texts[2] == ("3", "12", "5", "\u2013") and texts[3][0] == "50.0\u00a0%"
+    for values in ([1e-5, 3e-4], [1e-5, 123456.7], [0.0, 0.25], [float("nan"), -1.5]):
+        table = Table(title="", columns=[("", "number")], rows=[[x] for x in values])
+        shown_ = [text.replace(",", "") for (text,) in table.texts() if text != "\u2013"]
+        assert len({len(text.partition(".")[2]) for text in shown_}) == 1
+        largest = max((x for x in values if x == x), key=abs)
+        assert float(max(shown_, key=lambda t: abs(float(t)))) == pytest.approx(largest, rel=6e-4)
+    assert Table(title="", columns=columns, rows=[]).texts() == []
+
+
 def test_the_policy_names_every_script_and_style_and_nothing_else():
     found = Elements(page_bytes(sample_page()).decode())
     policy = next(a["content"] for t, a in found.tags if a.get("http-equiv"))

@@ -1,12 +1,15 @@
 """The page of a plan: the documents, masks and counts that `generate` has, without weights."""
 
 import json
+import pickle
 
 import pytest
 
+import spec_data
 from spec_data.cli import main
 from spec_data.generation.setup import make_plan
 from spec_data.pages.dataset_page import plan_page
+from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
 from tests.spec_data.pages.reading_pages import part, read_document
 from tests.spec_data.runs import inputs_of, run, save_target, write_corpus
@@ -66,10 +69,26 @@ def test_estimate_writes_the_page_and_texts_of_the_corpus_are_no_markup(
     words = ["--corpus", str(corpus), "--target", str(target), "--layers", "0,1,2"]
     words += ["--out", str(out), "--max-bad-rows", "5"]
     assert main(["estimate", *words, "--page", str(file)]) == 0
-    assert not out.exists() and str(file) in caplog.text
+    assert not out.exists() and f"written: {file}" in caplog.text
     text = file.read_text()
     assert text.count("</script>") == text.count("<script") == 2 and "<img" not in text
     assert main(["estimate", *words, "--page", str(tmp_path / "no" / "page.html")]) == 2
+
+
+def test_a_notebook_shows_the_plan_below_the_sizes(target, corpus, tmp_path):
+    options = spec_data.CaptureOptions(layers=[0, 1, 2], max_bad_rows="5")
+    result = spec_data.estimate(target, corpus, tmp_path / "out", options)
+    given = {"layers": [0, 1, 2], "max_bad_rows": "5"}
+    same = spec_data.estimate(target, corpus, tmp_path / "out", options=given)
+    assert same.facts() | {"bytes_free": 0} == result.facts() | {"bytes_free": 0}
+    with pytest.raises(ConfigError, match="options: no option 'limti'; did you mean limit"):
+        spec_data.estimate(target, corpus, tmp_path / "out", options={"limti": 3})
+    shown = result._repr_html_()
+    assert shown.startswith("<pre>documents") and "bytes per token" in shown
+    for title in ("Documents", "Corpus", "What was left out"):
+        assert f">{title}</h2>" in shown
+    assert "<script" not in shown and "Tokens</h2>" not in shown
+    assert "page" not in result.facts() and pickle.loads(pickle.dumps(result)) == result
 
 
 def test_a_sample_of_the_documents_and_a_limit_of_rows_are_named(target, corpus, tmp_path):

@@ -79,6 +79,9 @@ def test_eval_with_a_target_shows_its_responses(run, place):
         run, target=place / "target", prompts=place / "p.jsonl", max_new_tokens=12, device="cpu"
     )
     assert "Answers" in titles(run / "eval.html")
+    shown = (run / "report.html").read_text()
+    assert "acceptance length, real decoding" in shown and "with the draft: " in shown
+    assert spec_train.write_report(run).path.read_text() == shown
     assert "<svg" in found._repr_html_() and "Evaluations" in found._repr_html_()
     (one,) = evaluations(found.figures, "eval", "run")
     (sample,) = one.result.samples

@@ -13,6 +13,7 @@ from spec_train.reports import run_page
 from spec_train.reports.results import Run, evaluations
 from spec_train.reports.run_page import page_of, short_names
 from spec_train.training.result import better
+from spec_train.training.run_directory import DECODED
 from tests.spec_train.reports.written import (
     data_figures,
     real_figures,
@@ -79,6 +80,12 @@ def test_a_page_leads_with_real_decoding_else_with_the_length_as_in_serving(tmp_
     real = ("acceptance length, real decoding; its 95 % interval 2.25 to 2.75", 2.5)
     file.write_text(json.dumps(real_figures() | {"draft": str(run / "best")}))
     assert first_figure(page_of([run, file])) == real
+    stored = run / DECODED
+    (run / "best").symlink_to("best-00000010")
+    stored.write_text(json.dumps(real_figures() | {"draft": "best-00000010"}))
+    assert first_figure(page_of([run])) == real
+    stored.write_text(json.dumps(real_figures() | {"draft": "best-00000005"}))
+    assert first_figure(page_of([run])) == served, "that was another draft"
     file.write_text(json.dumps(real_figures() | {"data": data_figures()}))
     page = page_of([file])
     assert first_figure(page) == real and page.sections[0].title == "Answers"
@@ -109,6 +116,13 @@ def test_several_runs_share_their_charts_and_their_settings_are_compared(tmp_pat
     assert [value for _, value, _ in page.figures[:2]] == sorted(lengths, reverse=True)
     assert page.kind == "Runs"
     assert parts["Loss"]["x"] == parts["Acceptance length"]["x"], "equal axes"
+
+
+def test_an_option_that_one_kind_of_draft_alone_has_is_not_compared(tmp_path):
+    write_run(tmp_path / "a", loss="ce", ttt_steps=7)
+    write_run(tmp_path / "b", loss="kl", block_size=7)
+    page = page_of([tmp_path / "a", tmp_path / "b"])
+    assert parts_of(page)["Options in which the runs differ"]["rows"] == [["loss", "ce", "kl"]]
 
 
 def test_no_run_is_the_best_of_equal_ones(tmp_path):
