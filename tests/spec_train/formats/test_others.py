@@ -35,11 +35,12 @@ def test_vllm_reads_a_peagle_draft_as_it_was_trained(saved, tmp_path, target, fo
 
 
 def test_a_published_peagle_draft_is_read_by_its_mask_states(saved, tmp_path):
-    """It has the architecture name of an EAGLE-3."""
+    """It has the architecture name of an EAGLE-3, and its mask states come in several shapes."""
     own = saved("peagle")
     raw, tensors = read(own)
     raw = {k: v for k, v in raw.items() if k not in ("spec_train", "mask_token_id", "eagle_config")}
     raw["architectures"] = ["LlamaForCausalLMEagle3"]
+    tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
     again = load_draft(write(tmp_path / "theirs", raw, tensors))
     assert again.name == "peagle" and again.config.mask_token_id == 5
     assert again.options.depths == 8 and same_weights(again, load_draft(own))

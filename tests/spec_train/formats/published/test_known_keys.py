@@ -11,7 +11,7 @@ import spec_train
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
 from spec_train.formats.draft_files import DraftFiles
-from spec_train.formats.names import unread_keys
+from spec_train.formats.names import HARMLESS, READ, unread_keys
 from tests.spec_train.formats.published import (
     test_automodel,
     test_deepspec,
@@ -39,6 +39,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_key_of_a_known_trainer_is_known(name):
     assert unread_keys(DraftFiles(CONFIGS[name], {}, "here")) == []
+
+
+def test_the_tables_do_not_overlap():
+    assert not READ & HARMLESS
 
 
 @pytest.fixture
