@@ -4,7 +4,7 @@ Each row is one document; its last 60 % are supervised.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,7 +84,7 @@ def fresh_draft(name: str, head: TargetHead, size: Size, published: bool = False
     options = kind.options_class()
     changes = {"draft_vocab_size": size.draft_vocab, "mask_token_id": 5}
     changes |= {} if published else {"noise": 0.0}
-    known = type(options).__dataclass_fields__
+    known = {field.name for field in fields(options)}
     options = replace(options, **{k: v for k, v in changes.items() if k in known})
     if published:
         options = options.sized(4096, 36)
