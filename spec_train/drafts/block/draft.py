@@ -195,8 +195,9 @@ class BlockDraft(LayersDraft):
         return list(self.layers)
 
     def states_of_one_slot(self) -> Tensor:
-        ids = torch.zeros(1, 1, dtype=torch.long, device=self.fc.weight.device)
-        context = self.late_context(self.fc.weight.new_zeros(1, 1, self.fc.in_features), ids)
+        size, weight = self.config.block_size, self.fc.weight  # layers may need a whole block
+        ids = torch.zeros(1, size, dtype=torch.long, device=weight.device)
+        context = self.late_context(weight.new_zeros(1, 1, self.fc.in_features), ids[:, :1])
         attends = [partial(attend_block, window=None)] * len(self.layers)
         return self.forward_blocks(ids, ids, context, attends)
 

@@ -17,16 +17,15 @@ from spec_train.options.draft_options import DRAFT_OPTIONS
 from tests import factory
 
 VOCAB, STATES, LAYERS, CAPTURED = 40, 2, "1,3", (0, 1, 2, 3, 4)
-STEPS = {"eagle": 100, "eagle3": 100, "peagle": 80, "dspark": 80, "dflash": 80, "dflash2": 80}
+STEPS = {"eagle": 100, "eagle3": 100, "peagle": 80, "dspark": 80, "dflash": 80}
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle": {},
     "eagle3": {"layers": LAYERS, "draft_vocab_size": 32, "ttt_steps": 3},
     "peagle": {"layers": LAYERS, "draft_vocab_size": 32, "depths": 3, "num_layers": 2},
     "dspark": {"layers": LAYERS, "num_layers": 2, "block_size": 3, "markov_rank": 4},
     "dflash": {"layers": LAYERS, "num_layers": 2, "block_size": 3},
-    "dflash2": {"layers": LAYERS, "num_layers": 2, "block_size": 3, "selector_top_k": 4},
 }
-MASK = {"peagle", "dspark", "dflash", "dflash2"}
+MASK = {"peagle", "dspark", "dflash"}
 ROPE = {"rope_type": "default", "rope_theta": 100.0}
 """Of the target. With so small a theta, the documents are long enough for it to matter."""
 OTHERWISE: dict[str, dict[str, Any]] = {
