@@ -237,7 +237,7 @@ class Draft(nn.Module, ABC):
         """
         connected = [p.flatten()[0] * 0 for p in self.parameters_outside_units()]
         if self.units:
-            connected.append(self.states_of_one_slot().sum() * 0)
+            connected.append(self.states_of_no_slot().sum() * 0)
         return sum(connected, torch.zeros(()))
 
     @property
@@ -248,8 +248,8 @@ class Draft(nn.Module, ABC):
         """
         return []
 
-    def states_of_one_slot(self) -> Tensor:
-        """Return states [..., H] of a slot that means nothing, through all `units`."""
+    def states_of_no_slot(self) -> Tensor:
+        """Return states [..., H] that mean nothing, made by all `units`."""
         raise NotImplementedError
 
     def parameters_outside_units(self) -> list[nn.Parameter]:

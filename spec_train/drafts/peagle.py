@@ -123,7 +123,7 @@ class PeagleDraft(AuxDraft):
         """The layers; none with segments, each of which runs all layers, forward and backward."""
         return list(self.layers) if self.options.segments == 1 else []
 
-    def states_of_one_slot(self) -> Tensor:
+    def states_of_no_slot(self) -> Tensor:
         ids, carried = self.unknown_inputs(1, 1)
         return self.step(ids, carried, torch.zeros_like(ids), self.new_caches())
 

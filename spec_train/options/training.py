@@ -74,7 +74,7 @@ class Training:
     sharding: Annotated[Literal["ddp", "fsdp2"], RUNNING] = "ddp"
     """With several processes. ddp: each holds the whole draft, the faster choice; fsdp2: weights,
     gradients and optimizer are split among them, for drafts that do not fit one GPU. It gathers
-    the layers of peagle (without --segments), dspark and dflash one by one, and again for the
+    the layers of peagle (without --segments) and of block drafts one by one, and again for the
     backward pass; with --accumulation, it frees none before the last micro-batch."""
     exchange: Annotated[Literal["fp32", "bf16"], RUNNING] = "fp32"
     """What several processes send each other: gradients, and the weights that fsdp2 gathers, as

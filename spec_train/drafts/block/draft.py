@@ -194,7 +194,7 @@ class BlockDraft(LayersDraft):
     def units(self) -> list[nn.Module]:
         return list(self.layers)
 
-    def states_of_one_slot(self) -> Tensor:
+    def states_of_no_slot(self) -> Tensor:
         size, weight = self.config.block_size, self.fc.weight  # layers may need a whole block
         ids = torch.zeros(1, size, dtype=torch.long, device=weight.device)
         context = self.late_context(weight.new_zeros(1, 1, self.fc.in_features), ids[:, :1])

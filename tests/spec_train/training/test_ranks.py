@@ -96,6 +96,7 @@ def test_any_number_of_ranks_and_micro_batches_is_one_batch(
         ("fsdp2", "eagle3"),
         ("ddp", "dspark"),
         ("fsdp2", "dspark"),
+        ("fsdp2", "dflash2"),
         ("fsdp2", "peagle"),
     ],
 )
