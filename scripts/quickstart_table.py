@@ -13,7 +13,14 @@ totals, target, modelled = manifest["totals"], manifest["target"], decoded["mode
 states = [c for c in manifest["columns"] if c["name"].startswith("hidden.")]
 stored = totals["bytes"] / totals["tokens"]
 exact = sum(2 * column["width"] for column in states)
-low, high = decoded["interval"] or (decoded["acceptance_length"],) * 2
+between = "{:.2f} to {:.2f} (95%); ".format(*decoded["interval"]) if decoded["interval"] else ""
+
+
+def shown(number: float | None) -> str:
+    """Return a number; nothing was verified where there is none."""
+    return "-" if number is None else f"{number:.2f}"
+
+
 rows = [
     ("target", target["name"], f"{target['num_layers']} blocks"),
     ("its own answers", f"{totals['documents']:,}", f"{totals['tokens']:,} tokens"),
@@ -24,9 +31,8 @@ rows = [
     ),
     (
         "acceptance length",
-        f"{decoded['acceptance_length']:.2f}",
-        f"tokens per verification, {low:.2f} to {high:.2f} (95%); {decoded['prompts']} prompts, "
-        "greedy",
+        shown(decoded["acceptance_length"]),
+        f"tokens per verification, {between}{decoded['prompts']} prompts, greedy",
     ),
     (
         "lossless",
@@ -36,7 +42,7 @@ rows = [
     ),
     (
         "modelled speed-up",
-        f"{modelled['speedup']:.2f}x",
+        shown(modelled["speedup"]) + "x",
         f"if a verification costs one pass of the target and a draft pass "
         f"{modelled['cost_ratio']:g} of it",
     ),

@@ -105,11 +105,13 @@ def _rows(
     shown += [f"{more} more reasons (--verbose)"] if more > 0 else []
     layers = ", ".join(map(str, of.layers)) or "none"
     fits = f"; for {', '.join(drafts)}" if drafts else ""
-    plural = "s" * (len(of.layers) != 1)
     return {
         "documents": (f"{of.documents:,}", f"left out: {', '.join(shown) or 'none'}"),
         "tokens": (f"{of.tokens:,}", f"{of.supervised_tokens:,} supervised"),
-        "layers": (str(len(of.layers)), f"outputs of block{plural} {layers}{fits}"),
+        "layers": (
+            str(len(of.layers)),
+            f"outputs of block{'s' * (len(of.layers) != 1)} {layers}{fits}",
+        ),
     }
 
 

@@ -122,38 +122,30 @@ def estimated(
     from spec_data.pages.report import as_text, columns_table, counts_text
     from spec_data.results import EstimateResult, skipped_rows
     from spec_data.shards.schema import bits_range
-    from spec_data.terminal.progress import size
     from spec_data.terminal.text_table import text_table
 
     tokens, predicting = plan.tokens, plan.documents.predicting
-    supervised = int(plan.documents.supervised.sum())
     counts = structs.asdict(plan.counts)
     shards = sum(plan.unit_bytes(unit, setup.columns) for unit in range(len(plan.units)))
     other = other_files(setup, plan)
     needed = shards + sum(other.values())
     existing = next(p for p in [out, *out.absolute().parents] if p.exists())
     free = shutil.disk_usage(existing).free
-    least, unknown = shards, ""
+    least = shards
     for column in (c for c in setup.columns if c.lossy and c.error is None):
         low, high = bits_range(column.quality)
         rows = predicting if column.sparse else tokens
         least -= int((high - low) / 8 * (column.width or 1) * rows)
-        unknown = " at most; --probe measures it"
     lines = [
         ("target", f"{setup.target['name']} ({setup.target['num_layers']} blocks)"),
-        ("layers (output of block k, from 0)", ", ".join(map(str, setup.layers)) or "none"),
-        ("documents", f"{len(plan.lengths):,}"),
-        ("tokens", f"{tokens:,}"),
-        ("supervised tokens", f"{supervised:,}"),
         ("longest document", f"{int(plan.lengths.max()):,}"),
         ("packing utilisation", f"{plan.utilisation():.1%} of packs of {plan.pack_length:,}"),
         ("shards", f"{len(plan.units):,}"),
-        ("bytes per token", f"{shards / tokens:,.1f}"),
-        ("bytes of all shards", f"{shards:,} ({size(shards)}){unknown}"),
-        *([("and at least", f"{least:,} ({size(least)})")] if unknown else []),
-        ("bytes of the target's embedding and head", f"{other['head']:,} ({size(other['head'])})"),
-        ("bytes of the whole directory", f"{size(needed)} (to within 1 % and 64 KB)"),
-        ("free on this disk", size(free) + ("" if needed <= free else "  NOT ENOUGH")),
+        (
+            "bytes of all shards",
+            f"{shards:,}" + (f", at least {least:,}" if least < shards else ""),
+        ),
+        ("bytes of the target's embedding and head", f"{other['head']:,}"),
         *(probe.lines() if probe else []),
     ]
     return EstimateResult(
@@ -162,7 +154,7 @@ def estimated(
         fitting=drafts[0],
         documents=len(plan.lengths),
         tokens=tokens,
-        supervised_tokens=supervised,
+        supervised_tokens=int(plan.documents.supervised.sum()),
         shards=len(plan.units),
         bytes=shards,
         bytes_least=least,

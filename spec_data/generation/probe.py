@@ -24,7 +24,6 @@ from spec_data.models.reading import text_config
 from spec_data.shards.files import dump_json
 from spec_data.shards.packing import sample_documents
 from spec_data.shards.schema import Column
-from spec_data.terminal.progress import duration, size
 
 _BATCHES = 3
 
@@ -50,13 +49,10 @@ class Probe:
 
     def lines(self) -> list[tuple[str, str]]:
         """Return the figures as names and values, in words."""
-        memory = "of the process" if self.device == "cpu" else f"of {self.device}"
         return [
             ("probe", f"{self.tokens:,} tokens on {self.device}, {self.form}"),
             ("tokens per forward", f"{self.batch_tokens:,}"),
             ("tokens per second", f"{self.tokens_per_second:,.0f} (one worker)"),
-            ("time to capture", f"about {duration(self.seconds)}"),
-            (f"memory {memory}", f"{size(self.memory_bytes)} at its peak"),
         ]
 
 

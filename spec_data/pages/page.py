@@ -237,17 +237,12 @@ def _texts(values: Sequence[Value], form: Format) -> list[str]:
     return [f"{x:,.{digits}f}" if _number(x) else shown(x, form) for x in values]
 
 
-def with_rows(
-    columns: Sequence[Column], documents: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def with_rows(columns: Sequence[Column], documents: Sequence[dict[str, Any]]) -> list[Any]:
     """Return documents of the viewer: each value of their `row` with its text; nan: not known."""
     texts = Table(title="", columns=columns, rows=[one["row"] for one in documents]).texts()
-
-    def row(values: Sequence[Any], shown: Sequence[str]) -> list[list[Value]]:
-        keys = (None if isinstance(x, str) or x != x else x for x in values)
-        return list(map(list, zip(keys, shown, strict=True)))
-
-    return [{**x, "row": row(x["row"], text)} for x, text in zip(documents, texts, strict=True)]
+    keys = [[None if isinstance(x, str) or x != x else x for x in one["row"]] for one in documents]
+    rows = [list(map(list, zip(*pair, strict=True))) for pair in zip(keys, texts, strict=True)]
+    return [{**one, "row": row} for one, row in zip(documents, rows, strict=True)]
 
 
 def listed(names: Sequence[str]) -> str:

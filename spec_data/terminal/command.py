@@ -288,8 +288,8 @@ class Program:
                 assert entry is not None and error.argument is not None
                 name = error.argument.field_info.name
                 word = name.upper() if name in entry.positional() else flag(name)
-                problem = "needs a value" if word in rest else "is missing"
-                return self._refuse(chain, f"{word} {problem}")
+                word += " needs a value" if word in rest else " is missing"
+                return self._refuse(chain, word)
             except CycloptsError as error:
                 error.verbose = False
                 return self._refuse(chain, str(error).strip())

@@ -161,8 +161,7 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "config") -> T:
     Raises:
         SpecDataError: see above; the message names `where` the values are from.
     """
-    names = typing.get_type_hints(cls)
-    for name in (name for name in values if name not in names):
+    for name in sorted(values.keys() - (names := typing.get_type_hints(cls)).keys(), key=str):
         raise ConfigError(f"{where}: no option {name!r}{did_you_mean(str(name), list(names))}")
     try:
         return cls(**values)

@@ -78,8 +78,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> WrittenPage:
         raise ConfigError(
             f"--out is needed for a page about {len(paths)} places: name an HTML file"
         )
-    beside = paths[0] / PAGE if paths[0].is_dir() else paths[0].with_suffix(".html")
-    file = beside if out is None else out
+    file = out or (paths[0] / PAGE if paths[0].is_dir() else paths[0].with_suffix(".html"))
     check_file_to_write("--out", file)
     following = ("spec-train", "export", "--draft", str(paths[0]))
     alone = len(paths) == 1 and is_run(paths[0])
