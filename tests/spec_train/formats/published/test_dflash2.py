@@ -1,4 +1,4 @@
-"""DFlash 2 as z-lab publishes it, with keys in `dflash_config`, and in the speculators form."""
+"""DFlash 2 as z-lab publishes it, with keys in `dflash_config`, of speculators and AutoModel."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,12 @@ from spec_data.shards.errors import DraftError
 from tests.spec_train.drafts.dflash2.reference import Block
 from tests.spec_train.drafts.dspark.reference import block_logits
 from tests.spec_train.drafts.slow_layer import Document
-from tests.spec_train.formats.published import blocks, test_speculators_blocks, tiny
+from tests.spec_train.formats.published import (
+    blocks,
+    test_automodel_blocks,
+    test_speculators_blocks,
+    tiny,
+)
 from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, SIZE
 from tests.spec_train.formats.published.test_zlab_blocks import CONFIG
 from tests.spec_train.formats.published.tiny import H, V, noise
@@ -50,6 +55,12 @@ def speculators(folder: Path, saved: dict[str, Tensor], **keys: Any) -> Path:
     return tiny.write(folder, raw, saved)
 
 
+def automodel(folder: Path, saved: dict[str, Tensor]) -> Path:
+    raw = test_automodel_blocks.DFLASH | {"architectures": ["Qwen3DFlash2DraftModel"]}
+    raw["dflash_config"] = raw["dflash_config"] | KEYS
+    return tiny.write(folder, raw, saved)
+
+
 class Recorder(blocks.Recorder):
     """Keeps the candidates too."""
 
@@ -62,7 +73,7 @@ class Recorder(blocks.Recorder):
         return super().draft(logits, ids, vocab_size)
 
 
-@pytest.mark.parametrize("write", [zlab, speculators])
+@pytest.mark.parametrize("write", [zlab, speculators, automodel])
 @torch.no_grad()
 def test_it_drafts_as_defined(tmp_path, write):
     facts, saved = tiny.target(), tensors()
