@@ -54,7 +54,6 @@ class EstimateResult(Result):
     """Tokens per second, time and memory, where a probe was asked for."""
     text: str = field(repr=False)
     page: Page | None = field(default=None, repr=False)
-    """What would be captured, without its tokens."""
     next_command: Sequence[str] = field(default=(), repr=False)
 
     @property
@@ -103,15 +102,12 @@ def _rows(
     reasons = [f"{n:,} {reason}" for reason, n in (of.skipped_rows | of.dropped).items() if n]
     shown, more = reasons[:_REASONS], len(reasons) - _REASONS
     shown += [f"{more} more reasons (--verbose)"] if more > 0 else []
-    layers = ", ".join(map(str, of.layers)) or "none"
+    layers = "s" * (len(of.layers) != 1) + " " + (", ".join(map(str, of.layers)) or "none")
     fits = f"; for {', '.join(drafts)}" if drafts else ""
     return {
         "documents": (f"{of.documents:,}", f"left out: {', '.join(shown) or 'none'}"),
         "tokens": (f"{of.tokens:,}", f"{of.supervised_tokens:,} supervised"),
-        "layers": (
-            str(len(of.layers)),
-            f"outputs of block{'s' * (len(of.layers) != 1)} {layers}{fits}",
-        ),
+        "layers": (str(len(of.layers)), f"outputs of block{layers}{fits}"),
     }
 
 
