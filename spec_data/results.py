@@ -52,6 +52,8 @@ class EstimateResult(Result):
     """Corpus rows that are left out, by reason; "bad" are those that cannot be read."""
     probe: Probe | None
     """Tokens per second, time and memory, where a probe was asked for."""
+    process_bytes: int | None
+    """About the memory of each process of --context-parallel, masks excepted; None without it."""
     text: str = field(repr=False)
     page: Page | None = field(default=None, repr=False)
     next_command: Sequence[str] = field(default=(), repr=False)
@@ -82,6 +84,8 @@ class EstimateResult(Result):
                 "" if known else "at most; --probe measures it",
             ),
         }
+        if self.process_bytes:
+            rows["memory, each process"] = (size(self.process_bytes), "about, and masks")
         if self.probe:
             rows["time"] = (duration(self.probe.seconds), "of one worker")
             rows["memory"] = (size(self.probe.memory_bytes), f"on {self.probe.device}, at its peak")

@@ -65,6 +65,30 @@ def check_family(config: Any) -> None:
         )
 
 
+def forward_bytes(config: Any, tokens: int, processes: int, columns: int, itemsize: int) -> int:
+    """Return about how many bytes a forward of one document takes in the first process, which has
+    the most, beside weights, logits and masks; of a dense target with sdpa.
+
+    Args:
+        config: the transformers configuration.
+        tokens: of the document.
+        columns: captured states per token.
+        itemsize: bytes of a number of the target's dtype.
+    """
+    text, share = text_config(config), -(-tokens // processes)
+    hidden, heads = text.hidden_size, text.num_attention_heads
+    size = getattr(text, "head_dim", None) or hidden // heads
+    keys = getattr(text, "num_key_value_heads", None) or heads
+    # Keys and values of all tokens, as gathered and as repeated for all heads; queries and outputs.
+    repeated = heads if heads > keys else 0
+    attention = 2 * tokens * size * (keys + repeated) + 3 * share * heads * size
+    mlp = 3 * share * (getattr(text, "intermediate_size", None) or 4 * hidden)
+    captured = columns * share * hidden
+    blocks = captured + 3 * share * hidden + max(attention, mlp)
+    gathered = captured + (columns + 1) * tokens * hidden
+    return itemsize * max(blocks, gathered)
+
+
 class SplitTarget(SharedTarget):
     """A target of which every process holds a share of the tokens."""
 

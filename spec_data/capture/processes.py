@@ -152,6 +152,7 @@ class SharedTarget(Target):
         assert isinstance(target, cls)
         return target
 
+    @torch.no_grad()
     def forward(
         self,
         input_ids: Tensor,

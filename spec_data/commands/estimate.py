@@ -118,13 +118,15 @@ def estimated(
     """Return the sizes of the dataset of a plan; `out` says which disk is meant."""
     from msgspec import structs
 
-    from spec_data.generation.probe import other_files
+    from spec_data.generation.probe import other_files, process_memory
     from spec_data.pages.report import as_text, columns_table, counts_text
     from spec_data.results import EstimateResult, skipped_rows
     from spec_data.shards.schema import bits_range
+    from spec_data.terminal.progress import size
     from spec_data.terminal.text_table import text_table
 
     tokens, predicting = plan.tokens, plan.documents.predicting
+    weights, forward = process_memory(setup, plan) or (0, 0)
     counts = structs.asdict(plan.counts)
     shards = sum(plan.unit_bytes(unit, setup.columns) for unit in range(len(plan.units)))
     other = other_files(setup, plan)
@@ -136,6 +138,7 @@ def estimated(
         low, high = bits_range(column.quality)
         rows = predicting if column.sparse else tokens
         least -= int((high - low) / 8 * (column.width or 1) * rows)
+    about = f"weights {size(weights)}, a forward {size(forward)}, and masks"
     lines = [
         ("target", f"{setup.target['name']} ({setup.target['num_layers']} blocks)"),
         ("longest document", f"{int(plan.lengths.max()):,}"),
@@ -146,6 +149,7 @@ def estimated(
             f"{shards:,}" + (f", at least {least:,}" if least < shards else ""),
         ),
         ("bytes of the target's embedding and head", f"{other['head']:,}"),
+        *([("memory of each process, about", about)] if weights else []),
         *(probe.lines() if probe else []),
     ]
     return EstimateResult(
@@ -165,6 +169,7 @@ def estimated(
         dropped=plan.counts.dropped,
         skipped_rows=skipped_rows(counts),
         probe=probe,
+        process_bytes=weights + forward or None,
         text="\n\n".join(
             [
                 "drafts that can be fitted\n  " + "\n  ".join(drafts[1]),

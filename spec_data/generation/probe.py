@@ -7,19 +7,23 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from spec_data.capture.context_parallel import forward_bytes
 from spec_data.generation.calibrate import calibrate
-from spec_data.generation.plan import Plan
+from spec_data.generation.capture import forward_columns
+from spec_data.generation.plan import BATCH_TOKENS, Plan
 from spec_data.generation.proof import (
     GENERATION_CONFIG,
     LONGEST,
     choose_batch_tokens,
     documents_to_prove,
+    largest_batch,
     load_target,
     measure_documents,
     tokenizer_files,
 )
 from spec_data.generation.setup import Setup, config_json, find_positions
 from spec_data.models.devices import DTYPES, peak_memory
+from spec_data.models.loading import count_parameters
 from spec_data.models.reading import text_config
 from spec_data.shards.files import dump_json
 from spec_data.shards.packing import sample_documents
@@ -73,7 +77,8 @@ def run_probe(setup: Setup, plan: Plan) -> tuple[Probe, tuple[Column, ...]]:
         batch_tokens = choose_batch_tokens(target, plan, form, setup.columns, asked)
         sample = sample_documents(plan.lengths, _BATCHES * batch_tokens)
         given = (batch_tokens, options.temperature)
-        measure_documents(plan, target, form, sample[:1], *given)  # warm-up
+        largest = largest_batch(plan, form, batch_tokens)  # its memory, and a warm-up
+        forward_columns(target, largest, form, setup.columns, np.zeros(largest.tokens, np.int64))
         start = time.perf_counter()
         measure_documents(plan, target, form, sample, *given)
         elapsed = time.perf_counter() - start
@@ -90,6 +95,19 @@ def run_probe(setup: Setup, plan: Plan) -> tuple[Probe, tuple[Column, ...]]:
         return probe, calibrate(setup, plan, target, form, batch_tokens, None)[0]
 
 
+def process_memory(setup: Setup, plan: Plan) -> tuple[int, int] | None:
+    """Return about how many bytes the weights, and a forward of the longest document, take in each
+    process of --context-parallel; None without it.
+    """
+    options, dtype = setup.options, _dtype(setup)
+    if options.context_parallel == 1:
+        return None
+    tokens = max(int(plan.lengths.max()), options.tokens_per_forward or BATCH_TOKENS)
+    weights = dtype.itemsize * count_parameters(setup.model_config, options.trust_remote_code)
+    given = (tokens, options.context_parallel, len(setup.layers) + 1, dtype.itemsize)
+    return weights, forward_bytes(setup.model_config, *given)
+
+
 # -- disk bytes ------------------------------------------------------------------------------------
 # What a dataset needs on disk beside its shards, from config and tokenizer files alone: to within
 # 1 % and 64 KB. Manifest and card are approximated, everything else is sized as it will be.
@@ -102,11 +120,9 @@ _SAFETENSORS_ENTRY, _ARROW_SCHEMA = 110, 2_000
 
 def other_files(setup: Setup, plan: Plan) -> dict[str, int]:
     """Return the bytes of everything but the shards, by kind: head, target, index, rest."""
-    documents, configs = plan.documents, (setup.model_config, text_config(setup.model_config))
-    stored = next((c.dtype for c in configs if getattr(c, "dtype", None)), torch.float32)
-    name = setup.options.dtype if setup.options.dtype != "auto" else str(stored)
-    dtype = DTYPES.get(name.removeprefix("torch."), torch.float32)
-    matrices = 1 if getattr(configs[1], "tie_word_embeddings", False) else 2  # and a norm
+    documents, dtype = plan.documents, _dtype(setup)
+    tied = getattr(text_config(setup.model_config), "tie_word_embeddings", False)
+    matrices = 1 if tied else 2  # and a norm
     head = (matrices * setup.vocab_size + 1) * setup.target["hidden_size"] * dtype.itemsize
     generation = setup.model_dir / GENERATION_CONFIG
     target = sum(map(len, tokenizer_files(setup).values())) + len(config_json(setup, dtype))
@@ -119,3 +135,11 @@ def other_files(setup: Setup, plan: Plan) -> dict[str, int]:
         "index": documents.text_bytes + len(documents) * _INDEX_ROW + _ARROW_SCHEMA,
         "rest": tables + shards + _MANIFEST + _CARD + len(dump_json(plan.settings)),
     }
+
+
+def _dtype(setup: Setup) -> torch.dtype:
+    """Return the dtype that the target will have, by --dtype or its config."""
+    configs = setup.model_config, text_config(setup.model_config)
+    stored = next((c.dtype for c in configs if getattr(c, "dtype", None)), torch.float32)
+    name = setup.options.dtype if setup.options.dtype != "auto" else str(stored)
+    return DTYPES.get(name.removeprefix("torch."), torch.float32)

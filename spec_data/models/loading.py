@@ -141,6 +141,13 @@ def _class_for(config: Any, trust: bool, change: Callable[[Any], None] | None) -
     return type(plain.__name__, (plain,), changed | {"_keys_to_ignore_on_load_unexpected": ["."]})
 
 
+def count_parameters(config: Any, trust: bool = False) -> int:
+    """Return the number of parameters of the model of a transformers configuration."""
+    with _META:
+        model = _class_for(config, trust, None).from_config(config, trust_remote_code=trust)
+    return sum(p.numel() for p in model.parameters())
+
+
 def _check_loaded(path: str, model: Any, info: dict[str, Any]) -> None:
     """Refuse a model that lacks a tensor, or whose head is tied or untied against the config."""
     if missing := info.get("missing_keys"):

@@ -4,21 +4,28 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from weakref import WeakSet, finalize
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from spec_data.capture import attention_in_parts as parts
-from spec_data.capture.context_parallel import SplitTarget, check_family
+from spec_data.capture.context_parallel import SplitTarget, check_family, forward_bytes
 from spec_data.capture.processes import leading
+from spec_data.models.loading import load_model
 from spec_data.models.target_options import Spread
 from spec_data.shards.errors import ConfigError, TargetError
 from spec_data.shards.packing import row_layout
 from spec_data.shards.reader import open_dataset
+from spec_data.terminal.progress import size
 from spec_data.verification.run import examine
 from tests import forked
-from tests.current_families import CURRENT, NESTED
+from tests.current_families import COMMON, CURRENT, NESTED
 from tests.families import FAMILIES, LAYERS, LEAKY, MORE_FAMILIES, VOCAB, tiny_model
 from tests.forked import Forked, fork_program
 from tests.spec_data.runs import (
@@ -181,6 +188,66 @@ def test_parts_cover_each_pair_of_query_and_key_once(reach, always, monkeypatch)
             pairs += [(row, start + q, first + k) for q, k in seen.view(stop - start, -1).nonzero()]
     pairs = [(row, int(q), int(k)) for row, q, k in pairs]
     assert len(pairs) == len(set(pairs)) and set(pairs) == expected
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes at one time of the tensors that operations inside have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.most, self.counted = 0, 0, WeakSet[torch.UntypedStorage]()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Count each new storage until it is freed."""
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage not in self.counted:
+                self.counted.add(storage)
+                self.add(storage.nbytes())
+                finalize(storage, self.add, -storage.nbytes())
+        return made
+
+    def add(self, count: int) -> None:
+        self.live += count
+        self.most = max(self.most, self.live)
+
+
+def measure(tokens: int, kind: str, own: dict) -> None:
+    """In each process: what a forward takes is about what is told, in the first one at most."""
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**COMMON | own))
+    model.requires_grad_(False)
+    ids, layout = packed([[tokens]])[0][:, :tokens], packed([[tokens]])[1:]
+    target = SplitTarget(model, CHOSEN)
+    with LiveBytes() as used:
+        target.forward_together(ids, *(x[:, :tokens] for x in layout), None, False)
+    told = forward_bytes(model.config, tokens, dist.get_world_size(), len(CHOSEN) + 1, 4)
+    if dist.get_rank() == 0:
+        assert 0.75 * told < used.most < 1.25 * told, (used.most, told)
+    else:
+        assert used.most < 1.25 * told, (used.most, told)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_memory_of_a_process_is_about_what_is_told(count, monkeypatch):
+    """Long documents: of many key heads, of few, and of a wide MLP."""
+    monkeypatch.setattr(parts, "_SHARE_QUERIES", 32)  # masks are small beside the rest, as on a GPU
+    many, few, wide = {"num_key_value_heads": 4}, {"head_dim": 32}, {"intermediate_size": 512}
+    together(count, lambda: [measure(4096, "llama", own) for own in (many, few, wide)])
+
+
+def test_an_estimate_tells_the_memory_of_each_process(source):
+    given = {k: v for k, v in source.items() if k != "device"}
+    model = load_model(source["target"], device="cpu")
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    told = estimate_with(**given | {"context_parallel": 4})
+    assert told.process_bytes == weights + forward_bytes(model.config, 512, 4, 4, 4)
+    assert f"weights {size(weights)}" in told.text and "memory, each process" in str(told)
+    alone = estimate_with(**given)
+    assert alone.process_bytes is None and "each process" not in alone.text + str(alone)
 
 
 # -- what the proof before the first shard sees ----------------------------------------------------
