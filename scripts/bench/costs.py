@@ -8,7 +8,9 @@ and no numbers, which take the paths of a GPU. Small tensors of whole numbers ar
 shapes depend on them. Counted are
 
 - FLOPs of matrix products and attention kernels (with flex_attention: of the blocks it visits);
-- elementwise bytes: what all other operations read and write, each tensor once per operation;
+- elementwise bytes: what all other operations read and write, each tensor once per operation. A
+  chain that Inductor compiles (`fused`) is one operation each way: its backward pass reads the
+  chain's arguments again;
 - kernels: the number of all operations;
 - the peak: bytes of weights, batch, gradients and everything else that exists at the same time.
 
@@ -21,9 +23,9 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +33,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 HERE = Path(__file__).resolve().parent
@@ -40,7 +42,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from fit_problem import LAYERS, Size, fresh_draft  # noqa: E402
 
 from spec_data.shards.schema import FINAL, HeadSpec, layer_column  # noqa: E402
-from spec_train.attention import masked  # noqa: E402
+from spec_train.attention import fused, masked  # noqa: E402
 from spec_train.attention.flex import BLOCK  # noqa: E402
 from spec_train.data.batch import DraftBatch  # noqa: E402
 from spec_train.drafts import DRAFTS  # noqa: E402
@@ -132,7 +134,13 @@ class World(TorchDispatchMode):
             return self._made(torch.empty(shape, dtype=dtype, device="meta"))
 
     def _made(self, x: Tensor) -> Ghost:
-        """Return the ghost of a meta tensor, whose memory counts while any part of it exists."""
+        """Return the ghost of a meta tensor."""
+        if self.counting:
+            self._exists(x)
+        return Ghost(x, self.place)
+
+    def _exists(self, x: Tensor) -> None:
+        """Count the memory of a meta tensor while any part of it exists."""
         storage = x.untyped_storage()
         key = storage._cdata
         if key not in self._alive:
@@ -140,11 +148,31 @@ class World(TorchDispatchMode):
             self._alive[key] = weakref.finalize(storage, self._freed, key, size)
             self._held += size
             self.cost.peak = max(self.cost.peak, self._held)
-        return Ghost(x, self.place)
 
     def _freed(self, key: int, size: int) -> None:
         self._held -= size
         del self._alive[key]
+
+    def chain(self, function: Callable[..., Any], args: Any) -> Any:
+        """Run a compiled chain: what it makes in between costs nothing."""
+        given = {id(x): (x, x._version) for x in tensors_in(args)}
+        outside, self.counting = self.counting, False
+        try:
+            out = function(*args)
+        finally:
+            self.counting = outside
+        if not outside:
+            return out
+        made = [x for x in tensors_in(out) if id(x) not in given]
+        for x in made:
+            if isinstance(x, Ghost):
+                self._exists(x.held)
+        written = [x for x, version in given.values() if x._version != version]
+        name = getattr(function, "__name__", "chain")
+        self.cost.kernels[name] += 1
+        self.cost.bytes[name] += sum(size_of(x) for x, _ in given.values())
+        self.cost.bytes[name] += sum(map(size_of, [*made, *written]))
+        return out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -236,6 +264,43 @@ def moved(packet: Any, given: list[Tensor], made: list[Tensor]) -> int:
     return written + sum(map(size_of, given[packet in NO_READ :]))
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors of arguments; dataclasses have some too."""
+    if is_dataclass(tree):
+        return [x for f in fields(tree) for x in tensors_in(getattr(tree, f.name))]
+    if isinstance(tree, tuple | list):
+        return [x for part in tree for x in tensors_in(part)]
+    return [tree] if isinstance(tree, Tensor) else []
+
+
+class _Chain(torch.autograd.Function):
+    """A compiled chain with a gradient: forward and backward are a kernel each."""
+
+    @staticmethod
+    def forward(ctx: Any, world: World, function: Any, spec: Any, *leaves: Any) -> Any:
+        ctx.world, ctx.function, ctx.spec = world, function, spec
+        ctx.others = [None if isinstance(x, Tensor) else x for x in leaves]
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in leaves))
+        return world.chain(function, tree_unflatten(leaves, spec))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        needed = ctx.needs_input_grad[3:]
+
+        def gradients(given: Any, grads: Any) -> Any:
+            pairs = zip(given, ctx.others, strict=True)
+            leaves = [other if x is None else x.detach() for x, other in pairs]
+            wanted = [x for x, need in zip(leaves, needed, strict=True) if need]
+            with torch.enable_grad():
+                for x in wanted:
+                    x.requires_grad_()
+                out = tensors_in(ctx.function(*tree_unflatten(leaves, ctx.spec)))
+                return torch.autograd.grad(out, wanted, grads, allow_unused=True)
+
+        made = iter(ctx.world.chain(gradients, (ctx.saved_tensors, grads)))
+        return None, None, None, *(next(made) if need else None for need in needed)
+
+
 class _Flex(torch.autograd.Function):
     """flex_attention: a kernel each way."""
 
@@ -292,6 +357,14 @@ def world_of(place: str) -> Iterator[World]:
     enabled, dtype, autocast = (
         torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast,
     )  # fmt: skip
+
+    def run_fused(function: Any, *args: Any) -> Any:
+        leaves, spec = tree_flatten(args)
+        graph = any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+        if graph and torch.is_grad_enabled() and world.counting:
+            return _Chain.apply(world, function, spec, *leaves)
+        return world.chain(function, args)
+
     run_backward: Any = torch.autograd._engine_run_backward
 
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -303,6 +376,8 @@ def world_of(place: str) -> Iterator[World]:
         if place == "cuda":
             for owner, name, value in (
                 (masked, "flex", flex),
+                (fused, "_works", lambda device: True),
+                (fused, "run_fused", run_fused),
                 (masked, "CHUNK", masked.CHUNK_ON_DEVICES),
                 (torch, "is_autocast_enabled", lambda kind: enabled("cpu")),
                 (torch, "get_autocast_dtype", lambda kind: dtype("cpu")),

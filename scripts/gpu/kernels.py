@@ -16,6 +16,7 @@ from gpu.target import dataset_of
 from spec_data.shards.codecs import Basis, bf16_bits, decode, encode_tensors
 from spec_data.shards.shard import CodedRows, StoredRows
 from spec_train.attention.flex import Case
+from spec_train.attention.fused import fuses
 from spec_train.attention.masked import default_backend, small_case
 from spec_train.data.mixture import open_documents
 from spec_train.data.splits import make_splits
@@ -96,8 +97,10 @@ def _codec(bench: Bench, values: torch.Tensor) -> tuple[bool, dict[str, Any]]:
 
 
 def prove_kernels(bench: Bench) -> None:
-    """Try flex_attention and the kernel of chunks, by head size and dtype."""
+    """Try compiled chains, and flex_attention and the kernel of chunks by head size and dtype."""
     device = torch.device(bench.device)
+    if bench.on_gpu:
+        bench.row("kernels", "compiled chains of the layers and losses", fuses(device))
     low, wide = torch.bfloat16, torch.float32
     cases = [(n, low) for n in (64, 80, 96, 128, 256)] + [(128, wide)]
     cases = cases if bench.on_gpu else [(16, wide)]

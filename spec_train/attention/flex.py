@@ -203,7 +203,7 @@ class _Compiled:
 
         before = counters["stats"]["unique_graphs"]
         try:
-            with _settings():
+            with compiler_settings():
                 return self._call(q, *rest, **options)
         except FailOnRecompileLimitHit as problem:
             raise GraphLimitError(
@@ -222,7 +222,7 @@ class _Compiled:
 
 
 @contextlib.contextmanager
-def _settings() -> Iterator[None]:
+def compiler_settings() -> Iterator[None]:
     """Set what tracing reads: sizes that happen to be equal stay apart; DDP does not cut graphs.
 
     (DDP's own cuts refuse flex_attention.)

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from spec_train.attention import flex as compiling
 from spec_train.attention.flex import Case, flex, flex_mask, flex_problem, tried
+from spec_train.attention.fused import fused
 from spec_train.attention.masks import AttentionMask
 from spec_train.attention.plain import repeat_heads
 
@@ -252,12 +253,18 @@ def _flex(
 ) -> Tensor:
     """Attend with flex_attention, merged with the diagonal."""
     out, first = flex(q, k, v, block_mask, scale)
-    if not diagonal:
-        return out
+    return _joined(out, first, q, scale, diagonal)[0] if diagonal else out
+
+
+@fused
+def _joined(
+    out: Tensor, first: Tensor, q: Tensor, scale: float, diagonal: Diagonal
+) -> tuple[Tensor, Tensor]:
+    """Return heads and log-sum-exp over all keys, of those over the first keys."""
     own_scores = _own_scores(q, diagonal, scale).to(first.dtype)  # [B, h, Q, s]
-    lse = torch.logaddexp(first, own_scores.logsumexp(-1))  # [B, h, Q], of all keys together
+    lse = torch.logaddexp(first, own_scores.logsumexp(-1))  # [B, h, Q]
     out = out * torch.exp(first - lse)[..., None].to(out.dtype)
-    return _add_own(out, torch.exp(own_scores - lse[..., None]).to(out.dtype), diagonal)
+    return _add_own(out, torch.exp(own_scores - lse[..., None]).to(out.dtype), diagonal), lse
 
 
 def _grouped(x: Tensor, like: Tensor) -> Tensor:
@@ -307,10 +314,7 @@ class _MergedAttention(torch.autograd.Function):
             raise ValueError("attention without queries")
         diagonal = list(zip(flat[::2], flat[1::2], strict=True))
         if diagonal:
-            own_scores = _own_scores(q, diagonal, scale).to(lse.dtype)
-            first, lse = lse, torch.logaddexp(lse, own_scores.logsumexp(-1))
-            out = out * torch.exp(first - lse)[..., None].to(q.dtype)
-            out = _add_own(out, torch.exp(own_scores - lse[..., None]).to(q.dtype), diagonal)
+            out, lse = _joined(out, lse, q, scale, diagonal)
         ctx.save_for_backward(q, k, v, out, lse, *flat)
         ctx.chunks, ctx.scale = chunks, scale
         return out
@@ -338,18 +342,34 @@ class _MergedAttention(torch.autograd.Function):
         diagonal = list(zip(flat[::2], flat[1::2], strict=True))
         d_flat: list[Tensor] = []
         if diagonal:
-            own_scores = _own_scores(q, diagonal, ctx.scale).to(lse.dtype)
-            shares = torch.exp(own_scores - lse[..., None]).to(q.dtype)  # [B, h, Q, s]
-            delta = (grad * out).sum(-1)  # [B, h, Q]
-            for s, (key, value) in enumerate(diagonal):
-                share = shares[..., s]  # [B, h, Q]
-                gain = (_grouped(grad, value) * value[:, :, None]).sum(-1).flatten(1, 2)
-                # gradient of the score, [B, g, h/g, Q, 1]
-                score = _grouped((share * (gain - delta) * ctx.scale)[..., None], key)
-                dq += (score * key[:, :, None]).flatten(1, 2)
-                d_flat.append((score * _grouped(q, key)).sum(2))
-                d_flat.append((_grouped(share[..., None], value) * _grouped(grad, value)).sum(2))
+            dq, d_flat = _joined_backward(dq, grad, q, out, lse, ctx.scale, diagonal)
         return dq, dk, dv, None, None, *d_flat
+
+
+@fused
+def _joined_backward(
+    dq: Tensor,
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    diagonal: Diagonal,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the gradients of the queries, added to `dq`, and of the diagonal, flattened."""
+    d_flat = []
+    own_scores = _own_scores(q, diagonal, scale).to(lse.dtype)
+    shares = torch.exp(own_scores - lse[..., None]).to(q.dtype)  # [B, h, Q, s]
+    delta = (grad * out).sum(-1)  # [B, h, Q]
+    for s, (key, value) in enumerate(diagonal):
+        share = shares[..., s]  # [B, h, Q]
+        gain = (_grouped(grad, value) * value[:, :, None]).sum(-1).flatten(1, 2)
+        # gradient of the score, [B, g, h/g, Q, 1]
+        score = _grouped((share * (gain - delta) * scale)[..., None], key)
+        dq += (score * key[:, :, None]).flatten(1, 2)
+        d_flat.append((score * _grouped(q, key)).sum(2))
+        d_flat.append((_grouped(share[..., None], value) * _grouped(grad, value)).sum(2))
+    return dq, d_flat
 
 
 # -- back end --------------------------------------------------------------------------------------

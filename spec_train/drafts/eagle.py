@@ -290,7 +290,7 @@ def eagle_loss(
             predicted, states[following], head, factor, weights, kind, choice
         )
         loss = total if loss is None else loss
-        hits[s, rows] = stats.best[:, 0] == (best if choice is None else choice)
+        hits[s, rows] = stats.best[:, 0] == best
         distances[s] = distance.double().sum()
         entropies[s] = stats.loss.double().sum()
         acceptance[s] = stats.acceptance.double().sum()
@@ -325,10 +325,10 @@ def _step_loss(
     best: list[Tensor] = []
 
     def distribution(part: slice) -> TeacherRows:
-        logits = head.logits(teacher[part])
-        best.append(logits.argmax(-1))
+        logits = head.logits(teacher[part], narrow=True)
+        best.append(logits.argmax(-1) if choice is None else choice[part])
         rows = TeacherRows.of_logits(logits, None)  # the draft has the full vocabulary
-        return rows.labelled(best[-1] if choice is None else choice[part])
+        return rows.labelled(best[-1])
 
     entropy, stats = head_loss(
         predicted[:, None].to(head.head_weight.dtype),

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from spec_data.models.rope_settings import rotary_table
 from spec_data.shards.errors import DraftError
 from spec_data.terminal.console import did_you_mean
+from spec_train.attention.fused import fused, fuses
 
 T = TypeVar("T")
 BEST_ROWS = 256  # rows of logits in memory at a time in `argmax_by_chunks`
@@ -40,9 +41,26 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of [..., size]."""
-        precise = x if x.dtype == torch.float64 else x.float()
-        precise = precise * torch.rsqrt(precise.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * precise.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, lower_dtype(x))
+
+
+def lower_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype of autocast where chains are compiled; None elsewhere.
+
+    A norm under autocast returns float32, and every product that reads it casts it for itself.
+    """
+    kind = x.device.type
+    cast = fuses(x.device) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if cast else None
+
+
+@fused
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None) -> Tensor:
+    """Return x [..., size] over its root mean square, times a weight [size]; None: its dtype."""
+    precise = x if x.dtype == torch.float64 else x.float()
+    precise = precise * torch.rsqrt(precise.pow(2).mean(-1, keepdim=True) + eps)
+    out = weight * precise.to(x.dtype)
+    return out if dtype is None else out.to(dtype)
 
 
 class Rotary(nn.Module):
@@ -174,7 +192,28 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., H] to [..., H]."""
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.act))
+
+
+@fused
+def gated(gate: Tensor, up: Tensor, act: nn.Module) -> Tensor:
+    """Return act(gate) * up, of tensors of one shape."""
+    return act(gate) * up
+
+
+@fused
+def turned(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype | None,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
+    """Return the heads [B, h, T, d] of x [B, T, h, d], normed if there is a weight, and rotated."""
+    if weight is not None:
+        x = rms_norm(x, weight, eps, dtype)
+    return rotate(x.transpose(1, 2), cos, sin)
 
 
 class Attention(nn.Module):
@@ -203,12 +242,18 @@ class Attention(nn.Module):
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return rotated queries [B, h, T, d] of inputs [B, T, W]; cos, sin are [B, T, r]."""
         q = self._heads(self.q_proj(x))
-        return rotate((self.q_norm(q) if self._qk_norm else q).transpose(1, 2), cos, sin)
+        return self._turned(q, "q_norm", cos, sin)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return rotated keys, and values, both [B, g, T, d], of inputs [B, T, W]."""
         k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x)).transpose(1, 2)
-        return rotate((self.k_norm(k) if self._qk_norm else k).transpose(1, 2), cos, sin), v
+        return self._turned(k, "k_norm", cos, sin), v
+
+    def _turned(self, x: Tensor, norm: str, cos: Tensor, sin: Tensor) -> Tensor:
+        if not self._qk_norm:
+            return turned(x, None, 0.0, None, cos, sin)
+        module = getattr(self, norm)
+        return turned(x, module.weight, module.eps, lower_dtype(x), cos, sin)
 
     def join(self, heads: Tensor) -> Tensor:
         """Map attention heads [B, h, T, d] to [B, T, H]."""

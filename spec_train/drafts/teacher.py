@@ -58,10 +58,10 @@ def head_teacher(
     def teacher(r: Tensor) -> TeacherRows:
         rows = states[r + shift]
         if ids is None:
-            return TeacherRows.of_logits(head.logits(rows), None)
+            return TeacherRows.of_logits(head.logits(rows, narrow=True), None)
         if logsumexp is None:
             return _of_whole_head(head, rows, ids)
-        return TeacherRows.of_logits(head.logits(rows, ids), logsumexp[r + shift])
+        return TeacherRows.of_logits(head.logits(rows, ids, narrow=True), logsumexp[r + shift])
 
     return teacher
 
@@ -70,7 +70,7 @@ def _of_whole_head(head: TargetHead, states: Tensor, ids: Tensor) -> TeacherRows
     """Return the teacher of states [n, H] over `ids`, from all logits, a few rows at a time."""
     parts = []
     for some in states.split(rows_per_chunk(len(head.head_weight), states.device)):
-        logits = head.logits(some)  # [k, V]
+        logits = head.logits(some, narrow=True)  # [k, V]
         parts.append((logits[:, ids], log_sums(logits)))
     selected, sums = (torch.cat(column) for column in zip(*parts, strict=True))
     return TeacherRows.of_logits(selected, sums)
@@ -81,7 +81,7 @@ def sums_at(head: TargetHead, states: Tensor, slots: Tensor) -> Tensor:
     sums = torch.full_like(wide(states[:, 0]), math.nan)
     for some in slots.split(rows_per_chunk(len(head.head_weight), states.device)):
         if len(some):
-            sums[some] = log_sums(head.logits(states[some])).to(sums)
+            sums[some] = log_sums(head.logits(states[some], narrow=True)).to(sums)
     return sums
 
 
@@ -105,10 +105,10 @@ def logits_teacher(logits: Tensor, ids: Tensor | None, shift: int = 0) -> Teache
     def teacher(r: Tensor) -> TeacherRows:
         rows = logits[r + shift]
         if ids is None:
-            return TeacherRows.of_logits(wide(rows), None)
+            return TeacherRows.of_logits(rows, None)
         few = rows.split(rows_per_chunk(rows.shape[1], rows.device))  # bounds the float32 copies
-        sums = torch.cat([log_sums(wide(some)) for some in few])
-        return TeacherRows.of_logits(wide(rows[:, ids]), sums)
+        sums = torch.cat([log_sums(some) for some in few])
+        return TeacherRows.of_logits(rows[:, ids], sums)
 
     return teacher
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import HeadSpec, apply_head
+from spec_train.losses.tiles import wide
 
 
 class TargetHead(nn.Module):
@@ -92,15 +93,19 @@ class TargetHead(nn.Module):
         return self
 
     @torch.no_grad()
-    def logits(self, final_hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+    def logits(
+        self, final_hidden: Tensor, ids: Tensor | None = None, narrow: bool = False
+    ) -> Tensor:
         """Compute logits [..., V] of final hidden states [..., H]: float32, or float64 of float64.
+
+        With `narrow`, they keep the dtype of the product.
 
         `ids`, int64 [Vd], selects target ids: logits are then [..., Vd]. The selected rows are kept
         for the next call with the same tensor.
         """
         weight, bias = (self.head_weight, self.head_bias) if ids is None else self._rows(ids)
         logits = apply_head(final_hidden.to(weight.dtype), weight, bias, self.spec)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return logits if narrow else wide(logits)
 
     def _rows(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the rows `ids` of the head, [Vd, H], and of its bias, [Vd] or None."""

@@ -38,14 +38,15 @@ from torch.nn import functional as F
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import HeadSpec, apply_head
+from spec_train.attention.fused import fused, fuses
 from spec_train.losses.teacher_rows import SomeRows, TeacherRows
-from spec_train.losses.tiles import dot, product, softmax_sums, tiles
+from spec_train.losses.tiles import by_tiles, dot, product, softmax_sums, tiles, wide
 from spec_train.options.draft_options import KINDS
 
 # Logits of one chunk: few fit in a CPU's cache, and a GPU needs many rows to be busy. Every chunk
 # reads all rows of the head and updates their gradient; if a chunk has few rows and the vocabulary
 # is large, this is most of the work.
-CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 LEAST_ROWS = 256
 
 
@@ -94,11 +95,6 @@ class LossKind:
 CROSS_ENTROPY, KL = LossKind(), LossKind(name="kl")
 
 
-def wide(x: Tensor) -> Tensor:
-    """Return `x` (any shape) in float32, or unchanged if it is float64."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def distribution_loss(
     logits: Tensor,  # draft logits [N, S, Vd], float32 or float64; overwritten
     teacher: TeacherRows,  # of the N rows, same dtype
@@ -116,7 +112,7 @@ def distribution_loss(
     """
     wanted = teacher.hardened() if kind.hard else teacher
     agreement = dot(wanted.p[:, None], logits)
-    q, total, best = softmax_sums(logits, None if logits.device.type == "cpu" else logits)
+    q, total, best = softmax_sums(logits, None if by_tiles(logits.device) else logits)
     acceptance = _acceptance(teacher, q)
     p, tail = wanted.completed(q)  # [N, 1 or S, Vd], [N, S]
     if kind.name in ("reverse-kl", "jsd"):
@@ -142,7 +138,7 @@ def distribution_loss(
 
 def _acceptance(teacher: TeacherRows, q: Tensor) -> Tensor:
     """Return sum_v min(m p, q) [N, S] of q [N, S, Vd]; NaN where m is."""
-    if teacher.mass is None or q.device.type != "cpu":  # a GPU would wait for the number of rows
+    if teacher.mass is None or not by_tiles(q.device):  # a GPU would wait for the number of rows
         return torch.minimum(teacher.full()[:, None], q).sum(-1)
     measured = (~teacher.mass.isnan()).nonzero().squeeze(1)
     out = q.new_full(q.shape[:2], math.nan)
@@ -218,26 +214,46 @@ def head_loss(
         The sum, a float32 (or float64) scalar that can be differentiated, and figures per row.
     """
 
-    def score(logits: Tensor, rows: TeacherRows, part: slice) -> tuple[Tensor, ...]:
-        inner = _head_slope(logits, spec)
-        loss, acceptance, slope, best = distribution_loss(logits, rows, kind)
-        torch.mul(slope, weights[part][..., None] * inner, out=logits)
-        return loss * weights[part], loss, acceptance, best
+    narrow = fuses(weight.device)
+
+    def score(logits: Tensor, rows: SomeRows, part: slice) -> tuple[Tensor, ...]:
+        return _weighted_loss(logits, rows, weights[part], kind, spec)
 
     def logits_of(part: Tensor, buffer: Tensor) -> Tensor:
         if spec is None:
-            return product(part, weight, bias, buffer)
-        return wide(apply_head(part, weight, bias, spec))
+            return product(part, weight, bias, buffer, narrow)
+        logits = apply_head(part, weight, bias, spec)
+        return logits if narrow else wide(logits)
 
     rows = chunk_rows or rows_per_chunk(len(weight), weight.device)
     rows = max(1, rows // hidden.shape[1])
     return scored_rows(hidden, weight, teacher, score, rows, logits_of)
 
 
-Score = Callable[[Tensor, TeacherRows, slice], tuple[Tensor, ...]]
+@fused
+def _weighted_loss(
+    logits: Tensor, given: SomeRows, weights: Tensor, kind: LossKind, spec: HeadSpec | None
+) -> tuple[Tensor, ...]:
+    """Serve `head_loss` as a `Score`, with the weights [n, S] of its rows."""
+    precise, teacher = wide(logits), given.spread()
+    inner = _head_slope(precise, spec)
+    loss, acceptance, slope, best = distribution_loss(precise, teacher, kind)
+    overwrite(logits, slope, weights[..., None] * inner)
+    return loss * weights, loss, acceptance, best
+
+
+def overwrite(logits: Tensor, slope: Tensor, factor: Tensor) -> None:
+    """Write slope times factor to the logits; all are [..., V] or broadcast to it."""
+    if logits.dtype == slope.dtype:
+        torch.mul(slope, factor, out=logits)
+    else:
+        logits.copy_(slope * factor)
+
+
+Score = Callable[[Tensor, SomeRows, slice], tuple[Tensor, ...]]
 """Draft logits [n, ..., Vd], their teacher, and which of the N rows they are: returns the weighted
 losses and the fields of `RowStats`, [n, ...] each. The logits receive the gradient of the summed
-weighted losses."""
+weighted losses. They are wide, or of the dtype of a product."""
 
 
 def scored_rows(
@@ -261,7 +277,7 @@ def scored_rows(
     if logits_of is None:
 
         def logits_of(part: Tensor, buffer: Tensor) -> Tensor:
-            return product(part, weight, None, buffer)
+            return product(part, weight, None, buffer, low_rank is None and fuses(weight.device))
 
     plan = teacher, score, rows, wanted, logits_of, low_rank
     total, *stats = _HeadLoss.apply(*inputs, plan)
@@ -344,13 +360,16 @@ class _HeadLoss(torch.autograd.Function):
         figures: list[tuple[Tensor, ...]] = []
         d_hidden = torch.empty_like(hidden) if wanted[0] else None
         d_weight = torch.zeros_like(weight, dtype=total.dtype) if wanted[1] else None
-        buffer = total.new_empty(min(n, rows) * width)
+        kind = hidden.device.type
+        autocast = torch.is_autocast_enabled(kind)
+        unused = autocast or hidden.dtype != total.dtype  # see `product`
+        buffer = total.new_empty(0 if unused else min(n, rows) * width)
         if low_rank is not None:
             low_rank.begin(total.dtype)
         for start in range(0, n, rows):
             part, done = slice(start, min(start + rows, n)), len(figures)
             logits = logits_of(hidden[part], buffer)
-            targets = teacher(part).to(logits.dtype)
+            targets = teacher(part).to(total.dtype)
             if low_rank is not None:
                 low_rank.start(part)
             for tile in tiles(len(logits), width, logits.device):
@@ -363,7 +382,7 @@ class _HeadLoss(torch.autograd.Function):
             total += torch.cat([weighted for weighted, *_ in figures[done:]]).sum()
             if not any(wanted):
                 continue
-            slopes = logits.to(weight.dtype)
+            slopes = logits.to(torch.get_autocast_dtype(kind) if autocast else weight.dtype)
             if d_hidden is not None:
                 d_hidden[part] = (slopes @ weight).to(hidden.dtype)
             if d_weight is not None:

@@ -9,7 +9,20 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from spec_train.losses.tiles import dot, softmax_sums, tiles
+from spec_train.attention.fused import fused
+from spec_train.losses.tiles import dot, softmax_sums, tiles, wide
+
+
+@fused
+def _distribution(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return softmax [n, V], log of the sum of exp [n] and entropy [n] of logits [n, V]."""
+    logits = wide(logits)
+    p, total = torch.empty_like(logits), logits.new_empty(len(logits))
+    entropy = torch.empty_like(total)
+    for tile in tiles(len(logits), logits.shape[1], logits.device):
+        _, total[tile], _ = softmax_sums(logits[tile], p[tile])
+        entropy[tile] = total[tile] - dot(p[tile], logits[tile])
+    return p, total, entropy
 
 
 @dataclass(frozen=True)
@@ -29,20 +42,20 @@ class TeacherRows:
 
         `logsumexp` [n] is over the full vocabulary; None: the draft vocabulary is the full one.
         """
-        p, total = torch.empty_like(logits), logits.new_empty(len(logits))
-        entropy = torch.empty_like(total)
-        for tile in tiles(len(logits), logits.shape[1], logits.device):
-            _, total[tile], _ = softmax_sums(logits[tile], p[tile])
-            entropy[tile] = total[tile] - dot(p[tile], logits[tile])
+        p, total, entropy = _distribution(logits)
         if logsumexp is None:
             return cls(p, entropy=entropy)
         # Stored states are rounded and the stored sum is not, so the quotient may exceed 1.
-        mass = (total - logsumexp.to(logits.dtype)).exp().clamp(max=1.0)
+        mass = (total - logsumexp.to(p.dtype)).exp().clamp(max=1.0)
         return cls(p, mass, entropy=entropy)
 
     def full(self) -> Tensor:
         """Return the known probabilities [n, Vd] of the target's full distribution."""
         return self.p if self.mass is None else self.p * self.mass[:, None]
+
+    def spread(self) -> "TeacherRows":
+        """Return the rows: every slot has one of its own."""
+        return self
 
     def to(self, dtype: torch.dtype) -> "TeacherRows":
         return self._each(lambda x: x.to(dtype) if x.is_floating_point() else x)
@@ -102,11 +115,16 @@ class SharedRows:
         """Return the slots with the tokens of hard targets, int64 [n]; -1 becomes 0 (no loss)."""
         return replace(self, label=label.clamp_min(0))
 
-    def __getitem__(self, slots: slice) -> TeacherRows:
-        """Return the distributions of a slice of the slots, as copies."""
-        rows = self.rows[self.index[slots]]
-        return rows if self.label is None else rows.labelled(self.label[slots])
+    def __getitem__(self, slots: slice) -> "SharedRows":
+        """Return a slice of the slots, without a copy."""
+        label = None if self.label is None else self.label[slots]
+        return SharedRows(self.rows, self.index[slots], label)
+
+    def spread(self) -> TeacherRows:
+        """Return the distribution of every slot, as copies."""
+        rows = self.rows[self.index]
+        return rows if self.label is None else rows.labelled(self.label)
 
 
 SomeRows = TeacherRows | SharedRows
-"""Indexed by a slice of the n slots, either returns the `TeacherRows` of these."""
+"""Indexed by a slice of the n slots, either returns these; `spread` makes `TeacherRows` of them."""

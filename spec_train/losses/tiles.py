@@ -13,13 +13,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spec_data.shards.schema import largest
+from spec_train.attention.fused import fused
 
 TILE_ELEMENTS = 1 << 18  # of a tile on a CPU: 1 MB of float32
 
 
+def by_tiles(device: torch.device) -> bool:
+    """Return whether passes take turns over tiles: on a CPU, but not in a compiled chain."""
+    return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def tiles(rows: int, width: int, device: torch.device) -> list[slice]:
     """Cut `rows` rows of `width` entries into tiles."""
-    size = max(1, TILE_ELEMENTS // max(width, 1)) if device.type == "cpu" else max(rows, 1)
+    if not by_tiles(device):
+        return [slice(0, rows)] if rows else []
+    size = max(1, TILE_ELEMENTS // max(width, 1))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
@@ -35,7 +43,7 @@ def softmax_sums(logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Ten
     which saves a tensor of this size.
     """
     peak, best = largest(logits)
-    if logits.device.type == "cpu":
+    if by_tiles(logits.device):
         q = torch.softmax(logits, -1) if out is None else torch.softmax(logits, -1, out=out)
         # The softmax of the largest logit is 1 / sum of exp(logit - peak).
         return q, peak - q.gather(-1, best[..., None]).squeeze(-1).log(), best
@@ -44,14 +52,28 @@ def softmax_sums(logits: Tensor, out: Tensor | None = None) -> tuple[Tensor, Ten
     return q.div_(mass), peak + mass.squeeze(-1).log(), best
 
 
+def wide(x: Tensor) -> Tensor:
+    """Return `x` (any shape) in float32, or unchanged if it is float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def log_sums(logits: Tensor) -> Tensor:
     """Return the log of the sum of exp over the last dimension: [n] of [n, V]."""
     parts = tiles(len(logits), logits.shape[1], logits.device)
-    return torch.cat([softmax_sums(logits[tile])[1] for tile in parts])
+    return torch.cat([_log_sum(logits[tile]) for tile in parts])
 
 
-def product(states: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
+@fused
+def _log_sum(logits: Tensor) -> Tensor:
+    return softmax_sums(wide(logits))[1]
+
+
+def product(
+    states: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor, narrow: bool = False
+) -> Tensor:
     """Return states [..., H] times weight [V, H], plus a bias [V] or None: wide, [..., V].
+
+    `narrow`: in the dtype in which products are computed.
 
     Uses the memory of `buffer`, a flat tensor of the wide dtype with enough entries, if no dtype is
     to be changed.
@@ -59,7 +81,7 @@ def product(states: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor)
     plain = states.dtype == weight.dtype == buffer.dtype
     if not plain or torch.is_autocast_enabled(states.device.type):
         out = F.linear(states, weight, bias)
-        return out if out.dtype == torch.float64 else out.float()
+        return out if narrow else wide(out)
     flat = states.reshape(-1, states.shape[-1])
     out = buffer[: len(flat) * len(weight)].view(len(flat), len(weight))
     torch.mm(flat, weight.T, out=out)

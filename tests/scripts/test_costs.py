@@ -1,5 +1,6 @@
 """The cost model of a training step: its peak, and what operations count."""
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -83,3 +84,19 @@ def test_operations_count_what_they_read_and_write() -> None:
         assert world._held == held
         with pytest.raises(RuntimeError, match="numbers of a ghost"):
             a.sum().item()
+
+
+def test_the_table_of_the_docs_is_what_the_model_counts() -> None:
+    lines = (ROOT / "docs" / "gpu.md").read_text().splitlines()
+    rows = [re.findall(r"[\w.]+", line) for line in lines if line.startswith("| `")]
+    assert sorted(row[0] for row in rows) == sorted(costs.DRAFTS)
+    table = {row[0]: row[1:] for row in rows}  # before and after, of four figures
+    for name in ("eagle3", "dflash"):  # the others would take as long again
+        flex, fallback = (costs.step_cost(name, costs.QWEN, way) for way in costs.WAYS)
+        assert table[name][1::2] == [
+            f"{flex.gb_per_tflop:.1f}",
+            f"{fallback.gb_per_tflop:.1f}",
+            str(flex.kernels.total()),
+            f"{flex.peak / 2**30:.1f}",
+        ]
+        assert flex.gb_per_tflop <= 1.0

@@ -56,6 +56,7 @@ from torch.nn import functional as F
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import PADDING, shift_left
+from spec_train.attention.fused import fused
 from spec_train.attention.masked import Attending
 from spec_train.attention.masks import BlockWindow, block_mask
 from spec_train.attention.plain import attend_block
@@ -95,6 +96,7 @@ from spec_train.losses.menu import (
     LowRank,
     RowStats,
     distribution_loss,
+    overwrite,
     rows_per_chunk,
     scored_rows,
     wide,
@@ -786,26 +788,43 @@ def block_rows_loss(
     dtype = wide(hidden[:0]).dtype
     ce_weights, l1_weights = ce_weights.to(dtype), l1_weights.to(dtype)
 
-    def score(logits: Tensor, rows: TeacherRows, part: slice) -> tuple[Tensor, ...]:
+    def score(logits: Tensor, rows: SomeRows, part: slice) -> tuple[Tensor, ...]:
         labelled = None if labels is None else labels[part]
-        ce, l1 = ce_weights[part], l1_weights[part]
-        tops: tuple[Tensor, ...] = ()
-        if candidates:
-            ids = logits.topk(candidates).indices  # [n, K]
-            tops = ids, rows.full().gather(1, ids)
-        if kind is None:
-            entropy, overlap, acceptance, best = _row_losses(logits, rows, labelled, ce, l1)
-            weighted = ce * entropy + l1 * 2 * (1 - overlap)
-            return weighted, entropy, acceptance, best, entropy, overlap, *tops
-        zero = torch.zeros_like(ce)
-        entropy, overlap, acceptance, best = _row_losses(logits.clone(), rows, labelled, zero, zero)
-        rows = rows if labelled is None else rows.labelled(labelled)
-        loss, _, slope, _ = distribution_loss(logits[:, None], rows, kind)  # [n, 1], ...
-        torch.mul(slope[:, 0], ce[:, None], out=logits)
-        return ce * loss[:, 0], loss[:, 0], acceptance, best, entropy, overlap, *tops
+        weighing = ce_weights[part], l1_weights[part]
+        return _weighted_rows(logits, rows, labelled, *weighing, kind, candidates)
 
     rows = chunk_rows or rows_per_chunk(len(weight), weight.device)
     return scored_rows(hidden, weight, teacher, score, rows, low_rank=low_rank)
+
+
+@fused
+def _weighted_rows(
+    logits: Tensor,
+    given: SomeRows,
+    labels: Tensor | None,
+    ce: Tensor,
+    l1: Tensor,
+    kind: LossKind | None,
+    candidates: int,
+) -> tuple[Tensor, ...]:
+    """Serve `block_rows_loss`, which has the arguments, as a `Score`."""
+    precise, rows = wide(logits), given.spread()
+    tops: tuple[Tensor, ...] = ()
+    if candidates:
+        ids = precise.topk(candidates).indices  # [n, K]
+        tops = ids, rows.full().gather(1, ids)
+    if kind is None:
+        entropy, overlap, acceptance, best = _row_losses(precise, rows, labels, ce, l1)
+        if precise is not logits:
+            logits.copy_(precise)
+        weighted = ce * entropy + l1 * 2 * (1 - overlap)
+        return weighted, entropy, acceptance, best, entropy, overlap, *tops
+    zero = torch.zeros_like(ce)
+    entropy, overlap, acceptance, best = _row_losses(precise.clone(), rows, labels, zero, zero)
+    rows = rows if labels is None else rows.labelled(labels)
+    loss, _, slope, _ = distribution_loss(precise[:, None], rows, kind)  # [n, 1], ...
+    overwrite(logits, slope[:, 0], ce[:, None])
+    return ce * loss[:, 0], loss[:, 0], acceptance, best, entropy, overlap, *tops
 
 
 def _row_losses(

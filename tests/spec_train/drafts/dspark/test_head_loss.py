@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -120,9 +121,9 @@ def test_a_teacher_is_asked_once_for_every_position(monkeypatch: pytest.MonkeyPa
     asked: list[int] = []
     logits = head.logits
 
-    def counted(states: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+    def counted(states: torch.Tensor, *how: Any, **more: Any) -> torch.Tensor:
         asked.append(len(states))
-        return logits(states, ids)
+        return logits(states, *how, **more)
 
     monkeypatch.setattr(head, "logits", counted)
     arguments["target_argmax"] = arguments.pop("logits").argmax(-1)

@@ -1,0 +1,143 @@
+"""Compiled chains: each is one graph, and a step of every draft with them is the step without."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._functorch import config as functorch
+
+from spec_train.attention import fused
+from spec_train.data.batch import DraftBatch
+from spec_train.losses.menu import LossKind, head_loss
+from spec_train.losses.teacher_rows import SharedRows, TeacherRows
+from spec_train.options.draft_options import KINDS
+from tests.spec_train.drafts import any_draft
+from tests.spec_train.drafts.any_draft import SMALL, build_draft, packed
+from tests.tolerance import close, network
+
+dataset, head = any_draft.dataset, any_draft.head
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[None]:
+    """Compile as on a GPU, but to torch's own operations; gradients donate their buffers."""
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch, functorch.patch(donated_buffer=True):
+        patch.setattr(fused, "COMPILER", "aot_eager_decomp_partition")
+        fused._compiled.cache_clear()
+        yield
+    fused._compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def on(compiler: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what switches compiled chains on, on CPUs, and counts the calls of each."""
+    calls: dict[str, int] = {}
+    run = fused.run_fused
+
+    def counted(function: Any, *args: Any, **kwargs: Any) -> Any:
+        calls[function.__name__] = calls.get(function.__name__, 0) + 1
+        return run(function, *args, **kwargs)
+
+    def switch() -> dict[str, int]:
+        fused._works.cache_clear()
+        monkeypatch.setattr(fused, "FUSED_ON", ("cpu",))
+        monkeypatch.setattr(fused, "run_fused", counted)
+        return calls
+
+    yield switch
+    fused._works.cache_clear()
+
+
+CHAINS = {
+    "eagle": {"_weighted_loss", "_distribution"},
+    "eagle3": {"_weighted_loss", "_distribution", "_log_sum", "_joined", "_joined_backward"},
+    "peagle": {"_weighted_loss", "_distribution", "_log_sum"},
+    "dspark": {"_weighted_rows", "_distribution"},
+    "dflash": {"_weighted_rows", "_distribution"},
+    "dflash2": {"_weighted_rows", "_distribution"},
+}
+LAYERS = {"rms_norm", "gated", "turned"}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("name", SMALL)
+def test_a_step_with_compiled_chains_is_the_step_without(
+    name: str, on: Any, dataset: Any, head: Any
+) -> None:
+    """A chain that is no single graph raises."""
+    draft = build_draft(name, dataset, head)
+    batch: DraftBatch = packed(dataset)
+
+    def step() -> tuple[Any, dict[str, Any]]:
+        draft.zero_grad()
+        torch.manual_seed(3)
+        result = draft.loss(batch, head)
+        result.loss.backward()
+        return result, {n: p.grad for n, p in draft.named_parameters() if p.grad is not None}
+
+    plain, gradients = step()
+    calls = on()
+    result, compiled = step()
+    assert set(calls) == CHAINS[name] | LAYERS
+    terms = network(4, backward=True, slots=64)
+    close(result.loss.detach(), plain.loss.detach(), terms=terms)
+    for key, value in plain.sums.items():
+        close(result.sums[key], value, terms=terms, dtype=torch.float32)
+    for key, gradient in gradients.items():
+        close(compiled[key], gradient, terms=terms, magnitude=float(gradient.abs().max()) + 1e-4)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_loss_of_rows_compiles_to_its_values(name: str, hard: bool, on: Any) -> None:
+    if hard and name == "reverse-kl":
+        return
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(9, 2, 6, generator=draw).bfloat16()
+    weight = torch.randn(50, 6, generator=draw).bfloat16().requires_grad_()
+    p = (2 * torch.randn(4, 50, generator=draw)).softmax(-1)
+    mass, label = torch.rand(4, generator=draw), torch.randint(50, (9,), generator=draw)
+    index = torch.tensor([0, 0, 1, 1, 1, 2, 3, 3, 3])
+    teacher = SharedRows(TeacherRows(p, mass), index, label)
+    weights = torch.rand(9, 2, generator=draw)
+
+    def loss() -> tuple[Any, ...]:
+        kind = LossKind(name=name, hard=hard)
+        total, stats = head_loss(hidden, weight, teacher.__getitem__, weights, kind, chunk_rows=8)
+        (gradient,) = torch.autograd.grad(total, weight)
+        return total.detach(), stats.loss, stats.acceptance, gradient
+
+    plain = loss()
+    calls = on()
+    for value, expected in zip(loss(), plain, strict=True):
+        close(value, expected, terms=400, dtype=torch.float32 if value.ndim else None)
+    assert calls["_weighted_loss"] == 3
+
+
+def test_a_compiler_that_does_not_work_is_not_used(
+    on: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on()
+    monkeypatch.setattr(fused, "COMPILER", "no such compiler")
+    fused._compiled.cache_clear()
+    assert not fused.fuses(torch.device("cpu"))
+    assert "the compiler of elementwise chains cannot be used on this machine" in caplog.text
+    fused._compiled.cache_clear()
+
+
+def test_a_chain_that_cannot_be_compiled_runs_all_the_same(
+    on: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Planted: a chain that depends on a number. The next call does not try again."""
+
+    def branching(x: torch.Tensor) -> torch.Tensor:
+        return x.exp() if x.sum() > 0 else x
+
+    calls, x = on(), torch.ones(3)
+    for _ in range(2):
+        assert torch.equal(fused.fused(branching)(x), x.exp())
+    assert calls == {"branching": 2}
+    assert caplog.text.count("branching runs without being compiled: Data-dependent") == 1
