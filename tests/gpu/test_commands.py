@@ -44,8 +44,8 @@ ROW = re.compile(
 )
 Rows = dict[tuple[str, str, str], int]
 SECOND = "cuda:1"  # while the current device is cuda:0
-NAMES = ("eagle", "eagle3", "peagle", "dspark", "dflash")
-FITTED = NAMES[:4]  # dflash trains with the code of dspark
+NAMES = ("eagle", "eagle3", "peagle", "dspark", "dflash2", "dflash")
+FITTED = NAMES[:5]  # dflash trains with the code of dspark
 
 
 @pytest.fixture(scope="module")

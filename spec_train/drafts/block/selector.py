@@ -265,7 +265,7 @@ class SelectorRows(StageRows):
         blocks.view(-1)[chosen.rows] = among
         oracle = chain_sums(blocks.movedim(-1, 0), chosen.drafted.movedim(-1, 0))
         return {
-            "selector_number": among.new_tensor(len(among), dtype=torch.float64),
+            "selector_number": torch.ones_like(among, dtype=torch.float64).sum(),
             "selector_among": among.sum().double(),
             "selector_right": (drafted == chosen.choice).sum().double(),
             "selector_mass": probability.double().sum(),
