@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def line(name: str, length: int, vocab: int, args: argparse.Namespace) -> None:
 
 def has_option(name: str, option: str) -> bool:
     """Return whether a draft has an option."""
-    return option in DRAFTS[name].options_class.__dataclass_fields__
+    return option in {field.name for field in fields(DRAFTS[name].options_class)}
 
 
 def in_process(

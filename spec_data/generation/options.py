@@ -40,7 +40,7 @@ class CaptureOptions(LoadOptions, EngineOptions):
     takes N evenly spaced blocks from 1 to L-2."""
     for_: Names = ""
     """Drafts to capture for, such as eagle3,dspark or all, instead of --layers: the layers that any
-    of their recipes reads. eagle3 and peagle read 1, L/2-1, L-4; dspark and dflash 5 evenly spaced
+    of their recipes reads. eagle3 and peagle read 1, L/2-1, L-4; block drafts 5 evenly spaced
     blocks from 1 to L-2; eagle only hidden.final."""
     codec: str = "default"
     """How states are stored: bf16 (exact), or as coarsely as an error allows: fine (0.01 of the

@@ -529,7 +529,7 @@ def _refuse_set(files: DraftFiles, what: str, names: tuple[str, ...]) -> None:
         )
 
 
-# -- DSpark and DFlash -----------------------------------------------------------------------------
+# -- block drafts ----------------------------------------------------------------------------------
 
 
 def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFiles:

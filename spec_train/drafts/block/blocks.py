@@ -1,4 +1,4 @@
-"""Blocks of DSpark and DFlash: which are trained, which of their drafts count, their metrics.
+"""Blocks: which are trained, which of their drafts count, their metrics.
 
 Everything is in the token frame. A block starts at an anchor a: its token x_a is known, and the
 target's states are known strictly before a. Draft d of the block (d = 0..D-1) is for x_{a+1+d}. Its
