@@ -15,7 +15,7 @@ from spec_data.shards.schema import data_problem
 from spec_train.drafts import DRAFTS
 from tests.spec_data.runs import estimate_with, flags, options, run, save_target, write_corpus
 
-ALL = "eagle, eagle3, peagle, dspark, dflash"
+ALL = "eagle, eagle3, peagle, dspark, dflash, dflash2"
 
 
 @pytest.fixture(scope="module")
