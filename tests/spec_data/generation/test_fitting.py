@@ -42,9 +42,9 @@ def test_what_an_option_rules_out_is_named(place: Path, caplog) -> None:
     with caplog.at_level(logging.INFO):
         found = estimated(place, final="supervised")
     lines = found.text.splitlines()
-    assert lines[1].startswith("  eagle3, peagle, dspark, dflash (")
+    assert lines[1].startswith("  eagle3, peagle, dspark, dflash, dflash2 (")
     assert lines[2].startswith("  not eagle: ")
-    assert "drafts: eagle3, peagle, dspark, dflash (" in caplog.text
+    assert "drafts: eagle3, peagle, dspark, dflash, dflash2 (" in caplog.text
     assert estimated(place).facts()["fitting"] == dict.fromkeys(RECIPES)
     assert found.facts()["fitting"]["eagle"] == data_problem("eagle", "final-hidden", "supervised")
 
