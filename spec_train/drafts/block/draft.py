@@ -718,8 +718,8 @@ def blocks_loss(
         loss, empty, stage = draft.zero_loss(), totals.new_zeros(0), draft.stage_rows(chosen)
         tops = chosen.rows.new_zeros(0, stage.candidates)
         figures = RowStats(empty, empty, chosen.rows, empty, empty, tops, tops.double())
-        rows = draft.head_rows(head)
-        term = stage.term(rows.new_zeros(0, rows.shape[1]), rows, figures)
+        rows, weight = draft.head_rows(head), draft.fc.weight  # the head may have another dtype
+        term = stage.term(weight.new_zeros(0, rows.shape[1]), rows, figures)
     weights = draft_weights(draft).to(totals.device)  # [D]
     return DraftLoss(loss, _sums(figures, term, chosen, weights, draft.options))
 

@@ -256,11 +256,12 @@ def test_nothing_supervised_gives_zero_gradients_everywhere(dataset, head, name)
     draft, batch = build_draft(name, dataset, head, **longer), packed(dataset)
     assert not draft.slot_counts(padding_batch()).any()  # a rank without a batch
     batch.loss_mask.zero_()
-    out = loss_of(draft, batch, head)
-    assert float(out.loss.detach()) == 0
-    assert all(not g.any() for g in gradients(draft, out.loss).values())
-    metrics = draft.summarise(out.sums)
-    assert metrics["loss"] == 0 and metrics["acceptance_length"] is None
+    for of_dtype in (head, TargetHead.from_dataset(dataset.path, torch.bfloat16)):
+        out = loss_of(draft, batch, of_dtype)
+        assert float(out.loss.detach()) == 0
+        assert all(not g.any() for g in gradients(draft, out.loss).values())
+        metrics = draft.summarise(out.sums)
+        assert metrics["loss"] == 0 and metrics["acceptance_length"] is None
 
 
 @pytest.mark.parametrize(
