@@ -46,11 +46,14 @@ def check_family(config: Any) -> None:
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     types = set(getattr(text, "layer_types", None) or ())
     rope = getattr(text, "rope_parameters", None) or {}
+    ropes = [rope, *(of_type for of_type in rope.values() if isinstance(of_type, dict))]
     reasons = {
         f"it has layers of {', '.join(sorted(types - _SPLIT))}": bool(types - _SPLIT),
         "its layers carry a state": not types and getattr(kind, "_is_stateful", False),
         "it chooses the keys of each query": hasattr(text, "index_topk"),
-        "its rotary frequencies follow the longest row": rope.get("rope_type") == "dynamic",
+        "its rotary frequencies follow the longest row": any(
+            of_type.get("rope_type") == "dynamic" for of_type in ropes
+        ),
         "its attention is not a function of transformers' interface": (
             kind is not None and not getattr(kind, "_supports_attention_backend", False)
         ),
@@ -76,15 +79,21 @@ def forward_bytes(config: Any, tokens: int, processes: int, columns: int, itemsi
         itemsize: bytes of a number of the target's dtype.
     """
     text, share = text_config(config), -(-tokens // processes)
-    hidden, heads = text.hidden_size, text.num_attention_heads
-    size = getattr(text, "head_dim", None) or hidden // heads
-    keys = getattr(text, "num_key_value_heads", None) or heads
-    # Keys and values of all tokens, as gathered and as repeated for all heads; queries and outputs.
-    repeated = heads if heads > keys else 0
-    attention = 2 * tokens * size * (keys + repeated) + 3 * share * heads * size
-    mlp = 3 * share * (getattr(text, "intermediate_size", None) or 4 * hidden)
+    hidden, largest = text.hidden_size, 0
+    of_layers = getattr(text, "per_layer_config", None)  # None: they are alike
+    for i in range(len(of_layers or [text])):
+        layer = of_layers[i] if of_layers else text
+        heads = layer.num_attention_heads
+        size = getattr(layer, "head_dim", None) or hidden // heads
+        keys = getattr(layer, "num_key_value_heads", None) or heads
+        # Keys and values of all tokens, gathered and repeated for all heads; queries and outputs.
+        repeated = heads if heads > keys else 0
+        attention = 2 * tokens * size * (keys + repeated) + 3 * share * heads * size
+        mlp = getattr(layer, "intermediate_size", None) or 4 * hidden
+        mlp = 3 * share * (max(mlp) if isinstance(mlp, list) else mlp)
+        largest = max(largest, attention, mlp)
     captured = columns * share * hidden
-    blocks = captured + 3 * share * hidden + max(attention, mlp)
+    blocks = captured + 3 * share * hidden + largest
     gathered = captured + (columns + 1) * tokens * hidden
     return itemsize * max(blocks, gathered)
 

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,7 +68,6 @@ def estimate(
     True
     """
     given = {"target": target, "corpus": corpus, "out": out, "options": options}
-    from spec_data.capture.processes import leading
     from spec_data.generation.probe import run_probe
     from spec_data.generation.setup import (
         announce_drafts,
@@ -77,7 +77,6 @@ def estimate(
         set_up,
     )
     from spec_data.models.devices import check_devices
-    from spec_data.models.target_options import Spread
     from spec_data.pages.dataset_page import plan_page
     from spec_data.pages.page import write_page
     from spec_data.shards.errors import ConfigError
@@ -96,7 +95,11 @@ def estimate(
         check_file_to_write("--page", str(page))
     if probe:
         check_devices(options.device, options.spread.device_map)  # before the corpus is read
-    with leading(options.spread if probe else Spread()):
+    with ExitStack() as stack:
+        if probe:
+            from spec_data.capture.processes import leading  # with all of a target
+
+            stack.enter_context(leading(options.spread))
         setup = set_up(str(target), sources, options, weights=probe)
         drafts = announce_drafts(setup)
         plan = make_plan(open_corpus(sources, setup.options), setup)

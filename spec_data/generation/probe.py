@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from spec_data.capture.context_parallel import forward_bytes
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import forward_columns
 from spec_data.generation.plan import BATCH_TOKENS, Plan
@@ -102,6 +101,8 @@ def process_memory(setup: Setup, plan: Plan) -> tuple[int, int] | None:
     options, dtype = setup.options, _dtype(setup)
     if options.context_parallel == 1:
         return None
+    from spec_data.capture.context_parallel import forward_bytes  # with all of a target
+
     tokens = max(int(plan.lengths.max()), options.tokens_per_forward or BATCH_TOKENS)
     weights = dtype.itemsize * count_parameters(setup.model_config, options.trust_remote_code)
     given = (tokens, options.context_parallel, len(setup.layers) + 1, dtype.itemsize)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from spec_data.capture.backend import TargetBackend, vllm_version
-from spec_data.capture.context_parallel import check_family
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import CorpusReader
@@ -165,6 +164,8 @@ def set_up(
         )
     check_choice(options.rope_factors, files.model_config)
     if options.context_parallel > 1:
+        from spec_data.capture.context_parallel import check_family  # with all of a target
+
         check_family(files.model_config)
     options = within_context(options, files.model_config)
     return Setup(

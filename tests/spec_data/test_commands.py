@@ -129,6 +129,22 @@ def test_estimate_names_generate_or_says_what_is_missing(
     assert json.loads((tmp_path / "e.json").read_text())["fits"] is False
 
 
+WITHOUT_MODELS = """
+import sys
+from spec_data.cli import main
+assert main(sys.argv[1:]) == 0
+heavy = {"transformers.modeling_utils", "spec_data.capture.model"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+
+
+def test_estimate_imports_nothing_that_runs_a_target(tmp_path, target, corpus):
+    given = words(target, corpus, tmp_path / "set")
+    program = [sys.executable, "-c", WITHOUT_MODELS, "estimate", *given]
+    done = subprocess.run(program, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_inspect_as_json_and_its_next_command(data, capsys):
     assert cli.main(["inspect", str(data)]) == 0
     shown = capsys.readouterr()

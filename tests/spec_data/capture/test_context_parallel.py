@@ -2,6 +2,7 @@
 
 import socket
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from weakref import WeakSet, finalize
@@ -239,6 +240,20 @@ def test_the_memory_of_a_process_is_about_what_is_told(count, monkeypatch):
     together(count, lambda: [measure(4096, "llama", own) for own in (many, few, wide)])
 
 
+def test_where_layers_differ_the_largest_counts():
+    config = tiny_model("gemma4").config
+    names = "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"
+    alike = {name: getattr(config, name) for name in names}
+    layers = (config.per_layer_config[i] for i in range(config.num_hidden_layers))
+    sizes = {layer.head_dim for layer in layers}
+    given = 64, 2, 3, 4
+    told = [forward_bytes(Namespace(**alike, head_dim=size), *given) for size in sorted(sizes)]
+    assert told[0] < told[1] == forward_bytes(config, *given)
+    wide = {"hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    listed, one = ({**wide, "intermediate_size": size} for size in ([512, 4096], 4096))
+    assert forward_bytes(Namespace(**listed), *given) == forward_bytes(Namespace(**one), *given)
+
+
 def test_an_estimate_tells_the_memory_of_each_process(source):
     given = {k: v for k, v in source.items() if k != "device"}
     model = load_model(source["target"], device="cpu")
@@ -303,6 +318,14 @@ def test_the_proof_sees_what_is_lost_between_processes(family, breaks):
 def test_families_are_refused_by_name(family, reason):
     with pytest.raises(TargetError, match=f"cannot split the tokens of {reason}"):
         check_family(tiny_model(family).config)
+
+
+def test_frequencies_of_one_type_of_layers_that_follow_the_row_are_refused():
+    config = tiny_model("gemma3").config
+    check_family(config)
+    config.rope_parameters["full_attention"]["rope_type"] = "dynamic"
+    with pytest.raises(TargetError, match="its rotary frequencies follow the longest row"):
+        check_family(config)
 
 
 def test_a_family_is_refused_before_the_corpus_is_read(tmp_path):
