@@ -48,6 +48,8 @@ class Replicas:
 def import_ray() -> Any:
     """Return the module; raise ConfigError where Ray is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
+    # a failure ends the command with its own message; Ray would print those of other units, too
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
         import ray
     except ImportError:
