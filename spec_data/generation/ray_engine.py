@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -213,7 +214,9 @@ class RayReplica:
             raise
         except Exception as error:
             self.close(RunError(f"{type(error).__name__}: {error}"))
-            with self._writing:  # the unit before this one is not lost
+            while self._captured:  # with this unit, by other threads: they write it, then all end
+                time.sleep(0.01)
+            with self._capturing, self._writing:
                 os._exit(1)
         return unit
 

@@ -3,6 +3,9 @@
 import importlib.util
 import os
 import signal
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -120,6 +123,37 @@ def test_a_unit_that_always_fails_ends_the_run_and_costs_no_other(
     run(*source, out, **SMALL)  # without Ray: the same directory
     assert digests(out) == whole
     assert all((out / "shards" / name).read_bytes() == data for name, data in kept.items())
+
+
+def test_a_process_ends_after_the_units_that_were_captured_with_one_that_fails(
+    tmp_path, monkeypatch
+):
+    """The thread of unit 2 captures unit 1 first, for a thread that takes it later."""
+    replica, written, ends = RayReplica("target", CaptureOptions(), str(tmp_path), 0, 1), [], []
+    replica._loaded = (None, None, SimpleNamespace(columns=()))
+    replica._progress = SimpleNamespace(**dict.fromkeys(("begin", "finish", "end"), str), add=None)
+    replica._waiting.append(1)
+
+    def units(target, plan, units, *_):
+        for unit in units:
+            if unit == 2:
+                raise ValueError("unit 2 is cursed")
+            yield unit, f"unit {unit}"
+
+    def finish(out, unit, captured, columns):
+        time.sleep(0.05)
+        written.append(captured)
+
+    monkeypatch.setattr(ray_engine, "capture_units", units)
+    monkeypatch.setattr(ray_engine, "finish_unit", finish)
+    monkeypatch.setattr(os, "_exit", lambda code: ends.append(list(written)))
+    failing = threading.Thread(target=replica.capture, args=[2])
+    failing.start()
+    while not replica._captured and not ends:
+        time.sleep(0.001)
+    assert replica.capture(1) == 1
+    failing.join()
+    assert ends == [["unit 1"]]
 
 
 @needs_ray
