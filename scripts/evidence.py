@@ -47,7 +47,7 @@ HELD_OUT = 20
 CORES = 2
 # CPU-seconds, for the estimates: per answer, per document, per 1,000 tokens trained, per prompt
 ANSWER, CAPTURE, DECODE = 1.1, 0.7, 14.0
-FIT = {"eagle3": 6.0, "dspark": 6.5, "peagle": 5.0, "dflash": 6.0, "eagle": 2.5}
+FIT = {"eagle3": 8.0, "dspark": 8.0, "peagle": 5.0, "dflash": 6.0, "eagle": 2.5}
 TOKENS_PER_DOCUMENT = 225
 TRAINED = 0.98
 """Share of the documents that `spec-train fit` trains on by default; the peers' share, too."""

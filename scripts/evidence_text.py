@@ -98,9 +98,10 @@ def speeds(runs: Mapping[str, list[Any]]) -> str:
     last = [run["decoded"][-1] for some in runs.values() for run in some]
     low, high = min(p["cost_ratio"] for p in last), max(p["cost_ratio"] for p in last)
     threads = max(p["threads"] for p in last)
+    where = f"{threads} CPU thread{'s' * (threads > 1)}"
     return (
         f"Speed-up: modelled, where a verification costs one pass of the target and a draft pass "
-        f"{low:.2f} to {high:.2f} (as here), and here, on {threads} CPU threads, where a "
+        f"{low:.2f} to {high:.2f} (as here), and here, on {where}, where a "
         f"verification costs {mean(last, 'verification_ratio'):.1f}."
     )
 
