@@ -213,10 +213,12 @@ class RayReplica:
             self.close(error)
             raise
         except Exception as error:
-            self.close(RunError(f"{type(error).__name__}: {error}"))
-            while self._captured:  # with this unit, by other threads: they write it, then all end
+            while self._captured:  # other threads write what was captured before all end
                 time.sleep(0.01)
             with self._capturing, self._writing:
+                if self._progress is not None:
+                    self._progress.begin(unit)  # the driver names the unit in work
+                self.close(RunError(f"{type(error).__name__}: {error}"))
                 os._exit(1)
         return unit
 

@@ -227,7 +227,7 @@ def measure(tokens: int, kind: str, own: dict) -> None:
         target.forward_together(ids, *(x[:, :tokens] for x in layout), None, False)
     told = forward_bytes(model.config, tokens, dist.get_world_size(), len(CHOSEN) + 1, 4)
     if dist.get_rank() == 0:
-        assert 0.75 * told < used.most < 1.25 * told, (used.most, told)
+        assert 0.7 * told < used.most < 1.4 * told, (used.most, told)
     else:
         assert used.most < 1.25 * told, (used.most, told)
 
