@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import spec_data
 from spec_data.generation import capture, ray_engine
 from spec_data.generation.options import CaptureOptions
 from spec_data.generation.ray_engine import RayReplica
