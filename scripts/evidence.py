@@ -169,9 +169,9 @@ class Evidence:
     def fit(self, draft: str, seed: int) -> None:
         """Train with all defaults; record the curve of simulated decoding on held-out documents."""
         run = self.work / "runs" / f"{draft}-{seed}"
-        # one pack a step, as the peers train, too
+        # one pack a step, as the peers train, too; and as they and as a GPU compute by default
         size = ("--epochs", self.settings.epochs, "--seq-len", self.settings.seq_len)
-        size += ("--batch-size", 1)
+        size += ("--batch-size", 1, "--dtype", "bfloat16")
         # every step logged: a validation tells the tokens of the last line of the log
         size += ("--seed", seed, "--keep", 6, "--log-every", 1)
         self.command("spec-train", "fit", draft, "--data", self.work / "data", "--out", run, *size)
@@ -199,7 +199,6 @@ class Evidence:
         words += ["--on-missing", "raise", "--train-data-ratio", TRAINED]
         words += ["--epochs", self.settings.epochs, "--checkpoint-freq", 0.5]
         words += ["--total-seq-len", self.settings.seq_len, "--num-workers", 0]
-        words += ["--hidden-states-dtype", "float32"]
         words += ["--loss-implementation", "eager", "--draft-attn-impl", "eager"]
         where = ("--data-path", data, "--save-path", run)
         self.command(self.options.peer_python, "-c", PEER, "train", *words, *where)
