@@ -141,8 +141,8 @@ def export_dataset(
         ConfigError: a layer that it does not have, or another export is in `out`.
 
     >>> done = spec_data.export_dataset("data", "speculators", "for-speculators", layers=[0, 2])
-    >>> done.documents, done.lines[0][:31]
-    (12, 'train with --target-layer-ids 1')
+    >>> done.documents, done.lines[0][:26]
+    (12, 'the target layer ids are 1')
     """
     from spec_data.conversion.export import write_dataset
     from spec_data.shards.errors import ConfigError

@@ -6,7 +6,7 @@ A file is complete if it exists, so an interrupted run goes on with the first do
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class ExportedStates(Result):
     to: str
     documents: int
     lines: tuple[str, ...]
+    next_command: Sequence[str] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         return "\n".join([f"{self.documents:,} documents for {self.to}", *self.lines])
@@ -49,6 +50,8 @@ class ExportedStates(Result):
 
 class _SpecForge:
     """Writes files that are read as SpecForge's."""
+
+    next_command: Sequence[str] = ()  # it takes a file of its own configuration
 
     def __init__(self, dataset: HiddenStatesDataset, layers: list[int]) -> None:
         self._layers = layers
@@ -110,8 +113,11 @@ class _Speculators:
         rows = datasets.Dataset(pa.concat_tables(parts))
         with writing(out):
             rows.with_format("torch").save_to_disk(str(out))  # the library expects tensors
-        ids = " ".join(map(str, as_block_inputs(self._layers)))
-        lines = [f"train with --target-layer-ids {ids} (inputs of blocks, as vLLM counts)"]
+        ids = list(map(str, as_block_inputs(self._layers)))
+        words = ["--verifier-name-or-path", dataset.manifest.target.name, "--data-path", str(out)]
+        words += ["--on-missing", "raise", "--target-layer-ids", *ids]
+        self.next_command = ("speculators", "train", *words)
+        lines = [f"the target layer ids are {' '.join(ids)} (inputs of blocks, as vLLM counts)"]
         if self._undo is not None:
             lines.append(
                 "the last state has the direction of the output of the last block, not its length; "
@@ -212,4 +218,7 @@ def write_dataset(
             write_atomically(file, writer.encode(reader[number]))
         lines = writer.finish(HiddenStatesDataset(data, ["input_ids", "loss_mask"]), out)
     work.finish()
-    return ExportedStates(path=out, to=to, documents=len(dataset), lines=tuple(lines))
+    following = writer.next_command
+    return ExportedStates(
+        path=out, to=to, documents=len(dataset), lines=tuple(lines), next_command=following
+    )

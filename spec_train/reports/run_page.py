@@ -80,9 +80,8 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> WrittenPage:
         )
     file = out or (paths[0] / PAGE if paths[0].is_dir() else paths[0].with_suffix(".html"))
     check_file_to_write("--out", file)
-    following = ("spec-train", "export", "--draft", str(paths[0]))
-    alone = len(paths) == 1 and is_run(paths[0])
-    return write_page(file, page_of(paths), following if alone else ())
+    runs, measured = _read(paths)
+    return write_page(file, report_page(runs, measured), _export_of_best(runs, measured))
 
 
 def page_of(paths: Sequence[Path]) -> Page:
@@ -91,6 +90,10 @@ def page_of(paths: Sequence[Path]) -> Page:
     Raises:
         As `write_report`.
     """
+    return report_page(*_read(paths))
+
+
+def _read(paths: Sequence[Path]) -> tuple[list[Run], list[Evaluation]]:
     runs: list[Run] = []
     measured: list[Evaluation] = []
     paths = list(dict.fromkeys(paths))
@@ -104,7 +107,20 @@ def page_of(paths: Sequence[Path]) -> Page:
             )
         else:
             measured += evaluations(read_json(path), str(path), name)
-    return report_page(runs, measured)
+    return runs, measured
+
+
+def _export_of_best(runs: Sequence[Run], measured: Sequence[Evaluation]) -> tuple[str, ...]:
+    """Return the command that exports the draft with the longest acceptance of a page."""
+    decoded = (one.decoded for one in measured)
+    of_drafts = [(d.acceptance_length or 0.0, d.draft, d.target) for d in decoded if d is not None]
+    lengths = [number(run.best, "serving_like_length") or 0.0 for run in runs]
+    if runs:
+        return ("spec-train", "export", "--draft", str(runs[lengths.index(max(lengths))].path))
+    if of_drafts:
+        _, draft, target = max(of_drafts)
+        return ("spec-train", "export", "--draft", draft, "--target", target)
+    return ()
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:

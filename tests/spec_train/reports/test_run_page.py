@@ -230,6 +230,21 @@ def test_the_best_of_several_evaluations_is_marked_and_told_first(tmp_path):
     assert parts_of(page)["Evaluations"]["best"] is None
 
 
+def test_the_next_command_exports_the_best(tmp_path):
+    write_run(tmp_path / "a", 1)
+    write_run(tmp_path / "b", 2)
+    served = {name: Run(tmp_path / name, name).best["serving_like_length"] for name in "ab"}
+    best = max(served, key=served.__getitem__)
+    export = ("spec-train", "export", "--draft")
+    ended = spec_train.write_report([tmp_path / "a", tmp_path / "b"], out=tmp_path / "c.html")
+    assert ended.next_command == (*export, str(tmp_path / best))
+    for name, length in (("x", 2.0), ("y", 2.5)):
+        figures = real_figures() | {"draft": name, "acceptance_length": length}
+        (tmp_path / f"{name}.json").write_text(json.dumps(figures))
+    ended = spec_train.write_report([tmp_path / "x.json", tmp_path / "y.json"], out=tmp_path / "d")
+    assert ended.next_command == (*export, "y", "--target", "target ")
+
+
 def test_every_token_of_a_response_is_shown_with_what_became_of_it():
     decoded = response_of(real_figures())
     context, response = decoded["segments"]
