@@ -10,9 +10,8 @@ write no file. What the parts are, the two kinds of targets say: `tensor_paralle
 """
 
 import json
-import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,12 +30,12 @@ from spec_data.models.target_options import Spread, processes
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.position_data import Positions
 
-logger = logging.getLogger(__name__)
-
 _OPEN, _FORWARD, _POSITIONS, _END = "open", "forward", "positions", "end"
 _WAITING = timedelta(days=30)  # the others wait while the first process renders the corpus
 _COLLECTIVE = timedelta(hours=2)  # a collective of a forward, or of sharded loading
-# What a family raises in all processes alike where its code does not allow the parts.
+_FAILING = timedelta(minutes=5)  # between the first and the last process that fails in a forward
+# What a family raises in all processes alike where its code does not allow the parts: the first
+# process may then try another forward.
 _OF_FAMILY = (NotImplementedError, ValueError, TypeError, AttributeError, KeyError, IndexError)
 
 
@@ -48,7 +47,11 @@ class _Commands:
         if cuda:
             torch.cuda.set_device(local_gpu())
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, timeout=_COLLECTIVE)
+        store, rank, count = next(dist.rendezvous("env://"))
+        given: dict[str, Any] = {"rank": rank, "world_size": count, "timeout": _COLLECTIVE}
+        dist.init_process_group(backend, store=dist.PrefixStore("collectives", store), **given)
+        self._failures = dist.PrefixStore("failures", store)
+        self._failed = 0  # forwards
         self.group = dist.new_group(backend="gloo", timeout=_WAITING)
         self.leads = dist.get_rank() == 0
 
@@ -57,6 +60,17 @@ class _Commands:
         text = bytearray(json.dumps([name, values]).encode())
         for part in (torch.tensor([len(text)]), torch.frombuffer(text, dtype=torch.uint8)):
             dist.broadcast(part, 0, group=self.group)
+
+    def all_fail(self) -> bool:
+        """Say that a forward has failed here; return whether it fails in all processes."""
+        self._failed += 1
+        names = [f"{self._failed}/{rank}" for rank in range(processes())]
+        self._failures.set(names[dist.get_rank()], "")
+        try:
+            self._failures.wait(names, _FAILING)
+        except dist.DistError:
+            return False
+        return True
 
     def receive(self) -> tuple[str, dict[str, Any]]:
         """Wait for the next command."""
@@ -121,10 +135,8 @@ def _follow(commands: _Commands) -> None:
             return
         elif name == _FORWARD:
             inputs = torch.tensor(values.pop("inputs"))  # int64 [3, B, T]
-            try:
+            with suppress(*_OF_FAMILY):  # the first process has the same error, and says so
                 target.forward(*inputs, **values)
-            except _OF_FAMILY:
-                logger.debug("the forward failed", exc_info=True)  # the first process says so
         else:
             target.positions(values["length"])
 
@@ -168,6 +180,14 @@ class SharedTarget(Target):
         try:
             _announced(_FORWARD, {"inputs": inputs, "form": form, "full_logits": full_logits})
             return self.forward_together(*tensors, form, full_logits)
+        except _OF_FAMILY as error:
+            # The others may go on, and wait for this process in their next collective.
+            if _commands is not None and not _commands.all_fail():
+                raise RunError(
+                    f"a forward of {self.flag} failed in process {dist.get_rank()}, and not in "
+                    f"all of them ({type(error).__name__}: {error})"
+                ) from error
+            raise
         except torch.OutOfMemoryError:
             # The other processes wait inside this forward: it cannot be tried again.
             raise RunError(

@@ -4,6 +4,7 @@ import socket
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from weakref import WeakSet, finalize
 
@@ -16,11 +17,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from spec_data.capture import attention_in_parts as parts
+from spec_data.capture import processes
 from spec_data.capture.context_parallel import SplitTarget, check_family, forward_bytes
 from spec_data.capture.processes import leading
 from spec_data.models.loading import load_model
 from spec_data.models.target_options import Spread
-from spec_data.shards.errors import ConfigError, TargetError
+from spec_data.shards.errors import ConfigError, RunError, TargetError
 from spec_data.shards.packing import row_layout
 from spec_data.shards.reader import open_dataset
 from spec_data.terminal.progress import size
@@ -87,8 +89,8 @@ def generated(out: Path, given: dict, held: int = 1 << 30) -> list[Forked]:
     return launched(2, lambda: fork_program(program, str(held), "generate", *words))
 
 
-def ended(processes: list[Forked]) -> list[int]:
-    return [process.wait() for process in processes]
+def ended(begun: list[Forked]) -> list[int]:
+    return [process.wait() for process in begun]
 
 
 def packed(lengths: list[list[int]] = LENGTHS) -> tuple[torch.Tensor, ...]:
@@ -263,6 +265,41 @@ def test_an_estimate_tells_the_memory_of_each_process(source):
     assert f"weights {size(weights)}" in told.text and "memory, each process" in str(told)
     alone = estimate_with(**given)
     assert alone.process_bytes is None and "each process" not in alone.text + str(alone)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}], ids=str)
+def test_an_error_of_one_process_alone_ends_all_and_one_of_all_is_handed_on(failing):
+    """Planted: a block that raises what a family raises where it cannot be split."""
+
+    def member() -> int:
+        processes._FAILING = timedelta(seconds=1)
+        commands = processes._commands = processes._Commands()
+        target, rank, rows = SplitTarget(tiny_model("llama"), CHOSEN), dist.get_rank(), packed()
+
+        def forward() -> None:
+            if rank > 0:
+                commands.receive()
+            target.forward(*rows, "per-document")
+
+        forward()
+        if rank in failing:
+            target.model.model.layers[1].forward = lambda *_, **__: [][rank]
+        alone = rf"failed in process {rank}, and not in all of them \(IndexError"
+        words = alone if rank in failing else "another process of .* has ended"
+        kind, words = (IndexError, "range") if len(failing) == 2 else (RunError, words)
+        with pytest.raises(kind, match=words):
+            forward()
+        if len(failing) == 2:  # the next one may be another attempt
+            del target.model.model.layers[1].forward
+            forward()
+        return 0
+
+    both = launched(2, lambda: Forked(member))
+    said = [process.communicate() for process in both]
+    assert ended(both) == [0, 0], said
 
 
 # -- what the proof before the first shard sees ----------------------------------------------------
