@@ -102,7 +102,7 @@ class RuleMask:
     always: bool  # every part needs a mask; else only a document that is longer than `reach`
     share: Share | None = None  # the slots of the queries, where keys and values are gathered
     # Masks of documents, which are the same for every layer of a kind.
-    made: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    made: dict[tuple[int, int, int, torch.device], Tensor] = field(default_factory=dict)
     layouts: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def layout(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -155,7 +155,8 @@ class RuleMask:
         """
         if start == first and not self._masked(stop - start):
             return None
-        if (mask := self.made.get((row, start))) is not None:
+        part = row, start, stop, device
+        if (mask := self.made.get(part)) is not None:
             return mask
         batch = torch.full((1, 1, 1, 1), row, device=device)
         queries = torch.arange(start, stop, device=device).view(1, 1, -1, 1)
@@ -163,7 +164,7 @@ class RuleMask:
         seen = self.rule(batch, torch.zeros_like(batch), queries, keys)
         mask = seen.expand(1, 1, stop - start, stop - first)
         if self.spans is not None and start == first:
-            self.made[row, start] = mask
+            self.made[part] = mask
         return mask
 
 
@@ -270,7 +271,7 @@ def _attend(
         raise NotImplementedError("this family's attention makes masks of its own")
     if key.shape[2] != query.shape[2] or options.get("position_bias") is not None:
         raise NotImplementedError("this family's attention does not run in parts")
-    joined: Tensor | None = None
+    joined: Tensor | None = None  # heads; zeros where no document is
     share = attention_mask.share
     if share is not None:
         key, value = share.gathered(key), share.gathered(value)
@@ -281,12 +282,10 @@ def _attend(
         queries = query[row : row + 1, :, here : here + stop - start]
         keys, values = (x[row : row + 1, :, first:stop] for x in (key, value))
         heads, _ = function(module, queries, keys, values, mask, **options)
-        if joined is None:  # zeros where no document is
+        if joined is None:
             joined = heads.new_zeros(query.shape[0], query.shape[2], *heads.shape[2:])
         joined[row, here : here + stop - start] = heads[0]
-    if joined is None and share is None:
-        raise NotImplementedError("a batch without documents")
-    if joined is None:  # this process has padding alone
+    if joined is None:  # padding alone
         joined = query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[-1])
     return joined, None
 

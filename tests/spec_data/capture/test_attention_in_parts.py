@@ -348,3 +348,12 @@ def test_a_lost_window_is_found_in_a_document_that_was_cut(family):
     target = target_of(family, "default")
     with pytest.raises(TargetError, match="does not isolate"):
         prove_isolation(target, ids_of(200, *[9] * 6), 3 * WINDOW, packing="block-causal")
+
+
+def test_a_mask_is_that_of_its_part_and_device() -> None:
+    """Layers of a kind may have other numbers of heads, and lie on other devices."""
+    given = {"rule": module.causal_mask_function, "reach": None, "always": True}
+    mask = RuleMask(**given, spans=[[(0, 9)]])
+    for stop, device in ((4, "cpu"), (9, "cpu"), (9, "meta")):
+        made = mask.of(0, 0, stop, 0, torch.device(device))
+        assert made.shape == (1, 1, stop, stop) and made.device.type == device
