@@ -235,12 +235,12 @@ class RayReplica:
             except Exception:
                 others = [other for other in self._begun if other != unit]
                 self._stream, self._begun = None, []
+                with suppress(ValueError):  # nobody would take it once this thread has failed
+                    self._waiting.remove(unit)
                 if not others:
                     raise
                 # whose error it was shows when each is captured without the others
                 self._waiting.extendleft(reversed(others))
-                with suppress(ValueError):
-                    self._waiting.remove(unit)
                 return next(capture_units(target, plan, [unit], *given))[1]
             if done is None:
                 self._stream = None

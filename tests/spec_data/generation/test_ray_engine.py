@@ -161,6 +161,28 @@ def test_a_process_ends_after_the_units_that_were_captured_with_one_that_fails(
     assert said[-3:-1] == [1, 2] and "unit 2 is cursed" in str(said[-1])  # the driver reads the end
 
 
+def test_a_unit_that_fails_before_it_is_begun_is_left_to_ray(tmp_path, monkeypatch):
+    """Another thread that captured it would wait for somebody to take it."""
+    replica = RayReplica("target", CaptureOptions(), str(tmp_path), 0, 1)
+    replica._loaded = (None, None, SimpleNamespace(columns=()))
+    replica._progress = SimpleNamespace(
+        **dict.fromkeys(("begin", "finish", "end"), lambda _: None), add=None
+    )
+    faults = [RunError("the device is full")]
+
+    def units(target, plan, units, *_):
+        if faults:
+            raise faults.pop()
+        yield from ((unit, f"unit {unit}") for unit in units)
+
+    monkeypatch.setattr(ray_engine, "capture_units", units)
+    monkeypatch.setattr(ray_engine, "finish_unit", lambda *_: None)
+    with pytest.raises(RunError, match="device is full"):
+        replica.capture(2)
+    assert [replica.capture(unit) for unit in (1, 3)] == [1, 3]
+    assert not replica._captured and not replica._waiting
+
+
 @needs_ray
 def test_a_full_disk_is_not_tried_again(cluster, source, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_engine, "RayReplica", Full)
