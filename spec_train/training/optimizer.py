@@ -52,8 +52,9 @@ class Masters:
             )
         others = [p for name, p in zip(self.names, self.params, strict=True) if name not in hidden]
         groups: list[dict[str, Any]] = [
-            {"params": [p for p in others if p.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": [p for p in others if p.ndim == 2], "weight_decay": config.weight_decay},
+            # norms, biases, the vector of a masked slot, and kernels that start as the identity
+            {"params": [p for p in others if p.ndim != 2], "weight_decay": 0.0},
         ]
         adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],

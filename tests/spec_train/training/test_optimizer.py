@@ -98,6 +98,19 @@ def test_muon_moves_matrices_as_its_definition_says_and_adamw_the_rest() -> None
         close(found.double(), weight, terms=60, dtype=torch.float32)
 
 
+def test_decay_shrinks_matrices_alone() -> None:
+    """A kernel that starts as the identity would lose it otherwise."""
+    net = Net()
+    net.kernel = nn.Parameter(torch.ones(2, 3, 4))
+    masters = Masters(net, Training(data="d", out="o", lr=0.1, weight_decay=0.5))  # type: ignore[arg-type]
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    masters.clip()  # all gradients are zero
+    masters.step(0.1)
+    for name, parameter in net.named_parameters():
+        share = 0.95 if parameter.ndim == 2 else 1
+        close(parameter.detach(), before[name] * share, terms=2)
+
+
 @pytest.mark.parametrize("name", DRAFT_OPTIONS)
 def test_muon_never_moves_embeddings_heads_norms_or_biases(name: str, config, monkeypatch) -> None:
     kept: list[Trainer] = []
