@@ -54,7 +54,7 @@ def fit(draft_name: str, config: Training, options: DraftOptions) -> FitResult:
     """
     check_directory_to_write("--out", config.out)
     with (
-        Ranks(use_device(config.device), config.sharding) as ranks,
+        Ranks(use_device(config.device), config.sharding, config.follow) as ranks,
         contextlib.ExitStack() as at_end,
         explained_memory(config, options, lambda: "the set-up, before the first step"),
     ):

@@ -39,6 +39,9 @@ GRACE_SECONDS = 10.0
 """How long a rank may take to end by itself after another rank failed."""
 WAIT_SECONDS = 1800.0
 """How long to wait for a silent rank, one without value or error, in messages and collectives."""
+FOLLOWING_SECONDS = 30 * 86400.0
+"""The same with --follow: a rank may wait for many units that the others do not need, and ends by
+itself where one of them does not come."""
 _ERROR, _LEFT, _STOP = "error", "left", "stop"
 
 
@@ -52,17 +55,21 @@ class Ranks:
     A normal exit waits for all ranks, so that none ends while rank 0 still writes.
     """
 
-    def __init__(self, device: str | torch.device = "cpu", sharding: str = "ddp") -> None:
+    def __init__(
+        self, device: str | torch.device = "cpu", sharding: str = "ddp", follow: bool = False
+    ) -> None:
         """Join the ranks that the launcher announces in the environment, if any.
 
         `device` is --device; each of several ranks on GPUs uses a GPU of its own. `sharding`: "ddp"
-        keeps a complete draft on every rank, "fsdp2" shards weights, gradients and optimizer.
+        keeps a complete draft on every rank, "fsdp2" shards weights, gradients and optimizer. With
+        `follow`, ranks wait for data.
 
         Raises:
             ConfigError: the launcher's settings contradict the options of the run.
         """
         self.rank, self.world_size = 0, int(os.environ.get("WORLD_SIZE", "1"))
         self.sharding = sharding
+        self._patience = FOLLOWING_SECONDS if follow else WAIT_SECONDS
         self._units: list[Any] = []  # what `fully_shard` gathers for itself
         self.device = torch.device(device)
         self._store: Any = None
@@ -95,7 +102,7 @@ class Ranks:
             store=dist.PrefixStore("collectives", store),
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timedelta(seconds=WAIT_SECONDS),
+            timeout=timedelta(seconds=self._patience),
             device_id=self.device if on_gpu else None,
         )
         if not self.is_main:
@@ -204,20 +211,21 @@ class Ranks:
 
         Raises:
             PeerError: another rank has failed.
-            RunError: a rank did not respond for WAIT_SECONDS.
+            RunError: a rank did not respond in time.
         """
         if self.alone:
             return [value]
         self._messages += 1
         names = [f"{self._messages}/{rank}" for rank in range(self.world_size)]
         self._store.set(names[self.rank], json.dumps(value))
-        until = time.monotonic() + WAIT_SECONDS
+        until = time.monotonic() + self._patience
         while not self._store.check(names):
             self._raise_published()
             if time.monotonic() > until:
                 late = [str(r) for r, name in enumerate(names) if not self._store.check([name])]
+                minutes = f"{self._patience / 60:.0f} minutes"
                 raise RunError(
-                    f"rank {', '.join(late)} did not respond for {WAIT_SECONDS / 60:.0f} minutes; "
+                    f"rank {', '.join(late)} did not respond for {minutes}; "
                     "check its log, then run the same command to resume"
                 )
             time.sleep(POLL_SECONDS)
@@ -373,9 +381,11 @@ class Ranks:
         for part in parts:
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
-        yield
-        for part in parts:
-            part.reshard()
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.reshard()
 
 
 def _mean_in_bf16(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

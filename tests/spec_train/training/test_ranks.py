@@ -18,6 +18,7 @@ from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.splits import make_splits
 from spec_train.options.draft_options import draft_options
+from spec_train.options.training import Training
 from spec_train.training import ranks
 from spec_train.training.fit import fit
 from spec_train.training.ranks import Ranks
@@ -377,6 +378,9 @@ def test_each_process_uses_its_own_gpu_even_if_it_sees_no_other(monkeypatch, vis
     assert gpus.group["device_id"] == torch.device("cuda", used)
     assert gpus.group["timeout"].total_seconds() == ranks.WAIT_SECONDS
     assert gpus.group["backend"] == "nccl"
+    gpus = PretendedGpus(monkeypatch, visible, ["a", "b", "c"])
+    Ranks("cuda", follow=True)  # one of them may wait for data that the others do not need
+    assert gpus.group["timeout"].total_seconds() > 24 * Training.follow_timeout
 
 
 def test_two_processes_on_one_gpu_are_refused(monkeypatch):
