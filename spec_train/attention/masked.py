@@ -380,12 +380,11 @@ def _joined_backward(
 
 @cache
 def default_backend(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> str:
-    """Return the back end for `heads`, (h, g, d); decided once and logged."""
+    """Return the back end for `heads`, (h, g, d); decided once in a process."""
     head_dim = heads[2]
     flex = device.type in compiling.COMPILED and flex_problem(dtype, head_dim) is None
     candidates = ["flex"] * flex + ["merged"] * (dtype in kernel_dtypes(device.type))
     backend = next((b for b in candidates if _serves(b, device, dtype, heads)), "dense")
-    log.info("draft attention on %s, %s, head size %d: %s", device, dtype, head_dim, backend)
     if backend == "dense" and device.type != "cpu":
         log.warning(
             "warning[kernel]: no attention kernel for %s and head size %d here: every layer and "

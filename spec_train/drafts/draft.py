@@ -14,6 +14,7 @@ V / Vd target / draft vocabulary.
 """
 
 import dataclasses
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,8 @@ from spec_train.formats.origin import (
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import summarise
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class DraftLoss:
@@ -67,6 +70,7 @@ class Draft(nn.Module, ABC):
     fc: nn.Linear
     _head: tuple[Any, TargetHead] | None = None  # that of the last document; no module of the draft
     attention_backend: str = "auto"  # or one of `masked.BACKENDS`: all compute the same
+    _logged: frozenset[Any] = frozenset()  # what it was chosen for
     # The vocabulary; a draft over the target's full vocabulary may skip `make_vocabulary`.
     d2t: Tensor
     t2d: Tensor
@@ -82,7 +86,11 @@ class Draft(nn.Module, ABC):
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         heads = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-        return default_backend(weight.device, dtype, heads)
+        backend = default_backend(weight.device, dtype, heads)
+        if (kind, dtype) not in self._logged:
+            self._logged |= {(kind, dtype)}
+            log.info("draft attention on %s, %s, head size %d: %s", kind, dtype, heads[2], backend)
+        return backend
 
     # -- drafting ---------------------------------------------------------------------------------
 
