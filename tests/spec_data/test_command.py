@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -256,17 +255,17 @@ print(pages() if keep_freed_memory() else -1, pages())
 """
 
 
-@pytest.mark.parametrize("malloc", [{}, {"MALLOC_ARENA_MAX": "2"}])
-def test_freed_memory_is_kept_unless_the_environment_sets_malloc(malloc):
-    """A run reuses its pages: malloc's default asks for new ones in each of the 20 rounds."""
-    clean = {n: text for n, text in os.environ.items() if not n.startswith("MALLOC_")}
-    words = [sys.executable, "-c", ARRAYS]
-    text = subprocess.run(words, env=clean | malloc, capture_output=True, text=True, check=True)
-    first, again = map(int, text.stdout.split())
-    size = (1 << 25) // resource.getpagesize()
-    if malloc:
-        assert first == -1 and again > 10 * size
-    elif first == -1:
-        pytest.skip("no glibc")
-    else:
-        assert first < 2 * size and again < size
+def test_freed_memory_is_kept_unless_the_environment_sets_malloc():
+    """A run reuses its pages; malloc's default may ask for new ones in each of the 20 rounds."""
+
+    def faults(**malloc):
+        clean = {n: text for n, text in os.environ.items() if not n.startswith("MALLOC_")}
+        words = [sys.executable, "-c", ARRAYS]
+        text = subprocess.run(words, env=clean | malloc, capture_output=True, text=True, check=True)
+        return map(int, text.stdout.split())
+
+    (refused, default), (kept, again) = faults(MALLOC_ARENA_MAX="2"), faults()
+    assert refused == -1
+    if kept == -1 or default < 1000:
+        pytest.skip("no glibc, or pages are huge")
+    assert again < default / 10
