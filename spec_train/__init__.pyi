@@ -14,6 +14,7 @@ from .evaluation.exporting import ExportResult as ExportResult
 from .options.draft_options import (
     DFlash2Options as DFlash2Options,
     DFlashOptions as DFlashOptions,
+    DominoOptions as DominoOptions,
     DSparkOptions as DSparkOptions,
     Eagle3Options as Eagle3Options,
     EagleOptions as EagleOptions,

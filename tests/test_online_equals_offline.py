@@ -15,6 +15,7 @@ from spec_train.drafts.block.draft import dspark_loss
 from spec_train.drafts.eagle import eagle_loss
 from spec_train.drafts.eagle3 import eagle3_loss
 from spec_train.drafts.peagle import peagle_loss
+from spec_train.formats.names import BLOCK_KINDS
 from spec_train.losses.head import TargetHead
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_train.drafts.any_draft import batch_of, build_draft
@@ -28,12 +29,13 @@ LOSSES = {
     "dspark": dspark_loss,
     "dflash": dspark_loss,
     "dflash2": dspark_loss,
+    "domino": dspark_loss,
 }
 FRAMES = {"eagle": "token", "eagle3": "shifted", "peagle": "shifted"} | dict.fromkeys(
-    ("dspark", "dflash", "dflash2"), "token"
+    BLOCK_KINDS, "token"
 )
 BLOCK = {"num_layers": 1, "block_size": 4, "mask_token_id": 63}
-CHANGED = {"eagle": {"noise": 0.0}, **dict.fromkeys(("dspark", "dflash", "dflash2"), BLOCK)}
+CHANGED = {"eagle": {"noise": 0.0}, **dict.fromkeys(BLOCK_KINDS, BLOCK)}
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +103,7 @@ def test_a_batch_of_the_target_has_the_loss_of_the_dataset(kind, supervision, mo
 
     vocabulary = draft.draft_ids if supervision == "target-probs" else None
     batch = online_batch(model, rows, supervision=supervision, draft_vocabulary=vocabulary)
-    if supervision == "final-hidden" or kind in ("dspark", "dflash", "dflash2"):
+    if supervision == "final-hidden" or kind in BLOCK_KINDS:
         other |= {"head": head}
     frame, aux = FRAMES[kind], kind != "eagle"
     online = LOSSES[kind](draft, **batch.to_trainer_inputs(frame, aux=aux), **other)

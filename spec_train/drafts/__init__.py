@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 
 from spec_data.shards.errors import DraftError, SpecDataError
+from spec_train.drafts.block.domino import DominoDraft
 from spec_train.drafts.block.draft import DFlashDraft
 from spec_train.drafts.block.markov import DSparkDraft
 from spec_train.drafts.block.selector import DFlash2Draft
@@ -31,6 +32,7 @@ DRAFTS: dict[str, type[Draft]] = {
     "dspark": DSparkDraft,
     "dflash": DFlashDraft,
     "dflash2": DFlash2Draft,
+    "domino": DominoDraft,
 }
 
 

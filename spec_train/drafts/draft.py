@@ -71,6 +71,7 @@ class Draft(nn.Module, ABC):
     _head: tuple[Any, TargetHead] | None = None  # that of the last document; no module of the draft
     attention_backend: str = "auto"  # or one of `masked.BACKENDS`: all compute the same
     _logged: frozenset[Any] = frozenset()  # what it was chosen for
+    progress: float = 1.0  # share of a run's steps that are done, for losses that change with it
     # The vocabulary; a draft over the target's full vocabulary may skip `make_vocabulary`.
     d2t: Tensor
     t2d: Tensor

@@ -33,8 +33,13 @@ EAGLE, EAGLE_SGLANG = "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"
 EAGLE3, PEAGLE = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"
 WITH_QK_NORM = "Eagle3Qwen3ForCausalLM"  # vLLM's one class whose queries and keys are normed
 DSPARK, DFLASH, DFLASH2 = "Qwen3DSparkModel", "DFlashDraftModel", "DFlash2DraftModel"
-SELECTOR_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-"""Keys of DFlash 2, and fields of its configuration."""
+BLOCK_KINDS = ("dspark", "dflash", "dflash2", "domino")
+STAGE_KEYS = {
+    "dflash2": ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    "domino": ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"),
+}
+"""Keys of the second stage of a kind of block draft, and fields of its configuration."""
+SHAPE_KEYS = tuple(name for names in STAGE_KEYS.values() for name in names)
 MUSE = "MuseGlimmerAssistantModel"  # the DFlash draft of transformers
 _SHARED = "LlamaForCausalLM"  # SafeAILab's name of EAGLE-1/2 and of EAGLE-3
 EAGLE_NORMS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")  # AutoModel's, and ours
@@ -98,6 +103,19 @@ def kind_of(files: DraftFiles) -> str:
         f"architectures {names} are not a known draft; known: "
         f"{', '.join(name for classes in CLASSES.values() for name in classes)}"
     )
+
+
+def stage_of(raw: dict[str, Any]) -> str | None:
+    """Return the kind of a block draft that has a second stage of `STAGE_KEYS`; else None.
+
+    Its class says it, or the table of a DFlash draft.
+    """
+    names = set(raw.get("architectures") or ())
+    type_of = raw.get("projector_type") or table_of(raw, DFLASH_CONFIG).get("projector_type")
+    for kind in STAGE_KEYS:
+        if kind == type_of or names & set(CLASSES[kind]):
+            return kind
+    return None
 
 
 def refuse_other_drafts(files: DraftFiles) -> None:

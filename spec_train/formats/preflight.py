@@ -17,7 +17,7 @@ from spec_data.models.engines import Fact, engines, served
 from spec_data.shards.identity import compare
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.names import DFLASH, DFLASH2, unread_text
+from spec_train.formats.names import BLOCK_KINDS, DFLASH, DFLASH2, unread_text
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.options.draft_options import FULL, SLIDING
 
@@ -104,8 +104,7 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
     types = types if SLIDING in types else {FULL}
     ttt_steps = options.get("ttt_steps", 1)
     return {
-        "qk_norm": kind
-        in ("dspark", "dflash", "dflash2"),  # block drafts have it unless the key denies it
+        "qk_norm": kind in BLOCK_KINDS,  # block drafts have it unless the key denies it
         **config,
         "kind": kind,
         "form": subject.form,

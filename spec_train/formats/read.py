@@ -35,6 +35,7 @@ from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import (
     BLOCK_INPUT_KEY,
+    BLOCK_KINDS,
     CLASSES,
     DFLASH,
     DFLASH2,
@@ -50,7 +51,8 @@ from spec_train.formats.names import (
     MASK_KEYS,
     MASK_STATES,
     PEAGLE,
-    SELECTOR_KEYS,
+    SHAPE_KEYS,
+    STAGE_KEYS,
     TOKEN_KEYS,
     TYPE,
     block_keys,
@@ -63,6 +65,7 @@ from spec_train.formats.names import (
     plain_names,
     refuse_arithmetic,
     refuse_other_drafts,
+    stage_of,
     table_of,
 )
 from spec_train.formats.target_facts import TargetFacts
@@ -74,7 +77,7 @@ log = logging.getLogger(__name__)
 
 _WHAT = {"eagle": "an EAGLE-1/2 draft", "eagle3": "an EAGLE-3 draft", "peagle": "a P-EAGLE draft"}
 _WHAT |= dict.fromkeys(("dspark", "dflash"), "a DSpark or DFlash draft")
-_WHAT["dflash2"] = "a DFlash 2 draft"
+_WHAT |= {"dflash2": "a DFlash 2 draft", "domino": "a Domino draft"}
 _LAYER_NORMS = ("norm_before_fc", "norm_before_residual")
 _NORMS = (*_LAYER_NORMS, "fc_norm", "norm_output")
 _ANCHOR, _NON_CAUSAL = "sample_from_anchor", "sliding_window_non_causal"
@@ -91,7 +94,7 @@ _PROJECTIONS = {
 _OPTIONS = (
     *(*_LAYER_NORMS, "hidden_act", "qk_norm", "train_embeddings", "draft_vocab_size", "block_size"),
     *("mask_token_id", "fc_norm", "norm_output", "markov_rank", "markov_head_type"),
-    *("sliding_window_non_causal", *SELECTOR_KEYS),
+    *("sliding_window_non_causal", *SHAPE_KEYS),
 )
 """Options of a draft that have the name of the field in its config."""
 _COMPARED, _NEAR = 4096, 0.5
@@ -146,7 +149,7 @@ def own_form(files: DraftFiles, target: TargetFacts) -> DraftFiles:
         collected = True
     else:
         kind = kind_of(files)
-    if kind in ("dspark", "dflash", "dflash2"):
+    if kind in BLOCK_KINDS:
         return _blocks(files, target, collected)
     # ModelOpt collects states with hooks, in the order of the target's blocks
     collected |= "next_layer_regular" in table_of(files.config, "eagle_config")
@@ -533,14 +536,14 @@ def _refuse_set(files: DraftFiles, what: str, names: tuple[str, ...]) -> None:
 
 
 def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFiles:
-    """DSpark, DFlash and DFlash 2 draft whole blocks."""
+    """Drafts of whole blocks."""
     stated = table_of(files.config, SECTION).get("draft")
-    second = not set(files.config.get("architectures") or ()).isdisjoint(CLASSES["dflash2"])
-    dflash = second or _is_dflash(files.config)
+    stage = stage_of(files.config)
+    dflash = stage is not None or _is_dflash(files.config)
     files = block_keys(files)
     files = replace(files, tensors=block_tensors(files))
-    what = _WHAT["dflash2" if second else "dspark"]
-    refuse_arithmetic(files, what, but=SELECTOR_KEYS if second else ())
+    what = _WHAT[stage or "dspark"]
+    refuse_arithmetic(files, what, but=("projector_type", *STAGE_KEYS[stage]) if stage else ())
     _refuse_set(files, what, _NORMS)
     blocks = _needed(files, "num_hidden_layers")
     files = _with_layer_ids(files, dflash)
@@ -554,9 +557,9 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
         )
     confident = bool(raw.get("enable_confidence_head"))
     heads = bool(raw.get("markov_rank")) or confident
-    if second and heads:
-        raise files.bad_config("a DFlash 2 draft has no Markov or confidence head")
-    anchor = _anchor(files, dflash, heads)
+    if stage and heads:
+        raise files.bad_config(f"{what} has no Markov or confidence head")
+    anchor = _anchor(files, dflash, heads or stage == "domino")
     layers, tensors = _sort_states(
         files.tensors, raw["target_layer_ids"], files.config_path, collected=collected
     )
@@ -576,15 +579,15 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
         "markov_head_type": raw.get("markov_head_type") or "vanilla",
         "enable_confidence_head": confident,
     }
-    if second:
-        config["architectures"] = [DFLASH2]
-        config |= {name: _needed(files, name) for name in SELECTOR_KEYS}
+    if stage:
+        config["architectures"] = [DFLASH2 if stage == "dflash2" else DFLASH]
+        config |= {name: _needed(files, name) for name in STAGE_KEYS[stage]}
     config["confidence_head_with_markov"] = _with_markov(files, config)
     non_causal = slides_non_causal(files, windows)
     config |= {_NON_CAUSAL: True} if windows.layer_types and non_causal else {}
     for name in ("num_target_layers", "mask_token_id"):
         _needed(replace(files, config=config), name)
-    kind = stated or ("dflash2" if second else "dflash" if dflash and not heads else "dspark")
+    kind = stated or stage or ("dflash" if dflash and not heads else "dspark")
     options = options_of(
         kind,
         config,
@@ -648,7 +651,7 @@ def _anchor(files: DraftFiles, dflash: bool, heads: bool) -> bool:
         return bool(next(iter(said.values())))
     if dflash and heads:
         raise files.bad_config(
-            f"a DFlash draft with a Markov or confidence head, and no {_ANCHOR}: add the value "
+            f"a DFlash draft with a head after the logits, and no {_ANCHOR}: add the value "
             "that it was trained with (true if the anchor's slot drafts the token after the anchor)"
         )
     return not dflash

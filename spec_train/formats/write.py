@@ -33,7 +33,7 @@ from spec_train.formats.names import (
     INPUT_KEY,
     LAYER,
     MUSE,
-    SELECTOR_KEYS,
+    STAGE_KEYS,
     TYPE,
     written_names,
     written_tensors,
@@ -212,7 +212,7 @@ def _block_fields(raw: dict[str, Any], kind: str) -> tuple[dict[str, Any], int]:
     }
     heads = "markov_rank markov_head_type enable_confidence_head confidence_head_with_markov"
     if kind != "dflash":
-        names = SELECTOR_KEYS if kind == "dflash2" else heads.split()
+        names = STAGE_KEYS.get(kind, heads.split())
         fields |= {name: raw[name] for name in names}
     return fields, raw["block_size"] - (0 if raw["sample_from_anchor"] else 1)
 
@@ -245,6 +245,7 @@ WRITERS: dict[str, dict[str, Writer]] = {
     "dspark": _BLOCKS,
     "dflash": {**_BLOCKS, "transformers": _dflash_to_transformers},
     "dflash2": {name: writer for name, writer in _BLOCKS.items() if name != "deepspec"},
+    "domino": {name: _BLOCKS[name] for name in ("hf", "sglang")},
 }
 """By kind of draft and form."""
 _OWN_CLASS = ("deepspec", "transformers")

@@ -41,6 +41,7 @@ KINDS = get_args(Kind)
 Bias = Literal["auto", "true", "false"]
 Weight = Annotated[float, Meta(ge=0)]
 Ratio = Annotated[float, Meta(gt=0, le=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 TokenId = Annotated[int, Meta(ge=-1), Parameter(metavar="ID")]
 
 
@@ -499,6 +500,38 @@ class DFlash2Options(DFlashOptions):
         return dataclasses.replace(sized, selector_rank=sized.selector_rank or _rank(hidden))
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class DominoOptions(DFlashOptions):
+    """Options of the Domino draft: DFlash with a recurrent head, which corrects the logits of a
+    slot by the tokens drafted before it."""
+
+    draft_vocab_size: ClassVar[int] = 0  # type: ignore[misc]
+    draft_vocab: ClassVar[None] = None  # type: ignore[misc]
+    draft_vocab_coverage: ClassVar[None] = None  # type: ignore[misc]
+    layout: Annotated[Literal["anchor", "mask"], NO_FLAG] = "anchor"
+    """Anchor: every slot drafts the token after its own, as published; mask: the mask slots draft
+    their own tokens, the anchor's slot none."""
+    base_weight: Annotated[Share, DRAFT] = 1.0
+    """Share of the loss, at the first step, that is of the logits without the recurrent head."""
+    base_decay: Annotated[Ratio, DRAFT] = 1.0
+    """Share of the run's steps over which --base-weight falls to 0."""
+    emb_dim: Annotated[Count, NO_FLAG] = 0
+    """Rank of the head's correction. 0: 256, or for a target narrower than 2560 channels a tenth of
+    its width."""
+    gru_hidden_dim: Annotated[Count, NO_FLAG] = 0
+    """Width of the GRU. 0: four times the rank."""
+    pure_draft_prefix_len: Annotated[Count, NO_FLAG] = 1
+    """First drafts of a block that the head leaves alone; SGLang serves 1."""
+
+    def sized(self, hidden: int, blocks: int) -> Self:
+        """Return the options with a number of layers, and the widths of the head."""
+        rank = self.emb_dim or _rank(hidden)
+        width = self.gru_hidden_dim or 4 * rank
+        sized = super().sized(hidden, blocks)
+        return dataclasses.replace(sized, emb_dim=rank, gru_hidden_dim=width)
+
+
 DRAFT_OPTIONS: dict[str, type] = {
     "eagle": EagleOptions,
     "eagle3": Eagle3Options,
@@ -506,9 +539,16 @@ DRAFT_OPTIONS: dict[str, type] = {
     "dspark": DSparkOptions,
     "dflash": DFlashOptions,
     "dflash2": DFlash2Options,
+    "domino": DominoOptions,
 }
 AnyDraftOptions = (
-    EagleOptions | Eagle3Options | PeagleOptions | DSparkOptions | DFlashOptions | DFlash2Options
+    EagleOptions
+    | Eagle3Options
+    | PeagleOptions
+    | DSparkOptions
+    | DFlashOptions
+    | DFlash2Options
+    | DominoOptions
 )
 
 

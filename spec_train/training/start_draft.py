@@ -15,7 +15,7 @@ from spec_data.shards.resumable import differing_settings
 from spec_data.terminal.config import to_dict
 from spec_train.data.mixture import Documents, parts_of
 from spec_train.drafts import Draft, load_draft
-from spec_train.formats.names import SELECTOR_KEYS
+from spec_train.formats.names import SHAPE_KEYS
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import VOCABULARY_CHOICES, DraftOptions
@@ -31,7 +31,7 @@ _SHAPE = (
     *("sliding_window", "layer_types", "sliding_window_non_causal", "train_embeddings"),
     *("norm_before_fc", "norm_before_residual", "fc_norm", "norm_output"),
     *("block_size", "layout", "mask_token_id", "markov_rank", "markov_head_type"),
-    *("confidence_head_with_markov", "draft_vocab_size", *SELECTOR_KEYS),
+    *("confidence_head_with_markov", "draft_vocab_size", *SHAPE_KEYS),
 )
 """Options that decide a draft's shape. Biases are not here: "auto" keeps those of the draft."""
 

@@ -226,7 +226,7 @@ class Trainer:
         return (every is not None and self.step % every == 0) or self.step == self.total
 
     def _train_step(self, step: Step) -> None:
-        self._in_work = step
+        self._in_work, self.draft.progress = step, self.step / self.total
         losses: list[Tensor] = []
         batches = self._uploads.batches(step, self.stream.peek)
         for i, number in enumerate(step.numbers):
@@ -267,6 +267,7 @@ class Trainer:
         cause = None
         if self.ranks.is_main:  # it alone has all weights; sharded ones would wait for other ranks
             whole = self.saver.draft.to(self.device)
+            whole.progress = self.draft.progress
             of_run = whole, self.head, self.stream, self.config.seed
             cause = describe_failure(parts, step.epoch, self._grad_norm, self._counts, *of_run)
         cause = self.ranks.gather(cause)[0]

@@ -39,6 +39,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "peagle": ("peagle", {"num_layers": 1, "depths": 3, "mask_token_id": 5}, ("speculators",)),
     "dspark": ("dspark", {**SMALL, "markov_rank": 4}, ("sglang", "deepspec")),
     "dflash2": ("dflash2", {**SMALL, "selector_top_k": 4}, ("vllm", "speculators")),
+    "domino": ("domino", SMALL, ("sglang",)),
 }
 PLACES = [*KINDS, *(f"{kind}-{form}" for kind, (_, _, forms) in KINDS.items() for form in forms)]
 Read = tuple[Any, Any, dict[str, torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]

@@ -120,8 +120,8 @@ def expected_weights(
 #     term_shares  [3] those, times the terms' weights in the loss
 #     tau, blocks  [] expected tokens per verification, 1 + sum_d prod_{j<=d} c*_j, summed over
 #                  the blocks
-#     kind, kind_weight []  with another loss than ce+l1: its weighted sum, and the sum of its
-#                  weights
+#     kind, kind_weight, kind_share []  with another loss than ce+l1: its weighted sum, the sum of
+#                  its weights, and that times the share of the loss in the whole one
 #     confidence_* []  of trained drafts with a forecast, weighted like their loss: sum of weights
 #                  (number), of confidence (sum) and of acceptance (accepted)
 #
@@ -148,7 +148,8 @@ def summarise_blocks(sums: Sums, stage_term: str) -> dict[str, float | None]:
         weighed = float(values["kind_weight"])
         mean = float(values["kind"]) / weighed if weighed else 0.0
         out["distribution_loss"] = mean if weighed else None
-        out["loss"] = float((alphas * means).sum()) + mean
+        share = float(values["kind_share"]) / weighed if weighed else 1.0
+        out["loss"] = float((alphas * means).sum()) + share * mean
     names = "cross_entropy", "l1", stage_term
     for name, mean, some in zip(names, means.tolist(), weight.tolist(), strict=True):
         out[name] = mean if some else None

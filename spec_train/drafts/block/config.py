@@ -78,7 +78,7 @@ class BlockConfig(DraftConfig):
         return self.block_size - self.first
 
     def to_json(self, options: BlockOptions) -> dict[str, Any]:
-        published = self.draft != "dspark" and not self.sample_from_anchor
+        published = self.in_dflash_form
         out: dict[str, Any] = {
             "architectures": [self.architectures[-1] if published else DSPARK],
             "model_type": "qwen3",
@@ -97,12 +97,21 @@ class BlockConfig(DraftConfig):
             # missing head to the embedding of the file.
             out["has_embed_tokens"] = False
         if published:
-            out["dflash_config"] = {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.layers),
-                **{name: getattr(self, name) for name in self.table},
-            }
+            out["dflash_config"] = self.table_json()
         return out
+
+    @property
+    def in_dflash_form(self) -> bool:
+        """Whether the file has the class of DFlash and its table of keys."""
+        return self.draft != "dspark" and not self.sample_from_anchor
+
+    def table_json(self) -> dict[str, Any]:
+        """Return the table of keys of a draft in DFlash's form."""
+        return {
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": list(self.layers),
+            **{name: getattr(self, name) for name in self.table},
+        }
 
     def _causal_json(self) -> dict[str, Any]:
         """Return the key that engines read before their defaults, where it says what we compute.

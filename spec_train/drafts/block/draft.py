@@ -538,16 +538,19 @@ class TrainedRows:
 class StageTerm:
     """What a second stage adds to the loss and the metrics of the R drafts that count."""
 
-    losses: Tensor  # of every draft [R], with a graph
+    losses: Tensor  # of every draft [R], with a graph unless there is a `total`
     weight: float  # of their weighted mean in the loss
     figures: RowStats  # of the drafts with the second stage
     sums: Sums  # of its own
+    total: Tensor | None = None  # what they add to the loss, with a graph; None: they have one
 
 
 class StageRows:
     """A second stage at the R drafts of a batch that count. Here: none."""
 
     candidates = 0  # how many of a slot's most probable tokens the stage chooses from; 0: all
+    share = 1.0  # of the loss of the logits with the bias; the rest is of those without it
+    alone: tuple[Tensor, RowStats] | None = None  # that rest, and the figures without the bias
 
     def __init__(self, draft: Any, chosen: TrainedRows) -> None:
         self.draft, self.chosen = draft, chosen
@@ -570,7 +573,8 @@ def _sums(
     term: StageTerm | None,  # of the same; None without a second stage that has a loss
     chosen: TrainedRows,
     weights: Tensor,  # of draft d, float64 [D]
-    options: Any,  # with the weights of the three terms in the loss
+    options: Any,  # with the weights of the first two terms in the loss
+    share: float,  # of these two, see `StageRows`
 ) -> Sums:
     assert figures.overlap is not None and figures.cross_entropy is not None
     depth, rows, drafted = len(weights), chosen.rows, chosen.drafted
@@ -583,7 +587,7 @@ def _sums(
     ce_weights = w * chosen.has_token
     third_weight = w.sum() if term is not None else w.new_zeros(())
     measured = (options.ce_weight, options.l1_weight) if options.mixed else (0.0, 0.0)
-    alphas = *measured, 0.0 if term is None else term.weight
+    alphas = *(share * x for x in measured), 0.0 if term is None else term.weight
     terms = [(ce_weights * cross_entropy).sum(), (w * 2 * (1 - overlap)).sum(), (w * third).sum()]
     term_weights = torch.stack([ce_weights.sum(), w.sum(), third_weight])  # [3]
     hits, shares = (torch.zeros_like(drafted, dtype=kind) for kind in (torch.bool, torch.float64))
@@ -612,6 +616,7 @@ def _sums(
     if not options.mixed:
         sums["kind"] = (ce_weights * figures.loss.double()).sum()
         sums["kind_weight"] = ce_weights.sum()
+        sums["kind_share"] = share * ce_weights.sum()
     return sums if term is None else sums | term.sums
 
 
@@ -721,7 +726,8 @@ def blocks_loss(
         rows, weight = draft.head_rows(head), draft.fc.weight  # the head may have another dtype
         term = stage.term(weight.new_zeros(0, rows.shape[1]), rows, figures)
     weights = draft_weights(draft).to(totals.device)  # [D]
-    return DraftLoss(loss, _sums(figures, term, chosen, weights, draft.options))
+    share = draft.stage_rows(chosen).share
+    return DraftLoss(loss, _sums(figures, term, chosen, weights, draft.options, share))
 
 
 def _rows_loss(
@@ -739,23 +745,32 @@ def _rows_loss(
     label = {"tokens": chosen.token, "hard": chosen.choice.clamp_min(0), "soft": None}
     first = chosen.weight * chosen.has_token * shares[0]  # [R]
     mixed = options.mixed
-    loss, figures = block_rows_loss(
-        hidden.to(head_rows.dtype),
-        head_rows,
-        shared,
-        label[options.compared_with],
-        options.ce_weight * first if mixed else first,
-        options.l1_weight * chosen.weight * shares[1],
-        stage.bias(y, shared),
-        None if mixed else LossKind.of(options),
-        candidates=stage.candidates,
-    )
+
+    def part(share: float, bias: LowRank | None, candidates: int = 0) -> tuple[Tensor, RowStats]:
+        """Return a share of the loss of the logits with a bias."""
+        return block_rows_loss(
+            hidden.to(head_rows.dtype),
+            head_rows,
+            shared,
+            label[options.compared_with],
+            share * (options.ce_weight * first if mixed else first),
+            share * options.l1_weight * chosen.weight * shares[1],
+            bias,
+            None if mixed else LossKind.of(options),
+            candidates=candidates,
+        )
+
+    loss, figures = part(stage.share, stage.bias(y, shared), stage.candidates)
+    if stage.share < 1:
+        stage.alone = part(1 - stage.share, None)
     term = stage.term(hidden, head_rows, figures)
     if term is None:
         return loss, figures, None
-    weight = term.weight * chosen.weight * shares[1]  # [R]
-    loss = loss + (weight.to(term.losses.dtype) * term.losses).sum()
-    return loss, term.figures, term
+    total = term.total
+    if total is None:
+        weight = term.weight * chosen.weight * shares[1]  # [R]
+        total = (weight.to(term.losses.dtype) * term.losses).sum()
+    return loss + total, term.figures, term
 
 
 # -- the loss of rows ------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from spec_train.drafts.block.config import DFlashConfig
 from spec_train.drafts.block.draft import BlockDraft, StageRows, StageTerm, TrainedRows, Walk
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.layers import Attend, DecoderLayer
-from spec_train.formats.names import DFLASH2, SELECTOR_KEYS
+from spec_train.formats.names import DFLASH2, STAGE_KEYS
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import RowStats, wide
 from spec_train.losses.metrics import Sums, chain_sums, summarise
@@ -58,7 +58,7 @@ class DFlash2Config(DFlashConfig):
 
     draft: ClassVar[str] = "dflash2"
     architectures: ClassVar[tuple[str, ...]] = (DFLASH2,)
-    table: ClassVar[tuple[str, ...]] = (*DFlashConfig.table, *SELECTOR_KEYS)
+    table: ClassVar[tuple[str, ...]] = (*DFlashConfig.table, *STAGE_KEYS["dflash2"])
 
     conv_kernel_size: int  # taps
     conv_group_size: int  # channels of a group
@@ -88,7 +88,7 @@ class DFlash2Config(DFlashConfig):
 
     @classmethod
     def from_options(cls, options: Any, shape: TargetShape) -> dict[str, Any]:
-        own = {name: getattr(options, name) for name in SELECTOR_KEYS}
+        own = {name: getattr(options, name) for name in STAGE_KEYS["dflash2"]}
         return super().from_options(options, shape) | own
 
 

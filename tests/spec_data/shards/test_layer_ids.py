@@ -19,6 +19,7 @@ def test_recipes_are_those_of_the_papers_and_never_the_last_block(blocks):
         "dspark": block,
         "dflash": block,
         "dflash2": block,
+        "domino": block,
     }
     assert layers == tuple(sorted({*eagle3, *block}))
     assert max(layers) == blocks - 2

@@ -58,6 +58,7 @@ CHAINS = {
     "dspark": {"_weighted_rows", "_distribution"},
     "dflash": {"_weighted_rows", "_distribution"},
     "dflash2": {"_weighted_rows", "_distribution"},
+    "domino": {"_weighted_rows", "_distribution"},
 }
 LAYERS = {"rms_norm", "gated", "turned"}
 

@@ -27,6 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "dspark": {"num_layers": 2, "block_size": 3, "markov_rank": 4, "mask_token_id": 5},
     "dflash": {"num_layers": 2, "block_size": 3, "mask_token_id": 5},
     "dflash2": {"num_layers": 2, "block_size": 3, "mask_token_id": 5, "selector_top_k": 6},
+    "domino": {"num_layers": 2, "block_size": 3, "mask_token_id": 5, "emb_dim": 4},
 }
 """Options of a small draft of each kind."""
 

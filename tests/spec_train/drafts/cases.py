@@ -37,8 +37,8 @@ HIDDEN, WIDTH, STATES, VOCAB, MASK = 12, 10, 3, 14, 13
 DRAFT_IDS = [0, 2, 3, 5, 6, 7, 9, 10, 12]
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 REFERENCES: dict[str, ModuleType] = {"eagle": eagle, "eagle3": eagle3, "peagle": peagle}
-REFERENCES |= dict.fromkeys(("dspark", "dflash"), dspark) | {"dflash2": dflash2}
-BLOCKS = ("dspark", "dflash", "dflash2")
+REFERENCES |= dict.fromkeys(("dspark", "dflash", "domino"), dspark) | {"dflash2": dflash2}
+BLOCKS = ("dspark", "dflash", "dflash2", "domino")
 BASE: dict[str, dict[str, Any]] = {
     "eagle": {"depth": 3},
     "eagle3": {"ttt_steps": 4},
@@ -48,6 +48,10 @@ BASE: dict[str, dict[str, Any]] = {
     "dflash2": {
         **{"num_layers": 2, "block_size": 5, "mask_token_id": MASK, "selector_rank": 3},
         **{"selector_top_k": 5, "conv_group_size": 4},
+    },
+    "domino": {
+        **{"num_layers": 2, "block_size": 4, "mask_token_id": MASK},
+        **{"emb_dim": 5, "gru_hidden_dim": 3, "base_weight": 0.8, "base_decay": 0.5},
     },
 }
 """Options of every case of a kind."""
@@ -102,6 +106,8 @@ class Case:
     terms: tuple[float, float] = (1.0, 0.1)  # weights of the regression and of the cross-entropy
     noise: bool = False
     steps: int = 1
+    # -- of Domino
+    progress: float = 1.0  # share of the run's steps that are done
     # -- of P-EAGLE
     floor: float = 0.2
 
@@ -171,6 +177,7 @@ def make_draft(case: Case, seed: int = 0) -> Any:
     if case.kind != "eagle":
         config = replace(config, target_hidden_size=WIDTH)
     draft: Any = cls(config, options).double()
+    draft.progress = case.progress
     if case.reduced:
         draft.set_vocabulary(torch.tensor(DRAFT_IDS))
     generator = torch.Generator().manual_seed(seed)
@@ -241,6 +248,9 @@ def reference_config(case: Case) -> Any:
             "against": options.compared_with,
             "weights": () if weights == "auto" else tuple(map(float, weights.split(","))),
         }
+    if case.kind == "domino":
+        left = options.base_weight * max(0.0, 1 - case.progress / options.base_decay)
+        fields |= {"prefix": options.pure_draft_prefix_len, "base_share": left}
     if case.kind == "dflash2":
         fields |= {"stage": dflash2, "top_k": options.selector_top_k}
     return REFERENCES[case.kind].ReferenceConfig(**fields)

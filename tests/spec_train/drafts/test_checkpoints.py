@@ -38,6 +38,12 @@ MARKOV_SHAPES = {
     "confidence_head.proj.weight": (1, 32 + 4),
     "confidence_head.proj.bias": (1,),
 }
+GRU_SHAPES = {
+    "prefix_gru.weight_ih_l0": (18, 32),
+    "prefix_gru.weight_hh_l0": (18, 6),
+    "embed_proj.0.weight": (4, 32 + 6),
+    "embed_proj.2.weight": (64, 4),
+}
 SELECTOR_SHAPES = {  # two taps, two groups of channels
     "candidate_selector.predecessor_codebook": (64, 4),
     "candidate_selector.successor_codebook": (64, 4),
@@ -86,6 +92,7 @@ FILES: list[tuple[str, dict[str, Any], list[str], dict[str, tuple[int, ...]]]] =
     ("dflash", {}, BLOCK, {}),
     ("dflash", {"draft_vocab_size": 40}, [*BLOCK, "lm_head"], {"d2t": (40,), "t2d": (64,)}),
     ("dflash2", {"selector_rank": 4}, BLOCK, SELECTOR_SHAPES),
+    ("domino", {"gru_hidden_dim": 6}, BLOCK, GRU_SHAPES),
 ]
 
 

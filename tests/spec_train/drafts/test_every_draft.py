@@ -19,6 +19,7 @@ from spec_train.data.stream import read_packs
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.draft import Draft, DraftLoss
 from spec_train.drafts.eagle3 import Eagle3Config
+from spec_train.formats.names import BLOCK_KINDS
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
 from spec_train.training.fit import fit
@@ -49,6 +50,7 @@ VARIANTS: list[tuple[str, Options]] = [
     ("dspark", {"markov_rank": 0, "confidence_weight": 0.0}),
     ("dflash", {"layout": "anchor", "draft_vocab_size": 40}),
     ("dflash2", {"conv_kernel_size": 3, "loss": "kl", "gradient_checkpointing": True}),
+    ("domino", {"layout": "mask", "pure_draft_prefix_len": 0, "gru_hidden_dim": 3}),
 ]
 
 
@@ -182,6 +184,8 @@ def test_another_target_is_refused_and_the_same_one_shares_its_embedding(
         ("peagle", {"mask_token_id": -2}),
         ("dflash", {"block_size": 1}),
         ("dflash2", {"selector_top_k": 0}),
+        ("domino", {"base_weight": 1.5}),
+        ("domino", {"base_decay": 0.0}),
         ("dspark", {"markov_rank": -1}),
         ("dspark", {"confidence_weight": float("inf")}),
     ],
@@ -252,7 +256,7 @@ def test_micro_batches_with_the_counts_of_the_whole_add_up(dataset, head, name, 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_nothing_supervised_gives_zero_gradients_everywhere(dataset, head, name):
     # longer than the padding
-    longer = {"block_size": 16} if name in ("dspark", "dflash", "dflash2") else {}
+    longer = {"block_size": 16} if name in BLOCK_KINDS else {}
     draft, batch = build_draft(name, dataset, head, **longer), packed(dataset)
     assert not draft.slot_counts(padding_batch()).any()  # a rank without a batch
     batch.loss_mask.zero_()

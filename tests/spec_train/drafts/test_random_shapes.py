@@ -25,7 +25,7 @@ from tests.spec_train.formats.published import tiny
 
 dataset, head = any_draft.dataset, any_draft.head
 SEEDS = range(3)
-BLOCKS = ("dspark", "dflash", "dflash2")
+BLOCKS = ("dspark", "dflash", "dflash2", "domino")
 TYPES = ("full_attention", "sliding_attention")
 NORMS = ("norm_before_fc", "norm_before_residual", "fc_norm")
 EVERY: dict[str, dict[str, Any]] = {  # every slot counts, without noise
@@ -62,6 +62,9 @@ def random_options(name: str, seed: int) -> dict[str, Any]:
             "selector_top_k": draw.choice([2, 9]),
         }
         options["conv_group_size"] = draw.choice([1, 8, 32])
+    elif name == "domino":
+        options |= {"emb_dim": draw.choice([1, 5]), "gru_hidden_dim": draw.choice([1, 7])}
+        options["pure_draft_prefix_len"] = draw.choice([0, 1])
     elif name != "eagle":
         options["draft_vocab_size"] = draw.choice([0, 40])
     if name in BLOCKS:

@@ -61,6 +61,7 @@ peagle = functools.partial(case, "peagle", True)
 dspark = functools.partial(case, "dspark")
 dflash = functools.partial(case, "dflash")
 dflash2 = functools.partial(case, "dflash2")
+domino = functools.partial(case, "domino")
 
 CASES: dict[str, Case] = {
     "eagle": eagle(),
@@ -188,6 +189,12 @@ CASES: dict[str, Case] = {
     ),
     "dflash2: two candidates": dflash2(selector_top_k=2, num_layers=1, conv_group_size=12),
     "dflash2: all candidates": dflash2(selector_top_k=14, block_size=3, **EVERY),
+    "domino": domino(progress=0.2),
+    "domino: mask, later": domino(layout="mask", pure_draft_prefix_len=0, loss_target="soft"),
+    "domino: first step": domino(pure_draft_prefix_len=2, base_weight=0.5, progress=0.0),
+    "domino: kl": domino(
+        loss=SlotLoss(name="kl"), position_weights="1,0.5,0,2", progress=0.25, sliding_window=6
+    ),
 }
 
 
@@ -262,6 +269,7 @@ LAST = {
     ("dspark", "z"): 4,
     ("dflash2", "x"): 5,  # its loss reads no logits of the target
     ("dflash2", "aux"): 3,
+    ("domino", "x"): 5,
 }
 """The last token of the answer's document whose token, state or logits count, by kind."""
 
@@ -418,6 +426,7 @@ SERVED = [
     *("dspark: window", "dspark: window, mask", "dspark: mixed layers", "dflash", "dflash: mask"),
     *("dspark: seven slots", "dflash: non-causal", "dflash2", "dflash2: all candidates"),
     *("dflash2: three taps, target's choice", "dflash2: kl, window, recomputed"),
+    *("domino", "domino: mask, later", "domino: first step"),
 ]
 
 

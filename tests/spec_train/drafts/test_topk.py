@@ -17,6 +17,7 @@ from torch import Tensor
 from spec_train.cli import main
 from spec_train.drafts.block.draft import block_rows_loss
 from spec_train.drafts.teacher import Teacher, logits_teacher, missing_mass, topk_teacher
+from spec_train.formats.names import STAGE_KEYS
 from spec_train.losses.menu import LossKind, TeacherRows, distribution_loss
 from spec_train.options.draft_options import KINDS
 from tests.factory import tiny_dataset
@@ -195,6 +196,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "dspark": ("--num-layers", "1", "--markov-rank", "4", "--block-size", "4"),
     "dflash": ("--num-layers", "1", "--block-size", "4", "--loss-target", "soft"),
     "dflash2": ("--num-layers", "1", "--block-size", "4", "--loss", "kl"),
+    "domino": ("--num-layers", "1", "--block-size", "4", "--loss", "kl"),
 }
 
 
@@ -211,7 +213,7 @@ def sets(tmp_path_factory) -> dict[str, Path]:
 
 def command(draft: str, data: Path, out: Path, *more: str) -> list[str]:
     flags = ["fit", draft, "--data", str(data), "--out", str(out), "--seq-len", "48"]
-    vocabulary = () if draft == "dflash2" else ("--draft-vocab-size", "40")
+    vocabulary = () if draft in STAGE_KEYS else ("--draft-vocab-size", "40")
     flags += [*SMALL.get(draft, ()), *(vocabulary if draft in SMALL else ())]
     return [*flags, "--log-every", "1", "--validation", "0.3", *more]
 

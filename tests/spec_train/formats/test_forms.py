@@ -62,6 +62,8 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", MASK | MIXED, "hf vllm sglang"),
     ("dflash2", {}, "hf vllm sglang speculators"),
     ("dflash2", {"train_embeddings": True, "conv_kernel_size": 3}, "hf vllm speculators"),
+    ("domino", {"block_size": 3}, "hf sglang"),
+    ("domino", MASK | {"pure_draft_prefix_len": 0}, "hf"),
     ("dflash", MASK | MIXED | BOTH_WAYS, "hf vllm sglang speculators transformers"),
 ]
 """(kind, options, the forms that hold it and whose engines read it right)."""

@@ -31,9 +31,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dflash": BLOCK,
     "dflash anchor": BLOCK | {"layout": "anchor"},
     "dflash2": BLOCK,
+    "domino": BLOCK,
 }
 COUNTS = {"eagle": 5, "eagle3": 3, "peagle": 4, "dspark": 4, "dflash": 3, "dflash anchor": 4}
-COUNTS["dflash2"] = 3
+COUNTS |= {"dflash2": 3, "domino": 4}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,7 @@ SERVED_AS = {
     "dflash": ("dflash", "DFLASH", "draft-dflash"),
     "dflash anchor": ("dspark", "DSPARK", "draft-dspark"),
     "dflash2": ("dflash", "DFLASH", None),
+    "domino": (None, "DFLASH", None),
 }
 """The method of vLLM, the algorithm of SGLang and the type of llama.cpp."""
 
@@ -75,13 +77,14 @@ SERVED_AS = {
 @pytest.mark.parametrize("name", SERVED_AS)
 def test_the_commands_of_the_servers(drafts, target, name):
     method, algorithm, kind = SERVED_AS[name]
-    count, result = COUNTS[name], checked(drafts[name], "vllm", target)
-    (words,) = lines(result, "vLLM")
-    assert words[:3] == ["vllm", "serve", str(target)]
-    config = json.loads(after(words, "--speculative-config"))
-    assert config.pop("parallel_drafting", False) == (name == "peagle")
-    expected = {"model": drafts[name].name, "method": method, "num_speculative_tokens": count}
-    assert config == expected
+    count, result = COUNTS[name], checked(drafts[name], "vllm" if method else "sglang", target)
+    if method:
+        (words,) = lines(result, "vLLM")
+        assert words[:3] == ["vllm", "serve", str(target)]
+        config = json.loads(after(words, "--speculative-config"))
+        assert config.pop("parallel_drafting", False) == (name == "peagle")
+        expected = {"model": drafts[name].name, "method": method, "num_speculative_tokens": count}
+        assert config == expected
     if kind:
         _, convert, serve = lines(result, "llama.cpp")
         assert after(convert, "--target-model-dir") == str(target)

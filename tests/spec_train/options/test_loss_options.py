@@ -56,6 +56,7 @@ EXACT = {  # every draft with another loss than its own; nothing is drawn at ran
     "dspark": ("--loss", "reverse-kl", "--num-layers", "1", "--markov-rank", "4"),
     "dflash": ("--loss", "ce", "--loss-target", "hard", "--num-layers", "1"),
     "dflash2": ("--loss", "kl", "--selector-weight", "0.5", "--num-layers", "1"),
+    "domino": ("--loss", "tv", "--base-weight", "0.5", "--num-layers", "1"),
 }
 
 

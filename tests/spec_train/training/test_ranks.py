@@ -66,7 +66,7 @@ def gentle(config):
         (3, 1, 1, "ddp", "eagle3"),
         (2, 1, 2, "fsdp2", "dspark"),
         (2, 2, 1, "fsdp2", "peagle"),
-        (4, 1, 1, "fsdp2", "dflash"),
+        (4, 1, 1, "fsdp2", "domino"),
         (2, 1, 2, "fsdp2", "dflash2"),
     ],
 )
@@ -96,7 +96,7 @@ def test_any_number_of_ranks_and_micro_batches_is_one_batch(
     [
         ("ddp", "eagle3"),
         ("fsdp2", "eagle3"),
-        ("ddp", "dspark"),
+        ("ddp", "domino"),
         ("fsdp2", "dspark"),
         ("fsdp2", "dflash2"),
         ("ddp", "dflash2"),

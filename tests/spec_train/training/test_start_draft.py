@@ -40,6 +40,7 @@ SHAPES = {
         "selector_rank": 6,
         "conv_group_size": 4,
     },
+    "domino": {**LAYER, "num_layers": 1, "block_size": 4, "emb_dim": 5, "gru_hidden_dim": 3},
 }
 
 

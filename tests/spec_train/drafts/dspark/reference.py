@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.spec_train.drafts import slow_layer
+from tests.spec_train.drafts.domino import reference as domino
 from tests.spec_train.drafts.slot_loss import SlotLoss
 from tests.spec_train.drafts.slow_layer import Document, State, Sums, judge
 
@@ -37,6 +38,8 @@ class ReferenceConfig(slow_layer.Sizes):
     weights: tuple[float, ...] = ()  # of the drafts of a block, instead of exp(-d / gamma)
     stage: ModuleType | None = None  # a second stage that judges drafts and has a loss of its own
     top_k: int = 0  # of a selector
+    prefix: int = 0  # first drafts that a recurrent head leaves alone
+    base_share: float = 0.0  # of the loss: of the logits without that head
 
     @property
     def depth(self) -> int:
@@ -63,11 +66,13 @@ def reference_loss(
     sums, zero = Sums(config.depth), torch.zeros((), dtype=torch.float64)
     terms, term_weights, kind = [zero, zero, zero], [0.0, 0.0, 0.0], zero
     tau, blocks, forecasts = 0.0, 0, torch.zeros(3, dtype=torch.float64)
+    right, compared = 0.0, 0.0
     for document in documents:
         hits = {}
         for anchor in document.picks:
             logits, confidences = block_logits(state, config, document, anchor)
             stage = config.stage and config.stage.Block(state, config, document, anchor)
+            alone = block_logits(state, config, document, anchor, alone=True)[0]
             product, expected = 1.0, 1.0
             for d in range(config.depth):
                 if not draft_counts(document.m, anchor, d):
@@ -96,6 +101,16 @@ def reference_loss(
                             kind = kind + w * loss
                     terms[1] = terms[1] + w * (judged.log_q.exp() - judged.p).abs().sum()
                     term_weights[1] += w
+                    if config.base_share:
+                        base = judge(alone[d], document.z[anchor + d], ids)
+                        at = 0 if label is None else ids.index(label)
+                        loss = -base.log_q[at] if label is not None else -base.p @ base.log_q
+                        if config.loss is not None:
+                            loss = config.loss(base.p, base.full, base.log_q, at)
+                        terms[2] = terms[2] + w * loss
+                        term_weights[2] += w
+                        right += base.hit
+                        compared += 1
                     if stage is not None:
                         token = document.x[anchor + 1 + d]
                         right = token if config.against == "tokens" else judged.wanted
@@ -120,12 +135,18 @@ def reference_loss(
     sums |= {"tau": tau, "blocks": float(blocks)}
     if config.loss is not None:
         sums |= {"kind": float(kind.detach()), "kind_weight": term_weights[0]}
+        sums["kind_share"] = (1 - config.base_share) * term_weights[0]
+    if config.base_share:
+        sums |= {"base_right": right, "base_number": compared}
     if confident in state:
         names = ("confidence_number", "confidence_sum", "confidence_accepted")
         sums |= dict(zip(names, forecasts.tolist(), strict=True))
     alphas = config.ce_weight, config.l1_weight, config.confidence_weight
     if config.loss is not None:
         terms[0], alphas = kind, (1.0, 0.0, config.confidence_weight)
+    if config.base_share:
+        rest = 1 - config.base_share
+        alphas = rest * alphas[0], rest * alphas[1], config.base_share
     divisors = term_weights if counts is None else [counts[0], counts[1], counts[1]]
     parts = zip(alphas, terms, divisors, strict=True)
     return sum((a * x / n for a, x, n in parts if n), zero), sums
@@ -140,11 +161,12 @@ def reference_logits(
 
 
 def block_logits(
-    state: State, config: ReferenceConfig, document: Document, anchor: int
+    state: State, config: ReferenceConfig, document: Document, anchor: int, alone: bool = False
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return logits [Vd] and confidences of a block's D drafts, after the document's own tokens.
 
-    The lists end before the first draft whose previous token does not exist.
+    `alone`: the logits of the backbone, without a head that changes them. The lists end before the
+    first draft whose previous token does not exist.
     """
     states = block_states(state, config, document, anchor)
     memory = None
@@ -155,6 +177,11 @@ def block_logits(
         y = states[d if config.sample_from_anchor else d + 1]
         z = config.head_rows @ y
         features = y
+        if "prefix_gru.weight_ih_l0" in state and not alone:
+            read = state["embed_tokens.weight"][document.x[anchor + d]]
+            memory = domino.gru_state(state, read, memory)
+            if d >= config.prefix:
+                z = z + domino.correction(state, y, memory)
         if config.kind != "none":
             e = state["markov_head.markov_w1.weight"][document.x[anchor + d]]
             bias, memory = markov_bias(state, config.kind, e, y, memory)

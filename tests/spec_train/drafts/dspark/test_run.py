@@ -42,6 +42,7 @@ def fit(name: str, data: Path, out: Path, *more: str) -> int:
         ("dspark", ("--markov-rank", "8", "--draft-vocab-size", "40", "markov_head_type=rnn")),
         ("dflash", ()),
         ("dflash2", ("selector_top_k=4",)),
+        ("domino", ("--base-decay", "0.5")),
     ],
     ids=str,
 )

@@ -82,7 +82,7 @@ def test_layers_in_any_order_and_layers_that_are_not_listed(tmp_path):
         ({"attention_sink_bias": True}, "attention_sink_bias = True"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ({"output_multiplier": 0.5}, "output_multiplier = 0.5"),
-        ({"projector_type": "domino"}, "projector_type = domino"),
+        ({"projector_type": "dflare"}, "projector_type = dflare"),
         ({"causal": True}, "causal = true: full attention that is causal"),
         ({"block_size": 9}, "block_size"),
         ({"surprise": 1}, "dflash_config has surprise"),
