@@ -126,7 +126,7 @@ class DominoDraft(BlockDraft):
     def make_stage(self) -> None:
         config, size = self.config, self.config.hidden_size
         self.prefix_gru = PrefixGru(size, config.gru_hidden_dim)
-        self.embed_proj = nn.Sequential(
+        self.embed_proj: Any = nn.Sequential(
             nn.Linear(size + config.gru_hidden_dim, config.emb_dim, bias=False),
             nn.SiLU(),
             nn.Linear(config.emb_dim, config.vocab_size, bias=False),
