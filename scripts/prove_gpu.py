@@ -35,14 +35,14 @@ PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {
     "codecs": (kernels.prove_codecs, 15),
     "kernels": (kernels.prove_kernels, 90),
     "drafts": (drafts.prove_drafts, 120),
-    "capture": (commands.prove_capture, 50),
+    "capture": (commands.prove_capture, 70),
     "ring": (kernels.prove_ring, 15),
     "fit": (commands.prove_fit, 60),
     "checkpoint": (commands.prove_checkpoint, 20),
     "decoding": (commands.prove_decoding, 45),
     "resume": (commands.prove_resume, 60),
     "throughput": (commands.prove_throughput, 40),
-    "speed": (drafts.prove_speed, 200),
+    "speed": (drafts.prove_speed, 250),
     "peers": (peers.prove_peers, 20),
 }
 """The parts, the most important first, and the seconds to allow for each: no GPU has run them."""

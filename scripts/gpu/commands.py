@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,11 @@ from torch import Tensor
 import spec_train
 from gpu.bench import Bench
 from gpu.target import capture, corpus_of, dataset_of, target_of
+from spec_data.capture.backend import ForwardBatch
+from spec_data.capture.mask_forms import FLEX, PER_DOCUMENT, VARLEN
+from spec_data.capture.model import Target
+from spec_data.capture.proofs import prove_isolation
+from spec_data.shards.packing import pack_documents
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.training.result import FitResult
 from spec_train.training.run_directory import read_checkpoint
@@ -60,6 +66,26 @@ def prove_capture(bench: Bench) -> None:
     bench.attempt("capture", "packed, with its proofs", packed)
     bench.attempt("capture", "one document per row, compared", unpacked)
     bench.attempt("capture", "lossy codecs", lambda: (dataset_of(bench).is_dir(), {}))
+    _prove_forms(bench)
+
+
+def _prove_forms(bench: Bench) -> None:
+    """Prove and time each form in which the documents of a pack stay apart."""
+    target = Target.from_pretrained(target_of(bench), device=bench.device)
+    lengths, width = ([5, 30, 11], 48) if bench.tiny else ([150, 2000, 40, 900, 1100] * 4, 4096)
+    documents = [torch.randint(9, 200, (n,)) for n in lengths]
+    packs = pack_documents(lengths, width)
+    batches = [ForwardBatch.of([pack], documents.__getitem__) for pack in packs]
+
+    def prove(form: str) -> tuple[bool, dict[str, Any]]:
+        differs = prove_isolation(target, documents, width, form).differences[form]
+        bench.reset_memory()
+        seconds = bench.seconds(lambda: [target.capture(batch, form) for batch in batches])
+        rate = {"tokens_s": sum(lengths) / seconds, "memory_gb": bench.memory_gb()}
+        return True, {"differs": differs, **rate}
+
+    for form in (*[VARLEN] * bench.on_gpu, FLEX, PER_DOCUMENT, "block-causal"):
+        bench.attempt("capture", f"form {form}", partial(prove, form))
 
 
 def _difference(one: dict[str, Any], two: dict[str, Any]) -> float:

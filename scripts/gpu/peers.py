@@ -10,13 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpu.bench import Bench
+from spec_train.attention.flex import flex, flex_mask
+from spec_train.attention.masks import causal_mask
 
 PEERS = {"flash_attn": "flash-attn", "liger_kernel": "liger-kernel"}
 """Modules, and the packages that have them."""
 
 
 def prove_peers(bench: Bench) -> None:
-    """Time causal attention and the KL divergence of logits: torch's, and those of `PEERS`."""
+    """Time causal attention and the KL divergence of logits: torch's, flex, those of `PEERS`."""
     for module, package in PEERS.items():
         if find_spec(module) is None:
             bench.row("peers", package, None, missing=f"pip install {package} on a connected one")
@@ -26,7 +28,7 @@ def prove_peers(bench: Bench) -> None:
         torch.randn(1, tokens, heads, size, device=bench.device, dtype=dtype, requires_grad=True)
         for _ in range(3)
     )
-    _compared(bench, "causal attention", _attentions(), (q, k, v))
+    _compared(bench, "causal attention", _attentions(bench.on_gpu), (q, k, v))
     rows, vocab = (32, 64) if bench.tiny else (4096, 32000)
     logits = torch.randn(rows, vocab, device=bench.device, requires_grad=True)
     taught = torch.randn(rows, vocab, device=bench.device).softmax(-1)
@@ -52,14 +54,21 @@ def _compared(
         bench.attempt("peers", f"{what}, {name}", lambda w=way: measure(w))
 
 
-def _attentions() -> dict[str, Callable[..., Tensor]]:
+def _attentions(on_gpu: bool) -> dict[str, Callable[..., Tensor]]:
     """Return causal attention of q, k, v [B, T, h, d] by name."""
 
     def of_torch(*given: Tensor) -> Tensor:
         out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in given), is_causal=True)
         return out.transpose(1, 2)
 
+    def of_flex(*given: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in given)
+        blocks = flex_mask(causal_mask(torch.zeros(q.shape[0], q.shape[2], device=q.device).long()))
+        return flex(q, k, v, blocks, q.shape[3] ** -0.5)[0].transpose(1, 2)
+
     ways: dict[str, Callable[..., Tensor]] = {"torch": of_torch}
+    if on_gpu:  # a CPU has no gradient of it
+        ways["flex"] = of_flex
     if find_spec("flash_attn") is not None:
         flash = import_module("flash_attn").flash_attn_func
         ways["flash-attn"] = lambda q, k, v: flash(q, k, v, causal=True)

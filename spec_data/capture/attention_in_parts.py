@@ -7,8 +7,9 @@ part. A part is a chunk of queries of one long document, or a whole document of 
 output depends on no other query, so the results are those of the plain forward up to rounding; both
 are compared with it before they are used, and where a family raises, that comparison fails.
 
-Documents of a pack may also attend in one kernel, flash attention of documents of many lengths. The
-proof of a GPU chooses by time: many small kernels may cost more than a dense mask.
+Documents of a pack may also attend in one kernel: flash attention of documents of many lengths, or
+flex_attention of the blocks that hold a pair of query and key. The proof of a GPU chooses by time:
+many small kernels may cost more than a dense mask.
 
 The slots of a row may also lie on several processes (--context-parallel): each has the queries of
 its share, and gathers the keys and values of all.
@@ -17,6 +18,7 @@ Shapes: B rows, T slots of a row, q queries and k keys of a part, h heads, d hea
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,6 +29,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -35,9 +38,10 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from spec_data.capture.mask_forms import PER_DOCUMENT, VARLEN, additive, view_of
+from spec_data.capture.mask_forms import FLEX, KERNELS, PER_DOCUMENT, VARLEN, additive, view_of
 from spec_data.models.devices import sent
 from spec_data.models.reading import text_config
+from spec_data.shards.errors import RunError
 
 LONG_ROW = 2048
 """Documents with more tokens attend in chunks, unless plain causal attention needs no mask."""
@@ -47,6 +51,10 @@ _SCORES = 1 << 25  # most scores (queries x keys x heads) of a chunk
 # the keys for all heads; sdpa has no scores in memory, so these are the elements of a mask.
 _SHARE_QUERIES, _SHARE_SCORES = 1024, 1 << 27
 _PREFIX = "spec_data_parts_"
+_BLOCK = 128  # queries, and keys, of a block of flex_attention
+UNCOMPILED = ("cpu",)
+"""Devices on which flex_attention is computed plainly, with the scores of all pairs."""
+_GRAPHS = 64  # of flex_attention in a process: by batch, static and dynamic sizes, kinds of masks
 
 Spans = Sequence[Sequence[tuple[int, int]]]
 """Per row of a batch, the slots [start, stop) of each document."""
@@ -104,6 +112,7 @@ class RuleMask:
     # Masks of documents, which are the same for every layer of a kind.
     made: dict[tuple[int, int, int, torch.device], Tensor] = field(default_factory=dict)
     layouts: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    blocks: dict[torch.device, Any] = field(default_factory=dict)
 
     def layout(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the slots b * T + t of the N tokens of documents, int64 [N], and where each of the
@@ -115,6 +124,46 @@ class RuleMask:
             bounds = torch.tensor([0, *map(len, slots)]).cumsum(0).int()
             self.layouts[device] = sent(torch.cat(slots), device), sent(bounds, device)
         return self.layouts[device]
+
+    def block_mask(self, length: int, device: torch.device) -> Any:
+        """Return the blocks of keys that each block of queries sees, and which it sees wholly.
+
+        They come from the first key of each slot, which never falls along a row; the last one is
+        the slot itself. So a block of queries sees every block from its first key's to its own.
+        """
+        if device not in self.blocks:
+            from torch.nn.attention.flex_attention import BlockMask
+
+            slots = torch.arange(length)
+            first = slots.repeat(len(self.spans or ()), 1)  # [B, T]; padding sees itself
+            for row, spans in enumerate(self.spans or ()):
+                for start, stop in spans:
+                    first[row, start:stop] = start
+            if self.reach is not None:
+                first = torch.maximum(first, slots - self.reach + 1)
+            count = max(2, -(-length // _BLOCK))  # a size of one would be compiled by itself
+            edges = pad(first, (0, count * _BLOCK - length), value=count * _BLOCK)
+            edges = edges.view(len(first), 1, count, _BLOCK)  # no block is whole to a cut one
+            keys = torch.arange(count)
+            queries = keys[:, None]
+            seen = (keys >= edges[..., :1] // _BLOCK) & (keys <= queries)  # [B, 1, R, R]
+            whole = (keys * _BLOCK >= edges[..., -1:]) & (keys < queries)
+            at = sent(first, device)
+
+            def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+                """Return how many blocks each row has, and which: they come first in a row."""
+                order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+                return sent(blocks.sum(-1).int(), device), sent(order.int(), device)
+
+            self.blocks[device] = BlockMask.from_kv_blocks(
+                *ordered(seen & ~whole),
+                *ordered(seen & whole),
+                BLOCK_SIZE=_BLOCK,
+                mask_mod=lambda pack, head, query, key: (key <= query) & (key >= at[pack, query]),
+                seq_lengths=(length, length),
+                compute_q_blocks=False,  # they are for gradients
+            )
+        return self.blocks[device]
 
     def parts(self, length: int, heads: int) -> Iterator[tuple[int, int, int, int, int]]:
         """Yield row, first query, the slot after the last query, and first key of each part of rows
@@ -201,7 +250,7 @@ def attention_in_parts(
 
     Args:
         model: the target. attn: its attention implementation, "sdpa" or "eager".
-        form: PER_DOCUMENT, or VARLEN: all documents in one kernel.
+        form: PER_DOCUMENT, or one of KERNELS: all documents in one kernel.
         document_ids: of packed rows, int64 [B, T], -1 in padding, whose states mean nothing: each
             document attends on its own. None: one unpadded document attends in chunks.
         share: the slots of the rows that the model is given, of all those of `document_ids`.
@@ -209,7 +258,7 @@ def attention_in_parts(
     config = text_config(model.config)  # the one that decoder blocks read
     token = _spans.set(None if document_ids is None else spans_of(document_ids))
     of_share = _share.set(share)
-    config._attn_implementation = _PREFIX + (VARLEN if form == VARLEN else attn)
+    config._attn_implementation = _PREFIX + (form if form in KERNELS else attn)
     try:
         yield
     finally:
@@ -329,8 +378,37 @@ def _attend_varlen(
     return joined.unflatten(0, (rows, length)), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(_PREFIX + VARLEN, _attend_varlen)
-ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + VARLEN, _make_mask)
+def _attend_flex(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """The same by transformers' flex_attention, which has caps and sinks; compiled on a GPU."""
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+    from transformers.integrations.flex_attention import flex_attention_forward
+
+    if not isinstance(attention_mask, RuleMask) or attention_mask.spans is None:
+        raise NotImplementedError("this family's attention makes masks of its own")
+    if options.get("position_bias") is not None:
+        raise NotImplementedError("a bias of all pairs has the size of a whole row")
+    blocks = attention_mask.block_mask(query.shape[2], query.device)
+    mode = config.patch(recompile_limit=_GRAPHS, fail_on_recompile_limit_hit=True)
+    if query.device.type in UNCOMPILED:
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        mode = torch.compiler.set_stance("force_eager")
+    try:
+        with mode:  # never without being compiled, in the memory of all pairs
+            out, _ = flex_attention_forward(module, query, key, value, blocks, **options)
+    except FailOnRecompileLimitHit as problem:
+        raise RunError(
+            f"flex_attention was compiled {_GRAPHS} times in this process, and tensors of another "
+            f"kind came: {list(query.shape)}, {query.dtype}; use --packing {PER_DOCUMENT}"
+        ) from problem
+    return out, None
+
+
+for _name, _function in {VARLEN: _attend_varlen, FLEX: _attend_flex}.items():
+    ALL_ATTENTION_FUNCTIONS.register(_PREFIX + _name, _function)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + _name, _make_mask)
 ALL_ATTENTION_FUNCTIONS.register(_PREFIX + "sdpa", partial(_attend, sdpa_attention_forward, False))
 ALL_ATTENTION_FUNCTIONS.register(_PREFIX + "eager", _attend_eager)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + "sdpa", _make_sdpa_mask)

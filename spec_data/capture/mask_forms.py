@@ -6,6 +6,7 @@ candidate, which `proofs.py` accepts or rejects on real packs.
 
     per-document          no mask of the pack: attention runs inside each document, one by one
     varlen                the same in one kernel, flash attention of documents of many lengths (GPU)
+    flex                  the same in one kernel of flex_attention, which skips blocks (GPU)
     mask-per-layer-type   one block-causal mask per attention type, with its sliding window
     block-causal-window   one block-causal mask with the sliding window for all layers
     block-causal          one block-causal mask without a window
@@ -25,7 +26,10 @@ from spec_data.shards.packing import block_causal_mask
 
 PER_DOCUMENT = "per-document"
 VARLEN = "varlen"
-WITHOUT_MASK = (PER_DOCUMENT, VARLEN)
+FLEX = "flex"
+KERNELS = (VARLEN, FLEX)
+"""Forms that a GPU runs in one kernel."""
+WITHOUT_MASK = (PER_DOCUMENT, *KERNELS)
 """Forms of `attention_in_parts`."""
 ROWS = "rows"
 SINGLE = "single"
@@ -55,7 +59,7 @@ def mask_forms(config: Any, attn: str, device: str = "cpu") -> list[str]:
     text = text_config(config)
     forms = []
     if attn in ("sdpa", "eager"):
-        forms += [PER_DOCUMENT] if device == "cpu" else [VARLEN, PER_DOCUMENT]
+        forms += [PER_DOCUMENT] if device == "cpu" else [*KERNELS, PER_DOCUMENT]
         types = set(getattr(text, "layer_types", None) or ())
         if types and types <= {_WINDOWED, _PLAIN}:
             forms.append("mask-per-layer-type")

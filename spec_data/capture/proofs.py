@@ -25,6 +25,7 @@ from torch import Tensor
 from spec_data.capture.backend import ForwardBatch
 from spec_data.capture.hooks import States
 from spec_data.capture.mask_forms import (
+    KERNELS,
     REQUESTS,
     ROWS,
     SINGLE,
@@ -153,7 +154,12 @@ def prove_isolation(
             return value if isfinite(value) else "not finite"
         except (TargetError, RunError):
             raise
-        except _NOT_ACCEPTED as error:
+        except Exception as error:
+            if form in KERNELS:  # compiler, driver and kernel may raise anything
+                reason = (str(error).splitlines() or [""])[0][:200]
+                return f"no kernel here ({type(error).__name__}: {reason})"
+            if not isinstance(error, _NOT_ACCEPTED):
+                raise
             return f"the family does not accept it ({type(error).__name__})"
 
     candidates = mask_forms(target.config, target.attn, target.device.type)

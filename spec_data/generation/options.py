@@ -24,7 +24,7 @@ QUALITIES = {"bf16": 0.0, "fine": 0.01, "default": 0.02, "small": 0.05}
 """Values of --codec by name: the error that a column may have, see `calibrate`."""
 
 Packing = Literal[
-    "auto", "rows", "per-document", "varlen", "mask-per-layer-type", "block-causal-window",
+    "auto", "rows", "per-document", "varlen", "flex", "mask-per-layer-type", "block-causal-window",
     "block-causal", "position-ids", "requests",
 ]  # fmt: skip
 

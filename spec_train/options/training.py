@@ -78,8 +78,8 @@ class Training:
     backward pass; with --accumulation, it frees none before the last micro-batch."""
     exchange: Annotated[Literal["fp32", "bf16"], RUNNING] = "fp32"
     """What several processes send each other: gradients, and the weights that fsdp2 gathers, as
-    they are; or rounded to bf16, which is half of the bytes. With bf16, fsdp2 also adds up the
-    gradients of --accumulation in bf16."""
+    they are; or rounded to bf16, which is half of the bytes (weights only if --dtype is bfloat16).
+    With bf16, fsdp2 also adds up the gradients of --accumulation in bf16."""
     seq_len: Annotated[int, Meta(ge=4)] = DOCUMENT_LENGTH
     """Tokens per pack; longer documents are cut to it, and counted. Set it to the --max-length of
     the dataset to lose nothing; memory grows with it."""

@@ -1,6 +1,8 @@
 """Attention in parts gives the plain states, without anything of the size of a whole row."""
 
 import itertools
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import varlen
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.flex_attention import WrappedFlexAttention, flex_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from spec_data.capture import attention_in_parts as module
@@ -16,11 +20,11 @@ from spec_data.capture import model as model_module
 from spec_data.capture import proofs
 from spec_data.capture.attention_in_parts import RuleMask, attention_in_parts, spans_of
 from spec_data.capture.hooks import States
-from spec_data.capture.mask_forms import PER_DOCUMENT, VARLEN, mask_forms
+from spec_data.capture.mask_forms import FLEX, KERNELS, PER_DOCUMENT, VARLEN, mask_forms
 from spec_data.capture.model import Target
 from spec_data.capture.proofs import proof_documents, proof_length, prove_isolation
 from spec_data.models.reading import text_config
-from spec_data.shards.errors import TargetError
+from spec_data.shards.errors import RunError, TargetError
 from spec_data.shards.packing import row_layout
 from tests.families import FAMILIES, WINDOW, tiny_model
 from tests.spec_data.capture.test_model import ids_of
@@ -176,7 +180,8 @@ def compare_with_documents_alone(family: str, attn: str, form: str, lengths: Any
     for row, parts in zip(ids, documents, strict=True):
         row[: sum(map(len, parts))] = torch.cat(parts)
     layout = row_layout(lengths, most + 2)
-    with Largest() as largest:
+    largest = Largest()
+    with largest if form == PER_DOCUMENT else nullcontext():
         packed = target.forward(ids, *layout, form)
     with pytest.raises(KeyboardInterrupt), attention_in_parts(target.model, attn, layout[0]):
         raise KeyboardInterrupt
@@ -223,9 +228,130 @@ def test_one_kernel_for_all_documents_gives_their_states(family, monkeypatch):
     compare_with_documents_alone(family, "sdpa", VARLEN, [[5, 3], [2, 9], [WINDOW + 4]])
 
 
+# --- flex_attention ---
+
+WIDE = [[130, 9, 150], [260]]  # documents that end within blocks of 128, and a whole block
+
+
+@pytest.mark.parametrize(
+    ("family", "attn", "lengths"),
+    [
+        ("mistral-sliding", "sdpa", WIDE),
+        ("gemma3", "sdpa", LENGTHS),  # two kinds of layers
+        ("gemma2", "eager", LENGTHS),  # scores with a cap
+        ("qwen3_moe", "sdpa", LENGTHS),
+        ("deepseek_v3", "sdpa", LENGTHS),  # values of another size
+    ],
+)
+def test_flex_attention_gives_the_states_of_documents_alone(family, attn, lengths):
+    compare_with_documents_alone(family, attn, FLEX, lengths)
+
+
+@pytest.mark.parametrize("reach", [None, 5, 128, 200])
+@pytest.mark.parametrize("length", [40, 256, 700])
+def test_the_blocks_of_flex_attention_are_those_of_a_table_of_all_pairs(length, reach):
+    spans = [[(0, length // 3), (length // 3, length - 7)], [(0, length)]]
+    document = torch.full((2, length), -1)
+    for row, some in enumerate(spans):
+        for number, (start, stop) in enumerate(some):
+            document[row, start:stop] = number
+    document = torch.where(document < 0, -1 - torch.arange(length), document)  # alone
+
+    def rule(pack: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = query - key < (reach or length)
+        return (key <= query) & near & (document[pack, query] == document[pack, key])
+
+    mask = RuleMask(rule=rule, reach=reach, spans=spans, always=True)
+    made = mask.block_mask(length, torch.device("cpu"))
+    exact = create_block_mask(rule, 2, None, length, length, device="cpu")
+    count = exact.kv_num_blocks.shape[-1]
+    for kind in ("kv", "full_kv"):
+        some, all_ = (getattr(b, f"{kind}_num_blocks")[..., :count] for b in (made, exact))
+        assert torch.equal(some, all_), kind
+        some, all_ = (getattr(b, f"{kind}_indices") for b in (made, exact))
+        for row, last in itertools.product(range(2), range(count)):
+            n = int(getattr(exact, f"{kind}_num_blocks")[row, 0, last])
+            assert set(some[row, 0, last, :n].tolist()) == set(all_[row, 0, last, :n].tolist())
+    pairs = torch.arange(length)
+    grid = torch.arange(2)[:, None, None], 0, pairs[:, None], pairs
+    assert torch.equal(made.mask_mod(*grid), rule(*grid))
+
+
+def test_the_blocks_cost_no_table_of_all_pairs():
+    length = 1 << 14
+    mask = RuleMask(rule=lambda *_: None, reach=None, spans=[[(0, length)]], always=True)
+    with Largest() as largest:
+        blocks = mask.block_mask(length, torch.device("cpu"))
+    assert largest.elements <= 2 * length
+    assert int((blocks.kv_num_blocks + blocks.full_kv_num_blocks).sum()) == 128 * 129 // 2
+    assert mask.block_mask(length, torch.device("cpu")) is blocks  # one for all layers of a kind
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """flex_attention is compiled, as on a GPU, by all of the compiler but its last stage."""
+    torch._dynamo.reset()
+    call = torch.compile(flex_attention, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(module, "UNCOMPILED", ())
+    monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda self: call)
+    yield torch._dynamo.utils.counters["stats"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("compiled")
+def test_compiled_flex_attention_gives_them_too_in_few_graphs(compiled):
+    before = compiled["unique_graphs"]
+    for lengths in ([[130, 9]], [[140, 20]], [[4, 90, 200], [30]]):
+        compare_with_documents_alone("mistral-sliding", "sdpa", FLEX, lengths)
+    assert 0 < compiled["unique_graphs"] - before <= 3
+
+
+@pytest.mark.usefixtures("compiled")
+def test_too_many_graphs_are_an_error_and_not_a_table_of_all_scores(monkeypatch):
+    monkeypatch.setattr(module, "_GRAPHS", 1)
+    target, rows = target_of("llama", "sdpa"), ([[5, 3]], [[4, 6], [7]])
+    with pytest.raises(RunError, match=r"compiled 1 times.*\[2, .*--packing per-document"):
+        for lengths in rows:
+            ids = torch.zeros(len(lengths), 10, dtype=torch.long)
+            target.forward(ids, *row_layout(lengths, 10), FLEX)
+
+
+def test_what_flex_attention_cannot_do_is_said_in_a_line(monkeypatch):
+    """Attention sinks need its sums, which no CPU gives; a compiler may raise anything."""
+    documents = ids_of(5, WINDOW + 6, 3)
+    with pytest.raises(TargetError, match=r"no kernel here .*sinks cannot be run on CPU"):
+        prove_isolation(target_of("gpt_oss", "eager"), documents, 24, packing=FLEX)
+
+    class OutOfResources(Exception):
+        pass
+
+    def fails(*_given: Any) -> Any:
+        raise OutOfResources("shared memory, Required: 9\nmore")
+
+    target = target_of("llama", "sdpa")
+    assert prove_isolation(target, documents, 24, packing=FLEX).form == FLEX
+    monkeypatch.setattr(RuleMask, "block_mask", fails)
+    with pytest.raises(TargetError, match=r"no kernel here \(OutOfResources: shared .*: 9\)"):
+        prove_isolation(target, documents, 24, packing=FLEX)
+    with pytest.raises(OutOfResources):  # of a form that is plain Python, it is an error of ours
+        monkeypatch.setattr(RuleMask, "parts", fails)
+        prove_isolation(target, documents, 24, packing=PER_DOCUMENT)
+
+
+def test_a_cpu_tries_no_kernel():
+    target = target_of("llama", "sdpa")
+    assert not set(KERNELS) & set(mask_forms(target.config, "sdpa", "cpu"))
+
+
 @pytest.mark.parametrize(
     ("fastest", "planted"),
-    [(VARLEN, ""), ("block-causal-window", ""), (PER_DOCUMENT, "window"), (PER_DOCUMENT, "no")],
+    [
+        (VARLEN, ""),
+        (FLEX, ""),
+        ("block-causal-window", ""),
+        (PER_DOCUMENT, "window"),
+        (PER_DOCUMENT, "no"),
+    ],
 )
 def test_a_gpu_takes_the_fastest_of_the_forms_that_are_proven(fastest, planted, monkeypatch):
     """Planted: the kernel loses the window, or does not run."""
@@ -251,7 +377,7 @@ def test_a_gpu_takes_the_fastest_of_the_forms_that_are_proven(fastest, planted, 
     monkeypatch.setattr(proofs, "_fastest", choose)
     proof = prove_isolation(on_gpu, ids_of(5, WINDOW + 6, 3), 24)
     assert proof.form == fastest and proof.form in proof.differences
-    assert seen == [VARLEN] * (not planted) + [PER_DOCUMENT, "block-causal-window"]
+    assert seen == [VARLEN] * (not planted) + [FLEX, PER_DOCUMENT, "block-causal-window"]
     assert (VARLEN in proof.differences) == (bool(planted) or fastest == VARLEN)
 
 
@@ -279,12 +405,13 @@ def test_a_family_with_attention_of_its_own_falls_back(family, attn, form, monke
     proof = prove_isolation(target, ids_of(*DOCUMENTS), 48)
     assert "does not accept it" in str(proof.differences[PER_DOCUMENT])
     assert proof.form == form
-    assert mask_forms(target.config, attn, "cuda")[:2] == [VARLEN, PER_DOCUMENT]
+    assert mask_forms(target.config, attn, "cuda")[:3] == [*KERNELS, PER_DOCUMENT]
 
 
+@pytest.mark.parametrize("form", [PER_DOCUMENT, FLEX])
 @pytest.mark.parametrize("planted", ["spans", "window"])
 def test_documents_that_are_cut_wrongly_fail_the_proof(
-    planted: str, monkeypatch: pytest.MonkeyPatch
+    form: str, planted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if planted == "spans":
 
@@ -294,9 +421,13 @@ def test_documents_that_are_cut_wrongly_fail_the_proof(
         monkeypatch.setattr(module, "spans_of", one_span)
     else:
         monkeypatch.setattr(RuleMask, "of", lambda *a: None)
+        made = RuleMask.block_mask
+        monkeypatch.setattr(
+            RuleMask, "block_mask", lambda mask, *a: made(replace(mask, reach=None, blocks={}), *a)
+        )
     target = target_of("mistral-sliding", "sdpa")
     with pytest.raises(TargetError, match="does not isolate"):
-        prove_isolation(target, ids_of(*DOCUMENTS), 48, packing=PER_DOCUMENT)
+        prove_isolation(target, ids_of(*DOCUMENTS), 48, packing=form)
 
 
 # --- proofs --------------------------------------------------------------------------------------
