@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # The virtual environment of the scripts beside this file. Sourced, not run. Defines ROOT and
-# prepare_env EXTRA ("" or "dev"), which makes or reuses the environment and sets PY to its Python.
+# prepare_env EXTRA ("" or "test"), which makes or reuses the environment and sets PY to its Python.
 #
 # Settings, all optional:
 #   VENV    where the environment is or will be made   (default: .venv in the repository)
@@ -100,7 +100,7 @@ is_installed() {
 
 prepare_env() {
   local extra="$1"
-  if is_installed "$extra" || is_installed dev; then return; fi
+  if is_installed "$extra" || is_installed test; then return; fi
   trap 'exit 130' INT # pip ends Ctrl-C with an ordinary error: the next attempt must not start
   # An environment that uv made has no pip yet.
   "$PY" -m pip --version >/dev/null 2>&1 || "$PY" -m ensurepip >/dev/null 2>&1 || make_venv

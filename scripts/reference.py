@@ -1,14 +1,16 @@
-"""Write the whole reference of the commands and of the Python API as two Markdown files.
+"""The documentation site: hooks of mkdocs, and the reference that is made from the functions.
 
-    python scripts/reference.py --out build      # build/commands.md, build/api.md
+    pip install '.[docs]'; mkdocs serve      # or: mkdocs build --strict
 
-Both are made from the typed functions: what `--help-all` prints, and what `help()` prints. They are
-longer than all other pages together, so they are made where they are wanted and not part of the
-repository; the list of docs/commands.md is `command_list`, which a test compares.
+The pages of docs/ are read on GitHub as well, so they hold nothing that only mkdocs knows. The
+navigation is the list of docs/README.md. Pages are added that are not in docs/: every command as
+`--help-all` prints it, every public name as `help()` prints it, and `OUTSIDE`. The paragraphs
+between `<!-- tabs -->` and `<!-- end tabs -->` that begin with bold words become tabs.
 """
 
-import argparse
 import inspect
+import re
+import textwrap
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,15 @@ import spec_train
 import spec_train.cli
 from spec_data.terminal.command import Program
 
+ROOT = Path(__file__).parents[1]
+OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "spec_data/shards/FORMAT.md")
 PROGRAMS: tuple[Program, ...] = (spec_data.cli.PROGRAM, spec_train.cli.PROGRAM)
+_LINK = re.compile(r"\[([^\[\]]*)\]\((?!https?:|#)(?:\.\./)*(?:docs/)?([^)#]+)(#[^)]*)?\)")
+_TABS = re.compile(r"<!-- tabs -->\n(.*?)<!-- end tabs -->\n", re.DOTALL)
+_TAB = re.compile(r"^\*\*(.+?)\.\*\* ", re.MULTILINE)
+
+
+# -- the reference -----------------------------------------------------------------------------
 
 
 def first_sentence(function: object) -> str:
@@ -29,7 +39,7 @@ def first_sentence(function: object) -> str:
 
 
 def command_list() -> str:
-    """Return the list of all commands; the drafts of `fit` share a line."""
+    """Return the list of docs/commands.md, which a test compares; drafts of `fit` share a line."""
     lines = {}
     for program in PROGRAMS:
         for chain, entry in program.entries.items():
@@ -38,11 +48,16 @@ def command_list() -> str:
 
 
 def command_pages() -> Iterator[str]:
-    """Yield the sections of commands.md: what --help-all prints of every command."""
+    """Yield the sections of a page of all commands; those of several words are tabs of one."""
+    headings = set()
     for program in PROGRAMS:
         for chain in program.entries:
-            title = " ".join((program.name, *chain))
-            yield f"## {title}\n\n```\n{program.help(chain, everything=True).strip()}\n```\n"
+            heading = f"## {program.name} {chain[0]}\n"
+            text = f"```\n{program.help(chain, everything=True).strip()}\n```\n"
+            if len(chain) > 1:
+                text = _tab(" ".join(chain[1:]), text)
+            yield text if heading in headings else f"{heading}\n{text}"
+            headings.add(heading)
 
 
 def _without_notes(thing: Any) -> inspect.Signature:
@@ -55,7 +70,7 @@ def _without_notes(thing: Any) -> inspect.Signature:
 
 
 def api_pages() -> Iterator[str]:
-    """Yield the sections of api.md: signature and docstring of every public name."""
+    """Yield the sections of a page of all functions: signature and docstring of public names."""
     for package in (spec_data, spec_train):
         for name in sorted(package.__all__):
             thing = getattr(package, name)
@@ -67,20 +82,69 @@ def api_pages() -> Iterator[str]:
             yield f"## {package.__name__}.{name}\n\n```python\n{name}{signature}\n\n{text}\n```\n"
 
 
-def main() -> None:
-    """Write the files."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    folder: Path = parser.parse_args().out
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, title, sections in (
-        ("commands.md", "Commands", command_pages()),
-        ("api.md", "Python API", api_pages()),
-    ):
-        text = f"# {title}\n\n" + "\n".join(sections)
-        (folder / name).write_text(text, encoding="utf-8")
-        print(f"wrote {folder / name}: {len(text.split()):,} words")
+# -- hooks of mkdocs ---------------------------------------------------------------------------
 
 
-if __name__ == "__main__":
-    main()
+def _tab(title: str, text: str) -> str:
+    return f'=== "{title}"\n\n{textwrap.indent(text, "    ")}\n'
+
+
+def tabs(markdown: str) -> str:
+    """Return a page with its marked paragraphs as tabs."""
+
+    def one(match: re.Match[str]) -> str:
+        before, *parts = _TAB.split(match[1])
+        return before + "".join(map(_tab, parts[::2], parts[1::2]))
+
+    return _TABS.sub(one, markdown)
+
+
+def links(markdown: str, names: set[str]) -> str:
+    """Return a page whose links to files of the repository lead to pages, or are only words."""
+
+    def one(match: re.Match[str]) -> str:
+        text, path, anchor = match.groups(default="")
+        if (name := Path(path).name if path in OUTSIDE else path) in names:
+            return f"[{text}]({name}{anchor})"
+        return text
+
+    return _LINK.sub(one, markdown)
+
+
+def on_config(config: Any) -> Any:
+    """Make the navigation of the list of docs/README.md."""
+    text = links((ROOT / "docs" / "README.md").read_text(encoding="utf-8"), _names(config))
+    nav: list[Any] = [{"Start": "README.md"}]
+    for section in text.split("\n## ")[1:]:
+        title, _, lines = section.partition("\n")
+        pages = re.findall(r"^- \[(.+?)\]\(([^)]+\.md)\)", lines, re.MULTILINE)
+        nav.append({title: [{f"{name[0].upper()}{name[1:]}": path} for name, path in pages]})
+    next(part for part in nav if "Reference" in part)["Reference"] += [
+        {"Every option": "all-commands.md"},
+        {"Every function": "all-api.md"},
+    ]
+    config.nav = [*nav, {"Project": ["CHANGELOG.md", "CONTRIBUTING.md"]}]
+    return config
+
+
+def _names(config: Any) -> set[str]:
+    docs = Path(config.docs_dir)
+    inside = {str(file.relative_to(docs)) for file in docs.rglob("*") if file.is_file()}
+    return inside | {Path(path).name for path in OUTSIDE}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are not in docs/."""
+    from mkdocs.structure.files import File
+
+    pages = {Path(path).name: (ROOT / path).read_text(encoding="utf-8") for path in OUTSIDE}
+    pages["all-commands.md"] = "# Every option\n\n" + "\n".join(command_pages())
+    pages["all-api.md"] = "# Every function\n\n" + "\n".join(api_pages())
+    for name, content in pages.items():
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Make a page of the repository one of the site."""
+    return markdown if page.file.name.startswith("all-") else tabs(links(markdown, _names(config)))

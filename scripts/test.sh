@@ -24,7 +24,7 @@ esac
 
 # shellcheck source=scripts/_env.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/_env.sh"
-prepare_env dev
+prepare_env test
 cd "$ROOT"
 "$PY" -m ruff check .
 "$PY" -m ruff format --check .

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from moto.server import ThreadedMotoServer
-from s3fs import S3FileSystem
 
 EXPIRED = (
     b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code>"
@@ -47,8 +45,10 @@ class Faults:
 @contextmanager
 def object_store() -> Iterator[tuple[str, Faults]]:
     """Yield the URL of a proxy before an S3 server, which clients find, and its faults."""
-    S3FileSystem.clear_instance_cache()  # clients of an earlier server
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto = pytest.importorskip("moto.server", reason="moto is not installed: '.[test]'")
+    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: '.[s3]'")
+    s3fs.S3FileSystem.clear_instance_cache()  # clients of an earlier server
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     _forget(server.get_host_and_port())
     faults = Faults()

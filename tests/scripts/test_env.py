@@ -29,9 +29,9 @@ def machine(tmp_path):
 )
 def test_which_tool_installs_pytorch(machine, settings, tried):
     machine.settings.update(settings)
-    result = machine.prepare("dev")
+    result = machine.prepare("test")
     assert (result.code, result.tried) == (0, tried), result.messages
-    torch, project = (next(c for c in result.calls[::-1] if x in c) for x in ("torch=", "[dev]"))
+    torch, project = (next(c for c in result.calls[::-1] if x in c) for x in ("torch=", "[test]"))
     with_uv = tried[-1].startswith("uv")
     assert ("--torch-backend=auto" in torch) == with_uv
     assert project.startswith("uv pip" if with_uv else "pip") and "--editable" in project
@@ -41,7 +41,7 @@ def test_which_tool_installs_pytorch(machine, settings, tried):
 def test_without_uv_on_path_pip_installs_it_or_does_everything(tmp_path, from_pip, tool):
     machine = FakeMachine(tmp_path)
     machine.settings["FAKE_UV_FROM_PIP"] = from_pip
-    result = machine.prepare("dev")
+    result = machine.prepare("test")
     assert (result.code, result.tried) == (0, [f"{tool} tested"]), result.messages
     assert sum(call.endswith(" uv") for call in result.calls) == 1
     assert result.calls[-1].startswith(f"{tool} ")
@@ -63,7 +63,7 @@ def test_where_nothing_works_the_error_says_so_in_words(machine, settings, files
     machine.settings.update(settings)
     for name, text in files.items():
         (machine.fakes / name).write_text(text)
-    result = machine.prepare("dev")
+    result = machine.prepare("test")
     assert result.code == 2 and said in result.messages
     assert not (machine.root / ".venv" / ".spec-data-installed").exists()
 
@@ -78,8 +78,8 @@ def test_a_fitting_pytorch_is_kept(machine, version, kept):
 
 
 def test_a_second_run_calls_nothing_unless_pyproject_has_changed(machine):
-    assert machine.prepare("dev").code == 0
-    for extra in ("dev", ""):  # what dev installs includes the rest
+    assert machine.prepare("test").code == 0
+    for extra in ("test", ""):  # what test installs includes the rest
         again = machine.prepare(extra)
         assert (again.code, again.calls, again.messages) == (0, [], "")
     with (machine.root / "pyproject.toml").open("a") as file:

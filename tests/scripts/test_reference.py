@@ -29,8 +29,10 @@ def test_the_reference_has_every_option_and_every_public_name() -> None:
     pages = "\n".join(command_pages())
     for program in PROGRAMS:
         for chain, entry in program.entries.items():
-            section = pages.partition(f"## {program.name} {' '.join(chain)}\n")[2]
+            section = pages.partition(f"## {program.name} {chain[0]}\n")[2]
             section = section.partition("\n## ")[0]
+            for tab in chain[1:]:
+                section = section.partition(f'=== "{tab}"\n')[2].partition("\n=== ")[0]
             for flag in {*flags_of(entry)} - {f"--{n}" for n in entry.positional()}:
                 assert flag in section, (chain, flag)
     named = re.findall(r"^## \w+\.(\w+)$", "\n".join(api_pages()), re.M)

@@ -35,6 +35,7 @@ AT_ONCE = {"batch_size": 8}
 
 @pytest.fixture(autouse=True)
 def fast_and_here(monkeypatch):
+    pytest.importorskip("openai", reason="openai is not installed: '.[server]'")
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
     monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.01)
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"):
